@@ -1,21 +1,29 @@
 """`warpfold doctor`."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, Device, app, decides, device_of, reads, show, show_table
+from warpfold.cli.common import AsJson, Device, app, decides, device_of, reads, show, show_table, writes
+from warpfold.cli.doctor_cluster import Output, check_cluster
 from warpfold.errors import UserError
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
     from warpfold.tune.doctor import Finding
 
-HINT = "warpfold doctor --kernels checks every operation on this device against its definition"
+HINT = (
+    "warpfold doctor --kernels checks every operation on this device against its definition; under torchrun "
+    "warpfold doctor --cluster checks all ranks, their links and files"
+)
 
 
-@app.command(epilog="Example:  warpfold doctor --kernels --settings monomer")
+@app.command(
+    epilog="Example:  warpfold doctor --kernels --settings monomer;  "
+    "torchrun --nproc-per-node 8 -m warpfold doctor --cluster --data store --folder runs --out cluster.toml"
+)
 def doctor(
     kernels: Annotated[
         bool, decides("Check every operation, forward and backward, against its definition; a minute.", "--kernels")
@@ -23,10 +31,30 @@ def doctor(
     settings: Annotated[
         str | None, reads("TOML file or preset whose sizes to check; default: tiny on a CPU, monomer on a GPU.")
     ] = None,
+    cluster: Annotated[
+        bool, decides("Check all ranks, their links and files, started as training is; two minutes.", "--cluster")
+    ] = False,
+    data: Annotated[list[Path] | None, reads("Of --cluster: stores that every rank reads from.")] = None,
+    folder: Annotated[Path | None, reads("Of --cluster: a folder where runs will be written, to try it.")] = None,
+    link: Annotated[
+        str | None, reads("Of --cluster: what the network should be: ib400, roce100x2, eth25 (Gb/s, adapters).")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        writes("Of --cluster: file for the measured links, which plan, train, simulate read.", "--out", "-o"),
+    ] = None,
+    figure: Annotated[Path | None, writes("Of --cluster: file for a picture of all links: .png, .svg.")] = None,
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what this machine has, and check that it computes what it should; exit with 1 if it does not."""
+    given = [data, folder, link, out, figure]
+    if cluster:
+        if kernels or settings:
+            raise UserError("--cluster goes without --kernels and --settings; check the operations on one process")
+        check_cluster(data or [], folder, link, device, Output(out, figure, as_json))
+    if any(given):
+        raise UserError("--data, --folder, --link, --out and --figure are of --cluster; add it")
     import torch
 
     from warpfold import settings as toml

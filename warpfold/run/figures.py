@@ -7,13 +7,16 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+if TYPE_CHECKING:
+    from warpfold.tune.cluster.drawn import Matrix
 
 INK, GREY, RULE, BLUE, AMBER = "#1c2733", "#66717d", "#d5dbe1", "#1f6fb4", "#d9820f"
 
@@ -187,6 +190,33 @@ def draw_seconds(residues: Sequence[int], seconds: Mapping[str, Sequence[float]]
     _legend(axes)
     _grid(axes)
     return _svg(figure, "seconds of each protein against its residues")
+
+
+@mpl.rc_context(STYLE)
+def draw_links(matrices: Sequence["Matrix"], form: str = "svg") -> bytes:
+    """Draw quantities of each two ranks side by side, dark where they are slow; an SVG or a PNG.
+
+    A pair that was not measured, and a rank with itself, stay blank.
+    """
+    size = max(3.0, 0.12 * len(matrices[0].names))
+    figure = Figure(figsize=((size + 1.2) * len(matrices), size + 0.6), layout="constrained")
+    for number, matrix in enumerate(matrices):
+        axes = figure.add_subplot(1, len(matrices), number + 1)
+        values = np.asarray(matrix.values, float)
+        colors = "cividis_r" if matrix.slow_is_large else "cividis"
+        image = axes.imshow(values, cmap=colors, vmin=0, vmax=np.nanmax(values))
+        every = max(1, len(matrix.names) // 16)
+        ticks = range(0, len(matrix.names), every)
+        axes.set_xticks(ticks, matrix.names[::every])
+        axes.set_yticks(ticks, matrix.names[::every])
+        axes.set(title=matrix.title, xlabel="to", ylabel="from")
+        axes.title.set_fontsize(9.5)
+        figure.colorbar(image, ax=axes, shrink=0.85, label=matrix.unit)
+    if form == "png":
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=160)
+        return buffer.getvalue()
+    return _svg(figure, "links between ranks").encode()
 
 
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:

@@ -1,0 +1,128 @@
+"""`warpfold doctor --cluster`: what all processes of a run check together."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from warpfold.cli.common import device_of, show, show_table
+from warpfold.errors import UserError
+from warpfold.files import check_new, write_atomically
+from warpfold.progress import are_hidden
+
+if TYPE_CHECKING:
+    from warpfold.tune.cluster.doctor import Examined
+    from warpfold.tune.cluster.findings import ClusterFinding
+
+FIGURES = (".png", ".svg")
+COLORS = {"wrong": typer.colors.RED, "note": typer.colors.YELLOW, "ok": typer.colors.GREEN}
+SEVERITY = ("wrong", "note", "not checked", "ok")
+
+
+@dataclass(frozen=True)
+class Output:
+    """Hold where the results go."""
+
+    cluster: Path | None
+    figure: Path | None
+    as_json: bool
+
+    def check(self) -> None:
+        """Raise UserError for files that cannot be made."""
+        for file in filter(None, (self.cluster, self.figure)):
+            check_new(file)
+        if self.figure and self.figure.suffix not in FIGURES:
+            raise UserError(f"--figure {self.figure}: not a picture that can be drawn; name it .png or .svg")
+
+
+def check_cluster(
+    stores: Sequence[Path], folder: Path | None, link: str | None, device: str | None, to: Output
+) -> None:
+    """Check the cluster with all processes, print from the first what was found, and exit on all: 1 if it is wrong."""
+    import torch
+
+    from warpfold.parallel.team import ProcessInfo, TeamError, distributed_context
+    from warpfold.tune.cluster.doctor import LIMIT, Asked, Examined, examine_cluster
+    from warpfold.tune.cluster.findings import ClusterFinding
+    from warpfold.tune.cluster.links import network
+    from warpfold.tune.cluster.system import system_facts
+
+    process = ProcessInfo.from_environment(os.environ)
+    where = torch.device(device_of(device, process))
+    if link is not None:
+        network(link, process.ranks_per_node)
+    if process.rank == 0:
+        to.check()
+    facts = system_facts(process, where, environ=os.environ)
+    latest: list[Examined] = []
+
+    def report(so_far: Examined, what: str) -> None:
+        latest[:] = [so_far]
+        if process.rank == 0 and not are_hidden():
+            typer.echo(f"checking {what} ...", err=True)
+
+    try:
+        with distributed_context(process, None, where, LIMIT) as team:
+            found = examine_cluster(team, where, facts, Asked(stores, folder, link), report)
+            if team.is_rank_zero:  # before the others may leave: torchrun ends all when one has
+                _say(found, to)
+    except TeamError as error:
+        so_far = latest[0] if latest else Examined([list(range(process.ranks))], where.type)
+        cure = "see what that process and its node say (its log, dmesg); leave the node out"
+        lost = ClusterFinding("ranks", "all ranks answer", "wrong", str(error), cure)
+        if process.rank == 0:
+            _say(so_far.with_findings([lost]), to)
+        raise
+    raise typer.Exit(1 if found.wrong else 0)
+
+
+def _say(found: "Examined", to: Output) -> None:
+    """Print a report, and write the files that were asked for."""
+    if to.cluster and found.cluster:
+        found.cluster.save(to.cluster)
+    if to.figure and found.links:
+        from warpfold.run.figures import draw_links
+        from warpfold.tune.cluster.drawn import matrices
+
+        write_atomically(to.figure, draw_links(matrices(found.links), to.figure.suffix[1:]))
+    if to.as_json:
+        show(found.as_json())
+        return
+    _tables(found)
+    for one in sorted(found.findings, key=lambda one: SEVERITY.index(one.outcome)):
+        typer.echo(_line(one))
+    counts = [f"{sum(one.outcome == outcome for one in found.findings)} {outcome}" for outcome in SEVERITY]
+    typer.echo(f"\n{', '.join(counts)}; {found.seconds:.0f} s")
+    if to.cluster and found.cluster:
+        typer.echo(f"measured links: {to.cluster}; `plan`, `train` and `simulate` read it")
+    elif to.cluster:
+        typer.echo(f"{to.cluster} was not written: there are no links, or nodes are not equal", err=True)
+
+
+def _tables(found: "Examined") -> None:
+    from warpfold.tune.cluster.drawn import draw, link_rows, matrices, rank_table
+
+    ranks = sum(map(len, found.nodes))
+    typer.echo(
+        f"{ranks} rank{'s' * (ranks > 1)} on {len(found.nodes)} node{'s' * (len(found.nodes) > 1)}, {found.device}"
+    )
+    if found.links:
+        for matrix in matrices(found.links):
+            typer.echo("\n" + "\n".join(draw(matrix)))
+        typer.echo("")
+        show_table(("links", "measured", "usual", "worst"), link_rows(found.links))
+    if found.rates:
+        typer.echo("")
+        heads, rows = rank_table(found.rates, found.nodes)
+        show_table(heads, rows)
+    typer.echo("")
+
+
+def _line(one: "ClusterFinding") -> str:
+    color: Any = COLORS.get(one.outcome)
+    cure = f"  -> {one.cure}" if one.cure else ""
+    outcome = typer.style(f"{one.outcome.upper() if one.outcome == 'wrong' else one.outcome:11}", fg=color)
+    return f"{outcome} {one.topic}: {one.check}: {one.says}{cure}"

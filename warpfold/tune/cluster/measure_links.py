@@ -1,0 +1,302 @@
+"""Measure the links of all ranks: pairs by small and large messages, collectives, the whole of a node at once.
+
+Tensors lie on the ranks' device, so that the same code measures gloo between CPUs and NCCL between GPUs.  All ranks
+call each function.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from warpfold.parallel.collectives import all_gather_flat, reduce_scatter_flat
+from warpfold.parallel.mesh import Group, split
+from warpfold.parallel.team import Team
+from warpfold.parallel.waits import waiting
+from warpfold.tune.cluster.collectives import Kind, Placement, collective_seconds
+from warpfold.tune.cluster.links import Cluster
+from warpfold.tune.cluster.rounds import Pair
+
+Clock = Callable[[], float]
+
+PINGS, PING_SECONDS = 40, 0.4  # of a pair, at most
+REPEATS, CARRY = 3, 0.025  # of large messages each way, and how long one should take
+LEAST, MOST = 2**18, {"cpu": 2**24, "cuda": 2**27}  # bytes of a large message
+STALL = 0.18  # seconds: TCP sends a lost packet again after 0.2 s at the earliest (RFC 6298; Linux's TCP_RTO_MIN)
+COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+COLLECTIVE_REPEATS, COLLECTIVE_SECONDS = 5, 0.06  # and how long one should take
+
+
+@dataclass(frozen=True)
+class PairLink:
+    """What two ranks measured of their link: half of round trips, in seconds, and bytes per second each way.
+
+    latency: the least.  usual, late: median and 90th percentile.  stalls: round trips as long as TCP waits for a lost
+    packet, of so many pings.  forth: from the first rank, which is the smaller, to the second.
+    """
+
+    first: int
+    second: int
+    latency: float
+    usual: float
+    late: float
+    stalls: int
+    pings: int
+    forth: float
+    back: float
+
+    def better(self, other: "PairLink") -> "PairLink":
+        """Return the best of two measurements: noise only adds time."""
+        return replace(
+            self,
+            **{name: min(getattr(self, name), getattr(other, name)) for name in ("latency", "usual", "late")},
+            **{name: max(getattr(self, name), getattr(other, name)) for name in ("forth", "back")},
+            stalls=self.stalls + other.stalls,
+            pings=self.pings + other.pings,
+        )
+
+
+@dataclass(frozen=True)
+class CollectiveTime:
+    """How long all ranks took for a collective of so many bytes each sends, and what the links should give."""
+
+    kind: Kind
+    sent: float
+    seconds: float
+    expected: float
+
+
+def measure_pairs(
+    rounds: Sequence[Sequence[Pair]], team: Team, device: torch.device, seconds: float, clock: Clock = time.perf_counter
+) -> tuple[list[PairLink], int]:
+    """Measure pair by pair, round by round, for at most `seconds`; return the pairs of all ranks, and rounds made."""
+    rank, end, own, made = team.process.rank, clock() + seconds, [], 0
+    for pairs in rounds:
+        # All begin a round together: what they measure shares the nodes' links evenly.
+        if made and team.smallest(end - clock(), f"round {made + 1} of {len(rounds)} of the links") <= 0:
+            break
+        made += 1
+        for first, second in pairs:
+            with waiting(f"the link of ranks {first} and {second}"):
+                if rank == first:
+                    own.append(_lead(rank, second, device, clock))
+                elif rank == second:
+                    _follow(first, device)
+    every = team.all_gather_object([astuple(pair) for pair in own], "the links that all ranks measured")
+    return [PairLink(*pair) for found in every for pair in found], made
+
+
+def _send(x: Tensor, other: int) -> None:
+    _wait(dist.batch_isend_irecv([dist.P2POp(dist.isend, x, other)]), x)
+
+
+def _receive(x: Tensor, other: int) -> None:
+    _wait(dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, other)]), x)
+
+
+def _wait(works: Sequence[dist.Work], x: Tensor) -> None:
+    for work in works:
+        work.wait()
+    _finish(x.device)
+
+
+def _lead(rank: int, other: int, device: torch.device, clock: Clock) -> PairLink:
+    """Ping the other rank, then send it large messages, then receive some."""
+    word, end = torch.ones(1, dtype=torch.int64, device=device), clock() + PING_SECONDS
+    trips: list[float] = []
+    while int(word) == 1:
+        word.fill_(1 if len(trips) < 2 or (len(trips) < PINGS and clock() < end) else 0)
+        begin = clock()
+        _send(word, other)
+        _receive(word, other)
+        trips.append((clock() - begin) / 2)
+    trips = sorted(trips[2:]) or trips  # the first make the connection
+    size, rates = LEAST, []
+    for number in range(REPEATS + 1):
+        _send(word.fill_(size), other)
+        rates.append(size / _carry(size, other, device, clock, trips[0]))
+        if number == 0:
+            most = MOST[device.type]
+            size = int(min(most, max(LEAST, rates.pop() * CARRY)))
+    _send(word.fill_(0), other)
+    back = []
+    for _ in range(REPEATS):
+        x = torch.empty(size, dtype=torch.uint8, device=device)
+        _receive(word, other)  # it is ready
+        begin = clock()
+        _send(word.fill_(size), other)
+        _receive(x, other)
+        back.append(size / max(1e-9, clock() - begin - 2 * trips[0]))
+    return PairLink(
+        rank, other, trips[0], statistics.median(trips), trips[int(0.9 * (len(trips) - 1))],
+        sum(2 * trip > STALL for trip in trips), len(trips), max(rates), max(back),
+    )  # fmt: skip
+
+
+def _carry(size: int, other: int, device: torch.device, clock: Clock, latency: float) -> float:
+    """Send so many bytes and return the seconds until they are there, less those of the word that says so."""
+    x, word = torch.zeros(size, dtype=torch.uint8, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    begin = clock()
+    _send(x, other)
+    _receive(word, other)
+    return max(1e-9, clock() - begin - latency)
+
+
+def _follow(leader: int, device: torch.device) -> None:
+    """Answer what `_lead` sends."""
+    word = torch.ones(1, dtype=torch.int64, device=device)
+    while int(word) == 1:
+        _receive(word, leader)
+        _send(word, leader)
+    size = 0
+    while True:
+        _receive(word, leader)
+        if int(word) == 0:
+            break
+        size = int(word)
+        _receive(torch.empty(size, dtype=torch.uint8, device=device), leader)
+        _send(word, leader)
+    for _ in range(REPEATS):
+        x = torch.zeros(size, dtype=torch.uint8, device=device)
+        _send(word, leader)
+        _receive(word, leader)
+        _send(x, leader)
+
+
+def measure_nodes(
+    nodes: Sequence[Sequence[int]], team: Team, device: torch.device, size: int, clock: Clock = time.perf_counter
+) -> float:
+    """Return the bytes per second that a whole node sends to another, when all its ranks send at once; the median.
+
+    size: bytes of each message.  Each rank sends to the one of its number on the next node, as rings do.
+    """
+    rank, rates = team.process.rank, []
+    here = next(number for number, node in enumerate(nodes) if rank in node)
+    at = nodes[here].index(rank)
+    after, before = nodes[(here + 1) % len(nodes)], nodes[here - 1]
+    x = torch.zeros(size, dtype=torch.uint8, device=device)
+    found = torch.empty_like(x)
+    for _ in range(REPEATS):
+        team.all_gather_object(None, "all ranks of nodes sending at once")
+        begin = clock()
+        with waiting("messages between nodes"):
+            works = [dist.P2POp(dist.isend, x, after[at])] if at < len(after) else []
+            works += [dist.P2POp(dist.irecv, found, before[at])] if at < len(before) else []
+            if works:
+                _wait(dist.batch_isend_irecv(works), x)
+        took = team.all_gather_object(clock() - begin, "the time of messages between nodes")
+        rates += [len(node) * size / max(took[one] for one in node) for node in nodes]
+    return statistics.median(rates)
+
+
+def measure_collectives(
+    cluster: Cluster, team: Team, device: torch.device, clock: Clock = time.perf_counter
+) -> tuple[list[CollectiveTime], float]:
+    """Time the collectives of all ranks; return them, and the seconds of one that carries next to nothing.
+
+    cluster: as measured so far; it says how large the messages should be.
+    """
+    group = team.mesh.world
+    where = Placement(group.size, min(group.size, cluster.per_node))
+    small = _collective("all_gather", group.size, 10, group, team, device, clock)
+    found = []
+    for kind in COLLECTIVES:
+        share = _share(kind, group.size)
+        numbers = _numbers(kind, where, cluster, device)
+        taken = _collective(kind, numbers, 1, group, team, device, clock)
+        sent = 4 * numbers * share
+        found.append(CollectiveTime(kind, sent, taken, collective_seconds(kind, sent, where, cluster)))
+    return found, small
+
+
+def measure_within(
+    nodes: Sequence[Sequence[int]], cluster: Cluster, team: Team, device: torch.device, clock: Clock = time.perf_counter
+) -> float:
+    """Return the bytes per second that each rank of a node sends in collectives of the node, all nodes at once.
+
+    Between processors that is less than what a pair reaches, as the ranks share them; between GPUs about as much.
+    """
+    group = team.mesh.world if len(nodes) == 1 else split("node", nodes, team.mesh.limit)
+    where, rates = Placement(group.size, group.size), []
+    small = _collective("all_gather", group.size, 10, group, team, device, clock)
+    for kind in COLLECTIVES:
+        numbers = _numbers(kind, where, cluster, device)
+        taken = _collective(kind, numbers, 1, group, team, device, clock)
+        rates.append(4 * numbers * _share(kind, group.size) / max(1e-9, taken - small))
+    return statistics.median(rates)
+
+
+def _share(kind: Kind, ranks: int) -> float:
+    """Return the share of its bytes that a rank sends to others."""
+    return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
+
+
+def _numbers(kind: Kind, where: Placement, cluster: Cluster, device: torch.device) -> int:
+    """Return how many fp32 numbers take some time, a multiple of the ranks."""
+    each = collective_seconds(kind, 1e6, where, cluster) - collective_seconds(kind, 0.0, where, cluster)
+    size = COLLECTIVE_SECONDS / max(each, 1e-12) * 1e6 / _share(kind, where.ranks)
+    return -(-int(min(MOST[device.type], max(LEAST, size))) // (4 * where.ranks)) * where.ranks
+
+
+def _collective(
+    kind: Kind, numbers: int, in_a_row: int, group: Group, team: Team, device: torch.device, clock: Clock
+) -> float:
+    """Return the least seconds of some runs of a collective on [numbers] fp32; each counts as its slowest rank's.
+
+    All ranks call it together, and groups that are not all ranks run at the same time.
+    """
+    x, together = torch.ones(numbers, device=device), torch.zeros(1, device=device)
+    shard, whole = x[: numbers // group.size].clone(), torch.empty_like(x)
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: dist.all_reduce(whole.fill_(1), group=group.handle),
+        "reduce_scatter": lambda: reduce_scatter_flat(shard, x, group=group.handle),
+        "all_gather": lambda: all_gather_flat(whole, shard, group=group.handle),
+        "all_to_all": lambda: dist.all_to_all_single(whole, x, group=group.handle),
+    }
+    spent = []
+    for _ in range(COLLECTIVE_REPEATS + 1):
+        with waiting(f"the {kind} that is timed"):
+            dist.all_reduce(together, group=team.mesh.world.handle)
+            _finish(device)
+            begin = clock()
+            for _ in range(in_a_row):
+                calls[kind]()
+            _finish(device)
+            spent.append((clock() - begin) / in_a_row)
+    every = team.all_gather_object(spent[1:], f"the time of {kind}")  # the first makes connections
+    return min(map(max, zip(*every)))
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_clocks(
+    nodes: Sequence[Sequence[int]], team: Team, device: torch.device, clock: Clock = time.time
+) -> list[tuple[float, float]]:
+    """Return how far each node's clock is ahead of the first node's, in seconds, and how sure that is.
+
+    The first rank of each node answers pings of rank 0 with its time; of several the quickest counts.
+    """
+    rank, found = team.process.rank, [(0.0, 0.0)]
+    said, mine = (torch.zeros(1, dtype=torch.float64, device=device) for _ in range(2))
+    for node in nodes[1:]:
+        best = (0.0, float("inf"))
+        with waiting(f"the clock of rank {node[0]}"):
+            for _ in range(8):
+                if rank == 0:
+                    begin = clock()
+                    _send(mine, node[0])
+                    _receive(said, node[0])
+                    end = clock()
+                    best = min(best, (float(said) - (begin + end) / 2, (end - begin) / 2), key=lambda one: one[1])
+                elif rank == node[0]:
+                    _receive(mine, 0)
+                    _send(said.fill_(clock()), 0)
+        found.append(best)
+    return [(ahead, sure) for ahead, sure in team.broadcast(found, "the clocks of all nodes")]
