@@ -8,6 +8,7 @@ this.)  Packets are of 64 KB, so that one core carries some Gb/s.
 import ctypes
 import fcntl
 import os
+import random
 import select
 import shutil
 import struct
@@ -28,10 +29,12 @@ BACKLOG = 1e-3  # seconds of packets that wait in the link; more wait at their s
 
 @dataclass(frozen=True)
 class Shape:
-    """Gb/s and one-way delay in milliseconds."""
+    """Gb/s and one-way delay in milliseconds; of what is broken, the share of packets lost, and other Gb/s back."""
 
     gigabits: float
     milliseconds: float
+    loss: float = 0.0
+    back: float | None = None
 
     def __str__(self) -> str:
         return f"{self.gigabits:g} Gb/s, {self.milliseconds:g} ms"
@@ -101,6 +104,7 @@ class _Way:
 
     source: int
     target: int
+    per_byte: float
     packets: deque[tuple[float, bytes]] = field(default_factory=deque)
     free: float = 0.0
 
@@ -108,8 +112,8 @@ class _Way:
 def _carry(ends: Sequence[int], shape: Shape) -> None:
     """Carry packets until killed, before any other process: a real link does not wait for a processor."""
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    per_byte, delay = 8e-9 / shape.gigabits, shape.milliseconds / 1e3
-    ways = [_Way(*ends), _Way(*reversed(ends))]
+    delay, chance = shape.milliseconds / 1e3, random.Random(0)
+    ways = [_Way(*ends, 8e-9 / shape.gigabits), _Way(*reversed(ends), 8e-9 / (shape.back or shape.gigabits))]
     while True:
         now = time.monotonic()
         open_ways = [way for way in ways if way.free < now + BACKLOG]
@@ -121,8 +125,9 @@ def _carry(ends: Sequence[int], shape: Shape) -> None:
         for way in ways:
             if way.source in ready:
                 packet = os.read(way.source, MTU)
-                way.free = max(now, way.free) + len(packet) * per_byte
-                way.packets.append((way.free + delay, packet))
+                way.free = max(now, way.free) + len(packet) * way.per_byte
+                if chance.random() >= shape.loss:
+                    way.packets.append((way.free + delay, packet))
             while way.packets and way.packets[0][0] <= now:
                 with suppress(OSError):  # the other node is not up yet, or gone: a packet lost, as elsewhere
                     os.write(way.target, way.packets.popleft()[1])

@@ -16,7 +16,7 @@ Where = Literal["within", "between"]
 SLACK = {"cpu": 200e-6, "cuda": 20e-6}  # seconds by which latencies may differ whatever their ratio
 FAR, DISTANT = 2e-3, 0.5e-3  # seconds between nodes beyond those within: not a local network; perhaps not
 THIN = 125e6  # bytes per second of a node: Gigabit Ethernet, which no training of several nodes should run over
-LOST, LOST_SOME, LEAST_LOST = 0.01, 0.003, 50  # share of packets sent again, and how many at least
+LOST, LOST_SOME, LEAST_LOST = 0.005, 0.001, 50  # share of packets sent again, and how many at least
 STALLED = 0.1  # of pings that took as long as TCP waits for a lost packet: wrong; of fewer: a note
 OFTEN = 3.0  # times the usual spread of latencies
 # Times as long as the links should take: wrong; a note.  Between processors the ranks share them, and copy and add.
@@ -98,14 +98,22 @@ def _rounded(link: Link) -> Link:
 
 def suspects(measured: Measured) -> set[Pair]:
     """Return the pairs that seem slow or late, to be measured again before anything is said of them."""
-    return {pair for where in ("within", "between") for speeds in _speeds(measured, where).values()
-            for slow in find_slow(speeds, measured.node_of, NOTE) for pair in slow.pairs} | {
-        (pair.first, pair.second) for pair in measured.pairs if _one_way(pair) < NOTE
-    }  # fmt: skip
+    found = set[Pair]()
+    for where in ("within", "between"):
+        for speeds in _speeds(measured, where).values():
+            found |= {pair for one in find_slow(speeds, measured.node_of, NOTE) for pair in one.pairs}
+        if _is_wire(measured, where):
+            odd = (one for one in measured.of_kind(where) if min(one.forth, one.back) < NOTE * max(one.forth, one.back))
+            found |= {(one.first, one.second) for one in odd}
+    return found
 
 
 def judge_links(measured: Measured, promised: Link | None = None) -> list[ClusterFinding]:
-    """Return what is wrong with the links; promised: what the network between nodes should give."""
+    """Return what is wrong with the links; promised: what the network between nodes should give.
+
+    Between processes of one machine there is nothing that could be broken: what is slow there has a busy processor, and
+    is a note.
+    """
     return [
         *_judge_pairs(measured),
         *_judge_one_way(measured),
@@ -126,10 +134,6 @@ def _speeds(measured: Measured, where: Where) -> dict[str, dict[Pair, float]]:
     }
 
 
-def _one_way(pair: PairLink) -> float:
-    return min(pair.forth, pair.back) / max(pair.forth, pair.back)
-
-
 def _judge_pairs(measured: Measured) -> Iterator[ClusterFinding]:
     by_pair = {(pair.first, pair.second): pair for pair in measured.pairs}
     cut = "" if measured.rounds == measured.all_rounds else f", {measured.rounds} of {measured.all_rounds} rounds"
@@ -146,7 +150,9 @@ def _judge_pairs(measured: Measured) -> Iterator[ClusterFinding]:
             for one in slow[:SAID]:
                 worst = in_words(_figure(by_pair[min(one.pairs, key=speeds.__getitem__)], what), what)
                 says = f"{_name(one, measured.ranks)}: {worst}, usual is {in_words(usual, what)}"
-                yield ClusterFinding("links", check, _outcome(one.share < WRONG), says, SEND)
+                yield ClusterFinding(
+                    "links", check, _outcome(one.share < WRONG and _is_wire(measured, where)), says, SEND
+                )
             if len(slow) > SAID:
                 says = f"{len(slow) - SAID} more pairs are slower than {NOTE:g} of the usual (--json has all)"
                 yield ClusterFinding("links", check, "note", says)
@@ -158,29 +164,35 @@ def _judge_pairs(measured: Measured) -> Iterator[ClusterFinding]:
 
 def _judge_one_way(measured: Measured) -> Iterator[ClusterFinding]:
     """Judge pairs of which one way is slower than the other; what many have in common is said once."""
-    rates = {(one.first, one.second): (one.forth, one.back) for one in measured.pairs}
-    rates |= {(b, a): (back, forth) for (a, b), (forth, back) in rates.items()}
-    slow = {ends: here / back for ends, (here, back) in rates.items() if here < NOTE * back}
-    node = measured.node_of
-    said: list[tuple[str, tuple[Pair, ...]]] = []
-    nodes = {ends: ((node[ends[0]], node[ends[1]]),) for ends in rates if node[ends[0]] != node[ends[1]]}
-    groups: list[tuple[str, dict[Pair, tuple[Any, ...]], int]] = [
-        ("from node {0[0]} to node {0[1]}", dict(nodes), 2),
-        ("from rank {0}", {ends: (ends[0],) for ends in rates}, 2),
-        ("to rank {0}", {ends: (ends[1],) for ends in rates}, 2),
-        ("from rank {0[0]} to rank {0[1]}", {ends: (ends,) for ends in rates}, 1),
-    ]
-    for text, members, least in groups:
-        for who, several in culprits(slow, members, least):
-            said.append((text.format(who), several))
-            for ends in several:
-                del slow[ends]
-    for name, ones in said[:SAID]:
-        low, high = rates[min(ones, key=lambda ends: rates[ends][0] / rates[ends][1])]
-        says = f"{name}: {in_words(low, 'bandwidth')}, the other way {in_words(high, 'bandwidth')}"
-        yield ClusterFinding("links", "one way", _outcome(low < WRONG * high), says, SEND)
-    if not said and rates:
+    node, said, checked = measured.node_of, list[ClusterFinding](), False
+    for where in ("within", "between"):
+        if not _is_wire(measured, where):
+            continue
+        rates = {(one.first, one.second): (one.forth, one.back) for one in measured.of_kind(where)}
+        rates |= {(b, a): (back, forth) for (a, b), (forth, back) in rates.items()}
+        slow, checked = {ends: here / back for ends, (here, back) in rates.items() if here < NOTE * back}, bool(rates)
+        groups: list[tuple[str, dict[Pair, tuple[Any, ...]], int]] = [
+            ("from rank {0}", {ends: (ends[0],) for ends in rates}, 2),
+            ("to rank {0}", {ends: (ends[1],) for ends in rates}, 2),
+            ("from rank {0[0]} to rank {0[1]}", {ends: (ends,) for ends in rates}, 1),
+        ]
+        if where == "between":
+            both = {ends: ((node[ends[0]], node[ends[1]]),) for ends in rates}
+            groups.insert(0, ("from node {0[0]} to node {0[1]}", dict(both), 2))
+        for text, members, least in groups:
+            for who, ones in culprits(slow, members, least):
+                low, high = rates[min(ones, key=slow.__getitem__)]
+                says = f"{text.format(who)}: {in_words(low, 'bandwidth')}, the other way {in_words(high, 'bandwidth')}"
+                said.append(ClusterFinding("links", "one way", _outcome(low < WRONG * high), says, SEND))
+                for ends in ones:
+                    del slow[ends]
+    yield from said[:SAID]
+    if checked and not said:
         yield ClusterFinding("links", "one way", "ok", "links are as fast one way as the other")
+
+
+def _is_wire(measured: Measured, where: Where) -> bool:
+    return where == "between" or measured.device != "cpu"
 
 
 def _outcome(wrong: bool) -> Literal["wrong", "note"]:
@@ -209,26 +221,28 @@ def in_words(value: float, what: str) -> str:
 
 
 def _judge_jitter(measured: Measured) -> Iterator[ClusterFinding]:
-    stalled = [pair for pair in measured.pairs if pair.stalls]
+    kinds: tuple[Where, ...] = ("within", "between")
+    pairs = [pair for where in kinds if _is_wire(measured, where) for pair in measured.of_kind(where)]
+    stalled = [pair for pair in pairs if pair.stalls]
     for pair in stalled[:SAID]:
         often = pair.stalls >= 3 and pair.stalls > STALLED * pair.pings
-        alone = len(stalled) <= len(measured.pairs) / 2
+        alone = len(stalled) <= len(pairs) / 2
         says = (
-            f"ranks {pair.first} and {pair.second}: {pair.stalls} of {pair.pings} round trips took as long as TCP waits "
-            "for a lost packet"
+            f"ranks {pair.first} and {pair.second}: {pair.stalls} of {pair.pings} round trips took as long as TCP "
+            "waits for a lost packet"
         )
         cure = "look for lost packets: ethtool -S, ip -s link; a switch or a cable" if often else ""
         yield ClusterFinding("links", "jitter", "wrong" if often and alone else "note", says, cure)
-    usual = statistics.median(pair.late - pair.latency for pair in measured.pairs) if measured.pairs else 0.0
+    usual = statistics.median(pair.late - pair.latency for pair in pairs) if pairs else 0.0
     least = 5 * SLACK[measured.device]
-    late = [pair for pair in measured.pairs if pair.late - pair.latency > max(OFTEN * usual, least) and not pair.stalls]
+    late = [pair for pair in pairs if pair.late - pair.latency > max(OFTEN * usual, least) and not pair.stalls]
     for pair in late[:SAID]:
         says = (
             f"ranks {pair.first} and {pair.second}: one in ten messages takes more than "
             f"{in_words(pair.late, 'latency')}, the quickest {in_words(pair.latency, 'latency')}"
         )
         yield ClusterFinding("links", "jitter", "note", says)
-    if not stalled and not late and measured.pairs:
+    if not stalled and not late and pairs:
         says = f"nine in ten messages take at most {in_words(usual, 'latency')} longer than the quickest"
         yield ClusterFinding("links", "jitter", "ok", says)
 

@@ -85,27 +85,27 @@ def measure_pairs(
                 if rank == first:
                     own.append(_lead(rank, second, device, clock))
                 elif rank == second:
-                    _follow(first, device)
+                    _follow(first, device, clock)
     every = team.all_gather_object([astuple(pair) for pair in own], "the links that all ranks measured")
     return [PairLink(*pair) for found in every for pair in found], made
 
 
 def _send(x: Tensor, other: int) -> None:
-    _wait(dist.batch_isend_irecv([dist.P2POp(dist.isend, x, other)]), x)
+    _together(x, [dist.P2POp(dist.isend, x, other)])
 
 
 def _receive(x: Tensor, other: int) -> None:
-    _wait(dist.batch_isend_irecv([dist.P2POp(dist.irecv, x, other)]), x)
+    _together(x, [dist.P2POp(dist.irecv, x, other)])
 
 
-def _wait(works: Sequence[dist.Work], x: Tensor) -> None:
-    for work in works:
+def _together(x: Tensor, operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations):
         work.wait()
     _finish(x.device)
 
 
 def _lead(rank: int, other: int, device: torch.device, clock: Clock) -> PairLink:
-    """Ping the other rank, then send it large messages, then receive some."""
+    """Ping the other rank, then send it large messages, then receive as many."""
     word, end = torch.ones(1, dtype=torch.int64, device=device), clock() + PING_SECONDS
     trips: list[float] = []
     while int(word) == 1:
@@ -115,56 +115,58 @@ def _lead(rank: int, other: int, device: torch.device, clock: Clock) -> PairLink
         _receive(word, other)
         trips.append((clock() - begin) / 2)
     trips = sorted(trips[2:]) or trips  # the first make the connection
-    size, rates = LEAST, []
-    for number in range(REPEATS + 1):
-        _send(word.fill_(size), other)
-        rates.append(size / _carry(size, other, device, clock, trips[0]))
-        if number == 0:
-            most = MOST[device.type]
-            size = int(min(most, max(LEAST, rates.pop() * CARRY)))
-    _send(word.fill_(0), other)
-    back = []
-    for _ in range(REPEATS):
-        x = torch.empty(size, dtype=torch.uint8, device=device)
-        _receive(word, other)  # it is ready
-        begin = clock()
-        _send(word.fill_(size), other)
-        _receive(x, other)
-        back.append(size / max(1e-9, clock() - begin - 2 * trips[0]))
+    took = _give(LEAST, 2, other, device, clock)  # that one too, for large messages
+    rate = _rate(LEAST, took[-1], trips[0])
+    size = int(min(MOST[device.type], max(LEAST, rate * max(CARRY, 4 * trips[0]))))
+    _send(word.fill_(size), other)
+    forth = _give(size, REPEATS, other, device, clock)
+    _take(size, REPEATS, other, device)
+    back = torch.zeros(REPEATS, dtype=torch.float64, device=device)
+    _receive(back, other)
+    rates = [_rate(size, min(spent), trips[0]) for spent in (forth, back.tolist())]
     return PairLink(
         rank, other, trips[0], statistics.median(trips), trips[int(0.9 * (len(trips) - 1))],
-        sum(2 * trip > STALL for trip in trips), len(trips), max(rates), max(back),
+        sum(2 * trip > STALL for trip in trips), len(trips), *rates,
     )  # fmt: skip
 
 
-def _carry(size: int, other: int, device: torch.device, clock: Clock, latency: float) -> float:
-    """Send so many bytes and return the seconds until they are there, less those of the word that says so."""
-    x, word = torch.zeros(size, dtype=torch.uint8, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    begin = clock()
-    _send(x, other)
-    _receive(word, other)
-    return max(1e-9, clock() - begin - latency)
+def _rate(size: int, seconds: float, latency: float) -> float:
+    """Return bytes per second, without the time of an empty message and its answer, or most of it."""
+    return size / max(1e-9, 0.1 * seconds, seconds - 2 * latency)
 
 
-def _follow(leader: int, device: torch.device) -> None:
-    """Answer what `_lead` sends."""
+def _follow(leader: int, device: torch.device, clock: Clock) -> None:
+    """Do with the leader of a pair what `_lead` does."""
     word = torch.ones(1, dtype=torch.int64, device=device)
     while int(word) == 1:
         _receive(word, leader)
         _send(word, leader)
-    size = 0
-    while True:
-        _receive(word, leader)
-        if int(word) == 0:
-            break
-        size = int(word)
-        _receive(torch.empty(size, dtype=torch.uint8, device=device), leader)
-        _send(word, leader)
-    for _ in range(REPEATS):
-        x = torch.zeros(size, dtype=torch.uint8, device=device)
-        _send(word, leader)
-        _receive(word, leader)
-        _send(x, leader)
+    _take(LEAST, 2, leader, device)
+    _receive(word, leader)
+    size = int(word)
+    _take(size, REPEATS, leader, device)
+    _send(torch.tensor(_give(size, REPEATS, leader, device, clock), dtype=torch.float64, device=device), leader)
+
+
+def _give(size: int, times: int, other: int, device: torch.device, clock: Clock) -> list[float]:
+    """Send so many bytes some times; return the seconds until the other rank has said that it has them."""
+    x, word = torch.zeros(size, dtype=torch.uint8, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    spent = []
+    for _ in range(times):
+        _receive(word, other)  # it waits for the bytes already
+        begin = clock()
+        _send(x, other)
+        _receive(word, other)
+        spent.append(clock() - begin)
+    return spent
+
+
+def _take(size: int, times: int, other: int, device: torch.device) -> None:
+    """Receive what `_give` sends."""
+    x, word = torch.zeros(size, dtype=torch.uint8, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    for _ in range(times):
+        _together(x, [dist.P2POp(dist.isend, word, other), dist.P2POp(dist.irecv, x, other)])
+        _send(word, other)
 
 
 def measure_nodes(
@@ -187,7 +189,7 @@ def measure_nodes(
             works = [dist.P2POp(dist.isend, x, after[at])] if at < len(after) else []
             works += [dist.P2POp(dist.irecv, found, before[at])] if at < len(before) else []
             if works:
-                _wait(dist.batch_isend_irecv(works), x)
+                _together(x, works)
         took = team.all_gather_object(clock() - begin, "the time of messages between nodes")
         rates += [len(node) * size / max(took[one] for one in node) for node in nodes]
     return statistics.median(rates)
