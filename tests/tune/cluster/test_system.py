@@ -1,6 +1,7 @@
 """What is read of a cluster: on a healthy one all is ok, and each fault is found, named, and cured."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -217,6 +218,6 @@ def test_dma_buf_needs_no_module(tmp_path: Path) -> None:
 
 
 def test_this_machine_can_be_read() -> None:
-    facts = system_facts(ProcessInfo(), torch.device("cpu"))
+    facts = system_facts(ProcessInfo(), torch.device("cpu"), os.environ)
     assert json.loads(json.dumps(facts)) == facts
     assert judge_system([facts])

@@ -5,8 +5,6 @@ NCCL reads its variables when a process begins, so each measurement has processe
 """
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import time
@@ -28,8 +26,10 @@ OFF = {"NCCL_NET_GDR_LEVEL": "LOC"}  # NCCL's user guide: never
 AS_FAST, FASTER = 0.95, 1.05  # of the rate without: slower is wrong, less than 5 % more is no gain
 
 
-def measure_direct(team: Team, device: torch.device) -> list[ClusterFinding]:
-    """Return what GPU Direct RDMA is worth here.  All ranks must call it, and all return the same."""
+def measure_direct(team: Team, device: torch.device, environ: Mapping[str, str]) -> list[ClusterFinding]:
+    """Return what GPU Direct RDMA is worth here.  All ranks must call it, and all return the same.
+
+    environ: this process's variables, which those that measure get, too."""
     nodes = team.process.ranks // team.process.ranks_per_node
     if any(kind != "cuda" for kind in team.all_gather_object(device.type, "the device of each rank")):
         return [ClusterFinding("rdma", CHECK, "not checked", "no GPU")]
@@ -38,7 +38,9 @@ def measure_direct(team: Team, device: torch.device) -> list[ClusterFinding]:
     rates = []
     for changed in ({}, OFF):
         port = team.broadcast(free_port() if team.is_rank_zero else None, "a port to measure at")
-        answers = team.all_gather_object(timed_apart(team.process, port, device, changed), "a measurement")
+        answers = team.all_gather_object(
+            timed_apart(team.process, port, device, {**environ, **changed}), "a measurement"
+        )
         failed = [f"rank {rank}: {answer['failed']}" for rank, answer in enumerate(answers) if "failed" in answer]
         if failed:
             cure = "NCCL_DEBUG=INFO python -m torch.distributed.run ... shows which adapter or module NCCL lacks"
@@ -66,25 +68,22 @@ def judge_direct(rate: float, without: float) -> ClusterFinding:
 
 def free_port() -> int:
     """Return a port that nobody listens at now."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return int(listener.getsockname()[1])
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
 
 
 def timed_apart(
-    process: ProcessInfo, port: int, device: torch.device, changed: Mapping[str, str], size: int = SIZE
+    process: ProcessInfo, port: int, device: torch.device, environ: Mapping[str, str], size: int = SIZE
 ) -> dict[str, Any]:
     """Time an all-reduce in processes started by all ranks: {"seconds"} of one, or {"failed": why}, of this rank's.
 
-    port: where they meet, on the machine of rank 0.  changed: their environment variables that differ from ours.
+    port: where they meet, on the machine of rank 0.  environ: their variables, but for ranks and addresses.
     """
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    variables = {name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC")}
     variables |= {
         "RANK": str(process.rank),
         "WORLD_SIZE": str(process.ranks),
         "MASTER_ADDR": process.address,
         "MASTER_PORT": str(port),
-        **changed,
     }
     command = [sys.executable, "-m", "warpfold.tune.cluster.direct", str(device), str(size)]
     try:

@@ -1,6 +1,5 @@
 """What is read of each rank's system, in one message, and what all ranks' messages together say."""
 
-import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +16,12 @@ from warpfold.tune.cluster.variables import judge_variables, variable_facts
 
 
 def system_facts(
-    process: ProcessInfo, device: torch.device, root: Path = Path("/"), environ: Mapping[str, str] = os.environ
+    process: ProcessInfo, device: torch.device, environ: Mapping[str, str], root: Path = Path("/")
 ) -> Facts:
     """Return what this rank's system says of itself, JSON-able, for `judge_system`; a few kilobytes.
 
-    What belongs to a node is read by its first rank alone.  root: where `/proc`, `/sys` and `/dev` are.
+    What belongs to a node is read by its first rank alone.  environ: this process's variables.
+    root: where `/proc`, `/sys` and `/dev` are.
     """
     return {
         "rank": process.rank,
