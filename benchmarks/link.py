@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 
-NODES = ("warpfold0", "warpfold1")
+NODES = tuple(f"warpfold-{os.getpid()}-{number}" for number in (0, 1))  # several may emulate at a time
 DEVICE, MTU = "wftun{}", 65_000
 TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = 0x400454CA, 0x0001, 0x1000, 0x40000000  # linux/if_tun.h, sched.h
 BACKLOG = 1e-3  # seconds of packets that wait in the link; more wait at their sender's, as behind a real card
@@ -67,9 +67,8 @@ def linked(shape: Shape) -> Iterator[None]:
     """Make the two nodes, and carry packets between them as over a link of this shape, within the context."""
     with ExitStack() as stack:
         ends = []
+        _remove_left_over()
         for number, name in enumerate(NODES):
-            if Path(f"/run/netns/{name}").exists():  # a run was killed
-                _ip("netns", "del", name)
             _ip("netns", "add", name)
             stack.callback(_ip, "netns", "del", name)
             device = DEVICE.format(number)
@@ -92,6 +91,13 @@ def linked(shape: Shape) -> Iterator[None]:
         stack.callback(relay.join)
         stack.callback(relay.kill)
         yield
+
+
+def _remove_left_over() -> None:
+    """Remove the nodes of runs that were killed."""
+    for left in Path("/run/netns").glob("warpfold-*-*"):
+        if not Path("/proc", left.name.split("-")[1]).exists():
+            _ip("netns", "del", left.name)
 
 
 def _ip(*args: str) -> None:

@@ -48,7 +48,6 @@ def check_cluster(
     from warpfold.tune.cluster.doctor import LIMIT, Asked, Examined, examine_cluster
     from warpfold.tune.cluster.findings import ClusterFinding
     from warpfold.tune.cluster.links import network
-    from warpfold.tune.cluster.system import system_facts
 
     process = ProcessInfo.from_environment(os.environ)
     where = torch.device(device_of(device, process))
@@ -56,7 +55,6 @@ def check_cluster(
         network(link, process.ranks_per_node)
     if process.rank == 0:
         to.check()
-    facts = system_facts(process, where, environ=os.environ)
     latest: list[Examined] = []
 
     def report(so_far: Examined, what: str) -> None:
@@ -66,7 +64,7 @@ def check_cluster(
 
     try:
         with distributed_context(process, None, where, LIMIT) as team:
-            found = examine_cluster(team, where, facts, Asked(stores, folder, link), report)
+            found = examine_cluster(team, where, os.environ, Asked(stores, folder, link), report)
             if team.is_rank_zero:  # before the others may leave: torchrun ends all when one has
                 _say(found, to)
     except TeamError as error:

@@ -5,7 +5,7 @@ and so is what is said of it (`judge_*`), which takes figures and can be given a
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from warpfold.tune.cluster.measure_links import (
 )
 from warpfold.tune.cluster.measure_ranks import RankRates, measure_rates
 from warpfold.tune.cluster.rounds import Pair, nodes_of, rounds
-from warpfold.tune.cluster.system import judge_system
+from warpfold.tune.cluster.system import judge_system, system_facts
 from warpfold.tune.machine import name as name_device
 
 LIMIT = 60.0  # seconds that a rank may be waited for
@@ -100,15 +100,15 @@ Report = Callable[[Examined, str], None]
 def examine_cluster(
     team: Team,
     device: torch.device,
-    facts: dict[str, Any],
+    environ: Mapping[str, str],
     asked: Asked,
     report: Report = lambda so_far, what: None,
     clock: Callable[[], float] = time.time,
 ) -> Examined:
     """Check all ranks, which call this together, and return on all of them what was found.
 
-    facts: of this rank, as `system_facts` reads them.  report: called with what is known so far and the name of what
-    comes next.  clock: of this rank, as files and other ranks see it.
+    environ: this process's variables.  report: called with what is known so far and the name of what comes next.
+    clock: of this rank, as files and other ranks see it.
     Errors: UserError for a network that is none; TeamError where a rank fails or does not come.
     """
     began = time.monotonic()
@@ -122,9 +122,9 @@ def examine_cluster(
         found = replace(found.with_findings(findings), seconds=time.monotonic() - began, **figures)
 
     report(found, "what all ranks have")
-    every = team.all_gather_object(facts, "what all ranks have")
+    every = team.all_gather_object(system_facts(team.process, device, environ), "what all ranks have")
     add(judge_system(every), facts=every)
-    add(measure_direct(team, device))
+    add(measure_direct(team, device, environ))
     report(found, "links")
     if team.process.ranks > 1:
         links, cluster = measure_links(nodes, team, device, found.device, clock)

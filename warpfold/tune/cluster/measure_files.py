@@ -149,10 +149,11 @@ def _try(place: Path, leaders: Sequence[int], team: Team, clock: Clock, seen: fl
         lock.touch()
     _meet(team, "a file to be made")
     own["seen"] = _wait_for(file, seen)
-    try:
-        own |= _clock_and_speed(place / f"rank-{rank}", clock, WRITTEN if rank in leaders else 1)
-    except OSError as error:
-        own["error"] = f"{place.parent}: {error.strerror}"
+    if own["seen"] is not None:
+        try:
+            own |= _clock_and_speed(place / f"rank-{rank}", clock, WRITTEN if rank in leaders else 1)
+        except OSError as error:
+            own["error"] = f"{place.parent}: {error.strerror}"
     _meet(team, "files of each rank")
     if rank == 0:
         own |= {"reads": _replace(file), "torn": 0}

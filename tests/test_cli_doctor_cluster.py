@@ -1,0 +1,107 @@
+"""`warpfold doctor --cluster`: what it prints, writes, refuses, and what it exits with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_cli import refused, run
+from tests.tune.cluster.wards import quick  # noqa: F401
+from warpfold.parallel import team as team_module
+from warpfold.parallel.team import TeamError
+from warpfold.tune.cluster import doctor
+from warpfold.tune.cluster.findings import ClusterFinding
+
+CLUSTER = ("doctor", "--cluster", "--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:  # noqa: F811
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_one_process_checks_what_it_can(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = run(capsys, *CLUSTER, "--folder", tmp_path / "runs", "--json")
+    held = json.loads(out)
+    assert code == int(held["wrong"] > 0)
+    assert (held["ranks"], held["cluster"], held["links"]) == (1, None, None)
+    not_checked = {one["check"]: one["says"] for one in held["findings"] if one["outcome"] == "not checked"}
+    assert "there is one process; start as many as train" in not_checked["links"]
+    assert "no store was named" in not_checked["store"]
+    assert {"flock", "rename", "ECC errors"} <= set(not_checked)
+    assert "checking what each rank can do" in err
+
+
+def test_what_is_wrong_is_printed_with_its_cure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ill = ClusterFinding("ranks", "memory", "wrong", "rank 0 is slow", "leave it out")
+    monkeypatch.setattr(doctor, "judge_ranks", lambda *args: [ill])
+    code, out, _ = run(capsys, *CLUSTER)
+    assert code == 1
+    assert "WRONG       ranks: memory: rank 0 is slow  -> leave it out" in out
+    monkeypatch.setattr(doctor, "judge_ranks", lambda *args: [])
+    monkeypatch.setattr(doctor, "judge_system", lambda *args: [])
+    code, out, _ = run(capsys, *CLUSTER)
+    assert code == 0
+    assert "0 wrong" in out
+
+
+def test_a_rank_that_is_lost_is_a_finding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*args: Any) -> None:
+        raise TeamError("rank 0 waited for others at 'links'; rank 3 is dead or frozen")
+
+    monkeypatch.setattr(doctor, "measure_ranks", lost)
+    code, out, err = run(capsys, *CLUSTER, "--json")
+    held = json.loads(out)
+    assert code == 1
+    (wrong,) = (one for one in held["findings"] if one["check"] == "all ranks answer")
+    assert "rank 3 is dead or frozen" in wrong["says"]
+    assert held["facts"], "what was known before is kept"
+    assert "error: rank 0 waited" in err
+
+
+def test_links_are_drawn_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from tests.tune.cluster.test_judge_links import healthy
+    from warpfold.cli.doctor_cluster import Output, _say
+    from warpfold.tune.cluster.judge_links import cluster_of, judge_links
+    from warpfold.tune.cluster.links import read_cluster
+
+    links = healthy(2, 4)
+    found = doctor.Examined(list(links.nodes), "H100", judge_links(links), links=links,
+                            cluster=cluster_of(links, "H100", 1e-4))  # fmt: skip
+    _say(found, Output(tmp_path / "cluster.toml", tmp_path / "links.svg", False))
+    out = capsys.readouterr().out
+    assert "8 ranks on 2 nodes, H100" in out
+    assert "bandwidth from and to ranks, GB/s" in out
+    assert "0 wrong" in out
+    assert read_cluster(tmp_path / "cluster.toml").between.bandwidth == 8e9
+    assert (tmp_path / "links.svg").read_text().startswith("<svg")
+    _say(found, Output(None, None, True))
+    assert json.loads(capsys.readouterr().out)["cluster"]["per_node"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--link", "token-ring"], "not a network"),
+        (["--figure", "links.gif"], "name it .png or .svg"),
+        (["--kernels"], "--cluster goes without --kernels"),
+        (["--settings", "tiny"], "--cluster goes without"),
+        (["--device", "cuda:77"], "--device"),
+    ],
+)
+def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    assert says in refused(run(capsys, *CLUSTER, *arguments))
+
+
+def test_options_of_a_cluster_are_for_a_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "of --cluster; add it" in refused(run(capsys, "doctor", "--data", tmp_path))
+    (tmp_path / "cluster.toml").touch()
+    assert "exists already" in refused(run(capsys, *CLUSTER, "--out", tmp_path / "cluster.toml"))
+
+
+def test_it_waits_a_minute_for_ranks_and_no_longer() -> None:
+    assert doctor.LIMIT <= 60 < team_module.TIME_LIMIT
