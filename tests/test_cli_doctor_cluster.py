@@ -8,7 +8,6 @@ import pytest
 
 from tests.test_cli import refused, run
 from tests.tune.cluster.wards import quick  # noqa: F401
-from warpfold.parallel import team as team_module
 from warpfold.parallel.team import TeamError
 from warpfold.tune.cluster import doctor
 from warpfold.tune.cluster.findings import ClusterFinding
@@ -101,7 +100,3 @@ def test_options_of_a_cluster_are_for_a_cluster(capsys: pytest.CaptureFixture[st
     assert "of --cluster; add it" in refused(run(capsys, "doctor", "--data", tmp_path))
     (tmp_path / "cluster.toml").touch()
     assert "exists already" in refused(run(capsys, *CLUSTER, "--out", tmp_path / "cluster.toml"))
-
-
-def test_it_waits_a_minute_for_ranks_and_no_longer() -> None:
-    assert doctor.LIMIT <= 60 < team_module.TIME_LIMIT
