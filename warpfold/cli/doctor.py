@@ -12,6 +12,8 @@ from warpfold.errors import UserError
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
+    import torch
+
     from warpfold.tune.doctor import Finding
 
 HINT = (
@@ -57,11 +59,8 @@ def doctor(
         raise UserError("--data, --folder, --link, --out and --figure are of --cluster; add it")
     import torch
 
-    from warpfold import settings as toml
-    from warpfold.tune import doctor as checks
     from warpfold.tune.machine import describe
-    from warpfold.tune.measured_memory import check_memory
-    from warpfold.tune.verdict import of_findings, of_machine
+    from warpfold.tune.verdict import of_machine
 
     if settings is not None and not kernels:
         raise UserError("--settings gives the sizes for --kernels; add --kernels")
@@ -75,7 +74,16 @@ def doctor(
             _verdict(of_machine(where))
             typer.echo(f"\n{HINT}")
         return
-    source = settings or ("monomer" if where.type == "cuda" else "tiny")
+    _check_kernels(settings or ("monomer" if where.type == "cuda" else "tiny"), where, as_json)
+
+
+def _check_kernels(source: str, where: "torch.device", as_json: bool) -> None:
+    """Check every operation for the sizes of some settings, say what was found, and exit with 1 if one is wrong."""
+    from warpfold import settings as toml
+    from warpfold.tune import doctor as checks
+    from warpfold.tune.measured_memory import check_memory
+    from warpfold.tune.verdict import of_findings, of_machine
+
     cases = checks.cases_of(toml.load(source), source)
     with progress_bar() as progress:
         findings = checks.examine(cases, where, progress=progress)

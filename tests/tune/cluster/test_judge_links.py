@@ -297,7 +297,7 @@ def test_few_links_are_drawn_with_figures_and_many_as_shades() -> None:
     assert "3█" in lines[2]
     shades = draw(matrices(healthy(2, 16))[0])
     assert len(shades) == 2 + 32 + 1
-    assert len(shades[5]) == len(shades[6]) == 3 + 32
+    assert (shades[2 + 5].index("·"), shades[2 + 20].index("·")) == (3 + 5, 3 + 20)
     by_node = matrices(healthy(20, 4))[0]
     assert len(by_node.names) == 20
     assert "nodes" in by_node.title

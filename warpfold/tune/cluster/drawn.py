@@ -19,13 +19,15 @@ NUMBERED, WIDEST = 8, 64  # ranks whose figures are written; rows of a matrix, a
 class Matrix:
     """One quantity of each two ranks, or of each two nodes: [from, to]; NaN where it was not measured.
 
-    unit: of the values.  slow_is_large: as of latencies.
+    unit: of the values.  shares: of each value, its speed as a share of the usual one of its kind, within nodes or
+    between them.  slow_is_large: as of latencies.
     """
 
     title: str
     unit: str
     names: list[str]
     values: list[list[float]]
+    shares: list[list[float]]
     slow_is_large: bool
 
 
@@ -38,11 +40,23 @@ def matrices(measured: Measured) -> list[Matrix]:
     many = measured.ranks > WIDEST
     names = [str(number) for number in range(len(measured.nodes) if many else measured.ranks)]
     of = "nodes" if many else "ranks"
+    node = list(range(len(names))) if many else measured.node_of
     found = []
     for title, unit, figures in (("bandwidth", "GB/s", bandwidth), ("latency", "µs", latency)):
         shown = _by_nodes(figures, measured.node_of) if many else figures
-        values = [[shown.get((a, b), math.nan) for b in range(len(names))] for a in range(len(names))]
-        found.append(Matrix(f"{title} from and to {of}, {unit}", unit, names, values, title == "latency"))
+        kinds = defaultdict(list)
+        for (a, b), figure in shown.items():
+            kinds[node[a] == node[b]].append(figure)
+        usual = {kind: statistics.median(several) for kind, several in kinds.items()}
+        large = title == "latency"
+        speeds = {
+            (a, b): (usual[node[a] == node[b]] / figure) ** (1 if large else -1) for (a, b), figure in shown.items()
+        }
+        values, shares = (
+            [[known.get((a, b), math.nan) for b in range(len(names))] for a in range(len(names))]
+            for known in (shown, speeds)
+        )
+        found.append(Matrix(f"{title} from and to {of}, {unit}", unit, names, values, shares, large))
     return found
 
 
@@ -56,38 +70,31 @@ def _by_nodes(figures: Mapping[Pair, float], node_of: Sequence[int]) -> dict[Pai
 def draw(matrix: Matrix) -> list[str]:
     """Return lines of text: a cell for each pair, with its figure where there are few, darker where it is slower.
 
-    The shades go from the best, which is blank, to half of it or less, which is black.
+    What is as fast as usual for its kind, or faster, is blank; what is half as fast or slower is black.
     """
-    there = [value for row in matrix.values for value in row if not math.isnan(value)]
-    if not there:
-        return []
-    best = min(there) if matrix.slow_is_large else max(there)
     numbered = len(matrix.names) <= NUMBERED
     width = 7 if numbered else 1
-    heads = "".join(f"{name:>{width}}" if numbered else name[-1] for name in matrix.names)
+    heads = "".join(f"{name:>{width - 1}} " if numbered else name[-1] for name in matrix.names)
     margin = max(map(len, matrix.names)) + 1
-    lines = [matrix.title, f"{'':{margin}}{heads}"]
-    for name, row in zip(matrix.names, matrix.values):
-        cells = []
-        for value in row:
-            shade = _shade(value, best, matrix.slow_is_large)
-            cells.append(f"{_figure(value):>{width - 1}}{shade}" if numbered else shade)
-        lines.append(f"{name:>{margin - 1}} {''.join(cells)}")
-    if not numbered:
-        scale = f"blank: {best:.3g} {matrix.unit}; black: twice as slow, or slower; dot: itself, or not measured"
-        lines.append(" " * margin + scale)
-    return lines
+    lines = [matrix.title, f"{'':{margin}}{heads}".rstrip()]
+    for name, row, shares in zip(matrix.names, matrix.values, matrix.shares):
+        cells = (
+            f"{_figure(value):>{width - 1}}{_shade(share)}" if numbered else _shade(share)
+            for value, share in zip(row, shares)
+        )
+        lines.append(f"{name:>{margin - 1}} {''.join(cells)}".rstrip())
+    scale = "blank: as usual for its kind, or faster; black: half as fast, or slower; dot: itself, or not measured"
+    return lines if numbered else [*lines, " " * margin + scale]
 
 
 def _figure(value: float) -> str:
-    return "·" if math.isnan(value) else f"{value:.3g}" if value < 1e5 else f"{value:.0e}"
+    return "" if math.isnan(value) else f"{value:.3g}" if value < 1e5 else f"{value:.0e}"
 
 
-def _shade(value: float, best: float, slow_is_large: bool) -> str:
-    if math.isnan(value):
+def _shade(share: float) -> str:
+    if math.isnan(share):
         return "·"
-    times = value / best if slow_is_large else best / value
-    return SHADES[min(len(SHADES) - 1, max(0, int((times - 1) * len(SHADES))))]
+    return SHADES[min(len(SHADES) - 1, max(0, int((1 / share - 1) * len(SHADES))))]
 
 
 def link_rows(measured: Measured) -> list[list[str]]:

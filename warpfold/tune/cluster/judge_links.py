@@ -25,6 +25,7 @@ APART, SOMEWHAT = 1.0, 0.1  # seconds between clocks
 SAID = 8  # of a kind, at most; a table and --json have the rest
 
 SEND = "check its cable, port and adapter (ethtool -S, ibstat, nvidia-smi topo -m), or leave its node out"
+BUSY = "see what else runs on its cores (top); between processes of one machine there is no wire"
 NETWORK = "see that the ranks use the fast adapter: NCCL_SOCKET_IFNAME, NCCL_IB_HCA, GLOO_SOCKET_IFNAME"
 
 
@@ -150,9 +151,8 @@ def _judge_pairs(measured: Measured) -> Iterator[ClusterFinding]:
             for one in slow[:SAID]:
                 worst = in_words(_figure(by_pair[min(one.pairs, key=speeds.__getitem__)], what), what)
                 says = f"{_name(one, measured.ranks)}: {worst}, usual is {in_words(usual, what)}"
-                yield ClusterFinding(
-                    "links", check, _outcome(one.share < WRONG and _is_wire(measured, where)), says, SEND
-                )
+                wire = _is_wire(measured, where)
+                yield ClusterFinding("links", check, _outcome(one.share < WRONG and wire), says, SEND if wire else BUSY)
             if len(slow) > SAID:
                 says = f"{len(slow) - SAID} more pairs are slower than {NOTE:g} of the usual (--json has all)"
                 yield ClusterFinding("links", check, "note", says)
