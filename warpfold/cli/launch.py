@@ -5,17 +5,13 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from warpfold.cli.common import CONTINUE, app, argument, decides, reads, runs, writes
 from warpfold.errors import UserError
 from warpfold.files import check_new, write_atomically
-
-if TYPE_CHECKING:
-    from warpfold.run.launch import LaunchJob
-
 
 Slurm = Annotated[bool, decides("A batch script for sbatch.", "--slurm")]
 Torchrun = Annotated[bool, decides("A script to be started on each node.", "--torchrun")]

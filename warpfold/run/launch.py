@@ -9,10 +9,10 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from warpfold.errors import UserError
+from warpfold.tune.rates import SHEETS
 
 PORT = 29500  # torch's own default
 BEFORE_KILL = 30  # seconds that torchrun is given less than the whole, to end after its ranks
@@ -55,6 +55,8 @@ class LaunchJob:
     def __post_init__(self) -> None:
         if not self.command or self.command[0].startswith("-"):
             raise UserError("launch: no command; give it after --, as in: -- train monomer --data store --out run")
+        if any("\n" in one for one in (*self.command, self.python, self.image or "", self.logs)):
+            raise UserError("launch: a line break in the command; a script cannot hold it")
         if self.grace < 2 * BEFORE_KILL:
             raise UserError(
                 f"--grace {self.grace}: give {2 * BEFORE_KILL} seconds or more: ranks have to save a checkpoint"
@@ -66,6 +68,11 @@ class LaunchJob:
                 raise UserError(
                     f"{option}: {value!r} has characters that a scheduler does not take; use letters and digits"
                 )
+
+
+def has_gpus(device: str) -> bool:
+    """Return whether a device's name, as `Cluster` has it, is a GPU's."""
+    return any(name.lower() in device.lower() for name in (*SHEETS, "NVIDIA", "cuda"))
 
 
 def cures_of(report: Mapping[str, Any], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -135,7 +142,7 @@ def torchrun_script(job: LaunchJob, address: str | None = None) -> str:
     if job.nodes > 1 and not address:
         raise UserError(f"--torchrun: {job.nodes} nodes have to meet; name the first: --address node1")
     if job.nodes > 1:
-        where = shlex.quote(address if ":" in str(address) else f"{address}:{PORT}")
+        where = shlex.quote(str(address) if ":" in str(address) else f"{address}:{PORT}")
         meet = [f"--nnodes {job.nodes} --rdzv-backend c10d --rdzv-endpoint {where} --rdzv-id {shlex.quote(job.name)}"]
     else:
         meet = ["--standalone"]
@@ -173,7 +180,8 @@ def slurm_script(job: LaunchJob) -> str:
     head = ["#!/bin/bash", *(f"#SBATCH {name}={value}" for name, value in options.items() if value is not None)]
     head += ["#SBATCH --requeue" if job.continues else "#SBATCH --no-requeue", *(f"#SBATCH --{o}" for o in job.options)]
     meet = [
-        '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-endpoint "$WHERE" --rdzv-id "$ATTEMPT"',
+        '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-id "$WARPFOLD_ATTEMPT"',
+        '--rdzv-endpoint "$WARPFOLD_ADDRESS"',
         '--rdzv-conf "is_host=$((SLURM_NODEID == 0))"',
     ]
     before = [
@@ -181,13 +189,13 @@ def slurm_script(job: LaunchJob) -> str:
         "# The nodes meet at the first one; the port and the name are this job's, so that two jobs do not meet.",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "address=$(scontrol -o show node \"$first\" | tr ' ' '\\n' | sed -n 's/^NodeAddr=//p')",
-        f'export WHERE="${{address:-$first}}:$(({PORT} + SLURM_JOB_ID % 10000))"',
-        'export ATTEMPT="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
-        f'export LOGS={shlex.quote(job.logs)}/"$ATTEMPT"',
-        'mkdir -p "$LOGS"',
-        'echo "$(date -Is) attempt $ATTEMPT on $SLURM_JOB_NODELIST; logs of each rank: $LOGS"',
+        f'export WARPFOLD_ADDRESS="${{address:-$first}}:$(({PORT} + SLURM_JOB_ID % 10000))"',
+        'export WARPFOLD_ATTEMPT="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
+        f'export WARPFOLD_LOGS={shlex.quote(job.logs)}/"$WARPFOLD_ATTEMPT"',
+        'mkdir -p "$WARPFOLD_LOGS"',
+        'echo "$(date -Is) attempt $WARPFOLD_ATTEMPT on $SLURM_JOB_NODELIST; logs of each rank: $WARPFOLD_LOGS"',
     ]
-    node = torchrun_lines(job, meet, '"$LOGS/node-$SLURM_NODEID"')
+    node = torchrun_lines(job, meet, '"$WARPFOLD_LOGS/node-$SLURM_NODEID"')
     started = ["read -r -d '' on_each_node <<'NODE'", *node, "NODE"]
     body = [*head, "", *remarks(job), *before, "", *started, "", *_step(job), "", *_ending(job)]
     return "\n".join(body) + "\n"
@@ -199,7 +207,8 @@ def _step(job: LaunchJob) -> list[str]:
     A signal that has a trap interrupts `wait`.
     """
     run = ["srun", f"--wait={job.grace}", "--export=ALL"]
-    run += ['${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}']  # srun does not take it over since 22.05
+    # Since 22.05 srun does not take it over.
+    run += ['${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}']
     if job.image is not None and not contained(job):
         run += [
             f"--container-image={shlex.quote(job.image)}",
@@ -221,7 +230,8 @@ def _ending(job: LaunchJob) -> list[str]:
     if not job.continues:
         return ['exit "$code"']
     return [
-        'if [ -n "$asked" ] && [ "$code" -ne 0 ]; then  # torchrun ends with 1 at a signal, and with 0 when all is done',
+        "# torchrun ends with 1 at a signal, and with 0 when all is done.",
+        'if [ -n "$asked" ] && [ "$code" -ne 0 ]; then',
         '    echo "$(date -Is) saved; queued again"',
         '    scontrol requeue "$SLURM_JOB_ID"',
         "fi",

@@ -72,14 +72,11 @@ def _pod(job: LaunchJob, claim: tuple[str, str] | None) -> dict[str, Any]:
     needs = {"cpu": str(job.cores) if job.cores else None, "memory": job.memory}
     if job.gpus:
         needs["nvidia.com/gpu"] = str(job.per_node)
+    script = ["set -u", f"mkdir -p {shlex.quote(job.logs)}", *torchrun_lines(job, meet, logs)]
     container: dict[str, Any] = {
         "name": "ranks",
         "image": job.image,
-        "command": [
-            "bash",
-            "-c",
-            "\n".join(["set -u", f"mkdir -p {shlex.quote(job.logs)}", *torchrun_lines(job, meet, logs)]),
-        ],
+        "command": ["bash", "-c", "\n".join(script)],
         "ports": [{"containerPort": PORT}],
         "volumeMounts": [{"name": "shared-memory", "mountPath": "/dev/shm"}],
     }
@@ -104,7 +101,7 @@ def _pod(job: LaunchJob, claim: tuple[str, str] | None) -> dict[str, Any]:
 
 
 def to_yaml(value: Any, indent: int = 0) -> list[str]:
-    """Return mappings and lists as lines of YAML; texts in quotes as JSON writes them, longer ones in lines of their own."""
+    """Return mappings and lists as lines of YAML; texts in quotes as JSON has them, long ones in lines."""
     space, lines = " " * indent, []
     items = value.items() if isinstance(value, dict) else [("-", item) for item in value]
     for key, item in items:
