@@ -37,7 +37,8 @@ from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan
-from warpfold.tune.traffic import Link, Move, Traffic, TrafficBlock, moves, seconds
+from warpfold.tune.cluster.links import Link
+from warpfold.tune.traffic import Move, Traffic, TrafficBlock, moves, seconds
 
 RANKS, RANKS_PER_NODE = 4, 2
 SHAPES = [Shape(10, 0.1), Shape(1, 0.1), Shape(10, 5), Shape(1, 5)]

@@ -15,8 +15,9 @@ from warpfold.model.pair import PairConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.waits import Event, watched
+from warpfold.tune.cluster.links import LINKS
 from warpfold.tune.fake import fake_ranks
-from warpfold.tune.traffic import LINKS, Phase, Traffic, TrafficBlock, moves, seconds, total
+from warpfold.tune.traffic import Phase, Traffic, TrafficBlock, moves, seconds, total
 
 SMALL = EvoformerConfig(blocks=2, heads=2, c_outer=4, pair=PairConfig(heads=2, c_triangle=6))
 

@@ -23,13 +23,13 @@ from warpfold.model.structure import StructureConfig
 from warpfold.ops.triangle import triangle_product
 from warpfold.ops.triangle_slice import projected_factor, triangle_slice
 from warpfold.tune.cases import PROFILES
+from warpfold.tune.cluster.links import LINKS, Link
 from warpfold.tune.example import ExampleSizes
 from warpfold.tune.layer_work import COPY, IN_PARTS, PRODUCT
 from warpfold.tune.outside import OUTSIDE, OutsideRun, outside_work
 from warpfold.tune.profile import Cost, OpCase, RandomTensors
 from warpfold.tune.roofline import EXPS_PER_CLOCK, Ceilings
 from warpfold.tune.sizes import DataSizes, of_settings
-from warpfold.tune.traffic import LINKS, Link
 
 # forward: without gradient; training: a forward pass that keeps what its gradient needs; backward: what follows it.
 PassName = Literal["forward", "training", "backward"]

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.parallel.collectives import shard_sizes
+from warpfold.tune.cluster.links import Link
 
 Phase = Literal["forward", "recomputed", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -96,34 +97,6 @@ def moves(block: TrafficBlock, ranks: int, by_channels: bool, itemsize: int = 2)
         else:
             found += [gather(f"pair.{layer} shared 0", n * c_triangle)]
     return [move for move in found if ranks > 1]
-
-
-@dataclass(frozen=True)
-class Link:
-    """What joins the ranks: a collective of x bytes per rank takes latency + x / bandwidth.
-
-    latency: seconds; bandwidth: bytes per second that a rank can send.
-    """
-
-    latency: float
-    bandwidth: float
-
-    @property
-    def call(self) -> float:
-        """The bytes that could travel in the time that a collective costs whatever its size."""
-        return self.latency * self.bandwidth
-
-
-# Modelled, not measured: 80 % of what the makers state for a rank and direction, and the usual time of a small call.
-# "gloo" was measured: four ranks on two cores, loopback (benchmarks/results/cluster-2core-epyc-2026-11-20.json).
-LINKS = {
-    "NVLink 4": Link(20e-6, 360e9),
-    "NVLink 3": Link(20e-6, 240e9),
-    "InfiniBand 400 Gb/s": Link(30e-6, 40e9),
-    "Ethernet 25 Gb/s": Link(60e-6, 2.5e9),
-    "PCIe 4": Link(20e-6, 20e9),
-    "gloo": Link(1.7e-3, 0.53e9),
-}
 
 
 def seconds(moves: Iterable[Move], link: Link) -> float:

@@ -1,0 +1,82 @@
+"""Clusters: what they are read from, where the ranks of a grid are, and laws that times of collectives keep."""
+
+from collections import Counter
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warpfold.errors import UserError
+from warpfold.parallel.mesh import coordinates
+from warpfold.tune.cluster.collectives import GroupName, Kind, Placement, collective_seconds, place
+from warpfold.tune.cluster.links import Cluster, Link, network, read_cluster
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+FAST, SLOW = Link(1e-6, 1e11), Link(1e-5, 1e9)
+TWO_NODES = Cluster(ranks=8, per_node=4, within=FAST, between=SLOW)
+
+
+def test_a_cluster_is_read_as_it_was_saved(tmp_path: Path) -> None:
+    TWO_NODES.save(tmp_path / "cluster.toml")
+    assert read_cluster(tmp_path / "cluster.toml") == TWO_NODES
+
+
+def test_what_is_no_cluster_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.toml").write_text("rank = 3\n")
+    with pytest.raises(UserError, match="rank"):
+        read_cluster(tmp_path / "other.toml")
+    with pytest.raises(ValueError, match="nodes must be full"):
+        Cluster(ranks=9, per_node=4, within=FAST, between=SLOW)
+
+
+@pytest.mark.parametrize(
+    ("text", "gigabits"), [("ib400", 8 * 400), ("IB200x4", 800), ("eth25", 25), ("roce100x2", 200), ("eth100x8", 800)]
+)
+def test_networks_by_name(text: str, gigabits: int) -> None:
+    assert network(text, 8).bandwidth == pytest.approx(0.8 * gigabits * 1e9 / 8)
+
+
+@pytest.mark.parametrize("text", ["ib", "400", "ib400x0", "nvlink", "", "ib400x", "eth0"])
+def test_other_networks_are_refused(text: str) -> None:
+    with pytest.raises(UserError, match="not a network"):
+        network(text, 8)
+
+
+@given(*[st.sampled_from([1, 2, 4, 8])] * 2, st.sampled_from([1, 2]), st.sampled_from([1, 2, 4, 8]))
+def test_groups_lie_where_the_mesh_puts_them(data: int, axial: int, branch: int, per_node: int) -> None:
+    ranks = data * axial * branch
+    cluster = Cluster(ranks=max(ranks, per_node), per_node=per_node, within=FAST, between=SLOW)
+    varies = {"data": (0,), "axial": (1,), "branch": (2,), "model": (1, 2), "world": (0, 1, 2)}
+    groups: tuple[GroupName, ...] = get_args(GroupName)
+    for name in groups:
+        where = place(cluster, data, axial, branch, name)
+        fixed = [i for i in range(3) if i not in varies[name]]
+        own = [r for r in range(ranks) if all(coordinates(r, data, axial, branch)[i] == 0 for i in fixed)]
+        on_nodes = Counter(rank // per_node for rank in own)
+        assert (where.ranks, where.nodes, where.on_node) == (len(own), len(on_nodes), max(on_nodes.values()))
+        there = {tuple(coordinates(r, data, axial, branch)[i] for i in fixed) for r in range(min(per_node, ranks))}
+        assert where.beside == len(there)
+
+
+@given(st.sampled_from(KINDS), st.floats(0, 1e12), st.floats(1, 4))
+def test_more_bytes_or_slower_links_never_take_less(kind: Kind, sent: float, factor: float) -> None:
+    where = Placement(ranks=8, on_node=4)
+    time = collective_seconds(kind, sent, where, TWO_NODES)
+    slower = Cluster(ranks=8, per_node=4, within=FAST, between=Link(SLOW.latency * factor, SLOW.bandwidth / factor))
+    assert time <= collective_seconds(kind, sent * factor, where, TWO_NODES)
+    assert time <= collective_seconds(kind, sent, where, slower)
+    assert time <= collective_seconds(kind, sent, Placement(8, 4, beside=4), TWO_NODES)
+    assert time >= TWO_NODES.call
+    assert collective_seconds(kind, sent, Placement(1, 1), TWO_NODES) == 0
+
+
+def test_large_messages_take_what_their_slowest_link_takes() -> None:
+    sent = 1e10
+    within, across = Placement(4, 4), Placement(8, 4)
+    assert collective_seconds("all_reduce", sent, within, TWO_NODES) == pytest.approx(sent / FAST.bandwidth, rel=0.01)
+    assert collective_seconds("all_reduce", sent, across, TWO_NODES) == pytest.approx(sent / SLOW.bandwidth, rel=0.01)
+    # Each of four ranks of a node sends 4 of 7 parts to the other node.
+    crossing = 4 * sent * 4 / 7
+    assert collective_seconds("all_to_all", sent, across, TWO_NODES) == pytest.approx(crossing / 1e9, rel=0.01)
