@@ -144,7 +144,7 @@ def predict(
     num_models: NumModels = None,
     msa: Msa = None,
     msa_server: MsaServer = None,
-    together: Together = None,
+    complex: Together = None,
     template: Template = None,
     hits: Hits = None,
     template_structures: TemplateStructures = None,
@@ -178,6 +178,21 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report; rank models and seeds."""
+    _run(**locals())
+
+
+def _run(
+    out: Path,
+    device: str | None,
+    msa_server: str | None,
+    msa_cache: Path | None,
+    axial: int | None,
+    branch: int | None,
+    relax: Relax,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Have the processes meet and fold, relax what was predicted, and say how it went; ends the command."""
     from warpfold.parallel.plan import Plan
     from warpfold.parallel.team import ProcessInfo, distributed_context
     from warpfold.run.predict_command import predict as fold
@@ -188,18 +203,10 @@ def predict(
     # Without either, how the processes share out the proteins is chosen when these are known.
     plan = None if axial is None and branch is None else Plan(axial=axial or 1, branch=branch or 1)
     with distributed_context(process, plan, where) as team, _bar(process.rank) as progress, plans_said(process):
-        summary = fold(
-            query, params, out, num_models=num_models, msa=msa, msa_server=server, complex=together,
-            template=template, hits=hits, template_structures=template_structures, max_template_date=max_template_date,
-            seed=seed, seeds=seeds, recycles=recycles, recycle_tolerance=recycle_tolerance, max_recycles=max_recycles,
-            ensemble=ensemble, max_msa=max_msa, max_extra=max_extra, representations=representations,
-            distogram=distogram, keep=keep, device=where, chunk=chunk, offload=offload, memory=memory,
-            precision=precision.value, batch=batch, workers=workers, shard=shard, cluster=cluster, strict=strict,
-            force=force, progress=progress, team=team,
-        )  # fmt: skip
+        summary = fold(out=out, device=where, msa_server=server, progress=progress, team=team, **given)
     if team.is_rank_zero:
         if summary["status"] == "running":
-            _say_others(shard or "1/1", out, relax)
+            _say_others(given["shard"] or "1/1", out, relax)
         with progress_bar() as bar:  # the other processes have ended
             summary = relax_predictions(summary, out, relax.value, where, bar)
         _say(summary, out, as_json)

@@ -31,7 +31,8 @@ def names_arguments(**others: str) -> Callable[[Callable[P, R]], Callable[P, R]]
     others: options that are called otherwise there.
     """
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        """Return the function with errors that name its arguments."""
         names = {name: name for name in inspect.signature(function).parameters} | others
 
         @functools.wraps(function)
@@ -44,7 +45,7 @@ def names_arguments(**others: str) -> Callable[[Callable[P, R]], Callable[P, R]]
 
         return called
 
-    return decorate
+    return decorated
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:

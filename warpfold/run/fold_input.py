@@ -57,8 +57,8 @@ def query_of(sequence: Sequences, alignment: Alignments, name: str, fetch: Fetch
     found = () if files else _of_chains(chains, alignment, name)
     given = Complex(name, tuple(chains), tuple(chains.values()), found)
     if fetch is not None and (without := lacking_of(given, files)):
-        fetched = read_chain_alignments(fetch([(given, without)]), chains.values(), name)
-        files = fetched if files is None else files.joined(fetched)
+        answers = read_chain_alignments(fetch([(given, without)]), chains.values(), name)
+        files = answers if files is None else files.joined(answers)
     assembly, notes = assemble(given, files)
     return ComplexQuery(assembly, warnings=notes if found or files else ())  # what was given, and is not used
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from warpfold.data.example.query_files import Given
-from warpfold.data.search.server import ServerGone
 from warpfold.errors import UserError
 from warpfold.parallel.team import Team
 from warpfold.progress import Progress
@@ -69,6 +68,8 @@ def fold_many(
 
     numbers: seed, recycles and ensemble.  batch: None for "auto".  fetch: gets alignments of those that have none.
     """
+    from warpfold.data.search.server import ServerGone
+
     tell, results = progress_of(progress), {}
     asked: list[Query] = []
     given = _given(predictor, sequences, alignments, templates, fetch)

@@ -119,9 +119,8 @@ def predict(
     start = time.perf_counter()
     _check_pipes([*([query] if isinstance(query, Given) else query), *msas], team)
     share.check(team, options.device)
-    asked = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
-    files = [params] if isinstance(params, Path) else params
-    read, models, digest = _read(query, msas, files, out, options, asked, tell)
+    server = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
+    read, models, asked = _read(query, msas, params, out, options, server, tell)
     queries = read.queries
     total = len(models) * len(queries) * options.seeds
     if team.mesh.data.size > 1:
@@ -139,8 +138,7 @@ def predict(
     seeds = range(options.seed, options.seed + options.seeds)
     items = [FoldItem(*one) for one in product(models, queries, seeds)]
     new = _new_summary(queries, models, options, device)
-    new |= {"warnings": _warnings(read, models, templates), "msa_server": None if server is None else server.url}
-    new |= {"asked": digest} if digest else {}
+    new |= {"warnings": _warnings(read, models, templates), "msa_server": server and server.url, "asked": asked}
     folder = PredictionFolder(out, new, items, share.part, options.keep)
     with closing(folder):
         todo = None
@@ -166,20 +164,20 @@ def _check_pipes(files: Sequence[Given], team: Team) -> None:
 def _read(
     given: Given | Sequence[Given],
     msas: Sequence[Path],
-    params: Sequence[Path],
+    params: Path | Sequence[Path],
     out: Path,
     options: PredictOptions,
     server: "AlignmentServer | None",
     tell: Progress,
-) -> tuple[ReadQueries, list[Params], str]:
+) -> tuple[ReadQueries, list[Params], str | None]:
     """Read queries and parameters; of a folder with parameters of several kinds, those that the queries need.
 
-    Returns a digest of what a server was asked, too, if it was.
+    Returns a digest of what a server was asked, too; None if it was not.
     """
+    asked: str | None = None
+    params = [params] if isinstance(params, Path) else params
     waiting = any(path.is_dir() and len(families_in(path)) > 1 for path in params)
     models = [] if waiting else read_params(params_files(params, options.num_models))
-
-    asked = ""
 
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
         nonlocal asked

@@ -1,6 +1,7 @@
 """`warpfold predict` as a function: `warpfold.predict(...)` and the command are one (docs/python.md)."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -79,32 +80,24 @@ def predict(
     call.  Returns what `--json` prints: proteins that failed are under "failures" (docs/outputs.md).
     Errors: UserError for bad input and arguments, where nothing is written, and for an `out` that is something else.
     """
-    numbers = {
-        "seed": seed, "seeds": seeds, "num_models": num_models, "keep": keep, "recycles": recycles,
-        "ensemble": ensemble, "max_msa": max_msa, "max_extra": max_extra, "chunk": chunk,
-    }  # fmt: skip
-    flags = {"representations": representations, "distogram": distogram, "force": force}
-    given: dict[str, Any] = {name: _number(name, value) for name, value in numbers.items()}
-    given |= {name: arguments.flag(name, value) for name, value in flags.items()}
-    given["together"] = None if complex is None else arguments.flag("complex", complex)
-    given["offload"] = None if offload is None else arguments.flag("offload", offload)
-    given["precision"] = arguments.one_of("precision", precision, get_args(Precision))
-    given["kernels"] = "strict" if arguments.flag("strict", strict) else "fast"
-    options = PredictOptions(
-        device=arguments.device_of(device), recycling=Recycling.of(recycle_tolerance, max_recycles),
-        batch=batch_of(batch), memory=memory_of(memory), **given,
-    )  # fmt: skip
-    which = _relaxed(relax)
+    return _predict(**locals())
+
+
+def _predict(
+    query: Any, params: Any, out: Any, relax: Any, progress: Any, team: "Team | None", **given: Any
+) -> dict[str, Any]:
+    """Check the arguments of `predict`, and do it."""
+    options, which = _options(given), _relaxed(relax)
     sources = TemplateSources(
-        files=[str(one) for one in arguments.paths("template", template)],
-        hits=arguments.paths("hits", hits),
-        structures=arguments.path_or_none("template_structures", template_structures),
-        max_date=arguments.text_or_none("max_template_date", max_template_date),
+        files=[str(one) for one in arguments.paths("template", given["template"])],
+        hits=arguments.paths("hits", given["hits"]),
+        structures=arguments.path_or_none("template_structures", given["template_structures"]),
+        max_date=arguments.text_or_none("max_template_date", given["max_template_date"]),
     )
     share = Share(
-        part=arguments.part_of(shard) or JobPart(1, 1),
-        workers=arguments.whole("workers", workers, 1),
-        cluster=arguments.text_or_none("cluster", cluster),
+        part=arguments.part_of(given["shard"]) or JobPart(1, 1),
+        workers=arguments.whole("workers", given["workers"], 1),
+        cluster=arguments.text_or_none("cluster", given["cluster"]),
     )
     folder, tell = arguments.path("out", out), arguments.progress_of(progress)
     queries, parameters = arguments.queries("query", query), arguments.paths("params", params)
@@ -112,12 +105,29 @@ def predict(
         if not found:
             raise UserError(f"{name}: is empty; name {'what to fold' if name == 'query' else 'files of parameters'}")
     summary = fold_all(
-        queries, arguments.paths("msa", msa), parameters, folder, options, tell, sources, team, share,
-        server_of(msa_server, msa_cache, folder / "alignments"),
+        queries, arguments.paths("msa", given["msa"]), parameters, folder, options, tell, sources, team, share,
+        server_of(given["msa_server"], given["msa_cache"], folder / "alignments"),
     )  # fmt: skip
     if team is not None and not team.is_rank_zero:
         return summary
     return relax_predictions(summary, folder, which, options.device or "cpu", tell)
+
+
+def _options(given: Mapping[str, Any]) -> PredictOptions:
+    """Return how to fold.  Errors: UserError for an argument of a wrong kind."""
+    known: dict[str, Any] = {name: _number(name, given[name]) for name in LEAST}
+    known |= {name: arguments.flag(name, given[name]) for name in ("representations", "distogram", "force")}
+    for field, name in (("together", "complex"), ("offload", "offload")):
+        known[field] = None if given[name] is None else arguments.flag(name, given[name])
+    return PredictOptions(
+        device=arguments.device_of(given["device"]),
+        recycling=Recycling.of(given["recycle_tolerance"], given["max_recycles"]),
+        batch=batch_of(given["batch"]),
+        memory=memory_of(given["memory"]),
+        precision=arguments.one_of("precision", given["precision"], get_args(Precision)),  # type: ignore[arg-type]
+        kernels="strict" if arguments.flag("strict", given["strict"]) else "fast",
+        **known,
+    )
 
 
 def _number(name: str, value: Any) -> int | None:

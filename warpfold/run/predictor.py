@@ -82,9 +82,8 @@ class Predictor:
         memory: str | int | None = None,
     ) -> None:
         if not isinstance(model, AlphaFold):
-            raise arguments.WrongArgument(
-                f"model = {arguments.shown(model)}: an AlphaFold is needed; files: load(FILE)"
-            )
+            what = arguments.shown(model)
+            raise arguments.WrongArgument(f"model = {what}: an AlphaFold is needed; files: load(FILE)")
         self.team = team or Team()
         axial, branch = self.team.mesh.axial.size, self.team.mesh.branch.size
         if reason := Plan(axial=axial, branch=branch).unsupported_reason(model.config.evoformer.outer):
