@@ -1,13 +1,14 @@
 """The Python interface: its names, that it is the command line's, what it refuses at the call, lists and files."""
 
 import ast
+import collections.abc
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -370,3 +371,45 @@ def test_settings_by_name_values_or_object() -> None:
 
 def test_defaults_that_are_words_are_words() -> None:
     assert not [value for value in options_of("search").values() if isinstance(value, Enum)]
+
+
+# ---- paths
+
+
+def words_of(annotation: Any) -> set[str]:
+    """The names of the types that an annotation is made of; not of what a function in it takes."""
+    if isinstance(annotation, str):
+        return set(re.findall(r"\w+", annotation))
+    if isinstance(annotation, list) or get_origin(annotation) is collections.abc.Callable:
+        return set()
+    own = get_origin(annotation) or annotation
+    return {getattr(own, "__name__", str(own))}.union(*map(words_of, get_args(annotation)))
+
+
+def callables() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every function of the interface, and the methods of its classes; results are made by us."""
+    from warpfold.model import weights
+
+    for name in (*warpfold.__all__, "save_params"):
+        found = getattr(weights if name == "save_params" else warpfold, name)
+        if inspect.isclass(found):
+            yield from (
+                (f"{name}.{one}", method)
+                for one, method in inspect.getmembers(found)
+                if ((one == "__init__" and name != "ParamsFile") or not one.startswith("_"))
+                and inspect.isfunction(method)
+            )
+        elif callable(found):
+            yield name, found
+
+
+def test_whatever_takes_a_path_takes_text_too() -> None:
+    walked, narrow = set(), []
+    for name, function in callables():
+        for parameter in inspect.signature(function).parameters.values():
+            words = words_of(parameter.annotation)
+            if words & {"Path", "PathLike", "Paths", "StoreLike"}:
+                walked.add(name)
+                narrow += [] if words & {"str", "PathLike", "Paths", "StoreLike"} else [f"{name}: {parameter}"]
+    assert not narrow
+    assert {"load", "pack", "predict", "save_params", "Checkpoints.__init__", "Prediction.save"} <= walked
