@@ -140,7 +140,7 @@ def test_what_cannot_be_is_refused_with_a_reason(rates: Rates) -> None:
         choose(training(8), cluster(4), rates, fixed={"data": 3})
     with pytest.raises(ValueError, match="keep_blocks"):
         choose(training(8), cluster(4), rates, fixed={"keep_blocks": 2, "recompute": None})
-    with pytest.raises(UserError, match="what would fit|not even a few residues fit"):
+    with pytest.raises(UserError, match=r"what would fit|not even a few residues fit"):
         choose(training(8), cluster(4), rates, free=5)
 
 

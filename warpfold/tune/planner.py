@@ -334,7 +334,7 @@ class NothingFitsError(UserError):
     def __init__(self, job: Job, machine: Machine, fixed: Mapping[str, Any], looked: Sequence[Considered]) -> None:
         self.looked = looked
         least = min((one for one in looked if one.memory is not None), key=lambda one: one.memory.peak)  # type: ignore[union-attr]
-        what = "a training" if job.training else "folding"
+        what = "a training on" if job.training else "folding"
         sizes = f"{job.sizes.residues:,} residues with {job.sizes.sequences + job.sizes.extra:,} alignment rows"
         would = "; ".join(_cures(job, machine, least.plan))
         cure = f"what would fit: {would}" if would else "not even a few residues fit; give more memory"
