@@ -57,6 +57,7 @@ SAFE = {
     "engine/checkpoint.py:RunFolder.write_settings": OWN_FOLDER + ", and of the same settings",
     "run/demo.py:_put_aside": "renames into a folder that is new",
     "run/figures.py:_svg": "into memory",
+    "run/figures.py:draw_links": "into memory",
     "run/figures.py:draw_memory": "into memory",
     "run/journal.py:Journal.__init__": "cuts off half a line, of a journal of its own name in a folder of predictions",
     "run/journal.py:_appending": "adds to what is there",
@@ -74,6 +75,7 @@ SAFE = {
     "run/relax_files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
     "run/ranking.py:remove_copies": "copies by the names that the summary has, and their folder if it is empty then",
     "tune/bench_ops.py:picture": "into memory",
+    "tune/cluster/measure_files.py": "a folder of mkdtemp's, in the one to try; that one if it was made for this and is empty",
     "tune/measured_memory.py:resident_memory": "writes to the system: forget the largest size of this process",
     "tune/timing.py:without_stderr": "opens the null device",
 }
