@@ -204,7 +204,7 @@ class _Bar:
         """Show where the model is in a group that it folds; what has been folded may still be being written."""
         cost = place.share * cost_of([group])
         name = group[0].query.name if len(group) == 1 else f"{len(group)} together"
-        short = name if len(name) <= 12 else f"{name[:11]}…"
+        short = name if len(name) <= 8 else f"{name[:7]}…"  # all of it fits a terminal of 80 columns
         self._show(place.share * len(group), f"{short}{self._time_left(cost)}, {place}")
 
     def move(self, items: Sequence[FoldItem]) -> None:

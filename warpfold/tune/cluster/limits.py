@@ -91,9 +91,10 @@ def _files(facts: Sequence[Facts]) -> ClusterFinding:
         return ClusterFinding("software", check, "ok", f"{least or 'any number of'} may be open; {needed} suffice")
     low = min(one["limits"]["files"][0] for one in short)
     says = f"{who(short, facts)} may open {low}; {len(facts)} ranks need up to {needed}, as each holds a socket to each"
-    cure = f"ulimit -n {max(65536, needed)} in the job's script; where that is refused: nofile in "
+    line = f"ulimit -n {max(65536, needed)}"
+    cure = f"{line} in the job's script; where that is refused: nofile in "
     cure += "/etc/security/limits.conf, LimitNOFILE= of slurmd's unit, --ulimit nofile= of a container"
-    return ClusterFinding("software", check, "wrong", says, cure)
+    return ClusterFinding("software", check, "wrong", says, cure, line)
 
 
 def _locked(facts: Sequence[Facts]) -> ClusterFinding:
@@ -113,7 +114,7 @@ def _locked(facts: Sequence[Facts]) -> ClusterFinding:
         "ulimit -l unlimited: memlock in /etc/security/limits.conf; LimitMEMLOCK=infinity of slurmd's unit; of a "
         "container --ulimit memlock=-1 or --cap-add=IPC_LOCK; one Python alone: setcap cap_ipc_lock+ep on it"
     )
-    return ClusterFinding("software", check, "wrong", says, cure)
+    return ClusterFinding("software", check, "wrong", says, cure, "ulimit -l unlimited")
 
 
 def _shared(facts: Sequence[Facts]) -> ClusterFinding:
@@ -185,13 +186,14 @@ def _near_the_gpu(facts: Sequence[Facts]) -> list[ClusterFinding]:
         return [ClusterFinding("software", check, "not checked", "no GPU")]
     found, known = [], [one for one in gpus if _home(one)]
     far = [one for one in known if not set(one["limits"]["cores"]) & set(_home(one))]
+    near = [one for one in known if set(one["limits"]["cores"]) & set(_home(one))]
     if far:
         one = far[0]
         says = f"{who(far, facts)} may not use the cores next to their GPUs: rank {one['rank']} has cores "
         says += f"{as_cores(one['limits']['cores'])}, its GPU's are {as_cores(_home(one))}"
         cure = "srun --gpu-bind=closest (or --gres-flags=enforce-binding); else bind by rank: numactl --cpunodebind"
         found.append(ClusterFinding("software", check, "wrong", says, cure))
-    anywhere = [one for one in known if set(one["limits"]["cores"]) - set(_home(one)) and one not in far]
+    anywhere = [one for one in near if set(one["limits"]["cores"]) - set(_home(one))]
     if anywhere:
         says = f"{who(anywhere, facts)} may also run on cores far from their GPUs"
         cure = "pin each rank to its GPU's NUMA node: numactl --cpunodebind=NODE"
