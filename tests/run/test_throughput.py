@@ -341,10 +341,10 @@ def test_what_is_written_late_takes_nothing_back_of_what_was_told(tiny_params: P
     told: list[float] = []
     a, b, c, d = items(tiny_params, (4, 4, 5, 5))
     bar = _Bar(lambda done, total, _: told.append(done), 4, [(a, b), (c, d)])
-    bar.follow((c, d), PassPlace(1, 1, 9, 10))
+    bar.follow((c, d), PassPlace(1, 1, 9, 10, 0.8))
     bar.move([a])
     bar.move([b])
-    bar.follow((c, d), PassPlace(1, 1, 10, 10))
+    bar.follow((c, d), PassPlace(1, 1, 10, 10, 0.9))
     assert told == pytest.approx([0, 1.6, 1.6, 2, 3.8])
 
 
