@@ -75,7 +75,7 @@ SAFE = {
     "run/relax_files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
     "run/ranking.py:remove_copies": "copies by the names that the summary has, and their folder if it is empty then",
     "tune/bench_ops.py:picture": "into memory",
-    "tune/cluster/measure_files.py": "a folder of mkdtemp's, in the one to try; that one if it was made for this and is empty",
+    "tune/cluster/measure_files.py": "a folder of mkdtemp's, in the one to try; that one if it made it and it is empty",
     "tune/measured_memory.py:resident_memory": "writes to the system: forget the largest size of this process",
     "tune/timing.py:without_stderr": "opens the null device",
 }
