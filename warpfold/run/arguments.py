@@ -6,12 +6,15 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from warpfold.bulk import JobPart
 from warpfold.errors import UserError, as_arguments
 from warpfold.progress import Progress, no_progress
 from warpfold.settings import plain, toml_value
+
+if TYPE_CHECKING:
+    from warpfold.parallel.team import Team
 
 
 class WrongArgument(UserError):
@@ -104,6 +107,15 @@ def text_or_none(name: str, value: Any) -> str | None:
     return None if value is None else text(name, value)
 
 
+def team_of(value: Any) -> "Team":
+    """Return the processes that share the work; None: this one alone."""
+    from warpfold.parallel.team import Team
+
+    if value is not None and not isinstance(value, Team):
+        raise WrongArgument(f"team = {shown(value)}: a Team is needed, as in docs/parallel.md; none for one process")
+    return value or Team()
+
+
 def progress_of(value: Any) -> Progress:
     """Return what is told of progress, or what tells nobody."""
     if value is not None and not callable(value):
@@ -183,7 +195,9 @@ def device_of(value: Any, local_rank: int | None = None) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: {str(error).splitlines()[0]}; give another, or cpu") from error
+        why = str(error).splitlines()[0]
+        why = "not known" if why.startswith("Expected one of") else why  # a list of all that torch has ever known
+        raise UserError(f"--device {name}: {why}; give cpu, cuda, or cuda:1 and so on") from error
     return name
 
 
