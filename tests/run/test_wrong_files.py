@@ -49,7 +49,7 @@ def test_a_folder_below_a_file_is_no_place(
         said = refused(run(capsys, "predict", ONE, "--params", tiny_params, "-o", tmp_path / out, "--device", "cpu"))
         assert said == f"error: {tmp_path / 'file'}: is a file; name a folder for the output\n"
     prediction = load(tiny_params, "cpu").fold(ONE, recycles=0)
-    with pytest.raises(warpfold.UserError, match="file: cannot be written: .*; name another folder$"):
+    with pytest.raises(warpfold.UserError, match=r"file: cannot be written: .*; name another folder$"):
         prediction.save(tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
     assert [one.name for one in tmp_path.iterdir()] == ["file"]

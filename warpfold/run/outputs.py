@@ -167,9 +167,9 @@ class Prediction:
                 written = {kind: name for kind, name in names.items() if (draft / name).exists()}
                 _move_into(draft, folder, names)
         except OSError as error:
-            raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
             why = error.strerror or error
             raise UserError(f"{folder}: cannot be written: {why}; name another folder") from error
+        return written
 
 
 def file_names(protein: str) -> dict[str, str]:
