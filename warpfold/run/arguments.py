@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,12 +72,14 @@ def whole_or_none(name: str, value: Any, least: int | None = None, most: int | N
     return None if value is None else whole(name, value, least, most)
 
 
-def number_or_none(name: str, value: Any) -> float | None:
-    """Return a number, or None where the default is meant."""
+def number_or_none(name: str, value: Any, over: float | None = None) -> float | None:
+    """Return a number, or None where the default is meant.  over: what it must be more than, and finite."""
     if value is None:
         return None
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise WrongArgument(f"{name} = {shown(value)}: a number is needed")
+    if over is not None and not over < float(value) < math.inf:
+        raise WrongArgument(f"--{name.replace('_', '-')} {value:g}: a number over {over:g} is needed")
     return float(value)
 
 

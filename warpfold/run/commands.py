@@ -107,10 +107,8 @@ def search(
     name = arguments.one_of("engine", engine, searching.ENGINES)
     chosen = {
         "iterations": arguments.whole_or_none("iterations", iterations, 1, 3),
-        "e_value": arguments.number_or_none("e_value", e_value),
+        "e_value": arguments.number_or_none("e_value", e_value, over=0),
     }
-    if (most := chosen["e_value"]) is not None and not 0 < most < math.inf:
-        raise UserError(f"--e-value {most:g}: a number over 0 is needed")
     finder = searching.ENGINES[name](**{key: value for key, value in chosen.items() if value is not None})
     options = searching.SearchOptions(
         arguments.path_or_none("cache", cache), arguments.whole("workers", workers, 1),
