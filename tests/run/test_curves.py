@@ -10,7 +10,7 @@ import pytest
 
 from warpfold.errors import UserError
 from warpfold.run.curves import RunLog, TextCurve, as_text, means, open_runs, plot
-from warpfold.run.curves_page import page, ticks, write_page
+from warpfold.run.curves_page import page, tick_texts, ticks, write_page
 
 BEGAN = 1_700_000_000.0
 
@@ -187,6 +187,19 @@ def test_an_axis_has_few_round_values(low: float, high: float) -> None:
     span = high - low
     assert low - 1e-6 * span <= found[0] < found[-1] <= high + 1e-6 * span
     assert all(len(f"{value - found[0]:.12g}".strip("0.-").replace(".", "").split("e")[0]) <= 3 for value in found)
+
+
+@pytest.mark.parametrize(("low", "high"), [(3.125, 3.135), (4.148, 4.166), (0.0, 12.0), (1e-7, 3e-7), (2.0, 2.0)])
+def test_an_axis_names_each_value_as_it_is(low: float, high: float) -> None:
+    values = ticks(low, high)
+    texts = tick_texts(values)
+    assert len(set(texts)) == len(values)
+    assert [float(text) for text in texts] == pytest.approx(values, rel=1e-9, abs=0.01 * (high - low or 1.0))
+
+
+def test_steps_of_an_axis_are_whole(tmp_path: Path) -> None:
+    text = page([RunLog(make_run(tmp_path / "run", of=12))], 5)
+    assert set(re.findall(r'y="233" text-anchor="\w+">([^<]+)<', text)) == {"0", "5", "10"}
 
 
 def test_a_finished_run_does_not_reload(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ def watch(
     with suppress(KeyboardInterrupt):
         if html is not None:
             write_page(html, logs, every)
-            typer.echo(f"{html}: open it in a browser{'' if once else '; Ctrl-C ends'}")
+            ends = once or all(log.is_finished for log in logs)
+            typer.echo(f"{html}: open it in a browser{'' if ends else '; Ctrl-C ends'}")
             for _ in () if once else news():
                 write_page(html, logs, every)
         elif once or not sys.stdout.isatty():

@@ -7,6 +7,7 @@ import string
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,12 @@ def _chart(title: str, curves: Sequence[PageCurve], steps: int) -> str:
         return round(across, 1), round(TOP + (HIGH - TOP - BOTTOM) * (high - y) / (high - low), 1)
 
     parts = []
-    for value in ticks(low, high):
+    values = ticks(low, high)
+    for value, text in zip(values, tick_texts(values)):
         y = place(0, value)[1]
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDE - RIGHT}" y1="{y}" y2="{y}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{value:.3g}</text>')
-    for step in ticks(0.0, steps):
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4}" text-anchor="end">{text}</text>')
+    for step in (step for step in ticks(0.0, steps) if step == round(step)):
         anchor = "start" if not step else "end" if step > 0.95 * steps else "middle"
         parts.append(f'<text x="{place(step, low)[0]}" y="{HIGH - 7}" text-anchor="{anchor}">{step:,.0f}</text>')
     for curve, points in zip(curves, fine):
@@ -155,6 +157,16 @@ def ticks(low: float, high: float) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough * (1 - 1e-9))
     return [number * step for number in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def tick_texts(values: Sequence[float]) -> list[str]:
+    """Return evenly spaced values with as few digits, three at least, as tell each what it is."""
+    step = min((b - a for a, b in pairwise(values)), default=math.inf)
+    for digits in range(3, 17):
+        texts = [f"{value:.{digits}g}" for value in values]
+        if all(abs(float(text) - value) <= 0.01 * step for text, value in zip(texts, values)):
+            break
+    return texts
 
 
 def _row(number: int, run: RunLog) -> str:

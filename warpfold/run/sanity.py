@@ -25,11 +25,11 @@ class Geometry:
     def warnings(self) -> list[str]:
         """Return one sentence for each kind of flaw that occurs."""
         found = (
-            (self.chain_breaks, "chain break(s): neighbouring Cα too near or too far"),
-            (self.clashes, "clash(es) between atoms of different residues"),
-            (self.mirrored, "residue(s) with mirrored Cα"),
+            (self.chain_breaks, "chain break", "chain breaks", ": neighbouring Cα too near or too far"),
+            (self.clashes, "clash", "clashes", " between atoms of different residues"),
+            (self.mirrored, "residue", "residues", " with mirrored Cα"),
         )
-        return [f"{count} {what}" for count, what in found if count]
+        return [f"{count} {one if count == 1 else many}{what}" for count, one, many, what in found if count]
 
 
 def check_geometry(positions: np.ndarray, mask: np.ndarray, asym_id: np.ndarray | None = None) -> Geometry:
