@@ -80,15 +80,12 @@ def simulate(
 ) -> None:
     """Say how long a step of training takes on a cluster, and a whole training, on paper; nothing is computed.
 
-    The schedule is the code's own, recorded; times are of data sheets, or measured where the devices are this machine's.
+    The schedule is the code's own, recorded; times are of data sheets, or measured where this machine is the cluster's.
     """
     from warpfold.run.config import load_settings
     from warpfold.run.simulating import chance_of, interruptions_of, known_cluster, run_scenario, scenario_of
 
-    if figure is not None:
-        if figure.suffix not in (".svg", ".png"):
-            raise UserError(f"--figure {figure}: a picture's name ends in .svg or .png")
-        check_new(figure)
+    _check(figure)
     given = load_settings(settings, change or [])
     found = scenario_of(
         given,
@@ -115,6 +112,14 @@ def simulate(
         typer.echo(f"wrote {figure}", err=as_json)
 
 
+def _check(figure: Path | None) -> None:
+    """Raise UserError where a picture cannot be written."""
+    if figure is not None:
+        if figure.suffix not in (".svg", ".png"):
+            raise UserError(f"--figure {figure}: a picture's name ends in .svg or .png")
+        check_new(figure)
+
+
 def _say(found: "Simulation", price: float | None) -> None:
     """Print a step, where its time goes, and the whole training."""
     given, steps, whole = found.scenario, found.steps, found.training
@@ -127,7 +132,7 @@ def _say(found: "Simulation", price: float | None) -> None:
     typer.echo(
         f"a step takes {steps.percentile(50):.3f} s (5 to 95 % of steps: {steps.percentile(5):.3f} to "
         f"{steps.percentile(95):.3f} s; {given.job.recycles} recycling passes at most), "
-        f"{found.examples_per_second:.1f} examples/s; efficiency {found.efficiency:.0%} of one device that only computes"
+        f"{found.examples_per_second:.1f} examples/s; efficiency {found.efficiency:.0%} of one that only computes"
     )
     names = {"compute": "operations", "exposed": "waits for messages", "launch": "waits for the host's launches",
              "stragglers": "waits for slower ranks", "loader": "waits for examples"}  # fmt: skip

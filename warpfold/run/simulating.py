@@ -97,7 +97,6 @@ def scenario_of(
     )
 
 
-
 def chance_of(workers: int | None, example: float | None, slow: float, spread: float | None) -> Chance:
     """Return how ranks differ, with what was said."""
     said = {"workers": workers, "example": example, "slow": slow, "spread": spread, "noise": spread}

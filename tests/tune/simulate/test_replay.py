@@ -15,11 +15,11 @@ from warpfold.tune.rates import TORCH, of_gpu
 from warpfold.tune.simulate.record import Await, Begin, Entry, Operation
 from warpfold.tune.simulate.replay import Pace, Span, replay
 
-FREE = Link(0.0, math.inf)
+FREE, SLOW = Link(0.0, math.inf), Link(1e-6, 1e9)
 PLAN = Plan(data=2, axial=2)
 
 
-def pace(link: Link = Link(1e-6, 1e9), launch: float = 0.0, overlap: bool = True) -> Pace:
+def pace(link: Link = SLOW, launch: float = 0.0, overlap: bool = True) -> Pace:
     call = 0.0 if link == FREE else 1e-6
     cluster = Cluster(ranks=4, per_node=2, within=link, between=link, call=call)
     return Pace(rates=of_gpu("H100"), cluster=cluster, launch=launch, overlap=overlap)

@@ -24,7 +24,6 @@ from warpfold.model.losses import total_loss
 from warpfold.ops import dispatch
 from warpfold.ops.dispatch import Op
 from warpfold.ops.triton.launch import recorded
-from warpfold.parallel import waits
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
@@ -56,7 +55,7 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A collective begins: `sent` bytes leave this rank.  after: it waits for the end of these, and nothing else does."""
+    """A collective begins: `sent` bytes leave this rank.  after: what alone it waits for, on a side stream."""
 
     number: int
     kind: str
@@ -122,12 +121,13 @@ def _renumbered(entries: list[Entry], turn: int) -> list[Entry]:
 
 @dataclass
 class _Call:
-    """A call of one of our operations, whose autograd nodes have the numbers from `first` on."""
+    """A call of one of our operations, whose autograd nodes have the numbers from `first` up to `end`."""
 
     op: Op[..., Any]
     given: Arguments
     entry: Operation
     first: int
+    end: int = 0
     backward: Operation | None = None
 
 
@@ -165,11 +165,10 @@ class _Recorder(TorchDispatchMode):
         finally:
             self._open = None
         self.entries.append(entry)
-        if forward and which == "training" and torch.autograd._get_sequence_nr() > made.first:
+        made.end = torch.autograd._get_sequence_nr()
+        if forward and which == "training" and made.end > made.first:
             self._calls.append(made)
             self._firsts.append(made.first)
-            self._ends = torch.autograd._get_sequence_nr()
-            made.given = {**given, "": self._ends}
         return result
 
     def _owner(self) -> Operation | None:
@@ -181,12 +180,11 @@ class _Recorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         number = -1 if node is None else node._sequence_nr()
         at = bisect_right(self._firsts, number) - 1
-        if at < 0 or not self._calls[at].first <= number < self._calls[at].given[""]:
+        if at < 0 or number >= self._calls[at].end:
             return None
         call = self._calls[at]
         if call.backward is None:
-            given = {name: x for name, x in call.given.items() if name}
-            cost = call_cost(call.op, given, False)
+            cost = call_cost(call.op, call.given, False)
             call.backward = Operation(call.entry.op, "backward", cost, call.entry.dtype, 0, "backward")
             self.entries.append(call.backward)
         return call.backward
@@ -291,9 +289,13 @@ def _listening(kernels: list[Any]) -> Iterator[_Recorder]:
     recorder, call, wait = _Recorder(kernels), Op.__call__, Work.wait
     with ExitStack() as undo:
         undo.enter_context(watched(recorder.told))
-        Op.__call__ = lambda op, *args, **kwargs: recorder.call(call, op, args, kwargs)  # type: ignore[method-assign]
+
+        def called(op: Op[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return recorder.call(call, op, args, kwargs)
+
+        Op.__call__ = called  # type: ignore[method-assign, assignment]
         undo.callback(setattr, Op, "__call__", call)
-        Work.wait = lambda work: recorder.wait_for(work)  # type: ignore[method-assign]  # there is nothing to wait for
+        Work.wait = lambda work: recorder.wait_for(work)  # type: ignore[method-assign, assignment]
         undo.callback(setattr, Work, "wait", wait)
         yield recorder
 
@@ -335,9 +337,7 @@ def _optimizer(
     return Optimizer(model, share, mesh, sync, per_node, DTYPES[plan.precision], scaling, plan.batch)
 
 
-def _parts(
-    job: Job, plan: Plan, model: AlphaFold, optimizer: Optimizer, recorder: _Recorder, turns: int
-) -> Schedule:
+def _parts(job: Job, plan: Plan, model: AlphaFold, optimizer: Optimizer, recorder: _Recorder, turns: int) -> Schedule:
     """Run and record a step of `turns` examples or batches, with one pass without gradient."""
     assert job.loss is not None
     model.noise.seed(0)

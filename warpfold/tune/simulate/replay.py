@@ -14,7 +14,7 @@ from warpfold.parallel.plan import Plan
 from warpfold.tune.cluster.collectives import GroupName, Kind, Placement, collective_seconds, place
 from warpfold.tune.cluster.links import Cluster
 from warpfold.tune.rates import MEASURED, TORCH, Rates
-from warpfold.tune.simulate.record import Await, Begin, Entry, Operation, Phase
+from warpfold.tune.simulate.record import Begin, Entry, Operation, Phase
 
 KERNEL = 2e-6  # seconds that a kernel takes however little it does: until all its programs run, and until they end
 WITHIN, BETWEEN = "within a node", "between nodes"
@@ -92,61 +92,78 @@ class StepTime:
 
 
 def replay(
-    entries: Iterable[Entry], plan: Plan, pace: Pace, seen: Callable[[Span], None] | None = None
+    entries: Iterable[Entry], plan: Plan, pace: Pace, seen: Callable[[Span], None] = lambda span: None
 ) -> StepTime:
     """Return how long the entries take; `seen` is told of everything on the timeline.
 
     plan: that the entries were recorded of.
     """
-    found, wires = StepTime(), _Wires(plan, pace.cluster)
-    by_op, by_phase, by_group = (defaultdict[str, float](float) for _ in range(3))
-    host = free = 0.0  # until when the host launches, and the device computes
-    times: dict[tuple[object, ...], float] = {}
-    ends: dict[int, tuple[float, str]] = {}
-
-    def wait(number: int) -> None:
-        nonlocal free
-        end, group = ends.pop(number, (0.0, ""))
-        if end > free:
-            by_group[group] += end - free
-            found.exposed += end - free
-            free = end
-
+    timeline = _Timeline(plan, pace, seen)
     for entry in entries:
         if isinstance(entry, Operation):
-            key = (entry.op, entry.which, entry.cost, entry.dtype, entry.launches)
-            if (taken := times.get(key)) is None:
-                taken = times[key] = pace.seconds(entry)
-            begin = max(free, host + pace.launch * min(1, entry.launches))
-            host += pace.launch * entry.launches
-            end = max(begin + taken, host)  # of several kernels the last is launched then
-            found.launch += end - free - taken
-            free = end
-            found.compute += taken
-            found.kernels += entry.launches
-            by_op[entry.op] += taken
-            by_phase[entry.phase] += taken
-            if seen is not None:
-                seen(Span("computing", entry.op, entry.phase, end - taken, end))
+            timeline.compute(entry)
         elif isinstance(entry, Begin):
-            host += pace.launch
-            ready = max([host, free, *(ends[number][0] for number in entry.after if number in ends)])
-            stream, seconds = wires.of(entry)
-            begin = max(ready, wires.free[stream])
-            wires.free[stream] = end = begin + seconds
-            ends[entry.number] = end, entry.group
-            found.collectives += seconds
-            found.sent += entry.sent
-            if seen is not None and seconds:
-                seen(Span(stream, f"{entry.kind}, {entry.group}", entry.phase, begin, end))
-            if not pace.overlap and not entry.after:
-                wait(entry.number)
+            timeline.begin(entry)
         else:
-            wait(entry.number)
-    for number in list(ends):  # a step has ended when all has arrived
-        wait(number)
-    found.seconds, found.by_op, found.by_phase, found.exposed_by_group = free, *map(dict, (by_op, by_phase, by_group))
+            timeline.wait(entry.number)
+    for number in list(timeline.ends):  # a step has ended when all has arrived
+        timeline.wait(number)
+    found = timeline.found
+    found.seconds = timeline.free
     return found
+
+
+class _Timeline:
+    """Until when the host launches, the device computes and the wires are busy, as entry follows entry."""
+
+    def __init__(self, plan: Plan, pace: Pace, seen: Callable[[Span], None]) -> None:
+        self.pace, self.seen, self.wires = pace, seen, _Wires(plan, pace.cluster)
+        self.found, self.host, self.free = StepTime(), 0.0, 0.0
+        self.ends: dict[int, tuple[float, str]] = {}  # of collectives under way, with their groups
+        self._known: dict[tuple[object, ...], float] = {}
+
+    def compute(self, entry: Operation) -> None:
+        """Do an operation after those before it, and not before it is launched."""
+        key = (entry.op, entry.which, entry.cost, entry.dtype, entry.launches)
+        if (taken := self._known.get(key)) is None:
+            taken = self._known[key] = self.pace.seconds(entry)
+        begin = max(self.free, self.host + self.pace.launch * min(1, entry.launches))
+        self.host += self.pace.launch * entry.launches
+        end = max(begin + taken, self.host)  # of several kernels the last is launched then
+        found = self.found
+        found.launch += end - self.free - taken
+        found.compute += taken
+        found.kernels += entry.launches
+        _add(found.by_op, entry.op, taken)
+        _add(found.by_phase, entry.phase, taken)
+        self.seen(Span("computing", entry.op, entry.phase, end - taken, end))
+        self.free = end
+
+    def begin(self, entry: Begin) -> None:
+        """Have a collective travel as soon as what it sends exists and its wire is free."""
+        self.host += self.pace.launch
+        ready = max([self.host, self.free, *(self.ends[number][0] for number in entry.after if number in self.ends)])
+        stream, seconds = self.wires.of(entry)
+        begin = max(ready, self.wires.free[stream])
+        self.wires.free[stream] = end = begin + seconds
+        self.ends[entry.number] = end, entry.group
+        self.found.collectives += seconds
+        self.found.sent += entry.sent
+        self.seen(Span(stream, f"{entry.kind}, {entry.group}", entry.phase, begin, end))
+        if not self.pace.overlap:
+            self.wait(entry.number)
+
+    def wait(self, number: int) -> None:
+        """Go on when a collective has ended."""
+        end, group = self.ends.pop(number, (0.0, ""))
+        if end > self.free:
+            _add(self.found.exposed_by_group, group, end - self.free)
+            self.found.exposed += end - self.free
+            self.free = end
+
+
+def _add(found: dict[str, float], name: str, seconds: float) -> None:
+    found[name] = found.get(name, 0.0) + seconds
 
 
 class _Wires:
@@ -175,4 +192,3 @@ def placement(cluster: Cluster, plan: Plan, group: str) -> Placement:
     if group == "node":
         return Placement(each, each)
     return Placement(plan.data // each, 1, cluster.per_node)
-

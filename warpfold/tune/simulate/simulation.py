@@ -100,14 +100,14 @@ class Simulation:
 
 
 def simulate(
-    given: Scenario, tell: Progress | None = None, seen: Callable[[Span], None] | None = None
+    given: Scenario, tell: Progress = no_progress, seen: Callable[[Span], None] = lambda span: None
 ) -> Simulation:
     """Simulate a training.
 
     seen: is told of everything on the timeline of a step with one pass.
     Errors: UserError as of `record` and `whole_training`.
     """
-    tell, plan = tell or no_progress, given.plan
+    plan = given.plan
     pace = Pace.of(given.rates, given.cluster, given.graphs)
     gpu = given.rates.device != "cpu"
     share = given.examples // plan.data
@@ -118,7 +118,8 @@ def simulate(
     lone = schedule if given.ranks == 1 else record(given.job, single, 1, None, gpu)
     tell(2, 3, "replaying it")
     passes = range(given.job.recycles + 1)
-    times = {n: replay(schedule.step(n), plan, pace, seen if n == 0 else None) for n in passes}
+    times = {n: replay(schedule.step(n), plan, pace) for n in passes}
+    replay(schedule.step(0), plan, pace, seen)
     alone = [_alone(lone, single, n, pace) * (1 if given.ranks == 1 else given.examples) for n in passes]
     drawn = draw_steps(
         times, plan.data, plan.axial * plan.branch, given.chance, schedule.examples, given.drawn, given.seed
