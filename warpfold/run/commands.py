@@ -39,6 +39,7 @@ Settings = Union[PathLike, Mapping[str, Any], "RunConfig", "GivenSettings"]
 Engine = Literal["jackhmmer", "mmseqs2", "hhblits"]
 
 
+@arguments.names_arguments()
 def sample(
     out: PathLike,
     *,
@@ -63,6 +64,7 @@ def sample(
     )
 
 
+@arguments.names_arguments()
 def search(
     queries: Paths,
     database: Paths | Mapping[str, PathLike] | None = None,
@@ -155,6 +157,7 @@ def _ask(
     return search_by_server(queries, server, out, arguments.progress_of(tell))
 
 
+@arguments.names_arguments()
 def pack(
     structures: Paths | None = None,
     msas: Paths | None = None,
@@ -225,6 +228,7 @@ def _pack_options(assemblies: bool, all_assemblies: bool, **given: Any) -> "Pack
     return replace(kinds, **odd)  # which refuses them by the options' names
 
 
+@arguments.names_arguments()
 def train(
     settings: Settings,
     data: StoreLike | Sequence[StoreLike],
@@ -318,6 +322,7 @@ def memory_of(memory: str | int | None) -> int | None:
     return parse_memory(memory) if isinstance(memory, str) else arguments.whole_or_none("memory", memory, 1)
 
 
+@arguments.names_arguments()
 def score(
     predicted: "PathLike | Prediction",
     reference: "PathLike | Prediction",
