@@ -239,6 +239,7 @@ def train(
     set: Changes | None = None,
     device: str | None = None,
     memory: str | int | None = None,
+    cluster: PathLike | None = None,
     strict: bool = False,
     watch: "Watching | None" = None,
     team: "Team | None" = None,
@@ -247,7 +248,8 @@ def train(
 
     settings: a preset's name, a TOML file, its values, or a `RunConfig`.  data: stores, or their paths, each with
     =WEIGHT if it has one.  init: parameters to start from.  set: settings over those, {"train.steps": 500}.  memory:
-    of the device, "24GB" or bytes.  watch: who is told of the run: watchers, or functions of each row of metrics.jsonl
+    of the device, "24GB" or bytes.  cluster: how the processes are joined, a file of `warpfold doctor --cluster`; else
+    they measure it.  watch: who is told of the run: watchers, or functions of each row of metrics.jsonl
     (docs/watching.md).  team: processes that train together; all call this.
     Errors: UserError for bad arguments, settings, stores and parameters, and a folder of another run.
     """
@@ -255,8 +257,9 @@ def train(
     from warpfold.parallel.team import Team
     from warpfold.run import train as training
     from warpfold.run.planning import plan_training
+    from warpfold.tune.cluster.links import read_cluster
 
-    team = team or Team()
+    team, links = team or Team(), arguments.path_or_none("cluster", cluster)
     changes = arguments.changes_of("set", set)
     changes += ['plan.kernels="strict"'] if arguments.flag("strict", strict) else []
     given = as_settings(settings, changes)
@@ -264,7 +267,8 @@ def train(
     first, followed = arguments.path_or_none("init", init), arguments.path_or_none("replay", replay)
     told = as_watchers(watch)
     stores = sources_of(data, given.config().model.multimer is not None)
-    config, said = plan_training(given, folder, where, most, team)
+    joined = None if links is None else read_cluster(links)
+    config, said = plan_training(given, folder, where, most, team, joined)
     team.remesh(config.plan)
     if said and team.is_rank_zero:
         log.info("plan: %s", said)
