@@ -1,6 +1,5 @@
 """`warpfold predict`."""
 
-import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -31,6 +30,7 @@ from warpfold.cli.common import (
     runs,
     say_refused,
     show,
+    this_process,
     writes,
 )
 from warpfold.cli.relax import Relax, RelaxOption, relax_predictions, relaxed_line
@@ -186,13 +186,12 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report; rank models and seeds."""
-    from warpfold.parallel.team import ProcessInfo
     from warpfold.run import commands, fold_options
     from warpfold.run import predict as prediction
 
     share = _share(shard, workers, cluster)
     sources = _sources(template, hits, template_structures, max_template_date)
-    process = ProcessInfo.from_environment(os.environ)
+    process = this_process()
     options = prediction.PredictOptions(
         seed=seed, seeds=seeds, chunk=chunk, force=force, keep=keep,
         together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa, distogram=distogram, offload=offload,
