@@ -11,8 +11,8 @@ from uuid import uuid4
 
 import torch.distributed as dist
 
-# Seconds between two looks at the store, first and last.  A question that waits there would have torch warn of each wait
-# that ends, after it has asked a name server who that was.
+# Seconds between two looks at the store, first and last.  Of a question that waits there torch would warn when the wait
+# ends, after it has asked a name server who that was.
 FIRST, LAST = 0.1, 0.5
 SPARE_FILES = 1024  # that a process may have open besides its connections
 
