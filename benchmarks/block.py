@@ -29,7 +29,7 @@ from warpfold.model.evoformer import EvoformerConfig
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.tune.example import BlockSizes, RandomBlock
 
-SEQUENCES, RESIDUES, C_M, C_Z = 128, 256, 256, 128  # TARGETS, "Speed on a CPU"
+SEQUENCES, RESIDUES, C_M, C_Z = 128, 256, 256, 128  # with true channels, as others report theirs
 # What the products of the block alone cost, counted: the backward pass twice the forward, and the weights of attention
 # once more.  (Ours multiplies more than that, what it does not keep; it is not counted in its favour.)
 GFLOP = {"forward": 216, "forward and backward": 216 + 447}

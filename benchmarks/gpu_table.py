@@ -1,4 +1,4 @@
-"""The last lines of gpu_session.sh: what was measured beside the bars of TARGETS, and all of it in one file.
+"""The last lines of gpu_session.sh: what was measured beside the bars, and all of it in one file.
 
     python benchmarks/gpu_table.py FOLDER --out results.json [--rehearsal]
 
@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 PARTS = ("triangles", "block", "step", "norms", "doctor", "attention")
-# As TARGETS has them: what a toy measures is no figure of theirs.
+# What the bars are for: a toy has none.
 FULL = "Evoformer block, 128 sequences, 256 residues, c_m 256, c_z 128, bf16"
 FULL_STEP = "training step, 256 residues, 128 sequences, 1024 extra, 4 templates, 48 blocks, recycles 0, bf16"
 
-# TARGETS, "Speed on a GPU": milliseconds, by part of the GPU's name.  Forward: 1.2 times the best open Triton kernel.
+# The bars, set from the best figures that others report and from what a GPU allows.  Milliseconds, by part of the GPU's
+# name.  Forward: 1.2 times the best open Triton kernel.
 FORWARD = {
     "H100": {256: 1.2 * 0.061, 1024: 1.2 * 2.796, 2048: 1.2 * 21.6},
     "H200": {256: 1.2 * 0.061, 1024: 1.2 * 2.796, 2048: 1.2 * 21.6},  # an H100's processor
@@ -44,7 +45,7 @@ class Line:
 
     what: str
     measured: float | None
-    bar: float | None  # None: TARGETS has none for this GPU
+    bar: float | None  # None: there is none for this GPU
     unit: str
     least: bool = False  # the bar is a least, not a most
     limit: float | None = None  # share of what the device allows (tune/roofline.py)
@@ -64,7 +65,7 @@ class Line:
 
 
 def lines(found: dict[str, Any], gpu: str) -> Iterator[Line]:
-    """Yield every row of TARGETS that the session measures."""
+    """Yield every figure that has a bar."""
     triangles, norms, block = (found.get(part) or None for part in ("triangles", "norms", "block"))
     for direction, bars in (("forward", FORWARD), ("backward", BACKWARD)):
         for n in (256, 384, 1024, 2048):

@@ -91,11 +91,24 @@ def test_a_moved_checkout_installs_again(checkout: Path) -> None:
     assert installs(moved) == 2
 
 
-def test_test_and_continuous_integration_are_one(checkout: Path) -> None:
-    by_hand, by_machine = dev(checkout, "test"), dev(checkout, script=".ci/run")
-    assert by_hand.returncode == by_machine.returncode == 0
-    assert by_hand.stdout.splitlines()[-1] == by_machine.stdout.splitlines()[-1]
-    assert "not slow" in by_hand.stdout
+@pytest.mark.parametrize("failing", [(), ("test",), ("docs", "wheel")], ids=" ".join)
+def test_continuous_integration_does_it_all_and_says_what_failed(checkout: Path, failing: tuple[str, ...]) -> None:
+    assert "\n./dev test " in (ROOT / "README.md").read_text(encoding="utf-8")
+    fails = "".join(f'[[ "$*" != {command} ]] || exit 3; ' for command in failing)
+    (checkout / "dev").write_text(f'#!/usr/bin/env bash\necho "did $*"; {fails}true\n')
+    done = dev(checkout, script=".ci/run")
+    assert done.returncode == (1 if failing else 0)
+    lines = done.stdout.splitlines()
+    commands = ["test", "docs", "wheel"]
+    assert lines[:-3] == [f"did {command}" for command in commands]
+    said = [f"./dev {command}: {'failed, exit code 3' if command in failing else 'passed'}" for command in commands]
+    assert [line.partition(" (")[0] for line in lines[-3:]] == said
+
+
+def test_the_suite_and_a_part_of_it(checkout: Path) -> None:
+    whole = dev(checkout, "test")
+    assert whole.returncode == 0
+    assert "not slow" in whole.stdout
     slow = dev(checkout, "test", "--slow", "-x", "tests/model").stdout
     assert "not slow" not in slow
     assert slow.strip().endswith("-x tests/model")

@@ -64,7 +64,7 @@ def test_rehearsal_is_labelled_and_keeps_nothing() -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("not a GPU result") == 2
     assert "FAILED" not in ended.stdout
-    assert " met" not in ended.stdout  # a toy has no figure of TARGETS
+    assert " met" not in ended.stdout  # a toy has no bar
     assert sorted((ROOT / "benchmarks" / "results").iterdir()) == before
 
 

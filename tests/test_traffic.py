@@ -49,7 +49,7 @@ def test_the_formulas_hold_for_many_ranks_at_true_widths(ranks) -> None:
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_bytes_stay_below_the_bars(phase: Phase) -> None:
-    """TARGETS, "Communication": 44 MB (FastFold's) and 25.7 MB in the forward pass; the backward pass is no dearer."""
+    """44 MB (FastFold's) and 25.7 MB in the forward pass; the backward pass is no dearer."""
     gathered, cut = (total(moves(TrafficBlock(), 8, way), phase) for way in (False, True))
     assert gathered.bytes <= 44.1e6
     assert cut.bytes <= 25.7e6

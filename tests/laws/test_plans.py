@@ -33,7 +33,7 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan
 
-LIMIT = 1e-10  # relative; TARGETS "Exactness"
+LIMIT = 1e-10  # relative, in fp64: rounding, and nothing else
 # Some gradients are zeros in exact arithmetic (a bias that softmax does not see): what is left of them is rounding of
 # sums of large numbers, so errors are measured against at least this share of the largest gradient.
 FLOOR = 1e-6

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_cli import run
 from warpfold.errors import UserError
 from warpfold.run import demo
 from warpfold.run.demo import run_demo
@@ -75,6 +76,15 @@ def test_dimers_are_packed_folded_and_scored(tmp_path: Path) -> None:
         text = (out / "predictions" / entry["folder"] / entry["files"]["mmcif"]).read_text()
         assert {line.split()[6] for line in text.splitlines() if line.startswith("ATOM")} == {"A", "B"}
     assert "DockQ" in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("options", "changes"), [((), []), (("--steps", "50"), ["train.steps=50"])])
+def test_the_command_may_train_for_fewer_steps(
+    options: tuple[str, ...], changes: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "run_demo", lambda out, **given: {"changes": given["changes"]})
+    code, said, _ = run(capsys, "demo", "--json", *options)
+    assert (code, json.loads(said)) == (0, {"changes": changes})
 
 
 def test_other_settings_need_force(done: tuple[Path, list[tuple[int, int, str]]]) -> None:

@@ -70,7 +70,7 @@ MEASURED = [
 
 @pytest.mark.parametrize(("training", "plan"), MEASURED, ids=str)
 def test_it_is_what_the_allocator_gives(training: bool, plan: dict[str, Any]) -> None:
-    """TARGETS: within 10 %; here it is some 1 %, and the rest is what torch's operations need inside."""
+    """Within 10 % is what is asked; here it is some 1 %, and the rest is what torch's operations need inside."""
     job = job_of(training, blocks=3 if "keep_blocks" in plan else 1)
     assert estimate_memory(job, Plan(**plan)).peak == pytest.approx(measured_memory(job, Plan(**plan)), rel=0.05)
 
@@ -173,7 +173,7 @@ GB, CARD = 10**9, {24: 24 << 30, 40: 40 << 30, 80: 80 << 30}  # a card's bytes
     [(10_000, False, 61 * GB, 80), (6_000, False, 24 * GB, 24), (8_000, True, 24 * GB, 24)],
 )
 def test_long_proteins_fit(residues: int, offload: bool, limit: int, card: int) -> None:
-    """TARGETS: the monomer with the aligned-error head, 512 + 1,024 rows, bf16: z and one factor, or one factor."""
+    """The monomer with the aligned-error head, 512 + 1,024 rows, bf16: z and one factor, or one factor."""
     config = ModelConfig()
     model = replace(config, heads=replace(config.heads, pae=True))
     sizes = ExampleSizes(residues=residues, sequences=512, extra=1024, templates=0)

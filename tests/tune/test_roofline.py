@@ -27,7 +27,7 @@ H100 = Ceilings(790e12, 3.0e12, 132 * 16 * 1.755e9, "")
     ],
 )
 def test_triangle_attention_as_in_the_research(top: Ceilings, n: int, forward: float, backward: float) -> None:
-    """Milliseconds, bf16, 4 heads of 32: TARGETS' column "limit (model)"."""
+    """Milliseconds, bf16, 4 heads of 32: what an estimate made apart from this code says."""
     ((name, case),) = shapes("attention", [f"starting:{n}"])
     assert name == f"starting:{n}"
     assert top.limit(cost(case, "forward", 2)) * 1e3 == pytest.approx(forward, rel=0.02)

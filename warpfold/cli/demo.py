@@ -13,6 +13,9 @@ from warpfold.progress import progress_bar
 def demo(
     out: Annotated[Path, writes("Folder for the report and everything else.", "--out", "-o")] = Path("demo"),
     multimer: Annotated[bool, decides("Dimers, and a small AlphaFold-Multimer.", "--multimer")] = False,
+    steps: Annotated[
+        int | None, decides("Training steps: fewer end sooner and teach less; default: the preset's.", min=1)
+    ] = None,
     seed: Seed = 0,
     force: Force = False,
     as_json: AsJson = False,
@@ -21,9 +24,10 @@ def demo(
     from warpfold.run.demo import run_demo
 
     device_of("cpu")
+    changes = [] if steps is None else [f"train.steps={steps}"]
     try:
         with progress_bar(narrate=True) as progress:
-            summary = run_demo(out, multimer=multimer, seed=seed, force=force, progress=progress)
+            summary = run_demo(out, multimer=multimer, seed=seed, force=force, changes=changes, progress=progress)
     except KeyboardInterrupt:
         typer.echo(f"stopped; {how_to_go_on()}", err=True)
         raise typer.Exit(130) from None

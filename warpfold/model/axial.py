@@ -155,8 +155,8 @@ class ChannelProduct(AxialUpdate):
     """A layer whose update mixes two factors of n channel by channel: finish(product(left, right), gate_logits).
 
     So it may also be cut along the product's channels: a rank then has all rows and columns of a few of them, which
-    costs less than gathering a factor (DESIGN section 1, TARGETS "Communication").  The factors have their channels
-    in front, [*, c, ., .], and lie as n does otherwise.
+    sends less than gathering a factor does, from three ranks on (docs/communication.md).  The factors have their
+    channels in front, [*, c, ., .], and lie as n does otherwise.
     """
 
     channels: int  # of the product

@@ -2,7 +2,7 @@
 
 The draw for element i of a tensor is a hash of (key, stream, i).  The key says which training step and pass this is and
 is the same on every rank; the stream says which layer draws.  So slices, ranks, recomputation and devices all see the
-same noise (DESIGN section 1.5), and no generator state has to be saved or restored.
+same noise (docs/decisions/0003-keyed-noise.md), and no generator state has to be saved or restored.
 
 A draw needs nothing but its number, so nothing has to be drawn ahead: layers pass on `DropoutFactors`, which say what
 would be drawn, and the operation that multiplies by them draws them (`ops.gate.gated_linear_residual`).

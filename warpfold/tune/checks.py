@@ -1,6 +1,6 @@
 """Check an operation's fast way against its definition: the output and every gradient, by their errors to fp64.
 
-The bar (DESIGN section 3): the error to the definition in fp64 is at most twice the worst of several draws of the
+The bar: the error to the definition in fp64 is at most twice the worst of several draws of the
 definition in the same dtype.  One run of the definition is one draw of its rounding errors; a machine that adds in
 another order draws others.  So the definition runs several times, and each time every result of torch on the way,
 forward and backward, is perturbed at random by as much as rounding it and summing it in any order may cost (`Jitter`).
