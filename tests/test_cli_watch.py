@@ -2,12 +2,15 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+import warpfold
 from tests.run.test_curves import make_run
 from tests.test_cli import refused, run
 from warpfold.cli import common, main
@@ -75,6 +78,43 @@ def test_ctrl_c_is_answered_before_all_has_ended(
         main(["sample", "--out", str(tmp_path / "out")])
     assert (ended.value.code, seen) == (130, ["stopping\n"])
     assert signal.getsignal(signal.SIGINT) is before
+
+
+STUCK = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from warpfold import cli
+from warpfold.data.synthetic import folder
+
+def stuck(*_, **__):
+    with ThreadPoolExecutor(1, "features") as maker:
+        maker.submit(print, "at work", flush=True)
+        maker.submit(threading.Event().wait).result()
+
+folder.generate = stuck
+cli.main(["sample", "--out", "out"])
+"""
+
+
+def test_a_second_ctrl_c_ends_at_once_whatever_a_thread_waits_for(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(warpfold.__file__).parents[1])}
+    child = subprocess.Popen(
+        [sys.executable, "-c", STUCK],
+        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stderr is not None
+    try:
+        assert child.stdout.readline() == "at work\n"
+        child.send_signal(signal.SIGINT)
+        assert child.stderr.readline() == "stopping\n"
+        with pytest.raises(subprocess.TimeoutExpired):  # the thread goes on
+            child.wait(0.2)
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == -signal.SIGINT  # which a shell calls 130
+    finally:
+        child.kill()
+        child.communicate()
 
 
 def test_a_stopped_command_says_how_to_go_on(

@@ -50,7 +50,7 @@ def quoted(page: Path) -> list[str]:
 
 def wrong_options(line: str) -> set[str]:
     """Return the options of a `warpfold ...` line that its command lacks.  Errors: KeyError without such a command."""
-    words = line.split("#")[0].split()
+    words = line.split("#")[0].partition(" -- ")[0].split()  # behind it stands another command
     command = cli.typer.main.get_command(cli.app).commands[words[1]]  # type: ignore[attr-defined]
     command = getattr(command, "commands", {}).get(words[2] if len(words) > 2 else "", command)  # a group's
     known = {name for parameter in command.params for name in parameter.opts} | {"--help"}

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from warpfold.progress import as_time, progress_bar
 
-SAID = "a_protein_w…, 12 min left, pass 2/4, block 13/48"  # as `predict`
+SAID = "a_prote…, 12 min left, pass 2/4, block 13/52, slice 7/40"  # as `predict`
 LONG = f"{SAID} {SAID}"
 
 

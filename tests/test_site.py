@@ -28,7 +28,7 @@ def site_module(name: str) -> ModuleType:
 def test_every_page_is_in_the_navigation_once() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     named = re.findall(r"- (?:[^\n]*: )?([\w/.-]+\.md)$", navigation, re.M)
-    made = {"reference/commands.md", "reference/python.md", "reference/settings.md"}
+    made = {"reference/commands.md", "reference/python.md", "reference/settings.md", "notebook.md"}
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert sorted(named) == sorted(pages | made), (
         "put a new page into `nav` of mkdocs.yml, where a newcomer looks for it"
@@ -103,6 +103,14 @@ def test_every_command_and_option_is_on_its_page() -> None:
         assert not [names for names in missing if names[0].startswith("-")]
 
 
+def test_the_notebook_is_a_page() -> None:
+    page = site_module("reference").notebook()
+    assert page.startswith("# Fold a protein\n")
+    assert "(fold.ipynb)" in page  # to be saved
+    assert "```python\nresults = predictor.fold_many(" in page
+    assert page.count("```") % 2 == 0
+
+
 def mkdocs() -> list[str]:
     """The command, of `./dev docs` or of this environment; none where mkdocs is not installed."""
     made = ROOT / ".docs" / "bin" / "python"
@@ -120,5 +128,6 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "iframe-worker" not in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert (tmp_path / "site" / "search" / "search_index.js").exists()  # the search of a page on a disk
+    assert 'href="notebook.html"' in (tmp_path / "site" / "python.html").read_text(encoding="utf-8")
     pages = (tmp_path / "site" / "reference" / "python.html").read_text(encoding="utf-8")
     assert "MSA" in pages or "alignment" in pages  # docstrings are there

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from warpfold.run.fold_many import FoldResult
     from warpfold.run.outputs import Prediction
     from warpfold.run.params_file import ParamsFile, params
+    from warpfold.run.predict_command import predict
     from warpfold.run.predictor import Predictor, load
 
 __version__ = "0.1.0"
@@ -46,6 +47,7 @@ __all__ = [
     "load",
     "pack",
     "params",
+    "predict",
     "restore",
     "sample",
     "score",
@@ -66,6 +68,7 @@ _MODULES = {
     "OneStep": "warpfold.engine.one_step",
     **dict.fromkeys(("ParamsFile", "params"), "warpfold.run.params_file"),
     "Prediction": "warpfold.run.outputs",
+    "predict": "warpfold.run.predict_command",
     "Ready": "warpfold.engine.ready",
     "Replicas": "warpfold.engine.replicas",
     "Store": "warpfold.data.store.store",

@@ -1,6 +1,8 @@
 """Errors that a user can act on: one line that says where, what is wrong, and what to do."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 
 class UserError(Exception):
@@ -16,3 +18,32 @@ def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
     """Return the first of some names, and how many more there are: an error is one line that people read."""
     more = len(names) - most
     return between.join(names[:most]) + (f"{between}and {more} more" if more > 0 else "")
+
+
+_options_given = False
+_OPTION = re.compile(r"`[^`]*`|(?<![\w-])--([a-z][a-z0-9-]*)")  # commands stay as they are
+
+
+@contextmanager
+def options_given() -> Iterator[None]:
+    """Have errors name options, --max-hits, within the context: they came from a command line."""
+    global _options_given
+    before, _options_given = _options_given, True
+    try:
+        yield
+    finally:
+        _options_given = before
+
+
+def as_arguments(message: str, names: Mapping[str, str]) -> str:
+    """Return a message for who called from Python: --max-hits is max_hits there, unless a command line was given.
+
+    names: of options with underscores, and what they are called there; another one stays as it is.
+    """
+    if _options_given:
+        return message
+
+    def named(found: re.Match[str]) -> str:
+        return names.get((found[1] or "").replace("-", "_"), found[0])
+
+    return _OPTION.sub(named, message)

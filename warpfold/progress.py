@@ -65,7 +65,7 @@ def progress_bar(
     console = console or Console(stderr=True)
     columns: tuple[bars.ProgressColumn, ...] = (
         bars.TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-        bars.BarColumn(bar_width=max(8, min(console.width // 5, 40))),
+        bars.BarColumn(bar_width=max(8, min(console.width // 10, 40))),
         bars.MofNCompleteColumn(),
         bars.TimeElapsedColumn(),
         *([bars.TimeRemainingColumn()] if remaining else []),

@@ -13,7 +13,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from reference import commands, python_interface, settings_reference
+from reference import commands, notebook, python_interface, settings_reference
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -23,6 +23,7 @@ GENERATED = {
     "reference/commands.md": commands,
     "reference/python.md": python_interface,
     "reference/settings.md": settings_reference,
+    "notebook.md": notebook,
 }
 
 
@@ -81,6 +82,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
     def moved(match: re.Match[str]) -> str:
         for path in targets(match[0], folder):
+            if path == DOCS / "fold.ipynb":  # which GitHub shows, and a browser would save
+                path = DOCS / "notebook.md"
             return match[1] + os.path.relpath(place(path), os.path.dirname(source) or ".") + match[3]
         return match[0]
 

@@ -1,9 +1,10 @@
-"""Pages made of the source: the command line, the Python interface, the settings.
+"""Pages made of the source: the command line, the Python interface, the settings, the notebook.
 
 The command line is imported (it imports nothing heavy), the rest is read as text: neither torch nor NumPy is needed.
 """
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -98,6 +99,23 @@ def python_interface() -> str:
     for name in [*functions, *(name for name in public if name not in functions)]:
         lines += ["", f"::: warpfold.{name}"]
     return "\n".join(lines) + "\n"
+
+
+# The notebook
+
+
+def notebook() -> str:
+    """Return docs/fold.ipynb as a page: its text and its code, which nobody has run here, so without results."""
+    cells = json.loads((ROOT / "docs" / "fold.ipynb").read_text(encoding="utf-8"))["cells"]
+    shown = []
+    for cell in cells:
+        text = "".join(cell["source"])
+        shown.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+    get = (
+        "This page is the notebook [fold.ipynb](fold.ipynb): save it, and open it in Jupyter, where a structure turns "
+        "and the PAE is shown below the cell that names it."
+    )
+    return "\n\n".join([shown[0], get, *shown[1:]]) + "\n"
 
 
 # The settings

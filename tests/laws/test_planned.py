@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -18,13 +19,16 @@ from tests.ranks import run_ranks
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.confidence import predicted_errors
 from warpfold.parallel.collectives import local_shard
+from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.tune import planner
+from warpfold.tune.cluster.links import Cluster, Link
 from warpfold.tune.example import ExampleSizes
 from warpfold.tune.job import Job
 from warpfold.tune.machine import Machine
+from warpfold.tune.step_planner import rough_plans
 
 CUT = {"msa": -2, "pair": -3, "msa_first_row": -2, "distogram": -3, "pae": -2}
 PAE_LIMIT = 1e-6  # it is kept in fp32
@@ -50,7 +54,7 @@ def job_of(work: Work, training: bool = False) -> Job:
 def ladder(job: Job, devices: int, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """All plans that the planner considers on so many devices, of either kind, each way of triangle products."""
     monkeypatch.setattr(planner, "FEWEST", 1)  # so that few residues make many slices
-    monkeypatch.setattr(planner, "_most_kept", lambda job, machine, plan: 1)
+    monkeypatch.setattr(planner, "most_kept", lambda job, machine, plan: 1)
     found: dict[Plan, None] = {}
     for kind in ("cpu", "cuda"):
         for plan in planner.candidates(job, Machine(kind=kind, free=1, devices=devices), {"precision": "fp64"}):  # type: ignore[arg-type]
@@ -144,3 +148,17 @@ def test_more_devices_than_the_law_has_take_the_same_ways(monkeypatch: pytest.Mo
         few |= {replace(p, axial=1, data=1) for p in ladder(job, 1, monkeypatch)}
         assert many <= few
         assert math.prod((len(few), len(many))) > 1
+
+
+def test_plans_on_a_cluster_take_ways_that_were_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for how gradients travel (parallel/test_reducer.py) and examples that go together (laws/test_batches.py)."""
+    job, link = job_of(TRAINED, training=True), Link(1e-5, 1e9)
+    compared = {replace(p, data=1, keep_blocks=0) for ranks in (1, 2) for p in ladder(job, ranks, monkeypatch)}
+    for ranks in (2, 4):
+        cluster = Cluster(ranks=ranks, per_node=ranks // 2, within=link, between=link)
+        for plan in chain(*rough_plans(job, cluster, {"precision": "fp64"}, {})):
+            triangle = (
+                "gather" if plan.axial > 1 and plan.triangle == "auto" else plan.triangle
+            )  # by bytes: one of both
+            alike = replace(plan, data=1, axial=min(plan.axial, 2), batch=1, sync=SyncConfig(), triangle=triangle)
+            assert alike in compared

@@ -2,30 +2,42 @@
 
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers import tiny_model
+from tests.ranks import RankError, run_ranks
 from tests.run.runs import tiny_run
 from warpfold import settings
 from warpfold.cli import main
 from warpfold.data.example.raw_example import from_sequence
+from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory, is_out_of_memory
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights import save_params
+from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.mesh import make_mesh
+from warpfold.parallel.plan import Plan
+from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.run import planning
 from warpfold.run.config import load_settings
 from warpfold.run.planning import sizes_of_batch
 from warpfold.run.predict import PredictOptions, predict
 from warpfold.run.predictor import Predictor
 from warpfold.tune import planner
+from warpfold.tune.cluster.links import Cluster, Link
 from warpfold.tune.job import Job
 from warpfold.tune.machine import Machine
 from warpfold.tune.memory import MemoryEstimate
+from warpfold.tune.rates import Rates, of_gpu
+from warpfold.tune.step_seconds import example_seconds
 
 LONG, SHORT = "MKTAYIAKQRQISFVKSHFSR", "GSHMLEERLG"
 NO_MEMORY = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
@@ -309,6 +321,71 @@ def test_a_run_goes_on_with_the_plan_it_began_with(
         load_settings(tmp_path / "tiny.toml", ["plan.recompute=layer"]), tmp_path / "run", "cpu"
     )
     assert other.plan.recompute == "layer"
+
+
+@pytest.fixture
+def rates(monkeypatch: pytest.MonkeyPatch) -> Rates:
+    """A GPU's rates, and no estimates of memory; what is outside of the trunk is counted before there are ranks."""
+    memory, found = MemoryEstimate(peak=10**6, weights=0, features=0), of_gpu("A100")
+    monkeypatch.setattr(Machine, "rates", lambda *given: found)
+    monkeypatch.setattr(planner, "estimate_memory", lambda *given: memory)
+    config = tiny_run(steps=1, validation=0.0)
+    given = load_settings(config)
+    example_seconds(planning.training_job(given, config), Plan(), found, None)
+    return found
+
+
+def on_ranks(folder: Path, changes: Sequence[str]) -> tuple[Plan, str]:
+    """The plan of a run on the ranks that are there, each on a node of its own."""
+    ranks = dist.get_world_size()
+    cluster = Cluster(ranks=ranks, per_node=1, within=Link(1e-5, 1e11), between=Link(1e-4, 1e9))
+    lines = settings.to_toml(tiny_run(steps=1, validation=0.0)).partition("[plan]")[0]
+    (folder / f"{dist.get_rank()}.toml").write_text(lines + "\n[train]\nsteps = 1\nvalidation = 0.0\n")
+    given = load_settings(folder / f"{dist.get_rank()}.toml", changes)
+    team = Team(ProcessInfo(dist.get_rank(), ranks), make_mesh(data=ranks))
+    config, said = planning.plan_training(given, folder / "run", "cpu", None, team, cluster)
+    return config.plan, said
+
+
+def test_ranks_get_the_plan_that_the_first_chooses(tmp_path: Path, rates: Rates) -> None:
+    changes = ["optim.accumulate=4", "plan.sync.check_every=7", "plan.triangle=channels"]
+    (plan, said), other = run_ranks(on_ranks, 2, tmp_path, changes)
+    assert other == (plan, said)
+    assert (plan.data, plan.axial, plan.sync.check_every, plan.triangle) == (2, 1, 7, "channels")
+    assert said.startswith("data 2, everything kept")
+    assert "2 nodes of 1" in said
+    ((plan, said), (other, _)) = run_ranks(on_ranks, 2, tmp_path, ["optim.accumulate=1"])
+    assert plan == other
+    assert (plan.data, plan.axial) == (1, 2)
+    assert "its 2 ranks cannot share 1 example otherwise" in said
+    with pytest.raises(RankError, match="2 ranks cannot share the 1 examples of a step so"):
+        run_ranks(on_ranks, 2, tmp_path, ["plan.axial=1", "optim.accumulate=1"])
+
+
+def test_a_run_on_ranks_goes_on_with_its_plan(tmp_path: Path, rates: Rates) -> None:
+    """Whatever the links are by then; not where other keys are given."""
+    (tmp_path / "run").mkdir()
+    sync = SyncConfig(bucket=0.5, shard_state=True)
+    began = replace(
+        tiny_run(steps=1, validation=0.0), plan=Plan(axial=2, recompute="block", triangle="gather", sync=sync)
+    )
+    (tmp_path / "run/settings.toml").write_text(settings.to_toml(began))
+    (plan, said), _ = run_ranks(on_ranks, 2, tmp_path, ["optim.accumulate=2"])
+    assert plan == began.plan
+    assert said == (
+        'axial 2, blocks recomputed, products by "gather", sharded state, buckets of 0.5 MiB, as in '
+        f"{tmp_path / 'run/settings.toml'}"
+    )
+    (plan, _), _ = run_ranks(on_ranks, 2, tmp_path, ["optim.accumulate=2", "plan.sync.check_every=3"])
+    assert plan.sync == replace(sync, check_every=3)
+    (plan, _), _ = run_ranks(on_ranks, 2, tmp_path, ["optim.accumulate=2", "plan.sync.bucket=2.0"])
+    assert (plan.data, plan.sync.bucket) == (2, 2.0)
+
+
+def test_a_cluster_of_other_ranks_is_refused(tmp_path: Path) -> None:
+    cluster = Cluster(ranks=4, per_node=2, within=Link(1e-5, 1e11), between=Link(1e-5, 1e9))
+    with pytest.raises(UserError, match="the cluster has 4 ranks, and 1 is training; measure it with as many"):
+        planning.plan_training(load_settings("tiny"), tmp_path, "cpu", cluster=cluster)
 
 
 # ---- what is free

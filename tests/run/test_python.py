@@ -1,13 +1,14 @@
 """The Python interface: its names, that it is the command line's, what it refuses at the call, lists and files."""
 
 import ast
+import collections.abc
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -59,6 +60,7 @@ STRICT = 'kernels="strict"'
 ELSEWHERE = {  # options that are something else in Python
     "pack": {"verify": "Store.verify", "info": "Store"},
     "train": {"plan.data": "set", "plan.axial": "set", "plan.branch": "set"},
+    "predict": {"plan.axial": "team", "plan.branch": "team"},
 }
 
 
@@ -76,7 +78,7 @@ def options_of(command: str) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in SHELL}
 
 
-@pytest.mark.parametrize("command", ["sample", "search", "pack", "params", "train", "score"])
+@pytest.mark.parametrize("command", ["sample", "search", "pack", "params", "train", "score", "predict"])
 def test_functions_have_the_names_and_defaults_of_commands(command: str) -> None:
     options = options_of(command)
     for name in ELSEWHERE.get(command, {}):
@@ -112,13 +114,16 @@ def ranges_of(command: str) -> list[tuple[str, str, float]]:
     return found
 
 
-RANGED = [one for command in ("sample", "search", "pack") for one in ranges_of(command)]
+RANGED = [one for command in ("sample", "search", "pack", "predict") for one in ranges_of(command)]
 
 
 @pytest.mark.parametrize(("command", "name", "beyond"), RANGED)
 def test_ranges_are_those_of_the_command_line(command: str, name: str, beyond: float, tmp_path: Path) -> None:
     assert len(RANGED) > 12
-    given = {"sample": (), "search": ("q.fasta", "db.fasta"), "pack": ("mmcif", None)}[command]
+    if name in ("axial", "branch"):  # a team has them
+        return
+    first = {"sample": (), "search": ("q.fasta", "db.fasta"), "pack": ("mmcif", None), "predict": ("q.fasta", "p.npz")}
+    given = first[command]
     with pytest.raises(UserError, match=f"{name}|{name.replace('_', '-')}"):
         getattr(warpfold, command)(*given, tmp_path / "out", **{name: beyond})
     assert not list(tmp_path.iterdir())
@@ -192,6 +197,57 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
         lambda p, path: p.fold(ONE, hits=["a.hhr"], template_structures=".", max_template_date=2020),
         "2020: a text",
     ),
+    "server": (lambda p, path: p.fold(ONE, msa_server="host"), "msa_server host: is no http or https address"),
+    "server of many": (lambda p, path: p.fold_many([ONE], msa_server=5), "msa_server = 5: a text is needed"),
+    "server to load": (lambda p, path: load(path, "cpu", msa_server="ftp://host"), "msa_server ftp://host: is no http"),
+    "cache": (lambda p, path: p.fold(ONE, msa_cache="answers"), "msa_cache has no effect without msa_server"),
+    "server to search": (lambda p, path: warpfold.search(ONE, out="out", msa_server="host"), "^msa_server host: is no"),
+    "server and database": (
+        lambda p, path: warpfold.search(ONE, "db.fasta", "out", msa_server="http://host"),
+        "^database: has no effect with msa_server",
+    ),
+    "no database": (lambda p, path: warpfold.search(ONE, out="out"), "database is missing; .* with msa_server"),
+    "name of a database": (lambda p, path: warpfold.search(ONE, ["a b="], "out"), "^database a b=: "),
+    "too few": (lambda p, path: warpfold.pack("mmcif", out="store", max_file_gb=0), "^pack: max_file_gb 0: expected"),
+    "date of pack": (
+        lambda p, path: warpfold.pack("mmcif", out="store", released_after="May"),
+        "^released_after May: ",
+    ),
+    "memory of train": (
+        lambda p, path: warpfold.train("tiny", "a", "out", memory="lots"),
+        "^memory lots: not an amount",
+    ),
+    "stdin": (lambda p, path: p.fold_many("-"), "-: nothing is piped in"),
+    "a file that is not there": (lambda p, path: p.fold_many([ONE, "none.fasta"]), "none.fasta: .*no such file"),
+    "a path that is not there": (lambda p, path: p.fold_many([Path("none.fasta")]), "none.fasta: .*no such file"),
+    "predict": (
+        lambda p, path: warpfold.predict("none.fasta", path, "out", device="cpu"),
+        "none.fasta: .*no such file",
+    ),
+    "no query": (lambda p, path: warpfold.predict([], path, "out", device="cpu"), "query: is empty"),
+    "no params": (lambda p, path: warpfold.predict(ONE, [], "out", device="cpu"), "params: is empty"),
+    "predict's device": (lambda p, path: warpfold.predict(ONE, path, "out", device="gpu"), "^device gpu: "),
+    "predict's precision": (
+        lambda p, path: warpfold.predict(ONE, path, "out", device="cpu", precision="fp64"),
+        "precision = 'fp64': not one of fp32, bf16, bf16_all, fp16$",
+    ),
+    "relax": (
+        lambda p, path: warpfold.predict(ONE, path, "out", relax=True),
+        "relax = True: not one of all, best, none",
+    ),
+    "whether a complex": (lambda p, path: warpfold.predict(ONE, path, "out", complex=1), "complex = 1: True or False"),
+    "seeds": (lambda p, path: warpfold.predict(ONE, path, "out", seeds=None), "seeds = None: a whole number"),
+    "models": (
+        lambda p, path: warpfold.predict(ONE, path, "out", device="cpu", num_models=2),
+        "^num_models 2: .* has 1 that fit",
+    ),
+    "hits of predict": (lambda p, path: warpfold.predict(ONE, path, "out", hits="a.hhr"), r"\(template_structures\)"),
+    "shard of predict": (lambda p, path: warpfold.predict(ONE, path, "out", shard="9/8"), "^shard 9/8: expected I/N"),
+    "cache of predict": (lambda p, path: warpfold.predict(ONE, path, "out", msa_cache="a"), "msa_cache has no effect"),
+    "recycling": (
+        lambda p, path: warpfold.predict(ONE, path, "out", recycle_tolerance=-1.0),
+        "^recycle_tolerance -1: angstrom",
+    ),
     "ending": (lambda p, path: warpfold.params(path, out="x.pt"), "x.pt: .safetensors or .npz is written"),
 }
 
@@ -206,6 +262,7 @@ def test_wrong_arguments_are_errors_at_the_call(
     with pytest.raises(UserError, match=says) as error:
         call(predictor, tiny_params)
     assert "\n" not in str(error.value)
+    assert "--" not in str(error.value)  # nobody here has given an option
     assert not list(tmp_path.iterdir())
 
 
@@ -314,3 +371,45 @@ def test_settings_by_name_values_or_object() -> None:
 
 def test_defaults_that_are_words_are_words() -> None:
     assert not [value for value in options_of("search").values() if isinstance(value, Enum)]
+
+
+# ---- paths
+
+
+def words_of(annotation: Any) -> set[str]:
+    """The names of the types that an annotation is made of; not of what a function in it takes."""
+    if isinstance(annotation, str):
+        return set(re.findall(r"\w+", annotation))
+    if isinstance(annotation, list) or get_origin(annotation) is collections.abc.Callable:
+        return set()
+    own = get_origin(annotation) or annotation
+    return {getattr(own, "__name__", str(own))}.union(*map(words_of, get_args(annotation)))
+
+
+def callables() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every function of the interface, and the methods of its classes; results are made by us."""
+    from warpfold.model import weights
+
+    for name in (*warpfold.__all__, "save_params"):
+        found = getattr(weights if name == "save_params" else warpfold, name)
+        if inspect.isclass(found):
+            yield from (
+                (f"{name}.{one}", method)
+                for one, method in inspect.getmembers(found)
+                if ((one == "__init__" and name != "ParamsFile") or not one.startswith("_"))
+                and inspect.isfunction(method)
+            )
+        elif callable(found):
+            yield name, found
+
+
+def test_whatever_takes_a_path_takes_text_too() -> None:
+    walked, narrow = set(), []
+    for name, function in callables():
+        for parameter in inspect.signature(function).parameters.values():
+            words = words_of(parameter.annotation)
+            if words & {"Path", "PathLike", "Paths", "StoreLike"}:
+                walked.add(name)
+                narrow += [] if words & {"str", "PathLike", "Paths", "StoreLike"} else [f"{name}: {parameter}"]
+    assert not narrow
+    assert {"load", "pack", "predict", "save_params", "Checkpoints.__init__", "Prediction.save"} <= walked

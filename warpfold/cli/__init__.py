@@ -24,6 +24,7 @@ from warpfold.cli import (  # noqa: F401
     demo,
     doctor,
     golden,
+    launch,
     pack,
     params,
     plan,
@@ -46,6 +47,7 @@ ORDER = (
     "search",
     "pack",
     "plan",
+    "launch",
     "train",
     "watch",
     "predict",
@@ -99,11 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 @contextmanager
 def _answered() -> Iterator[None]:
-    """Answer Ctrl-C at once, within the context: what a command has to end, such as a file, may take long."""
+    """Answer Ctrl-C at once, within the context: what a command has to end, such as a file, may take long.
+
+    A second one ends the process as it is, whatever its threads wait for: files are whole or not there.
+    """
 
     def answer(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.write(2, b"\nstopping; Ctrl-C again: at once\n" if os.isatty(2) else b"stopping\n")
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # of the system: Python's would wait for what runs below Python
+        shown = b"\x1b[?25h\nstopping; Ctrl-C again: at once\n"  # with the cursor, which a bar hides
+        os.write(2, shown if os.isatty(2) else b"stopping\n")
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)

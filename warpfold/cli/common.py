@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from warpfold.errors import UserError
+from warpfold.errors import UserError, options_given
 from warpfold.progress import no_bars
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def speaking(quiet: bool, verbose: bool, as_json: bool) -> Iterator[None]:
     """
     log, handler = logging.getLogger("warpfold"), logging.StreamHandler()
     with ExitStack() as stack:
+        stack.enter_context(options_given())
         if quiet:
             stack.enter_context(no_bars())
         if quiet and not as_json:

@@ -1,10 +1,12 @@
 """`warpfold plan`."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from warpfold.cli.cluster_plan import say_ranks
 from warpfold.cli.common import (
     AsJson,
     Change,
@@ -25,6 +27,8 @@ from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
     from warpfold.run.plan_report import PlanTarget
+    from warpfold.tune.cluster.links import Cluster
+    from warpfold.tune.machine import Machine
 
 PICTURES = (".png", ".svg")
 
@@ -38,7 +42,18 @@ OfEach = Annotated[
         "Of each device: 24GB, 24GiB; default: what is free, or what it is sold with.", "--memory", show_default=False
     ),
 ]
-Devices = Annotated[int, runs("How many there are.", min=1)]
+Devices = Annotated[int | None, runs("How many there are; default: 1.", min=1, show_default=False)]
+Node = Annotated[int | None, runs("Devices of each node; default: all are on one.", "--node", min=1)]
+Between = Annotated[
+    str | None, runs("Between nodes: ib400, roce100, eth25 (Gb/s), ib200x4 for four adapters on each.", "--link")
+]
+ClusterFile = Annotated[
+    Path | None,
+    reads("What `doctor --cluster` wrote of a cluster, in place of --devices, --node and --link.", "--cluster"),
+]
+Price = Annotated[
+    float | None, decides("Of a device for an hour; else what a training takes is in device-hours.", min=0)
+]
 AnyDevice = Annotated[
     str | None, runs("cpu, cuda, or a GPU that need not be here: A100, H100, H200, 'RTX 4090' ...", "--device")
 ]
@@ -60,12 +75,16 @@ Figure = Annotated[Path | None, writes("Picture of the memory over the run, by w
 @app.command(
     cls=Lists,
     epilog="Example:  warpfold plan query.fasta --memory 24GB --devices 4;  warpfold plan finetune --device H100\n\n"
-    "How long a protein can be:  warpfold plan monomer --residues 1000 3000 --device 'RTX 4090' --figure memory.png",
+    "How long a protein can be:  warpfold plan monomer --residues 1000 3000 --device 'RTX 4090' --figure memory.png\n\n"
+    "A training on a cluster:  warpfold plan monomer --device H100 --devices 256 --node 8 --link ib400 --price 2.50",
 )
 def plan(
     target: Target,
     memory: OfEach = None,
-    devices: Devices = 1,
+    devices: Devices = None,
+    node: Node = None,
+    link: Between = None,
+    cluster: ClusterFile = None,
     device: AnyDevice = None,
     residues: Lengths = None,
     params: Params = None,
@@ -76,49 +95,116 @@ def plan(
     templates: Templates = None,
     precision: TrunkPrecision = None,
     change: Change = None,
+    price: Price = None,
     figure: Figure = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what a prediction or a training needs and how long it takes, before it runs; nothing is computed.
 
-    Every plan that could run it is shown, and the one that `predict` or `train` would choose.
+    Every plan that could run it is shown, and the one that `predict` or `train` would choose; of a training on many
+    devices the best dozen.
     """
     from warpfold.data.example.query_files import is_sequence
     from warpfold.run.config import load_settings
-    from warpfold.run.plan_report import plan_report, with_sizes
-    from warpfold.tune.machine import parse_memory, planned_machine
-    from warpfold.tune.planner import CHOSEN, CHOSEN_IN_TRAINING
+    from warpfold.run.plan_report import with_sizes
 
     if figure is not None:
         if figure.suffix not in PICTURES:
             raise UserError(f"--figure {figure}: a picture's name ends in {' or '.join(PICTURES)}")
         check_new(figure)
-    machine = planned_machine(device, None if memory is None else parse_memory(memory), devices)
+    asked = _Asked(memory, devices, node, link, cluster, device, price, precision)
     is_query = target == "-" or is_sequence(target) or (Path(target).exists() and Path(target).suffix != ".toml")
     given = load_settings("monomer" if is_query else target, change or [])
     found = _targets(target if is_query else None, given, params, msa or [], residues or [], recycles)
     changed = {"sequences": max_msa, "extra": max_extra, "templates": templates}
     found = [type(one)(one.name, with_sizes(one.job, **changed)) for one in found]
-    of_training = not is_query and not residues
-    fixed = given.fixed(CHOSEN_IN_TRAINING) if of_training else _of_prediction(given.fixed(CHOSEN), given.own)
-    fixed |= {} if precision is None else {"precision": precision.value}
-    with progress_bar(narrate=True) as progress:
-        report = plan_report(found, machine, fixed, progress)
+    report = _report(found, given, asked, of_training=not is_query and not residues)
     if as_json:
         show(report)
+    elif "cluster" in report:
+        say_ranks(report)
     else:
         _say(report)
     if figure is not None:
         _draw(report, figure)
         typer.echo(f"wrote {figure}", err=as_json)
-    raise typer.Exit(1 if any("refused" in row for row in report["targets"]) else 0)
+    raise typer.Exit(1 if "refused" in report or any("refused" in row for row in report.get("targets", ())) else 0)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the options say of devices."""
+
+    memory: str | None
+    devices: int | None
+    node: int | None
+    link: str | None
+    cluster: Path | None
+    device: str | None
+    price: float | None
+    precision: Precision | None
+
+    def machine_and_cluster(self) -> "tuple[Machine, Cluster | None]":
+        """Return the devices, and how they are joined where there are several.
+
+        Errors: UserError for what contradicts itself, is not known, or is not a cluster.
+        """
+        from warpfold.run.step_report import planned_cluster
+        from warpfold.tune.cluster.links import read_cluster
+        from warpfold.tune.machine import of_sheet, parse_memory, planned_machine
+
+        for name, value in (("--devices", self.devices), ("--node", self.node), ("--link", self.link)):
+            if self.cluster is not None and value is not None:
+                raise UserError(f"{name}: {self.cluster} says it; leave one of the two out")
+        there = None if self.cluster is None else read_cluster(self.cluster)
+        device, devices = self.device, self.devices or 1
+        if there is not None:
+            device, devices = device or of_sheet(there.device), there.ranks
+        machine = planned_machine(device, None if self.memory is None else parse_memory(self.memory), devices)
+        if there is None and devices > 1:
+            there = planned_cluster(machine, self.node, self.link)
+        return machine, there
+
+    @property
+    def only_for_ranks(self) -> str:
+        """Return an option that was given and says something of trainings on several devices; or ""."""
+        given = {"--node": self.node, "--link": self.link, "--cluster": self.cluster, "--price": self.price}
+        return next((name for name, value in given.items() if value is not None), "")
+
+
+def _report(found: "list[PlanTarget]", given: Any, asked: _Asked, of_training: bool) -> dict[str, Any]:
+    """Return the report of predictions, of a training on one device, or of one on several.
+
+    Errors: UserError for options that do not go together.
+    """
+    from warpfold.parallel.plan import DTYPES
+    from warpfold.run.plan_report import plan_report
+    from warpfold.run.step_report import step_report
+    from warpfold.tune.planner import CHOSEN, CHOSEN_IN_TRAINING
+    from warpfold.tune.step_planner import CHOSEN_ON_RANKS
+
+    machine, there = asked.machine_and_cluster()
+    own = {} if asked.precision is None else {"precision": asked.precision.value}
+    if of_training and there is not None:
+        fixed, sync = given.fixed_on_ranks(CHOSEN_ON_RANKS)
+        fixed |= own
+        rates = machine.rates(DTYPES[fixed.get("precision", "fp32")])
+        if rates is not None:
+            return step_report(found[0].name, found[0].job, machine, there, rates, fixed, sync, asked.price)
+    if asked.only_for_ranks:
+        why = "how fast the device is, is not known: name it, as in --device H100" if of_training and there else (
+            "it is for trainings on several devices; leave it out, or give --devices")  # fmt: skip
+        raise UserError(f"{asked.only_for_ranks}: {why}")
+    fixed = given.fixed(CHOSEN_IN_TRAINING) if of_training else _of_prediction(given.fixed(CHOSEN), given.own)
+    with progress_bar(narrate=True) as progress:
+        return plan_report(found, machine, fixed | own, progress)
 
 
 def _draw(report: dict[str, Any], figure: Path) -> None:
-    """Write the picture of the largest target.  Errors: UserError where nothing fits."""
+    """Write the picture of the largest target, or of a rank.  Errors: UserError where nothing fits."""
     from warpfold.run.figures import draw_memory
 
-    largest = report["largest"]
+    largest = report.get("largest", report)
     if not largest["course"]:
         raise UserError(f"{largest['name']}: nothing fits, so there is no course of memory to draw")
     write_atomically(figure, draw_memory(largest["course"], report["free"], figure.suffix[1:]))

@@ -1,10 +1,8 @@
 """`warpfold predict`."""
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -33,14 +31,8 @@ from warpfold.cli.common import (
     this_process,
     writes,
 )
-from warpfold.cli.relax import Relax, RelaxOption, relax_predictions, relaxed_line
+from warpfold.cli.relax import Relax, RelaxOption, relaxed_line
 from warpfold.progress import Progress, progress_bar
-
-if TYPE_CHECKING:
-    from warpfold.bulk import JobPart
-    from warpfold.parallel.team import ProcessInfo
-    from warpfold.run.predict_templates import TemplateSources
-    from warpfold.run.share import Share
 
 Queries = Annotated[
     list[str],
@@ -152,7 +144,7 @@ def predict(
     num_models: NumModels = None,
     msa: Msa = None,
     msa_server: MsaServer = None,
-    together: Together = None,
+    complex: Together = None,
     template: Template = None,
     hits: Hits = None,
     template_structures: TemplateStructures = None,
@@ -186,52 +178,42 @@ def predict(
     as_json: AsJson = False,
 ) -> None:
     """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report; rank models and seeds."""
-    from warpfold.run import commands, fold_options
-    from warpfold.run import predict as prediction
-
-    share = _share(shard, workers, cluster)
-    sources = _sources(template, hits, template_structures, max_template_date)
-    process = this_process()
-    options = prediction.PredictOptions(
-        seed=seed, seeds=seeds, chunk=chunk, force=force, keep=keep,
-        together=together, recycles=recycles, ensemble=ensemble, max_msa=max_msa, distogram=distogram, offload=offload,
-        max_extra=max_extra, precision=precision.value, representations=representations, num_models=num_models,
-        device=device_of(device, process), batch=fold_options.batch_of(batch), memory=commands.memory_of(memory),
-        kernels="strict" if strict else "fast", recycling=fold_options.Recycling.of(recycle_tolerance, max_recycles),
-    )  # fmt: skip
-    fold = partial(prediction.predict, query, msa or [], params, out, options, templates=sources, share=share,
-        server=alignment_server(msa_server, msa_cache, out / "alignments"))  # fmt: skip
-    _run(fold, process, options.device or "cpu", (axial, branch), share.part, out, relax, as_json)
+    _run(**locals())
 
 
 def _run(
-    fold: Callable[..., dict[str, Any]],
-    process: "ProcessInfo",
-    device: str,
-    grid: tuple[int | None, int | None],
-    part: "JobPart",
     out: Path,
+    device: str | None,
+    msa_server: str | None,
+    msa_cache: Path | None,
+    axial: int | None,
+    branch: int | None,
     relax: Relax,
     as_json: bool,
+    **given: Any,
 ) -> None:
     """Have the processes meet and fold, relax what was predicted, and say how it went; ends the command."""
     from warpfold.parallel.plan import Plan
     from warpfold.parallel.team import distributed_context
+    from warpfold.run.predict_command import predict as fold
+    from warpfold.run.predict_command import relax_predictions
 
-    axial, branch = grid  # without either, how the processes share out the proteins is chosen when these are known
+    process = this_process()
+    where, server = device_of(device, process), alignment_server(msa_server, msa_cache, out / "alignments")
+    # Without either, how the processes share out the proteins is chosen when these are known.
     plan = None if axial is None and branch is None else Plan(axial=axial or 1, branch=branch or 1)
-    with distributed_context(process, plan, device) as team, _bar(process.rank) as progress, plans_said(process):
-        summary = fold(progress=progress, team=team)
+    with distributed_context(process, plan, where) as team, _bar(process.rank) as progress, plans_said(process):
+        summary = fold(out=out, device=where, msa_server=server, progress=progress, team=team, **given)
     if team.is_rank_zero:
         if summary["status"] == "running":
-            _say_others(part, out, relax)
-        else:
-            summary = relax_predictions(summary, out, relax, device)
+            _say_others(given["shard"] or "1/1", out, relax)
+        with progress_bar() as bar:  # the other processes have ended
+            summary = relax_predictions(summary, out, relax.value, where, bar)
         _say(summary, out, as_json)
     raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
 
 
-def _say_others(part: "JobPart", out: Path, relax: Relax) -> None:
+def _say_others(part: str, out: Path, relax: Relax) -> None:
     """Say that others are at work on the rest, or have yet to begin."""
     then = f", then `warpfold relax {out}`" if relax != Relax.none else ""
     typer.echo(f"part {part} is done; the last part writes {out / 'summary.json'}{then}", err=True)
@@ -240,23 +222,6 @@ def _say_others(part: "JobPart", out: Path, relax: Relax) -> None:
 def _bar(rank: int) -> AbstractContextManager[Progress | None]:
     """Return the bar of the first of several processes; the caller says how much time is left."""
     return progress_bar(remaining=False, every=30.0) if rank == 0 else nullcontext()
-
-
-def _sources(
-    files: list[str] | None, hits: list[Path] | None, structures: Path | None, max_date: str | None
-) -> "TemplateSources":
-    """Return where templates come from.  Errors: UserError for options that make no sense together."""
-    from warpfold.run.predict_templates import TemplateSources
-
-    return TemplateSources(files=files or [], hits=hits or [], structures=structures, max_date=max_date)
-
-
-def _share(shard: str | None, workers: int, cluster: str | None) -> "Share":
-    """Return who folds.  Errors: UserError for a shard that is none."""
-    from warpfold.bulk import JobPart
-    from warpfold.run.share import Share
-
-    return Share(part=JobPart.parse(shard or "1/1"), workers=workers, cluster=cluster)
 
 
 def _lacks_templates(entry: dict[str, Any]) -> bool:

@@ -1,6 +1,5 @@
 """`warpfold relax`."""
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,19 +31,6 @@ RelaxOption = Annotated[
     Relax,
     decides("Relax all predictions, or of each query the best one, with OpenMM: docs/relax.md.", callback=_check),
 ]
-
-
-def relax_predictions(summary: dict[str, Any], out: Path, which: Relax, device: str | None) -> dict[str, Any]:
-    """Relax what `predict` wrote into `out`; return its summary with the reports, and with what failed here too."""
-    from warpfold.run.relax_files import relax_paths
-
-    if which == Relax.none:
-        return summary
-    with progress_bar() as progress:
-        done = relax_paths([out], device or "cpu", "best" if which == Relax.best else "all", progress=progress)
-    written = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    failed = [{"name": one["name"], "error": f"relaxation: {one['error']}"} for one in done["failures"]]
-    return written | {"failures": [*written["failures"], *failed]}
 
 
 @app.command(epilog="Example:  warpfold relax folded")

@@ -54,6 +54,9 @@ def train(
     branch: Branch = None,
     device: Device = None,
     memory: Memory = None,
+    cluster: Annotated[
+        Path | None, reads("How the processes are joined, as the doctor wrote it; default: measured.", "--cluster")
+    ] = None,
     strict: Strict = False,
     as_json: AsJson = False,
 ) -> None:
@@ -76,8 +79,9 @@ def train(
     join = distributed_context(process, None, where, config.plan.time_limit)
     with join as team, bar as watcher, plans_said(process):
         result = commands.train(
-            given, data, out, init=init, replay=replay, device=where, memory=memory, watch=watcher, team=team
-        )
+            given, data, out, init=init, replay=replay, device=where, memory=memory, cluster=cluster, watch=watcher,
+            team=team,
+        )  # fmt: skip
     if team.is_rank_zero:
         _say(result, out, as_json)
     raise typer.Exit(0 if result.finished or result.signal == SIGTERM else 130)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from warpfold.device import Function, Named
 from warpfold.host import fetch, fetch_each, store
-from warpfold.ops.dispatch import Kernels, alike, using
+from warpfold.ops.dispatch import Kernels, alike, enough, using, watched
 from warpfold.ops.tensors import upcast_half
 
 if TYPE_CHECKING:
@@ -186,7 +186,8 @@ class Executable(nn.Module):
         execution = self.execution
         if not execution.in_place:
             return self.by_rows(lambda rows: function(rows, execution.fetch(z, rows)), z.shape[-3], -3)
-        for rows, old in fetch_each(z, list(alike(execution.rows(z.shape[-3])))):
+        parts = enough(execution.rows(z.shape[-3]))
+        for rows, old in watched(fetch_each(z, parts), len(parts)):
             execution.store(z, rows, function(rows, old))
         return z
 

@@ -47,14 +47,17 @@ MULTIMER_3 = Family("AlphaFold-Multimer 3", 508, {1: 2048, 2: 2048, 3: 2048, 4: 
 
 
 def save_params(
-    path: Path, model: AlphaFold, data: Mapping[str, Any] | None = None, tensors: Mapping[str, Tensor] | None = None
+    path: Path | str,
+    model: AlphaFold,
+    data: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the parameters and the settings of `model` as safetensors, by atomic rename.
 
     data: the settings by which its examples were drawn; `data_settings` reads them, so that folding draws alike.
     tensors: a copy of its state to write in place of what it is now.
     """
-    settings = {"model": to_dict(model.config), "data": dict(data or {})}
+    path, settings = Path(path), {"model": to_dict(model.config), "data": dict(data or {})}
     metadata = {FORMAT: json.dumps(settings)}  # one key: the order of several would vary, and the file's bytes with it
     state = model.state_dict() if tensors is None else tensors
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}

@@ -29,6 +29,7 @@ Kernels = Literal["fast", "strict", "definition"]
 
 TRITON = importlib.util.find_spec("triton") is not None  # looked for, and not loaded
 TURNS = 3  # of a loop, where nothing is computed: the first begins, the second meets what it left; one to spare
+Loops = list[tuple[int, int]]  # of each loop that runs, the outer first: turns done, and of how many
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,6 +47,7 @@ class _Choice(threading.local):
     kernels: Kernels = "fast"
     stands_for: Literal["cpu", "cuda"] | None = None  # what tensors without memory are taken for
     always_fast: bool = False  # also where the definition would be faster
+    watcher: "Callable[[Loops], object] | None" = None  # told of each turn of a loop
 
 
 _choice = _Choice()
@@ -211,11 +213,60 @@ def standing_for(device: Literal["cpu", "cuda"]) -> Iterator[None]:
 
 
 def alike(turns: Iterable[T]) -> Iterable[T]:
+    """Return `enough` turns of a loop that are alike; who watches this thread is told before each."""
+    return watched(turns) if _choice.stands_for is None else list(itertools.islice(turns, TURNS))
+
+
+def enough(turns: Sequence[T]) -> Sequence[T]:
     """Return the turns of a loop that are alike: each writes to memory made before the loop and leaves nothing else.
 
     Where tensors have no memory a few are enough to see what a turn needs, while the one before is not yet forgotten.
     """
-    return turns if _choice.stands_for is None else list(itertools.islice(turns, TURNS))
+    return turns if _choice.stands_for is None else turns[:TURNS]
+
+
+def watched(turns: Iterable[T], count: int | None = None) -> Iterable[T]:
+    """Return the turns of a loop; who watches this thread is told before each.  count: of them, if they are no list."""
+    return turns if _choice.watcher is None else _watched(turns, count, _choice.watcher)
+
+
+def _watched(turns: Iterable[T], count: int | None, tell: "Callable[[Loops], object]") -> Iterator[T]:
+    if count is None:
+        turns = list(turns)
+        count = len(turns)
+    running, depth, done = _loops.running, len(_loops.running), 0
+    try:
+        for turn in turns:
+            running[depth:] = [(done, count)]
+            tell(running)
+            yield turn
+            del turn  # before the next one is made
+            done += 1
+    finally:
+        del running[depth:]
+
+
+class _Loops(threading.local):
+    """The loops that run in this thread, while somebody watches."""
+
+    def __init__(self) -> None:
+        self.running: Loops = []
+
+
+_loops = _Loops()
+
+
+@contextmanager
+def watching(tell: "Callable[[Loops], object]") -> Iterator[None]:
+    """Have each turn of this thread's loops over parts of tensors told, within the context; what it raises ends them.
+
+    Without, a loop costs what it costs.
+    """
+    before, _choice.watcher = _choice.watcher, tell
+    try:
+        yield
+    finally:
+        _choice.watcher = before
 
 
 def backend(x: Tensor) -> Literal["cpu", "triton"]:

@@ -20,7 +20,7 @@ from warpfold.errors import UserError
 from warpfold.model.axial import COLS, ROWS, AxialUpdate, Block, BlockStack, ChannelProduct, Step, Steps
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm
-from warpfold.ops.dispatch import using
+from warpfold.ops.dispatch import using, watched
 from warpfold.ops.noise import Factors
 from warpfold.parallel.collectives import Pending, all_gather, all_to_all, local_shard, sendrecv, tied
 from warpfold.parallel.in_place import add_by_shared, multiply_in_place, shared_in_pieces
@@ -197,7 +197,7 @@ class ShardedStack:
             else:  # symmetric, so its rows are its columns too
                 mask[name] = {ROWS: its_mask, COLS: its_mask.mT}
         recomputed = len(self.blocks) - self.keep_blocks if self.plan.recompute == "block" else 0
-        for index, (block, layout) in enumerate(zip(self.blocks, self.layouts[by_channels])):
+        for index, (block, layout) in watched(list(enumerate(zip(self.blocks, self.layouts[by_channels])))):
             if self.mesh.branch.size > 1:
                 for x in held.values():  # what the other branch sends is awaited outside of what is recomputed
                     x.along(x.present)
@@ -219,7 +219,7 @@ class ShardedStack:
         with using(self.plan.kernels):  # also where it is recomputed, perhaps by another thread
             held = dict(zip(block.states, (x.only(x.present) for x in states)))
             steps = list(zip(block.steps, layout.steps))
-            for run in layout.runs:
+            for run in watched(layout.runs):
                 held |= self._run_independent([steps[index] for index in run], by_channels, held, mask)
             return tuple(held.values())
 

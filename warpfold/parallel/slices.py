@@ -4,7 +4,7 @@ Right because of the two laws of the contract (warpfold/model/axial.py).  x and 
 memory (warpfold/host.py): slices are then fetched, and stored where they are written in place.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from warpfold.host import fetch_each, store
 from warpfold.model.axial import ROWS, AxialUpdate, Block
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm
-from warpfold.ops.dispatch import alike
+from warpfold.ops.dispatch import alike, enough, watched
 from warpfold.ops.noise import Factors
 
 
@@ -77,7 +77,7 @@ def shared_in_slices(layer: AxialUpdate, operand: Tensor, mask: Tensor, other: T
         assert other is not None
         source = other
     cuts, joined = slices(source, layer.shared_axis, most), torch.is_grad_enabled()
-    parts = _shared_parts(layer, source, mask, cuts if joined else list(alike(cuts)))
+    parts = _shared_parts(layer, source, mask, cuts if joined else enough(cuts))
     if joined:
         return tuple(torch.cat(tensors, layer.join_axis) for tensors in zip(*(made for _, made in parts)))
     wholes: list[Tensor] = []
@@ -91,12 +91,12 @@ def shared_in_slices(layer: AxialUpdate, operand: Tensor, mask: Tensor, other: T
 
 
 def _shared_parts(
-    layer: AxialUpdate, source: Tensor, mask: Tensor, cuts: list[slice]
+    layer: AxialUpdate, source: Tensor, mask: Tensor, cuts: Sequence[slice]
 ) -> Iterator[tuple[slice, Tensors]]:
     """Yield `shared` of each slice of what it is made from."""
     axis = layer.shared_axis
     assert axis is not None
-    for part, piece in fetch_each(source, cuts, axis):
+    for part, piece in watched(fetch_each(source, cuts, axis), len(cuts)):
         if layer.shared_from_other and not layer.mask_of_other:
             yield part, layer.shared_of(piece)
             continue
@@ -127,9 +127,9 @@ def add_in_slices(
         raise RuntimeError("a plan with in_place cannot be differentiated: use torch.no_grad(), or chunk alone")
     axis, operand_axis = axes
     parts = []
-    cuts = slices(x, axis, most)
-    cuts = list(alike(cuts)) if in_place else cuts  # once where a rank has no row: for the gradient
-    for part, piece in fetch_each(x, cuts, axis):
+    cuts: Sequence[slice] = slices(x, axis, most)
+    cuts = enough(cuts) if in_place else cuts  # once where a rank has no row: for the gradient
+    for part, piece in watched(fetch_each(x, cuts, axis), len(cuts)):
         start, length = part.start, part.stop - part.start
         read = piece if operand is x else operand.narrow(operand_axis, start, length)
         n_mask = mask if layer.mask_of_other else mask.narrow(operand_axis + 1, start, length)

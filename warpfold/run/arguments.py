@@ -1,13 +1,15 @@
 """Check what Python is given, at the call: each function returns the value, or raises a UserError that names it."""
 
+import functools
+import inspect
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from warpfold.bulk import JobPart
-from warpfold.errors import UserError
+from warpfold.errors import UserError, as_arguments
 from warpfold.progress import Progress, no_progress
 from warpfold.settings import plain, toml_value
 
@@ -16,9 +18,34 @@ class WrongArgument(UserError):
     """An argument of a wrong kind, which no other input would mend."""
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
 PathLike = str | os.PathLike[str]
 Paths = PathLike | Sequence[PathLike]
 Changes = Sequence[str] | Mapping[str, Any]  # of settings: ["train.steps=5"], {"train.steps": 5}
+
+
+def names_arguments(**others: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator: errors that name options of the command line name the function's arguments instead.
+
+    others: options that are called otherwise there.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        """Return the function with errors that name its arguments."""
+        names = {name: name for name in inspect.signature(function).parameters} | others
+
+        @functools.wraps(function)
+        def called(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except UserError as error:
+                error.args = (as_arguments(str(error), names), *error.args[1:])
+                raise
+
+        return called
+
+    return decorated
 
 
 def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:

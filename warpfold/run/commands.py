@@ -39,6 +39,7 @@ Settings = Union[PathLike, Mapping[str, Any], "RunConfig", "GivenSettings"]
 Engine = Literal["jackhmmer", "mmseqs2", "hhblits"]
 
 
+@arguments.names_arguments()
 def sample(
     out: PathLike,
     *,
@@ -63,6 +64,7 @@ def sample(
     )
 
 
+@arguments.names_arguments()
 def search(
     queries: Paths,
     database: Paths | Mapping[str, PathLike] | None = None,
@@ -155,6 +157,7 @@ def _ask(
     return search_by_server(queries, server, out, arguments.progress_of(tell))
 
 
+@arguments.names_arguments()
 def pack(
     structures: Paths | None = None,
     msas: Paths | None = None,
@@ -225,6 +228,7 @@ def _pack_options(assemblies: bool, all_assemblies: bool, **given: Any) -> "Pack
     return replace(kinds, **odd)  # which refuses them by the options' names
 
 
+@arguments.names_arguments()
 def train(
     settings: Settings,
     data: StoreLike | Sequence[StoreLike],
@@ -235,6 +239,7 @@ def train(
     set: Changes | None = None,
     device: str | None = None,
     memory: str | int | None = None,
+    cluster: PathLike | None = None,
     strict: bool = False,
     watch: "Watching | None" = None,
     team: "Team | None" = None,
@@ -243,7 +248,8 @@ def train(
 
     settings: a preset's name, a TOML file, its values, or a `RunConfig`.  data: stores, or their paths, each with
     =WEIGHT if it has one.  init: parameters to start from.  set: settings over those, {"train.steps": 500}.  memory:
-    of the device, "24GB" or bytes.  watch: who is told of the run: watchers, or functions of each row of metrics.jsonl
+    of the device, "24GB" or bytes.  cluster: how the processes are joined, a file of `warpfold doctor --cluster`; else
+    they measure it.  watch: who is told of the run: watchers, or functions of each row of metrics.jsonl
     (docs/watching.md).  team: processes that train together; all call this.
     Errors: UserError for bad arguments, settings, stores and parameters, and a folder of another run.
     """
@@ -251,8 +257,9 @@ def train(
     from warpfold.parallel.team import Team
     from warpfold.run import train as training
     from warpfold.run.planning import plan_training
+    from warpfold.tune.cluster.links import read_cluster
 
-    team = team or Team()
+    team, links = team or Team(), arguments.path_or_none("cluster", cluster)
     changes = arguments.changes_of("set", set)
     changes += ['plan.kernels="strict"'] if arguments.flag("strict", strict) else []
     given = as_settings(settings, changes)
@@ -260,7 +267,8 @@ def train(
     first, followed = arguments.path_or_none("init", init), arguments.path_or_none("replay", replay)
     told = as_watchers(watch)
     stores = sources_of(data, given.config().model.multimer is not None)
-    config, said = plan_training(given, folder, where, most, team)
+    joined = None if links is None else read_cluster(links)
+    config, said = plan_training(given, folder, where, most, team, joined)
     team.remesh(config.plan)
     if said and team.is_rank_zero:
         log.info("plan: %s", said)
@@ -318,6 +326,7 @@ def memory_of(memory: str | int | None) -> int | None:
     return parse_memory(memory) if isinstance(memory, str) else arguments.whole_or_none("memory", memory, 1)
 
 
+@arguments.names_arguments()
 def score(
     predicted: "PathLike | Prediction",
     reference: "PathLike | Prediction",

@@ -121,6 +121,13 @@ class GivenSettings:
         built = settings.build(Plan, {key: plan[key] for key in keys}, self.source, "plan.")
         return {key: getattr(built, key) for key in keys}
 
+    def fixed_on_ranks(self, chosen: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the keys of the plan that stay, those of `plan.sync` apart, each of which may stay by itself."""
+        fixed = self.fixed(chosen)
+        sync = fixed.pop("sync", None)
+        given = {} if sync is None else self.values["plan"]["sync"]
+        return fixed, {key: getattr(sync, key) for key in given}
+
 
 SettingsLike = str | Path | Mapping[str, Any] | RunConfig
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.assembly import Assembly, Example
 from warpfold.data.example.complexes import Complex, assemble, chain_ids
 from warpfold.data.example.pairing import pair_rows
-from warpfold.data.example.raw_example import Templates
+from warpfold.data.example.raw_example import RawExample, Templates
+from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.data.formats.alignment import Alignment, encode, merge, without_pairing
 from warpfold.data.formats.chain_alignments import read_chain_alignments
 from warpfold.data.formats.sequences import parse_a3m
@@ -18,7 +19,8 @@ from warpfold.run.arguments import PathLike, WrongArgument, is_list, path_or_non
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params, check_templates
 from warpfold.run.predict_templates import TemplateSources
-from warpfold.run.queries import ComplexQuery, FoldQuery, Query, with_templates
+from warpfold.run.queries import ComplexQuery, FetchAlignments, FoldQuery, Query, lacking_of, with_templates
+from warpfold.run.read_out import Prepared
 
 log = logging.getLogger("warpfold")
 
@@ -29,12 +31,12 @@ Alignments = OfChain | Sequence[OfChain] | Mapping[str, OfChain]
 TemplatesLike = Templates | PathLike | Sequence[PathLike] | None
 
 
-def query_of(sequence: Sequences, alignment: Alignments, name: str) -> Query:
+def query_of(sequence: Sequences, alignment: Alignments, name: str, fetch: FetchAlignments | None = None) -> Query:
     """Return a protein, or a complex of several chains, with its alignments.
 
     sequence: one letter per residue; A:B, a list, or chain -> sequence for a complex.  alignment: rows, an `Alignment`,
     or files; of a complex one for each chain in their order, chain -> alignment, or files, each of the chain that is
-    its first row.
+    its first row.  fetch: gets alignments of sequences that have none.
     Errors: WrongArgument for what is nothing of these; UserError for letters that are not residues, files that cannot
     be read, and rows that do not fit.
     """
@@ -42,6 +44,9 @@ def query_of(sequence: Sequences, alignment: Alignments, name: str) -> Query:
     if isinstance(chains, str):
         encode(chains, name)  # an error for letters that are not residues
         own = _of_chain(chains, alignment, name)
+        if fetch is not None and not own:
+            fetched = fetch([(Complex(name, ("A",), (chains,)), [chains])])
+            own = read_chain_alignments(fetched, [chains], name).of(chains)
         rows = merge(without_pairing(own)) if own else Alignment.of_query(chains, name)
         return FoldQuery(name, chains, rows)
     for id, letters in chains.items():
@@ -50,7 +55,11 @@ def query_of(sequence: Sequences, alignment: Alignments, name: str) -> Query:
     if _is_path(alignment) or _is_paths(alignment):
         files = read_chain_alignments(paths("alignment", alignment), chains.values(), name)
     found = () if files else _of_chains(chains, alignment, name)
-    assembly, notes = assemble(Complex(name, tuple(chains), tuple(chains.values()), found), files)
+    given = Complex(name, tuple(chains), tuple(chains.values()), found)
+    if fetch is not None and (without := lacking_of(given, files)):
+        answers = read_chain_alignments(fetch([(given, without)]), chains.values(), name)
+        files = answers if files is None else files.joined(answers)
+    assembly, notes = assemble(given, files)
     return ComplexQuery(assembly, warnings=notes if found or files else ())  # what was given, and is not used
 
 
@@ -147,3 +156,33 @@ def depths_of(assembly: Assembly) -> dict[str, Any]:
     several = assembly.entity_id.max() > 1
     pairs = len(pair_rows([chain.pairing for chain in assembly.chains])) - 1 if several else 0
     return {"msa_depth": depth, "chain_depths": depths, "paired_rows": pairs}
+
+
+def details_of(prepared: Prepared, recycles: int, seconds: float, sample: SampleConfig | None) -> dict[str, Any]:
+    """Return what the summary says of how an example was folded, in so many seconds.
+
+    sample: how templates are chosen; None for a model that takes none.
+    """
+    return {
+        "seed": prepared.seed,
+        "recycles": recycles,
+        "ensemble": prepared.ensemble,
+        **depths_of(prepared.assembly),
+        "templates": [] if sample is None else _used_templates(prepared.assembly, sample),
+        "seconds": {"features": round(prepared.seconds, 3), "model": round(seconds, 3)},
+    }
+
+
+def _used_templates(assembly: Assembly, sample: SampleConfig) -> list[str]:
+    """Return the names of the templates that a model sees, chain by chain, copies once."""
+    used: list[str] = []
+    for chain in {chain.sequence: chain for chain in assembly.chains}.values():
+        if isinstance(chain, RawExample) and chain.templates is not None:
+            chosen = choose_templates(len(chain.templates), sample.max_templates, None)
+            used += chain.templates.choose(chosen).names
+    return used
+
+
+def without_atoms(chain: Example) -> Example:
+    """Return a chain without its coordinates, where they are in memory."""
+    return replace(chain, positions=None, mask=None) if isinstance(chain, RawExample) else chain

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from warpfold.data.example.query_files import Given
 from warpfold.errors import UserError
 from warpfold.parallel.team import Team
 from warpfold.progress import Progress
-from warpfold.run.arguments import WrongArgument, is_list, paths, progress_of, shown
+from warpfold.run.arguments import WrongArgument, is_list, paths, progress_of, queries, shown
 from warpfold.run.fold_input import query_of, said_of
 from warpfold.run.fold_options import Kept
 from warpfold.run.folding import FoldItem, FoldOutcome, fold_groups, in_groups
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params
 from warpfold.run.predictor import Predictor
-from warpfold.run.queries import Query, read_given
+from warpfold.run.queries import FetchAlignments, Query, read_given
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,22 +61,28 @@ def fold_many(
     numbers: Mapping[str, Any],
     kept: Kept,
     batch: int | None,
+    fetch: FetchAlignments | None = None,
     progress: Progress | None = None,
 ) -> list[FoldResult]:
-    """Fold many proteins, as `Predictor.fold_many`.  numbers: seed, recycles and ensemble.  batch: None for "auto"."""
+    """Fold many proteins, as `Predictor.fold_many`.
+
+    numbers: seed, recycles and ensemble.  batch: None for "auto".  fetch: gets alignments of those that have none.
+    """
+    from warpfold.data.search.server import ServerGone
+
     tell, results = progress_of(progress), {}
-    queries: list[Query] = []
-    given = _given(predictor, sequences, alignments, templates)
+    asked: list[Query] = []
+    given = _given(predictor, sequences, alignments, templates, fetch)
     for name, one, aligned, offered in given:
         try:
-            query = query_of(one, aligned, name) if not isinstance(one, Query) else one
-            queries.append(predictor.with_templates(query, offered))
-        except WrongArgument:
+            query = query_of(one, aligned, name, fetch) if not isinstance(one, Query) else one
+            asked.append(predictor.with_templates(query, offered))
+        except (WrongArgument, ServerGone):  # no other protein would be better off
             raise
         except UserError as error:
             results[name] = FoldResult(name, error=str(error))
     model, total = predictor.as_params, len(given)
-    items = [FoldItem(model, query, numbers["seed"]) for query in queries]
+    items = [FoldItem(model, query, numbers["seed"]) for query in asked]
     alone = predictor.team.process.ranks > 1 or predictor.recycling.ends_early
     groups = in_groups(items, 1 if alone else batch, str(predictor.device))
     tell(len(results), total, "folding")
@@ -94,13 +101,13 @@ def fold_many(
     return [results[name] for name, *_ in given]
 
 
-def _given(predictor: Predictor, sequences: Any, alignments: Any, templates: Any) -> list[tuple[str, Any, Any, Any]]:
+def _given(
+    predictor: Predictor, sequences: Any, alignments: Any, templates: Any, fetch: FetchAlignments | None
+) -> list[tuple[str, Any, Any, Any]]:
     """Return name, sequence, alignment and templates of each; a query of a file, which has its alignments."""
-    if isinstance(sequences, str | os.PathLike):
-        if isinstance(sequences, str) and not Path(sequences).exists():
-            raise WrongArgument(f"sequences = {shown(sequences)}: no such file; give a list for sequences: [...]")
+    if (files := _files_of(sequences)) is not None:
         together = predictor.model.config.multimer is not None
-        read = read_given(Path(sequences), paths("alignments", alignments), together)
+        read = read_given(files, paths("alignments", alignments), together, fetch)
         for warning in read.warnings:
             logging.getLogger("warpfold").warning("%s", warning)
         found = read.queries
@@ -113,6 +120,25 @@ def _given(predictor: Predictor, sequences: Any, alignments: Any, templates: Any
         raise WrongArgument(f"sequences: the name {shown(wrong[0])}: a text is needed")
     aligned, offered = _each("alignments", alignments, list(named)), _each("templates", templates, list(named))
     return [(name, one, aligned[name], offered[name]) for name, one in named.items()]
+
+
+def _files_of(sequences: Any) -> list[Given] | None:
+    """Return the files, folders and texts that are read as by `warpfold predict`; None for sequences themselves.
+
+    Of a list with a file in it, every text is a file's name or a sequence.
+    """
+    if isinstance(sequences, str | os.PathLike):
+        if isinstance(sequences, str) and sequences != "-" and not Path(sequences).exists():
+            raise WrongArgument(f"sequences = {shown(sequences)}: no such file; give a list for sequences: [...]")
+        return [sequences if sequences == "-" else Path(sequences)]
+    if is_list(sequences) and any(map(_is_file, sequences)):
+        return [Path(one) if _is_file(one) else one for one in queries("sequences", sequences)]
+    return None
+
+
+def _is_file(one: Any) -> bool:
+    """Return whether this is a file's name, and no sequence: letters, * and - alone."""
+    return isinstance(one, os.PathLike) or (isinstance(one, str) and not set(one).isdisjoint("./"))
 
 
 def _each(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:

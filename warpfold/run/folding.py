@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -269,15 +269,8 @@ def following_passes(
     ready = [prepared for _, prepared in made if isinstance(prepared, Prepared)]
     if follow is None or not ready:
         return nullcontext()
-    said = time.perf_counter()
-
-    def tell(place: PassPlace) -> None:
-        nonlocal said
-        if time.perf_counter() - said > OFTEN:  # hundreds of layers pass by in the time of a small protein
-            said = time.perf_counter()
-            follow(group, place)
-
-    return followed(predictor.model, (ready[0].recycles + 1) * ready[0].ensemble, tell)
+    passes = (ready[0].recycles + 1) * ready[0].ensemble
+    return followed(predictor.model, passes, partial(follow, group), OFTEN)
 
 
 def failures_of(team: Team) -> tuple[type[Exception], ...]:

@@ -14,15 +14,21 @@ from warpfold.batch import Batch
 from warpfold.errors import UserError
 from warpfold.memory import is_out_of_memory
 from warpfold.model.alphafold import ModelConfig
-from warpfold.parallel.plan import Plan
+from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.team import Team
 from warpfold.run.config import GivenSettings, RunConfig
-from warpfold.settings import build, to_dict
+from warpfold.settings import build, plain, to_dict
+from warpfold.tune.cluster.links import Cluster, one_node
+from warpfold.tune.cluster.probe import measure_cluster
 from warpfold.tune.example import ExampleSizes, sizes_of
 from warpfold.tune.job import Job
 from warpfold.tune.machine import Machine, this_machine
 from warpfold.tune.plan_words import describe_plan
 from warpfold.tune.planner import CHOSEN_IN_TRAINING, Choice, choose, needed_bytes, tighter
+from warpfold.tune.rates import Rates
+from warpfold.tune.step_planner import CHOSEN_ON_RANKS, choose_step, rough_plans
+from warpfold.tune.step_seconds import example_seconds
+from warpfold.tune.step_words import choice_in_words, describe_ranks_plan, joined
 
 log = logging.getLogger("warpfold.plan")
 
@@ -195,48 +201,112 @@ def training_job(given: GivenSettings, config: RunConfig) -> Job:
 
 
 def plan_training(
-    given: GivenSettings, out: Path, device: torch.device | str, memory: int | None = None, team: Team | None = None
+    given: GivenSettings,
+    out: Path,
+    device: torch.device | str,
+    memory: int | None = None,
+    team: Team | None = None,
+    cluster: Cluster | None = None,
 ) -> tuple[RunConfig, str]:
     """Return the settings of a run with the plan that suits its devices, and what is to be said of it.
 
-    Of a small one nothing is said.  A run that is continued on as many processes goes on with the plan that stands in
-    its folder, but for keys that are given.  All ranks call this and get what the first chooses, for the smallest of
-    their devices.
-    Errors: UserError where nothing fits, saying what would, and as of `GivenSettings.config`.
+    Of a small one on one device nothing is said.  A run that is continued on as many processes goes on with the plan
+    that stands in its folder, but for keys that are given.  All ranks call this and get what the first chooses, for the
+    smallest of their devices.  cluster: how they are joined; None: several measure it, if there is anything to choose.
+    Errors: UserError where nothing fits, saying what would, for a cluster of other ranks, and as of
+    `GivenSettings.config`.
     """
     team = team or Team()
+    ranks = team.process.ranks
+    if cluster is not None and cluster.ranks != ranks:
+        raise UserError(
+            f"the cluster has {cluster.ranks} ranks, and {ranks} {'is' if ranks == 1 else 'are'} training; "
+            "measure it with as many, or leave --cluster out"
+        )
     if not given.auto:
         return given.config(), ""
     free = this_machine(device, memory=memory)
-    machine = replace(free, free=int(team.smallest(free.free, "free memory")), devices=team.process.ranks)
-    told: dict[str, Any] = {}
-    if team.is_rank_zero:
-        told = _plan_of_run(given, out, team.process.ranks)
-        if not told:
-            fixed = given.fixed(CHOSEN_IN_TRAINING)
-            try:
-                choice = choose(training_job(given, given.config()), machine, fixed)
-            except ValueError as error:
-                raise UserError(f"{given.source}: {error}") from error
-            said = "" if choice.evident else str(choice)
-            told = {name: getattr(choice.plan, name) for name in CHOSEN_IN_TRAINING} | {"said": said}
-    told = team.broadcast(told, "the plan of the run")
+    machine = replace(free, free=int(team.smallest(free.free, "free memory")), devices=ranks)
+    earlier = team.broadcast(_plan_of_run(given, out, ranks), "the plan of an earlier run")
+    told = earlier or _chosen(given, machine, torch.device(device), team, cluster)
     said = told.pop("said")
     return given.config(**told), said
 
 
+def _chosen(
+    given: GivenSettings, machine: Machine, device: torch.device, team: Team, cluster: Cluster | None
+) -> dict[str, Any]:
+    """Return the keys that are chosen, the same on all ranks, and what is to be said of them."""
+    config = given.config()
+    job, rates = training_job(given, config), None
+    fixed, sync = given.fixed_on_ranks(CHOSEN_ON_RANKS)
+    if config.train.window:  # examples come as they are ready, so none can be shared
+        fixed = {"axial": 1, "branch": 1, **fixed}
+    if machine.devices > 1 and _is_open(given, job, machine, fixed, sync):
+        cluster = cluster or measure_cluster(team, device)
+        rates = _rates(job, machine, cluster, fixed, sync)
+    told: dict[str, Any] = {}
+    if team.is_rank_zero:
+        try:
+            if rates is None or cluster is None:
+                choice = choose(job, machine, given.fixed(CHOSEN_IN_TRAINING))
+                said = "" if choice.evident else str(choice)
+                told = {name: getattr(choice.plan, name) for name in CHOSEN_IN_TRAINING} | {"said": said}
+            else:
+                of_ranks = choose_step(job, machine, cluster, rates, fixed, sync)
+                told = {name: plain(getattr(of_ranks.plan, name)) for name in CHOSEN_ON_RANKS}
+                told["said"] = f"{choice_in_words(of_ranks)}; {joined(cluster)}"
+        except ValueError as error:
+            raise UserError(f"{given.source}: {error}") from error
+    chosen: dict[str, Any] = team.broadcast(told, "the plan of the run")
+    return chosen
+
+
+def _is_open(
+    given: GivenSettings, job: Job, machine: Machine, fixed: Mapping[str, Any], sync: Mapping[str, Any]
+) -> bool:
+    """Return whether there is anything to choose.  Errors: UserError for keys and ranks that do not go together."""
+    try:
+        groups = rough_plans(job, one_node(machine.devices), fixed, sync)
+    except ValueError as error:
+        raise UserError(f"{given.source}: {error}") from error
+    kept = groups[0][0].recompute is not None and "keep_blocks" not in fixed
+    return len(groups) > 1 or len(groups[0]) > 1 or kept
+
+
+def _rates(
+    job: Job, machine: Machine, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapping[str, Any]
+) -> Rates | None:
+    """Return how fast this device is, measured while all ranks do the same, as they will in the run; None: not known.
+
+    Rates are measured when they are first read, so a plan is timed here that asks for most of them.
+    """
+    plans = [group[0] for group in rough_plans(job, cluster, fixed, sync)]
+    rates = machine.rates(DTYPES[plans[0].precision])
+    try:
+        for plan in (plans[0], plans[-1]):
+            if rates is not None:
+                example_seconds(job, plan, rates, cluster)
+    except ValueError:  # no rate of this dtype
+        return None
+    return rates
+
+
 def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
     """Return the keys that were chosen when a run began, if it began on as many processes; else nothing."""
-    path = out / "settings.toml"
+    path, names = out / "settings.toml", CHOSEN_ON_RANKS if ranks > 1 else CHOSEN_IN_TRAINING
     try:
-        plan = tomllib.loads(path.read_text(encoding="utf-8"))["plan"]
-        earlier: dict[str, Any] = {name: None if plan[name] == "none" else plan[name] for name in CHOSEN_IN_TRAINING}
-    except (OSError, ValueError, KeyError, TypeError):
+        values = tomllib.loads(path.read_text(encoding="utf-8"))["plan"]
+        plan = build(Plan, values, str(path), "plan.")
+    except (OSError, ValueError, KeyError, TypeError, UserError):
         return {}  # there is none, or `train` will say what is wrong with it
-    fixed = given.fixed(CHOSEN_IN_TRAINING)
-    if any(fixed.get(name, value) != value for name, value in earlier.items()):
+    fixed, sync = given.fixed_on_ranks(names)
+    if any(getattr(plan, name) != value for name, value in fixed.items() if name in names):
         return {}
-    if earlier["data"] * earlier["axial"] * plan.get("branch", 1) != ranks:
+    if any(getattr(plan.sync, name) != value for name, value in sync.items() if name != "check_every"):
         return {}
-    plan = Plan(**{**fixed, **earlier})
-    return {**earlier, "said": f"{describe_plan(plan, training=True)}, as in {path}"}
+    if plan.data * plan.axial * plan.branch != ranks:
+        return {}
+    plan = replace(plan, **fixed, sync=replace(plan.sync, **sync))
+    words = describe_plan(plan, training=True) if ranks == 1 else describe_ranks_plan(plan)
+    return {name: plain(getattr(plan, name)) for name in names} | {"said": f"{words}, as in {path}"}

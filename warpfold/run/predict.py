@@ -34,6 +34,7 @@ from warpfold.run.planning import grid_for
 from warpfold.run.predict_templates import TemplateSources
 from warpfold.run.queries import ComplexQuery, Query, ReadQueries, read_given, with_templates
 from warpfold.run.sanity import check_geometry, warn_of_confidence
+from warpfold.run.servers import fetching
 from warpfold.run.share import Share, fold_shared
 
 if TYPE_CHECKING:
@@ -118,8 +119,8 @@ def predict(
     start = time.perf_counter()
     _check_pipes([*([query] if isinstance(query, Given) else query), *msas], team)
     share.check(team, options.device)
-    asked = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
-    read, models = _read(query, msas, [params] if isinstance(params, Path) else params, out, options, asked, tell)
+    server = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
+    read, models, asked = _read(query, msas, params, out, options, server, tell)
     queries = read.queries
     total = len(models) * len(queries) * options.seeds
     if team.mesh.data.size > 1:
@@ -137,7 +138,7 @@ def predict(
     seeds = range(options.seed, options.seed + options.seeds)
     items = [FoldItem(*one) for one in product(models, queries, seeds)]
     new = _new_summary(queries, models, options, device)
-    new |= {"warnings": _warnings(read, models, templates), "msa_server": None if server is None else server.url}
+    new |= {"warnings": _warnings(read, models, templates), "msa_server": server and server.url, "asked": asked}
     folder = PredictionFolder(out, new, items, share.part, options.keep)
     with closing(folder):
         todo = None
@@ -163,24 +164,27 @@ def _check_pipes(files: Sequence[Given], team: Team) -> None:
 def _read(
     given: Given | Sequence[Given],
     msas: Sequence[Path],
-    params: Sequence[Path],
+    params: Path | Sequence[Path],
     out: Path,
     options: PredictOptions,
     server: "AlignmentServer | None",
     tell: Progress,
-) -> tuple[ReadQueries, list[Params]]:
-    """Read queries and parameters; of a folder with parameters of several kinds, those that the queries need."""
+) -> tuple[ReadQueries, list[Params], str | None]:
+    """Read queries and parameters; of a folder with parameters of several kinds, those that the queries need.
+
+    Returns a digest of what a server was asked, too; None if it was not.
+    """
+    asked: str | None = None
+    params = [params] if isinstance(params, Path) else params
     waiting = any(path.is_dir() and len(families_in(path)) > 1 for path in params)
     models = [] if waiting else read_params(params_files(params, options.num_models))
 
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
-        from warpfold.data.search.fetch import alignments_of, wanted_of
-
+        nonlocal asked
         assert server is not None
-        _check_complexes([one.name for one, _ in lacking if len(one.ids) > 1], models)
-        claim_folder(out, FORMAT, "", force=True)  # before anything is sent for a run that would be refused
-        chains = [(one, dict(zip(one.ids, one.sequences)), without) for one, without in lacking]
-        return alignments_of(server, [wanted_of(one.name, own, without) for one, own, without in chains], tell)
+        asked = _asked_digest(lacking, models, options, server.url)
+        _check_before_sending(out, asked, options.force)
+        return fetching(server, lambda name: _check_complexes([name], models), tell)(lacking)
 
     together = bool(options.together) if waiting else _together(models, options)
     read = read_given(given, msas, together, fetch if server is not None else None)
@@ -188,7 +192,24 @@ def _read(
     if waiting:
         models = read_params(params_files(params, options.num_models, complexes=bool(complexes)))
     _check_complexes(complexes, models)
-    return read, models
+    return read, models, asked
+
+
+def _check_before_sending(out: Path, asked: str, force: bool) -> None:
+    """Raise UserError, before anything is sent, for a folder that would be refused afterwards."""
+    earlier = claim_folder(out, FORMAT, "", force=True) or {"asked": asked}
+    known = asked if earlier.get("msa_server") else None  # of a version that did not note it
+    if earlier.get("asked", known) != asked:
+        claim_folder(out, FORMAT, "another", force)
+
+
+def _asked_digest(
+    lacking: Sequence[tuple[Complex, list[str]]], models: Sequence[Params], options: PredictOptions, url: str
+) -> str:
+    """Return a digest of what decides the result and is known before a server has answered."""
+    asked = [[one.name, [*one.ids], [*one.sequences], without] for one, without in lacking]
+    deciding = [options.seed, options.seeds, [[model.digest, options.of(model)] for model in models], url, asked]
+    return hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
 
 
 def _warnings(read: ReadQueries, models: Sequence[Params], templates: TemplateSources | None) -> list[str]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from warpfold.batch import stack, to_tensors
-from warpfold.data.example.assembly import Assembly, Example
+from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.raw_example import RawExample
-from warpfold.data.features.choose import SampleConfig, choose_templates
+from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
@@ -28,20 +28,32 @@ from warpfold.progress import Progress
 from warpfold.run import arguments
 from warpfold.run.arguments import PathLike, Paths
 from warpfold.run.coverage import coverage_of
-from warpfold.run.fold_input import Alignments, Sequences, TemplatesLike, add_templates, depths_of, query_of, said_of
+from warpfold.run.fold_input import (
+    Alignments,
+    Sequences,
+    TemplatesLike,
+    add_templates,
+    details_of,
+    query_of,
+    said_of,
+    without_atoms,
+)
 from warpfold.run.fold_options import Kept, Recycling, batch_of, kept_of, passes_of
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params
 from warpfold.run.planning import FoldPlan, FoldPlanner, sizes_of_batch
-from warpfold.run.queries import ComplexQuery, Query
+from warpfold.run.queries import ComplexQuery, FetchAlignments, Query
 from warpfold.run.read_out import Prepared, ReadOut
+from warpfold.run.servers import ServerLike, fetching, server_of
 from warpfold.settings import build
 from warpfold.tune.machine import parse_memory
 
 if TYPE_CHECKING:
+    from warpfold.data.search.server import AlignmentServer
     from warpfold.run.fold_many import FoldResult
 
 log = logging.getLogger("warpfold")
+NAMES = arguments.names_arguments(msa="alignment", template="templates", strict='kernels="strict"')
 
 
 class Predictor:
@@ -56,6 +68,7 @@ class Predictor:
     Errors: UserError for a model that such a team cannot share.
     """
 
+    @NAMES
     def __init__(
         self,
         model: AlphaFold,
@@ -69,9 +82,8 @@ class Predictor:
         memory: str | int | None = None,
     ) -> None:
         if not isinstance(model, AlphaFold):
-            raise arguments.WrongArgument(
-                f"model = {arguments.shown(model)}: an AlphaFold is needed; files: load(FILE)"
-            )
+            what = arguments.shown(model)
+            raise arguments.WrongArgument(f"model = {what}: an AlphaFold is needed; files: load(FILE)")
         self.team = team or Team()
         axial, branch = self.team.mesh.axial.size, self.team.mesh.branch.size
         if reason := Plan(axial=axial, branch=branch).unsupported_reason(model.config.evoformer.outer):
@@ -87,8 +99,10 @@ class Predictor:
         self.model = model
         self.sample = sample or SampleConfig()
         self.recycling = Recycling()
+        self.msa_server: AlignmentServer | None = None
         self.to(device)
 
+    @NAMES
     def to(self, device: str | torch.device) -> "Predictor":
         """Move the model to another device; it folds there from now on.  Returns itself."""
         self.device = torch.device(arguments.device_of(device))
@@ -103,6 +117,7 @@ class Predictor:
         count = sum(p.numel() for p in self.model.parameters())
         return f"<Predictor of {kind}: {count:,} parameters, {self.precision} on {self.device}>"
 
+    @NAMES
     def fold(
         self,
         sequence: Sequences,
@@ -119,6 +134,8 @@ class Predictor:
         hits: Paths | None = None,
         template_structures: PathLike | None = None,
         max_template_date: str | None = None,
+        msa_server: ServerLike = None,
+        msa_cache: PathLike | None = None,
     ) -> Prediction:
         """Fold `sequence` (one letter per residue), given an alignment of it: rows as in A3M, a file, an `Alignment`.
 
@@ -128,7 +145,9 @@ class Predictor:
         In rows lower case is an insertion, and the query's own row may be among them or not.  templates: mmCIF or PDB
         files, FILE or FILE:CHAIN, aligned here (of a complex to the chains that they fit, or ID=FILE for chain ID); or,
         for a single sequence, `Templates` that are aligned already, best first.  hits: files of HHsearch or hmmsearch,
-        with the folder of the structures that they point to.  seed: of the alignment's sampling and masking; the same
+        with the folder of the structures that they point to.  msa_server: the address of an alignment server, to which
+        sequences without an alignment are sent; without it, here or in `load`, nothing is.  msa_cache: the folder for
+        its answers, `alignments` by default.  seed: of the alignment's sampling and masking; the same
         seed gives the same prediction.  recycles, ensemble: default to the model's settings.  Without `representations`
         single, pair and msa of the result are None, without `distogram` contacts, distogram and its edges; without
         `logits` those of the heads are not there.
@@ -137,10 +156,16 @@ class Predictor:
         """
         kept = kept_of(representations, distogram, logits)
         numbers = passes_of(seed, recycles, ensemble)
-        query = query_of(sequence, alignment, arguments.text("name", name))
+        fetch = self._fetching(msa_server, msa_cache)
+        query = query_of(sequence, alignment, arguments.text("name", name), fetch)
         query = self.with_templates(query, templates, hits, template_structures, max_template_date)
         prediction = self.compute(self.prepare(query.example(), **numbers), **asdict(kept))
         return said_of(query, prediction)
+
+    def _fetching(self, server: ServerLike, cache: PathLike | None) -> FetchAlignments | None:
+        """Return what gets alignments from the server that the user has named, here or in `load`; None without one."""
+        named = server_of(server, cache, Path("alignments")) or self.msa_server
+        return None if named is None else fetching(named, self._check_complex)
 
     def with_templates(
         self,
@@ -155,6 +180,7 @@ class Predictor:
             self._check_complex(query.name)
         return add_templates(query, self.as_params, templates, hits, template_structures, max_template_date)
 
+    @NAMES
     def fold_many(
         self,
         sequences: Mapping[str, Sequences] | Sequence[Sequences] | PathLike,
@@ -168,12 +194,15 @@ class Predictor:
         distogram: bool = False,
         logits: bool = False,
         batch: int | str = "auto",
+        msa_server: ServerLike = None,
+        msa_cache: PathLike | None = None,
         progress: Progress | None = None,
     ) -> "list[FoldResult]":
         """Fold many proteins and complexes; return a result for each, in their order, also for those that failed.
 
         sequences: a list, or name -> sequence, each as `fold` takes it; or a file or a folder, as `warpfold predict`
-        takes it.  alignments, templates: likewise a list or name -> what `fold` takes; of a file paths.
+        takes it, or "-" for standard input, or a list of these.  alignments, templates: likewise a list or name -> what
+        `fold` takes; of files paths.  msa_server, msa_cache: as of `fold`.
         The costly are folded first, and short single chains share a pass of the model: batch, at most so many; "auto":
         where that was measured to help.  Features are made while another one computes.  progress: called with the
         number that is done, the number of all, and what is at work.
@@ -182,8 +211,8 @@ class Predictor:
         from warpfold.run.fold_many import fold_many
 
         kept, numbers = kept_of(representations, distogram, logits), passes_of(seed, recycles, ensemble)
-        most = batch_of(batch)
-        return fold_many(self, sequences, alignments, templates, numbers, kept, most, progress)
+        most, fetch = batch_of(batch), self._fetching(msa_server, msa_cache)
+        return fold_many(self, sequences, alignments, templates, numbers, kept, most, fetch, progress)
 
     @property
     def as_params(self) -> Params:
@@ -216,7 +245,7 @@ class Predictor:
             raise UserError(f"recycles = {recycles}, ensemble = {ensemble}: at least 0 and 1 are needed")
         if isinstance(example, Assembly):
             self._check_complex(example.name)
-            assembly = replace(example, chains=tuple(map(_without_atoms, example.chains)))
+            assembly = replace(example, chains=tuple(map(without_atoms, example.chains)))
         else:
             example = replace(example, positions=None, mask=None)
             assembly = Assembly(example.name, ("A",), (example,))
@@ -281,15 +310,7 @@ class Predictor:
         return [replace(prediction, details=one) for prediction, one in zip(found, details)]
 
     def _details(self, prepared: Prepared, recycles: int, seconds: float) -> dict[str, Any]:
-        """Return what the summary says of how an example was folded, in so many seconds."""
-        return {
-            "seed": prepared.seed,
-            "recycles": recycles,
-            "ensemble": prepared.ensemble,
-            **depths_of(prepared.assembly),
-            "templates": self._used_templates(prepared.assembly),
-            "seconds": {"features": round(prepared.seconds, 3), "model": round(seconds, 3)},
-        }
+        return details_of(prepared, recycles, seconds, None if self.model.templates is None else self.sample)
 
     def _fold(self, prepared: Prepared, plan: Plan, kept: Kept) -> tuple[int, Prediction]:
         with self._running(plan, prepared.ensemble):
@@ -330,17 +351,8 @@ class Predictor:
                 "(params_model_*_multimer_*.npz), or fold each chain alone (from Python: fold_many)"
             )
 
-    def _used_templates(self, assembly: Assembly) -> list[str]:
-        """Return the names of the templates that the model sees, chain by chain, copies once."""
-        used: list[str] = []
-        entities = {chain.sequence: chain for chain in assembly.chains}
-        for chain in entities.values() if self.model.templates is not None else ():
-            if isinstance(chain, RawExample) and chain.templates is not None:
-                chosen = choose_templates(len(chain.templates), self.sample.max_templates, None)
-                used += chain.templates.choose(chosen).names
-        return used
 
-
+@arguments.names_arguments(strict='kernels="strict"')
 def load(
     params: PathLike,
     device: str | torch.device | None = None,
@@ -356,18 +368,21 @@ def load(
     max_extra: int | None = None,
     recycle_tolerance: float | None = None,
     max_recycles: str | tuple[int, int] | None = None,
+    msa_server: ServerLike = None,
+    msa_cache: PathLike | None = None,
 ) -> Predictor:
     """Load parameters from a file: WarpFold's safetensors, DeepMind's params_model_*.npz, or OpenFold's .pt.
 
     device: by default the first GPU if there is one.  sample: by default as the parameters were trained; for
     DeepMind's this follows from their arrays and name (`model.weights.data_settings`), and what has to be assumed is
     logged.  max_msa, max_extra: rows of the clustered and of the extra alignment, in place of the sample's.
-    recycle_tolerance, max_recycles: when recycling ends early (`Recycling`).  memory: bytes, or "24GB".  The rest is as
-    in `Predictor`.
+    recycle_tolerance, max_recycles: when recycling ends early (`Recycling`).  memory: bytes, or "24GB".  msa_server,
+    msa_cache: for all that it folds, as of `Predictor.fold`.  The rest is as in `Predictor`.
     Errors: UserError for a file that is none of these, or whose arrays do not fit, and for wrong arguments.
     """
     path, where = arguments.path("params", params), arguments.device_of(device)
     recycling = Recycling.of(recycle_tolerance, max_recycles)
+    server = server_of(msa_server, msa_cache, Path("alignments"))
     if sample is not None and not isinstance(sample, SampleConfig):
         raise arguments.WrongArgument(f"sample = {arguments.shown(sample)}: a SampleConfig is needed")
     rows: dict[str, Any] = {
@@ -381,10 +396,5 @@ def load(
             log.warning("%s", assumed)
     sample = replace(sample, **{name: count for name, count in rows.items() if count is not None})
     predictor = Predictor(model, where, chunk, precision, sample, team, kernels, offload, memory)
-    predictor.recycling = recycling
+    predictor.recycling, predictor.msa_server = recycling, server
     return predictor
-
-
-def _without_atoms(chain: Example) -> Example:
-    """Return a chain without its coordinates, where they are in memory."""
-    return replace(chain, positions=None, mask=None) if isinstance(chain, RawExample) else chain

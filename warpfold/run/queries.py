@@ -143,8 +143,9 @@ def read_given(
     source = str(given) if isinstance(given, Given) else ", ".join(map(str, given))
     alignments = read_chain_alignments(msas, sequences, source)
     if fetch is not None:
-        lacking = [(one, _lacking(one, alignments)) for one in found]
-        fetched = fetch([(one, without) for one, without in lacking if without])
+        lacking = [(one, lacking_of(one, alignments)) for one in found]
+        asked = [(one, without) for one, without in lacking if without]
+        fetched = fetch(asked) if asked else []
         alignments = alignments.joined(read_chain_alignments(fetched, sequences, source))
     queries: list[Query] = []
     for one in found:
@@ -162,10 +163,10 @@ def read_given(
     return ReadQueries(queries, warnings, files.hits)
 
 
-def _lacking(query: Complex, alignments: ChainAlignments) -> list[str]:
+def lacking_of(query: Complex, alignments: ChainAlignments | None) -> list[str]:
     """Return the sequences of a query that have no alignment."""
     own = {alignment.query for alignment in query.alignments}
-    return [one for one in query.sequences if as_row(one) not in own and not alignments.of(one)]
+    return [one for one in query.sequences if as_row(one) not in own and not (alignments and alignments.of(one))]
 
 
 def _alone(given: Sequence[Alignment], rows: Alignment) -> list[str]:

@@ -191,6 +191,7 @@ class _Bar:
     def __init__(self, tell: Progress, total: int, groups: Sequence[Group]) -> None:
         self._tell, self._total = tell, total
         self._done = total - sum(map(len, groups))  # by an earlier run, or by others
+        self._shown: float = self._done
         self._cost, self._left, self._start = 0.0, cost_of(groups), time.perf_counter()
         tell(self._done, total, groups[0][0].query.name if groups else "")
 
@@ -198,15 +199,17 @@ class _Bar:
         """Show where the model is in a group that it folds; what has been folded may still be being written."""
         cost = place.share * cost_of([group])
         name = group[0].query.name if len(group) == 1 else f"{len(group)} together"
-        short = name if len(name) <= 12 else f"{name[:11]}…"
-        done = min(self._done + place.share * len(group), self._total)
-        self._tell(done, self._total, f"{short}{self._time_left(cost)}, {place}")
+        short = name if len(name) <= 8 else f"{name[:7]}…"  # all of it fits a terminal of 80 columns
+        # What was folded is not done before it is written: the bar does not go back meanwhile.
+        self._shown = max(self._shown, min(self._done + place.share * len(group), self._total))
+        self._tell(self._shown, self._total, f"{short}{self._time_left(cost)}, {place}")
 
     def move(self, items: Sequence[FoldItem]) -> None:
         self._done += len(items)
         for item in items:
             self._cost, self._left = self._cost + item.cost, self._left - item.cost
-        self._tell(self._done, self._total, f"{items[-1].query.name}{self._time_left()}")
+        self._shown = max(self._shown, self._done)
+        self._tell(self._shown, self._total, f"{items[-1].query.name}{self._time_left()}")
 
     def _time_left(self, cost: float = 0.0) -> str:
         """Return the words for the time that is left, where so much of what is being folded is done; or none."""

@@ -98,7 +98,7 @@ def planned_machine(device: str | None, memory: int | None, devices: int) -> Mac
         if memory is None:
             raise UserError(f"--device {device}: this machine has none; say what it has: --memory 24GB")
         return Machine(kind="cuda", free=memory, devices=devices)
-    if not any(known.lower() in device.lower() for known in SHEETS):
+    if of_sheet(device) is None:
         raise UserError(
             f"--device {device}: not known; give cpu, cuda or one of {', '.join(SHEETS)}; for another GPU, "
             "--device cuda --memory 24GB"
@@ -106,6 +106,11 @@ def planned_machine(device: str | None, memory: int | None, devices: int) -> Mac
     sheet = of_gpu(device).name
     how = "data sheet" if memory is None else "given"
     return Machine(kind="cuda", free=memory or SOLD_WITH[sheet], devices=devices, name=sheet, how=how)
+
+
+def of_sheet(device: str) -> str | None:
+    """Return a device's name if its data sheet is known, else None."""
+    return device if any(known.lower() in device.lower() for known in SHEETS) else None
 
 
 def parse_memory(text: str) -> int:

@@ -59,9 +59,7 @@ class Choice:
 
     def __str__(self) -> str:
         """ "slices of 16 rows, in place: 3.1 of 18.0 GB, about 4 min"."""
-        free = self.machine.free
-        needed, unit = needed_bytes(self.memory, self.machine), in_gb(free)
-        have = f"{needed / 1e9:.1f} of {unit}" if needed >= 5e7 and free >= 1e8 else f"{in_gb(needed)} of {unit}"
+        have = memory_of_free(self.memory, self.machine)
         return f"{describe_plan(self.plan, self.job.training)}: {have}" + (
             f", {duration(self.seconds)}" if self.seconds else ""
         )
@@ -125,13 +123,13 @@ def candidates(job: Job, machine: Machine, fixed: Mapping[str, Any], kept: bool 
             keys = devices | {key: value for key, value in way.items() if key not in fixed} | dict(fixed)
             if not job.training and "in_place" not in fixed:
                 keys["in_place"] = keys.get("chunk") is not None
-            plan = _possible(keys)
+            plan = possible(keys)
             if plan is not None and plan not in found and not (plan.offload and not job.training and not plan.in_place):
                 found.append(plan)
     return found or [Plan(**fixed)]  # which says what is wrong with it
 
 
-def _possible(keys: Mapping[str, Any]) -> Plan | None:
+def possible(keys: Mapping[str, Any]) -> Plan | None:
     """Return the plan of keys that were put together; None where they do not go together."""
     try:
         return Plan(**keys)
@@ -178,15 +176,15 @@ def _training_ways(
     kinds: tuple[Recompute, ...] = ("block", "layer")
     for kind in kinds:
         keys: dict[str, Any] = {"recompute": kind}
-        plan = _possible({**devices, **keys, **fixed}) if kept else None
+        plan = possible({**devices, **keys, **fixed}) if kept else None
         counts = plan is not None and plan.recompute == kind and "keep_blocks" not in fixed
-        if plan is not None and counts and (most := _most_kept(job, machine, plan)):
+        if plan is not None and counts and (most := most_kept(job, machine, plan)):
             yield keys | {"keep_blocks": most}
         yield keys
     yield from ({"recompute": kind, "offload": True} for kind in kinds)
 
 
-def _most_kept(job: Job, machine: Machine, plan: Plan) -> int:
+def most_kept(job: Job, machine: Machine, plan: Plan) -> int:
     """Return how many of the last blocks can keep everything: memory grows by the same with each of them.
 
     0 also where all can, and nothing need be computed again.
@@ -236,6 +234,12 @@ _rounded = rounded  # `estimate` has a parameter of this name
 def needed_bytes(memory: MemoryEstimate, machine: Machine) -> int:
     """Return the bytes that must be free on each device, with a margin; weights that lie there already excepted."""
     return with_margin(memory.peak, machine.kind) - (memory.weights if machine.loaded else 0)
+
+
+def memory_of_free(memory: MemoryEstimate, machine: Machine) -> str:
+    """Return what is needed of what is free, in words: "3.1 of 18.0 GB"."""
+    needed, unit = needed_bytes(memory, machine), in_gb(machine.free)
+    return f"{needed / 1e9:.1f} of {unit}" if needed >= 5e7 and machine.free >= 1e8 else f"{in_gb(needed)} of {unit}"
 
 
 def lacking(memory: MemoryEstimate, machine: Machine) -> str:
@@ -330,7 +334,7 @@ class NothingFitsError(UserError):
     def __init__(self, job: Job, machine: Machine, fixed: Mapping[str, Any], looked: Sequence[Considered]) -> None:
         self.looked = looked
         least = min((one for one in looked if one.memory is not None), key=lambda one: one.memory.peak)  # type: ignore[union-attr]
-        what = "a training" if job.training else "folding"
+        what = "a training on" if job.training else "folding"
         sizes = f"{job.sizes.residues:,} residues with {job.sizes.sequences + job.sizes.extra:,} alignment rows"
         would = "; ".join(_cures(job, machine, least.plan))
         cure = f"what would fit: {would}" if would else "not even a few residues fit; give more memory"

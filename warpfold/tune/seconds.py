@@ -2,7 +2,7 @@
 
 The trunk's operations follow from sizes and plan (tune/layer_work.py), what lies outside of it is counted once for a
 model (tune/outside.py), and what ranks send from the blocks (tune/traffic.py).  Features, compilation and files are not
-in it.
+in it.  A step of a training on many ranks: tune/step_seconds.py.
 """
 
 from collections import defaultdict
@@ -15,14 +15,19 @@ import torch
 
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.parallel.plan import DTYPES, Plan
+from warpfold.tune.cluster.collectives import GroupName, collective_seconds, place
+from warpfold.tune.cluster.links import Cluster
 from warpfold.tune.job import Job
-from warpfold.tune.layer_work import LayerWork, loss_work, shard, trunk_work
+from warpfold.tune.layer_work import LayerWork, loss_work, scaled, shard, trunk_work
 from warpfold.tune.outside import HEADS, LOSSES, OUTSIDE, outside_work
 from warpfold.tune.profile import Cost
 from warpfold.tune.rates import TORCH, PassName, Rates
-from warpfold.tune.traffic import TrafficBlock, moves, total
+from warpfold.tune.sizes import EXTRA, TEMPLATE
+from warpfold.tune.traffic import Move, Phase, TrafficBlock, moves, swaps
 
-UPDATED = 14  # numbers of fp32 that are read or written of each parameter in a step: 4 states, gradient, clipping, copy
+# Numbers of fp32 that are read or written of each parameter: 4 states, gradient and copy in a step; clipping, for each
+# example.
+UPDATED, CLIPPED = 10, 4
 PAIR_LAYERS = 6  # of a block; with offload each reads z, and writes it
 KEPT = {"block": 1, "layer": 8, None: 30}  # sizes of z that a block keeps for the backward pass (docs/plans.md)
 RANKS, OFFLOAD, OPTIMIZER = "between ranks", "to host memory and back", "optimizer"
@@ -41,41 +46,54 @@ class TimeEstimate:
     how: Literal["measured", "modelled"]
 
 
-def estimate_seconds(job: Job, plan: Plan, rates: Rates) -> TimeEstimate:
+def estimate_seconds(job: Job, plan: Plan, rates: Rates, cluster: Cluster | None = None) -> TimeEstimate:
     """Estimate the seconds of a job on the first rank of a plan.
 
+    cluster: where its ranks are; without it, all of them are joined by the link of `rates`.
     Errors: ValueError for rates that do not have the plan's precision.
     """
     found: dict[str, float] = defaultdict(float)
-    for layer, seconds in _parts(job, plan, rates):
+    for layer, seconds in (*forward_parts(job, plan, rates, cluster), *backward_parts(job, plan, rates, cluster)):
         found[layer] += seconds
+    if job.training:
+        found[OPTIMIZER] += optimizer_seconds(job, rates, UPDATED + CLIPPED)
     ordered = dict(sorted(found.items(), key=lambda item: -item[1]))
     return TimeEstimate(sum(ordered.values()), ordered, rates.how)
 
 
-def _parts(job: Job, plan: Plan, rates: Rates) -> Parts:
-    """Yield the seconds of each part; parts of one name belong together."""
+def forward_parts(job: Job, plan: Plan, rates: Rates, cluster: Cluster | None) -> Parts:
+    """Yield the seconds of each part of one example up to its loss; parts of one name belong together."""
     early = job.recycles * job.model.ensemble  # trunk passes without gradient, before the last
     last = job.model.ensemble
     if not job.training:
-        yield from _times(early + last, _trunk(job, plan, rates, "forward"))
-        yield from _outside(job, plan, rates, job.recycles + 1)
+        yield from _times(early + last, _trunk(job, plan, rates, "forward", cluster))
     else:
-        yield from _times(early, _trunk(job, plan, rates, "forward"))
-        if plan.recompute is not None:  # the first time nothing is kept, but of the last blocks
-            stack = job.model.evoformer
-            again = replace(stack, blocks=max(stack.blocks - plan.keep_blocks, 0))
-            yield from _times(
-                last, _trunk(replace(job, model=replace(job.model, evoformer=again)), plan, rates, "forward")
-            )
-        yield from _times(last, _trunk(job, plan, rates, "training"))
-        yield from _times(last, _trunk(job, plan, rates, "backward"))
-        yield from _outside(job, plan, rates, job.recycles + 1)
-        yield from _losses(job, plan, rates)
-        numbers = UPDATED * parameters(job.model) * torch.float32.itemsize
-        yield OPTIMIZER, rates.seconds(TORCH, "forward", Cost(0, 0, numbers), UPDATED, torch.float32)
-    yield from _between_ranks(job, plan, rates)
+        yield from _times(early, _trunk(job, plan, rates, "forward", cluster))
+        yield from _times(last, _trunk(job, plan, rates, "training", cluster))
+        yield from _losses(job, plan, rates, "training")
+    yield from _outside(job, plan, rates, job.recycles + 1, backward=False)
     yield from _offloaded(job, plan, rates)
+
+
+def backward_parts(job: Job, plan: Plan, rates: Rates, cluster: Cluster | None) -> Parts:
+    """Yield the seconds of each part of an example's backward pass, with what is computed again in it."""
+    if not job.training:
+        return
+    last = job.model.ensemble
+    if plan.recompute is not None:  # but of the last blocks
+        stack = job.model.evoformer
+        stack = replace(stack, blocks=max(stack.blocks - plan.keep_blocks, 0))
+        again = replace(job, model=replace(job.model, evoformer=stack))
+        yield from _times(last, _trunk(again, plan, rates, "forward", cluster))
+    yield from _times(last, _trunk(job, plan, rates, "backward", cluster))
+    yield from _losses(job, plan, rates, "backward")
+    yield from _outside(job, plan, rates, job.recycles + 1, backward=True)
+
+
+def optimizer_seconds(job: Job, rates: Rates, numbers: int, shards: int = 1) -> float:
+    """Return what it takes to read or write so many numbers of each parameter of a shard."""
+    moved = numbers * parameters(job.model) * torch.float32.itemsize / shards
+    return rates.seconds(TORCH, "forward", Cost(0, 0, moved), numbers, torch.float32)
 
 
 def _times(count: float, parts: Parts) -> Parts:
@@ -83,35 +101,63 @@ def _times(count: float, parts: Parts) -> Parts:
         yield from ((layer, count * seconds) for layer, seconds in parts)
 
 
-def _trunk(job: Job, plan: Plan, rates: Rates, which: PassName) -> Parts:
-    dtype = DTYPES[plan.precision]
-    for work in trunk_work(job.model, job.sizes, plan, which != "backward"):
-        yield work.layer, _seconds(work, rates, which, dtype)
+def _trunk(job: Job, plan: Plan, rates: Rates, which: PassName, cluster: Cluster | None) -> Parts:
+    """Yield what one pass of the trunk takes; of two branches, the one that needs longer."""
+    dtype, works = DTYPES[plan.precision], trunk_work(job.model, job.sizes, plan, which != "backward")
+    parts = [(work.layer, _seconds(work, rates, which, dtype, plan.batch)) for work in works]
+    waits = _between_ranks(job, plan, rates, which == "backward", cluster)
+    if plan.branch == 1:
+        yield from parts
+        yield from waits
+        return
+    halves: dict[str, list[tuple[str, float]]] = {"m": [], "z": [], "": []}
+    for layer, seconds in parts:
+        halves[_half(layer, job.model)].append((layer, seconds))
+    for half, seconds in waits:
+        halves[half].append((RANKS, seconds))
+    yield from halves[""]
+    yield from max((halves["m"], halves["z"]), key=lambda found: sum(seconds for _, seconds in found))
 
 
-def _seconds(work: LayerWork, rates: Rates, which: PassName, dtype: torch.dtype) -> float:
-    return rates.seconds(work.op, which, work.cost, work.calls, dtype)
+def _computing(job: Job, plan: Plan, rates: Rates, which: PassName) -> float:
+    return sum(seconds for part, seconds in _trunk(job, plan, rates, which, None) if part != RANKS)
 
 
-def _losses(job: Job, plan: Plan, rates: Rates) -> Parts:
+def _half(layer: str, model: ModelConfig) -> str:
+    """Return which branch computes a kind of layer, that of m or of z; "": both, each for itself."""
+    name = layer.removeprefix(EXTRA)
+    if layer.startswith(TEMPLATE):
+        return ""
+    if name == "outer product":  # behind both halves it waits for the new m
+        return "z" if model.evoformer.outer == "first" else ""
+    return "m" if name.startswith(("msa", "global")) else "z"
+
+
+def _seconds(work: LayerWork, rates: Rates, which: PassName, dtype: torch.dtype, batch: int = 1) -> float:
+    """Return what an operation takes for one example; those of a batch share its calls."""
+    return rates.seconds(work.op, which, scaled(work.cost, batch), work.calls, dtype) / batch
+
+
+def _losses(job: Job, plan: Plan, rates: Rates, which: PassName) -> Parts:
     assert job.loss is not None
-    passes: tuple[PassName, ...] = ("training", "backward")
-    for which in passes:
-        for work in loss_work(job.model, job.sizes, plan, which == "training", job.loss.violation > 0):
-            yield work.layer, _seconds(work, rates, which, torch.float32) / plan.axial
+    for work in loss_work(job.model, job.sizes, plan, which == "training", job.loss.violation > 0):
+        yield work.layer, _seconds(work, rates, which, torch.float32) / plan.axial
 
 
-def _outside(job: Job, plan: Plan, rates: Rates, passes: int) -> Parts:
+def _outside(job: Job, plan: Plan, rates: Rates, passes: int, backward: bool) -> Parts:
     """Yield what the embedders, the structure module, the heads and the losses take; heads and losses only once."""
     share = shard(job.sizes.residues, plan.axial)
+    which: PassName = "backward" if backward else "forward" if job.loss is None else "training"
     for key, work in outside_work(job.model, job.sizes, job.loss).items():
-        once = key.part in (*HEADS, LOSSES) or key.backward
-        which: PassName = "backward" if key.backward else "forward" if job.loss is None else "training"
+        if key.backward != backward:
+            continue
+        once = key.part in (*HEADS, LOSSES) or backward
         calls, whole = (
             rates.seconds(OUTSIDE, which, cost, work.calls, torch.float32) for cost in (Cost(0, 0, 0), work.cost)
         )
+        together = 1 if key.part == LOSSES else plan.batch  # the loss of each example is computed by itself
         # Ranks share what is of pairs and alignments, which is nearly all, but all of them make the calls.
-        yield key.part, (calls + (whole - calls) * share) * (1 if once else passes)
+        yield key.part, (calls / together + (whole - calls) * share) * (1 if once else passes)
 
 
 @lru_cache(maxsize=64)
@@ -121,10 +167,28 @@ def parameters(model: ModelConfig) -> int:
         return sum(p.numel() for p in AlphaFold(model).parameters())
 
 
-def _between_ranks(job: Job, plan: Plan, rates: Rates) -> Parts:
-    """Yield what the ranks of an example wait for each other if nothing hides it: at most so long."""
-    if plan.axial == 1:
-        return
+def _between_ranks(job: Job, plan: Plan, rates: Rates, backward: bool, cluster: Cluster | None) -> Parts:
+    """Yield what the ranks of an example wait for each other in one pass of the trunk if nothing hides it: at most so
+    long.  Of two branches with the half's name, else `RANKS`.
+    """
+    phase: Phase = "backward" if backward else "forward"
+    for group, half, move, blocks in example_moves(job, plan):
+        sent = getattr(move, phase)
+        if not sent.calls:
+            continue
+        if cluster is None:
+            seconds = sent.calls * rates.link.latency + sent.bytes / rates.link.bandwidth
+        else:
+            where = place(cluster, plan.data, plan.axial, plan.branch, group)
+            seconds = sent.calls * collective_seconds(move.kind, sent.bytes / sent.calls, where, cluster)
+        yield half if plan.branch > 1 else RANKS, blocks * seconds
+
+
+def example_moves(job: Job, plan: Plan) -> Iterator[tuple[GroupName, str, Move, int]]:
+    """Yield what the ranks of an example send each other in one pass of the trunk.
+
+    Of each move the group, the branch that makes it ("m" or "z"), and the number of blocks that do.
+    """
     model, sizes, itemsize = job.model, job.sizes, DTYPES[plan.precision].itemsize
     rows = sizes.sequences + (sizes.templates if model.templates.enabled and model.templates.torsion_rows else 0)
     stacks = [(model.evoformer.blocks, rows, model.c_m), (model.extra_blocks, sizes.extra, model.c_e)]
@@ -132,12 +196,10 @@ def _between_ranks(job: Job, plan: Plan, rates: Rates) -> Parts:
     for blocks, sequences, c_m in stacks:
         block = TrafficBlock(sequences=sequences, residues=sizes.residues, c_m=c_m, c_z=model.c_z,
                              evoformer=model.evoformer)  # fmt: skip
-        found = moves(block, plan.axial, by_channels, itemsize)
-        forward, backward = total(found, "forward"), total(found, "backward")
-        passes = (job.recycles + 1) * model.ensemble + (1 if job.training and plan.recompute else 0)
-        calls = blocks * (passes * forward.calls + backward.calls * job.training)
-        sent = blocks * (passes * forward.bytes + backward.bytes * job.training)
-        yield RANKS, calls * rates.link.latency + sent / rates.link.bandwidth
+        for move in moves(block, plan.axial, by_channels, itemsize):
+            yield "axial", "m" if move.name.startswith("m") else "z", move, blocks
+        if plan.branch > 1:
+            yield from (("branch", half, move, blocks) for half, move in zip("mz", swaps(block, plan.axial, itemsize)))
 
 
 def _offloaded(job: Job, plan: Plan, rates: Rates) -> Parts:
@@ -149,9 +211,9 @@ def _offloaded(job: Job, plan: Plan, rates: Rates) -> Parts:
     blocks = model.evoformer.blocks + model.extra_blocks
     if job.training:
         moved = 2 * KEPT[plan.recompute] * blocks * z
-        hidden = sum(seconds for _, seconds in _trunk(job, plan, rates, "backward"))
+        hidden = _computing(job, plan, rates, "backward")
     else:
         passes = (job.recycles + 1) * model.ensemble
         moved = 2 * z * PAIR_LAYERS * blocks * passes
-        hidden = passes * sum(seconds for _, seconds in _trunk(job, plan, rates, "forward"))
+        hidden = passes * _computing(job, plan, rates, "forward")
     yield OFFLOAD, max(0.0, moved / rates.host.bandwidth - hidden)

@@ -1,6 +1,7 @@
-"""What the ranks of an axial plan send each other in an Evoformer block, in closed form, and how long that takes.
+"""What the ranks of an example send each other in an Evoformer block, in closed form, and how long that takes.
 
-A law test compares the closed form with what fake ranks send (benchmarks/traffic.py, tests/test_traffic.py).
+What travels for gradients: tune/gradient_traffic.py.  A law test compares the closed form with what fake ranks send
+(benchmarks/traffic.py, tests/test_traffic.py).
 """
 
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from typing import Literal, get_args
 
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.parallel.collectives import shard_sizes
+from warpfold.tune.cluster.collectives import Kind
 from warpfold.tune.cluster.links import Link
 
 Phase = Literal["forward", "recomputed", "backward"]
@@ -46,7 +48,7 @@ class Move:
     """A tensor that moves, in the passes of one block.  The backward pass of a gather is a reduce-scatter."""
 
     name: str  # which tensor of which layer
-    kind: str  # "all_gather", "all_to_all", "sendrecv" (parallel/collectives.py)
+    kind: Kind  # "all_gather", "all_to_all", "sendrecv" (parallel/collectives.py)
     forward: Traffic = Traffic()
     recomputed: Traffic = Traffic()
     backward: Traffic = Traffic()
@@ -97,6 +99,19 @@ def moves(block: TrafficBlock, ranks: int, by_channels: bool, itemsize: int = 2)
         else:
             found += [gather(f"pair.{layer} shared 0", n * c_triangle)]
     return [move for move in found if ranks > 1]
+
+
+def swaps(block: TrafficBlock, ranks: int, itemsize: int = 2) -> tuple[Move, Move]:
+    """Return what two branches send each other after a block: the first its shard of m, the second that of z.
+
+    ranks: axial ones.  The backward pass sends the gradient of what was received.
+    """
+    here = shard_sizes(block.residues, ranks)[0]
+    m, z = block.sequences * here * block.c_m * itemsize, here * block.residues * block.c_z * itemsize
+    return (
+        Move("m of the other branch", "sendrecv", Traffic(1, m), backward=Traffic(1, z)),
+        Move("z of the other branch", "sendrecv", Traffic(1, z), backward=Traffic(1, m)),
+    )
 
 
 def seconds(moves: Iterable[Move], link: Link) -> float:

@@ -57,7 +57,9 @@ def judge_direct(rate: float, without: float) -> ClusterFinding:
     says = f"all-reduce at {rate / 1e9:.1f} GB/s a rank, {without / 1e9:.1f} GB/s with GPU Direct RDMA off"
     if rate < AS_FAST * without:
         cure = "set NCCL_NET_GDR_LEVEL=LOC until PCIe switch, ACS and relaxed ordering (above) are right"
-        return ClusterFinding("rdma", CHECK, "wrong", f"{says}: it costs more than it saves", cure)
+        return ClusterFinding(
+            "rdma", CHECK, "wrong", f"{says}: it costs more than it saves", cure, "export NCCL_NET_GDR_LEVEL=LOC"
+        )
     if rate < FASTER * without:
         cure = (
             'NCCL_DEBUG=INFO: "via NET/IB/0/GDRDMA" where it is used; if it is not, see kernel module and PCIe switch'

@@ -11,13 +11,17 @@ Outcome = Literal["ok", "note", "wrong", "not checked"]
 
 @dataclass(frozen=True)
 class ClusterFinding:
-    """What one check found: `says` in one sentence, which names ranks and figures; `cure`: what to do about it."""
+    """What one check found: `says` in one sentence, which names ranks and figures; `cure`: what to do about it.
+
+    line: of shell, that cures it in a job's script, as "unset NCCL_P2P_DISABLE", where one can.
+    """
 
     topic: Topic
     check: str  # "NCCL's version"
     outcome: Outcome
     says: str  # "2.27.5 on all 4 ranks"
     cure: str = ""
+    line: str = ""
 
     def __post_init__(self) -> None:
         if (self.outcome == "wrong") and not self.cure:

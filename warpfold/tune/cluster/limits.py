@@ -91,9 +91,10 @@ def _files(facts: Sequence[Facts]) -> ClusterFinding:
         return ClusterFinding("software", check, "ok", f"{least or 'any number of'} may be open; {needed} suffice")
     low = min(one["limits"]["files"][0] for one in short)
     says = f"{who(short, facts)} may open {low}; {len(facts)} ranks need up to {needed}, as each holds a socket to each"
-    cure = f"ulimit -n {max(65536, needed)} in the job's script; where that is refused: nofile in "
+    line = f"ulimit -n {max(65536, needed)}"
+    cure = f"{line} in the job's script; where that is refused: nofile in "
     cure += "/etc/security/limits.conf, LimitNOFILE= of slurmd's unit, --ulimit nofile= of a container"
-    return ClusterFinding("software", check, "wrong", says, cure)
+    return ClusterFinding("software", check, "wrong", says, cure, line)
 
 
 def _locked(facts: Sequence[Facts]) -> ClusterFinding:
@@ -113,7 +114,7 @@ def _locked(facts: Sequence[Facts]) -> ClusterFinding:
         "ulimit -l unlimited: memlock in /etc/security/limits.conf; LimitMEMLOCK=infinity of slurmd's unit; of a "
         "container --ulimit memlock=-1 or --cap-add=IPC_LOCK; one Python alone: setcap cap_ipc_lock+ep on it"
     )
-    return ClusterFinding("software", check, "wrong", says, cure)
+    return ClusterFinding("software", check, "wrong", says, cure, "ulimit -l unlimited")
 
 
 def _shared(facts: Sequence[Facts]) -> ClusterFinding:

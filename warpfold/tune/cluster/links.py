@@ -80,6 +80,11 @@ NETWORKS = {"ib": (30e-6, True), "roce": (30e-6, True), "eth": (60e-6, False)}
 REACHED = 0.8  # of what a maker states for a link
 
 
+def one_node(ranks: int) -> Cluster:
+    """Return a cluster of which it is only known how many ranks it has."""
+    return Cluster(ranks=ranks, per_node=ranks, within=LINKS["gloo"], between=LINKS["gloo"])
+
+
 def read_cluster(path: Path) -> Cluster:
     """Read what `Cluster.save` wrote.  Errors: UserError for a file that is not there, or holds something else."""
     return settings.build(Cluster, settings.load(path), str(path))

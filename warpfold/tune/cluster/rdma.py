@@ -117,8 +117,8 @@ def judge_rdma(facts: Sequence[Facts]) -> list[ClusterFinding]:
 GPU_CHECKS = ("kernel module", "PCIe switch", "ACS", "relaxed ordering", "adapter of each rank")
 
 
-def _finding(check: str, outcome: str, says: str, cure: str = "") -> ClusterFinding:
-    return ClusterFinding("rdma", check, outcome, says, cure)  # type: ignore[arg-type]
+def _finding(check: str, outcome: str, says: str, cure: str = "", line: str = "") -> ClusterFinding:
+    return ClusterFinding("rdma", check, outcome, says, cure, line)  # type: ignore[arg-type]
 
 
 def _present(nodes: Sequence[Facts]) -> list[ClusterFinding]:
@@ -208,11 +208,12 @@ def _roce(nodes: Sequence[Facts], facts: Sequence[Facts]) -> list[ClusterFinding
             where = f"{a['name']} at {_hosts(_once([o for o, *_ in other]))}"
             says = f"NCCL_IB_GID_INDEX={index} is {kind or 'no GID'} of {where}"
             cure = f"set NCCL_IB_GID_INDEX={right}, or unset it with NCCL {'.'.join(map(str, CHOOSES_GID))} or newer"
-            found.append(_finding("RoCE", "wrong", says, cure))
+            found.append(_finding("RoCE", "wrong", says, cure, f"export NCCL_IB_GID_INDEX={right}"))
     elif _chooses_not(facts):
         first = next(i for i, kind in ports[0][2]["gids"].items() if "v2" in kind)
         says = "this NCCL takes GID 0 unless NCCL_IB_GID_INDEX is set, which is RoCE v1 and is not routed"
-        found.append(_finding("RoCE", "wrong", says, f"set NCCL_IB_GID_INDEX={first}"))
+        line = f"export NCCL_IB_GID_INDEX={first}"
+        found.append(_finding("RoCE", "wrong", says, f"set NCCL_IB_GID_INDEX={first}", line))
     return [*found, *_mtu([(one, a) for one, a, _ in ports])] or [
         _finding("RoCE", "ok", "GIDs of v2, and MTUs that suit")
     ]

@@ -44,7 +44,7 @@ def is_on(value: str) -> bool:
 class VariableRule:
     """A variable, the values of it that hurt, and what they do.
 
-    gpu: it matters to ranks with a GPU only.  cure: default, to unset it.
+    gpu: it matters to ranks with a GPU only.  cure, line: default, to unset it.
     """
 
     name: str
@@ -53,6 +53,7 @@ class VariableRule:
     outcome: Outcome = "wrong"
     gpu: bool = True
     cure: str = ""
+    line: str = ""
 
 
 def _anything(value: str) -> bool:
@@ -69,7 +70,13 @@ RULES = (
     VariableRule("NCCL_P2P_DISABLE", is_on, "GPUs of a node send through the host's memory, not over NVLink or PCIe"),
     VariableRule("NCCL_P2P_LEVEL", _is("LOC", "0"), "GPUs of a node send through the host's memory"),
     VariableRule("NCCL_SHM_DISABLE", is_on, "ranks of a node that have no peer access send over the network"),
-    VariableRule("NCCL_DEBUG", _is("TRACE"), "every call of NCCL writes a line", cure="set NCCL_DEBUG=WARN"),
+    VariableRule(
+        "NCCL_DEBUG",
+        _is("TRACE"),
+        "every call of NCCL writes a line",
+        cure="set NCCL_DEBUG=WARN",
+        line="export NCCL_DEBUG=WARN",
+    ),
     VariableRule("NCCL_DEBUG", _is("INFO"), "every rank writes some hundred lines at the start", "note"),
     VariableRule("NCCL_ALGO", _anything, "NCCL may not choose the algorithm by the message's size", "note"),
     VariableRule("NCCL_PROTO", _anything, "NCCL may not choose the protocol by the message's size", "note"),
@@ -138,7 +145,9 @@ def _that_hurt(facts: Sequence[Facts]) -> list[ClusterFinding]:
             value = value_of(having[0], rule.name)
             says = f"{rule.name}={value} on {who(having, facts)}: {rule.effect}"
             cure = rule.cure or f"unset {rule.name}, also in ~/.bashrc, in the image and in /etc/nccl.conf"
-            found.append(ClusterFinding("software", rule.name, rule.outcome, says, cure))
+            found.append(
+                ClusterFinding("software", rule.name, rule.outcome, says, cure, rule.line or f"unset {rule.name}")
+            )
     return found
 
 
@@ -150,7 +159,8 @@ def _infiniband_off(facts: Sequence[Facts]) -> list[ClusterFinding]:
     if not hurt:
         return []
     says = f"NCCL_IB_DISABLE={value_of(hurt[0], 'NCCL_IB_DISABLE')} on {who(hurt, facts)}, which have adapters: TCP"
-    return [ClusterFinding("software", "NCCL_IB_DISABLE", "wrong", f"{says} is used instead", "unset NCCL_IB_DISABLE")]
+    cure = "unset NCCL_IB_DISABLE"
+    return [ClusterFinding("software", "NCCL_IB_DISABLE", "wrong", f"{says} is used instead", cure, cure)]
 
 
 def chosen_of(value: str, names: Sequence[str]) -> list[str]:
@@ -184,7 +194,7 @@ def _names(facts: Sequence[Facts]) -> list[ClusterFinding]:
             says = f"{name}={value_of(lost[0], name)} is no {what} of {who(lost, facts)}"
             there = ", ".join(here(lost[0])[:8]) or "none"
             cure = f"name one that is there ({there}), or unset {name}"
-            found.append(ClusterFinding("software", name, "wrong", says, cure))
+            found.append(ClusterFinding("software", name, "wrong", says, cure, f"unset {name}"))
         loop = [one for one in having if (value_of(one, name) or "").removeprefix("=") == "lo"]
         if loop and several_nodes(facts):
             says = f"{name}=lo on {who(loop, facts)}: the loopback does not reach other nodes"
@@ -240,7 +250,8 @@ def _threads(facts: Sequence[Facts]) -> list[ClusterFinding]:
         each, right = ranks[0]["variables"]["threads"], max(1, cores // len(ranks))
         says = f"{who(ranks, facts)}: {threads} threads of torch's on {cores} cores"
         if threads > cores and threads > len(ranks):
-            return [ClusterFinding("software", check, "wrong", says, f"set OMP_NUM_THREADS={right}")]
+            line = f"export OMP_NUM_THREADS={right}"
+            return [ClusterFinding("software", check, "wrong", says, f"set OMP_NUM_THREADS={right}", line)]
         if threads > cores:
             cure = "start fewer ranks on a node, or ask for more cores (Slurm: --cpus-per-task)"
             return [ClusterFinding("software", check, "note", f"{says}, which they share", cure)]

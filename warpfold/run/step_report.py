@@ -1,0 +1,117 @@
+"""What `warpfold plan` says of a training on many devices: the best plans, what each takes and costs, and why."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from warpfold.errors import UserError
+from warpfold.settings import to_dict
+from warpfold.tune.cluster.links import LINKS, Cluster, network
+from warpfold.tune.gradient_traffic import data_ranks_on_node
+from warpfold.tune.job import Job
+from warpfold.tune.machine import Machine, of_sheet
+from warpfold.tune.planner import NothingFitsError, needed_bytes
+from warpfold.tune.rates import Rates, of_gpu
+from warpfold.tune.step_planner import Candidate, StepChoice, choose_step, examples_of
+from warpfold.tune.step_words import choice_in_words, describe_ranks_plan, joined
+
+SHOWN = 12  # plans
+
+
+def planned_cluster(machine: Machine, per_node: int | None, link: str | None) -> Cluster:
+    """Return a cluster that is only planned for: its devices on nodes, joined as such devices usually are.
+
+    per_node: devices of each node; None: all on one.  link: between nodes (`network`).
+    Errors: UserError for nodes that are not full, or not joined.
+    """
+    devices = machine.devices
+    each = min(per_node or devices, devices)
+    if devices > each and link is None:
+        raise UserError(
+            f"--devices {devices} --node {each}: how are the nodes joined? Give --link, as in --link ib400 or eth25"
+        )
+    within = (
+        of_gpu(machine.name).link if of_sheet(machine.name) else LINKS["gloo" if machine.kind == "cpu" else "NVLink 4"]
+    )
+    try:
+        return Cluster(ranks=devices, per_node=each, within=within, device=machine.name,
+                       between=within if link is None else network(link, each))  # fmt: skip
+    except ValueError as error:
+        raise UserError(f"--devices {devices} --node {each}: {error}") from error
+
+
+def step_report(
+    name: str,
+    job: Job,
+    machine: Machine,
+    cluster: Cluster,
+    rates: Rates,
+    fixed: Mapping[str, Any],
+    sync: Mapping[str, Any],
+    price: float | None = None,
+) -> dict[str, Any]:
+    """Return the plans of a training on a cluster, the chosen one marked, as JSON can hold it.
+
+    fixed, sync: keys that stay.  price: of a device for an hour.
+    Where nothing fits it has "refused", which says what would.
+    Errors: UserError for keys and ranks that do not go together.
+    """
+    about: dict[str, Any] = {
+        "name": name,
+        "machine": str(machine),
+        "free": machine.free,
+        "cluster": to_dict(cluster),
+        "joined": joined(cluster),
+        "sizes": vars(job.sizes),
+        "examples": examples_of(job),
+        "course": [],
+    }
+    try:
+        choice = choose_step(job, machine, cluster, rates, fixed, sync)
+    except NothingFitsError as error:
+        return about | {"refused": str(error), "plans": [], "left_out": []}
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from error
+    found = [one for one in choice.considered if not one.reason]
+    shown = found[:SHOWN] if choice.chosen in found[:SHOWN] else [choice.chosen, *found[: SHOWN - 1]]
+    memory = choice.chosen.memory
+    return about | {
+        "said": choice_in_words(choice),
+        "rates": choice.chosen.time.how,
+        "seconds_by_part": {part: round(s, 6) for part, s in choice.chosen.time.by_part.items()},
+        "plans": [_row(one, choice, price) for one in shown],
+        "left_out": left_out(choice, len(shown)),
+        "course": [] if memory is None else [[at, dict(owners)] for at, owners in memory.course],
+    }
+
+
+def _row(one: Candidate, choice: StepChoice, price: float | None) -> dict[str, Any]:
+    hours = choice.device_hours(one)
+    return {
+        "title": describe_ranks_plan(one.plan),
+        "plan": to_dict(one.plan),
+        "chosen": one is choice.chosen,
+        "seconds": one.time.total,
+        "hidden_seconds": one.time.hidden,
+        "efficiency": choice.efficiency(one),
+        "sent_bytes": one.time.sent,
+        "bytes": None if one.memory is None else needed_bytes(one.memory, choice.machine),
+        "device_hours_per_million": hours,
+        "cost_per_million": None if price is None else price * hours,
+    }
+
+
+def left_out(choice: StepChoice, shown: int) -> list[str]:
+    """Return why other plans are not shown, a line each."""
+    job, cluster, chosen = choice.job, choice.cluster, choice.plan
+    found = [f"{describe_ranks_plan(one.plan)}: {one.reason}" for one in choice.considered if one.reason]
+    slower = [one for one in choice.considered if not one.reason][shown:]
+    if slower:
+        least, most = (one.time.total / choice.chosen.time.total for one in (slower[0], slower[-1]))
+        found.append(f"{len(slower)} more take {least:.1f} to {most:.1f} times as long")
+    if job.model.evoformer.outer == "middle":
+        found.append('branch 2: in blocks of outer = "middle" the halves are not independent')
+    if job.optim is not None and job.optim.clip == "example":
+        found.append('several examples together: optim.clip = "example" needs the norm of each')
+    if cluster.nodes > 1 and data_ranks_on_node(chosen, cluster) is None:
+        found.append("hierarchical sums: they need several data ranks on each of several nodes")
+    return found
