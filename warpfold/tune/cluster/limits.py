@@ -186,13 +186,14 @@ def _near_the_gpu(facts: Sequence[Facts]) -> list[ClusterFinding]:
         return [ClusterFinding("software", check, "not checked", "no GPU")]
     found, known = [], [one for one in gpus if _home(one)]
     far = [one for one in known if not set(one["limits"]["cores"]) & set(_home(one))]
+    near = [one for one in known if set(one["limits"]["cores"]) & set(_home(one))]
     if far:
         one = far[0]
         says = f"{who(far, facts)} may not use the cores next to their GPUs: rank {one['rank']} has cores "
         says += f"{as_cores(one['limits']['cores'])}, its GPU's are {as_cores(_home(one))}"
         cure = "srun --gpu-bind=closest (or --gres-flags=enforce-binding); else bind by rank: numactl --cpunodebind"
         found.append(ClusterFinding("software", check, "wrong", says, cure))
-    anywhere = [one for one in known if set(one["limits"]["cores"]) - set(_home(one)) and one not in far]
+    anywhere = [one for one in near if set(one["limits"]["cores"]) - set(_home(one))]
     if anywhere:
         says = f"{who(anywhere, facts)} may also run on cores far from their GPUs"
         cure = "pin each rank to its GPU's NUMA node: numactl --cpunodebind=NODE"
