@@ -82,8 +82,10 @@ def cures_of(report: Mapping[str, Any], where: str) -> tuple[tuple[str, ...], tu
     """
     try:
         wrong = [one for one in report["findings"] if one["outcome"] == "wrong"]
-        lines = [str(one["line"]) for one in wrong if one["line"]]
-        others = [" ".join(f"{one['check']}: {one['says']}; {one['cure']}".split()) for one in wrong if not one["line"]]
+        lines = [str(one["line"]) for one in wrong if one.get("line")]
+        others = [
+            " ".join(f"{one['check']}: {one['says']}; {one['cure']}".split()) for one in wrong if not one.get("line")
+        ]
     except (KeyError, TypeError) as error:
         raise UserError(f"{where}: not what `warpfold doctor --cluster --json` printed: no {error}") from None
     for line in lines:

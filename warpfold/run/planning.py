@@ -27,7 +27,7 @@ from warpfold.tune.plan_words import describe_plan
 from warpfold.tune.planner import CHOSEN_IN_TRAINING, Choice, choose, needed_bytes, tighter
 from warpfold.tune.rates import Rates
 from warpfold.tune.step_planner import CHOSEN_ON_RANKS, choose_step, rough_plans
-from warpfold.tune.step_seconds import example_seconds
+from warpfold.tune.step_seconds import alone, example_seconds
 from warpfold.tune.step_words import choice_in_words, describe_ranks_plan, joined
 
 log = logging.getLogger("warpfold.plan")
@@ -279,12 +279,12 @@ def _rates(
 ) -> Rates | None:
     """Return how fast this device is, measured while all ranks do the same, as they will in the run; None: not known.
 
-    Rates are measured when they are first read, so a plan is timed here that asks for most of them.
+    Rates are measured when they are first read, so plans are timed here that ask for most of them.
     """
     plans = [group[0] for group in rough_plans(job, cluster, fixed, sync)]
     rates = machine.rates(DTYPES[plans[0].precision])
     try:
-        for plan in (plans[0], plans[-1]):
+        for plan in (plans[0], plans[-1], alone(plans[0])):
             if rates is not None:
                 example_seconds(job, plan, rates, cluster)
     except ValueError:  # no rate of this dtype

@@ -1,0 +1,235 @@
+"""Is the plan that is chosen as good as the best?  Trainings on 2 and 4 ranks over three links, every plan for real.
+
+    sudo python benchmarks/plans.py --out benchmarks/results/plans-NAME.json        (less than ten minutes on two cores)
+    sudo python benchmarks/plans.py --minutes 1 --ranks 2 --links slow              (two ranks, one link)
+
+Two nodes are network namespaces (link.py); where these are not permitted, the reason is printed and the ranks speak
+over loopback.  The ranks of each case measure their links and rates themselves, as a run does when it begins, and
+choose.  Then every plan takes steps of a small AlphaFold2, in turns; what counts is the median over its steps of the
+slowest rank's time.  Recomputation is left out: nothing has to be saved here, and it would only be slower.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch._dynamo  # what forked ranks would else load each for itself
+import torch.distributed as dist
+from link import Shape, enter, linked, refusal
+
+from warpfold.batch import Batch
+from warpfold.engine.optim import Optimizer
+from warpfold.model.alphafold import AlphaFold
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.mesh import Mesh, make_mesh
+from warpfold.parallel.plan import Plan
+from warpfold.parallel.team import ProcessInfo, Team
+from warpfold.run.config import load_settings
+from warpfold.run.planning import training_job
+from warpfold.settings import plain
+from warpfold.tune.cluster.probe import measure_cluster
+from warpfold.tune.example import random_example
+from warpfold.tune.job import Job
+from warpfold.tune.machine import this_machine
+from warpfold.tune.memory import train_on_example
+from warpfold.tune.planner import NothingFitsError
+from warpfold.tune.rates import of_gpu
+from warpfold.tune.step_planner import choose_step, rough_plans
+from warpfold.tune.step_seconds import example_seconds, step_seconds
+from warpfold.tune.step_words import choice_in_words, describe_ranks_plan
+
+SHAPES = {"fast": Shape(10, 0.1), "slow": Shape(0.1, 0.1), "delayed": Shape(1, 5)}
+FIXED: dict[str, Any] = {"recompute": None, "offload": False}
+HOPELESS = 3.0  # a plan whose first steps take so many times the best one's is not run again
+ROUNDS = 9  # at most, after one that warms up
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A training: so many examples of a step for each rank, or one for all; how gradients are clipped; which halves."""
+
+    name: str
+    each: int
+    clip: Literal["example", "step"] = "example"
+    outer: Literal["middle", "first"] = "middle"
+
+    def job(self, ranks: int) -> Job:
+        """Return what is trained on so many ranks; the sizes are those of `tiny`."""
+        changes = [f"optim.accumulate={self.each * ranks or 1}", f"optim.clip={self.clip}",
+                   f"model.evoformer.outer={self.outer}"]  # fmt: skip
+        given = load_settings("tiny", changes)
+        return training_job(given, given.config())
+
+
+SETTINGS = [Setting("one example", 0, outer="first"), Setting("an example each", 1), Setting("two each", 2, "step")]
+
+
+class Trained:
+    """A model that takes steps as a plan says."""
+
+    def __init__(self, job: Job, plan: Plan, mesh: Mesh, batch: Batch, per_node: int) -> None:
+        assert job.optim is not None
+        torch.manual_seed(0)
+        self.job, self.plan, self.batch, self.number = job, plan, batch, 0
+        self.model = Execution(plan, mesh).bind(AlphaFold(job.model).train())
+        sync = replace(plan.sync, check_every=0)
+        self.optimizer = Optimizer(self.model, job.optim, mesh, sync, per_node, batch=plan.batch)
+
+    def step(self) -> None:
+        """Take a step: each pass has the same example."""
+        assert self.job.loss is not None
+        for example in range(self.optimizer.share // self.plan.batch):
+            self.model.noise.seed(example)
+            train_on_example(self.model, self.batch, self.job.recycles, self.job.loss, self.plan.batch)
+            self.optimizer.collect()
+        self.optimizer.step(self.number)
+        self.number += 1
+
+
+def case(setting: Setting, team: Team, seconds: float) -> dict[str, Any]:
+    """Choose a plan for a setting, run all of them, and say how far from the best the chosen one is."""
+    ranks, job = team.process.ranks, setting.job(team.process.ranks)
+    begin = time.perf_counter()
+    cluster = measure_cluster(team, "cpu")
+    plans = list(dict.fromkeys(plan for group in rough_plans(job, cluster, FIXED, {}) for plan in group))
+    machine = replace(this_machine("cpu"), devices=ranks)
+    rates = machine.rates(torch.float32)
+    assert rates is not None
+    examples = {plan: example_seconds(job, plan, rates, cluster) for plan in plans}
+    said: dict[str, Any] = {}
+    if team.is_rank_zero:
+        try:
+            choice = choose_step(job, machine, cluster, rates, FIXED, {})
+        except NothingFitsError as error:
+            raise SystemExit(str(error)) from error
+        said = {"chosen": plans.index(choice.plan), "said": choice_in_words(choice)}
+    said = team.broadcast(said, "the choice")
+    chose = time.perf_counter() - begin
+    batch = random_example(job.model, job.sizes, "cpu", job.recycles + 1)
+    trained = {}
+    for plan in plans:
+        trained[plan] = Trained(job, plan, team.remesh(plan), batch, cluster.per_node)
+    measured = run_in_turns({plan: one.step for plan, one in trained.items()}, seconds)
+    best = min(plans, key=lambda plan: measured[plan])
+    chosen = plans[said["chosen"]]
+    estimated = {plan: step_seconds(job, plan, examples[plan], rates, cluster) for plan in plans}
+    return {
+        "setting": setting.name, "ranks": ranks, "cluster": plain(cluster), "seconds_to_choose": round(chose, 2),
+        "chosen": describe_ranks_plan(chosen), "said": said["said"], "best": describe_ranks_plan(best),
+        "chosen_over_best": round(measured[chosen] / measured[best], 3),
+        "plans": {
+            describe_ranks_plan(plan): {"seconds": round(took, 5), "estimated": round(estimated[plan].total, 5)}
+            for plan, took in sorted(measured.items(), key=lambda item: item[1])
+        },
+    }  # fmt: skip
+
+
+def run_in_turns(steps: Mapping[Plan, Callable[[], None]], seconds: float) -> dict[Plan, float]:
+    """Return the median seconds of each plan's steps; in turns until the time is up, two of each at least.
+
+    A step counts as long as the slowest rank's.  A plan that is hopeless has but its first.
+    """
+    spent: dict[Plan, list[float]] = {plan: [] for plan in steps}
+    end, left = time.perf_counter() + seconds, list(steps)
+    for turn in range(ROUNDS + 1):
+        for plan in left:
+            dist.barrier()
+            begin = time.perf_counter()
+            steps[plan]()
+            took = torch.tensor([time.perf_counter() - begin, float(time.perf_counter() > end)])
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            spent[plan] = [float(took[0])] if not turn else [*spent[plan][turn == 1 :], float(took[0])]
+            late = bool(took[1])
+        best = min(min(times) for times in spent.values())
+        left = [plan for plan in left if min(spent[plan]) <= HOPELESS * best]
+        if late and turn >= 2:
+            break
+    return {plan: statistics.median(times) for plan, times in spent.items()}
+
+
+def a_rank(rank: int, ranks: int, on_nodes: bool, store: str, seconds: float, pipe: Connection) -> None:
+    """Run all settings on one rank; the first rank sends the results."""
+    torch.set_num_threads(1)
+    if on_nodes:
+        enter(rank // (ranks // 2))
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    team = Team(ProcessInfo(rank, ranks, ranks_per_node=ranks // 2), make_mesh(data=ranks))
+    for setting in SETTINGS:
+        found = case(setting, team, seconds)
+        if rank == 0:
+            pipe.send(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(shape: Shape | None, ranks: int, seconds: float) -> list[dict[str, Any]]:
+    """Run all settings on so many ranks over a link of this shape; None: over loopback, without nodes."""
+    context = get_context("fork")
+    with tempfile.TemporaryDirectory() as folder, nullcontext() if shape is None else linked(shape):
+        ours, theirs = context.Pipe()
+        args = (ranks, shape is not None, f"{folder}/store", seconds, theirs)
+        processes = [context.Process(target=a_rank, args=(rank, *args), daemon=True) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        theirs.close()
+        found = [ours.recv() for _ in SETTINGS]
+        for process in processes:
+            process.join()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where the results go, as JSON")
+    parser.add_argument("--minutes", type=float, default=9.0, help="about how long all of it may take")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=[2, 4])
+    parser.add_argument("--links", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    arguments = parser.parse_args()
+    why = refusal()
+    if why is not None:
+        print(f"no emulated nodes: {why}; loopback alone is measured")
+    links = {"loopback": None} if why else {name: SHAPES[name] for name in arguments.links}
+    # What is counted and not measured is known to all ranks, before they are there.
+    torch.set_num_threads(1)
+    for setting in SETTINGS:
+        example_seconds(setting.job(2), Plan(), of_gpu("A100"), None)
+    end, left = time.perf_counter() + 60 * arguments.minutes, len(links) * len(arguments.ranks)
+    report: dict[str, Any] = {
+        "what": "steps of `tiny` under every plan, and how much longer than the best the one takes that was chosen",
+        "date": datetime.date.today().isoformat(),
+        "machine": platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__,
+        "no_nodes_because": why, "cases": {},
+    }  # fmt: skip
+    for name, shape in links.items():
+        for ranks in arguments.ranks:
+            seconds = (end - time.perf_counter()) / left
+            left -= 1
+            if seconds <= 0:
+                print(f"{name}, {ranks} ranks: no time is left; give --minutes, or a machine that does nothing else")
+                continue
+            # Half of it for steps; the other half for measuring, choosing, and making the models.
+            for found in run(shape, ranks, seconds / len(SETTINGS) / 2):
+                title = f"{name} ({shape or 'no nodes'}), {ranks} ranks, {found['setting']}"
+                report["cases"][title] = found
+                print(f"{title}: {found['chosen']} takes {found['chosen_over_best']} x {found['best']}", flush=True)
+                if arguments.out:
+                    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    ratios = [found["chosen_over_best"] for found in report["cases"].values()]
+    print(f"of {len(ratios)} cases {sum(ratio <= 1.1 for ratio in ratios)} within 1.1; the worst is {max(ratios)}")
+
+
+if __name__ == "__main__":
+    main()
