@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from laws_source import ROOT, calls, functions, imports, loaded_at_import, room, trees
@@ -48,10 +48,13 @@ def _imported(files: dict[Path, ast.Module], packages: set[str]) -> list[str]:
     ]
 
 
-def _calls() -> Iterator[tuple[str, str, ast.Call]]:
-    for path, tree in _everything().items():
-        for call in calls(tree):
-            yield f"{path}:{call.lineno}", ast.unparse(call.func), call
+@cache
+def _calls() -> list[tuple[str, str, ast.Call]]:
+    return [
+        (f"{path}:{call.lineno}", ast.unparse(call.func), call)
+        for path, tree in _everything().items()
+        for call in calls(tree)
+    ]
 
 
 def test_no_pickle() -> None:
@@ -75,7 +78,9 @@ def test_no_network() -> None:
     assert _imported({ASKS_A_SERVER: trees()[ASKS_A_SERVER]}, NETWORK)
     for module, at_import in (("server", {"warpfold/data/search/fetch.py"}), ("fetch", set())):
         name = f"warpfold.data.search.{module}"
-        assert {str(path) for path, tree in trees().items() if name in loaded_at_import(_run(tree))} == at_import
+        importing = {path: tree for path, tree in trees().items() if name in dict(imports(tree))}
+        assert importing
+        assert {str(path) for path, tree in importing.items() if name in loaded_at_import(_run(tree))} == at_import
 
 
 def test_environment_is_read_at_the_top_only() -> None:

@@ -34,12 +34,13 @@ from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.run.folding import FoldItem, Group, cost_of, in_groups, part_of
 from warpfold.run.journal import Journal, read_journals
 from warpfold.run.params import Params, read_params
+from warpfold.run.passes import PassPlace
 from warpfold.run.predict import PredictOptions, Share, predict
 from warpfold.run.predict_report import prediction_report
 from warpfold.run.predictor import Predictor, Prepared
 from warpfold.run.queries import FoldQuery
 from warpfold.run.report import render
-from warpfold.run.share import as_time, in_jobs
+from warpfold.run.share import _Bar, as_time, in_jobs
 
 SEQUENCES = ("MKTAYIAKQRQISFVKSH", "GSHMLEERLGL", "MKTAYIAKQRQIS", "GSHML", "AVRQISFVKMKTAYIAKQ", "GGSHMLEE")
 FASTA = "".join(f">p{i}\n{sequence}\n" for i, sequence in enumerate(SEQUENCES))
@@ -333,6 +334,18 @@ def test_many_are_begun_and_ended_at_once(tmp_path: Path, tiny_params: Path, mon
 
 
 # ---- what is said
+
+
+def test_what_is_written_late_takes_nothing_back_of_what_was_told(tiny_params: Path) -> None:
+    """The model is nearly through the second group when the files of the first are done, one after another."""
+    told: list[float] = []
+    a, b, c, d = items(tiny_params, (4, 4, 5, 5))
+    bar = _Bar(lambda done, total, _: told.append(done), 4, [(a, b), (c, d)])
+    bar.follow((c, d), PassPlace(1, 1, 9, 10, 0.8))
+    bar.move([a])
+    bar.move([b])
+    bar.follow((c, d), PassPlace(1, 1, 10, 10, 0.9))
+    assert told == pytest.approx([0, 1.6, 1.6, 2, 3.8])
 
 
 def test_the_report_draws_time_against_length(

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -188,13 +189,17 @@ def _writer(keep: Keep, out: Path, several: bool) -> Callable[[FoldItem, Predict
 
 
 class _Bar:
-    """Tells how many predictions there are, where the model is in one, and the time that is left by what they cost."""
+    """Tells how many predictions there are, where the model is in one, and the time that is left by what they cost.
+
+    One thread folds while another writes what was folded before, and both tell: the number never falls.
+    """
 
     def __init__(self, tell: Progress, total: int, groups: Sequence[Group]) -> None:
         self._tell, self._total = tell, total
         self._done = total - sum(map(len, groups))  # by an earlier run, or by others
-        self._shown: float = self._done
         self._cost, self._left, self._start = 0.0, cost_of(groups), time.perf_counter()
+        self._shown: float = self._done
+        self._lock = threading.Lock()
         tell(self._done, total, groups[0][0].query.name if groups else "")
 
     def follow(self, group: Group, place: PassPlace) -> None:
@@ -202,16 +207,18 @@ class _Bar:
         cost = place.share * cost_of([group])
         name = group[0].query.name if len(group) == 1 else f"{len(group)} together"
         short = name if len(name) <= 8 else f"{name[:7]}…"  # all of it fits a terminal of 80 columns
-        # What was folded is not done before it is written: the bar does not go back meanwhile.
-        self._shown = max(self._shown, min(self._done + place.share * len(group), self._total))
-        self._tell(self._shown, self._total, f"{short}{self._time_left(cost)}, {place}")
+        self._show(place.share * len(group), f"{short}{self._time_left(cost)}, {place}")
 
     def move(self, items: Sequence[FoldItem]) -> None:
         self._done += len(items)
         for item in items:
             self._cost, self._left = self._cost + item.cost, self._left - item.cost
-        self._shown = max(self._shown, self._done)
-        self._tell(self._shown, self._total, f"{items[-1].query.name}{self._time_left()}")
+        self._show(0, f"{items[-1].query.name}{self._time_left()}")
+
+    def _show(self, more: float, what: str) -> None:
+        with self._lock:
+            self._shown = max(self._shown, min(self._done + more, self._total))
+            self._tell(self._shown, self._total, what)
 
     def _time_left(self, cost: float = 0.0) -> str:
         """Return the words for the time that is left, where so much of what is being folded is done; or none."""

@@ -35,6 +35,8 @@ from warpfold.ops.triton.launch import (
 )
 from warpfold.parallel.plan import Plan, Precision
 
+# Where nothing is in Triton's cache yet, one test compiles for a minute of a core, which others may share.
+pytestmark = pytest.mark.timeout(900)
 INITIAL = {"res": 256, "seq": 128, "extra": 1024, "tmpl": 4}
 TABLES = sorted(path.stem for path in SHIPPED.glob("*.json"))
 # Launches by the default table that spill, and always did.  A smaller tile would change the order of sums.
