@@ -13,6 +13,7 @@ import pytest
 from tests.run.runs import make_store, rows, tiny_run
 from warpfold import settings
 from warpfold.cli import main
+from warpfold.cli.common import this_process
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 from warpfold.run.commands import sources_of
@@ -82,3 +83,15 @@ def test_ctrl_c_ends_with_the_command_that_goes_on(
     err = capfd.readouterr().err
     assert "stopping after this step; Ctrl-C again: at once\n" in err
     assert err.endswith(f"stopped after 1 steps; the same command continues: {shlex.join(['warpfold', *command])}\n")
+
+
+@pytest.mark.parametrize(("ranks", "lazy"), [(64, None), (65, "1")])
+def test_many_processes_connect_when_they_first_send(
+    ranks: int, lazy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": 3, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # so that what is set is undone
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    assert this_process().ranks == ranks
+    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == lazy

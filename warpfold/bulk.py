@@ -149,13 +149,20 @@ def end_with_parent() -> None:
     Thread(target=wait_and_end, daemon=True).start()
 
 
-@contextmanager
-def _dask(address: str) -> Iterator[Executor]:
+def require_dask(address: str) -> None:
+    """Raise UserError where Dask is not installed."""
     try:
-        from distributed import Client
-        from distributed.scheduler import KilledWorker
+        import distributed.scheduler  # noqa: F401
     except ImportError:
         raise UserError(f"--cluster {address}: needs Dask; pip install 'warpfold[cluster]'") from None
+
+
+@contextmanager
+def _dask(address: str) -> Iterator[Executor]:
+    require_dask(address)
+    from distributed import Client
+    from distributed.scheduler import KilledWorker
+
     try:
         client = Client(address, timeout="15s", set_as_default=False)
     except (OSError, ValueError) as error:

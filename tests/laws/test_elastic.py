@@ -33,11 +33,11 @@ SINGLE = ["--standalone", "--nproc-per-node", "2"]
 
 
 def begin(
-    config: RunConfig, store: Store, out: Path, log: Path, *options: str, single: bool = True
+    config: RunConfig, store: Store, out: Path, log: Path, *options: str, single: bool = True, text: str = ""
 ) -> subprocess.Popen:
-    """torchrun with two processes that train; not `single`: with as many as the options say."""
+    """torchrun with two processes that train; not `single`: with as many as the options say.  text: of the settings."""
     file = log.with_suffix(".toml")
-    file.write_text(settings.to_toml(config))
+    file.write_text(text or settings.to_toml(config))
     command = ["-m", "warpfold", "train", file, "--data", store.path, "--out", out, "--device", "cpu"]
     with open(log, "w") as said:
         return subprocess.Popen(
@@ -119,3 +119,27 @@ def test_sigterm_saves_and_others_go_on(store: Store, unbroken: Path, tmp_path: 
     train(config, store, out)
     train_on_ranks(replace(TWO, plan=Plan(axial=2)), store, out)
     assert_alike(out, unbroken, kinds=("step",))
+
+
+@pytest.mark.slow
+def test_a_machine_is_lost_for_good_and_the_others_go_on(store: Store, tmp_path: Path) -> None:
+    """`--nnodes 1:2`: torchrun goes on with what is left, the plan is chosen anew, and every step has its examples."""
+    out, logs = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
+    port = dist.TCPStore("127.0.0.1", 0, None, True).port  # free again in a moment
+    options = f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-id 1 --rdzv-endpoint 127.0.0.1:{port}".split()
+    quick = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+    config = replace(TWO, train=replace(TWO.train, save_every=2))
+    text = re.sub(r"(?ms)^\[plan.*?(?=^\[(?!plan)|\Z)", "", settings.to_toml(config))  # no plan is asked for
+    machines = []
+    for host, log in enumerate(logs):
+        more = ["--rdzv-backend", "c10d", "--rdzv-conf", f"is_host={1 - host},{quick}"]
+        machines.append(begin(config, store, out, log, *options, *more, single=False, text=text))
+    [lost] = ranks_of(machines[1], out, 5)
+    for process in (machines[1].pid, lost):  # the one that does not keep torchrun's own store
+        os.kill(process, signal.SIGKILL)
+    assert machines[0].wait(300) == 0, logs[0].read_text()
+    machines[1].wait()
+    assert sorted(path.name for path in out.glob("order*")) == ["order-0-of-2.txt", "order-1-of-2.txt", "order.txt"]
+    alone = tmp_path / "alone"
+    train(replace(config, plan=Plan()), store, alone)
+    assert_alike(out, alone, kinds=("step",))

@@ -480,3 +480,8 @@ def test_settings_that_make_no_sense(wrong: dict) -> None:
 
 def test_ranks_leave_no_group_behind() -> None:
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(("given", "ranks", "mebibytes"), [(16, 256, 16), (16, 2048, 128), (4, 2048, 4), (32, 2, 32)])
+def test_a_bucket_has_enough_for_each_rank_unless_it_was_given(given: float, ranks: int, mebibytes: float) -> None:
+    assert SyncConfig(bucket=given).bucket_bytes(ranks) == mebibytes * 2**20

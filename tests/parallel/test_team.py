@@ -134,6 +134,21 @@ def test_all_hear_what_each_says(crew: Crew) -> None:
     assert (codes, said) == ([FINE] * 4, [""] * 4)
 
 
+def test_what_is_compared_or_is_rank_zeros_reaches_nobody_else(crew: Crew) -> None:
+    def talk(team: Team) -> None:
+        rank = team.process.rank
+        assert (team.largest(rank - 2.5, "a number"), team.smallest(rank, "a number")) == (0.5, 0)
+        assert team.if_different({"settings": [1, "ä"]}, "settings") == []
+        assert team.if_different({"settings": rank // 3}, "settings") == [{"settings": rank // 3} for rank in range(4)]
+        found = team.gather_object(["ä" * rank], "a checkpoint")
+        assert found == ([["ä" * rank] for rank in range(4)] if rank == 0 else [])
+        rows = team.all_gather(torch.full((3,), rank), "results", to_all=False).wait()
+        assert rows.tolist() == ([[rank] * 3 for rank in range(4)] if rank == 0 else [])
+
+    codes, said = crew.run(talk, Plan(data=2, axial=2))
+    assert (codes, said) == ([FINE] * 4, [""] * 4)
+
+
 def test_alone_one_hears_oneself() -> None:
     with distributed_context(ProcessInfo(), Plan()) as team:
         assert (
@@ -144,6 +159,7 @@ def test_alone_one_hears_oneself() -> None:
         )
         assert team.is_rank_zero
         assert team.is_example_leader
+        assert (team.largest(2.5, ""), team.if_different(1, ""), team.gather_object(1, "")) == (2.5, [], [1])
 
 
 def test_the_first_ones_tensors_reach_all_to_the_bit(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,3 +454,33 @@ def test_what_torchrun_says() -> None:
         ProcessInfo.from_environment(said)
     with pytest.raises(UserError, match="'three'"):
         ProcessInfo.from_environment(said | more | {"RANK": "three"})
+
+
+def test_of_many_ranks_a_few_read_how_far_all_are_and_the_others_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost rank fails thousands of collectives at once: not every rank may read what every rank has written."""
+    for name, seconds in (("BEAT", 0.02), ("SILENT", 0.06)):
+        monkeypatch.setattr(heartbeat, name, seconds)
+    shared = dist.HashStore()
+    for rank in range(64):
+        shared.set(str(rank), '[0, 0, 0, "a step", 0.0]')
+    read: list[int] = []
+
+    def beating(rank: int) -> heartbeat.Heartbeat:
+        store = Mock(wraps=shared)
+        store.multi_get.side_effect = lambda keys: (read.append(rank), shared.multi_get(keys))[1]
+        watchdog = heartbeat.Watchdog(60.0, lambda name, seconds: "")
+        return heartbeat.Heartbeat(store, rank, 64, "rank 0", 60.0, watchdog, heartbeat.Position, lambda: (rank,))
+
+    lost = waits.LostError("a step", 60.0, RuntimeError("closed"))
+    late, first = beating(63), beating(3)
+    with pytest.raises(TeamError, match="rank 3 waited for others at 'a step'"), first:
+        raise lost
+    assert read == [3]
+    with pytest.raises(TeamError, match="rank 3 failed: rank 3 waited for others"), late:
+        raise lost
+    assert read == [3]
+    read.clear()
+    shared.delete_key("failed")
+    with pytest.raises(TeamError, match="rank 63 waited for others at 'a step'"), beating(63):  # the first are gone
+        raise lost
+    assert read == [63]

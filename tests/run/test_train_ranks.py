@@ -189,7 +189,7 @@ def test_long_names_and_many_terms_are_told_whole(store: Store) -> None:
         timer, ledger = StepTimer(), SimpleNamespace(unshared=0, take_unshared=list)
         timer.waited = float(rank)
         signals = SimpleNamespace(received=15 * rank)
-        end = begin_end_step(1, own, timer, ledger, signals, team)  # type: ignore[arg-type]
+        end = begin_end_step(1, own, timer, ledger, signals, team, to_all=True)  # type: ignore[arg-type]
         every, received = end_step(end, timer, None, ledger, team)  # type: ignore[arg-type]
         assert (received, timer.waited) == (15, 1.0)
         assert all(math.isnan(one.loss) and one.norm == 1 / 3 and one.length == 7 for one in every)
@@ -198,6 +198,25 @@ def test_long_names_and_many_terms_are_told_whole(store: Store) -> None:
     for length in (31, 32, 100):
         expected = [("é" * (length + k % 2), k, {"fape": 0.1 * (k % 2), "plddt": math.inf}) for k in range(4)]
         assert run_ranks(on_a_rank, 2, length) == [expected] * 2
+
+
+@pytest.mark.parametrize("loss", [1.0, math.nan])
+def test_results_go_to_the_first_rank_and_to_all_if_one_is_not_finite(loss: float) -> None:
+    """What all must know (a signal, that an example is to be skipped) they know; the rest is for the log alone."""
+
+    def on_a_rank() -> tuple[list[str], int]:
+        mesh = make_mesh(3)
+        rank, team = mesh.world.rank, Team(ProcessInfo(mesh.world.rank, 3), mesh)
+        own = [ExampleResult(f"p{rank}", 7, loss if rank == 1 else 1.0, 1 / 3, 0.5, {"fape": 0.1}, rank)]
+        timer, ledger = StepTimer(), SimpleNamespace(unshared=0, take_unshared=list)
+        signals = SimpleNamespace(received=15 * (rank == 2))
+        end = begin_end_step(1, own, timer, ledger, signals, team)  # type: ignore[arg-type]
+        every, received = end_step(end, timer, None, ledger, team)  # type: ignore[arg-type]
+        return [one.key for one in every], received
+
+    found, others = ["p0", "p1", "p2"], [["p1"], ["p2"]]
+    expected = [found, *(others if math.isfinite(loss) else [found, found])]
+    assert run_ranks(on_a_rank, 3) == [(keys, 15) for keys in expected]
 
 
 def test_other_ranks_go_on(store: Store, alone: dict[str, Path], tmp_path: Path) -> None:

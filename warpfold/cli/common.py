@@ -257,6 +257,20 @@ def plans_said(process: "ProcessInfo") -> Iterator[None]:
         log.level, log.propagate = before
 
 
+def this_process() -> "ProcessInfo":
+    """Return what torchrun tells this process of itself.
+
+    Of many processes, each connects over gloo only to those that it sends to, some ten, when it first does.  Otherwise
+    it would connect to all at the start: at 2,048 processes 16,000 open sockets on a machine of eight GPUs.
+    """
+    from warpfold.parallel.team import MANY, ProcessInfo
+
+    process = ProcessInfo.from_environment(os.environ)
+    if process.ranks > MANY:
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # torch reads it when it makes a group
+    return process
+
+
 def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:
     """Return the device to run on; of several processes on a machine, each takes a GPU of its own.
 

@@ -1,6 +1,5 @@
 """`warpfold predict`."""
 
-import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +28,7 @@ from warpfold.cli.common import (
     runs,
     say_refused,
     show,
+    this_process,
     writes,
 )
 from warpfold.cli.relax import Relax, RelaxOption, relaxed_line
@@ -194,11 +194,11 @@ def _run(
 ) -> None:
     """Have the processes meet and fold, relax what was predicted, and say how it went; ends the command."""
     from warpfold.parallel.plan import Plan
-    from warpfold.parallel.team import ProcessInfo, distributed_context
+    from warpfold.parallel.team import distributed_context
     from warpfold.run.predict_command import predict as fold
     from warpfold.run.predict_command import relax_predictions
 
-    process = ProcessInfo.from_environment(os.environ)
+    process = this_process()
     where, server = device_of(device, process), alignment_server(msa_server, msa_cache, out / "alignments")
     # Without either, how the processes share out the proteins is chosen when these are known.
     plan = None if axial is None and branch is None else Plan(axial=axial or 1, branch=branch or 1)

@@ -27,6 +27,7 @@ from warpfold.cli.common import (
     runs,
     say_refused,
     show,
+    this_process,
     writes,
 )
 
@@ -63,14 +64,14 @@ def train(
 
     On several processes, under torchrun: docs/parallel.md.
     """
-    from warpfold.parallel.team import ProcessInfo, distributed_context
+    from warpfold.parallel.team import distributed_context
     from warpfold.run import commands
     from warpfold.run.watching import training_progress
 
     plan = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch}
     changes = [*(change or []), *(f"{key}={value}" for key, value in plan.items() if value is not None)]
     given = commands.as_settings(settings, [*changes, *(['plan.kernels="strict"'] if strict else [])])
-    config, process = given.config(), ProcessInfo.from_environment(os.environ)
+    config, process = given.config(), this_process()
     where = device_of(device, process)
     if config.train.wandb == "offline":  # W&B reads it when it begins
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

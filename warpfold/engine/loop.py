@@ -57,6 +57,7 @@ class Log:
         self.validation = validation  # the last one
         self.step, self.steps = step, steps  # done, and of the whole run
         self.finished = False  # whether the watchers are to be told so at the end
+        self.on_all = False  # whether others than rank 0 have watchers, so that all ranks need whole rows
         self.phase_name: PhaseName = "starting"
 
     def __enter__(self) -> "Log":

@@ -124,7 +124,7 @@ class Optimizer:
         if reason := unsupported_batch(config, self.share, batch):
             raise UserError(reason)
         self.batch = batch
-        bucket_bytes = self.sync.bucket * 2**20
+        bucket_bytes = self.sync.bucket_bytes(self.mesh.data.size)
         self.packed = packed = PackedWeights(model, dtype, True, bucket_bytes, self.mesh.world.size)
         self.layout, self.weights, named = packed.layout, packed.weights, packed.parameters
         assert packed.gradient is not None

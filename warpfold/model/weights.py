@@ -191,7 +191,9 @@ def _opened_npz(path: Path) -> Iterator[Any]:
         with np.load(path, allow_pickle=False) as file:
             yield file
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path}: not a readable .npz ({error})") from error
+        # Of what is no archive at all NumPy says how to load it unsafely.
+        why = "no archive of arrays" if isinstance(error, ValueError) else error
+        raise UserError(f"{path}: not a readable .npz ({why}); fetch it again, or name another file") from error
 
 
 def _load_npz(path: Path) -> AlphaFold:

@@ -25,6 +25,7 @@ Stages = Generator[None, None, T]
 ClipFactors = Callable[[], Tensor | None]
 Strategy = Literal["plain", "bf16", "hierarchical", "auto"]
 STRATEGIES = get_args(Strategy)
+PIECE = 2**16  # bytes: a message of less than that takes no less time, on most links
 ROUNDS = 5  # of the measurement that "auto" makes
 CLEARLY = 0.9  # another strategy is chosen if it takes less than this part of plain's time
 
@@ -34,7 +35,8 @@ class SyncConfig:
     """[plan.sync]: how gradients and weights are communicated; the result is the same but for rounding.
 
     strategy: "auto" measures plain and hierarchical sums on these ranks, and never chooses "bf16".
-    bucket: MiB of gradients that are sent together.
+    bucket: MiB of gradients that are sent together.  16 is more beyond 256 data ranks (`bucket_bytes`); any other
+    number is taken as it is.
     shard_state: each data rank keeps moments and averaged weights of its own piece only (ZeRO, stage 1).
     check_every: steps between two comparisons of all ranks' weights; 0: never.
     """
@@ -49,6 +51,11 @@ class SyncConfig:
             raise ValueError("plan.sync.bucket must be positive")
         if self.check_every < 0:
             raise ValueError("plan.sync.check_every must not be negative")
+
+    def bucket_bytes(self, ranks: int) -> float:
+        """Return how many bytes of gradients so many data ranks send together: at least PIECE to each other rank."""
+        least = PIECE * ranks if self.bucket == SyncConfig.bucket else 0
+        return max(self.bucket * 2**20, least)
 
 
 @dataclass(frozen=True)

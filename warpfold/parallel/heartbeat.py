@@ -22,6 +22,8 @@ from warpfold.parallel.waits import LostError, waiting
 
 BEAT = 1.0  # seconds between heartbeats
 SILENT = 3 * BEAT  # a process without a heartbeat for so long is dead or frozen
+READERS = 16  # ranks that at once read the heartbeats of all; what one of them finds, the others hear
+LATEST = 5  # beats that the last ranks wait for that, in case the first ones are gone
 GRACE = 5.0  # seconds that a process that must end has to raise, and to tell the others why, before it is ended
 
 
@@ -116,9 +118,11 @@ class Heartbeat:
     ) -> None:
         self._store, self._rank, self._ranks, self._keeper, self._limit = store, rank, ranks, keeper, limit
         self._watchdog, self._position, self._sharing = watchdog, position, sharing
+        self._patience = min(rank // READERS, LATEST)  # beats: 2,048 ranks that read 2,048 heartbeats would be a storm
         self._began = time.monotonic()  # about the same moment for all, whatever their clocks say
         self._changed = threading.Condition()
-        self._asked = self._answered = 0  # requests to read the heartbeats of all
+        self._asked = self._answered = 0  # requests to speak to the store now
+        self._to_read = False  # the heartbeats of all, too
         self._message = ""  # for the others: why this process fails
         self._end = False
         # What the store last said.
@@ -157,9 +161,11 @@ class Heartbeat:
         """Ask the store, and return why this process, whose collective failed with `error`, cannot go on."""
         name, seconds = (error.name, error.seconds) if isinstance(error, LostError) else (self._position().name, 0.0)
         # If a connection was lost just now, it takes SILENT seconds until the other end is known to be dead.
-        end = time.monotonic() + (0.0 if seconds >= self._limit else SILENT + BEAT)
+        end = time.monotonic() + (0.0 if seconds >= self._limit else SILENT + BEAT) + self._patience * BEAT
         while (answered := self._ask()) and not self._failure and time.monotonic() < end:
             time.sleep(BEAT)
+        if answered and not self._failure:
+            answered = self._ask(read=True)
         if self._failure:
             return TeamError(self._failure)
         here = f"rank {self._rank} waited for others at {name!r}"
@@ -196,8 +202,8 @@ class Heartbeat:
         while not self._end:
             if self._position() is not position:
                 position, since = self._position(), time.monotonic()
-            late = time.monotonic() - since > self._limit
-            asked = self._asked
+            late = time.monotonic() - since > self._limit + self._patience * BEAT
+            asked, read = self._asked, self._to_read
             try:
                 with waiting(self._name):
                     beat = [*asdict(self._position()).values(), time.monotonic() - self._began]
@@ -206,8 +212,9 @@ class Heartbeat:
                         self._store.compare_set("failed", "", self._message)
                     if self._store.check(["failed"]):
                         self._failure = self._store.get("failed").decode()
-                    if late or asked > self._answered or self._waits_long():
+                    if late or read or self._waits_long():
                         self._read()
+                        self._to_read = False
             except LostError:
                 self._gone = True
             self._judge(late)
@@ -239,16 +246,19 @@ class Heartbeat:
 
     def _waits_long(self) -> bool:
         """Return whether to read all heartbeats again, in case the store falls silent; rarely, as they are many."""
+        if self._patience:
+            return False
         began = min((wait.began for wait in waits.now().values()), default=time.monotonic())
         return time.monotonic() - max(began, self._read_at + self._began) > self._limit / 4
 
     # What other threads ask
 
-    def _ask(self) -> bool:
-        """Have the thread write to the store and read all heartbeats; False if there is no answer within SILENT."""
+    def _ask(self, read: bool = False) -> bool:
+        """Have the thread write to the store, and read all heartbeats; False if there is no answer within SILENT."""
         with self._changed:
             if self._gone or self._silent() or not self._thread.is_alive():
                 return False
+            self._to_read = self._to_read or read
             self._asked += 1
             number = self._asked
             self._changed.notify_all()

@@ -1,5 +1,6 @@
 """Messages between processes: flat tensors, and what JSON can hold."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,21 +19,28 @@ from warpfold.parallel.waits import Work, waiting
 class PendingGather:
     """The flat tensors of all processes of a group, in flight."""
 
-    found: Tensor  # [processes, length]
+    found: Tensor  # [processes, length]; [0, length] where the first process alone gathers
     sent: Tensor
     work: Work
 
     def wait(self) -> Tensor:
-        """Return the tensors [processes, length], in the order of ranks."""
+        """Return the tensors [processes, length], in the order of ranks; none on a process that does not gather."""
         self.work.wait()
         return self.found
 
 
-def begin_gather(x: Tensor, group: Group, what: str) -> PendingGather:
-    """Begin to gather a flat tensor, of the same length on every process of the group."""
+def begin_gather(x: Tensor, group: Group, what: str, to_all: bool = True) -> PendingGather:
+    """Begin to gather a flat tensor, of the same length on every process of the group.
+
+    to_all: or the first alone gathers, and the others send one message each, however many they are.
+    """
     x = x.contiguous()
     if group.size == 1:
         return PendingGather(x[None], x, Work(None, what))
+    if not to_all:
+        rows = x.new_empty(group.size if group.rank == 0 else 0, len(x))
+        into = list(rows) if group.rank == 0 else None
+        return PendingGather(rows, x, Work(dist.gather(x, into, group.ranks[0], group.handle, async_op=True), what))
     found = x.new_empty(group.size * len(x))
     work = Work(all_gather_flat(found, x, group=group.handle, async_op=True), what)
     return PendingGather(found.view(group.size, -1), x, work)
@@ -41,6 +49,11 @@ def begin_gather(x: Tensor, group: Group, what: str) -> PendingGather:
 def to_bytes(value: Any) -> Tensor:
     """Return a value, JSON-able, as a flat tensor of bytes."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def digest(value: Any) -> int:
+    """Return 62 bits that are almost surely others for another value, JSON-able."""
+    return int.from_bytes(hashlib.blake2b(json.dumps(value).encode(), digest_size=8).digest()) >> 2
 
 
 def pieces(flat: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
@@ -57,6 +70,13 @@ def pieces(flat: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
                 piece, room = [], size
     if piece:
         yield piece
+
+
+def begin_largest(x: Tensor, group: Group, what: str) -> PendingGather:
+    """Begin to find the largest of all processes' x, number by number; [1, length] on each."""
+    x = x.clone()
+    work = None if group.size == 1 else dist.all_reduce(x, dist.ReduceOp.MAX, group=group.handle, async_op=True)
+    return PendingGather(x[None], x, Work(work, what))
 
 
 def _device(group: Group) -> torch.device:
@@ -79,3 +99,15 @@ def all_gather_object(value: Any, group: Group, what: str) -> list[Any]:
         parts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
         dist.all_gather(parts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group.handle)
     return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes)]
+
+
+def gather_object(value: Any, group: Group, what: str) -> list[Any]:
+    """Return the values, JSON-able, of all processes of a group, on its first, in the order of ranks; else nothing."""
+    if group.size == 1:
+        return [value]
+    text = to_bytes(value)
+    sizes = begin_gather(torch.tensor([len(text)]), group, what, to_all=False).wait()
+    longest = int(begin_largest(torch.tensor([len(text)]), group, what).wait())
+    padded = torch.nn.functional.pad(text, (0, longest - len(text)))
+    rows = begin_gather(padded, group, what, to_all=False).wait()
+    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.flatten().tolist())]

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -22,14 +21,25 @@ from torch import Tensor
 
 from warpfold.errors import UserError
 from warpfold.parallel.collectives import shard_sizes
-from warpfold.parallel.heartbeat import Heartbeat, Position, TeamError, Watchdog
+from warpfold.parallel.heartbeat import BEAT, Heartbeat, Position, TeamError, Watchdog
+from warpfold.parallel.meeting import agree_on_name, allow_connections
 from warpfold.parallel.mesh import TIME_LIMIT, Mesh, check_grid, make_mesh
-from warpfold.parallel.messages import PendingGather, all_gather_object, begin_gather, pieces, to_bytes
+from warpfold.parallel.messages import (
+    PendingGather,
+    all_gather_object,
+    begin_gather,
+    begin_largest,
+    digest,
+    gather_object,
+    pieces,
+    to_bytes,
+)
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.waits import Event, waiting, watched
 
 PIECE = 2**26  # bytes of a broadcast that are sent together
-POLL = 0.1  # seconds between two looks at the store, while processes meet
+MANY = 64  # processes: more of them connect to each other only when they first send something (cli/common.py)
+POLL = 0.1  # seconds between the first two looks at the store, while others finish their work; then longer, to a beat
 
 
 @dataclass(frozen=True)
@@ -109,7 +119,25 @@ class Team:
 
     def smallest(self, value: float, what: str) -> float:
         """Return the smallest of all processes' values, such as the free memory of their devices."""
-        return min(self.all_gather_object(value, what))
+        return -self.largest(-value, what)
+
+    def largest(self, value: float, what: str) -> float:
+        """Return the largest of all processes' values."""
+        return float(self.begin_largest(torch.tensor([value], dtype=torch.float64), what).wait())
+
+    def begin_largest(self, x: Tensor, what: str) -> PendingGather:
+        """Begin to find the largest of all processes' x, number by number: [1, length]."""
+        self._meet(what)
+        return begin_largest(x, self.mesh.world, what)
+
+    def if_different(self, value: Any, what: str) -> list[Any]:
+        """Return every process's value, JSON-able, in the order of ranks, if they are not all the same; else nothing.
+
+        Digests are compared, so that where all is well no process gets what all have.
+        """
+        own = digest(value)
+        largest, smallest = self.begin_largest(torch.tensor([own, -own]), what).wait()[0].tolist()
+        return [] if largest == -smallest else self.all_gather_object(value, what)
 
     def take(self, what: str) -> int:
         """Return the next of the numbers 0, 1, 2 ... that nobody has taken under this name.
@@ -129,12 +157,15 @@ class Team:
         Errors: TeamError if one fails meanwhile.
         """
         self._advance(what)
-        self._store.set(f"here-{what}-{self.process.rank}", "")
-        missing = [f"here-{what}-{rank}" for rank in range(self.process.ranks)]
-        while missing := [key for key in missing if not self._store.check([key])]:
+        round, here = divmod(self._store.add(f"here-{what}", 1) - 1, self.process.ranks)
+        all_here, pause = f"all-here-{what}-{round}", POLL
+        if here == self.process.ranks - 1:
+            self._store.set(all_here, "")
+        while not self._store.check([all_here]):
             if reason := self._failure():
                 raise TeamError(reason)
-            time.sleep(POLL)
+            time.sleep(pause)
+            pause = min(1.5 * pause, BEAT)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -156,10 +187,15 @@ class Team:
         self._advance(what, slices=1)
         return all_gather_object(value, self.mesh.model, what)
 
-    def all_gather(self, x: Tensor, what: str) -> PendingGather:
-        """Begin to gather a flat tensor, of the same length on every process."""
+    def gather_object(self, value: Any, what: str) -> list[Any]:
+        """Return on rank 0 every process's value, JSON-able, in the order of ranks; nothing on the others."""
         self._meet(what)
-        return begin_gather(x, self.mesh.world, what)
+        return gather_object(value, self.mesh.world, what)
+
+    def all_gather(self, x: Tensor, what: str, to_all: bool = True) -> PendingGather:
+        """Begin to gather a flat tensor, of the same length on every process.  to_all: or only on rank 0."""
+        self._meet(what)
+        return begin_gather(x, self.mesh.world, what, to_all)
 
     def all_gather_of_example(self, x: Tensor, what: str) -> PendingGather:
         """Begin to gather a flat tensor from those that share this process's example."""
@@ -328,13 +364,14 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
+    allow_connections(process.ranks)
     keeps = process.rank == 0 and not process.agent_keeps_store
     where = f"{process.address}:{process.port}"
     try:
         with waiting(f"reaching the store at {where}"):
             shared = dist.TCPStore(process.address, process.port, None, keeps, limit, wait_for_workers=False)
         with waiting(f"the meeting at {where}"):
-            name = _name_of_meeting(shared, process, plan.time_limit)
+            name = agree_on_name(shared, process.rank, process.ranks, plan.time_limit)
         store = dist.PrefixStore(f"warpfold-{name}", shared)
         with waiting(f"joining the {process.ranks} processes"):
             dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.ranks, timeout=limit)
@@ -344,36 +381,3 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.
         why = str(error).splitlines()[0]
         raise TeamError(f"rank {process.rank}: the {process.ranks} processes did not meet at {where}: {why}") from error
     return dist.PrefixStore(f"warpfold-{name}-heartbeat", own)
-
-
-def _name_of_meeting(store: dist.Store, process: ProcessInfo, limit: float) -> str:
-    """Agree on a name that no earlier meeting had: rank 0 draws it, and waits until all others have signed.
-
-    Nothing that earlier processes left in the store can be mistaken for it: every process signs with a random word.
-    Errors: RuntimeError if some do not come.
-    """
-    word, end = uuid4().hex, time.monotonic() + limit
-    if process.rank == 0:
-        store.set("warpfold-meeting", word)
-        missing = {f"warpfold-{word}-{rank}": rank for rank in range(1, process.ranks)}
-        signed = []
-        while missing:
-            for key in [key for key in missing if store.check([key])]:
-                signed.append(store.get(key).decode())
-                del missing[key]
-            _wait_until(end, f"no sign of rank {', '.join(map(str, sorted(missing.values())))}")
-        store.set(f"warpfold-{word}-all", " ".join(signed))
-        return word
-    while True:
-        if store.check(["warpfold-meeting"]):
-            name = store.get("warpfold-meeting").decode()  # perhaps that of an earlier meeting
-            store.set(f"warpfold-{name}-{process.rank}", word)
-            if store.check([f"warpfold-{name}-all"]) and word in store.get(f"warpfold-{name}-all").decode():
-                return name
-        _wait_until(end, "no word from rank 0")
-
-
-def _wait_until(end: float, reason: str) -> None:
-    if time.monotonic() > end:
-        raise RuntimeError(reason)
-    time.sleep(POLL)

@@ -2,16 +2,20 @@
 
 import functools
 import inspect
+import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from warpfold.bulk import JobPart
 from warpfold.errors import UserError, as_arguments
 from warpfold.progress import Progress, no_progress
 from warpfold.settings import plain, toml_value
+
+if TYPE_CHECKING:
+    from warpfold.parallel.team import Team
 
 
 class WrongArgument(UserError):
@@ -68,12 +72,14 @@ def whole_or_none(name: str, value: Any, least: int | None = None, most: int | N
     return None if value is None else whole(name, value, least, most)
 
 
-def number_or_none(name: str, value: Any) -> float | None:
-    """Return a number, or None where the default is meant."""
+def number_or_none(name: str, value: Any, over: float | None = None) -> float | None:
+    """Return a number, or None where the default is meant.  over: what it must be more than, and finite."""
     if value is None:
         return None
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         raise WrongArgument(f"{name} = {shown(value)}: a number is needed")
+    if over is not None and not over < float(value) < math.inf:
+        raise WrongArgument(f"--{name.replace('_', '-')} {value:g}: a number over {over:g} is needed")
     return float(value)
 
 
@@ -102,6 +108,15 @@ def text(name: str, value: Any) -> str:
 def text_or_none(name: str, value: Any) -> str | None:
     """Return a text, or None where the default is meant."""
     return None if value is None else text(name, value)
+
+
+def team_of(value: Any) -> "Team":
+    """Return the processes that share the work; None: this one alone."""
+    from warpfold.parallel.team import Team
+
+    if value is not None and not isinstance(value, Team):
+        raise WrongArgument(f"team = {shown(value)}: a Team is needed, as in docs/parallel.md; none for one process")
+    return value or Team()
 
 
 def progress_of(value: Any) -> Progress:
@@ -183,7 +198,9 @@ def device_of(value: Any, local_rank: int | None = None) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: {str(error).splitlines()[0]}; give another, or cpu") from error
+        why = str(error).splitlines()[0]
+        why = "not known" if why.startswith("Expected one of") else why  # a list of all that torch has ever known
+        raise UserError(f"--device {name}: {why}; give cpu, cuda, or cuda:1 and so on") from error
     return name
 
 

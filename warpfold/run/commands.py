@@ -107,7 +107,7 @@ def search(
     name = arguments.one_of("engine", engine, searching.ENGINES)
     chosen = {
         "iterations": arguments.whole_or_none("iterations", iterations, 1, 3),
-        "e_value": arguments.number_or_none("e_value", e_value),
+        "e_value": arguments.number_or_none("e_value", e_value, over=0),
     }
     finder = searching.ENGINES[name](**{key: value for key, value in chosen.items() if value is not None})
     options = searching.SearchOptions(
@@ -135,7 +135,7 @@ def _databases(
     if isinstance(max_hits, Mapping):
         most = [f"{key}={count}" for key, count in max_hits.items()]
     else:
-        most = [str(max_hits)] if isinstance(max_hits, int) else list(max_hits or ())
+        most = [str(max_hits)] if isinstance(max_hits, int | str) else list(max_hits or ())
     rows = parse_max_hits(most)
     if isinstance(database, Mapping):
         given = [f"{key}={os.fspath(arguments.path('database', file))}" for key, file in database.items()]
@@ -254,12 +254,11 @@ def train(
     Errors: UserError for bad arguments, settings, stores and parameters, and a folder of another run.
     """
     from warpfold.engine.watch import as_watchers
-    from warpfold.parallel.team import Team
     from warpfold.run import train as training
     from warpfold.run.planning import plan_training
     from warpfold.tune.cluster.links import read_cluster
 
-    team, links = team or Team(), arguments.path_or_none("cluster", cluster)
+    team, links = arguments.team_of(team), arguments.path_or_none("cluster", cluster)
     changes = arguments.changes_of("set", set)
     changes += ['plan.kernels="strict"'] if arguments.flag("strict", strict) else []
     given = as_settings(settings, changes)

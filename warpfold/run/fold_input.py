@@ -66,11 +66,18 @@ def query_of(sequence: Sequences, alignment: Alignments, name: str, fetch: Fetch
 def _chains(sequence: Any, name: str) -> str | dict[str, str]:
     """Return the letters of a protein, or of the chains of a complex by their names."""
     if isinstance(sequence, str):
+        if not sequence.strip():
+            raise UserError(f"{name}: the sequence has no residues; give a letter for each")
+        if not set(sequence).isdisjoint("./"):
+            raise UserError(f"{name}: sequence = {shown(sequence)}: is no sequence; a file is folded by fold_many")
         if ":" not in sequence:
             return sequence.upper()
         sequence = sequence.split(":")
     if not isinstance(sequence, Mapping) and not is_list(sequence):
-        raise WrongArgument(f"sequence = {shown(sequence)}: a text is needed, or those of the chains of a complex")
+        what = "a text is needed, or those of the chains of a complex; files: fold_many"
+        raise WrongArgument(f"sequence = {shown(sequence)}: {what}")
+    if not sequence:
+        raise UserError(f"{name}: sequence = {shown(sequence)}: has no chains; give one at least")
     named = sequence if isinstance(sequence, Mapping) else dict(zip(chain_ids(len(sequence)), sequence))
     for id, letters in named.items():
         if not isinstance(letters, str) or not isinstance(id, str):

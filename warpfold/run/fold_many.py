@@ -149,7 +149,8 @@ def _each(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
         if unknown := [name for name in given if name not in names]:
             raise WrongArgument(f"{what}: there is no {unknown[0]} among the sequences")
         return {name: given.get(name) for name in names}
-    if not is_list(given) or len(given) != len(names):
-        count = f"{len(given)} for" if is_list(given) else "is not a list of"
-        raise WrongArgument(f"{what}: {count} {len(names)} sequences; give one for each, or name -> ... of some")
+    if not is_list(given):
+        raise WrongArgument(f"{what} = {shown(given)}: a list is needed, one for each sequence, or name -> ... of some")
+    if (count := len(given)) != len(names):
+        raise WrongArgument(f"{what}: {count} for {len(names)} sequences; give one for each, or name -> ... of some")
     return dict(zip(names, given))

@@ -167,7 +167,8 @@ class Prediction:
                 written = {kind: name for kind, name in names.items() if (draft / name).exists()}
                 _move_into(draft, folder, names)
         except OSError as error:
-            raise UserError(f"{folder}: cannot be written: {error.strerror or error}") from error
+            why = error.strerror or error
+            raise UserError(f"{folder}: cannot be written: {why}; name another folder") from error
         return written
 
 
@@ -285,6 +286,15 @@ def _move_into(draft: Path, folder: Path, names: Mapping[str, str]) -> None:
             (folder / name).unlink()
 
 
+def check_folder(folder: Path) -> None:
+    """Raise UserError for a file where a folder for the output is to be, or one above it."""
+    for place in (folder, *folder.parents):
+        if place.exists():
+            if not place.is_dir():
+                raise UserError(f"{place}: is a file; name a folder for the output")
+            return
+
+
 def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict[str, Any] | None:
     """Check that an output folder is ours to write: return None for a new or empty one, else the summary in it.
 
@@ -292,8 +302,7 @@ def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict
     that kind is accepted.  Nothing is written.
     Errors: UserError for a file in its place, or for a folder that holds something else.
     """
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder}: is a file; name a folder for the output")
+    check_folder(folder)
     # All that a run leaves that is killed at once: drafts of `write_atomically`, the journal, answers of a server.
     first = (".summary.json.", "journal", "alignments")
     if not folder.is_dir() or all(f.name in first or f.name.startswith(first[0]) for f in folder.iterdir()):

@@ -146,12 +146,12 @@ def predict(
             alone = team.process.ranks > 1 or options.recycling.ends_early  # where one ends early, others need not
             batch = 1 if alone else options.batch
             todo = folder.begin(in_groups(items, batch, device), options.force)
-        todo = team.all_gather_object(todo, "the beginning of the run")[0]
+        todo = team.broadcast(todo, "the beginning of the run")
         clock, refused = fold_shared(memory, folder.groups_of(todo), folder, share, keep, tell)
         tell(total, total, "writing the report")
         process = {"device": device, "seconds": round(time.perf_counter() - start, 3), **clock.summary()}
         summary = folder.finish(process, refused) if team.is_rank_zero else None
-    return team.all_gather_object(summary, "the end of the run")[0]
+    return team.broadcast(summary, "the end of the run")
 
 
 def _check_pipes(files: Sequence[Given], team: Team) -> None:

@@ -83,11 +83,9 @@ def predict(
     return _predict(**locals())
 
 
-def _predict(
-    query: Any, params: Any, out: Any, relax: Any, progress: Any, team: "Team | None", **given: Any
-) -> dict[str, Any]:
+def _predict(query: Any, params: Any, out: Any, relax: Any, progress: Any, team: Any, **given: Any) -> dict[str, Any]:
     """Check the arguments of `predict`, and do it."""
-    options, which = _options(given), _relaxed(relax)
+    options, which, team = _options(given), _relaxed(relax), arguments.team_of(team)
     sources = TemplateSources(
         files=[str(one) for one in arguments.paths("template", given["template"])],
         hits=arguments.paths("hits", given["hits"]),
@@ -108,7 +106,7 @@ def _predict(
         queries, arguments.paths("msa", given["msa"]), parameters, folder, options, tell, sources, team, share,
         server_of(given["msa_server"], given["msa_cache"], folder / "alignments"),
     )  # fmt: skip
-    if team is not None and not team.is_rank_zero:
+    if not team.is_rank_zero:
         return summary
     return relax_predictions(summary, folder, which, options.device or "cpu", tell)
 

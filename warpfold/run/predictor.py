@@ -84,7 +84,7 @@ class Predictor:
         if not isinstance(model, AlphaFold):
             what = arguments.shown(model)
             raise arguments.WrongArgument(f"model = {what}: an AlphaFold is needed; files: load(FILE)")
-        self.team = team or Team()
+        self.team = arguments.team_of(team)
         axial, branch = self.team.mesh.axial.size, self.team.mesh.branch.size
         if reason := Plan(axial=axial, branch=branch).unsupported_reason(model.config.evoformer.outer):
             raise UserError(reason)

@@ -1,7 +1,8 @@
 """Exchange what the processes of a run have to tell each other in each step.  A single process runs the same code.
 
-No step waits for it: messages of fixed size travel while the backward pass or the optimizer works.  If a rank has more
-to tell (an entry that was set aside, a long name), its message says so, and all ranks gather the rest.
+No step waits for it: messages of fixed size travel while the backward pass or the optimizer works.  What all must know
+is five numbers, the largest of all ranks'; what is for the log goes to rank 0 alone.  If a rank has more to tell (an
+entry that was set aside, a long name, an example that is not finite), all ranks gather it.
 """
 
 import zlib
@@ -78,7 +79,7 @@ def begin_sums(parts: Mapping[str, Tensor], team: Team) -> ExampleSums:
 
 def stop_requested(signals: StopSignals, team: Team) -> int:
     """Return the signal that stops the run, whichever rank received it; 0: none.  All ranks wait here."""
-    return max(team.all_gather_object(signals.received, "stopping or going on"))
+    return int(team.largest(signals.received, "stopping or going on"))
 
 
 @dataclass(frozen=True)
@@ -87,20 +88,32 @@ class StepEnd:
 
     step: int
     results: list[ExampleResult]
-    gathering: PendingGather
+    largest: PendingGather  # of what all must know
+    gathering: PendingGather  # of what is for the log
 
 
 def begin_end_step(
-    step: int, results: list[ExampleResult], timer: StepTimer, ledger: Ledger, signals: StopSignals, team: Team
+    step: int,
+    results: list[ExampleResult],
+    timer: StepTimer,
+    ledger: Ledger,
+    signals: StopSignals,
+    team: Team,
+    to_all: bool = False,
 ) -> StepEnd:
-    """Start to gather the results of a step's examples; `end_step` returns those of all ranks."""
+    """Start to gather the results of a step's examples; `end_step` returns those of all ranks.
+
+    to_all: every rank wants them; or rank 0 alone, which writes the log.
+    """
     keys = [example.key.encode() for example in results]
-    head = [signals.received, timer.waited, ledger.unshared, max(map(len, keys))]
+    not_finite = not all(example.finite for example in results)
+    head = [signals.received, timer.waited, ledger.unshared, max(map(len, keys)), not_finite]
+    largest = team.begin_largest(torch.tensor(head, dtype=torch.float64), f"the end of step {step}")
     numbers = [[getattr(example, name) for name in NUMBERS] + list(example.terms.values()) for example in results]
     # The bytes of the names are reinterpreted as float64, so that one tensor holds everything.
     names = np.frombuffer(b"".join(key[:KEY].ljust(KEY, b"\0") for key in keys), np.float64)
-    own = np.concatenate([np.array(head, np.float64), np.array(numbers, np.float64).ravel(), names])
-    return StepEnd(step, results, team.all_gather(torch.from_numpy(own), f"the end of step {step}"))
+    own = torch.from_numpy(np.concatenate([np.array(numbers, np.float64).ravel(), names]))
+    return StepEnd(step, results, largest, team.all_gather(own, f"the results of step {step}", to_all))
 
 
 def end_step(
@@ -108,11 +121,12 @@ def end_step(
 ) -> tuple[list[ExampleResult], int]:
     """End a step: return the results of all ranks, by number, and the signal that stops the run (0: none).
 
+    Ranks that did not want them get their own alone, unless one of all examples was not finite.
     It sets the timer to the longest wait of any rank, and tells every rank which entries the others set aside.
     A signal that came to any rank before `begin_end_step` is known to all; a later one after the next step.
     """
+    received, timer.waited, aside, longest, not_finite = end.largest.wait()[0].tolist()
     every = end.gathering.wait()
-    received, timer.waited, aside, longest = every[:, :4].amax(0).tolist()
     if aside:
         for entries in team.all_gather_object(
             ledger.take_unshared(), f"entries that were set aside until step {end.step}"
@@ -120,12 +134,13 @@ def end_step(
             for name, index, reason in entries:
                 examples.quarantine.add(name, index, reason)
         ledger.take_unshared()  # those of the others, which `add` has just put into this rank's ledger
-    if longest > KEY:
-        said = team.all_gather_object([asdict(one) for one in end.results], f"long names of step {end.step}")
+    if longest > KEY or not_finite:
+        said = team.all_gather_object([asdict(one) for one in end.results], f"all results of step {end.step}")
         found = [ExampleResult(**example) for one in team.of_example_leaders(said) for example in one]
+    elif not len(every):
+        found = end.results
     else:
-        # Ranks that share an example send the same.
-        rows = every[:: team.mesh.model.size, 4:].contiguous().numpy()
+        rows = every[:: team.mesh.model.size].contiguous().numpy()  # ranks that share an example send the same
         found = [one for row in rows for one in _unpack(row, len(end.results), tuple(end.results[0].terms))]
     return sorted(found, key=lambda example: example.index), int(received)
 

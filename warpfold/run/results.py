@@ -155,12 +155,13 @@ class SkippedExamples:
         self.most = most
         self.places = list(places)  # how many examples the run had used before each
 
-    def add(self, step: int, results: Sequence[ExampleResult]) -> None:
-        """Count the examples of all ranks in one order that is the same on all; step: how many are done with this one.
+    def add(self, step: int, results: Sequence[ExampleResult], examples: int = 0) -> None:
+        """Count the examples of a step in one order that is the same on all ranks; step: how many are done with it.
 
+        results: of all of them; or, where all are finite, of some of its `examples`.
         Errors: UserError when more than `most` of any WINDOW in a row were skipped.
         """
-        end = step * len(results)
+        end = step * (examples or len(results))
         for place, example in enumerate(results, end - len(results)):
             if example.finite:
                 continue

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from warpfold.bulk import JobPart, in_order, pool, worker_number
+from warpfold.bulk import JobPart, in_order, pool, require_dask, worker_number
 from warpfold.device import keep_memory
 from warpfold.errors import UserError
 from warpfold.files import file_name
@@ -53,6 +53,8 @@ class Share:
             return
         if team.process.ranks > 1:
             raise UserError("--workers and --cluster start processes of their own: use them without torchrun")
+        if self.cluster is not None:
+            require_dask(self.cluster)  # before a folder is begun
         if self.cluster is None and device is not None and device.startswith("cuda"):
             gpus = 1 if ":" in device else torch.cuda.device_count()
             if self.workers > gpus:

@@ -112,11 +112,11 @@ def train(
                 on_device += learner.learn(batch, recycles)  # forward, losses, backward; clipped, added (run/learn.py)
             results = read_results(on_device)  # here the host waits for the device, and nowhere before
             save_failures(run, config, optimizer, on_device, results, step, recycles, team)
-            end = begin_end_step(step + 1, results, timer, ledger, signals, team)  # travels while the optimizer works
+            end = begin_end_step(step + 1, results, timer, ledger, signals, team, log.on_all)  # travels meanwhile
             learner.step(step)  # the mean over the examples; Adam; the moving average
-            results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks
+            results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks, on rank 0
             log(step_row(step + 1, results, rate_taken(config.optim, step, results), recycles, timer))
-            skipped.add(step := step + 1, results)
+            skipped.add(step := step + 1, results, config.optim.accumulate)
             stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
             rounds = 0 if stop else validation.rounds_at(step)
             if step == config.train.steps or stop or rounds or due(step, config.train.save_every):
@@ -164,7 +164,7 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
             )
         run.write_settings(settings.to_toml(config))
     seen = {**origin, "settings": fingerprint(repr(own).encode()), "last checkpoint": run.latest()}
-    said = team.all_gather_object(seen, "the beginning of the run")
+    said = team.if_different(seen, "the beginning of the run")
     for rank, there in enumerate(said):
         if differing := [name for name, value in there.items() if value != said[0][name]]:
             raise UserError(
@@ -215,7 +215,9 @@ def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watchi
     # Without a checkpoint the run begins again: even the validation of the untrained model, at step 0, is dropped.
     validation = run.open_log(state.step or -1) if team.is_rank_zero else None
     validation = team.broadcast(validation, "the log")
-    return Log(run if team.is_rank_zero else None, state.step, train.steps, validation, watchers)
+    log = Log(run if team.is_rank_zero else None, state.step, train.steps, validation, watchers)
+    log.on_all = team.largest(bool(watchers) and not team.is_rank_zero, "who watches") > 0
+    return log
 
 
 # Checkpoints
@@ -257,7 +259,7 @@ def save(
     """
     log.phase("saving")
     # What all ranks together have used: it lets any other number of ranks go on.
-    used = examples.state(team.of_example_leaders(team.all_gather_object(examples.exchanged(), "a checkpoint")))
+    used = examples.state(team.of_example_leaders(team.gather_object(examples.exchanged(), "a checkpoint")))
     with optimizer.averaged():
         params = Snapshot.of(model.state_dict() if team.is_rank_zero else {})
     state = optimizer.state()

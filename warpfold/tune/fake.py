@@ -180,7 +180,7 @@ class Memory(TorchDispatchMode):
             for tensor in made:
                 self._note(tensor, func, False)
             return made[0] if len(made) == 1 else tuple(made)
-        given = _tensors(kwargs.values(), _tensors(args, []))
+        given = tensors_in(kwargs.values(), tensors_in(args, []))
         name, device = func._opname, kwargs.get("device")
         on_host = device is not None and device.type == "cpu"
         host = self.host_apart and (on_host or (not given and device is None))
@@ -196,7 +196,7 @@ class Memory(TorchDispatchMode):
             kwargs = {**kwargs, "device": META, "pin_memory": None}
         out = func(*args, **kwargs)
         storages = {t.untyped_storage()._cdata for t in given}
-        made = [t for t in _tensors((out,), []) if t.untyped_storage()._cdata not in storages]
+        made = [t for t in tensors_in((out,), []) if t.untyped_storage()._cdata not in storages]
         for tensor in made:
             self._note(tensor, func, host or (self.host_apart and not tensor.is_meta))
         if key is not None and (_key(func, args, kwargs) == key if kind is Kind.OUT else _can_be_made_again(out, made)):
@@ -310,14 +310,14 @@ def _can_be_made_again(out: Any, made: Sequence[Tensor]) -> bool:
     )
 
 
-def _tensors(given: Any, found: list[Tensor]) -> list[Tensor]:
+def tensors_in(given: Any, found: list[Tensor]) -> list[Tensor]:
     """Add the tensors among the arguments or results of one of torch's operations; torch's own way takes five times as
     long."""
     for x in given:
         if isinstance(x, Tensor):
             found.append(x)
         elif type(x) in (list, tuple):
-            _tensors(x, found)
+            tensors_in(x, found)
     return found
 
 

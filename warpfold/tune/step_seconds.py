@@ -91,7 +91,7 @@ def step_seconds(job: Job, plan: Plan, example: ExampleTime, rates: Rates, clust
     way = GradientWay(passes=share // plan.batch, clip=job.optim.clip, on_node=data_ranks_on_node(plan, cluster) or 1)
     sharded = plan.sync.shard_state and plan.data > 1
     shards = plan.axial * plan.branch * (plan.data if sharded else 1)
-    buckets = bucket_sizes(job.model, plan.sync.bucket, plan.data * plan.axial * plan.branch)
+    buckets = bucket_sizes(job.model, plan.sync.bucket_bytes(plan.data) / 2**20, plan.data * plan.axial * plan.branch)
     moves = gradient_moves(buckets, plan, way)
     exchange = exchange_seconds(moves, plan, way, cluster, example.backward * plan.batch, len(buckets))
     found = {part: share * seconds for part, seconds in example.by_part.items()}

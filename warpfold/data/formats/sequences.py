@@ -42,10 +42,23 @@ _ALIGNED = _table(lower=True, dash=GAP, dot=GAP, gaps=_GAPS)  # every character 
 _A3M = _table(lower=False, dash=GAP, dot=_DOT)  # lower case between the columns
 
 
+# How files begin that people give instead.
+_DOCUMENTS = {
+    b"%pdf-": "a PDF document",
+    b"pk\x03\x04": "a zip archive or an office document",
+    b"\xd0\xcf\x11\xe0": "an office document",
+    b"{\\rtf": "an office document",
+    b"<!doctype html": "a web page",
+    b"<html": "a web page",
+}
+
+
 def plain_text(data: bytes | str, source: str) -> bytes:
-    """Return text with plain line ends and no byte-order mark; raise UserError if it is not UTF-8."""
+    """Return text with plain line ends and no byte-order mark; raise UserError if it is not UTF-8, or a document."""
     if isinstance(data, str):
         data = data.encode()
+    if what := next((what for start, what in _DOCUMENTS.items() if data[:16].lower().startswith(start)), None):
+        raise UserError(f"{source}: is {what}, and no sequences or alignment; give these as plain text")
     try:
         data.decode()
     except UnicodeDecodeError as error:

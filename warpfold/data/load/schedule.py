@@ -4,6 +4,7 @@ A run's examples are numbered 0, 1, 2 ... without end.  `State` says which numbe
 the others to steps and ranks.
 """
 
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -111,9 +112,12 @@ def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """
     size = -(-len(costs) // ranks)
     dealt: list[list[int]] = [[] for _ in range(ranks)]
-    sums = [0.0] * ranks
+    heap = [(0.0, rank) for rank in range(ranks)]  # sums of the ranks that are not full: every rank deals every step
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
-        rank = min((r for r in range(ranks) if len(dealt[r]) < size), key=lambda r: (sums[r], r))
+        total, rank = heap[0]
         dealt[rank].append(index)
-        sums[rank] += costs[index]
+        if len(dealt[rank]) < size:
+            heapq.heapreplace(heap, (total + costs[index], rank))
+        else:
+            heapq.heappop(heap)
     return [sorted(indices) for indices in dealt]

@@ -1,0 +1,37 @@
+"""`warpfold simulate`: what it says, as text, JSON and a picture, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.test_cli import refused, run
+
+
+def test_a_step_and_a_training_are_said_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    cluster = ("--devices", 4, "--node", 2, "--plan.axial", 2, "--link", "eth25", "--set", "optim.accumulate=4")
+    code, out, err = run(
+        capsys, "simulate", "tiny", *cluster, "--recycles", 1, "--failures-per-day", 5, "--price", 2, "--json",
+        "--figure", tmp_path / "timeline.svg",
+    )  # fmt: skip
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["plan"] | {"data": 2, "axial": 2, "branch": 1} == found["plan"]
+    step = found["step"]
+    assert sum(step["parts"].values()) == pytest.approx(step["mean"])
+    assert step["from"] <= step["median"] <= step["to"]
+    assert set(step["undisturbed"]) == {"0", "1"}
+    assert 0 < found["efficiency"] <= 1
+    assert found["cost"] == pytest.approx(2 * found["device_hours"])
+    assert found["device_hours"] == pytest.approx(4 * found["training"]["seconds"] / 3600)
+    assert found["training"]["failed"] > 0
+    assert (tmp_path / "timeline.svg").read_text(encoding="utf-8").startswith("<?xml")
+
+
+def test_what_does_not_fit_together_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "does not fill 8" in refused(run(capsys, "simulate", "tiny", "--devices", 8, "--plan.data", 3))
+    assert "not a network" in refused(run(capsys, "simulate", "tiny", "--link", "wifi"))
+    assert "nodes must be full" in refused(run(capsys, "simulate", "tiny", "--devices", 12))
+    assert "is not known" in refused(run(capsys, "simulate", "tiny", "--device", "GTX 480"))
+    assert "ends in .svg or .png" in refused(run(capsys, "simulate", "tiny", "--figure", tmp_path / "a.pdf"))
+    assert "cannot share" in refused(run(capsys, "simulate", "tiny", "--devices", 64))

@@ -1,0 +1,112 @@
+"""Timelines keep laws: overlap gains no more than there is to hide, and nothing is lost of a step's time."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from warpfold.parallel.plan import Plan
+from warpfold.tune.cluster.links import Cluster, Link
+from warpfold.tune.profile import Cost
+from warpfold.tune.rates import TORCH, of_gpu
+from warpfold.tune.simulate.record import Await, Begin, Entry, Operation
+from warpfold.tune.simulate.replay import Pace, Span, replay
+
+FREE, SLOW = Link(0.0, math.inf), Link(1e-6, 1e9)
+PLAN = Plan(data=2, axial=2)
+
+
+def pace(link: Link = SLOW, launch: float = 0.0, overlap: bool = True) -> Pace:
+    call = 0.0 if link == FREE else 1e-6
+    cluster = Cluster(ranks=4, per_node=2, within=link, between=link, call=call)
+    return Pace(rates=of_gpu("H100"), cluster=cluster, launch=launch, overlap=overlap)
+
+
+def operation(seconds: float, launches: int = 1) -> Operation:
+    rates = of_gpu("H100")
+    cost = Cost(0, 0, seconds * rates.efficiency * rates.tops[torch.float32].bytes)
+    return Operation(TORCH, "forward", cost, torch.float32, launches, "forward")
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> list[Entry]:
+    """Operations and collectives in any order; each collective is awaited later, perhaps at the very end."""
+    found: list[Entry] = []
+    begun: list[int] = []
+    for number in range(draw(st.integers(0, 12))):
+        kind = draw(st.sampled_from(["compute", "begin", "await"]))
+        if kind == "compute":
+            found.append(operation(draw(st.floats(0, 1e-3)), draw(st.integers(0, 3))))
+        elif kind == "begin":
+            group = draw(st.sampled_from(["axial", "data"]))
+            after = tuple(begun[:1]) if draw(st.booleans()) else ()
+            found.append(Begin(number, "all_gather", group, draw(st.integers(0, 10**6)), "forward", after))
+            begun.append(number)
+        elif begun:
+            found.append(Await(begun.pop(draw(st.integers(0, len(begun) - 1)))))
+    return found
+
+
+@given(schedules())
+def test_a_step_is_no_longer_than_all_of_it_and_no_shorter_than_the_longest_part(entries) -> None:
+    spans: list[Span] = []
+    found = replay(entries, PLAN, pace(), spans.append)
+    serial = replay(entries, PLAN, pace(overlap=False))
+    busy = [sum(s.end - s.begin for s in spans if s.stream == stream) for stream in {s.stream for s in spans}]
+    assert found.seconds <= serial.seconds + 1e-12 <= found.compute + found.collectives + 2e-12
+    assert found.seconds >= max(busy, default=0) - 1e-12
+    assert found.compute + found.exposed + found.launch == pytest.approx(found.seconds)
+    assert min(found.compute, found.exposed, found.launch + 1e-12, found.hidden) >= 0
+
+
+@given(schedules())
+def test_with_infinite_links_and_no_launches_a_step_is_what_is_computed(entries) -> None:
+    found = replay(entries, PLAN, pace(FREE))
+    assert found.seconds == pytest.approx(found.compute)
+    assert found.exposed == pytest.approx(0, abs=1e-12)
+
+
+@given(schedules())
+def test_without_operations_communication_is_left_alone(entries) -> None:
+    alone = [e for e in entries if not isinstance(e, Operation)]
+    found = replay(alone, PLAN, pace())
+    assert found.compute == 0
+    assert found.seconds == pytest.approx(found.exposed)
+    assert found.seconds <= found.collectives + 1e-12
+
+
+@given(schedules(), st.floats(0, 1e-4), st.floats(1, 10))
+def test_slower_launches_or_links_never_make_a_step_shorter(entries, launch, slower) -> None:
+    fast = replay(entries, PLAN, pace(launch=launch)).seconds
+    assert fast <= replay(entries, PLAN, pace(launch=launch * slower)).seconds + 1e-12
+    assert fast <= replay(entries, PLAN, pace(Link(1e-6 * slower, 1e9 / slower), launch)).seconds + 1e-12
+
+
+def test_the_host_is_waited_for_where_it_launches_more_slowly_than_the_device_computes() -> None:
+    entries: list[Entry] = [operation(1e-6) for _ in range(100)]
+    found = replay(entries, PLAN, pace(launch=5e-6))
+    assert found.seconds == pytest.approx(100 * 5e-6, rel=0.02)
+    assert found.launch == pytest.approx(found.seconds - found.compute)
+    one = replay([operation(1e-3), *entries], PLAN, pace(launch=5e-6))
+    assert one.launch < 1e-5  # launched while the first one computes
+    assert one.seconds == pytest.approx(1e-3 + 100e-6, rel=0.02)
+
+
+def test_what_is_begun_early_and_awaited_late_is_hidden() -> None:
+    entries = [Begin(1, "all_gather", "axial", 10**6, "forward"), operation(5e-3), Await(1), operation(1e-3)]
+    found = replay(entries, PLAN, pace())
+    assert found.seconds == pytest.approx(6e-3)
+    assert found.hidden == pytest.approx(found.collectives) == pytest.approx(1e-3, rel=0.01)
+    waited = replay(entries, PLAN, pace(overlap=False))
+    assert waited.seconds == pytest.approx(7e-3, rel=0.01)
+    assert waited.exposed_by_group == {"axial": pytest.approx(1e-3, rel=0.01)}
+
+
+def test_an_operation_takes_at_least_what_its_kernels_take() -> None:
+    of_sheet = Pace.of(of_gpu("H100"), pace().cluster)
+    many = replace(operation(1e-9), launches=10)
+    assert of_sheet.seconds(many) == pytest.approx(10 * of_sheet.kernel, rel=0.01)
+    assert Pace.of(of_gpu("H100"), pace().cluster, graphs=True).launch == 0 < of_sheet.launch
