@@ -83,7 +83,7 @@ def read_store(path: Path, seconds: float, seed: int, clock: Clock = time.perf_c
             entries += 1
         after, in_all = _from_disk(), len(store)
         store.close()
-    except (UserError, OSError) as error:
+    except (UserError, OSError, ImportError) as error:  # ImportError: this node lacks zstandard
         return StoreReads(error=str(error))
     fresh = None if before is None or after is None or not size else min(1.0, (after - before) / size)
     return StoreReads(entries, size, max(took, 1e-9), fresh, in_all)
