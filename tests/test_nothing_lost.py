@@ -59,6 +59,7 @@ SAFE = {
     "run/figures.py:_svg": "into memory",
     "run/figures.py:draw_links": "into memory",
     "run/figures.py:draw_memory": "into memory",
+    "run/timeline.py:draw_timeline": "into memory",
     "run/journal.py:Journal.__init__": "cuts off half a line, of a journal of its own name in a folder of predictions",
     "run/journal.py:_appending": "adds to what is there",
     "run/journal.py:remove_journals": "journals by their names, when the summary has what they had",

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -148,6 +149,14 @@ def _may_fail(fn: ast.AST) -> bool:
         )
         for node in ast.walk(fn)
     )
+
+
+def test_files_of_tests_have_names_of_their_own() -> None:
+    """Of two of one name pytest imports one, and refuses the whole suite."""
+    # What is interpreted runs in a process of its own.
+    files = [path for path in (ROOT / "tests").rglob("test_*.py") if "interpreted" not in path.parts]
+    names = Counter(path.name for path in files)
+    assert [str(path) for path in files if names[path.name] > 1] == []
 
 
 def test_every_test_can_fail() -> None:

@@ -355,7 +355,7 @@ def test_what_cannot_be_folded_in_memory(params: dict[str, Path]) -> None:
     given: tuple[tuple[str, tuple[Any, ...]], ...] = (
         ("an alignment for chain Z, but the chains are A, B", ({"A": ONE, "B": TWO}, {"Z": [ONE]})),
         ("2 chains and 3 alignments; give one for each, or none", ([ONE, TWO], [[ONE], [TWO], [TWO]])),
-        ("0 chains", ([],)),
+        ("has no chains; give one at least", ([],)),
         (r"query B: has '\*' at position 3, which is not an amino acid", ([ONE, "MK*"],)),
         ("fits no chain", ([ONE, TWO], (), ["Z=some.cif"])),
     )
