@@ -27,8 +27,8 @@ from warpfold.run.figures import AMBER, BLUE, GREY, INK, STYLE
 from warpfold.run.planning import training_job
 from warpfold.run.simulating import described_cluster
 from warpfold.tune.rates import of_gpu
-from warpfold.tune.simulate.record import Await, Begin, Schedule, record
-from warpfold.tune.simulate.replay import Pace, StepTime, replay
+from warpfold.tune.simulate.record import Await, Begin, RecordedStep, record
+from warpfold.tune.simulate.replay import Pace, ReplayedStep, replay
 from warpfold.tune.simulate.steps import Chance, Steps, draw_steps
 from warpfold.tune.simulate.training import Interruptions, whole_training
 
@@ -38,7 +38,7 @@ STEPS = 39_063  # 10 million examples, 256 at a time
 Row = dict[str, Any]
 
 
-def recorded(settings: str, plan: Plan) -> tuple[Plan, Schedule, int]:
+def recorded(settings: str, plan: Plan) -> tuple[Plan, RecordedStep, int]:
     """Record a plan of a preset; return also its recycles."""
     given = load_settings(settings)
     job = training_job(given, given.config())
@@ -50,8 +50,8 @@ def recorded(settings: str, plan: Plan) -> tuple[Plan, Schedule, int]:
 
 
 def timed(
-    found: tuple[Plan, Schedule, int], devices: int, link: str = "ib400", graphs: bool = False
-) -> tuple[Plan, int, dict[int, StepTime]]:
+    found: tuple[Plan, RecordedStep, int], devices: int, link: str = "ib400", graphs: bool = False
+) -> tuple[Plan, int, dict[int, ReplayedStep]]:
     """Return the plan on so many devices, examples of a data rank and step, and a step's times by its passes."""
     plan, schedule, recycles = found
     plan = replace(plan, data=devices // plan.axial)
@@ -61,7 +61,7 @@ def timed(
     return plan, examples, times
 
 
-def drawn(given: tuple[Plan, int, dict[int, StepTime]], chance: Chance = Chance(workers=0)) -> Steps:  # noqa: B008
+def drawn(given: tuple[Plan, int, dict[int, ReplayedStep]], chance: Chance = Chance(workers=0)) -> Steps:  # noqa: B008
     """Draw steps of all ranks."""
     plan, examples, times = given
     return draw_steps(times, plan.data, plan.axial, chance, examples, 200)
@@ -74,7 +74,7 @@ def row(steps: Steps, **more: Any) -> Row:
             "to": round(steps.percentile(95), 5), "parts": parts}  # fmt: skip
 
 
-def devices_and_graphs(found: dict[int, tuple[Plan, Schedule, int]], settings: str) -> list[Row]:
+def devices_and_graphs(found: dict[int, tuple[Plan, RecordedStep, int]], settings: str) -> list[Row]:
     """Return steps on more and more devices, by axial ranks, with launches and as if graphs held everything."""
     rows = []
     for axial, one in found.items():
@@ -86,12 +86,12 @@ def devices_and_graphs(found: dict[int, tuple[Plan, Schedule, int]], settings: s
     return rows
 
 
-def links(found: dict[str, tuple[Plan, Schedule, int]]) -> list[Row]:
+def links(found: dict[str, tuple[Plan, RecordedStep, int]]) -> list[Row]:
     """Return steps of 128 devices over other links between nodes."""
     return [row(drawn(timed(one, 128, link)), way=name, link=link) for name, one in found.items() for link in LINKS]
 
 
-def loaders(found: tuple[Plan, Schedule, int]) -> list[Row]:
+def loaders(found: tuple[Plan, RecordedStep, int]) -> list[Row]:
     """Return steps of 256 devices by how many processes make examples, and how long each example takes."""
     given, rows = timed(found, 256), []
     for seconds in (0.5, 1.0, 2.0, 4.0):

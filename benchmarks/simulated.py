@@ -26,8 +26,8 @@ from warpfold.tune.cluster.links import LINKS, Cluster, Link, network
 from warpfold.tune.example import ExampleSizes, shortened
 from warpfold.tune.job import Job
 from warpfold.tune.rates import of_gpu
-from warpfold.tune.simulate.record import Operation, Schedule, record
-from warpfold.tune.simulate.replay import KERNEL, Pace, StepTime, replay
+from warpfold.tune.simulate.record import Operation, RecordedStep, record
+from warpfold.tune.simulate.replay import KERNEL, Pace, ReplayedStep, replay
 
 BAR = 0.2  # of a measured figure, by which a prediction may be off
 PASSES = range(4)  # without gradient, drawn evenly
@@ -89,7 +89,7 @@ def job_of(settings: str, sequences: int | None = None, blocks: int | None = Non
 
 
 @cache
-def schedule(job: Job, plan: Plan) -> Schedule:
+def schedule(job: Job, plan: Plan) -> RecordedStep:
     """Record a plan once."""
     return record(job, plan)
 
@@ -105,7 +105,7 @@ def block(sequences: int, residues: int, pace: Pace) -> tuple[float, float]:
     plan, small = Plan(precision="bf16"), shortened(ModelConfig(), 1)
     base = job_of("monomer")
     sizes = ExampleSizes(residues=residues, sequences=sequences, extra=8, templates=1)
-    found: list[StepTime] = []
+    found: list[ReplayedStep] = []
     for blocks in (1, 2):
         model = replace(small, evoformer=replace(small.evoformer, blocks=blocks))
         model = replace(model, templates=replace(model.templates, enabled=False), extra_blocks=0)

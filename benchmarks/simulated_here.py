@@ -38,7 +38,7 @@ from warpfold.tune.example import ExampleSizes, random_example, shortened
 from warpfold.tune.job import Job
 from warpfold.tune.memory import train_on_example
 from warpfold.tune.rates import MEASURED, TORCH, measured
-from warpfold.tune.simulate.record import Operation, Schedule, record
+from warpfold.tune.simulate.record import Operation, RecordedStep, record
 from warpfold.tune.simulate.replay import Pace, replay
 
 BAR = 0.15  # of a measured step, by which the simulated one may be off
@@ -111,7 +111,7 @@ def measured_cluster(ranks: int, per_node: int, rounds: int = 9) -> Cluster:
     return Cluster(ranks=ranks, per_node=per_node, within=within, between=between, call=0.0, how="measured")
 
 
-def simulated(schedule: Schedule, plan: Plan, cluster: Cluster) -> dict[str, Any]:
+def simulated(schedule: RecordedStep, plan: Plan, cluster: Cluster) -> dict[str, Any]:
     """Return what the simulation says of a step; all ranks measure the same rates at the same time."""
     dtype = DTYPES[plan.precision]
     rates = measured("cpu", dtype)

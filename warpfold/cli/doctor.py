@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from warpfold.cli.common import AsJson, Device, app, decides, device_of, reads, show, show_table, writes
-from warpfold.cli.doctor_cluster import Output, check_cluster
+from warpfold.cli.doctor_cluster import ResultFiles, check_cluster
 from warpfold.errors import UserError
 from warpfold.progress import progress_bar
 
@@ -54,7 +54,7 @@ def doctor(
     if cluster:
         if kernels or settings:
             raise UserError("--cluster goes without --kernels and --settings; check the operations on one process")
-        check_cluster(data or [], folder, link, device, Output(out, figure, as_json))
+        check_cluster(data or [], folder, link, device, ResultFiles(out, figure, as_json))
     if any(given):
         raise UserError("--data, --folder, --link, --out and --figure are of --cluster; add it")
     import torch

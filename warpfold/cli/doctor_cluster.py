@@ -23,7 +23,7 @@ SEVERITY = ("wrong", "note", "not checked", "ok")
 
 
 @dataclass(frozen=True)
-class Output:
+class ResultFiles:
     """Hold where the results go."""
 
     cluster: Path | None
@@ -39,7 +39,7 @@ class Output:
 
 
 def check_cluster(
-    stores: Sequence[Path], folder: Path | None, link: str | None, device: str | None, to: Output
+    stores: Sequence[Path], folder: Path | None, link: str | None, device: str | None, to: ResultFiles
 ) -> None:
     """Check the cluster with all processes, print from the first what was found, and exit on all: 1 if it is wrong."""
     import torch
@@ -77,7 +77,7 @@ def check_cluster(
     raise typer.Exit(1 if found.wrong else 0)
 
 
-def _say(found: "Examined", to: Output) -> None:
+def _say(found: "Examined", to: ResultFiles) -> None:
     """Print a report, and write the files that were asked for."""
     if to.cluster and found.cluster:
         found.cluster.save(to.cluster)

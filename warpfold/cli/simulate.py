@@ -25,7 +25,7 @@ from warpfold.files import check_new, write_atomically
 from warpfold.progress import as_time, progress_bar
 
 if TYPE_CHECKING:
-    from warpfold.tune.simulate.simulation import Simulation
+    from warpfold.tune.simulate.simulation import SimulatedTraining
 
 Settings = Annotated[str, argument("What `train` reads: a TOML file or a preset.")]
 Devices = Annotated[int | None, runs("How many there are in all; default: 1, or those of --cluster.", min=1)]
@@ -120,7 +120,7 @@ def _check(figure: Path | None) -> None:
         check_new(figure)
 
 
-def _say(found: "Simulation", price: float | None) -> None:
+def _say(found: "SimulatedTraining", price: float | None) -> None:
     """Print a step, where its time goes, and the whole training."""
     given, steps, whole = found.scenario, found.steps, found.training
     plan, cluster = given.plan, given.cluster

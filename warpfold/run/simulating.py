@@ -15,7 +15,7 @@ from warpfold.settings import plain
 from warpfold.tune.cluster.links import LINKS, Cluster, network, read_cluster
 from warpfold.tune.rates import SHEETS, Rates, measured, of_gpu
 from warpfold.tune.simulate.replay import Span
-from warpfold.tune.simulate.simulation import Scenario, Simulation, checkpoint_seconds, simulate
+from warpfold.tune.simulate.simulation import Scenario, SimulatedTraining, checkpoint_seconds, simulate
 from warpfold.tune.simulate.steps import Chance
 from warpfold.tune.simulate.training import Interruptions
 
@@ -115,7 +115,7 @@ def interruptions_of(given: GivenSettings, failures: float, restart: float, vali
     )
 
 
-def run_scenario(given: Scenario, tell: Progress) -> tuple[Simulation, list[Span]]:
+def run_scenario(given: Scenario, tell: Progress) -> tuple[SimulatedTraining, list[Span]]:
     """Simulate, and return also what was on the timeline of a step with one pass."""
     spans: list[Span] = []
     saved = replace(given.interruptions, save=checkpoint_seconds(given.job, given.rates))

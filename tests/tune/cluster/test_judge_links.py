@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from warpfold.tune.cluster.counters import counted, read_counters
 from warpfold.tune.cluster.drawn import draw, link_rows, matrices
 from warpfold.tune.cluster.findings import ClusterFinding
-from warpfold.tune.cluster.judge_links import Measured, cluster_of, judge_links, suspects
+from warpfold.tune.cluster.judge_links import MeasuredLinks, cluster_of, judge_links, suspects
 from warpfold.tune.cluster.links import Link
 from warpfold.tune.cluster.measure_links import CollectiveTime, PairLink
 from warpfold.tune.cluster.rounds import ALL_PAIRS, MEETINGS, Pair, all_pairs, circle, nodes_of, rounds
@@ -26,7 +26,7 @@ def nodes_like(nodes: int, per_node: int) -> list[list[int]]:
     return [list(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)]
 
 
-def healthy(nodes: int, per_node: int) -> Measured:
+def healthy(nodes: int, per_node: int) -> MeasuredLinks:
     """Links of 10 µs and 10 GB/s within nodes, 30 µs and 2 GB/s between them."""
     names = nodes_like(nodes, per_node)
     node = [number for number, ranks in enumerate(names) for _ in ranks]
@@ -35,11 +35,11 @@ def healthy(nodes: int, per_node: int) -> Measured:
         latency, rate = (10e-6, 10e9) if node[a] == node[b] else (30e-6, 2e9)
         pairs.append(PairLink(a, b, latency, 1.1 * latency, 1.3 * latency, 0, 40, rate, rate))
     between = 2e9 * per_node if nodes > 1 else None
-    return Measured(names, pairs, "cuda", 3, 3, node_bandwidth=between, clocks=[(0.0, 1e-4)] * nodes,
+    return MeasuredLinks(names, pairs, "cuda", 3, 3, node_bandwidth=between, clocks=[(0.0, 1e-4)] * nodes,
                     resent=[(10_000, 0)] * nodes, errors=[{}] * nodes)  # fmt: skip
 
 
-def changed(measured: Measured, pairs: set[Pair], **factors: float) -> Measured:
+def changed(measured: MeasuredLinks, pairs: set[Pair], **factors: float) -> MeasuredLinks:
     """The same with some quantities of some pairs times a factor."""
     found = [
         replace(one, **{name: getattr(one, name) * factor for name, factor in factors.items()})

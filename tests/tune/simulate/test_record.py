@@ -18,7 +18,7 @@ from warpfold.tune.example import ExampleSizes, ModelBench, shortened
 from warpfold.tune.job import Job
 from warpfold.tune.rates import TORCH
 from warpfold.tune.seconds import parameters
-from warpfold.tune.simulate.record import Await, Begin, Operation, Schedule, record, traffic
+from warpfold.tune.simulate.record import Await, Begin, Operation, RecordedStep, record, traffic
 from warpfold.tune.step_profile import counted_work
 from warpfold.tune.traffic import TrafficBlock, moves, total
 
@@ -42,7 +42,7 @@ def job(blocks: int = 1, model: ModelConfig = TRUNK) -> Job:
 @cache
 def recorded(
     plan: Plan, blocks: int = 1, examples: int = 1, per_node: int | None = None, gpu: bool = False
-) -> Schedule:
+) -> RecordedStep:
     return record(job(blocks), plan, examples, per_node, gpu)
 
 

@@ -6,11 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpfold.errors import UserError
-from warpfold.tune.simulate.replay import StepTime
+from warpfold.tune.simulate.replay import ReplayedStep
 from warpfold.tune.simulate.steps import Chance, draw_steps
 from warpfold.tune.simulate.training import DAY, Interruptions, whole_training
 
-TIMES = {0: StepTime(seconds=1.0, compute=0.7, exposed=0.2, launch=0.1), 1: StepTime(1.5, 1.1, 0.3, 0.1)}
+TIMES = {0: ReplayedStep(seconds=1.0, compute=0.7, exposed=0.2, launch=0.1), 1: ReplayedStep(1.5, 1.1, 0.3, 0.1)}
 CALM = Chance(spread=0.0, noise=0.0, workers=0)
 
 

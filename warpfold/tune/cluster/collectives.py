@@ -15,7 +15,7 @@ GroupName = Literal["data", "axial", "branch", "model", "world"]
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of a group are, and how many groups like it use the links of a node at the same time."""
+    """Say where the ranks of a group are, and how many groups like it use the links of a node at the same time."""
 
     ranks: int
     on_node: int  # of the group's ranks, on each node that has any

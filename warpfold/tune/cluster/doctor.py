@@ -18,7 +18,7 @@ from warpfold.tune.cluster.counters import counted, read_counters
 from warpfold.tune.cluster.direct import measure_direct
 from warpfold.tune.cluster.findings import ClusterFinding
 from warpfold.tune.cluster.judge_files import judge_folder, judge_store
-from warpfold.tune.cluster.judge_links import Measured, cluster_of, judge_links, suspects
+from warpfold.tune.cluster.judge_links import MeasuredLinks, cluster_of, judge_links, suspects
 from warpfold.tune.cluster.judge_ranks import judge_ranks, seem_slow
 from warpfold.tune.cluster.links import Cluster, network
 from warpfold.tune.cluster.measure_files import from_json, read_store, try_folder
@@ -55,7 +55,7 @@ class Examined:
     device: str
     findings: list[ClusterFinding] = field(default_factory=list)
     facts: list[dict[str, Any]] = field(default_factory=list)
-    links: Measured | None = None
+    links: MeasuredLinks | None = None
     rates: list[RankRates] = field(default_factory=list)
     cluster: Cluster | None = None
     seconds: float = 0.0
@@ -152,7 +152,7 @@ def examine_cluster(
 
 def measure_links(
     nodes: Sequence[Sequence[int]], team: Team, device: torch.device, name: str, clock: Callable[[], float]
-) -> tuple[Measured, Cluster | None]:
+) -> tuple[MeasuredLinks, Cluster | None]:
     """Measure all links, those that seem slow again, collectives, and clocks; return them and the cluster they make.
 
     name: of the device.  A pair that seems slow is measured again in its round, under the same load, and the best
@@ -163,7 +163,7 @@ def measure_links(
     team.all_gather_object(None, "the links")
     dist.all_reduce(torch.zeros(1, device=device), group=team.mesh.world.handle)  # NCCL: before messages of some ranks
     pairs, made = measure_pairs(schedule, team, device, LINK_SECONDS)
-    measured = Measured(nodes, pairs, device.type, made, len(schedule))
+    measured = MeasuredLinks(nodes, pairs, device.type, made, len(schedule))
     for _ in range(TRIES - 1):
         odd = suspects(measured)
         again = [one for one in schedule[:made] if odd & set(one)]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from warpfold.tune.cluster.judge_links import Measured, in_words
+from warpfold.tune.cluster.judge_links import MeasuredLinks, in_words
 from warpfold.tune.cluster.judge_ranks import speeds_of
 from warpfold.tune.cluster.measure_ranks import RankRates
 from warpfold.tune.cluster.rounds import Pair
@@ -31,7 +31,7 @@ class Matrix:
     slow_is_large: bool
 
 
-def matrices(measured: Measured) -> list[Matrix]:
+def matrices(measured: MeasuredLinks) -> list[Matrix]:
     """Return bandwidth and latency of all pairs; of more ranks than `WIDEST` medians of each two nodes."""
     bandwidth, latency = dict[Pair, float](), dict[Pair, float]()
     for pair in measured.pairs:
@@ -97,7 +97,7 @@ def _shade(share: float) -> str:
     return SHADES[min(len(SHADES) - 1, max(0, int((1 / share - 1) * len(SHADES))))]
 
 
-def link_rows(measured: Measured) -> list[list[str]]:
+def link_rows(measured: MeasuredLinks) -> list[list[str]]:
     """Return a row for each kind of link and each collective: what, how many, usual, worst."""
     rows = []
     for where, name in (("within", "within a node"), ("between", "between nodes")):

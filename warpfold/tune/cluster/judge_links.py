@@ -30,7 +30,7 @@ NETWORK = "see that the ranks use the fast adapter: NCCL_SOCKET_IFNAME, NCCL_IB_
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLinks:
     """What was measured of all links.
 
     node_bandwidth: bytes per second that a node sends to another, None where there is one node.
@@ -67,7 +67,7 @@ class Measured:
         return [pair for pair in self.pairs if (node[pair.first] == node[pair.second]) == (where == "within")]
 
 
-def cluster_of(measured: Measured, device: str, call: float) -> Cluster | None:
+def cluster_of(measured: MeasuredLinks, device: str, call: float) -> Cluster | None:
     """Return the cluster that was measured; None where nodes are not equal.
 
     call: seconds of a collective of all ranks that carries next to nothing; what its hops take is subtracted.
@@ -97,7 +97,7 @@ def _rounded(link: Link) -> Link:
     return Link(float(f"{link.latency:.3g}"), float(f"{link.bandwidth:.3g}"))
 
 
-def suspects(measured: Measured) -> set[Pair]:
+def suspects(measured: MeasuredLinks) -> set[Pair]:
     """Return the pairs that seem slow or late, to be measured again before anything is said of them."""
     found = set[Pair]()
     for where in ("within", "between"):
@@ -109,7 +109,7 @@ def suspects(measured: Measured) -> set[Pair]:
     return found
 
 
-def judge_links(measured: Measured, promised: Link | None = None) -> list[ClusterFinding]:
+def judge_links(measured: MeasuredLinks, promised: Link | None = None) -> list[ClusterFinding]:
     """Return what is wrong with the links; promised: what the network between nodes should give.
 
     Between processes of one machine there is nothing that could be broken: what is slow there has a busy processor, and
@@ -126,7 +126,7 @@ def judge_links(measured: Measured, promised: Link | None = None) -> list[Cluste
     ]
 
 
-def _speeds(measured: Measured, where: Where) -> dict[str, dict[Pair, float]]:
+def _speeds(measured: MeasuredLinks, where: Where) -> dict[str, dict[Pair, float]]:
     """Return by what is measured the speed of each pair of a kind; the slack is added to latencies before they turn."""
     pairs, slack = measured.of_kind(where), SLACK[measured.device]
     return {
@@ -135,7 +135,7 @@ def _speeds(measured: Measured, where: Where) -> dict[str, dict[Pair, float]]:
     }
 
 
-def _judge_pairs(measured: Measured) -> Iterator[ClusterFinding]:
+def _judge_pairs(measured: MeasuredLinks) -> Iterator[ClusterFinding]:
     by_pair = {(pair.first, pair.second): pair for pair in measured.pairs}
     cut = "" if measured.rounds == measured.all_rounds else f", {measured.rounds} of {measured.all_rounds} rounds"
     count = f"{len(by_pair)} of {all_pairs(measured.nodes)} pairs measured{cut}"
@@ -162,7 +162,7 @@ def _judge_pairs(measured: Measured) -> Iterator[ClusterFinding]:
                 yield ClusterFinding("links", check, "ok", says)
 
 
-def _judge_one_way(measured: Measured) -> Iterator[ClusterFinding]:
+def _judge_one_way(measured: MeasuredLinks) -> Iterator[ClusterFinding]:
     """Judge pairs of which one way is slower than the other; what many have in common is said once."""
     node, said, checked = measured.node_of, list[ClusterFinding](), False
     for where in ("within", "between"):
@@ -191,7 +191,7 @@ def _judge_one_way(measured: Measured) -> Iterator[ClusterFinding]:
         yield ClusterFinding("links", "one way", "ok", "links are as fast one way as the other")
 
 
-def _is_wire(measured: Measured, where: Where) -> bool:
+def _is_wire(measured: MeasuredLinks, where: Where) -> bool:
     return where == "between" or measured.device != "cpu"
 
 
@@ -220,7 +220,7 @@ def in_words(value: float, what: str) -> str:
     return f"{value * 1e6:.3g} µs" if value < 1e-3 else f"{value * 1e3:.3g} ms"
 
 
-def _judge_jitter(measured: Measured) -> Iterator[ClusterFinding]:
+def _judge_jitter(measured: MeasuredLinks) -> Iterator[ClusterFinding]:
     kinds: tuple[Where, ...] = ("within", "between")
     pairs = [pair for where in kinds if _is_wire(measured, where) for pair in measured.of_kind(where)]
     stalled = [pair for pair in pairs if pair.stalls]
@@ -247,7 +247,7 @@ def _judge_jitter(measured: Measured) -> Iterator[ClusterFinding]:
         yield ClusterFinding("links", "jitter", "ok", says)
 
 
-def _judge_between(measured: Measured, promised: Link | None) -> Iterator[ClusterFinding]:
+def _judge_between(measured: MeasuredLinks, promised: Link | None) -> Iterator[ClusterFinding]:
     """Judge the network between nodes as a whole, which has no other to be compared with."""
     found, inside = measured.of_kind("between"), measured.of_kind("within")
     if not found or measured.node_bandwidth is None:
@@ -271,7 +271,7 @@ def _judge_between(measured: Measured, promised: Link | None) -> Iterator[Cluste
         yield ClusterFinding("links", "bandwidth of a node", "ok", says)
 
 
-def _judge_loss(measured: Measured) -> Iterator[ClusterFinding]:
+def _judge_loss(measured: MeasuredLinks) -> Iterator[ClusterFinding]:
     lossy = False
     for node, (sent, again) in enumerate(measured.resent if len(measured.nodes) > 1 else ()):
         if again >= LEAST_LOST and again > LOST_SOME * sent:
@@ -305,7 +305,7 @@ def _judge_collectives(collectives: Sequence[CollectiveTime], device: str) -> It
             yield ClusterFinding("links", check, "ok", says)
 
 
-def _judge_clocks(measured: Measured) -> Iterator[ClusterFinding]:
+def _judge_clocks(measured: MeasuredLinks) -> Iterator[ClusterFinding]:
     if len(measured.clocks) < 2:
         return
     middle = statistics.median_low([ahead for ahead, _ in measured.clocks])

@@ -76,7 +76,7 @@ Entry = Operation | Begin | Await
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RecordedStep:
     """What a rank does.  early: in a pass without gradient; example: in the last pass and backward, where others of
     this rank follow; last: likewise, of a step's last example, whose gradients travel; update: at the end of a step.
 
@@ -300,7 +300,7 @@ def _listening(kernels: list[Any]) -> Iterator[_Recorder]:
         yield recorder
 
 
-def record(job: Job, plan: Plan, examples: int = 1, per_node: int | None = None, gpu: bool = True) -> Schedule:
+def record(job: Job, plan: Plan, examples: int = 1, per_node: int | None = None, gpu: bool = True) -> RecordedStep:
     """Record the first rank of a plan in a step of training; no rank holds more.
 
     examples: of each data rank and step.  per_node: ranks of a node, for hierarchical sums.  gpu: count the kernels
@@ -337,7 +337,9 @@ def _optimizer(
     return Optimizer(model, share, mesh, sync, per_node, DTYPES[plan.precision], scaling, plan.batch)
 
 
-def _parts(job: Job, plan: Plan, model: AlphaFold, optimizer: Optimizer, recorder: _Recorder, turns: int) -> Schedule:
+def _parts(
+    job: Job, plan: Plan, model: AlphaFold, optimizer: Optimizer, recorder: _Recorder, turns: int
+) -> RecordedStep:
     """Run and record a step of `turns` examples or batches, with one pass without gradient."""
     assert job.loss is not None
     model.noise.seed(0)
@@ -360,7 +362,7 @@ def _parts(job: Job, plan: Plan, model: AlphaFold, optimizer: Optimizer, recorde
         parts.append(recorder.taken())
     recorder.phase = "update"
     optimizer.update()
-    return Schedule(early, parts[0], parts[-1], recorder.taken())
+    return RecordedStep(early, parts[0], parts[-1], recorder.taken())
 
 
 def traffic(entries: list[Entry]) -> dict[tuple[str, str], tuple[int, int]]:

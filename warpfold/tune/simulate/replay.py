@@ -67,7 +67,7 @@ class Span:
 
 
 @dataclass
-class StepTime:
+class ReplayedStep:
     """How long a rank takes that nothing disturbs: compute + exposed + launch = seconds.
 
     compute: operations on the device.  exposed: it waits for collectives.  launch: it waits for the host.  hidden:
@@ -93,7 +93,7 @@ class StepTime:
 
 def replay(
     entries: Iterable[Entry], plan: Plan, pace: Pace, seen: Callable[[Span], None] = lambda span: None
-) -> StepTime:
+) -> ReplayedStep:
     """Return how long the entries take; `seen` is told of everything on the timeline.
 
     plan: that the entries were recorded of.
@@ -118,7 +118,7 @@ class _Timeline:
 
     def __init__(self, plan: Plan, pace: Pace, seen: Callable[[Span], None]) -> None:
         self.pace, self.seen, self.wires = pace, seen, _Wires(plan, pace.cluster)
-        self.found, self.host, self.free = StepTime(), 0.0, 0.0
+        self.found, self.host, self.free = ReplayedStep(), 0.0, 0.0
         self.ends: dict[int, tuple[float, str]] = {}  # of collectives under way, with their groups
         self._known: dict[tuple[object, ...], float] = {}
 

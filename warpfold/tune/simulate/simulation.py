@@ -10,8 +10,8 @@ from warpfold.tune.cluster.links import Cluster
 from warpfold.tune.job import Job
 from warpfold.tune.rates import Rates
 from warpfold.tune.seconds import parameters
-from warpfold.tune.simulate.record import Schedule, record
-from warpfold.tune.simulate.replay import Pace, Span, StepTime, replay
+from warpfold.tune.simulate.record import RecordedStep, record
+from warpfold.tune.simulate.replay import Pace, ReplayedStep, Span, replay
 from warpfold.tune.simulate.steps import Chance, Steps, draw_steps
 from warpfold.tune.simulate.training import STATES, Interruptions, WholeTraining, whole_training
 
@@ -42,14 +42,14 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Simulation:
+class SimulatedTraining:
     """What came out.  times: of a step that nothing disturbs, by its passes without gradient.
 
     alone: seconds of a step's examples on one device that waits for nothing, in the mean: what efficiency is of.
     """
 
     scenario: Scenario
-    times: dict[int, StepTime]
+    times: dict[int, ReplayedStep]
     steps: Steps
     training: WholeTraining
     alone: float
@@ -61,12 +61,12 @@ class Simulation:
 
     @property
     def efficiency(self) -> float:
-        """The share of the ranks' time that one device, which computes alone, would need for the same examples."""
+        """Return the share of the ranks' time that one device alone would need for the same examples."""
         return self.alone / (self.steps.mean * self.scenario.ranks)
 
     @property
     def device_hours(self) -> float:
-        """Of the whole training."""
+        """Return those of the whole training."""
         return self.scenario.ranks * self.training.seconds / 3600
 
     def as_json(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Simulation:
 
 def simulate(
     given: Scenario, tell: Progress = no_progress, seen: Callable[[Span], None] = lambda span: None
-) -> Simulation:
+) -> SimulatedTraining:
     """Simulate a training.
 
     seen: is told of everything on the timeline of a step with one pass.
@@ -125,10 +125,10 @@ def simulate(
         times, plan.data, plan.axial * plan.branch, given.chance, schedule.examples, given.drawn, given.seed
     )
     training = whole_training(drawn.mean, given.steps, given.interruptions)
-    return Simulation(given, times, drawn, training, sum(alone) / len(alone))
+    return SimulatedTraining(given, times, drawn, training, sum(alone) / len(alone))
 
 
-def _alone(schedule: Schedule, plan: Plan, passes: int, pace: Pace) -> float:
+def _alone(schedule: RecordedStep, plan: Plan, passes: int, pace: Pace) -> float:
     """Return the seconds of operations alone, launches hidden."""
     return replay(schedule.step(passes), plan, pace).compute
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from warpfold.tune.simulate.replay import StepTime
+from warpfold.tune.simulate.replay import ReplayedStep
 
 SETTLING = 0.1  # the share of the steps that are left out: full queues hide at first how slow a loader is
 
@@ -56,7 +56,7 @@ class Steps:
 
 
 def draw_steps(
-    times: Mapping[int, StepTime],
+    times: Mapping[int, ReplayedStep],
     data: int,
     model: int,
     chance: Chance,
