@@ -230,6 +230,19 @@ def test_the_bar_is_of_the_arithmetic_and_not_of_the_machine() -> None:
     assert all(0.7 < a.definition / b.definition <= 1 for a, b in zip(few, own))
 
 
+@pytest.mark.parametrize(("dtype", "times"), [(torch.float32, 2.0), (torch.float64, 3.0)])
+def test_a_truth_of_the_same_dtype_is_off_by_a_draw_itself(dtype: torch.dtype, times: float) -> None:
+    exact = torch.ones(10**6, dtype=torch.float64)
+    error = 64 * torch.finfo(dtype).eps
+    draws = [(error * 10**3, 10 * error)]
+
+    def red(factor: float) -> bool:
+        return compare("output", (exact + factor * error).to(dtype), exact, draws, dtype).red
+
+    assert not red(0.95 * times)
+    assert red(1.05 * times)
+
+
 def test_odd_sizes_hold_every_operation_and_the_hard_cases() -> None:
     assert {case.op for case in ODD} == set(OPS)
     assert {case.width for case in ODD if case.op == "attention"} == {8, 16, 24, 32, 48, 64}

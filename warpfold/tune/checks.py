@@ -82,6 +82,7 @@ class Error:
     definition_worst: float
     roundoff: float  # of the dtype: an error that every computation may have
     numbers: int  # in the tensor
+    rounded_truth: bool = False  # the tensor is of fp64 itself: the truth is off by as much as a draw
 
     @property
     def bar(self) -> float:
@@ -89,7 +90,7 @@ class Error:
 
         From n numbers, the ratio of two errors is known to one part in sqrt(n); four times that is allowed.
         """
-        return float(BAR * (1 + 4 * self.numbers**-0.5))
+        return float(BAR * (1 + 4 * self.numbers**-0.5)) + self.rounded_truth
 
     @property
     def ratio(self) -> float:
@@ -100,7 +101,7 @@ class Error:
     def red(self) -> bool:
         """Whether it is over the bar; so is what is not finite where the truth is."""
         mean = self.ours <= max(self.bar * self.definition, self.roundoff)
-        worst = self.ours_worst <= max(PEAK_BAR * self.definition_worst, PEAK_BAR * self.roundoff)
+        worst = self.ours_worst <= (PEAK_BAR + self.rounded_truth) * max(self.definition_worst, self.roundoff)
         return not (mean and worst)
 
     def __str__(self) -> str:
@@ -226,7 +227,8 @@ def compare(
     mean, worst = _distance(ours, exact) if known else (float("inf"), float("inf"))
     of_mean, of_worst = (max(d[i] for d in draws) for i in range(2))
     roundoff = torch.finfo(dtype).eps / 2
-    return Error(name, mean / size, of_mean / size, worst / peak, of_worst / peak, roundoff, exact.numel())
+    errors = mean / size, of_mean / size, worst / peak, of_worst / peak
+    return Error(name, *errors, roundoff, exact.numel(), rounded_truth=dtype == exact.dtype)
 
 
 def _distance(x: Tensor, exact: Tensor) -> tuple[float, float]:
