@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import example
+from hypothesis import example, settings
 from hypothesis import given as drawn
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
