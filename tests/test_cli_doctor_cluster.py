@@ -64,21 +64,21 @@ def test_a_rank_that_is_lost_is_a_finding(capsys: pytest.CaptureFixture[str], mo
 
 def test_links_are_drawn_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from tests.tune.cluster.test_judge_links import healthy
-    from warpfold.cli.doctor_cluster import Output, _say
+    from warpfold.cli.doctor_cluster import ResultFiles, _say
     from warpfold.tune.cluster.judge_links import cluster_of, judge_links
     from warpfold.tune.cluster.links import read_cluster
 
     links = healthy(2, 4)
     found = doctor.Examined(list(links.nodes), "H100", judge_links(links), links=links,
                             cluster=cluster_of(links, "H100", 1e-4))  # fmt: skip
-    _say(found, Output(tmp_path / "cluster.toml", tmp_path / "links.svg", False))
+    _say(found, ResultFiles(tmp_path / "cluster.toml", tmp_path / "links.svg", False))
     out = capsys.readouterr().out
     assert "8 ranks on 2 nodes, H100" in out
     assert "bandwidth from and to ranks, GB/s" in out
     assert "0 wrong" in out
     assert read_cluster(tmp_path / "cluster.toml").between.bandwidth == 8e9
     assert (tmp_path / "links.svg").read_text().startswith("<svg")
-    _say(found, Output(None, None, True))
+    _say(found, ResultFiles(None, None, True))
     assert json.loads(capsys.readouterr().out)["cluster"]["per_node"] == 4
 
 
