@@ -13,20 +13,15 @@ import json
 import os
 import platform
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what forked ranks would else load each for itself
 import torch.distributed as dist
-from link import DEVICE, Shape, enter, linked, refusal
+from link import Shape, over_the_link, refusal, run_ranks
 from torch import Tensor, nn
 
 from warpfold.engine.optim import OptimConfig, Optimizer
@@ -214,40 +209,9 @@ def timed(works: Mapping[str, Callable[[], None]], rounds: int, group: Group | N
     }
 
 
-def over_the_link() -> int:
-    """Return the bytes that this node has sent and received; 0 where there are no nodes."""
-    device = f"{DEVICE.format(dist.get_rank() // RANKS_PER_NODE)}:"
-    lines = [line.split() for line in Path("/proc/self/net/dev").read_text().splitlines()]
-    return sum(int(line[1]) + int(line[9]) for line in lines if line[0] == device)
-
-
-def a_rank(rank: int, on_nodes: bool, store: str, rounds: int, pipe: Connection) -> None:
-    """Run all measurements on one rank; the first rank sends the results."""
-    torch.set_num_threads(1)
-    if on_nodes:
-        enter(rank // RANKS_PER_NODE)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
-    results = {"gradients": gradients(rounds), "axial": axial(rounds)}
-    if rank == 0:
-        pipe.send(results)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run(shape: Shape | None, rounds: int) -> dict[str, Any]:
-    """Run all measurements over a link of this shape; None: over loopback, without nodes."""
-    context = get_context("fork")
-    with tempfile.TemporaryDirectory() as folder, nullcontext() if shape is None else linked(shape):
-        ours, theirs = context.Pipe()
-        args = (shape is not None, f"{folder}/store", rounds, theirs)
-        ranks = [context.Process(target=a_rank, args=(rank, *args), daemon=True) for rank in range(RANKS)]
-        for process in ranks:
-            process.start()
-        theirs.close()
-        results: dict[str, Any] = ours.recv()
-        for process in ranks:
-            process.join()
-    return results
+def measurements(rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield all measurements of this rank's."""
+    yield {"gradients": gradients(rounds), "axial": axial(rounds)}
 
 
 def main() -> None:
@@ -272,7 +236,8 @@ def main() -> None:
     }
     for shape in [None, *([] if why else SHAPES)]:
         name = "loopback" if shape is None else str(shape)
-        report["results"][name] = found = run(shape, arguments.rounds)
+        (found,) = run_ranks(measurements, RANKS, shape, arguments.rounds)
+        report["results"][name] = found
         for what, figures in (found["gradients"] | found["axial"]).items():
             print(f"{name:16} {what:48}", *(f"{key} {value}" for key, value in figures.items()), flush=True)
         if arguments.out:

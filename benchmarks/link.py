@@ -13,13 +13,20 @@ import select
 import shutil
 import struct
 import subprocess
+import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # what forked ranks would else load each for itself
+import torch.distributed as dist
 
 NODES = tuple(f"warpfold-{os.getpid()}-{number}" for number in (0, 1))  # several may emulate at a time
 DEVICE, MTU = "wftun{}", 65_000
@@ -91,6 +98,62 @@ def linked(shape: Shape) -> Iterator[None]:
         stack.callback(relay.join)
         stack.callback(relay.kill)
         yield
+
+
+def run_ranks(work: Callable[..., Iterator[Any]], ranks: int, shape: Shape | None, *args: Any) -> Iterator[Any]:
+    """Run `work(*args)` on so many ranks, which speak gloo; yield what it yields on rank 0, as it comes.
+
+    Half of the ranks are on each of two nodes, joined by a link of this shape; None: over loopback, without nodes.
+    They are forked, and have one thread each.  Errors: RuntimeError where one fails, which has said why.
+    """
+    context = get_context("fork")
+    with tempfile.TemporaryDirectory() as folder, nullcontext() if shape is None else linked(shape):
+        ours, theirs = context.Pipe(duplex=False)
+        common = (ranks, shape is not None, f"{folder}/store", theirs, work, args)
+        processes = [context.Process(target=_a_rank, args=(rank, *common), daemon=True) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        theirs.close()
+        try:
+            with suppress(EOFError):  # all have ended
+                while True:
+                    yield ours.recv()
+            for process in processes:
+                process.join()
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        if failed := {rank: process.exitcode for rank, process in enumerate(processes) if process.exitcode}:
+            raise RuntimeError(f"ranks failed, with exit codes: {failed}")
+
+
+def _a_rank(
+    rank: int,
+    ranks: int,
+    on_nodes: bool,
+    store: str,
+    pipe: Connection,
+    work: Callable[..., Iterator[Any]],
+    args: Sequence[Any],
+) -> None:
+    torch.set_num_threads(1)
+    if on_nodes:
+        enter(rank * 2 // ranks)
+    else:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever this machine's name resolves to
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    for found in work(*args):
+        if rank == 0:
+            pipe.send(found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def over_the_link() -> int:
+    """Return the bytes that this node has sent to the other one and got from it; 0 where there are no nodes."""
+    lines = [line.split() for line in Path("/proc/self/net/dev").read_text().splitlines()]
+    return sum(int(line[1]) + int(line[9]) for line in lines if line[0].startswith(DEVICE.format("")))
 
 
 def _remove_left_over() -> None:

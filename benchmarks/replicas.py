@@ -13,24 +13,19 @@ import json
 import os
 import platform
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what forked ranks would else load each for itself
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.link import DEVICE, Shape, enter, linked, refusal
+from benchmarks.link import Shape, over_the_link, refusal, run_ranks
 from warpfold.engine.flat import Flat
 from warpfold.engine.replicas import Replicas
 
@@ -179,41 +174,9 @@ def timed(steps: dict[str, Callable[[Any], None]], draw: Callable[[], Any], roun
     }
 
 
-def over_the_link() -> int:
-    """Return the bytes that this node has sent and received; 0 where there are no nodes."""
-    lines = [line.split() for line in Path("/proc/self/net/dev").read_text().splitlines()]
-    return sum(int(line[1]) + int(line[9]) for line in lines if line[0].startswith(DEVICE.format("")))
-
-
-def a_rank(rank: int, place: Place, store: str, rounds: int, pipe: Connection) -> None:
-    """Time both models on one rank; the first rank sends the results."""
-    torch.set_num_threads(1)
-    if place.shape is None:
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    else:
-        enter(rank * 2 // place.ranks)
-    dist.init_process_group("gloo", store=dist.FileStore(store, place.ranks), rank=rank, world_size=place.ranks)
-    found = {name: timed(contenders(kind, place.ranks), kind.batch, rounds) for name, kind in MODELS.items()}
-    if rank == 0:
-        pipe.send(found)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run(place: Place, rounds: int) -> dict[str, Any]:
-    """Time all contenders at one place."""
-    context = get_context("fork")
-    with tempfile.TemporaryDirectory() as folder, nullcontext() if place.shape is None else linked(place.shape):
-        ours, theirs = context.Pipe()
-        args = (place, f"{folder}/store", rounds, theirs)
-        ranks = [context.Process(target=a_rank, args=(rank, *args), daemon=True) for rank in range(place.ranks)]
-        for process in ranks:
-            process.start()
-        theirs.close()
-        results: dict[str, Any] = ours.recv()
-        for process in ranks:
-            process.join()
-    return results
+def measurements(ranks: int, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield the times of all contenders, for both models."""
+    yield {name: timed(contenders(kind, ranks), kind.batch, rounds) for name, kind in MODELS.items()}
 
 
 def main() -> None:
@@ -239,7 +202,8 @@ def main() -> None:
         "results": {},
     }
     for place in places:
-        report["results"][str(place)] = found = run(place, arguments.rounds)
+        (found,) = run_ranks(measurements, place.ranks, place.shape, place.ranks, arguments.rounds)
+        report["results"][str(place)] = found
         for model, rows in found.items():
             for name, figures in rows.items():
                 said = "  ".join(f"{key} {value}" for key, value in figures.items())

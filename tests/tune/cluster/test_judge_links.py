@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from warpfold.tune.cluster.collectives import Placement, collective_seconds
 from warpfold.tune.cluster.counters import counted, read_counters
 from warpfold.tune.cluster.drawn import draw, link_rows, matrices
 from warpfold.tune.cluster.findings import ClusterFinding
 from warpfold.tune.cluster.judge_links import MeasuredLinks, cluster_of, judge_links, suspects
 from warpfold.tune.cluster.links import Link
 from warpfold.tune.cluster.measure_links import CollectiveTime, PairLink
-from warpfold.tune.cluster.rounds import ALL_PAIRS, MEETINGS, Pair, all_pairs, circle, nodes_of, rounds
+from warpfold.tune.cluster.rounds import ALL_PAIRS, MEETINGS, Pair, all_pairs, circle, first_rounds, nodes_of, rounds
 from warpfold.tune.cluster.slow import NOTE, WRONG, find_slow, stragglers
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 8))  # nodes, ranks on each
@@ -90,6 +91,15 @@ def test_of_many_ranks_a_sample_meets_every_rank_and_node(nodes: int, per_node: 
     if nodes <= MEETINGS:
         both = {(a // per_node, b // per_node) for a, b in between}
         assert both == set(combinations(range(nodes), 2)), "a slow link between any two nodes is met"
+
+
+@given(shapes)
+def test_the_first_rounds_meet_a_rank_of_the_node_and_one_of_another(shape: tuple[int, int]) -> None:
+    found = first_rounds(nodes_like(*shape))
+    kinds = [{a // shape[1] == b // shape[1] for a, b in pairs} for pairs in found]
+    assert kinds == [{True}] * (shape[1] > 1) + [{False}] * (shape[0] > 1)
+    if not (shape[0] % 2 or shape[1] % 2):
+        assert all(2 * len(pairs) == shape[0] * shape[1] for pairs in found), "every rank is in each"
 
 
 def test_nodes_need_not_be_equal() -> None:
@@ -262,12 +272,13 @@ def test_clocks_that_are_apart(ahead: float, outcome: str) -> None:
 
 
 def test_the_cluster_is_what_was_measured() -> None:
-    found = cluster_of(healthy(2, 4), "H100", call=50e-6)
+    found = cluster_of(healthy(2, 4), "H100", call=80e-6)
     assert found is not None
     assert (found.ranks, found.per_node, found.how, found.device) == (8, 4, "measured", "H100")
     assert found.within == Link(10e-6, 10e9)
     assert found.between == Link(30e-6, 8e9), "of a whole node"
-    assert found.call == pytest.approx(20e-6)
+    assert found.call == pytest.approx(30e-6)
+    assert collective_seconds("all_gather", 0.0, Placement(8, 4), found) == pytest.approx(80e-6), "as it was measured"
     alone = cluster_of(healthy(1, 4), "H100", 1e-3)
     assert alone is not None
     assert alone.between == alone.within

@@ -72,6 +72,33 @@ def test_more_bytes_or_slower_links_never_take_less(kind: Kind, sent: float, fac
     assert collective_seconds(kind, sent, Placement(1, 1), TWO_NODES) == 0
 
 
+@given(
+    st.sampled_from(KINDS), st.floats(0, 1e12), *[st.integers(1, 8)] * 4, st.integers(1, 4),
+    st.tuples(st.floats(1e-7, 1e-3), st.floats(1e8, 1e12)), st.floats(1, 100), st.floats(0.001, 0.5),
+)  # fmt: skip
+def test_at_equal_bytes_each_more_ranks_never_take_less(
+    kind: Kind, sent: float, nodes: int, each: int, more_nodes: int, more_each: int, beside: int,
+    within: tuple[float, float], later: float, share: float,
+) -> None:  # fmt: skip
+    """More on each node, or more nodes, which are equally full, where it is no nearer to another node than within one.
+
+    And a rank's share of the link between nodes is at most half of what it has within: of an all-to-all more nodes move
+    bytes from one link to the other, and where the other is as fast, both together are faster than one, truly.
+    """
+    latency, bandwidth = within
+    between = Link(later * latency, share * bandwidth * each * beside)
+    most = (nodes + more_nodes) * (each + more_each)
+    cluster = Cluster(ranks=most, per_node=each + more_each, within=Link(*within), between=between)
+    few = Placement(nodes * each, each, beside)
+    for many in (
+        Placement(nodes * (each + more_each), each + more_each, beside),
+        Placement((nodes + more_nodes) * each, each, beside),
+        Placement(most, each + more_each, beside),
+    ):
+        time = collective_seconds(kind, sent, many, cluster)
+        assert collective_seconds(kind, sent, few, cluster) <= time * (1 + 1e-9)
+
+
 def test_large_messages_take_what_their_slowest_link_takes() -> None:
     sent = 1e10
     within, across = Placement(4, 4), Placement(8, 4)

@@ -14,15 +14,16 @@ import torch._dynamo  # before the forks, which would each load it
 import torch.distributed as dist
 
 from warpfold.parallel.team import ProcessInfo, Team, TeamError, distributed_context
-from warpfold.tune.cluster import doctor, measure_files, measure_links, measure_ranks
+from warpfold.tune.cluster import doctor, measure_files, measure_links, measure_ranks, probe
 
 WAITED = 100.0  # seconds until a process counts as one that would not end
 
 QUICK: dict[Any, dict[str, Any]] = {
     doctor: {"RATE_SECONDS": 0.12, "READ_SECONDS": 0.1, "TRIES": 1},
+    probe: {"TRIES": 1},
     measure_links: {
         "PINGS": 6, "PING_SECONDS": 0.05, "REPEATS": 2, "CARRY": 0.002, "MOST": {"cpu": 2**19},
-        "COLLECTIVE_REPEATS": 2, "COLLECTIVE_SECONDS": 0.002,
+        "AT_ONCE": 0.002, "COLLECTIVE_REPEATS": 2, "COLLECTIVE_SECONDS": 0.002, "CALLS": 3,
     },
     measure_ranks: {"SIDE": {"cpu": 64}, "BYTES": {"cpu": 2**20}, "WINDOW": 0.005},
     measure_files: {"TURNS": 0.1},

@@ -85,6 +85,29 @@ def test_slower_launches_or_links_never_make_a_step_shorter(entries, launch, slo
     assert fast <= replay(entries, PLAN, pace(Link(1e-6 * slower, 1e9 / slower), launch)).seconds + 1e-12
 
 
+@given(schedules(), st.sampled_from(["within", "between"]), st.floats(1, 10), st.floats(1, 10), st.booleans())
+def test_a_link_that_alone_is_slower_never_makes_a_step_shorter(entries, link, later, narrower, overlap) -> None:
+    fast = pace(overlap=overlap)
+    slow = replace(fast.cluster, **{link: Link(SLOW.latency * later, SLOW.bandwidth / narrower)})
+    assert replay(entries, PLAN, fast).seconds <= replay(entries, PLAN, replace(fast, cluster=slow)).seconds + 1e-12
+
+
+def test_a_slower_link_is_felt_once_it_is_no_longer_hidden() -> None:
+    """5 ms are computed while 1 MB travels between nodes, and then 1 MB within one."""
+    entries: list[Entry] = [
+        Begin(1, "all_gather", "data", 10**6, "forward"), operation(5e-3), Await(1),
+        Begin(2, "all_gather", "axial", 10**6, "forward"), Await(2),
+    ]  # fmt: skip
+
+    def seconds(between: float, within: float = 1e9) -> float:
+        cluster = replace(pace().cluster, between=Link(1e-6, between), within=Link(1e-6, within))
+        return replay(entries, PLAN, replace(pace(), cluster=cluster)).seconds
+
+    times = [seconds(rate) for rate in (1e9, 0.5e9, 0.25e9, 0.2e9)]  # two ranks of a node share it
+    assert times == pytest.approx([6e-3, 6e-3, 9e-3, 11e-3], rel=0.01)
+    assert seconds(1e9, within=0.5e9) == pytest.approx(7e-3, rel=0.01)
+
+
 def test_the_host_is_waited_for_where_it_launches_more_slowly_than_the_device_computes() -> None:
     entries: list[Entry] = [operation(1e-6) for _ in range(100)]
     found = replay(entries, PLAN, pace(launch=5e-6))

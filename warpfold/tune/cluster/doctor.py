@@ -11,37 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from warpfold.parallel.team import Team
 from warpfold.tune.cluster.counters import counted, read_counters
 from warpfold.tune.cluster.direct import measure_direct
 from warpfold.tune.cluster.findings import ClusterFinding
 from warpfold.tune.cluster.judge_files import judge_folder, judge_store
-from warpfold.tune.cluster.judge_links import MeasuredLinks, cluster_of, judge_links, suspects
+from warpfold.tune.cluster.judge_links import MeasuredLinks, cluster_of, judge_links
 from warpfold.tune.cluster.judge_ranks import judge_ranks, seem_slow
 from warpfold.tune.cluster.links import Cluster, network
 from warpfold.tune.cluster.measure_files import from_json, read_store, try_folder
-from warpfold.tune.cluster.measure_links import (
-    LEAST,
-    MOST,
-    PairLink,
-    measure_clocks,
-    measure_collectives,
-    measure_nodes,
-    measure_pairs,
-    measure_within,
-)
+from warpfold.tune.cluster.measure_links import measure_call, measure_clocks, measure_collectives
 from warpfold.tune.cluster.measure_ranks import RankRates, measure_rates
-from warpfold.tune.cluster.rounds import Pair, nodes_of, rounds
+from warpfold.tune.cluster.probe import TRIES, measure_rounds
+from warpfold.tune.cluster.rounds import nodes_of, rounds
 from warpfold.tune.cluster.system import judge_system, system_facts
 from warpfold.tune.machine import name as name_device
 
 LIMIT = 60.0  # seconds that a rank may be waited for
-LINK_SECONDS, AGAIN_SECONDS = 45.0, 10.0  # for all pairs; for those that seem slow, each time
-TRIES = 3  # measurements of what seems slow
 RATE_SECONDS, READ_SECONDS = 4.0, 3.0
-AT_ONCE = 0.1  # seconds that a message between nodes should take when all ranks send
 
 
 @dataclass(frozen=True)
@@ -153,24 +141,9 @@ def examine_cluster(
 def measure_links(
     nodes: Sequence[Sequence[int]], team: Team, device: torch.device, name: str, clock: Callable[[], float]
 ) -> tuple[MeasuredLinks, Cluster | None]:
-    """Measure all links, those that seem slow again, collectives, and clocks; return them and the cluster they make.
-
-    name: of the device.  A pair that seems slow is measured again in its round, under the same load, and the best
-    counts: what is slow by chance is not slow three times.
-    """
+    """Measure all links, collectives and clocks; return them and the cluster they make.  name: of the device."""
     before = read_counters()
-    schedule = rounds(nodes)
-    team.all_gather_object(None, "the links")
-    dist.all_reduce(torch.zeros(1, device=device), group=team.mesh.world.handle)  # NCCL: before messages of some ranks
-    pairs, made = measure_pairs(schedule, team, device, LINK_SECONDS)
-    measured = MeasuredLinks(nodes, pairs, device.type, made, len(schedule))
-    for _ in range(TRIES - 1):
-        odd = suspects(measured)
-        again = [one for one in schedule[:made] if odd & set(one)]
-        if not again:
-            break
-        better, _ = measure_pairs(again, team, device, AGAIN_SECONDS)
-        measured = replace(measured, pairs=merged(measured.pairs, better))
+    measured = measure_rounds(nodes, rounds(nodes), team, device)
     after = team.all_gather_object(counted(before, read_counters()), "what the network counted")
     measured = replace(
         measured,
@@ -178,23 +151,10 @@ def measure_links(
         errors=[after[node[0]][1] for node in nodes],
         clocks=measure_clocks(nodes, team, device, clock),
     )
-    if len(nodes) > 1:
-        slowest = min(max(pair.forth, pair.back) for pair in measured.of_kind("between"))
-        size = int(min(MOST[device.type], max(LEAST, AT_ONCE * slowest)))
-        measured = replace(measured, node_bandwidth=measure_nodes(nodes, team, device, size))
-    guess = cluster_of(measured, name, 0.0)
-    if guess is None:
-        return measured, None
-    collectives, small = measure_collectives(guess, team, device)
-    shared = measure_within(nodes, guess, team, device) if len(nodes[0]) > 1 else None
-    measured = replace(measured, collectives=collectives, shared=shared)
-    return measured, cluster_of(measured, name, small)
-
-
-def merged(pairs: Sequence[PairLink], again: Sequence[PairLink]) -> list[PairLink]:
-    """Return pairs, the better of two measurements of those that were measured again."""
-    by_pair: dict[Pair, PairLink] = {(one.first, one.second): one for one in again}
-    return [one.better(by_pair[one.first, one.second]) if (one.first, one.second) in by_pair else one for one in pairs]
+    cluster = cluster_of(measured, name, measure_call(team, device))
+    if cluster is not None:
+        measured = replace(measured, collectives=measure_collectives(cluster, team, device))
+    return measured, cluster
 
 
 def measure_ranks(team: Team, device: torch.device) -> list[RankRates]:

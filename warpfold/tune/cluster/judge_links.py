@@ -2,9 +2,10 @@
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from warpfold.tune.cluster.collectives import Placement, collective_seconds
 from warpfold.tune.cluster.findings import ClusterFinding, of_ranks
 from warpfold.tune.cluster.links import Cluster, Link
 from warpfold.tune.cluster.measure_links import CollectiveTime, PairLink
@@ -33,9 +34,9 @@ NETWORK = "see that the ranks use the fast adapter: NCCL_SOCKET_IFNAME, NCCL_IB_
 class MeasuredLinks:
     """What was measured of all links.
 
-    node_bandwidth: bytes per second that a node sends to another, None where there is one node.
-    shared: that a rank sends in collectives of its node; None where each is alone on its own.  resent: of each node,
-    packets sent and packets sent again meanwhile.  errors: of each node, what counted up at its adapters.
+    node_bandwidth: bytes per second that a node sends to the next when all ranks send, None where there is one node.
+    shared: that a rank sends to one of its node when all ranks do; None where each is alone on its own.  resent: of
+    each node, packets sent and packets sent again meanwhile.  errors: of each node, what counted up at its adapters.
     clocks: of each node, seconds ahead of the first, and how sure.
     """
 
@@ -70,7 +71,7 @@ class MeasuredLinks:
 def cluster_of(measured: MeasuredLinks, device: str, call: float) -> Cluster | None:
     """Return the cluster that was measured; None where nodes are not equal.
 
-    call: seconds of a collective of all ranks that carries next to nothing; what its hops take is subtracted.
+    call: seconds of an all-gather of all ranks that carries next to nothing; what its hops take is subtracted.
     Where all ranks are on one node, or each on one of its own, the link that is not there is as the one that is.
     """
     sizes = {len(node) for node in measured.nodes}
@@ -86,11 +87,12 @@ def cluster_of(measured: MeasuredLinks, device: str, call: float) -> Cluster | N
     if "within" in links and measured.shared:
         links["within"] = Link(links["within"].latency, min(links["within"].bandwidth, measured.shared))
     within, between = (links.get(where) or next(iter(links.values())) for where in ("within", "between"))
-    hop = max(link.latency for link in links.values())
-    return Cluster(
-        ranks=measured.ranks, per_node=sizes.pop(), within=_rounded(within), between=_rounded(between),
-        call=float(f"{max(call - hop, 0.1 * call):.3g}"), device=device, how="measured",
+    found = Cluster(
+        ranks=measured.ranks, per_node=sizes.pop(), within=_rounded(within), between=_rounded(between), call=0.0,
+        device=device, how="measured",
     )  # fmt: skip
+    hops = collective_seconds("all_gather", 0.0, Placement(found.ranks, found.per_node), found)
+    return replace(found, call=float(f"{max(call - hops, 0.1 * call):.3g}"))
 
 
 def _rounded(link: Link) -> Link:
@@ -259,7 +261,7 @@ def _judge_between(measured: MeasuredLinks, promised: Link | None) -> Iterator[C
         outcome = _outcome(beyond > FAR)
         yield ClusterFinding("links", "distance of nodes", outcome, says, f"take nodes under one switch; {NETWORK}")
     rate = measured.node_bandwidth
-    says = f"a node sends {in_words(rate, 'bandwidth')} to another when all its ranks send at once"
+    says = f"a node sends {in_words(rate, 'bandwidth')} or more to another when all ranks send at once"
     if promised is not None:
         says += f"; the network should give {in_words(promised.bandwidth, 'bandwidth')}"
     if rate < THIN or (promised and rate < WRONG * promised.bandwidth):

@@ -1,4 +1,4 @@
-"""Measure the links of all ranks: pairs by small and large messages, collectives, the whole of a node at once.
+"""Measure the links of all ranks: pairs by small and large messages, all ranks sending at once, collectives.
 
 Tensors lie on the ranks' device, so that the same code measures gloo between CPUs and NCCL between GPUs.  All ranks
 call each function.
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpfold.parallel.collectives import all_gather_flat, reduce_scatter_flat
-from warpfold.parallel.mesh import Group, split
 from warpfold.parallel.team import Team
 from warpfold.parallel.waits import waiting
 from warpfold.tune.cluster.collectives import Kind, Placement, collective_seconds
@@ -25,10 +24,12 @@ Clock = Callable[[], float]
 
 PINGS, PING_SECONDS = 40, 0.4  # of a pair, at most
 REPEATS, CARRY = 3, 0.025  # of large messages each way, and how long one should take
+AT_ONCE = 0.05  # seconds of a message while all ranks send
 LEAST, MOST = 2**18, {"cpu": 2**24, "cuda": 2**27}  # bytes of a large message
 STALL = 0.18  # seconds: TCP sends a lost packet again after 0.2 s at the earliest (RFC 6298; Linux's TCP_RTO_MIN)
 COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 COLLECTIVE_REPEATS, COLLECTIVE_SECONDS = 5, 0.06  # and how long one should take
+CALLS = 11  # of a collective that carries next to nothing
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ def measure_pairs(
     rounds: Sequence[Sequence[Pair]], team: Team, device: torch.device, seconds: float, clock: Clock = time.perf_counter
 ) -> tuple[list[PairLink], int]:
     """Measure pair by pair, round by round, for at most `seconds`; return the pairs of all ranks, and rounds made."""
+    team.all_gather_object(None, "the links")
+    dist.all_reduce(torch.zeros(1, device=device), group=team.mesh.world.handle)  # NCCL: before messages of some ranks
     rank, end, own, made = team.process.rank, clock() + seconds, [], 0
     for pairs in rounds:
         # All begin a round together: what they measure shares the nodes' links evenly.
@@ -169,89 +172,64 @@ def _take(size: int, times: int, other: int, device: torch.device) -> None:
         _send(word, other)
 
 
-def measure_nodes(
-    nodes: Sequence[Sequence[int]], team: Team, device: torch.device, size: int, clock: Clock = time.perf_counter
-) -> float:
-    """Return the bytes per second that a whole node sends to another, when all its ranks send at once; the median.
+def measure_at_once(
+    rings: Sequence[Sequence[int]],
+    pairs: Sequence[PairLink],
+    team: Team,
+    device: torch.device,
+    clock: Clock = time.perf_counter,
+) -> dict[int, float]:
+    """Return the bytes per second that each rank sends to the next of its ring, while all of all rings send.
 
-    size: bytes of each message.  Each rank sends to the one of its number on the next node, as rings do.
+    So they share what they share in collectives: a node's adapter, or its processors.  A rank that is alone in its ring
+    sends nothing and is left out.  pairs: of these links, each measured by itself; the size of messages follows.
     """
-    rank, rates = team.process.rank, []
-    here = next(number for number, node in enumerate(nodes) if rank in node)
-    at = nodes[here].index(rank)
-    after, before = nodes[(here + 1) % len(nodes)], nodes[here - 1]
+    rank = team.process.rank
+    beside = {one: (ring[at - 1], ring[at + 1 - len(ring)]) for ring in rings if len(ring) > 1
+              for at, one in enumerate(ring)}  # fmt: skip
+    latency = statistics.median(pair.latency for pair in pairs)
+    slowest = min(max(pair.forth, pair.back) for pair in pairs)
+    size = int(min(MOST[device.type], max(LEAST, slowest * max(AT_ONCE, 10 * latency))))
     x = torch.zeros(size, dtype=torch.uint8, device=device)
-    found = torch.empty_like(x)
-    for _ in range(REPEATS):
-        team.all_gather_object(None, "all ranks of nodes sending at once")
+    found, spent = torch.empty_like(x), []
+    for _ in range(REPEATS + 1):
+        team.all_gather_object(None, "all ranks sending at once")
         begin = clock()
-        with waiting("messages between nodes"):
-            works = [dist.P2POp(dist.isend, x, after[at])] if at < len(after) else []
-            works += [dist.P2POp(dist.irecv, found, before[at])] if at < len(before) else []
-            if works:
-                _together(x, works)
-        took = team.all_gather_object(clock() - begin, "the time of messages between nodes")
-        rates += [len(node) * size / max(took[one] for one in node) for node in nodes]
-    return statistics.median(rates)
+        if rank in beside:
+            before, after = beside[rank]
+            with waiting(f"messages from rank {before} and to rank {after}"):
+                _together(x, [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, found, before)])
+        spent.append(clock() - begin)
+    least = min(spent[1:])  # the first makes connections, and noise only adds time
+    every = team.all_gather_object(least, "the time of messages of all ranks at once")
+    return {one: _rate(size, every[one], latency) for one in beside}
+
+
+def measure_call(team: Team, device: torch.device, clock: Clock = time.perf_counter) -> float:
+    """Return the seconds of an all-gather of all ranks that carries next to nothing."""
+    return _collective("all_gather", team.process.ranks, CALLS, team, device, clock)
 
 
 def measure_collectives(
     cluster: Cluster, team: Team, device: torch.device, clock: Clock = time.perf_counter
-) -> tuple[list[CollectiveTime], float]:
-    """Time the collectives of all ranks; return them, and the seconds of one that carries next to nothing.
-
-    cluster: as measured so far; it says how large the messages should be.
-    """
-    group = team.mesh.world
-    where = Placement(group.size, min(group.size, cluster.per_node))
-    small = _collective("all_gather", group.size, 10, group, team, device, clock)
+) -> list[CollectiveTime]:
+    """Time the collectives of all ranks.  cluster: as measured; it says how large the messages should be."""
+    where = Placement(cluster.ranks, min(cluster.ranks, cluster.per_node))
     found = []
     for kind in COLLECTIVES:
-        share = _share(kind, group.size)
-        numbers = _numbers(kind, where, cluster, device)
-        taken = _collective(kind, numbers, 1, group, team, device, clock)
+        share = (2 if kind == "all_reduce" else 1) * (where.ranks - 1) / where.ranks  # of its bytes that a rank sends
+        each = collective_seconds(kind, 1e6, where, cluster) - collective_seconds(kind, 0.0, where, cluster)
+        size = COLLECTIVE_SECONDS / max(each, 1e-12) * 1e6 / share
+        numbers = -(-int(min(MOST[device.type], max(LEAST, size))) // (4 * where.ranks)) * where.ranks
+        taken = _collective(kind, numbers, COLLECTIVE_REPEATS, team, device, clock)
         sent = 4 * numbers * share
         found.append(CollectiveTime(kind, sent, taken, collective_seconds(kind, sent, where, cluster)))
-    return found, small
+    return found
 
 
-def measure_within(
-    nodes: Sequence[Sequence[int]], cluster: Cluster, team: Team, device: torch.device, clock: Clock = time.perf_counter
-) -> float:
-    """Return the bytes per second that each rank of a node sends in collectives of the node, all nodes at once.
-
-    Between processors that is less than what a pair reaches, as the ranks share them; between GPUs about as much.
-    """
-    group = team.mesh.world if len(nodes) == 1 else split("node", nodes, team.mesh.limit)
-    where, rates = Placement(group.size, group.size), []
-    small = _collective("all_gather", group.size, 10, group, team, device, clock)
-    for kind in COLLECTIVES:
-        numbers = _numbers(kind, where, cluster, device)
-        taken = _collective(kind, numbers, 1, group, team, device, clock)
-        rates.append(4 * numbers * _share(kind, group.size) / max(1e-9, taken - small))
-    return statistics.median(rates)
-
-
-def _share(kind: Kind, ranks: int) -> float:
-    """Return the share of its bytes that a rank sends to others."""
-    return (2 if kind == "all_reduce" else 1) * (ranks - 1) / ranks
-
-
-def _numbers(kind: Kind, where: Placement, cluster: Cluster, device: torch.device) -> int:
-    """Return how many fp32 numbers take some time, a multiple of the ranks."""
-    each = collective_seconds(kind, 1e6, where, cluster) - collective_seconds(kind, 0.0, where, cluster)
-    size = COLLECTIVE_SECONDS / max(each, 1e-12) * 1e6 / _share(kind, where.ranks)
-    return -(-int(min(MOST[device.type], max(LEAST, size))) // (4 * where.ranks)) * where.ranks
-
-
-def _collective(
-    kind: Kind, numbers: int, in_a_row: int, group: Group, team: Team, device: torch.device, clock: Clock
-) -> float:
-    """Return the least seconds of some runs of a collective on [numbers] fp32; each counts as its slowest rank's.
-
-    All ranks call it together, and groups that are not all ranks run at the same time.
-    """
-    x, together = torch.ones(numbers, device=device), torch.zeros(1, device=device)
+def _collective(kind: Kind, numbers: int, repeats: int, team: Team, device: torch.device, clock: Clock) -> float:
+    """Return the least seconds of a collective on [numbers] fp32; each time counts as its slowest rank's."""
+    group, x, together = team.mesh.world, torch.ones(numbers, device=device), torch.zeros(1, device=device)
     shard, whole = x[: numbers // group.size].clone(), torch.empty_like(x)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole.fill_(1), group=group.handle),
@@ -260,15 +238,14 @@ def _collective(
         "all_to_all": lambda: dist.all_to_all_single(whole, x, group=group.handle),
     }
     spent = []
-    for _ in range(COLLECTIVE_REPEATS + 1):
+    for _ in range(repeats + 1):
         with waiting(f"the {kind} that is timed"):
-            dist.all_reduce(together, group=team.mesh.world.handle)
+            dist.all_reduce(together, group=group.handle)
             _finish(device)
             begin = clock()
-            for _ in range(in_a_row):
-                calls[kind]()
+            calls[kind]()
             _finish(device)
-            spent.append((clock() - begin) / in_a_row)
+            spent.append(clock() - begin)
     every = team.all_gather_object(spent[1:], f"the time of {kind}")  # the first makes connections
     return min(map(max, zip(*every)))
 

@@ -1,25 +1,23 @@
-"""Measure within a second or two how the ranks of a run are joined, when it begins and nobody has said it.
+"""Measure how ranks are joined: pairs in rounds, those that seem slow again, then all ranks at once.
 
-`warpfold doctor --cluster` measures more, and says what is wrong.  Here pairs of ranks send to each other, all pairs of
-their kind at once, as collectives do; the slowest pair counts.
+The doctor measures every pair.  A run that is not told its cluster measures each rank with one other of its node and
+one of another node, in a second or two.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
-from warpfold.parallel.collectives import all_gather_flat
 from warpfold.parallel.team import Team
-from warpfold.parallel.waits import waiting
-from warpfold.tune.cluster.collectives import Placement, collective_seconds
-from warpfold.tune.cluster.links import Cluster, Link
+from warpfold.tune.cluster.judge_links import MeasuredLinks, cluster_of, suspects
+from warpfold.tune.cluster.links import Cluster
+from warpfold.tune.cluster.measure_links import Clock, PairLink, measure_at_once, measure_call, measure_pairs
+from warpfold.tune.cluster.rounds import Pair, first_rounds
 
-Clock = Callable[[], float]
-SMALL, LEAST, MOST = 8, 2**16, 2**26  # bytes of a message
-PINGS, REPEATS = 11, 2
-LONG = 0.05  # seconds of a message that is long enough to tell the bandwidth
+LINK_SECONDS, AGAIN_SECONDS = 45.0, 10.0  # for all pairs; for those that seem slow, each time
+TRIES = 3  # measurements of what seems slow
 
 
 def measure_cluster(team: Team, device: torch.device | str, clock: Clock = time.perf_counter) -> Cluster:
@@ -29,72 +27,46 @@ def measure_cluster(team: Team, device: torch.device | str, clock: Clock = time.
     """
     ranks, each = team.process.ranks, max(1, team.process.ranks_per_node)
     each = each if ranks % each == 0 else ranks if ranks < each else 1
-    rank, device = team.process.rank, torch.device(device)
-    node, at = divmod(rank, each)
-    beside = node * each + (at ^ 1) if (at ^ 1) < each else None
-    opposite = (node ^ 1) * each + at if (node ^ 1) * each < ranks else None
-    within = _link(beside, team, device, clock) if each > 1 else None
-    between = _link(opposite, team, device, clock) if ranks > each else None
-    one = within or between
-    assert one is not None
-    between = one if between is None else Link(between.latency, between.bandwidth * each)
-    found = Cluster(ranks=ranks, per_node=each, within=within or one, between=between, call=0.0, how="measured")
-    small = _gathered(team, device, clock)
-    expected = collective_seconds("all_gather", SMALL * (ranks - 1), Placement(ranks, each), found)
-    call = max(small - expected, 0.1 * small)
-    return Cluster(ranks=ranks, per_node=each, within=found.within, between=between, call=call, how="measured")
+    nodes, device = [list(range(first, first + each)) for first in range(0, ranks, each)], torch.device(device)
+    measured = measure_rounds(nodes, first_rounds(nodes), team, device, clock)
+    cluster = cluster_of(measured, "", measure_call(team, device, clock))
+    assert cluster is not None, "nodes are equal"
+    return cluster
 
 
-def _link(partner: int | None, team: Team, device: torch.device, clock: Clock) -> Link:
-    """Return the link of the slowest pair of ranks; partner: this rank's, if it has one."""
-    pings = [_exchanged(SMALL, partner, team, device, clock) for _ in range(PINGS + 1)]
-    latency = min(pings[1:])  # the first makes the connection, and noise only adds time
-    size, took = LEAST, 0.0
-    while took < LONG and size < MOST:
-        size *= 4
-        took = min(_exchanged(size, partner, team, device, clock) for _ in range(REPEATS))
-    return Link(latency, size / max(took - latency, 0.1 * took))
+def measure_rounds(
+    nodes: Sequence[Sequence[int]],
+    schedule: Sequence[Sequence[Pair]],
+    team: Team,
+    device: torch.device,
+    clock: Clock = time.perf_counter,
+) -> MeasuredLinks:
+    """Measure the pairs of a schedule's rounds, then what is left to each rank and node when all send at once.
+
+    A pair that seems slow is measured again in its round, under the same load, and the best counts: what is slow by
+    chance is not slow three times.  Of all at once the slowest counts, as in collectives.
+    """
+    pairs, made = measure_pairs(schedule, team, device, LINK_SECONDS, clock)
+    measured = MeasuredLinks(nodes, pairs, device.type, made, len(schedule))
+    for _ in range(TRIES - 1):
+        odd = suspects(measured)
+        again = [one for one in schedule[:made] if odd & set(one)]
+        if not again:
+            break
+        better, _ = measure_pairs(again, team, device, AGAIN_SECONDS, clock)
+        measured = replace(measured, pairs=_merged(measured.pairs, better))
+    if within := measured.of_kind("within"):
+        rates = measure_at_once(nodes, within, team, device, clock)
+        measured = replace(measured, shared=min(rates.values()))
+    if between := measured.of_kind("between"):
+        rings = [[node[at] for node in nodes if at < len(node)] for at in range(max(map(len, nodes)))]
+        rates = measure_at_once(rings, between, team, device, clock)
+        of_nodes = ([rates[rank] for rank in node if rank in rates] for node in nodes)
+        measured = replace(measured, node_bandwidth=min(len(own) * min(own) for own in of_nodes))
+    return measured
 
 
-def _exchanged(size: int, partner: int | None, team: Team, device: torch.device, clock: Clock) -> float:
-    """Return the seconds in which every rank sends its partner so many bytes, and gets as many; of the slowest."""
-    x, found = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
-    _meet(team, device)
-    begin = clock()
-    if partner is not None:
-        both = [dist.P2POp(dist.isend, x, partner), dist.P2POp(dist.irecv, found, partner)]
-        with waiting(f"a message from rank {partner}"):
-            for work in dist.batch_isend_irecv(both):
-                work.wait()
-            _finish(device)
-    return _slowest(clock() - begin if partner is not None else 0.0, team, device)
-
-
-def _gathered(team: Team, device: torch.device, clock: Clock) -> float:
-    """Return the seconds of an all-gather of all ranks that carries next to nothing."""
-    x = torch.zeros(SMALL, dtype=torch.uint8, device=device)
-    out, spent = x.new_empty(SMALL * team.process.ranks), []
-    for _ in range(PINGS + 1):
-        _meet(team, device)
-        begin = clock()
-        with waiting("a small all_gather"):
-            all_gather_flat(out, x, group=team.mesh.world.handle)
-            _finish(device)
-        spent.append(_slowest(clock() - begin, team, device))
-    return min(spent[1:])
-
-
-def _meet(team: Team, device: torch.device) -> None:
-    _slowest(0.0, team, device)
-
-
-def _slowest(seconds: float, team: Team, device: torch.device) -> float:
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    with waiting("measuring links"):
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=team.mesh.world.handle)
-    return float(slowest)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _merged(pairs: Sequence[PairLink], again: Sequence[PairLink]) -> list[PairLink]:
+    """Return pairs, the better of two measurements of those that were measured again."""
+    by_pair: dict[Pair, PairLink] = {(one.first, one.second): one for one in again}
+    return [one.better(by_pair[one.first, one.second]) if (one.first, one.second) in by_pair else one for one in pairs]

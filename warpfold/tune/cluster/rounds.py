@@ -59,6 +59,16 @@ def rounds(nodes: Sequence[Sequence[int]]) -> list[list[Pair]]:
     return [pairs for pairs in found if pairs]
 
 
+def first_rounds(nodes: Sequence[Sequence[int]]) -> list[list[Pair]]:
+    """Return the first round within nodes and the first between them, as far as there are such."""
+    node_of = {rank: number for number, node in enumerate(nodes) for rank in node}
+    found: dict[bool, list[Pair]] = {}
+    for pairs in rounds(nodes):
+        first, second = pairs[0]
+        found.setdefault(node_of[first] == node_of[second], pairs)
+    return list(found.values())
+
+
 def all_pairs(nodes: Sequence[Sequence[int]]) -> int:
     """Return how many pairs there are."""
     ranks = sum(map(len, nodes))
