@@ -16,20 +16,15 @@ import json
 import os
 import platform
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch._dynamo  # what forked ranks would else load each for itself
 import torch.distributed as dist
-from link import Shape, enter, linked, refusal
+from link import Shape, refusal, run_ranks
 
 from warpfold.batch import Batch
 from warpfold.engine.optim import Optimizer
@@ -167,35 +162,11 @@ def run_in_turns(steps: Mapping[Plan, Callable[[], None]], seconds: float, round
     return {plan: statistics.median(times) for plan, times in spent.items()}
 
 
-def a_rank(rank: int, ranks: int, on_nodes: bool, store: str, seconds: float, pipe: Connection) -> None:
-    """Run all settings on one rank; the first rank sends the results."""
-    torch.set_num_threads(1)
-    if on_nodes:
-        enter(rank // (ranks // 2))
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    team = Team(ProcessInfo(rank, ranks, ranks_per_node=ranks // 2), make_mesh(data=ranks))
+def cases(ranks: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Yield what is found of each setting, on ranks that are on two nodes."""
+    team = Team(ProcessInfo(dist.get_rank(), ranks, ranks_per_node=ranks // 2), make_mesh(data=ranks))
     for setting in SETTINGS:
-        found = case(setting, team, seconds)
-        if rank == 0:
-            pipe.send(found)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def run(shape: Shape | None, ranks: int, seconds: float) -> list[dict[str, Any]]:
-    """Run all settings on so many ranks over a link of this shape; None: over loopback, without nodes."""
-    context = get_context("fork")
-    with tempfile.TemporaryDirectory() as folder, nullcontext() if shape is None else linked(shape):
-        ours, theirs = context.Pipe()
-        args = (ranks, shape is not None, f"{folder}/store", seconds, theirs)
-        processes = [context.Process(target=a_rank, args=(rank, *args), daemon=True) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        theirs.close()
-        found = [ours.recv() for _ in SETTINGS]
-        for process in processes:
-            process.join()
-    return found
+        yield case(setting, team, seconds)
 
 
 def main() -> None:
@@ -228,7 +199,7 @@ def main() -> None:
                 print(f"{name}, {ranks} ranks: no time is left; give --minutes, or a machine that does nothing else")
                 continue
             # Half of it for steps; the other half for measuring, choosing, and making the models.
-            for found in run(shape, ranks, seconds / len(SETTINGS) / 2):
+            for found in run_ranks(cases, ranks, shape, ranks, seconds / len(SETTINGS) / 2):
                 title = f"{name} ({shape or 'no nodes'}), {ranks} ranks, {found['setting']}"
                 report["cases"][title] = found
                 print(f"{title}: {found['chosen']} takes {found['chosen_over_best']} x {found['best']}", flush=True)
