@@ -87,12 +87,12 @@ def cluster_of(measured: MeasuredLinks, device: str, call: float) -> Cluster | N
     if "within" in links and measured.shared:
         links["within"] = Link(links["within"].latency, min(links["within"].bandwidth, measured.shared))
     within, between = (links.get(where) or next(iter(links.values())) for where in ("within", "between"))
-    found = Cluster(
+    cluster = Cluster(
         ranks=measured.ranks, per_node=sizes.pop(), within=_rounded(within), between=_rounded(between), call=0.0,
         device=device, how="measured",
     )  # fmt: skip
-    hops = collective_seconds("all_gather", 0.0, Placement(found.ranks, found.per_node), found)
-    return replace(found, call=float(f"{max(call - hops, 0.1 * call):.3g}"))
+    hops = collective_seconds("all_gather", 0.0, Placement(cluster.ranks, cluster.per_node), cluster)
+    return replace(cluster, call=float(f"{max(call - hops, 0.1 * call):.3g}"))
 
 
 def _rounded(link: Link) -> Link:

@@ -24,7 +24,7 @@ Clock = Callable[[], float]
 
 PINGS, PING_SECONDS = 40, 0.4  # of a pair, at most
 REPEATS, CARRY = 3, 0.025  # of large messages each way, and how long one should take
-AT_ONCE = 0.05  # seconds of a message while all ranks send
+AT_ONCE = 0.1  # seconds of a message while all ranks send
 LEAST, MOST = 2**18, {"cpu": 2**24, "cuda": 2**27}  # bytes of a large message
 STALL = 0.18  # seconds: TCP sends a lost packet again after 0.2 s at the earliest (RFC 6298; Linux's TCP_RTO_MIN)
 COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
@@ -198,11 +198,12 @@ def measure_at_once(
         if rank in beside:
             before, after = beside[rank]
             with waiting(f"messages from rank {before} and to rank {after}"):
-                _together(x, [dist.P2POp(dist.isend, x, after), dist.P2POp(dist.irecv, found, before)])
+                # The receive first: gloo would else announce it behind all that is sent.
+                _together(x, [dist.P2POp(dist.irecv, found, before), dist.P2POp(dist.isend, x, after)])
         spent.append(clock() - begin)
-    least = min(spent[1:])  # the first makes connections, and noise only adds time
-    every = team.all_gather_object(least, "the time of messages of all ranks at once")
-    return {one: _rate(size, every[one], latency) for one in beside}
+    every = team.all_gather_object(spent[1:], "the time of messages of all ranks at once")  # the first makes connections
+    seconds = min(zip(*every), key=max)
+    return {one: _rate(size, seconds[one], latency) for one in beside}
 
 
 def measure_call(team: Team, device: torch.device, clock: Clock = time.perf_counter) -> float:
