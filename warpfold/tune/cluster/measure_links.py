@@ -201,7 +201,7 @@ def measure_at_once(
                 # The receive first: gloo would else announce it behind all that is sent.
                 _together(x, [dist.P2POp(dist.irecv, found, before), dist.P2POp(dist.isend, x, after)])
         spent.append(clock() - begin)
-    every = team.all_gather_object(spent[1:], "the time of messages of all ranks at once")  # the first makes connections
+    every = team.all_gather_object(spent[1:], "the time of messages of all ranks at once")  # the first connects them
     seconds = min(zip(*every), key=max)
     return {one: _rate(size, seconds[one], latency) for one in beside}
 
@@ -247,7 +247,7 @@ def _collective(kind: Kind, numbers: int, repeats: int, team: Team, device: torc
             calls[kind]()
             _finish(device)
             spent.append(clock() - begin)
-    every = team.all_gather_object(spent[1:], f"the time of {kind}")  # the first makes connections
+    every = team.all_gather_object(spent[1:], f"the time of {kind}")  # the first connects them
     return min(map(max, zip(*every)))
 
 
