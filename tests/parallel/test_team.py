@@ -44,17 +44,23 @@ class Crew:
         self.context = get_context("fork")
 
     def run(
-        self, function: Callable[[Team], object], plan: Plan, keeps: bool = False, frozen: tuple[int, ...] = ()
+        self,
+        function: Callable[[Team], object],
+        plan: Plan,
+        keeps: bool = False,
+        frozen: tuple[int, ...] = (),
+        spares: int = 0,
     ) -> tuple[list[int | None], list[str]]:
         """`function` in each of the plan's processes -> exit codes (-9: it would not end), what they said on stderr.
 
-        keeps: rank 0 keeps the store.  frozen: ranks that stop themselves, whose end nobody waits for.
+        keeps: rank 0 keeps the store.  frozen: ranks that stop themselves, whose end nobody waits for.  spares: more
+        processes, after the ranks.
         """
         ranks = plan.data * plan.axial * plan.branch
         pipes, processes = [], []
-        for rank in range(ranks):
+        for rank in range(ranks + spares):
             ours, theirs = self.context.Pipe()
-            info = ProcessInfo(rank, ranks, rank, ranks, "127.0.0.1", agent_keeps_store=not keeps)
+            info = ProcessInfo(rank, ranks, rank, ranks, "127.0.0.1", agent_keeps_store=not keeps, spares=spares)
             processes.append(self.context.Process(target=self._live, args=(function, info, plan, theirs)))
             processes[-1].start()
             pipes.append(ours)
@@ -67,7 +73,7 @@ class Crew:
         for process in [*processes, *filter(None, [self.keeper])]:
             process.kill()
             process.join()
-        said = [(self.folder / f"{rank}.txt").read_text() for rank in range(ranks)]
+        said = [(self.folder / f"{rank}.txt").read_text() for rank in range(ranks + spares)]
         return [process.exitcode for process in processes], said
 
     def keep_store(self) -> int:

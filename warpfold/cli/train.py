@@ -57,6 +57,9 @@ def train(
     cluster: Annotated[
         Path | None, reads("How the processes are joined, as the doctor wrote it; default: measured.", "--cluster")
     ] = None,
+    spare: Annotated[
+        int | None, runs("At most so many processes do not train, but validate meanwhile.", "--train.spare", min=0)
+    ] = None,
     strict: Strict = False,
     as_json: AsJson = False,
 ) -> None:
@@ -66,13 +69,14 @@ def train(
     """
     from warpfold.parallel.team import distributed_context
     from warpfold.run import commands
+    from warpfold.run.spare import set_apart
     from warpfold.run.watching import training_progress
 
-    plan = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch}
-    changes = [*(change or []), *(f"{key}={value}" for key, value in plan.items() if value is not None)]
+    chosen = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch, "train.spare": spare}
+    changes = [*(change or []), *(f"{key}={value}" for key, value in chosen.items() if value is not None)]
     given = commands.as_settings(settings, [*changes, *(['plan.kernels="strict"'] if strict else [])])
     config, process = given.config(), this_process()
-    where = device_of(device, process)
+    where, process = device_of(device, process), set_apart(process, given)
     if config.train.wandb == "offline":  # W&B reads it when it begins
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     bar = training_progress(config.train.steps, every=config.train.report_every) if process.rank == 0 else nullcontext()

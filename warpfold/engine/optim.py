@@ -259,10 +259,17 @@ class Optimizer:
         return self.loss_scale.overflowed(norm, finite)
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Give the model the averaged weights within the block (for validation and for the saved parameters)."""
+    def averaged(self, averages: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Give the model the averaged weights within the block (for validation and for the saved parameters).
+
+        averages: those of another step, by parameter, as a checkpoint has them.
+        """
         trained = self.weights.clone()
-        self.reducer.all_gather(self.average, self.weights)
+        if averages is None:
+            self.reducer.all_gather(self.average, self.weights)
+        else:
+            for name in self.layout.places:
+                self.layout.view(self.weights, name).copy_(averages[name])
         self.packed.refresh()
         try:
             yield

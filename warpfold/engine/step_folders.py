@@ -135,13 +135,14 @@ class StepFolders:
             raise UserError(
                 f"{place}: the checkpoint could not be written ({reason(error)}); {kept}; make room and start again"
             ) from error
-        self._prune(keep)
+        self.prune(keep)
 
     def spared(self, steps: list[int], keep: int) -> set[int]:
         """Return steps whose checkpoints stay, besides the last ones."""
         return set()
 
-    def _prune(self, keep: int) -> None:
+    def prune(self, keep: int) -> None:
+        """Delete old checkpoints, but the last `keep` and those of `spared`."""
         steps = self.steps()
         for step in sorted({*steps[: -max(1, keep)]} - self.spared(steps, keep)):
             place = self.step_path(step)

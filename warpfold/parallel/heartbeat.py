@@ -102,7 +102,8 @@ class Heartbeat:
     """Notice that another process has failed, has ended or does not come, and let the others notice this one.
 
     keeper: who keeps the store.  watchdog: ends this process when it is given a reason.  position: returns how far this
-    process has come.  sharing: returns the ranks that share its example.
+    process has come.  sharing: returns the ranks that share its example.  spares: more processes, after the ranks: they
+    hear of the ranks, which do not wait for them; the first rank knows whether they live.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Heartbeat:
         watchdog: Watchdog,
         position: Callable[[], Position],
         sharing: Callable[[], Collection[int]],
+        spares: int = 0,
     ) -> None:
         self._store, self._rank, self._ranks, self._keeper, self._limit = store, rank, ranks, keeper, limit
         self._watchdog, self._position, self._sharing = watchdog, position, sharing
@@ -130,6 +132,10 @@ class Heartbeat:
         self._beats: list[tuple[Position, float]] = []  # the last heartbeat of every rank, and when it was
         self._read_at = 0.0
         self._gone = False  # the store
+        self._key = "failed" if rank < ranks else f"failed-{rank}"  # where it says so: a spare does not end the others
+        self._spares = range(ranks, ranks + spares) if rank == 0 else range(0)
+        self._heard: dict[int, tuple[bytes, float]] = {}  # the last heartbeat of each spare, and when it was new
+        self._lost = ""  # why a spare is gone
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> "Heartbeat":
@@ -191,6 +197,10 @@ class Heartbeat:
         """Return why another process has failed, as far as this one has heard; "": none has."""
         return self._failure
 
+    def lost_spare(self) -> str:
+        """Return on the first rank why a spare is gone, by its own words or its silence; "": all are there."""
+        return self._lost
+
     # What runs in the thread
 
     @property
@@ -209,9 +219,10 @@ class Heartbeat:
                     beat = [*asdict(self._position()).values(), time.monotonic() - self._began]
                     self._store.set(str(self._rank), json.dumps(beat))
                     if self._message:
-                        self._store.compare_set("failed", "", self._message)
+                        self._store.compare_set(self._key, "", self._message)
                     if self._store.check(["failed"]):
                         self._failure = self._store.get("failed").decode()
+                    self._look_at_spares()
                     if late or read or self._waits_long():
                         self._read()
                         self._to_read = False
@@ -243,6 +254,17 @@ class Heartbeat:
         if self._store.check(keys):  # `multi_get` would wait for keys that are not there yet
             beats = [json.loads(text) for text in self._store.multi_get(keys)]
             self._beats, self._read_at = [(Position(*at), when) for *at, when in beats], time.monotonic() - self._began
+
+    def _look_at_spares(self) -> None:
+        now = time.monotonic()
+        for rank in self._spares:
+            beat = self._store.get(str(rank)) if self._store.check([str(rank)]) else b""
+            if rank not in self._heard or beat != self._heard[rank][0]:
+                self._heard[rank] = beat, now
+            if self._store.check([f"failed-{rank}"]):
+                self._lost = self._lost or self._store.get(f"failed-{rank}").decode()
+            elif (silent := now - self._heard[rank][1]) > self._limit:
+                self._lost = self._lost or f"rank {rank} is dead or frozen: last heard of {silent:.0f} s ago"
 
     def _waits_long(self) -> bool:
         """Return whether to read all heartbeats again, in case the store falls silent; rarely, as they are many."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpfold.errors import UserError
+from warpfold.parallel.board import Board
 from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.heartbeat import BEAT, Heartbeat, Position, TeamError, Watchdog
 from warpfold.parallel.meeting import agree_on_name, allow_connections
@@ -53,6 +54,12 @@ class ProcessInfo:
     address: str = ""  # of the store where they meet
     port: int = 0
     agent_keeps_store: bool = False  # torchrun's agent does, and not rank 0
+    spares: int = 0  # more processes, after these ranks, that do not work with them (run/spare.py)
+
+    @property
+    def is_spare(self) -> bool:
+        """Whether it is one of the spares."""
+        return self.rank >= self.ranks
 
     @property
     def keeper(self) -> str:
@@ -91,9 +98,11 @@ class Team:
     process: ProcessInfo = field(default_factory=ProcessInfo)
     mesh: Mesh = field(default_factory=Mesh)
     position: Position = field(default_factory=Position)
+    board: Board = field(default_factory=Board, repr=False, compare=False)  # of all, spares too
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _alone: dist.Store = field(default_factory=dist.HashStore, repr=False, compare=False)  # for one process
-    _failure: Callable[[], str] = field(default=str, repr=False, compare=False)  # why another process has failed
+    failure: Callable[[], str] = field(default=str, repr=False, compare=False)  # why another process has failed, or ""
+    lost_spare: Callable[[], str] = field(default=str, repr=False, compare=False)  # why a spare is gone: on rank 0
     _meshes: dict[tuple[int, ...], Mesh] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -162,7 +171,7 @@ class Team:
         if here == self.process.ranks - 1:
             self._store.set(all_here, "")
         while not self._store.check([all_here]):
-            if reason := self._failure():
+            if reason := self.failure():
                 raise TeamError(reason)
             time.sleep(pause)
             pause = min(1.5 * pause, BEAT)
@@ -322,13 +331,14 @@ def distributed_context(
     plan: None: not chosen yet, so that each process is alone with its examples until `Team.remesh`.
     When one fails, it tells the others why before it ends, and they end too: with a TeamError, or, should they be
     stuck where no error reaches them, by `os._exit`.  They may wait for each other `plan.time_limit` seconds, or
-    without a plan `limit`, not longer.
+    without a plan `limit`, not longer.  A spare is in no process group: nobody ends when it fails, and it ends when
+    another fails.
     Errors: UserError if there are not as many as the plan needs, or they do not meet; TeamError as described.
     """
     if plan is None:
         plan = Plan(data=process.ranks, time_limit=limit)
     check_grid(plan.data, plan.axial, plan.branch, process.ranks)
-    if process.ranks == 1:
+    if process.ranks + process.spares == 1:
         yield Team(process)
         return
 
@@ -337,8 +347,9 @@ def distributed_context(
 
     team = Team(process, Mesh(limit=plan.time_limit))
     with Watchdog(plan.time_limit, meeting) as watchdog:
+        beats, notes = _initialise(process, plan, torch.device(device))
         heartbeat = Heartbeat(
-            _initialise(process, plan, torch.device(device)),
+            beats,
             process.rank,
             process.ranks,
             process.keeper,
@@ -346,9 +357,13 @@ def distributed_context(
             watchdog,
             position=lambda: team.position,
             sharing=lambda: team.mesh.model.ranks,
+            spares=process.spares,
         )
-        team._failure = heartbeat.failure
+        team.board, team.failure, team.lost_spare = Board(notes), heartbeat.failure, heartbeat.lost_spare
         with heartbeat, watched(team.note):
+            if process.is_spare:
+                yield team
+                return
             team.remesh(plan)
             yield team
             team.all_gather_object(None, "the end")  # nobody leaves before all know that none has failed
@@ -357,8 +372,8 @@ def distributed_context(
             dist.destroy_process_group()
 
 
-def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.Store:
-    """Initialise torch.distributed, NCCL for GPUs and gloo for CPUs, and return a store for the heartbeats."""
+def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> tuple[dist.Store, dist.Store]:
+    """Initialise torch.distributed, NCCL for GPUs and gloo for CPUs; return stores for beats and for notes."""
     limit = timedelta(seconds=plan.time_limit)
     backend = "gloo"
     if device.type == "cuda":
@@ -371,13 +386,14 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.
         with waiting(f"reaching the store at {where}"):
             shared = dist.TCPStore(process.address, process.port, None, keeps, limit, wait_for_workers=False)
         with waiting(f"the meeting at {where}"):
-            name = agree_on_name(shared, process.rank, process.ranks, plan.time_limit)
+            name = agree_on_name(shared, process.rank, process.ranks + process.spares, plan.time_limit)
         store = dist.PrefixStore(f"warpfold-{name}", shared)
-        with waiting(f"joining the {process.ranks} processes"):
-            dist.init_process_group(backend, store=store, rank=process.rank, world_size=process.ranks, timeout=limit)
+        if not process.is_spare:
+            with waiting(f"joining the {process.ranks} processes"):
+                dist.init_process_group(backend, None, limit, process.ranks, process.rank, store)
         with waiting(f"reaching the store at {where} again"):
             own = dist.TCPStore(process.address, process.port, None, False, limit)  # a client of its own for its thread
     except RuntimeError as error:
         why = str(error).splitlines()[0]
         raise TeamError(f"rank {process.rank}: the {process.ranks} processes did not meet at {where}: {why}") from error
-    return dist.PrefixStore(f"warpfold-{name}-heartbeat", own)
+    return dist.PrefixStore(f"warpfold-{name}-heartbeat", own), dist.PrefixStore("notes", store)

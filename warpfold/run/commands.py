@@ -267,6 +267,8 @@ def train(
     told = as_watchers(watch)
     stores = sources_of(data, given.config().model.multimer is not None)
     joined = None if links is None else read_cluster(links)
+    if team.process.is_spare:  # it hears the rest from rank 0
+        return training.stand_by(stores, folder, first, where, team)
     config, said = plan_training(given, folder, where, most, team, joined)
     team.remesh(config.plan)
     if said and team.is_rank_zero:

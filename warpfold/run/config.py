@@ -30,6 +30,9 @@ class TrainConfig:
     validation_share: float = 0.1  # of the time, at most; what there is no time for is left out; 1: all is validated
     save_every: int = 500  # steps
     keep: int = 2  # how many last checkpoints stay; the best stays too
+    # At most so many ranks do not train: they fold the held-out proteins meanwhile, and stand in for lost ones after a
+    # restart (run/spare.py).
+    spare: int = 0
     # With --init: heads that the file lacks begin at random, and those that the settings lack are left out.
     new_heads: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is not finite
@@ -50,9 +53,9 @@ class TrainConfig:
             raise ValueError("validation, as a share, must be at least 0 and below 1")
         if not 0 < self.validation_share <= 1:
             raise ValueError("validation_share must be above 0 and at most 1; validation = 0.0 holds nothing out")
-        if self.ahead < 1 or min(self.window, self.workers or 0, self.max_skipped, self.report_every) < 0:
+        if self.ahead < 1 or min(self.window, self.workers or 0, self.max_skipped, self.report_every, self.spare) < 0:
             raise ValueError(
-                "ahead must be at least 1; workers, window, max_skipped and report_every must not be negative"
+                "ahead must be at least 1; workers, window, max_skipped, report_every and spare must not be negative"
             )
         if not 0 <= self.quarantine <= 1:
             raise ValueError("quarantine must lie between 0 and 1")

@@ -3,17 +3,21 @@
 Whether there is time is measured, and so no function of the settings; what is trained never depends on it.
 """
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from warpfold.batch import Batch, to_tensors
 from warpfold.data.store.store import Store
 from warpfold.engine.loop import Log, StepTimer, StopSignals
 from warpfold.engine.optim import Optimizer
-from warpfold.engine.step_folders import Checkpoint
+from warpfold.engine.step_folders import Checkpoint, DamagedCheckpoint
+from warpfold.engine.watch import Row
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.permutation import with_truth
 from warpfold.parallel.execution import Execution
@@ -24,6 +28,8 @@ from warpfold.run.passes import PassPlace, followed
 from warpfold.run.planning import FoldPlanner, sizes_of_batch
 from warpfold.run.ranks import stop_requested
 from warpfold.run.results import ca_lddt, validation_row
+
+logger = logging.getLogger("warpfold")
 
 
 class _Stopped(Exception):
@@ -116,24 +122,50 @@ class Validation:
         return now.affords(share, self.rounds, step / steps)
 
     def catch_up(self, step: int) -> int:
-        """Validate where a run begins: the first weights, or what a kill came before; return as a call does."""
+        """Validate where a run begins: the first weights, or what a kill came before; return as a call does.
+
+        And what spares had not folded when the run was stopped (run/spare.py), if there is time for it.
+        """
+        run = self.log.run
+        for owed in self.team.broadcast([] if run is None else sorted(run.owed), "what spares left"):
+            averages = self._averages(owed) if 0 < owed < step else None
+            rounds = self.team.broadcast(self._affordable(owed), "whether to validate") if averages else 0
+            if rounds and (stop := self(owed, rounds, averages)):
+                return stop
+        if run is not None and run.owed:
+            run.owe(())
         rounds = self.rounds_at(step)
         return self(step, rounds) if rounds else 0
 
-    def __call__(self, step: int, rounds: int) -> int:
+    def _averages(self, step: int) -> dict[str, Tensor]:
+        """Return the averaged weights of a checkpoint, on all ranks; nothing where it is damaged or gone."""
+        found: dict[str, Tensor] = {}
+        if self.log.run is not None:
+            try:
+                found = averages_of(self.log.run.load(step))
+            except DamagedCheckpoint as error:
+                logger.warning("step %d is not validated: %s", step, error)
+        return self.team.broadcast_tensors(found, f"the weights of step {step}")
+
+    def end(self, step: int, stop: int) -> dict[str, Any]:
+        """Return how the run ended, after a step and by a signal or none, as a `Summary` has it."""
+        lddt_ca = (self.log.validation or {}).get("lddt_ca")
+        return {"steps": step, "finished": self.log.finished, "lddt_ca": lddt_ca, "signal": stop}
+
+    def __call__(self, step: int, rounds: int, averages: Mapping[str, Tensor] | None = None) -> int:
         """Validate, beginning with so many rounds; return the signal that stops the run, or 0.
 
         What a signal interrupts is not logged, and is owed when the run continues.
 
         lDDT-Ca of held-out examples with the averaged weights (Supp. 1.11.7) and all recycles, of complexes also that
         of the pairs between chains.  The examples are dealt out to the ranks; each folds its own.  The processes of the
-        loader go on meanwhile.
+        loader go on meanwhile.  averages: the weights of a step before the last one.
         """
         if self.log.run is not None:
             self.log.run.wait_for_writing()  # a kill in a validation loses no step
         began, own = time.perf_counter(), self.model.execution
         self.model.eval()
-        with torch.no_grad(), self.optimizer.averaged():
+        with torch.no_grad(), self.optimizer.averaged(averages):
             rounds, found = self._measure(step, rounds, began)
         assert isinstance(own, Execution)
         own.bind(self.model).train()  # it has graphs
@@ -143,23 +175,23 @@ class Validation:
         every = {key: scores for part, _ in parts for key, scores in part.items()}
         asked = [key for _, key in self.held_out[: rounds * self.team.process.ranks]]
         if every.keys() >= set(asked):
-            row = validation_row(step, *({key: every[key][which] for key in asked} for which in (0, 1)))
             part = {"of": len(self.held_out)} if len(asked) < len(self.held_out) else {}
-            self.log({**row, **part, "seconds": round(seconds, 3)})
+            self.log({**scores_row(step, asked, every), **part, "seconds": round(seconds, 3)})
         return max(received for _, received in parts)
 
     def _measure(self, step: int, rounds: int, began: float) -> tuple[int, dict[str, list[float]]]:
         """Return how many rounds were asked for, and the two scores of what this rank folded; all stop together."""
         ranks, rank = self.team.process.ranks, self.team.process.rank
         found: dict[str, list[float]] = {}
-        planner, left, known = self._planner(), self.left(step), bool(self._round)
+        device = self.optimizer.weights.device
+        judge, left, known = Judge(self.model, self.config, device, self._check), self.left(step), bool(self._round)
         features = held_out_features(self.held_out[rank::ranks], self.config)
         done = 0
         while done < rounds and not stop_requested(self.signals, self.team):
             self.log.phase("validating", done * ranks, min(rounds * ranks, len(self.held_out)), left)
             if done * ranks + rank < len(self.held_out):
                 key, arrays = next(features)
-                if scores := self._fold(planner, to_tensors(arrays, self.optimizer.weights.device)):
+                if scores := self._fold(judge, to_tensors(arrays, device)):
                     found[key] = scores
             done += 1
             self._round = (time.perf_counter() - began) / done
@@ -168,23 +200,12 @@ class Validation:
         features.close()
         return rounds, found
 
-    def _planner(self) -> FoldPlanner:
-        plan = self.config.plan
-        fixed = {"precision": plan.precision, "kernels": plan.kernels, "tf32": plan.tf32}
-        return FoldPlanner(self.model.config, self.optimizer.weights.device, fixed)
-
-    def _fold(self, planner: FoldPlanner, batch: Batch) -> list[float] | None:
-        """Fold an example; return lDDT-Ca of all pairs and of those between chains; None if a signal came meanwhile."""
-        model, asks = self.model, self.model.config
-        chosen = planner.choose(sizes_of_batch(batch), asks.recycles, asks.ensemble)
-        Execution(chosen.plan).bind(model)
+    def _fold(self, judge: "Judge", batch: Batch) -> list[float] | None:
+        """Return the scores of an example; None if a signal came meanwhile."""
         try:
-            with followed(model, (asks.recycles + 1) * asks.ensemble, self._check):
-                output = model(batch)
+            return judge.scores(batch)
         except _Stopped:
             return None
-        truth = with_truth(batch, output.structure.final_atom37)
-        return [float(ca_lddt(output, truth, between)) for between in (False, True)]
 
     def _check(self, _: PassPlace) -> None:
         if self.signals.received:
@@ -202,3 +223,39 @@ class Validation:
             now, ratio = self.spending, train.validation_share / (1 - train.validation_share)
             validating = min(validating, max(ratio * (now.training + training) - now.validation, self._round))
         return training + validating
+
+
+class Judge:
+    """Folds held-out examples with a model as it is, and scores them.
+
+    check: called between the blocks of the model; what it raises ends the folding.
+    """
+
+    def __init__(
+        self, model: AlphaFold, config: RunConfig, device: torch.device, check: Callable[[PassPlace], object]
+    ) -> None:
+        self.model, self._check = model, check
+        plan = config.plan
+        fixed = {"precision": plan.precision, "kernels": plan.kernels, "tf32": plan.tf32}
+        self._planner = FoldPlanner(model.config, device, fixed)
+
+    def scores(self, batch: Batch) -> list[float]:
+        """Return lDDT-Ca of all pairs of an example, and of those between chains."""
+        model, asks = self.model, self.model.config
+        chosen = self._planner.choose(sizes_of_batch(batch), asks.recycles, asks.ensemble)
+        Execution(chosen.plan).bind(model)
+        with followed(model, (asks.recycles + 1) * asks.ensemble, self._check):
+            output = model(batch)
+        truth = with_truth(batch, output.structure.final_atom37)
+        return [float(ca_lddt(output, truth, between)) for between in (False, True)]
+
+
+def averages_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return the averaged weights that a checkpoint holds, by parameter."""
+    whole = checkpoint.tensors.items()
+    return {name.removeprefix("average."): x for name, x in whole if name.startswith("average.")}
+
+
+def scores_row(step: int, keys: Sequence[str], scores: Mapping[str, Sequence[float]]) -> Row:
+    """Return the row of a validation of these examples; scores: the two that a `Judge` gave to each."""
+    return validation_row(step, *({key: scores[key][which] for key in keys} for which in (0, 1)))

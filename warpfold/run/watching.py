@@ -38,7 +38,8 @@ class TrainingProgress(Watcher):
             self._print(f"set aside {row['example']}: {row['reason']}")
         elif row["kind"] == "validation":
             self.validation = row
-            self._print_line(f"validated {len(row['examples'])} of {row.get('of', len(row['examples']))}")
+            where = "" if row["step"] == self.row.get("step", self.phase.step) else f" after step {row['step']}"
+            self._print_line(f"validated {len(row['examples'])} of {row.get('of', len(row['examples']))}{where}")
         else:
             self.row = row
             if time.monotonic() - self._said >= self.every or not self._said:
