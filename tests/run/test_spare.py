@@ -1,6 +1,7 @@
 """Spare ranks: what they find is what the ranks would have found, and nothing of a training waits for them."""
 
 import json
+import logging
 import os
 import re
 import signal
@@ -38,7 +39,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("BEAT", 0.1), ("SILENT", 0.6), ("GRACE", 1.2)):
+    for name, seconds in (("BEAT", 0.1), ("SILENT", 0.6), ("GRACE", 1.2), ("GONE", 1.0)):
         monkeypatch.setattr(heartbeat, name, seconds)
     monkeypatch.setattr(module, "POLL", 0.02)
 
@@ -64,6 +65,7 @@ def run_job(
     folder.mkdir()
 
     def one(team: Team) -> None:
+        logging.getLogger().handlers.clear()  # of pytest: warnings go to stderr, as they do without it
         if team.process.is_spare:
             found = stand_by(store, out, None, "cpu", team)
         else:
@@ -103,20 +105,25 @@ def unbroken(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # What they find
 
 
+def wait_for_each(patch: pytest.MonkeyPatch) -> None:
+    """Have the ranks wait for each validation, so that none is left out."""
+    ask, catch_up = SpareValidation.__call__, SpareValidation.catch_up
+    patch.setattr(SpareValidation, "__call__", lambda self, step, *more: ask(self, step, *more) or self._wait(step))
+    patch.setattr(SpareValidation, "catch_up", lambda self, step: catch_up(self, step) or self._wait(step))
+
+
 @pytest.mark.parametrize(
-    ("plan", "spares"), [(Plan(precision="bf16"), 1), (Plan(data=2), 1), (Plan(), 2)], ids=["bf16", "ranks", "spares"]
+    ("plan", "spares", "keeps"),
+    [(Plan(precision="bf16"), 2, True), (Plan(data=2), 1, False)],
+    ids=["bf16", "ranks"],
 )
 def test_spares_find_what_the_ranks_would(
-    store: Store, tmp_path: Path, plan: Plan, spares: int, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path, plan: Plan, spares: int, keeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here each validation is waited for, so that none is left out."""
-    ask = SpareValidation.__call__
-    monkeypatch.setattr(
-        SpareValidation, "__call__", lambda self, step, *more: ask(self, step, *more) or self._wait(step)
-    )
+    wait_for_each(monkeypatch)
     config = config_of(plan)
     without = run_job(config, store, tmp_path / "without", 0)
-    codes, said, summaries = run_job(config, store, tmp_path / "with", spares, keeps=spares > 1)
+    codes, said, summaries = run_job(config, store, tmp_path / "with", spares, keeps=keeps)
     assert (codes, "".join(said)) == ([FINE] * len(codes), "")
     assert len(summaries) == plan.data + spares
     assert_same_run(tmp_path / "with", tmp_path / "without")
@@ -153,7 +160,7 @@ def test_no_step_waits_and_the_newest_is_folded_next(
     assert_same_run(out, unbroken)
     expected = validations_of(unbroken)
     assert validations_of(out) == {0: expected[0], 6: expected[6]}
-    assert re.findall(r"that after step (\d+) is left out", said[0]) == ["2", "4"]
+    assert re.findall(r"that after step (\d+) is left out", said[0]) == ["2"]  # and so is 4, but it is said once
     assert summaries[0]["lddt_ca"] == expected[6]["lddt_ca"]
 
 
@@ -179,14 +186,15 @@ def test_what_was_not_folded_is_folded_when_the_run_continues(
     assert json.loads((out / "owed.json").read_text()) == [0, 2]
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["step-00000002", "step-00000003"]
 
+    wait_for_each(monkeypatch)
     codes, _, summaries = run_job(config, store, out, spares)
     assert codes == [FINE] * (1 + spares)
     assert all(s["finished"] for s in summaries)
     assert_same_run(out, unbroken)
-    found, expected = validations_of(out), validations_of(unbroken)
-    assert found == {step: expected[step] for step in found}
-    assert {2, 6} <= set(found)
-    assert (0 in found) == (spares > 0)  # the first weights are in no checkpoint
+    expected = validations_of(unbroken)
+    if not spares:
+        del expected[0]  # the first weights are in no checkpoint
+    assert validations_of(out) == expected
     assert json.loads((out / "owed.json").read_text()) == []
 
 
@@ -214,7 +222,7 @@ def test_training_goes_on_without_a_spare_that_was_killed(
 ) -> None:
     monkeypatch.setattr(Spare, "_load", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     out = tmp_path / "run"
-    codes, said, summaries = run_job(config_of(Plan(time_limit=1.0)), store, out, 1)
+    codes, said, summaries = run_job(config_of(), store, out, 1)
     assert codes == [FINE, -signal.SIGKILL]
     assert len(re.findall(r"rank 1 is dead or frozen: .*; the ranks that train validate from here on", said[0])) == 1
     assert_same_run(out, unbroken)
@@ -255,16 +263,15 @@ def test_other_data_is_refused(store: Store, tmp_path: Path, monkeypatch: pytest
     assert "rank 1, a spare, and rank 0 hold out different proteins; give all ranks the same --data" in said[1]
 
 
-@pytest.mark.parametrize("how", ["fails", "is killed"])
-def test_when_a_rank_is_lost_its_spares_end_and_say_why(store: Store, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(("how", "ranks"), [("fails", 1), ("is killed", 1), ("is killed", 2)])
+def test_when_a_rank_is_lost_its_spares_end_and_say_why(store: Store, tmp_path: Path, how: str, ranks: int) -> None:
     def end(row: Row) -> None:
         if row["kind"] == "step" and row["step"] == 2:
             if how == "fails":
                 raise UserError("no space left; make room")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    plan = Plan(data=1 if how == "fails" else 2, time_limit=5.0)
-    codes, said, _ = run_job(config_of(plan), store, tmp_path / "run", 1, end)
+    codes, said, _ = run_job(config_of(Plan(data=ranks)), store, tmp_path / "run", 1, end)
     assert codes[-1] in (1, FAILED)
     assert ("rank 0 failed: no space left" if how == "fails" else "rank 0 is dead or frozen") in said[-1]
 
@@ -308,21 +315,22 @@ def test_a_number_below_zero_is_refused() -> None:
 
 @pytest.mark.slow
 def test_a_spare_stands_in_for_a_rank_that_was_lost(store: Store, tmp_path: Path) -> None:
-    """Of two machines, one of which validates, one is lost for good: the other fills the plan, whichever it was."""
+    """Of two machines the one that trains is lost for good: the other, which validated, fills the plan."""
     out, logs = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
-    config = config_of(steps=40, spare=1)
+    config = config_of(Plan(time_limit=15.0), steps=40, spare=1)
     port = dist.TCPStore("127.0.0.1", 0, None, True).port  # free again in a moment
     options = f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-id 1 --rdzv-endpoint 127.0.0.1:{port}".split()
     quick = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
     machines = []
-    for host, log in enumerate(logs):
-        more = ["--rdzv-backend", "c10d", "--rdzv-conf", f"is_host={1 - host},{quick}"]
+    for host, log in enumerate(logs):  # of one host torchrun numbers ranks by their processes: the first is rank 0
+        more = ["--rdzv-backend", "c10d", "--rdzv-conf", f"is_host={host},{quick}"]
         machines.append(begin(config, store, out, log, *options, *more, single=False))
-    [lost] = ranks_of(machines[1], out, 5)
-    for process in (machines[1].pid, lost):  # the one that does not keep torchrun's own store
+    [lost] = ranks_of(machines[0], out, 5)
+    for process in (machines[0].pid, lost):  # the one that does not keep torchrun's own store
         os.kill(process, signal.SIGKILL)
-    assert machines[0].wait(300) == 0, logs[0].read_text()
-    machines[1].wait()
+    machines[0].wait()
+    assert machines[1].wait(200) == 0, logs[1].read_text()
+    assert re.search(r"rank 0 is dead or frozen|the store where they meet is gone", logs[1].read_text())
     train(config, store, tmp_path / "alone")
     assert steps_of(out) == steps_of(tmp_path / "alone")
     assert equal_tensors(out / "params.safetensors", tmp_path / "alone/params.safetensors")

@@ -23,6 +23,7 @@ from warpfold.parallel.waits import LostError, waiting
 BEAT = 1.0  # seconds between heartbeats
 SILENT = 3 * BEAT  # a process without a heartbeat for so long is dead or frozen
 READERS = 16  # ranks that at once read the heartbeats of all; what one of them finds, the others hear
+GONE = 30.0  # seconds without a heartbeat until a spare, for whom nobody waits, is gone; and for a spare all ranks are
 LATEST = 5  # beats that the last ranks wait for that, in case the first ones are gone
 GRACE = 5.0  # seconds that a process that must end has to raise, and to tell the others why, before it is ended
 
@@ -133,8 +134,10 @@ class Heartbeat:
         self._read_at = 0.0
         self._gone = False  # the store
         self._key = "failed" if rank < ranks else f"failed-{rank}"  # where it says so: a spare does not end the others
-        self._spares = range(ranks, ranks + spares) if rank == 0 else range(0)
-        self._heard: dict[int, tuple[bytes, float]] = {}  # the last heartbeat of each spare, and when it was new
+        self._heeded = range(0)  # rank 0 heeds the spares, and a spare the first ranks
+        if rank in (0, *range(ranks, ranks + spares)):
+            self._heeded = range(ranks, ranks + spares) if rank == 0 else range(min(ranks, READERS))
+        self._heard: dict[int, tuple[bytes, float]] = {}  # their last heartbeats, and for how long there was no other
         self._lost = ""  # why a spare is gone
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -209,7 +212,10 @@ class Heartbeat:
 
     def _run(self) -> None:
         position, since = self._position(), time.monotonic()
+        before = since
         while not self._end:
+            # Not the time in which this process was stopped.
+            passed, before = min(time.monotonic() - before, 2 * BEAT), time.monotonic()
             if self._position() is not position:
                 position, since = self._position(), time.monotonic()
             late = time.monotonic() - since > self._limit + self._patience * BEAT
@@ -222,7 +228,7 @@ class Heartbeat:
                         self._store.compare_set(self._key, "", self._message)
                     if self._store.check(["failed"]):
                         self._failure = self._store.get("failed").decode()
-                    self._look_at_spares()
+                    self._heed(passed)
                     if late or read or self._waits_long():
                         self._read()
                         self._to_read = False
@@ -255,16 +261,20 @@ class Heartbeat:
             beats = [json.loads(text) for text in self._store.multi_get(keys)]
             self._beats, self._read_at = [(Position(*at), when) for *at, when in beats], time.monotonic() - self._began
 
-    def _look_at_spares(self) -> None:
-        now = time.monotonic()
-        for rank in self._spares:
+    def _heed(self, passed: float) -> None:
+        """Notice on rank 0 that a spare has failed or is gone, and on a spare that all ranks are gone."""
+        for rank in self._heeded:
             beat = self._store.get(str(rank)) if self._store.check([str(rank)]) else b""
-            if rank not in self._heard or beat != self._heard[rank][0]:
-                self._heard[rank] = beat, now
-            if self._store.check([f"failed-{rank}"]):
-                self._lost = self._lost or self._store.get(f"failed-{rank}").decode()
-            elif (silent := now - self._heard[rank][1]) > self._limit:
-                self._lost = self._lost or f"rank {rank} is dead or frozen: last heard of {silent:.0f} s ago"
+            before, silent = self._heard.get(rank, (beat, 0.0))
+            self._heard[rank] = beat, silent + passed if beat == before else 0.0
+        gone = [rank for rank, (_, silent) in self._heard.items() if silent > min(GONE, self._limit)]
+        said = [f"rank {rank} is dead or frozen: last heard of {self._heard[rank][1]:.0f} s ago" for rank in gone]
+        if self._rank == 0:
+            keys = [f"failed-{rank}" for rank in self._heeded]
+            said = [self._store.get(key).decode() for key in keys if self._store.check([key])] + said
+            self._lost = self._lost or next(iter(said), "")
+        elif gone and len(gone) == len(self._heeded):
+            self._failure = self._failure or "; ".join(said)
 
     def _waits_long(self) -> bool:
         """Return whether to read all heartbeats again, in case the store falls silent; rarely, as they are many."""

@@ -89,6 +89,7 @@ class SpareValidation(Validation):
         self._found: dict[int, dict[str, list[float]]] = {}  # its scores, by spare
         self._rows: list[Row] = []  # that rank 0 has logged, and the others have not yet
         self._looked = 0.0
+        self._behind = False  # whether a validation was left out; it is said once
         self._lost = ""  # why nobody validates any more; when the next one is due, all ranks know it
         if self.team.is_rank_zero:
             told = {"config": settings.to_dict(self.config), "held out": said_of(self.held_out)}
@@ -145,12 +146,12 @@ class SpareValidation(Validation):
             self._enter(step)
 
     def end(self, step: int, stop: int) -> dict[str, Any]:
-        """Tell the spares how the run ended, and return it; where the store ends with this process, wait for them."""
+        """Tell the spares how the run ended, and return it when they know: the store may end with this process."""
         how = super().end(step, stop)
         if not self.team.is_rank_zero or self._lost:  # whoever lost one has said the end to the others
             return how
         self.team.board.put("end", how)
-        left = set() if self.team.process.agent_keeps_store else set(self._spares)
+        left = set(self._spares)
         while left and not self.team.lost_spare():
             left -= {rank for rank in left if self.team.board.read(f"left-{rank}")}
             time.sleep(POLL if left else 0)
@@ -164,11 +165,14 @@ class SpareValidation(Validation):
         """Queue a step, in place of one that waits."""
         assert self.log.run is not None
         if len(self._queue) > 1 and step not in self._queue:
-            logger.warning(
-                "validations are due faster than spares fold them: that after step %d is left out; raise "
-                "train.validate_every or train.spare",
-                self._queue.pop(),
-            )
+            left_out = self._queue.pop()
+            if not self._behind:
+                logger.warning(
+                    "validations are due faster than spares fold them: that after step %d is left out, and so may be "
+                    "others; raise train.validate_every or train.spare",
+                    left_out,
+                )
+            self._behind = True
         self._queue += [step] if step not in self._queue else []
         self.log.run.owe(self._queue)
 
@@ -188,7 +192,7 @@ class SpareValidation(Validation):
     def _go_alone(self) -> None:
         """Say that spares validate no more, and let those that are left go."""
         assert self.log.run is not None
-        steps = " and ".join(map(str, self._queue))
+        steps = " and ".join(str(step) for step in self._queue if step != self.config.train.steps)  # that one is not
         left_out = f"; the validation after step {steps} is left out" if steps else ""
         logger.warning("%s; the ranks that train validate from here on, as without spares%s", self._lost, left_out)
         self._queue = []
@@ -244,8 +248,7 @@ class Spare:
             with self.signals:
                 self._begin(first)
                 while True:
-                    asked = self._next("validate", step)
-                    step = asked
+                    step = self._next("validate", step)
                     self.team.position = Position(name=f"the validation after step {step}")
                     self._load(step)
                     self.team.board.put(f"scores-{step}-{self.team.process.rank}", self._scores())
@@ -295,12 +298,12 @@ class Spare:
         if time.monotonic() < self._looked + POLL:
             return
         self._looked = time.monotonic()
+        if (how := self.team.board.read("end")) is not None:
+            raise _Ended(how)
         if reason := self.team.failure():
             raise TeamError(reason)
         if self.signals.received:
             self.team.board.put(f"signal-{self.team.process.rank}", self.signals.received)
-        if (how := self.team.board.read("end")) is not None:
-            raise _Ended(how)
 
 
 def said_of(held_out: Sequence[tuple[Store, str]]) -> list[str]:

@@ -126,7 +126,7 @@ def train(
             log.phase("training", left=validation.left(step))
         log.finished = step >= config.train.steps and not (stop and validation.is_owed(step))
     how = validation.end(step, stop)
-    slow = {"refused": refusals(before), "unrecorded": execution.graphs.refused}
+    slow: dict[str, Any] = {"refused": refusals(before), "unrecorded": execution.graphs.refused}
     return Summary(**how, params=run.params, quarantined=tuple(ledger.quarantined), **slow)
 
 
