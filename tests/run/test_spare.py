@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.parallel.test_team import FAILED, FINE, Crew
 from tests.run.runs import equal_tensors, make_store, rows, tiny_run
 from tests.run.test_train_ranks import config_for
 from warpfold.data.store.store import Store
+from warpfold.engine.step_folders import StepFolders
 from warpfold.engine.watch import Row
 from warpfold.errors import UserError
 from warpfold.parallel import heartbeat
@@ -39,7 +40,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("BEAT", 0.1), ("SILENT", 0.6), ("GRACE", 1.2), ("GONE", 1.0)):
+    for name, seconds in (("BEAT", 0.1), ("SILENT", 0.6), ("GRACE", 1.2)):
         monkeypatch.setattr(heartbeat, name, seconds)
     monkeypatch.setattr(module, "POLL", 0.02)
 
@@ -220,6 +221,7 @@ def test_a_signal_to_a_spare_stops_the_run(store: Store, tmp_path: Path, monkeyp
 def test_training_goes_on_without_a_spare_that_was_killed(
     store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(heartbeat, "GONE", 1.0)
     monkeypatch.setattr(Spare, "_load", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     out = tmp_path / "run"
     codes, said, summaries = run_job(config_of(), store, out, 1)
@@ -249,22 +251,36 @@ def test_a_spare_that_fails_says_why_and_lets_the_other_go(
     assert STEPS in validations_of(tmp_path / "run")
 
 
-def test_other_data_is_refused(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = make_store(tmp_path / "other", proteins=6)
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("data", "rank 1, a spare, and rank 0 hold out different proteins; give all ranks the same --data"),
+        ("checkpoints", "rank 1 does not see it after 1 s; put --out on a file system that all machines share"),
+    ],
+)
+def test_a_spare_that_sees_other_files_is_refused(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, says: str
+) -> None:
+    others = {"data": make_store(tmp_path / "other", proteins=6), "checkpoints": StepFolders(tmp_path / "elsewhere")}
     begin_spare = Spare._begin
 
     def swapped(spare: Spare, *more: Any) -> None:
-        spare.data = other
+        setattr(spare, name, others[name])
         begin_spare(spare, *more)
+        spare.config = replace(spare.config, plan=Plan(time_limit=1.0))
 
     monkeypatch.setattr(Spare, "_begin", swapped)
     codes, said, _ = run_job(config_of(), store, tmp_path / "run", 1)
     assert codes == [FINE, FAILED]
-    assert "rank 1, a spare, and rank 0 hold out different proteins; give all ranks the same --data" in said[1]
+    assert says in said[1]
 
 
 @pytest.mark.parametrize(("how", "ranks"), [("fails", 1), ("is killed", 1), ("is killed", 2)])
-def test_when_a_rank_is_lost_its_spares_end_and_say_why(store: Store, tmp_path: Path, how: str, ranks: int) -> None:
+def test_when_a_rank_is_lost_its_spares_end_and_say_why(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, ranks: int
+) -> None:
+    monkeypatch.setattr(heartbeat, "GONE", 1.0)
+
     def end(row: Row) -> None:
         if row["kind"] == "step" and row["step"] == 2:
             if how == "fails":

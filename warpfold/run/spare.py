@@ -25,6 +25,7 @@ from warpfold import settings
 from warpfold.batch import to_tensors
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
+from warpfold.engine.checkpoint import RunFolder
 from warpfold.engine.loop import StopSignals
 from warpfold.engine.packed import PackedWeights
 from warpfold.engine.step_folders import StepFolders
@@ -108,8 +109,9 @@ class SpareValidation(Validation):
 
     def catch_up(self, step: int) -> int:
         """Have spares validate what was not finished when the run was stopped, and the first weights."""
-        if self.log.run is not None:
-            self._queue = sorted(self.log.run.owed)
+        run = self.log.run
+        if run is not None:
+            self._queue = [owed for owed in sorted(run.owed) if owed in (0, *run.steps())]
         rounds = self.rounds_at(step)
         return self(step, rounds) if rounds else 0
 
@@ -121,10 +123,13 @@ class SpareValidation(Validation):
             self._ask(step)
         return self._wait(step) if step == self.config.train.steps else 0
 
-    def _hear(self) -> None:
-        """On rank 0, ask spares for what is next, and log what they have found; notice a signal, and if one is gone."""
-        now = time.monotonic()
-        if self.log.run is None or self._lost or now < self._looked + POLL:
+    def _hear(self, due: bool = False) -> None:
+        """On rank 0, ask spares for what is next, and log what they have found; notice a signal, and if one is gone.
+
+        due: a checkpoint is about to be saved, for which the one before has to be written; else nothing waits for that.
+        """
+        run, now = self.log.run, time.monotonic()
+        if run is None or self._lost or (now < self._looked + POLL and not due):
             return
         self._looked = now
         self._lost = self.team.lost_spare()
@@ -133,17 +138,17 @@ class SpareValidation(Validation):
             return
         for rank in self._spares:
             self.signals.received = self.signals.received or self.team.board.read(f"signal-{rank}") or 0
-        if not self._queue or self.log.run.is_writing:  # a checkpoint is asked for, and changed, when it is whole
+        if not self._queue:
             return
         step = self._queue[0]
-        if not self._asked:
+        if not self._asked and step in (0, *run.steps()):  # its checkpoint is on the disk
             self.team.board.put("validate", step)
             self._asked = True
         for rank in self._spares:
             if rank not in self._found and (scores := self.team.board.take(f"scores-{step}-{rank}")) is not None:
                 self._found[rank] = scores
-        if len(self._found) == self.team.process.spares:
-            self._enter(step)
+        if len(self._found) == self.team.process.spares and (due or not run.is_writing):
+            self._enter(run, step)
 
     def end(self, step: int, stop: int) -> dict[str, Any]:
         """Tell the spares how the run ended, and return it when they know: the store may end with this process."""
@@ -176,10 +181,8 @@ class SpareValidation(Validation):
         self._queue += [step] if step not in self._queue else []
         self.log.run.owe(self._queue)
 
-    def _enter(self, step: int) -> None:
+    def _enter(self, run: RunFolder, step: int) -> None:
         """Log what was found; the step's checkpoint may go, unless it is the best."""
-        run = self.log.run
-        assert run is not None
         every = {key: scores for found in self._found.values() for key, scores in found.items()}
         row = scores_row(step, [key for _, key in self.held_out], every)
         self.log(row)
@@ -201,7 +204,7 @@ class SpareValidation(Validation):
 
     def _tell_all(self) -> None:
         """Have all ranks know what rank 0 knows: the rows of spares, and whether one is gone."""
-        self._hear()
+        self._hear(due=True)
         self._lost, rows = self.team.broadcast([self._lost, self._rows], "what spares have found")
         for row in rows if self.log.run is None else ():
             self.log(row)
@@ -274,8 +277,15 @@ class Spare:
         """Give the model the averaged weights of a step, whose checkpoint another machine may see a little later."""
         if step == 0:
             return  # the first weights, which no step comes before
-        while not self.checkpoints.step_path(step).is_dir():
+        path, limit = self.checkpoints.step_path(step), self.config.plan.time_limit
+        until = time.monotonic() + limit
+        while not path.is_dir():
             self._look()
+            if time.monotonic() > until:
+                raise UserError(
+                    f"{path}: rank {self.team.process.rank} does not see it after {limit:.0f} s; put --out on a file "
+                    "system that all machines share"
+                )
             time.sleep(POLL)
         for name, average in averages_of(self.checkpoints.load(step)).items():
             self.packed.parameters[name].data.copy_(average)
