@@ -51,11 +51,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "LAST", 0.02)
 
 
-def meet(store: Any, ranks: int, absent: tuple[int, ...] = (), limit: float = 60.0) -> list[str]:
+def meet(store: Any, ranks: int, absent: tuple[int, ...] = (), limit: float = 60.0, each: int = 0) -> list[str]:
+    """What all ranks that are not absent agree on; each: so many are on a host, and say on which."""
+
     def one(rank: int) -> str:
         threading.current_thread().name = str(rank)
+        node = rank // each if each else 0
+        where = (f"gpu-{node}", range(node * each, (node + 1) * each)) if each else ()
         try:
-            return agree_on_name(store, rank, ranks, limit)
+            return agree_on_name(store, rank, ranks, limit, *where)
         except RuntimeError as error:
             return f"error: {error}"
 
@@ -82,6 +86,11 @@ def test_who_does_not_come_is_named() -> None:
     assert said == ["error: no sign of rank 1, 3", "error: no word from rank 0"]
     said = meet(Recorded(), 30, absent=tuple(range(1, 30)), limit=0.1)
     assert said == ["error: no sign of rank 1, 2, 3, 4, 5, 6, 7, 8, 9, 10 and 19 more"]
+
+
+def test_where_they_would_be_is_known_from_others_of_their_host() -> None:
+    said = meet(Recorded(), 6, absent=(3, 4, 5), limit=0.3, each=2)
+    assert said[0] == "error: no sign of rank 3 (gpu-1), 4, 5; others are on gpu-0, gpu-1"
 
 
 def test_words_of_processes_before_are_not_taken_for_these() -> None:

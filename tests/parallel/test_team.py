@@ -50,17 +50,19 @@ class Crew:
         keeps: bool = False,
         frozen: tuple[int, ...] = (),
         spares: int = 0,
+        per_node: tuple[int, ...] = (),
     ) -> tuple[list[int | None], list[str]]:
         """`function` in each of the plan's processes -> exit codes (-9: it would not end), what they said on stderr.
 
         keeps: rank 0 keeps the store.  frozen: ranks that stop themselves, whose end nobody waits for.  spares: more
-        processes, after the ranks.
+        processes, after the ranks.  per_node: what each rank is told of its machine; by default all are on one.
         """
         ranks = plan.data * plan.axial * plan.branch
         pipes, processes = [], []
         for rank in range(ranks + spares):
             ours, theirs = self.context.Pipe()
-            info = ProcessInfo(rank, ranks, rank, ranks, "127.0.0.1", agent_keeps_store=not keeps, spares=spares)
+            each = per_node[rank] if per_node else ranks
+            info = ProcessInfo(rank, ranks, rank, each, "127.0.0.1", agent_keeps_store=not keeps, spares=spares)
             processes.append(self.context.Process(target=self._live, args=(function, info, plan, theirs)))
             processes[-1].start()
             pipes.append(ours)
@@ -155,6 +157,17 @@ def test_what_is_compared_or_is_rank_zeros_reaches_nobody_else(crew: Crew) -> No
     assert (codes, said) == ([FINE] * 4, [""] * 4)
 
 
+@pytest.mark.parametrize(("per_node", "all_told"), [((4, 4, 4, 4, 2, 2), 2), ((2, 2, 1), 1), ((1, 1), 1)])
+def test_all_believe_the_same_of_unequal_machines(crew: Crew, per_node: tuple[int, ...], all_told: int) -> None:
+    """Else some would sum within machines, and wait for others that do not."""
+
+    def look(team: Team) -> None:
+        assert team.process.ranks_per_node == all_told
+
+    codes, said = crew.run(look, Plan(data=len(per_node)), per_node=per_node)
+    assert (codes, said) == ([FINE] * len(per_node), [""] * len(per_node))
+
+
 def test_alone_one_hears_oneself() -> None:
     with distributed_context(ProcessInfo(), Plan()) as team:
         assert (
@@ -193,7 +206,11 @@ def test_the_first_ones_tensors_reach_all_to_the_bit(crew: Crew, monkeypatch: py
     receive(Team())
 
 
-def test_when_one_fails_the_others_end_and_say_why(crew: Crew) -> None:
+@pytest.mark.parametrize("lazy", ["0", "1"])
+def test_when_one_fails_the_others_end_and_say_why(crew: Crew, monkeypatch: pytest.MonkeyPatch, lazy: str) -> None:
+    """Also where gloo connects ranks only when they first send, as beyond 64 of them: they do so at the start."""
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", lazy)
+
     def fail(team: Team) -> None:
         if team.process.rank == 1:
             raise UserError("out/state: no space left; make room")

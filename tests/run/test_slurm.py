@@ -1,5 +1,6 @@
-"""The script of `warpfold launch --slurm` under a real Slurm: two emulated nodes of this machine, a rank on each."""
+"""A real Slurm of two emulated nodes of this machine: the script of `warpfold launch`, and `srun` alone."""
 
+import json
 import os
 import shutil
 import signal
@@ -16,6 +17,7 @@ from tests.run.runs import equal_tensors, make_store, rows
 from tests.run.test_train_ranks import config_for, train_on_ranks
 from warpfold import settings
 from warpfold.parallel.plan import Plan
+from warpfold.parallel.team import ProcessInfo
 
 ROOT = Path(__file__).parents[2]
 STEPS = 30
@@ -148,9 +150,31 @@ def test_killed_and_queued_again_it_ends_the_same_to_the_bit(slurm: Slurm, tmp_p
     slurm.ask("scancel", "--batch", "--signal=USR1", job)  # what Slurm does before the time is over
     slurm.wait(lambda: slurm.state(job) == "PENDING")
     assert len(rows(out)) < STEPS
+    time.sleep(3)  # slurmd does not believe a job's credential of the second in which it was queued again
     slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # else in two minutes
     slurm.wait(lambda: not slurm.state(job) or slurm.state(job) == "COMPLETED")
     assert rows(out) == rows(tmp_path / "unbroken"), (tmp_path / f"warpfold-{job}.out").read_text()
     assert equal_tensors(out / "params.safetensors", tmp_path / "unbroken/params.safetensors")
     logs = {path.relative_to(tmp_path / "logs").parts[:2] for path in (tmp_path / "logs").rglob("stdout.log")}
     assert logs == {(f"{job}-{attempt}", f"node-{node}") for attempt in range(2) for node in range(2)}
+
+
+def test_tasks_of_srun_are_ranks_and_a_shell_is_none(slurm: Slurm, tmp_path: Path) -> None:
+    """In the shell of a batch job of two tasks a command is alone; started by srun there, its two tasks are ranks."""
+    code = "import os; from warpfold.parallel.team import ProcessInfo as P; print(P.from_environment(os.environ))"
+    (tmp_path / "who.sh").write_text(f"#!/bin/bash\nexec {sys.executable} -c '{code}'\n")
+    doctor = f"{sys.executable} -m warpfold doctor --cluster --device cpu --folder runs --json"
+    # The nodes' names are known to Slurm alone.
+    lines = ["bash who.sh > shell", "srun --ntasks=1 --nodes=1 bash who.sh > one", "export MASTER_ADDR=127.0.0.1",
+             "srun --label bash who.sh > ranks", f"srun {doctor} > report"]  # fmt: skip
+    (tmp_path / "job.sh").write_text("\n".join(["#!/bin/bash", "#SBATCH --nodes=2 --ntasks-per-node=1", *lines]))
+    job = slurm.ask("sbatch", "--parsable", "job.sh").strip()
+    slurm.wait(lambda: not slurm.state(job))
+    said = (tmp_path / f"slurm-{job}.out").read_text()
+    assert (tmp_path / "shell").read_text() == (tmp_path / "one").read_text() == f"{ProcessInfo()}\n", said
+    ranks = sorted((tmp_path / "ranks").read_text().splitlines())
+    assert len({line.partition("port=")[2] for line in ranks}) == 1
+    for rank, line in enumerate(ranks):
+        assert line.startswith(f"{rank}: ProcessInfo(rank={rank}, ranks=2, local_rank=0, ranks_per_node=1, "), said
+    report = json.loads((tmp_path / "report").read_text())
+    assert (report["ranks"], report["per_node"], len(report["links"]["pairs"])) == (2, 1, 1), said

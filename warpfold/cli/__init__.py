@@ -41,6 +41,7 @@ from warpfold.cli import (  # noqa: F401
 )
 from warpfold.cli.common import GIVEN, StoppedByUser, app, how_to_go_on, with_speech
 from warpfold.errors import UserError
+from warpfold.parallel.srun import is_one_of_several
 
 ORDER = (
     "demo",
@@ -87,8 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except UserError as error:
         code = _complain(str(error), error.exit_code)
     except click.UsageError as error:
-        where = error.ctx.command_path if error.ctx else "warpfold"
-        code = _complain(f"{error.format_message().rstrip('.')}; see {where} --help", 2)
+        code = _complain(_misused(error), 2)
     except click.ClickException as error:
         code = _complain(error.format_message(), 2)
     except OSError as error:
@@ -134,7 +134,7 @@ def _check_not_empty(arguments: Sequence[str]) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    if code and os.environ.get("WORLD_SIZE", "1") != "1":
+    if code and is_one_of_several(os.environ):
         # Without cleaning up: torch's threads would wait for other processes, and those for this one.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -145,6 +145,17 @@ def _leave(code: int) -> NoReturn:
 def _complain(message: str, code: int) -> int:
     print("error: " + " ".join(message.split()), file=sys.stderr)
     return code
+
+
+def _misused(error: click.UsageError) -> str:  # type: ignore[name-defined]  # a module that is found when it runs
+    """Return what is wrong with the arguments, what an option takes that has nothing, and whose --help says more."""
+    says, name = error.format_message().rstrip("."), GIVEN[0] if GIVEN else ""
+    command = getattr(typer.main.get_command(app), "commands", {}).get(name)
+    if command is None or error.ctx is not None:
+        return f"{says}; see {error.ctx.command_path if error.ctx else 'warpfold'} --help"
+    option = getattr(error, "option_name", "")
+    takes = "".join(f": {one.help.rstrip('.')}" for one in command.params if option in one.opts and "requires" in says)
+    return f"{says}{takes}; see warpfold {name} --help"
 
 
 def _version(wanted: bool) -> None:

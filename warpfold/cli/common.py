@@ -18,6 +18,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from warpfold.errors import UserError, options_given
+from warpfold.parallel.srun import is_one_of_several
 from warpfold.progress import no_bars
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ GIVEN: list[str] = []  # the arguments of the command line that runs
 
 def how_to_go_on() -> str:
     """Return what to type after a command was stopped: the same once more, but `--force`, which would begin again."""
-    if not GIVEN or os.environ.get("WORLD_SIZE", "1") != "1":
+    if not GIVEN or is_one_of_several(os.environ):
         return "the same command continues"
     if GIVEN[0] not in CONTINUE:
         return f"to start again: {shlex.join(['warpfold', *GIVEN])}"
@@ -258,7 +259,7 @@ def plans_said(process: "ProcessInfo") -> Iterator[None]:
 
 
 def this_process() -> "ProcessInfo":
-    """Return what torchrun tells this process of itself.
+    """Return what torchrun or srun tells this process of itself.
 
     Of many processes, each connects over gloo only to those that it sends to, some ten, when it first does.  Otherwise
     it would connect to all at the start: at 2,048 processes 16,000 open sockets on a machine of eight GPUs.

@@ -6,6 +6,7 @@ processes a list that each of them reads would be 138 MB of one server's.
 
 import resource
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from uuid import uuid4
 
@@ -14,28 +15,30 @@ import torch.distributed as dist
 # Seconds between two looks at the store, first and last.  Of a question that waits there torch would warn when the wait
 # ends, after it has asked a name server who that was.
 FIRST, LAST = 0.1, 0.5
+NAMED = 10  # of those who do not come, and of hosts, in an error
 SPARE_FILES = 1024  # that a process may have open besides its connections
 
 
-def agree_on_name(store: dist.Store, rank: int, ranks: int, limit: float) -> str:
+def agree_on_name(
+    store: dist.Store, rank: int, ranks: int, limit: float, host: str = "", on_host: range = range(0)
+) -> str:
     """Agree on a name that no earlier meeting had: rank 0 draws it, and answers when all others have signed.
 
     Nothing that earlier processes left in the store can be mistaken for it: every process signs with a random word, and
-    waits until its own word is answered.
-    Errors: RuntimeError if some do not come within `limit` seconds.
+    waits until its own word is answered.  host, on_host: where this process is, and the ranks that should be there.
+    Errors: RuntimeError if some do not come within `limit` seconds; it names them, and their hosts if others are there.
     """
     word, end, pause = uuid4().hex, time.monotonic() + limit, FIRST
+    sign = f"{word} {on_host.start} {on_host.stop} {host}"
     if rank == 0:
         store.set("warpfold-meeting", word)
         signed = [f"warpfold-{word}-{other}" for other in range(1, ranks)]
         while signed and not store.check(signed):
             if time.monotonic() > end:
-                missing = [str(other) for other, key in enumerate(signed, 1) if not store.check([key])]
-                more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-                raise RuntimeError(f"no sign of rank {', '.join(missing[:10])}{more}")
+                raise RuntimeError(_absent(store, signed, sign))
             time.sleep(FIRST)
         if signed:
-            words = [word.decode() for word in store.multi_get(signed)]
+            words = [found.decode().split()[0] for found in store.multi_get(signed)]
             store.multi_set([_answer(key) for key in signed], words)  # type: ignore[attr-defined]  # the stub lacks it
         return word
     name = ""
@@ -44,13 +47,32 @@ def agree_on_name(store: dist.Store, rank: int, ranks: int, limit: float) -> str
             found = store.get("warpfold-meeting").decode()  # perhaps that of an earlier meeting
             key = f"warpfold-{found}-{rank}"
             if found != name:
-                store.set(key, word)
+                store.set(key, sign)
                 name = found
             if store.check([_answer(key)]) and store.get(_answer(key)).decode() == word:
                 return name
         time.sleep(pause)
         pause = min(1.2 * pause, LAST)
     raise RuntimeError("no word from rank 0")
+
+
+def _absent(store: dist.Store, signed: Sequence[str], own: str) -> str:
+    """Return in words who has not signed, and where those are who have."""
+    there = [store.check([key]) for key in signed]
+    hosts: dict[int, str] = {}
+    for sign in [own, *(store.get(key).decode() for key, came in zip(signed, there) if came)]:
+        _, start, stop, host = sign.split(" ", 3)
+        hosts |= dict.fromkeys(range(int(start), int(stop)), host)
+    absent = [rank for rank, came in enumerate(there, 1) if not came]
+    names = [f"{rank} ({hosts[rank]})" if hosts.get(rank) else f"{rank}" for rank in absent]
+    says = f"no sign of rank {_first(names)}"
+    known = dict.fromkeys(filter(None, hosts.values()))
+    return f"{says}; others are on {_first(list(known))}" if known and set(absent) - set(hosts) else says
+
+
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{', '.join(names[:NAMED])}{more}"
 
 
 def _answer(key: str) -> str:

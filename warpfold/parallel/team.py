@@ -1,17 +1,18 @@
 """The processes of a run: how they meet, and what they tell each other outside of the computation.
 
-`torchrun` starts them and tells each its rank.  A job that is restarted meets under a new name, so that nobody finds
-the addresses of the processes before it (torch keeps one store for all attempts, and its count of restarts is not the
-same on all machines).
+`torchrun` or `srun` starts them and tells each its rank.  A job that is restarted meets under a new name, so that
+nobody finds the addresses of the processes before it (torch keeps one store for all attempts, and its count of restarts
+is not the same on all machines).
 """
 
 import json
 import math
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warpfold.errors import UserError
 from warpfold.parallel.board import Board
 from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.heartbeat import BEAT, Heartbeat, Position, TeamError, Watchdog
@@ -36,56 +36,12 @@ from warpfold.parallel.messages import (
     to_bytes,
 )
 from warpfold.parallel.plan import Plan
+from warpfold.parallel.process import ProcessInfo
 from warpfold.parallel.waits import Event, waiting, watched
 
 PIECE = 2**26  # bytes of a broadcast that are sent together
 MANY = 64  # processes: more of them connect to each other only when they first send something (cli/common.py)
 POLL = 0.1  # seconds between the first two looks at the store, while others finish their work; then longer, to a beat
-
-
-@dataclass(frozen=True)
-class ProcessInfo:
-    """What torchrun tells a process of itself and of the others; the default: it is alone."""
-
-    rank: int = 0
-    ranks: int = 1
-    local_rank: int = 0  # on its machine; also the number of its GPU
-    ranks_per_node: int = 1
-    address: str = ""  # of the store where they meet
-    port: int = 0
-    agent_keeps_store: bool = False  # torchrun's agent does, and not rank 0
-    spares: int = 0  # more processes, after these ranks, that do not work with them (run/spare.py)
-
-    @property
-    def is_spare(self) -> bool:
-        """Whether it is one of the spares."""
-        return self.rank >= self.ranks
-
-    @property
-    def keeper(self) -> str:
-        """Who keeps the store where they meet."""
-        return f"torchrun's agent at {self.address}:{self.port}" if self.agent_keeps_store else "rank 0"
-
-    @classmethod
-    def from_environment(cls, variables: Mapping[str, str]) -> "ProcessInfo":
-        """Read the environment variables that torchrun sets; without them the process is alone.
-
-        Errors: UserError for variables that are incomplete or not numbers.
-        """
-        if "WORLD_SIZE" not in variables:
-            return cls()
-        try:
-            return cls(
-                rank=int(variables["RANK"]),
-                ranks=int(variables["WORLD_SIZE"]),
-                local_rank=int(variables.get("LOCAL_RANK", 0)),
-                ranks_per_node=int(variables.get("LOCAL_WORLD_SIZE", 1)),
-                address=variables["MASTER_ADDR"],
-                port=int(variables["MASTER_PORT"]),
-                agent_keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
-            )
-        except (KeyError, ValueError) as error:
-            raise UserError(f"WORLD_SIZE is set, but {error} is missing or not a number; start with torchrun") from None
 
 
 @dataclass
@@ -365,6 +321,9 @@ def distributed_context(
                 yield team
                 return
             team.remesh(plan)
+            # All must believe the same: of machines with 4 and 2 processes, that two neighbours share one.
+            if unequal := team.if_different(process.ranks_per_node, "the processes of each machine"):
+                team.process = replace(process, ranks_per_node=math.gcd(*unequal))
             yield team
             team.all_gather_object(None, "the end")  # nobody leaves before all know that none has failed
         # Only if all went well: otherwise it would wait for collectives that others never join.
@@ -386,7 +345,8 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> tuple
         with waiting(f"reaching the store at {where}"):
             shared = dist.TCPStore(process.address, process.port, None, keeps, limit, wait_for_workers=False)
         with waiting(f"the meeting at {where}"):
-            name = agree_on_name(shared, process.rank, process.ranks + process.spares, plan.time_limit)
+            everyone, node = process.ranks + process.spares, platform.node()
+            name = agree_on_name(shared, process.rank, everyone, plan.time_limit, node, process.on_node)
         store = dist.PrefixStore(f"warpfold-{name}", shared)
         if not process.is_spare:
             with waiting(f"joining the {process.ranks} processes"):

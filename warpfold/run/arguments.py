@@ -192,7 +192,8 @@ def device_of(value: Any, local_rank: int | None = None) -> str:
         if local_rank >= torch.cuda.device_count():
             raise UserError(
                 f"process {local_rank} of this machine needs a GPU of its own, but there are "
-                f"{torch.cuda.device_count()}; start no more processes than GPUs, or run with --device cpu"
+                f"{torch.cuda.device_count()}; start no more processes than GPUs (Slurm: --gpus-per-node, not "
+                "--gpus-per-task), or run with --device cpu"
             )
         name = f"cuda:{local_rank}"
     try:

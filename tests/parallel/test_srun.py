@@ -1,0 +1,121 @@
+"""What srun tells processes of themselves: of a step with several tasks each is a rank; elsewhere one is alone."""
+
+from typing import Any
+
+import pytest
+
+from warpfold.errors import UserError
+from warpfold.parallel.srun import PORTS, first_host, is_one_of_several, of_srun, tasks_of_nodes
+from warpfold.parallel.team import ProcessInfo
+
+JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "3"}
+# The shell of sbatch, and that of salloc where srun starts it: Slurm speaks of task 0 of a job of six.
+OWN = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0"}
+SHELL = {**JOB, **OWN, "SLURM_TASKS_PER_NODE": "3(x2)"}
+IN_STEP = {**SHELL, "SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+
+
+def task(node: int, local: int, tasks: str = "3(x2)", nodes: str = "gpu[01-02]", **more: str) -> dict[str, str]:
+    """What srun sets for a task of a step, beside what the job's shell had."""
+    number = str(sum(tasks_of_nodes(tasks)))
+    step = {"SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": number, "SLURM_STEP_TASKS_PER_NODE": tasks}
+    own = {"SLURM_STEP_NODELIST": nodes, "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
+    own["SLURM_GTIDS"] = ",".join(map(str, range(tasks_of_nodes(tasks)[node])))  # how many there are is what counts
+    return {**SHELL, **step, **own, **more}
+
+
+def read(variables: dict[str, str]) -> ProcessInfo:
+    return ProcessInfo.from_environment(variables)
+
+
+def test_tasks_are_ranks_node_by_node() -> None:
+    found = [read(task(node, local)) for node in range(2) for local in range(3)]
+    assert [one.rank for one in found] == list(range(6))
+    assert {(one.ranks, one.ranks_per_node, one.address, one.agent_keeps_store) for one in found} == {
+        (6, 3, "gpu01", False)
+    }
+    assert [one.local_rank for one in found] == [0, 1, 2] * 2
+    assert len({one.port for one in found}) == 1
+
+
+def test_unequal_nodes_and_tasks_that_slurm_deals_out_in_turn() -> None:
+    cyclic = [(0, 0, "0"), (1, 0, "1"), (0, 1, "2"), (1, 1, "3"), (0, 2, "4")]
+    found = {number: read(task(node, local, "3,2", SLURM_PROCID=number)) for node, local, number in cyclic}
+    assert [found[number].rank for number in "02413"] == [0, 1, 2, 3, 4]
+    assert [found[number].on_node for number in "04"] == [range(3)] * 2
+    assert [found[number].on_node for number in "13"] == [range(3, 5)] * 2
+
+
+@pytest.mark.parametrize("variables", [{}, JOB, SHELL, IN_STEP], ids=["no Slurm", "login", "sbatch", "salloc"])
+def test_in_a_shell_a_process_is_alone(variables: dict[str, str]) -> None:
+    assert read(variables) == ProcessInfo()
+    assert not is_one_of_several(variables)
+
+
+def test_in_a_job_that_a_task_has_submitted_too() -> None:
+    """It inherits the variables of the task's step, as sbatch passes on what it has."""
+    assert read({**task(0, 0), **OWN, "SLURM_JOB_ID": "4712"}) == ProcessInfo()
+
+
+def test_torchrun_is_believed_first() -> None:
+    """One that srun starts on each node, as the scripts of `warpfold launch` do."""
+    ranks = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+    found = read({**task(1, 0, "1(x2)"), **ranks, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert found == ProcessInfo(9, 16, 1, 8, "10.0.0.1", 29500)
+    alone = {**ranks, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert not is_one_of_several({**task(1, 0, "1(x2)"), **alone})
+
+
+def test_a_script_may_say_where_they_meet() -> None:
+    """Many do, with the number of processes, too, which says nothing of who this one is."""
+    said = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501", "WORLD_SIZE": "6"}
+    found = read(task(1, 2, **said))
+    assert (found.rank, found.address, found.port) == (5, "10.0.0.1", 29501)
+
+
+def test_on_one_node_no_name_has_to_be_known() -> None:
+    assert read(task(0, 1, "4", "gpu07")).address == "127.0.0.1"
+
+
+def test_other_steps_and_jobs_meet_at_other_ports() -> None:
+    ports = {
+        read(task(0, 0, SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))).port
+        for job in (10_000_000, 10_000_001, 10_000_002)
+        for step in range(50)
+    }
+    assert len(ports) == 150
+    assert ports <= set(PORTS)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu07", "gpu07"), ("gpu[07-09,12],big1", "gpu07"), ("big1,gpu[07-09]", "big1"), ("gpu[7,9].org", "gpu7.org"),
+        ("rack[2-3]-node[01-16]", "rack2-node01"), ("10.0.0.1", "10.0.0.1"),
+    ],
+)  # fmt: skip
+def test_the_first_of_a_list_of_nodes(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize(("text", "tasks"), [("8", [8]), ("8(x2),4", [8, 8, 4]), ("1,2(x3)", [1, 2, 2, 2])])
+def test_the_tasks_of_nodes(text: str, tasks: list[int]) -> None:
+    assert tasks_of_nodes(text) == tasks
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"SLURM_NODEID": None}, "SLURM_STEP_NUM_TASKS=6, but SLURM_NODEID is missing; start with srun or torchrun"),
+        ({"SLURM_JOB_ID": None}, "SLURM_JOB_ID is missing"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3(x3)"}, "do not fit it"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "three"}, "do not fit it"),
+        ({"SLURM_NODEID": "2"}, "do not fit it"),
+        ({"SLURM_LOCALID": "3"}, "do not fit it"),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "=many, but"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(changes: dict[str, Any], says: str) -> None:
+    variables = {name: value for name, value in {**task(0, 0), **changes}.items() if value is not None}
+    with pytest.raises(UserError, match=says):
+        of_srun(variables)
