@@ -3,11 +3,13 @@
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ from warpfold import settings
 from warpfold.data.store.store import Store
 from warpfold.parallel.plan import Plan
 from warpfold.run.config import RunConfig
+from warpfold.run.launch import SOON, LaunchJob, torchrun_script
 from warpfold.run.train import train
 
 pytestmark = pytest.mark.skipif(
@@ -127,12 +130,11 @@ def test_a_machine_is_lost_for_good_and_the_others_go_on(store: Store, tmp_path:
     out, logs = tmp_path / "run", [tmp_path / "first", tmp_path / "second"]
     port = dist.TCPStore("127.0.0.1", 0, None, True).port  # free again in a moment
     options = f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-id 1 --rdzv-endpoint 127.0.0.1:{port}".split()
-    quick = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
     config = replace(TWO, train=replace(TWO.train, save_every=2))
     text = re.sub(r"(?ms)^\[plan.*?(?=^\[(?!plan)|\Z)", "", settings.to_toml(config))  # no plan is asked for
     machines = []
     for host, log in enumerate(logs):
-        more = ["--rdzv-backend", "c10d", "--rdzv-conf", f"is_host={1 - host},{quick}"]
+        more = ["--rdzv-backend", "c10d", "--rdzv-conf", f"is_host={1 - host},{SOON}"]
         machines.append(begin(config, store, out, log, *options, *more, single=False, text=text))
     [lost] = ranks_of(machines[1], out, 5)
     for process in (machines[1].pid, lost):  # the one that does not keep torchrun's own store
@@ -143,3 +145,29 @@ def test_a_machine_is_lost_for_good_and_the_others_go_on(store: Store, tmp_path:
     alone = tmp_path / "alone"
     train(replace(config, plan=Plan()), store, alone)
     assert_alike(out, alone, kinds=("step",))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bash") is None, reason="scripts are bash's, which is not here")
+def test_another_machine_takes_the_place_of_a_lost_one(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    """Each is started by the script that `warpfold launch --torchrun` writes."""
+    out, file, script = tmp_path / "run", tmp_path / "two.toml", tmp_path / "job.sh"
+    file.write_text(settings.to_toml(TWO))
+    port = dist.TCPStore("127.0.0.1", 0, None, True).port  # free again in a moment
+    command = ("train", str(file), "--data", str(store.path), "--out", str(out), "--device", "cpu")
+    job = LaunchJob(command=command, nodes=2, cores=1, logs=str(tmp_path / "logs"))
+    script.write_text(torchrun_script(job, f"127.0.0.1:{port}"))
+
+    def start() -> subprocess.Popen:
+        return subprocess.Popen(["bash", script], cwd=ROOT, env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"})
+
+    first = start()
+    dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=60))  # it keeps torchrun's store
+    second = start()
+    [lost] = ranks_of(second, out, 5)
+    for process in (second.pid, lost):
+        os.kill(process, signal.SIGKILL)
+    second.wait()
+    third = start()
+    assert [machine.wait(200) for machine in (first, third)] == [0, 0]
+    assert rows(out) == rows(unbroken)

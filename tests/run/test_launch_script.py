@@ -9,14 +9,20 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 
 from tests.test_cli import refused, run
 from warpfold.errors import UserError
-from warpfold.run.launch import LaunchJob, cures_of, has_gpus, slurm_script, torchrun_script
+from warpfold.run.launch import SOON, LaunchJob, cures_of, has_gpus, slurm_script, torchrun_script
 from warpfold.run.launch_kubernetes import kubernetes_manifest, to_yaml
 from warpfold.tune.cluster.links import Cluster, Link
 
@@ -48,12 +54,14 @@ def fake_slurm(folder: Path, srun: str) -> tuple[LaunchJob, dict[str, str]]:
     told = shutil.which("python3") or sys.executable
     code = "import json,os,sys; json.dump([sys.argv[1:], dict(os.environ)], open('told.json', 'w'))"
     python = tool(folder, "python", f'exec {told} -c "{code}" "$@"')
-    names = 'case "$*" in *hostnames*) echo node1;; *"show node"*) echo "NodeName=node1 NodeAddr=10.0.0.1";;'
+    nodes = "".join(f"NodeName=node{i} Arch=x86 NodeAddr=10.0.0.{i} Port=1\\n" for i in (2, 1))  # in any order
+    names = f'case "$*" in *hostnames*) echo node1;; *"show node node[1-2]"*) printf "{nodes}";;'
     tool(folder, "scontrol", f'{names} requeue*) echo "$2" >> requeued;; esac')
     tool(folder, "srun", srun)
     tool(folder, "scancel", 'echo "$*" > cancelled')
     variables = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
-    return replace(JOB, python=str(python)), {**variables, "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "node[1-2]"}
+    of_node = {"SLURM_NODEID": "0", "SLURMD_NODENAME": "node1", "SLURM_JOB_NODELIST": "node[1-2]"}
+    return replace(JOB, python=str(python)), {**variables, **of_node}
 
 
 @needs_bash
@@ -69,7 +77,9 @@ def test_slurm_starts_what_was_asked_on_each_node(tmp_path: Path) -> None:
     assert not (tmp_path / "hit").exists()
     options = dict(itertools.pairwise(words))
     assert options["--rdzv-endpoint"] == "10.0.0.1:29507"
-    assert (options["--nnodes"], options["--nproc-per-node"], options["--rdzv-conf"]) == ("2", "2", "is_host=1")
+    assert (options["--nnodes"], options["--nproc-per-node"], options["--local-addr"]) == ("2", "2", "10.0.0.1")
+    assert options["--rdzv-conf"] == f"is_host=1,{SOON}"
+    assert environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert (environ["OMP_NUM_THREADS"], environ["NCCL_IB_GID_INDEX"]) == ("4", "3")
     assert "NCCL_P2P_DISABLE" not in environ
     assert "refused: ulimit -n 100000000000" in done.stderr
@@ -105,10 +115,22 @@ def test_torchrun_alone(tmp_path: Path, nodes: int) -> None:
     job, variables = fake_slurm(tmp_path, "")
     (tmp_path / "job.sh").write_text(torchrun_script(replace(job, nodes=nodes), "first"))
     subprocess.run(["bash", "job.sh"], cwd=tmp_path, env=variables, check=True)
-    words = json.loads((tmp_path / "told.json").read_text())[0]
+    words, environ = json.loads((tmp_path / "told.json").read_text())
     assert tuple(words[-len(STRANGE) :]) == STRANGE
+    options = dict(itertools.pairwise(words))
     assert ("--standalone" in words) == (nodes == 1)
-    assert nodes == 1 or words[words.index("--rdzv-endpoint") + 1] == "first:29500"
+    assert options.get("--rdzv-endpoint") == (None if nodes == 1 else "first:29500")
+    # What makes the end of one node short: measured in docs/parallel.md.
+    assert options.get("--rdzv-conf") == (None if nodes == 1 else SOON)
+    assert environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == (None if nodes == 1 else "1")
+
+
+def test_torchrun_understands_what_is_to_be_soon() -> None:
+    """It takes a word that it does not know without complaint."""
+    given = RendezvousParameters("c10d", "here", "name", 1, 2, "here", **_parse_rendezvous_config(SOON))
+    settings = create_handler(HashStore(), Mock(), given).settings
+    silent = settings.keep_alive_interval * settings.keep_alive_max_attempt
+    assert (silent, settings.timeout.last_call) == (timedelta(seconds=6), timedelta(seconds=5))
 
 
 def test_slurms_options() -> None:
@@ -139,6 +161,7 @@ def test_containers(image: str, says: str) -> None:
         ({"command": ()}, "no command"),
         ({"command": ("train", "a\nNODE\nb")}, "a line break"),
         ({"grace": 10}, "--grace 10"),
+        ({"time": "24h"}, "--time 24h: Slurm takes minutes, 24:00:00"),
         ({"partition": "gpu nodes"}, "--partition: 'gpu nodes'"),
         ({"options": ("qos=a\n#SBATCH --x",)}, "--option"),
     ],
@@ -209,9 +232,12 @@ def test_a_pod_starts_what_was_asked(tmp_path: Path) -> None:
     tool(tmp_path, "python3", f'exec {tmp_path / "bin/python"} "$@"')
     script = "\n".join(line[indent:] for line in lines[start + 1 : end])
     subprocess.run(["bash", "-c", script], cwd=tmp_path, env={**variables, "JOB_COMPLETION_INDEX": "1"}, check=True)
-    words = json.loads((tmp_path / "told.json").read_text())[0]
+    words, environ = json.loads((tmp_path / "told.json").read_text())
     assert tuple(words[-len(STRANGE) :]) == STRANGE
-    assert "is_host=0" in words
+    options = dict(itertools.pairwise(words))
+    assert options["--rdzv-conf"] == f"is_host=0,{SOON}"
+    assert options["--local-addr"] == "warpfold-1.warpfold"
+    assert environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 def test_yaml_of_nested_values() -> None:
@@ -259,7 +285,20 @@ def test_the_command_reads_the_cluster_and_starts_nothing(capsys: pytest.Capture
 def test_it_is_started_when_asked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = ("launch", "--slurm", "--submit", "--out", tmp_path / "job.sh", "--", "train", "tiny")
+    asked = (
+        "launch",
+        "--slurm",
+        "--submit",
+        "--out",
+        tmp_path / "job.sh",
+        "--",
+        "train",
+        "tiny",
+        "--data",
+        "s",
+        "--out",
+        "r",
+    )
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert "sbatch: not found here" in refused(run(capsys, *asked))
     (tmp_path / "job.sh").unlink()
@@ -268,15 +307,30 @@ def test_it_is_started_when_asked(
     assert (tmp_path / "submitted").read_text() == f"{tmp_path / 'job.sh'}\n"
 
 
+def test_a_command_stands_behind_dashes_or_not(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ("train", "tiny", "--data", "store", "--out", "run")
+    assert run(capsys, "launch", "--slurm", *command) == run(capsys, "launch", "--slurm", "--", *command)
+
+
+def test_an_image_may_have_another_warpfold(capsys: pytest.CaptureFixture[str]) -> None:
+    code, script, _ = run(capsys, "launch", "--slurm", "--image", "w.sif", "--", "train", "tiny", "--newer")
+    assert code == 0
+    assert "-m warpfold train tiny --newer" in script
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--", "train", "tiny"], "one of --slurm"),
         (["--slurm", "--torchrun", "--", "train", "tiny"], "one of --slurm"),
         (["--slurm", "--submit", "--", "train", "tiny"], "--out FILE"),
-        (["--torchrun", "--nodes", "2", "--", "train", "tiny"], "--address"),
-        (["--slurm", "--cluster", "no.toml", "--", "train", "tiny"], "no.toml"),
+        (["--torchrun", "--nodes", "2", "--", "train", "tiny", "--data", "s", "--out", "r"], "--address"),
+        (["--slurm", "--cluster", "no.toml", "--", "train", "tiny"], "--cluster no.toml: there is no such file; `warp"),
         (["--slurm", "--findings", "no.json", "--", "train", "tiny"], "no.json"),
+        (["--slurm", "--", "trian", "tiny"], "trian: not a command of warpfold; those are demo, sample"),
+        (["--slurm", "--", "train", "tiny", "--dat", "s"], "No such option: --dat"),
+        (["--slurm", "--", "train"], "see warpfold train --help"),
+        (["--slurm"], "no command; give it after --"),
     ],
 )
 def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:

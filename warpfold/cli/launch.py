@@ -13,6 +13,9 @@ from warpfold.cli.common import CONTINUE, app, argument, decides, reads, runs, w
 from warpfold.errors import UserError
 from warpfold.files import check_new, write_atomically
 
+Command = Annotated[
+    list[str] | None, argument("The command to start, behind --: train monomer --data store ...", show_default=False)
+]
 Slurm = Annotated[bool, decides("A batch script for sbatch.", "--slurm")]
 Torchrun = Annotated[bool, decides("A script to be started on each node.", "--torchrun")]
 Kubernetes = Annotated[bool, decides("A Job and a Service, as YAML for kubectl.", "--kubernetes")]
@@ -44,11 +47,12 @@ Submit = Annotated[bool, runs("Also start it: sbatch, kubectl apply, or bash; ne
 
 
 @app.command(
+    context_settings={"allow_interspersed_args": False},  # what follows the command's name is the command's, -- or not
     epilog="Example:  warpfold launch --slurm --cluster cluster.toml --time 24:00:00 --out train.sh -- "
-    "train monomer --data store --out run"
+    "train monomer --data store --out run",
 )
 def launch(
-    command: Annotated[list[str], argument("The command to start, behind --: train monomer --data store ...")],
+    command: Command = None,
     slurm: Slurm = False,
     torchrun: Torchrun = False,
     kubernetes: Kubernetes = False,
@@ -81,12 +85,14 @@ def launch(
         raise UserError("launch: give one of --slurm, --torchrun and --kubernetes")
     if submit and out is None:
         raise UserError("--submit: name a file for the script, too: --out FILE")
-    words = command[1:] if command[:1] == ["warpfold"] else command
+    words = command or []
+    words = words[1:] if words[:1] == ["warpfold"] else words
     job = LaunchJob(
         command=tuple(words), name=name, cores=cores, memory=memory, time=time, partition=partition, account=account,
         image=image, options=tuple(option or ()), max_restarts=max_restarts, grace=grace, logs=logs,
         continues=words[:1] != [] and words[0] in CONTINUE, **_place(cluster, findings, nodes, per_node, gpus),
     )  # fmt: skip
+    _check_command(words, elsewhere=image is not None)
     if slurm:
         script, start = slurm_script(job), ["sbatch"]
     elif torchrun:
@@ -105,6 +111,15 @@ def launch(
     if shutil.which(start[0]) is None:
         raise UserError(f"{start[0]}: not found here; {out} is written: start it where {start[0]} is")
     raise typer.Exit(subprocess.run(start, check=False).returncode)
+
+
+def _check_command(words: list[str], elsewhere: bool) -> None:
+    """Refuse a command that would only fail when the job begins; elsewhere: another warpfold may know other options."""
+    commands = getattr(typer.main.get_command(app), "commands", {})
+    if words[0] not in commands:
+        raise UserError(f"{words[0]}: not a command of warpfold; those are {', '.join(commands)}")
+    if not elsewhere:
+        commands[words[0]].make_context(f"warpfold {words[0]}", words[1:])
 
 
 def _place(

@@ -17,10 +17,18 @@ from warpfold.tune.rates import SHEETS
 PORT = 29500  # torch's own default
 BEFORE_KILL = 30  # seconds that torchrun is given less than the whole, to end after its ranks
 THREADS_ON_GPU = 4  # of torch's, where a GPU computes: more cores serve the loaders, which are processes of their own
+# Of torchrun; by default a silent node counts as lost after 15 s, and others are waited for 30 s (docs/parallel.md).
+SOON = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
+ELASTIC = (
+    "# After a lost node: by keep_alive torchrun knows it in 6 s, not 15; by last_call it waits for more nodes, where",
+    "# fewer will do, for 5 s, not 30; and with this it tells a node that comes in its place where the ranks meet.",
+    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+)
 # What of a doctor's findings may stand in a script.
 CURES = re.compile(r"unset [A-Z_0-9]+|export [A-Z_0-9]+=[\w.,:/-]*|ulimit -[a-z] (\d+|unlimited)")
 # What Slurm reads after #SBATCH is no shell: no quotes, no spaces.
 PLAIN = re.compile(r"[\w.,:/@%=+*\[\]-]+")
+TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|(?i:infinite|unlimited)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +65,8 @@ class LaunchJob:
             raise UserError("launch: no command; give it after --, as in: -- train monomer --data store --out run")
         if any("\n" in one for one in (*self.command, self.python, self.image or "", self.logs)):
             raise UserError("launch: a line break in the command; a script cannot hold it")
+        if self.time is not None and not TIME.fullmatch(self.time):
+            raise UserError(f"--time {self.time}: Slurm takes minutes, 24:00:00 or days-hours, as in 2-12")
         if self.grace < 2 * BEFORE_KILL:
             raise UserError(
                 f"--grace {self.grace}: give {2 * BEFORE_KILL} seconds or more: ranks have to save a checkpoint"
@@ -94,6 +104,20 @@ def cures_of(report: Mapping[str, Any], where: str) -> tuple[tuple[str, ...], tu
     return tuple(dict.fromkeys(lines)), tuple(dict.fromkeys(others))
 
 
+def meeting_options(nodes: str, name: str, endpoint: str, is_first: str = "", own: str = "") -> list[str]:
+    """Return torchrun's options of where nodes meet, all of them shell.
+
+    nodes: how many.  name: of this meeting.  endpoint: of the first node.  is_first: "1" on it, "0" on others; by
+    default torchrun compares names.  own: this node's address, as others reach it; by default its host's name.
+    """
+    settings = f'"is_host={is_first},{SOON}"' if is_first else SOON
+    return [
+        f"--nnodes {nodes} --rdzv-backend c10d --rdzv-id {name} --rdzv-endpoint {endpoint}",
+        f"--rdzv-conf {settings}",
+        *([f"--local-addr {own}"] if own else []),
+    ]
+
+
 def torchrun_lines(job: LaunchJob, meet: Sequence[str], logs: str) -> list[str]:
     """Return the lines of shell that a node runs: limits, variables, threads, and torchrun in the shell's place.
 
@@ -115,6 +139,7 @@ def torchrun_lines(job: LaunchJob, meet: Sequence[str], logs: str) -> list[str]:
         "unset OMP_NUM_THREADS  # which nproc would believe",
         f"OMP_NUM_THREADS={threads}",
         "export OMP_NUM_THREADS=$((OMP_NUM_THREADS > 0 ? OMP_NUM_THREADS : 1)) PYTHONUNBUFFERED=1",
+        *(ELASTIC if job.nodes > 1 else ()),
         *(f"{line} || echo 'refused: {line}' >&2" for line in job.lines),
         f"exec {contained(job)}{python} -m torch.distributed.run \\",
         *(f"    {option} \\" for option in [*meet, *options]),
@@ -144,8 +169,8 @@ def torchrun_script(job: LaunchJob, address: str | None = None) -> str:
     if job.nodes > 1 and not address:
         raise UserError(f"--torchrun: {job.nodes} nodes have to meet; name the first: --address node1")
     if job.nodes > 1:
-        where = shlex.quote(str(address) if ":" in str(address) else f"{address}:{PORT}")
-        meet = [f"--nnodes {job.nodes} --rdzv-backend c10d --rdzv-endpoint {where} --rdzv-id {shlex.quote(job.name)}"]
+        where = str(address) if ":" in str(address) else f"{address}:{PORT}"
+        meet = meeting_options(str(job.nodes), shlex.quote(job.name), shlex.quote(where))
     else:
         meet = ["--standalone"]
     logs = f"{shlex.quote(job.logs)}/$(hostname)"
@@ -181,16 +206,18 @@ def slurm_script(job: LaunchJob) -> str:
     }
     head = ["#!/bin/bash", *(f"#SBATCH {name}={value}" for name, value in options.items() if value is not None)]
     head += ["#SBATCH --requeue" if job.continues else "#SBATCH --no-requeue", *(f"#SBATCH --{o}" for o in job.options)]
-    meet = [
-        '--nnodes "$SLURM_NNODES" --rdzv-backend c10d --rdzv-id "$WARPFOLD_ATTEMPT"',
-        '--rdzv-endpoint "$WARPFOLD_ADDRESS"',
-        '--rdzv-conf "is_host=$((SLURM_NODEID == 0))"',
-    ]
+    own = '"$(sed -n "s/^$SLURMD_NODENAME //p" <<< "$WARPFOLD_NODES")"'
+    meet = meeting_options(
+        '"$SLURM_NNODES"', '"$WARPFOLD_ATTEMPT"', '"$WARPFOLD_ADDRESS"', "$((SLURM_NODEID == 0))", own
+    )
     before = [
         "set -u",
+        "# Names of nodes and their addresses, a line each, as names need not be known to all.",
+        r"addresses='s/^NodeName=\([^ ]*\) .*NodeAddr=\([^ ]*\).*/\1 \2/p'",
+        'export WARPFOLD_NODES="$(scontrol -o show node "$SLURM_JOB_NODELIST" | sed -n "$addresses")"',
         "# The nodes meet at the first one; the port and the name are this job's, so that two jobs do not meet.",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "address=$(scontrol -o show node \"$first\" | tr ' ' '\\n' | sed -n 's/^NodeAddr=//p')",
+        'address=$(sed -n "s/^$first //p" <<< "$WARPFOLD_NODES")',
         f'export WARPFOLD_ADDRESS="${{address:-$first}}:$(({PORT} + SLURM_JOB_ID % 10000))"',
         'export WARPFOLD_ATTEMPT="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
         f'export WARPFOLD_LOGS={shlex.quote(job.logs)}/"$WARPFOLD_ATTEMPT"',

@@ -10,7 +10,7 @@ import shlex
 from typing import Any
 
 from warpfold.errors import UserError
-from warpfold.run.launch import PORT, LaunchJob, remarks, torchrun_lines
+from warpfold.run.launch import PORT, LaunchJob, meeting_options, remarks, torchrun_lines
 
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")  # of a Service (RFC 1035), with room for a pod's number
 CLAIM = re.compile(r"([a-z0-9][a-z0-9.-]*):(/.*)")
@@ -63,11 +63,11 @@ def kubernetes_manifest(job: LaunchJob, claim: str | None = None) -> str:
 
 
 def _pod(job: LaunchJob, claim: tuple[str, str] | None) -> dict[str, Any]:
-    first = shlex.quote(f"{job.name}-0.{job.name}:{PORT}")
-    meet = [
-        f"--nnodes {job.nodes} --rdzv-backend c10d --rdzv-endpoint {first} --rdzv-id {shlex.quote(job.name)}",
-        '--rdzv-conf "is_host=$((JOB_COMPLETION_INDEX == 0))"',
-    ]
+    name = shlex.quote(job.name)
+    meet = meeting_options(
+        str(job.nodes), name, f"{name}-0.{name}:{PORT}", "$((JOB_COMPLETION_INDEX == 0))",
+        f'{name}-"$JOB_COMPLETION_INDEX".{name}',
+    )  # fmt: skip
     logs = f'{shlex.quote(job.logs)}/"node-$JOB_COMPLETION_INDEX"'
     needs = {"cpu": str(job.cores) if job.cores else None, "memory": job.memory}
     if job.gpus:

@@ -87,7 +87,13 @@ def one_node(ranks: int) -> Cluster:
 
 def read_cluster(path: Path) -> Cluster:
     """Read what `Cluster.save` wrote.  Errors: UserError for a file that is not there, or holds something else."""
-    return settings.build(Cluster, settings.load(path), str(path))
+    wrote = "`warpfold doctor --cluster --out FILE` writes one"
+    if not path.is_file():
+        raise UserError(f"--cluster {path}: there is no such file; {wrote}")
+    try:
+        return settings.build(Cluster, settings.load(path), str(path))
+    except UserError as error:
+        raise UserError(f"{error}; {wrote}") from None
 
 
 def network(text: str, per_node: int) -> Link:
