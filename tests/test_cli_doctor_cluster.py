@@ -1,6 +1,10 @@
 """`warpfold doctor --cluster`: what it prints, writes, refuses, and what it exits with."""
 
 import json
+import os
+import platform
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ from tests.test_cli import refused, run
 from tests.tune.cluster.wards import quick  # noqa: F401
 from warpfold.parallel.team import TeamError
 from warpfold.tune.cluster import doctor
+from warpfold.tune.cluster.direct import free_port
 from warpfold.tune.cluster.findings import ClusterFinding
 
 CLUSTER = ("doctor", "--cluster", "--device", "cpu")
@@ -62,6 +67,36 @@ def test_a_rank_that_is_lost_is_a_finding(capsys: pytest.CaptureFixture[str], mo
     assert "error: rank 0 waited" in err
 
 
+def test_who_does_not_come_is_a_finding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"RANK": 0, "WORLD_SIZE": 66, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**told, "MASTER_PORT": free_port(), "TORCH_GLOO_LAZY_INIT": ""}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    monkeypatch.setattr(doctor, "LIMIT", 0.3)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    code, out, err = run(capsys, *CLUSTER, "--json")
+    held = json.loads(out)
+    assert (code, held["ranks"], held["per_node"]) == (1, 66, 2)
+    (wrong,) = held["findings"]
+    assert f"no sign of rank 1 ({platform.node()}), 2, 3, 4, 5, 6, 7, 8, 9, 10 and 55 more; others are" in wrong["says"]
+    assert "no sign of rank 1" in err
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1", "as in training"
+
+
+def test_a_doctor_that_has_to_end_says_what_it_knows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(doctor, "measure_ranks", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    code, out, _ = run(capsys, *CLUSTER, "--json")
+    held = json.loads(out)
+    (wrong,) = (one for one in held["findings"] if one["outcome"] == "wrong")
+    assert (code, wrong["check"]) == (1, "all ranks answer")
+    assert "was asked to end (SIGTERM)" in wrong["says"]
+    assert held["facts"], "what was known before is kept"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_links_are_drawn_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from tests.tune.cluster.test_judge_links import healthy
     from warpfold.cli.doctor_cluster import ResultFiles, _say
@@ -94,6 +129,19 @@ def test_links_are_drawn_and_saved(capsys: pytest.CaptureFixture[str], tmp_path:
 )
 def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
     assert says in refused(run(capsys, *CLUSTER, *arguments))
+
+
+def test_who_mixes_up_the_doctor_and_its_file_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """--cluster is a flag of the doctor, which writes the file, and takes that file elsewhere."""
+    for given in (("--cluster", "cluster.toml"), ("cluster.toml",)):
+        assert "cluster.toml: the doctor reads no file; doctor --cluster --out" in refused(
+            run(capsys, "doctor", *given)
+        )
+    for command in ("plan", "simulate", "train"):
+        said = refused(run(capsys, command, "tiny", "--cluster"))
+        assert "'--cluster' requires an argument: " in said
+        assert "doctor" in said
+        assert f"see warpfold {command} --help" in said
 
 
 def test_options_of_a_cluster_are_for_a_cluster(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

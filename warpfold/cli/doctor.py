@@ -2,9 +2,10 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from warpfold.cli.common import AsJson, Device, app, decides, device_of, reads, show, show_table, writes
 from warpfold.cli.doctor_cluster import ResultFiles, check_cluster
@@ -17,14 +18,30 @@ if TYPE_CHECKING:
     from warpfold.tune.doctor import Finding
 
 HINT = (
-    "warpfold doctor --kernels checks every operation on this device against its definition; under torchrun "
+    "warpfold doctor --kernels checks every operation on this device against its definition; under torchrun or srun "
     "warpfold doctor --cluster checks all ranks, their links and files"
 )
 
 
+class WithoutFile(TyperCommand):
+    """A command that takes no file, and says so: `--cluster FILE` is what others take."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments.  Errors: UserError for a file among them."""
+        ctx.allow_extra_args = True
+        rest = super().parse_args(ctx, args)
+        if rest:
+            raise UserError(
+                f"{rest[0]}: the doctor reads no file; doctor --cluster --out FILE measures a cluster and writes one, "
+                "and plan, train, simulate and launch read it: --cluster FILE"
+            )
+        return rest
+
+
 @app.command(
+    cls=WithoutFile,
     epilog="Example:  warpfold doctor --kernels --settings monomer;  "
-    "torchrun --nproc-per-node 8 -m warpfold doctor --cluster --data store --folder runs --out cluster.toml"
+    "torchrun --nproc-per-node 8 -m warpfold doctor --cluster --data store --folder runs --out cluster.toml",
 )
 def doctor(
     kernels: Annotated[

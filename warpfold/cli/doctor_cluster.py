@@ -1,14 +1,18 @@
 """`warpfold doctor --cluster`: what all processes of a run check together."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from warpfold.cli.common import device_of, show, show_table
+from warpfold.cli.common import device_of, show, show_table, this_process
 from warpfold.errors import UserError
 from warpfold.files import check_new, write_atomically
 from warpfold.progress import are_hidden
@@ -44,18 +48,19 @@ def check_cluster(
     """Check the cluster with all processes, print from the first what was found, and exit on all: 1 if it is wrong."""
     import torch
 
-    from warpfold.parallel.team import ProcessInfo, TeamError, distributed_context
+    from warpfold.parallel.team import TeamError, distributed_context
     from warpfold.tune.cluster.doctor import LIMIT, Asked, Examined, examine_cluster
-    from warpfold.tune.cluster.findings import ClusterFinding
     from warpfold.tune.cluster.links import network
 
-    process = ProcessInfo.from_environment(os.environ)
+    began, process = time.monotonic(), this_process()
     where = torch.device(device_of(device, process))
     if link is not None:
         network(link, process.ranks_per_node)
     if process.rank == 0:
         to.check()
-    latest: list[Examined] = []
+    each = process.ranks_per_node  # of the nodes, until they say it themselves
+    nodes = [list(range(process.ranks))[start : start + each] for start in range(0, process.ranks, each)]
+    latest = [Examined(nodes, where.type)]
 
     def report(so_far: Examined, what: str) -> None:
         latest[:] = [so_far]
@@ -63,18 +68,42 @@ def check_cluster(
             typer.echo(f"checking {what} ...", err=True)
 
     try:
-        with distributed_context(process, None, where, LIMIT) as team:
+        with _sigterm_as_error(process.rank), distributed_context(process, None, where, LIMIT) as team:
             found = examine_cluster(team, where, os.environ, Asked(stores, folder, link), report)
             if team.is_rank_zero:  # before the others may leave: torchrun ends all when one has
                 _say(found, to)
     except TeamError as error:
-        so_far = latest[0] if latest else Examined([list(range(process.ranks))], where.type)
-        cure = "see what that process and its node say (its log, dmesg); leave the node out"
-        lost = ClusterFinding("ranks", "all ranks answer", "wrong", str(error), cure)
         if process.rank == 0:
-            _say(so_far.with_findings([lost]), to)
+            _say(replace(latest[0].with_findings([_lost(error)]), seconds=time.monotonic() - began), to)
         raise
     raise typer.Exit(1 if found.wrong else 0)
+
+
+def _lost(error: UserError) -> "ClusterFinding":
+    """Return the finding that a rank was lost, or did not come."""
+    from warpfold.tune.cluster.findings import ClusterFinding
+
+    cure = "see what that process and its node say (its log, dmesg); leave the node out"
+    return ClusterFinding("ranks", "all ranks answer", "wrong", str(error), cure)
+
+
+@contextmanager
+def _sigterm_as_error(rank: int) -> Iterator[None]:
+    """Raise a TeamError at SIGTERM, within the context, so that a doctor that has to end says what it knows."""
+    from warpfold.parallel.team import TeamError
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise TeamError(
+            f"rank {rank} was asked to end (SIGTERM): torchrun does so when another rank of the node has ended, "
+            "which says why itself; Slurm when the time is over"
+        )
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _say(found: "Examined", to: ResultFiles) -> None:

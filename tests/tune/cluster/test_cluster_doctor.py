@@ -85,6 +85,14 @@ def test_a_slow_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert report["wrong"] >= 2
 
 
+def test_nodes_that_are_not_equal_are_named() -> None:
+    reports = examine(whole(Asked()), sizes=(2, 1))
+    assert [one["findings"] for one in reports] == [reports[0]["findings"]] * 3
+    assert said(reports[0], "wrong")["ranks of nodes"].startswith("2 on node 0 (")
+    assert reports[0]["cluster"] is None
+    assert [one["node"] for one in reports[0]["facts"]] == [0, 0, 1]
+
+
 def test_a_clock_that_is_apart_is_named(tmp_path: Path) -> None:
     def ill(rank: int) -> dict[str, Any]:
         return {"clock": lambda: time.time() + 3600 * (rank >= 2)}

@@ -20,7 +20,7 @@ def test_what_two_rates_mean(rate: float, without: float, outcome: str) -> None:
 
 
 def test_without_a_gpu_nothing_is_measured() -> None:
-    (finding,) = measure_direct(Team(), CPU, {})
+    (finding,) = measure_direct(Team(), CPU, {}, 1)
     assert (finding.outcome, finding.says) == ("not checked", "no GPU")
 
 

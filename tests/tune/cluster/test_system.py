@@ -10,6 +10,7 @@ import torch
 from machines import ADAPTERS, GPUS, FakeCluster, config
 
 from warpfold.parallel.team import ProcessInfo
+from warpfold.tune.cluster.equal import judge_equal
 from warpfold.tune.cluster.findings import ClusterFinding
 from warpfold.tune.cluster.system import judge_system, system_facts
 
@@ -66,6 +67,11 @@ def same_gpu(cluster: FakeCluster) -> None:
 
 def attribute(name: str, value: object) -> Break:
     return lambda cluster: setattr(cluster, name, value)
+
+
+def smaller(cluster: FakeCluster) -> None:
+    """One of the second node's GPUs has fallen off the bus."""
+    (cluster.nodes[1].root / "proc/driver/nvidia/gpus/0000:a3:00.0").rename(cluster.nodes[1].root / "lost")
 
 
 def at(device: str, name: str) -> str:
@@ -129,13 +135,17 @@ FAULTS: list[tuple[str, Break, str, str]] = [
 ]  # fmt: skip
 NOTES: list[tuple[str, Break, str]] = [
     ("GPU", software(3, "GPU", "NVIDIA H200"), "NVIDIA H200 on rank 3"),
+    ("GPUs of nodes", smaller, "2 on node 0 (gpu-a), 1 on node 1 (gpu-b)"),
+    ("cores of nodes", attribute("cores", ["0-7", "8-15", "0-3", "8-11"]), "16 on node 0 (gpu-a), 8 on node 1 (gpu-b)"),
+    ("memory of nodes", write(1, "proc/meminfo", "MemTotal: 960000 kB"),
+     "1.0 GB on node 0 (gpu-a), 983 MB on node 1 (gpu-b)"),
     ("NCCL_DEBUG", set_on(0, 1, 2, 3, NCCL_DEBUG="INFO"), "lines at the start"),
     ("huge pages", write(1, "sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]"), "off for rank 2"),
     ("huge pages", everywhere("sys/kernel/mm/transparent_hugepage/defrag", "[always] madvise never"), "compacted"),
     ("NUMA of GPU and cores", attribute("cores", ["0-15"] * 4), "all 4 ranks may also run on cores far"),
     ("NUMA of GPU and cores", everywhere("proc/sys/kernel/numa_balancing", "1"), "pages move"),
     ("RoCE's MTU", lambda cluster: on_ethernet(cluster, 1500), "the MTU is 1500 everywhere"),
-]
+]  # fmt: skip
 
 
 def found(cluster: FakeCluster, *outcomes: str) -> list[ClusterFinding]:
@@ -207,6 +217,26 @@ def test_a_damaged_configuration_ends(tmp_path: Path) -> None:
     assert {finding.check for finding in found(cluster, "not checked")} == {"relaxed ordering"}
 
 
+def test_nodes_with_other_numbers_of_ranks_are_named(tmp_path: Path) -> None:
+    facts = FakeCluster(tmp_path).facts()[:3]
+    facts[2]["per_node"] = 1
+    (wrong,) = [finding for finding in judge_system(facts) if finding.outcome == "wrong"]
+    assert (wrong.check, wrong.says) == ("ranks of nodes", "2 on node 0 (gpu-a), 1 on node 1 (gpu-b)")
+    assert "--ntasks-per-node" in wrong.cure
+
+
+def test_of_many_nodes_those_that_are_as_most_are_counted(tmp_path: Path) -> None:
+    first = FakeCluster(tmp_path).facts()[0]
+    many = [{**first, "rank": rank, "node": rank, "host": f"gpu-{rank}"} for rank in range(256)]
+
+    def odd(memory: int) -> list[str]:
+        many[77] = {**many[77], "limits": {**first["limits"], "memory": memory}}
+        return [finding.says for finding in judge_equal(many) if finding.outcome != "ok"]
+
+    assert odd(1_010_000_000) == []  # of 1.024 GB
+    assert odd(900_000_000) == ["1.0 GB on 255 nodes, 900 MB on node 77 (gpu-77)"]
+
+
 def test_dma_buf_needs_no_module(tmp_path: Path) -> None:
     cluster = FakeCluster(tmp_path)
     for node in cluster.nodes:
@@ -218,6 +248,6 @@ def test_dma_buf_needs_no_module(tmp_path: Path) -> None:
 
 
 def test_this_machine_can_be_read() -> None:
-    facts = system_facts(ProcessInfo(), torch.device("cpu"), os.environ)
+    facts = system_facts(ProcessInfo(), torch.device("cpu"), os.environ, [[0]])
     assert json.loads(json.dumps(facts)) == facts
     assert judge_system([facts])

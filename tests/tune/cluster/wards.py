@@ -46,16 +46,18 @@ def examine(
     address: str = "127.0.0.1",
     enter: Callable[[int], None] | None = None,
     lost: tuple[int, ...] = (),
+    sizes: tuple[int, ...] = (),
 ) -> list[Any]:
     """`function(team)` on each rank -> what it returned, JSON-able; "error: ..." where another rank failed.
 
     enter: called by each process with its node, first.  lost: ranks that die or freeze, which nobody waits for.
+    sizes: of nodes that are not equal.
     """
     context, pipes, processes = get_context("fork"), [], []
-    ranks = nodes * per_node
-    for rank in range(ranks):
+    places = [(local, size) for size in sizes or (per_node,) * nodes for local in range(size)]
+    for rank, (local, size) in enumerate(places):
         ours, theirs = context.Pipe()
-        info = ProcessInfo(rank, ranks, rank % per_node, per_node, address, agent_keeps_store=enter is None)
+        info = ProcessInfo(rank, len(places), local, size, address, agent_keeps_store=enter is None)
         processes.append(context.Process(target=_live, args=(function, info, limit, enter, theirs), daemon=True))
         processes[-1].start()
         theirs.close()

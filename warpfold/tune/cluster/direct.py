@@ -26,11 +26,11 @@ OFF = {"NCCL_NET_GDR_LEVEL": "LOC"}  # NCCL's user guide: never
 AS_FAST, FASTER = 0.95, 1.05  # of the rate without: slower is wrong, less than 5 % more is no gain
 
 
-def measure_direct(team: Team, device: torch.device, environ: Mapping[str, str]) -> list[ClusterFinding]:
+def measure_direct(team: Team, device: torch.device, environ: Mapping[str, str], nodes: int) -> list[ClusterFinding]:
     """Return what GPU Direct RDMA is worth here.  All ranks must call it, and all return the same.
 
-    environ: this process's variables, which those that measure get, too."""
-    nodes = team.process.ranks // team.process.ranks_per_node
+    environ: this process's variables, which those that measure get, too.  nodes: how many there are.
+    """
     if any(kind != "cuda" for kind in team.all_gather_object(device.type, "the device of each rank")):
         return [ClusterFinding("rdma", CHECK, "not checked", "no GPU")]
     if nodes < 2:

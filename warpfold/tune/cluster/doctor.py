@@ -110,15 +110,15 @@ def examine_cluster(
         found = replace(found.with_findings(findings), seconds=time.monotonic() - began, **figures)
 
     report(found, "what all ranks have")
-    every = team.all_gather_object(system_facts(team.process, device, environ), "what all ranks have")
+    every = team.all_gather_object(system_facts(team.process, device, environ, nodes), "what all ranks have")
     add(judge_system(every), facts=every)
-    add(measure_direct(team, device, environ))
+    add(measure_direct(team, device, environ, len(nodes)))
     report(found, "links")
     if team.process.ranks > 1:
         links, cluster = measure_links(nodes, team, device, found.device, clock)
         add(judge_links(links, promised), links=links, cluster=cluster)
     else:
-        says = "there is one process; start as many as train, with torchrun (docs/howto/cluster.md)"
+        says = "there is one process; start as many as train, with torchrun or srun (docs/howto/cluster.md)"
         add([ClusterFinding("links", "links", "not checked", says)])
     report(found, "what each rank can do")
     rates = measure_ranks(team, device)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from warpfold.parallel.team import ProcessInfo
+from warpfold.tune.cluster.equal import judge_equal
 from warpfold.tune.cluster.facts import Facts
 from warpfold.tune.cluster.findings import ClusterFinding
 from warpfold.tune.cluster.limits import judge_limits, limit_facts
@@ -16,18 +17,23 @@ from warpfold.tune.cluster.variables import judge_variables, variable_facts
 
 
 def system_facts(
-    process: ProcessInfo, device: torch.device, environ: Mapping[str, str], root: Path = Path("/")
+    process: ProcessInfo,
+    device: torch.device,
+    environ: Mapping[str, str],
+    nodes: Sequence[Sequence[int]],
+    root: Path = Path("/"),
 ) -> Facts:
     """Return what this rank's system says of itself, JSON-able, for `judge_system`; a few kilobytes.
 
     What belongs to a node is read by its first rank alone.  environ: this process's variables.
-    root: where `/proc`, `/sys` and `/dev` are.
+    nodes: the ranks of each.  root: where `/proc`, `/sys` and `/dev` are.
     """
+    node = next(number for number, ranks in enumerate(nodes) if process.rank in ranks)
     return {
         "rank": process.rank,
         "local_rank": process.local_rank,
-        "per_node": process.ranks_per_node,
-        "node": process.rank // process.ranks_per_node,
+        "per_node": len(nodes[node]),
+        "node": node,
         "host": platform.node(),
         "kind": "cuda" if device.type == "cuda" else "cpu",
         "software": software_facts(device, root),
@@ -46,8 +52,9 @@ def pci_address(device: torch.device) -> str | None:
 
 
 def judge_system(facts: Sequence[Facts]) -> list[ClusterFinding]:
-    """Return what is right and wrong with software, limits, variables and GPU Direct RDMA.
+    """Return what is right and wrong with software, limits, variables, GPU Direct RDMA, and where nodes are unequal.
 
     facts: of all ranks, in their order.
     """
-    return [*judge_software(facts), *judge_variables(facts), *judge_limits(facts), *judge_rdma(facts)]
+    judges = (judge_software, judge_equal, judge_variables, judge_limits, judge_rdma)
+    return [finding for judge in judges for finding in judge(facts)]
