@@ -74,8 +74,14 @@ def test_a_delayed_link_is_named() -> None:
 
 @needs_nodes
 def test_a_lossy_link_is_named() -> None:
-    wrong, _ = over(10, 0.1, 0.08)
+    wrong, _ = over(10, 0.1, 0.02)
     assert "were lost and sent again" in wrong["lost packets"]
+
+
+@needs_nodes
+def test_a_sound_link_loses_nothing_however_busy_the_machine() -> None:
+    wrong, _ = over(10, 0.1)
+    assert "lost packets" not in wrong
 
 
 @needs_nodes

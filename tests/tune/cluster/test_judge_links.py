@@ -37,7 +37,7 @@ def healthy(nodes: int, per_node: int) -> MeasuredLinks:
         pairs.append(PairLink(a, b, latency, 1.1 * latency, 1.3 * latency, 0, 40, rate, rate))
     between = 2e9 * per_node if nodes > 1 else None
     return MeasuredLinks(names, pairs, "cuda", 3, 3, node_bandwidth=between, clocks=[(0.0, 1e-4)] * nodes,
-                    resent=[(10_000, 0)] * nodes, errors=[{}] * nodes)  # fmt: skip
+                    lost=[(10_000, 0)] * nodes, errors=[{}] * nodes)  # fmt: skip
 
 
 def changed(measured: MeasuredLinks, pairs: set[Pair], **factors: float) -> MeasuredLinks:
@@ -211,9 +211,9 @@ def test_a_slow_direction_is_named() -> None:
 
 
 def test_lost_packets_are_named() -> None:
-    found = judge_links(replace(healthy(2, 2), resent=[(10_000, 0), (10_000, 300)]))
+    found = judge_links(replace(healthy(2, 2), lost=[(10_000, 0), (10_000, 300)]))
     assert bad(found) == ["node 1: 300 of 10000 packets (3.0%) were lost and sent again"]
-    found = judge_links(replace(healthy(1, 2), resent=[(10_000, 300)]))
+    found = judge_links(replace(healthy(1, 2), lost=[(10_000, 300)]))
     assert not bad(found, "wrong", "note"), "nothing gets lost within a node"
     found = judge_links(replace(healthy(2, 2), errors=[{}, {"mlx5_0 port 1 symbol_error": 12}]))
     assert "symbol_error counted 12" in bad(found, "note")[0]
@@ -334,9 +334,10 @@ def test_the_picture_is_an_svg_or_a_png() -> None:
 # ---- counters
 
 
-def fake_root(root: Path, sent: int, again: int, symbol_errors: int) -> Path:
+def fake_root(root: Path, sent: int, again: int, late: int, symbol_errors: int) -> Path:
     for file, text in {
         "proc/self/net/snmp": f"Tcp: OutSegs RetransSegs\nTcp: {sent} {again}\nUdp: InErrors\nUdp: 0\n",
+        "proc/self/net/netstat": f"TcpExt: TCPDSACKRecv TCPDSACKRecvSegs\nTcpExt: 3 {late}\nIpExt: A\nIpExt: 0\n",
         "sys/class/infiniband/mlx5_0/ports/1/counters/symbol_error": f"{symbol_errors}\n",
         "sys/class/net/eth0/statistics/rx_crc_errors": "0\n",
     }.items():
@@ -346,7 +347,10 @@ def fake_root(root: Path, sent: int, again: int, symbol_errors: int) -> Path:
 
 
 def test_counters_are_read_and_compared(tmp_path: Path) -> None:
-    before = read_counters(fake_root(tmp_path, 100, 1, 7))
-    after = read_counters(fake_root(tmp_path, 1100, 31, 9))
-    assert counted(before, after) == ((1000, 30), {"mlx5_0 port 1 symbol_error": 2})
+    before = read_counters(fake_root(tmp_path, 100, 1, 0, 7))
+    after = read_counters(fake_root(tmp_path, 1100, 231, 200, 9))
+    assert counted(before, after) == ((1000, 30), {"mlx5_0 port 1 symbol_error": 2}), "what was late is not lost"
+    assert counted(after, read_counters(fake_root(tmp_path, 1200, 231, 210, 9))) == ((100, 0), {})
+    (tmp_path / "proc/self/net/netstat").unlink()
+    assert read_counters(tmp_path)["tcp lost"] == 231
     assert read_counters(tmp_path / "nowhere") == {}

@@ -147,7 +147,7 @@ def measure_links(
     after = team.all_gather_object(counted(before, read_counters()), "what the network counted")
     measured = replace(
         measured,
-        resent=[(sent, again) for (sent, again), _ in (after[node[0]] for node in nodes)],
+        lost=[(sent, lost) for (sent, lost), _ in (after[node[0]] for node in nodes)],
         errors=[after[node[0]][1] for node in nodes],
         clocks=measure_clocks(nodes, team, device, clock),
     )

@@ -17,7 +17,7 @@ Where = Literal["within", "between"]
 SLACK = {"cpu": 200e-6, "cuda": 20e-6}  # seconds by which latencies may differ whatever their ratio
 FAR, DISTANT = 2e-3, 0.5e-3  # seconds between nodes beyond those within: not a local network; perhaps not
 THIN = 125e6  # bytes per second of a node: Gigabit Ethernet, which no training of several nodes should run over
-LOST, LOST_SOME, LEAST_LOST = 0.005, 0.001, 50  # share of packets sent again, and how many at least
+LOST, LOST_SOME, LEAST_LOST = 0.003, 0.001, 50  # share of packets that are lost, and how many at least
 STALLED = 0.1  # of pings that took as long as TCP waits for a lost packet: wrong; of fewer: a note
 OFTEN = 3.0  # times the usual spread of latencies
 # Times as long as the links should take: wrong; a note.  Between processors the ranks share them, and copy and add.
@@ -35,8 +35,8 @@ class MeasuredLinks:
     """What was measured of all links.
 
     node_bandwidth: bytes per second that a node sends to the next when all ranks send, None where there is one node.
-    shared: that a rank sends to one of its node when all ranks do; None where each is alone on its own.  resent: of
-    each node, packets sent and packets sent again meanwhile.  errors: of each node, what counted up at its adapters.
+    shared: that a rank sends to one of its node when all ranks do; None where each is alone on its own.  lost: of
+    each node, packets sent and packets lost meanwhile.  errors: of each node, what counted up at its adapters.
     clocks: of each node, seconds ahead of the first, and how sure.
     """
 
@@ -48,7 +48,7 @@ class MeasuredLinks:
     node_bandwidth: float | None = None
     shared: float | None = None
     collectives: Sequence[CollectiveTime] = ()
-    resent: Sequence[tuple[int, int]] = ()
+    lost: Sequence[tuple[int, int]] = ()
     errors: Sequence[Mapping[str, int]] = ()
     clocks: Sequence[tuple[float, float]] = ()
 
@@ -275,19 +275,19 @@ def _judge_between(measured: MeasuredLinks, promised: Link | None) -> Iterator[C
 
 def _judge_loss(measured: MeasuredLinks) -> Iterator[ClusterFinding]:
     lossy = False
-    for node, (sent, again) in enumerate(measured.resent if len(measured.nodes) > 1 else ()):
-        if again >= LEAST_LOST and again > LOST_SOME * sent:
+    for node, (sent, lost) in enumerate(measured.lost if len(measured.nodes) > 1 else ()):
+        if lost >= LEAST_LOST and lost > LOST_SOME * sent:
             lossy = True
-            says = f"node {node}: {again} of {sent} packets ({again / sent:.1%}) were lost and sent again"
+            says = f"node {node}: {lost} of {sent} packets ({lost / sent:.1%}) were lost and sent again"
             cure = "look for where they are lost: ethtool -S, ip -s link; a cable, a port, a switch that is too busy"
-            yield ClusterFinding("links", "lost packets", "wrong" if again > LOST * sent else "note", says, cure)
+            yield ClusterFinding("links", "lost packets", "wrong" if lost > LOST * sent else "note", says, cure)
     for node, counted in enumerate(measured.errors):
         for name, count in counted.items():
             lossy = True
             says = f"node {node}: {name} counted {count} while the links were measured"
             yield ClusterFinding("links", "errors of adapters", "note", says, SEND)
-    if len(measured.resent) > 1 and not lossy:
-        says = f"{sum(again for _, again in measured.resent)} of {sum(sent for sent, _ in measured.resent)} sent again"
+    if len(measured.lost) > 1 and not lossy:
+        says = f"{sum(lost for _, lost in measured.lost)} of {sum(sent for sent, _ in measured.lost)} packets"
         yield ClusterFinding("links", "lost packets", "ok", says)
 
 
