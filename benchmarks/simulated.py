@@ -25,9 +25,10 @@ from warpfold.tune.cluster.collectives import Placement, collective_seconds
 from warpfold.tune.cluster.links import LINKS, Cluster, Link, network
 from warpfold.tune.example import ExampleSizes, shortened
 from warpfold.tune.job import Job
-from warpfold.tune.rates import of_gpu
+from warpfold.tune.rates import KERNEL, of_gpu
 from warpfold.tune.simulate.record import Operation, RecordedStep, record
-from warpfold.tune.simulate.replay import KERNEL, Pace, ReplayedStep, replay
+from warpfold.tune.simulate.replay import Pace, ReplayedStep, replay
+from warpfold.tune.simulate.simulation import replay_longest
 
 BAR = 0.2  # of a measured figure, by which a prediction may be off
 PASSES = range(4)  # without gradient, drawn evenly
@@ -89,14 +90,15 @@ def job_of(settings: str, sequences: int | None = None, blocks: int | None = Non
 
 
 @cache
-def schedule(job: Job, plan: Plan) -> RecordedStep:
+def schedule(job: Job, plan: Plan, branch: int = 0) -> RecordedStep:
     """Record a plan once."""
-    return record(job, plan)
+    return record(job, plan, branch=branch)
 
 
 def step(job: Job, plan: Plan, pace: Pace, passes: Sequence[int] = PASSES) -> float:
     """Return the seconds of a step in the mean over passes without gradient."""
-    times = [replay(schedule(job, plan).step(n), plan, pace).seconds for n in passes]
+    halves = [schedule(job, plan, branch) for branch in range(plan.branch)]
+    times = [replay_longest(halves, n, plan, pace).seconds for n in passes]
     return sum(times) / len(times)
 
 

@@ -38,15 +38,42 @@ IN_SLICES: dict[LayerKind, tuple[str, ...]] = {
 PRODUCT, COPY = "product of factors", "copy"  # what parts also do, and is no operation of ours
 ON_RANKS = IN_SLICES | {
     "attention": ("norm_linear", "attention", "tail"),
-    "triangle product": ("norm_linear", "triangle_factor", "triangle_factor", PRODUCT),
+    "triangle product": ("projected_factor", "projected_factor", "norm_linear", PRODUCT),
     "triangle output": ("norm_linear", "gate"),
 }
-AROUND = (
-    8  # calls of torch's around a slice: parts of x, mask and factors, casts, copies; of slices of four rows, timed
-)
+LAST = ("gated_attention", "triangle_multiplication", "transition", "outer_product")  # of layers computed at once
 WRITTEN: tuple[LayerKind, ...] = ("attention", "triangle product", "transition", "outer product", "global attention")
 LOSSES: tuple[LayerKind, ...] = ("fape", "clashes")
 TWICE: tuple[LayerKind, ...] = ("triangle product", "triangle output")  # of a block: outgoing and incoming
+
+
+@dataclass(frozen=True)
+class Copies:
+    """What torch does around our operations of a layer or slice, beside them: parts, joins, casts, sums of gradients.
+
+    own, whole: how often the numbers that `_copied` counts are read or written, those of this rank and all of them.
+    once, each: calls, and more for each rank.
+    """
+
+    own: float
+    whole: float
+    once: float
+    each: float = 0.0
+
+    def calls(self, ranks: int) -> float:
+        """Return the calls for one layer or slice."""
+        return self.once + self.each * ranks
+
+
+# Forward and backward; recorded of AlphaFold2's blocks on 1 to 8 ranks (tests/tune/simulate/test_one_count.py), those
+# of slices timed with four rows.
+COPIES = {
+    "whole": (Copies(0.3, 0, 1), Copies(0.45, 0, 6)),
+    "branch": (Copies(0.8, 0, 1.6), Copies(1.8, 0, 8)),
+    "slices": (Copies(1, 0, 8), Copies(1, 0, 8)),
+    "gather": (Copies(2.1, 0.24, 4.2, 0.35), Copies(3.1, 0.6, 10.5, 0.9)),
+    "channels": (Copies(2.95, 0.03, 5.2, 0.55), Copies(4.3, 0.12, 11.5, 1.2)),
+}
 
 
 @dataclass(frozen=True)
@@ -66,6 +93,12 @@ def trunk_work(model: ModelConfig, sizes: ExampleSizes, plan: Plan, forward: boo
     """
     return [work for layer in _layers(model, sizes) if layer.kind not in LOSSES
             for work in _layer(layer, model, sizes, plan, forward)]  # fmt: skip
+
+
+def again_of_layers(model: ModelConfig, sizes: ExampleSizes, plan: Plan) -> list[LayerWork]:
+    """Return what is computed again where layers keep their inputs alone: nothing of an operation that ends a layer."""
+    works = trunk_work(model, sizes, plan, forward=True)
+    return works if plan.chunk is not None else [work for work in works if work.op not in (*LAST, COPY)]
 
 
 def loss_work(model: ModelConfig, sizes: ExampleSizes, plan: Plan, forward: bool, clashes: bool) -> list[LayerWork]:
@@ -105,22 +138,32 @@ def _layer(
             else:
                 cost = _cost(PROFILES[op], part, forward, itemsize)
             yield LayerWork(layer.name, op, scaled(cost, times * share), times * slices)
-    if (sliced or ranks) and layer.kind in WRITTEN:
-        cost = Cost(0, 0, _copied(layer, ranks) * itemsize)
-        yield LayerWork(layer.name, COPY, scaled(cost, times * share), times * slices * AROUND)
+    if layer.kind in WRITTEN:
+        copies = _copies(model, sizes, plan)[0 if forward else 1]
+        cost = Cost(0, 0, _copied(layer, ranks or not sliced) * itemsize * (copies.own * share + copies.whole))
+        yield LayerWork(layer.name, COPY, scaled(cost, times), times * slices * copies.calls(plan.axial))
 
 
 def _projections(layer: LayerSizes, ranks: bool) -> tuple[LayerSizes, ...]:
     """Return a layer once for each projection that is an operation by itself: what is shared, and on ranks the rest."""
-    parts: tuple[int, ...] = (layer.projected,)
+    parts: tuple[int, ...] = (layer.projected,)  # of a product on ranks, the gate's
     if layer.kind == "attention":
         inner = 4 * layer.heads * layer.width
         parts = (inner if ranks else 0, layer.projected - inner)
     elif layer.kind == "outer product":
         parts = layer.hidden, layer.hidden
     elif layer.kind == "triangle product":
-        parts = 2 * layer.hidden, 2 * layer.hidden, layer.channels
+        parts = (layer.channels,)
     return tuple(replace(layer, projected=part) for part in parts if part)
+
+
+def _copies(model: ModelConfig, sizes: ExampleSizes, plan: Plan) -> tuple["Copies", "Copies"]:
+    """Return what torch does around our operations of a layer, forward and backward."""
+    if plan.axial == 1:
+        return COPIES["branch" if plan.branch > 1 else "whole" if plan.chunk is None else "slices"]
+    itemsize, pair = DTYPES[plan.precision].itemsize, model.evoformer.pair
+    channels = plan.by_channels(sizes.residues, plan.axial, pair.c_triangle, model.c_z, itemsize)
+    return COPIES["channels" if channels else "gather"]
 
 
 def _copied(layer: LayerSizes, ranks: bool) -> int:

@@ -78,7 +78,7 @@ class Rates:
     ops: Mapping[RateKey, Rate] = field(default_factory=dict)
 
     def seconds(self, op: str, which: PassName, cost: Cost, calls: float, dtype: torch.dtype) -> float:
-        """Return what so many calls of an operation take that share a cost evenly.
+        """Return what so many calls of an operation take that share a cost evenly, once they have begun.
 
         Errors: ValueError for a dtype for which nothing is known.
         """
@@ -91,8 +91,11 @@ class Rates:
         if dtype not in self.tops:
             known = ", ".join(sorted(str(one).removeprefix("torch.") for one in self.tops))
             raise ValueError(f"the rates of {self.name} are of {known}, not of {str(dtype).removeprefix('torch.')}")
-        launches = LAUNCHES if own else 1
-        return self.call * launches * calls + self.tops[dtype].limit(cost) / self.efficiency
+        return KERNEL * kernels_of(op, which) * calls + self.tops[dtype].limit(cost) / self.efficiency
+
+    def launching(self, op: str, which: PassName, calls: float) -> float:
+        """Return how long the host launches so many calls, while the device works; 0 where measured rates have it."""
+        return 0.0 if self.ops else self.call * kernels_of(op, which) * calls
 
 
 class Sheet(NamedTuple):
@@ -126,7 +129,15 @@ SHEETS = {
     "L4": Sheet(30.3e12, 60e12, 121e12, 0.3e12, 58, 2.04e9, "PCIe 4", 25e9),
 }
 REACHED = 0.4  # of what a data sheet says; a guess, between 0.98 of FlashAttention's best and small layers' 0.2
-LAUNCHES = 6  # of one of our operations, with what torch does around it; a block counts 50 forward (tune/launches.py)
+KERNEL = 2e-6  # seconds that a kernel takes however little it does: until all its programs run, and until they end
+# Kernels of a call of our operations, forward and backward, with what torch does in them; all others are torch's, one
+# kernel each.  A test counts them (tests/tune/simulate/test_one_count.py).
+KERNELS = {
+    "gated_attention": (4, 9), "attention": (2, 3), "global_attention": (2, 3), "transition": (1, 4),
+    "triangle_multiplication": (3, 7), "projected_factor": (2, 8), "triangle_slice": (4, 12), "gate": (1, 1),
+    "outer_product": (2, 5), "norm_linear": (1, 4), "layer_norm": (1, 4), "tail": (1, 3), "aligned_errors": (3, 3),
+    PRODUCT: (1, 2),
+}  # fmt: skip
 LAUNCH = 8e-6  # seconds until one more operation of torch's has begun, from Python
 
 
@@ -161,6 +172,11 @@ def _measured(device: torch.device, dtype: torch.dtype, clock: Clock, threads: i
     ops = _MeasuredOps(device, clock)
     call = ops[TORCH, "forward", dtype].call
     return Rates(name, "measured", device.type, {}, call, link, HOST[device.type], 1.0, ops)
+
+
+def kernels_of(op: str, which: PassName) -> int:
+    """Return how many kernels of a GPU a call launches."""
+    return KERNELS.get(op, (1, 1))[which == "backward"]
 
 
 class _MeasuredOps(Mapping[RateKey, Rate]):

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.tune.cluster.collectives import GroupName, collective_seconds, place
 from warpfold.tune.cluster.links import Cluster
 from warpfold.tune.job import Job
-from warpfold.tune.layer_work import LayerWork, loss_work, scaled, shard, trunk_work
+from warpfold.tune.layer_work import LayerWork, again_of_layers, loss_work, scaled, shard, trunk_work
 from warpfold.tune.outside import HEADS, LOSSES, OUTSIDE, outside_work
 from warpfold.tune.profile import Cost
 from warpfold.tune.rates import TORCH, PassName, Rates
@@ -31,7 +31,18 @@ UPDATED, CLIPPED = 10, 4
 PAIR_LAYERS = 6  # of a block; with offload each reads z, and writes it
 KEPT = {"block": 1, "layer": 8, None: 30}  # sizes of z that a block keeps for the backward pass (docs/plans.md)
 RANKS, OFFLOAD, OPTIMIZER = "between ranks", "to host memory and back", "optimizer"
-Parts = Iterator[tuple[str, float]]  # the name of a layer, and seconds
+LAUNCHES = "the host's launches"  # that the device waits for
+
+
+class Part(NamedTuple):
+    """The name of a layer, seconds of the device, and seconds in which the host launches that."""
+
+    layer: str
+    seconds: float
+    launching: float = 0.0
+
+
+Parts = Iterator[Part]
 
 
 @dataclass(frozen=True)
@@ -53,17 +64,29 @@ def estimate_seconds(job: Job, plan: Plan, rates: Rates, cluster: Cluster | None
     Errors: ValueError for rates that do not have the plan's precision.
     """
     found: dict[str, float] = defaultdict(float)
-    for layer, seconds in (*forward_parts(job, plan, rates, cluster), *backward_parts(job, plan, rates, cluster)):
-        found[layer] += seconds
+    for parts in (forward_parts(job, plan, rates, cluster), backward_parts(job, plan, rates, cluster)):
+        for layer, seconds in by_layer(parts).items():
+            found[layer] += seconds
     if job.training:
         found[OPTIMIZER] += optimizer_seconds(job, rates, UPDATED + CLIPPED)
     ordered = dict(sorted(found.items(), key=lambda item: -item[1]))
     return TimeEstimate(sum(ordered.values()), ordered, rates.how)
 
 
+def by_layer(parts: Parts) -> dict[str, float]:
+    """Return the seconds of each layer in one pass; with what the device waits for the host, which launches ahead."""
+    found: dict[str, float] = defaultdict(float)
+    launching = 0.0
+    for part in parts:
+        found[part.layer] += part.seconds
+        launching += part.launching
+    waited = launching - sum(found.values())
+    return dict(found) if waited <= 0 else {**found, LAUNCHES: waited}
+
+
 def forward_parts(job: Job, plan: Plan, rates: Rates, cluster: Cluster | None) -> Parts:
     """Yield the seconds of each part of one example up to its loss; parts of one name belong together."""
-    early = job.recycles * job.model.ensemble  # trunk passes without gradient, before the last
+    early = early_passes(job) * job.model.ensemble  # through the trunk
     last = job.model.ensemble
     if not job.training:
         yield from _times(early + last, _trunk(job, plan, rates, "forward", cluster))
@@ -71,8 +94,13 @@ def forward_parts(job: Job, plan: Plan, rates: Rates, cluster: Cluster | None) -
         yield from _times(early, _trunk(job, plan, rates, "forward", cluster))
         yield from _times(last, _trunk(job, plan, rates, "training", cluster))
         yield from _losses(job, plan, rates, "training")
-    yield from _outside(job, plan, rates, job.recycles + 1, backward=False)
+    yield from _outside(job, plan, rates, early_passes(job) + 1, backward=False)
     yield from _offloaded(job, plan, rates)
+
+
+def early_passes(job: Job) -> float:
+    """Return how many passes without gradient come before the last; a training draws them anew for each step."""
+    return job.recycles / 2 if job.training else job.recycles
 
 
 def backward_parts(job: Job, plan: Plan, rates: Rates, cluster: Cluster | None) -> Parts:
@@ -84,10 +112,14 @@ def backward_parts(job: Job, plan: Plan, rates: Rates, cluster: Cluster | None) 
         stack = job.model.evoformer
         stack = replace(stack, blocks=max(stack.blocks - plan.keep_blocks, 0))
         again = replace(job, model=replace(job.model, evoformer=stack))
-        yield from _times(last, _trunk(again, plan, rates, "forward", cluster))
+        if plan.recompute == "layer":  # no ranks share it
+            works, dtype = again_of_layers(again.model, again.sizes, plan), DTYPES[plan.precision]
+            yield from _times(last, (_part(work, rates, "forward", dtype, plan.batch) for work in works))
+        else:
+            yield from _times(last, _trunk(again, plan, rates, "forward", cluster))
     yield from _times(last, _trunk(job, plan, rates, "backward", cluster))
     yield from _losses(job, plan, rates, "backward")
-    yield from _outside(job, plan, rates, job.recycles + 1, backward=True)
+    yield from _outside(job, plan, rates, early_passes(job) + 1, backward=True)
 
 
 def optimizer_seconds(job: Job, rates: Rates, numbers: int, shards: int = 1) -> float:
@@ -98,29 +130,29 @@ def optimizer_seconds(job: Job, rates: Rates, numbers: int, shards: int = 1) -> 
 
 def _times(count: float, parts: Parts) -> Parts:
     if count:
-        yield from ((layer, count * seconds) for layer, seconds in parts)
+        yield from (Part(layer, count * seconds, count * launching) for layer, seconds, launching in parts)
 
 
 def _trunk(job: Job, plan: Plan, rates: Rates, which: PassName, cluster: Cluster | None) -> Parts:
     """Yield what one pass of the trunk takes; of two branches, the one that needs longer."""
     dtype, works = DTYPES[plan.precision], trunk_work(job.model, job.sizes, plan, which != "backward")
-    parts = [(work.layer, _seconds(work, rates, which, dtype, plan.batch)) for work in works]
+    parts = [_part(work, rates, which, dtype, plan.batch) for work in works]
     waits = _between_ranks(job, plan, rates, which == "backward", cluster)
     if plan.branch == 1:
         yield from parts
         yield from waits
         return
-    halves: dict[str, list[tuple[str, float]]] = {"m": [], "z": [], "": []}
-    for layer, seconds in parts:
-        halves[_half(layer, job.model)].append((layer, seconds))
-    for half, seconds in waits:
-        halves[half].append((RANKS, seconds))
+    halves: dict[str, list[Part]] = {"m": [], "z": [], "": []}
+    for part in parts:
+        halves[_half(part.layer, job.model)].append(part)
+    for half, seconds, _ in waits:
+        halves[half].append(Part(RANKS, seconds))
     yield from halves[""]
-    yield from max((halves["m"], halves["z"]), key=lambda found: sum(seconds for _, seconds in found))
+    yield from max((halves["m"], halves["z"]), key=lambda found: sum(part.seconds for part in found))
 
 
 def _computing(job: Job, plan: Plan, rates: Rates, which: PassName) -> float:
-    return sum(seconds for part, seconds in _trunk(job, plan, rates, which, None) if part != RANKS)
+    return sum(part.seconds for part in _trunk(job, plan, rates, which, None) if part.layer != RANKS)
 
 
 def _half(layer: str, model: ModelConfig) -> str:
@@ -133,18 +165,20 @@ def _half(layer: str, model: ModelConfig) -> str:
     return "m" if name.startswith(("msa", "global")) else "z"
 
 
-def _seconds(work: LayerWork, rates: Rates, which: PassName, dtype: torch.dtype, batch: int = 1) -> float:
+def _part(work: LayerWork, rates: Rates, which: PassName, dtype: torch.dtype, batch: int = 1) -> Part:
     """Return what an operation takes for one example; those of a batch share its calls."""
-    return rates.seconds(work.op, which, scaled(work.cost, batch), work.calls, dtype) / batch
+    seconds = rates.seconds(work.op, which, scaled(work.cost, batch), work.calls, dtype)
+    return Part(work.layer, seconds / batch, rates.launching(work.op, which, work.calls) / batch)
 
 
 def _losses(job: Job, plan: Plan, rates: Rates, which: PassName) -> Parts:
     assert job.loss is not None
     for work in loss_work(job.model, job.sizes, plan, which == "training", job.loss.violation > 0):
-        yield work.layer, _seconds(work, rates, which, torch.float32) / plan.axial
+        layer, seconds, launching = _part(work, rates, which, torch.float32)
+        yield Part(layer, seconds / plan.axial, launching)
 
 
-def _outside(job: Job, plan: Plan, rates: Rates, passes: int, backward: bool) -> Parts:
+def _outside(job: Job, plan: Plan, rates: Rates, passes: float, backward: bool) -> Parts:
     """Yield what the embedders, the structure module, the heads and the losses take; heads and losses only once."""
     share = shard(job.sizes.residues, plan.axial)
     which: PassName = "backward" if backward else "forward" if job.loss is None else "training"
@@ -157,7 +191,8 @@ def _outside(job: Job, plan: Plan, rates: Rates, passes: int, backward: bool) ->
         )
         together = 1 if key.part == LOSSES else plan.batch  # the loss of each example is computed by itself
         # Ranks share what is of pairs and alignments, which is nearly all, but all of them make the calls.
-        yield key.part, (calls / together + (whole - calls) * share) * (1 if once else passes)
+        times, launching = 1 if once else passes, rates.launching(OUTSIDE, which, work.calls)
+        yield Part(key.part, times * (calls / together + (whole - calls) * share), times * launching / together)
 
 
 @lru_cache(maxsize=64)
@@ -181,7 +216,7 @@ def _between_ranks(job: Job, plan: Plan, rates: Rates, backward: bool, cluster: 
         else:
             where = place(cluster, plan.data, plan.axial, plan.branch, group)
             seconds = sent.calls * collective_seconds(move.kind, sent.bytes / sent.calls, where, cluster)
-        yield half if plan.branch > 1 else RANKS, blocks * seconds
+        yield Part(half if plan.branch > 1 else RANKS, blocks * seconds)
 
 
 def example_moves(job: Job, plan: Plan) -> Iterator[tuple[GroupName, str, Move, int]]:
@@ -216,4 +251,4 @@ def _offloaded(job: Job, plan: Plan, rates: Rates) -> Parts:
         passes = (job.recycles + 1) * model.ensemble
         moved = 2 * z * PAIR_LAYERS * blocks * passes
         hidden = passes * _computing(job, plan, rates, "forward")
-    yield OFFLOAD, max(0.0, moved / rates.host.bandwidth - hidden)
+    yield Part(OFFLOAD, max(0.0, moved / rates.host.bandwidth - hidden))

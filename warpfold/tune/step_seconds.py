@@ -25,6 +25,8 @@ from warpfold.tune.seconds import (
     OPTIMIZER,
     UPDATED,
     backward_parts,
+    by_layer,
+    early_passes,
     example_moves,
     forward_parts,
     optimizer_seconds,
@@ -69,15 +71,10 @@ def example_seconds(job: Job, plan: Plan, rates: Rates, cluster: Cluster | None)
 
     Errors: as of `estimate_seconds`.
     """
-    found: dict[str, float] = defaultdict(float)
-    sums = []
-    for parts in (forward_parts(job, plan, rates, cluster), backward_parts(job, plan, rates, cluster)):
-        sums.append(0.0)
-        for part, seconds in parts:
-            found[part] += seconds
-            sums[-1] += seconds
-    forward, backward = sums
-    return ExampleTime(forward, backward, dict(found))
+    passes = forward_parts(job, plan, rates, cluster), backward_parts(job, plan, rates, cluster)
+    forward, backward = (by_layer(parts) for parts in passes)
+    both = {part: forward.get(part, 0.0) + backward.get(part, 0.0) for part in {**forward, **backward}}
+    return ExampleTime(sum(forward.values()), sum(backward.values()), both)
 
 
 def step_seconds(job: Job, plan: Plan, example: ExampleTime, rates: Rates, cluster: Cluster) -> StepTime:
@@ -119,13 +116,13 @@ def _messages(plan: Plan, way: GradientWay, cluster: Cluster, update: float) -> 
 
 def _sent_of_example(job: Job, plan: Plan) -> int:
     """Return the bytes that a rank sends to those that share its example; of two branches the one that sends more."""
-    early = job.recycles * job.model.ensemble
-    sent: dict[str, int] = defaultdict(int)
+    early = early_passes(job) * job.model.ensemble
+    sent: dict[str, float] = defaultdict(float)
     for _, half, move, blocks in example_moves(job, plan):
         kept = min(plan.keep_blocks, blocks) if plan.recompute else blocks
         forward = blocks * (early + job.model.ensemble) + job.model.ensemble * (blocks - kept)
         sent[half] += forward * move.forward.bytes + blocks * job.model.ensemble * move.backward.bytes
-    return max(sent.values(), default=0) if plan.branch > 1 else sum(sent.values())
+    return int(max(sent.values(), default=0) if plan.branch > 1 else sum(sent.values()))
 
 
 def alone(plan: Plan) -> Plan:

@@ -1,6 +1,7 @@
 """What one call of one of our operations must do, from its arguments: the case of its profile (tune/cases.py)."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import Op
 from warpfold.tune.cases import PROFILES
-from warpfold.tune.layer_work import IN_PARTS
+from warpfold.tune.layer_work import IN_PARTS, scaled
 from warpfold.tune.profile import Cost, OpCase
 from warpfold.tune.spans import size
 
@@ -39,10 +40,16 @@ def call_cost(op: Op[..., Any], given: Arguments, forward: bool) -> Cost:
     if name in IN_PARTS:
         rows, residues, channels = first.shape[-3], first.shape[-2], first.shape[-1]
         hidden = given["b"].shape[-3] if "b" in given else given["into"][0].shape[0] // 2
-        return IN_PARTS[name](rows, residues, channels, hidden, itemsize, forward)
+        return scaled(IN_PARTS[name](rows, residues, channels, hidden, itemsize, forward), _together(first))
     if name not in CASES:
         return Cost(0, 0, (1 if forward else 2) * sum(size(x) for x in given.values() if isinstance(x, Tensor)))
-    return PROFILES[name].cost(OpCase(op=name, where="", **CASES[name](given)), forward, itemsize)
+    cost = PROFILES[name].cost(OpCase(op=name, where="", **CASES[name](given)), forward, itemsize)
+    return scaled(cost, _together(first)) if name == "triangle_multiplication" else cost
+
+
+def _together(x: Tensor) -> int:
+    """Return how many pair representations go through an operation at once, which its profile knows one of."""
+    return math.prod(x.shape[:-3])
 
 
 def _positions(x: Tensor) -> dict[str, int]:

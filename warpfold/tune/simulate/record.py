@@ -300,11 +300,13 @@ def _listening(kernels: list[Any]) -> Iterator[_Recorder]:
         yield recorder
 
 
-def record(job: Job, plan: Plan, examples: int = 1, per_node: int | None = None, gpu: bool = True) -> RecordedStep:
-    """Record the first rank of a plan in a step of training; no rank holds more.
+def record(
+    job: Job, plan: Plan, examples: int = 1, per_node: int | None = None, gpu: bool = True, branch: int = 0
+) -> RecordedStep:
+    """Record the first rank of a plan, or of one of its branches, in a step of training; no other holds more.
 
     examples: of each data rank and step.  per_node: ranks of a node, for hierarchical sums.  gpu: count the kernels
-    that a GPU would be told to launch; else operations are seen as wholes, as on a CPU.
+    that a GPU would be told to launch; else operations are seen as wholes, as on a CPU.  branch: 0 computes m, 1 z.
     Errors: ValueError for a job that is no training, UserError as of `Reducer`.
     """
     if job.loss is None or job.optim is None:
@@ -312,7 +314,7 @@ def record(job: Job, plan: Plan, examples: int = 1, per_node: int | None = None,
     how = dispatch.interpreting() if gpu else dispatch.using("definition")
     plan = replace(plan, compile=False, graph=False, threads=None, kernels="fast" if gpu else "definition")
     turns = -(-examples // plan.batch)
-    with fake_mesh(plan.data, plan.axial, plan.branch) as mesh, how, recorded() as kernels, Memory() as memory:
+    with fake_mesh(plan.data, plan.axial, plan.branch, branch) as mesh, how, recorded() as kernels, Memory() as memory:
         with META:
             model = AlphaFold(job.model).train()
         Execution(plan, mesh).bind(model)

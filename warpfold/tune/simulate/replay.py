@@ -13,10 +13,9 @@ from typing import cast, get_args
 from warpfold.parallel.plan import Plan
 from warpfold.tune.cluster.collectives import GroupName, Kind, Placement, collective_seconds, place
 from warpfold.tune.cluster.links import Cluster
-from warpfold.tune.rates import MEASURED, TORCH, Rates
+from warpfold.tune.rates import KERNEL, MEASURED, TORCH, Rates
 from warpfold.tune.simulate.record import Begin, Entry, Operation, Phase
 
-KERNEL = 2e-6  # seconds that a kernel takes however little it does: until all its programs run, and until they end
 WITHIN, BETWEEN = "within a node", "between nodes"
 
 

@@ -1,6 +1,6 @@
 """A training on a cluster, on paper: record its step, replay it, draw what chance does, and say where the time goes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -112,20 +112,38 @@ def simulate(
     gpu = given.rates.device != "cpu"
     share = given.examples // plan.data
     tell(0, 3, "recording a step")
-    schedule = record(given.job, plan, share, given.cluster.per_node, gpu)
+    halves = [record(given.job, plan, share, given.cluster.per_node, gpu, branch) for branch in range(plan.branch)]
+    schedule = halves[0]
     tell(1, 3, "recording it on one device")
     single = Plan(precision=plan.precision, recompute=plan.recompute, keep_blocks=plan.keep_blocks)
     lone = schedule if given.ranks == 1 else record(given.job, single, 1, None, gpu)
     tell(2, 3, "replaying it")
     passes = range(given.job.recycles + 1)
-    times = {n: replay(schedule.step(n), plan, pace) for n in passes}
-    replay(schedule.step(0), plan, pace, seen)
+    times = {n: replay_longest(halves, n, plan, pace) for n in passes}
+    replay_longest(halves, 0, plan, pace, seen)
     alone = [_alone(lone, single, n, pace) * (1 if given.ranks == 1 else given.examples) for n in passes]
     drawn = draw_steps(
         times, plan.data, plan.axial * plan.branch, given.chance, schedule.examples, given.drawn, given.seed
     )
     training = whole_training(drawn.mean, given.steps, given.interruptions)
     return SimulatedTraining(given, times, drawn, training, sum(alone) / len(alone))
+
+
+def replay_longest(
+    halves: Sequence[RecordedStep],
+    passes: int,
+    plan: Plan,
+    pace: Pace,
+    seen: Callable[[Span], None] = lambda span: None,
+) -> ReplayedStep:
+    """Return the step of the branch that takes longer, with so many passes without gradient.
+
+    The other waits for it in every block.  halves: the recorded steps of a plan's branches; one where there is one.
+    """
+    steps = [half.step(passes) for half in halves]
+    if len(steps) > 1:
+        steps.sort(key=lambda entries: replay(entries, plan, pace).seconds)
+    return replay(steps[-1], plan, pace, seen)
 
 
 def _alone(schedule: RecordedStep, plan: Plan, passes: int, pace: Pace) -> float:
