@@ -186,6 +186,17 @@ def test_examples_go_together_where_calls_are_dear_and_clips_allow_it(rates: Rat
     assert choose(training(8), cluster(2), dear).plan.batch == 1
 
 
+def test_fewer_ranks_are_told_of_where_sharing_examples_gains_nothing(rates: Rates) -> None:
+    slow = cluster(8, 1, between=Link(1e-3, 1e7))
+    choice = choose(training(4), slow, rates)
+    assert choice.plan.axial > 1
+    assert choice.fewer is not None
+    assert (choice.fewer.plan.data, choice.fewer.plan.axial) == (4, 1)
+    assert choice.fewer.time.total <= choice.chosen.time.total
+    assert choose(training(8), slow, rates).fewer is None
+    assert choose(training(4), slow, rates, 79, {"offload": False}).fewer is None  # one by itself has no room
+
+
 def test_compression_is_left_as_it_was_asked_for(rates: Rates) -> None:
     job = training(8, compression=CompressionConfig(method="int8"))
     for one in choose(job, cluster(8, 4, Link(1e-4, 1e7)), rates).considered:

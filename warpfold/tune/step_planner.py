@@ -5,6 +5,7 @@ holds hardly depends on how many have other examples, so few estimates of memory
 """
 
 import heapq
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -55,7 +56,8 @@ class Candidate:
 class StepChoice:
     """A plan for a training on a cluster, and what it was chosen from, from the fastest on.
 
-    alone: seconds of one example on one device by itself, as the plan computes it.
+    alone: seconds of one example on one device by itself, as the plan computes it.  fewer: where ranks share examples,
+    what fewer of them would do that share none, if that is as fast.
     """
 
     job: Job
@@ -64,6 +66,7 @@ class StepChoice:
     chosen: Candidate
     alone: float
     considered: tuple[Candidate, ...] = field(repr=False)
+    fewer: Candidate | None = None
 
     @property
     def plan(self) -> Plan:
@@ -109,7 +112,7 @@ def choose_step(
     near = [one for one in fitting if one.time.total <= EQUAL * least]
     chosen = min(near, key=lambda one: (simplicity(one.plan), one.time.total))
     by_itself = example_seconds(job, alone(chosen.plan), rates, None).total
-    return StepChoice(job, machine, cluster, chosen, by_itself, tuple(looked))
+    return StepChoice(job, machine, cluster, chosen, by_itself, tuple(looked), search.fewer(chosen))
 
 
 def simplicity(plan: Plan) -> tuple[int, int, int]:
@@ -257,6 +260,25 @@ class _Search:
         # Which of its two ways "auto" takes is measured when the run begins; it never takes a worse one.
         known = replace(plan, sync=replace(plan.sync, strategy="plain")) if plan.sync.strategy == "auto" else plan
         return step_seconds(self.job, known, self._examples[example], self.rates, self.cluster)
+
+    def fewer(self, chosen: Candidate) -> Candidate | None:
+        """Return the plan of as many ranks as have other examples, if it fits and takes no longer than the chosen one.
+
+        A cluster that is given is to be used: so this is not chosen, and said.
+        """
+        ranks = chosen.plan.data
+        if ranks == self.cluster.ranks:
+            return None
+        cluster = replace(self.cluster, ranks=ranks, per_node=math.gcd(ranks, self.cluster.per_node))
+        for way in _ways(self.fixed):
+            plan = possible({**vars(chosen.plan), "axial": 1, "branch": 1, "triangle": "auto", "keep_blocks": 0, **way})
+            if plan is not None and not lacking(
+                memory := estimate(self.job, _of_memory(plan), self.machine), self.machine
+            ):
+                example = example_seconds(self.job, plan, self.rates, cluster)
+                time = step_seconds(self.job, plan, example, self.rates, cluster)
+                return Candidate(plan, time, memory) if time.total <= chosen.time.total else None
+        return None
 
     def _add(self, group: Sequence[Plan]) -> None:
         """Add the fastest plan of a group, and the simplest of those that are about as fast."""
