@@ -16,6 +16,7 @@ def test_a_step_and_a_training_are_said_and_drawn(capsys: pytest.CaptureFixture[
     )  # fmt: skip
     assert code == 0, err
     found = json.loads(out)
+    assert found["why"].startswith("data 2 x axial 2, ")
     assert found["plan"] | {"data": 2, "axial": 2, "branch": 1} == found["plan"]
     step = found["step"]
     assert sum(step["parts"].values()) == pytest.approx(step["mean"])
@@ -29,7 +30,9 @@ def test_a_step_and_a_training_are_said_and_drawn(capsys: pytest.CaptureFixture[
 
 
 def test_what_does_not_fit_together_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "does not fill 8" in refused(run(capsys, "simulate", "tiny", "--devices", 8, "--plan.data", 3))
+    fixed = ("--set", "plan.auto=false", "--plan.data", 3)
+    assert "does not fill 8" in refused(run(capsys, "simulate", "tiny", "--devices", 8, *fixed))
+    assert "cannot share a step of 1 so" in refused(run(capsys, "simulate", "tiny", "--devices", 8, "--plan.data", 3))
     assert "not a network" in refused(run(capsys, "simulate", "tiny", "--link", "wifi"))
     assert "nodes must be full" in refused(run(capsys, "simulate", "tiny", "--devices", 12))
     assert "is not known" in refused(run(capsys, "simulate", "tiny", "--device", "GTX 480"))

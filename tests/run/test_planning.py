@@ -358,7 +358,7 @@ def test_ranks_get_the_plan_that_the_first_chooses(tmp_path: Path, rates: Rates)
     assert plan == other
     assert (plan.data, plan.axial) == (1, 2)
     assert "its 2 ranks cannot share 1 example otherwise" in said
-    with pytest.raises(RankError, match="2 ranks cannot share the 1 examples of a step so"):
+    with pytest.raises(RankError, match="2 ranks cannot share a step of 1 so"):
         run_ranks(on_ranks, 2, tmp_path, ["plan.axial=1", "optim.accumulate=1"])
 
 

@@ -139,7 +139,7 @@ def test_given_keys_stay(rates: Rates, fixed: Mapping[str, Any], sync: Mapping[s
 
 
 def test_what_cannot_be_is_refused_with_a_reason(rates: Rates) -> None:
-    with pytest.raises(ValueError, match=r"plan.data = 3: 4 ranks cannot share the 8 examples of a step so"):
+    with pytest.raises(ValueError, match=r"plan.data = 3: 4 ranks cannot share a step of 8 so"):
         choose(training(8), cluster(4), rates, fixed={"data": 3})
     with pytest.raises(ValueError, match="keep_blocks"):
         choose(training(8), cluster(4), rates, fixed={"keep_blocks": 2, "recompute": None})

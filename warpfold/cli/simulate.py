@@ -33,7 +33,7 @@ Node = Annotated[int, runs("Devices of each node.", min=1)]
 Kind = Annotated[str, runs("A GPU that need not be here: A100, H100, H200, B200 ...", "--device")]
 LinkName = Annotated[str, runs("Between nodes: ib400, roce100, eth25, or ib200x4 for four adapters on each.", "--link")]
 ClusterFile = Annotated[Path | None, reads("What `doctor --cluster` measured; else makers' figures.", "--cluster")]
-Data = Annotated[int | None, runs("Examples at the same time; default: as many as there are devices.", "--plan.data")]
+Data = Annotated[int | None, runs("Examples at the same time; what is not given is chosen.", "--plan.data")]
 Passes = Annotated[int | None, decides("Passes before the last, at most; default: the model's.", "--recycles", min=0)]
 Graphs = Annotated[bool, runs("As if graphs held whole steps, messages too; the code's are for one process.")]
 Loaders = Annotated[int | None, runs("Processes of each data rank that make examples; 0: never waited for.", min=0)]
@@ -125,7 +125,7 @@ def _say(found: "SimulatedTraining", price: float | None) -> None:
     given, steps, whole = found.scenario, found.steps, found.training
     plan, cluster = given.plan, given.cluster
     typer.echo(
-        f"{given.ranks} x {cluster.device or given.rates.name}, {cluster.per_node} on each of {cluster.nodes} nodes; "
+        f"{given.ranks} x {cluster.device or given.rates.name}, {cluster.per_node} on each node; "
         f"data {plan.data} x axial {plan.axial} x branch {plan.branch}; {given.job.sizes}; {given.examples} examples a "
         f"step, {plan.precision}; device {given.rates.how}, links {cluster.how}"
     )
@@ -134,9 +134,12 @@ def _say(found: "SimulatedTraining", price: float | None) -> None:
         f"{steps.percentile(95):.3f} s; {given.job.recycles} recycling passes at most), "
         f"{found.examples_per_second:.1f} examples/s; efficiency {found.efficiency:.0%} of one that only computes"
     )
+    if given.said:
+        typer.echo(f"the plan that training would choose: {given.said}")
     names = {"compute": "operations", "exposed": "waits for messages", "launch": "waits for the host's launches",
              "stragglers": "waits for slower ranks", "loader": "waits for examples"}  # fmt: skip
-    rows = [[names[name], f"{seconds:.4f}", f"{seconds / steps.mean:.1%}"] for name, seconds in steps.parts.items()]
+    taken = {names[name]: max(0.0, seconds) for name, seconds in steps.parts.items()}
+    rows = [[name, f"{seconds:.4f}", f"{seconds / steps.mean:.1%}"] for name, seconds in taken.items()]
     show_table(["in the mean", "s", "share"], rows)
     cost = "" if price is None else f", {price * found.device_hours:,.0f} at {price:g} a device-hour"
     typer.echo(f"{given.steps:,} steps: {whole.days:.2f} days, {found.device_hours:,.0f} device-hours{cost}")

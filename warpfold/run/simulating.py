@@ -1,5 +1,6 @@
 """What `warpfold simulate` does: a training of some settings on a cluster that need not be here."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.progress import Progress
 from warpfold.run.config import GivenSettings
 from warpfold.run.planning import training_job
-from warpfold.settings import plain
 from warpfold.tune.cluster.links import LINKS, Cluster, network, read_cluster
+from warpfold.tune.job import Job
+from warpfold.tune.machine import of_sheet, planned_machine
 from warpfold.tune.rates import SHEETS, Rates, measured, of_gpu
 from warpfold.tune.simulate.replay import Span
 from warpfold.tune.simulate.simulation import Scenario, SimulatedTraining, checkpoint_seconds, simulate
 from warpfold.tune.simulate.steps import Chance
 from warpfold.tune.simulate.training import Interruptions
+from warpfold.tune.step_planner import CHOSEN_ON_RANKS, choose_step
+from warpfold.tune.step_words import choice_in_words
 
 
 def described_cluster(devices: int, per_node: int, device: str, link: str) -> Cluster:
@@ -65,36 +69,51 @@ def scenario_of(
 ) -> Scenario:
     """Return what is to be simulated: the training of some settings on all ranks of a cluster.
 
-    plan: keys that are given; data, if it is not, takes the ranks that axial and branch leave.
+    plan: keys that are given; what neither they nor the settings say is chosen, as in `train`.
     more: of the `Scenario`.
-    Errors: UserError for a plan that does not fill the cluster, or that the settings do not allow.
+    Errors: UserError for a plan that does not fill the cluster, that the settings do not allow, or that does not fit.
     """
-    values: dict[str, Any] = {"recompute": "block", **given.values.get("plan", {})}
-    values = {name: value for name, value in values.items() if name != "data" or name in given.own}
-    values |= {name: value for name, value in plan.items() if value is not None}
-    shared = int(values.get("axial", 1)) * int(values.get("branch", 1))
-    if "data" not in values:
-        values["data"] = max(1, cluster.ranks // shared)
-    if values["data"] * shared != cluster.ranks:
-        raise UserError(
-            f"plan: data {values['data']} x axial {values.get('axial', 1)} x branch {values.get('branch', 1)} does not "
-            f"fill {cluster.ranks} devices; give --devices {values['data'] * shared}, or another plan"
-        )
-    config = replace(given, values={**given.values, "plan": plain(values)}).config()
+    asked = {name: value for name, value in plan.items() if value is not None}
+    config = given.config()
     job = training_job(given, config)
     job = job if recycles is None else replace(job, recycles=recycles)
-    built: Plan = config.plan
+    rates = rates_of(cluster, config.plan.precision)
+    chosen, said = (
+        _chosen(given, job, cluster, rates, asked)
+        if given.auto
+        else (replace(config.plan, **dict[str, Any](asked)), "")
+    )
+    if (needed := chosen.data * chosen.axial * chosen.branch) != cluster.ranks:
+        raise UserError(
+            f"plan: data {chosen.data} x axial {chosen.axial} x branch {chosen.branch} does not fill {cluster.ranks} "
+            f"devices; give --devices {needed}, or another plan"
+        )
+    built = given.config(**vars(chosen))
     return Scenario(
         job=job,
-        plan=built,
+        plan=built.plan,
+        said=said,
         cluster=cluster,
-        rates=rates_of(cluster, built.precision),
+        rates=rates,
         examples=config.optim.accumulate,
         steps=config.train.steps,
         chance=chance,
         interruptions=interruptions,
         **more,
     )
+
+
+def _chosen(
+    given: GivenSettings, job: Job, cluster: Cluster, rates: Rates, asked: Mapping[str, int]
+) -> tuple[Plan, str]:
+    """Return the plan that a training would choose on a cluster, and why.  Errors: UserError where there is none."""
+    fixed, sync = given.fixed_on_ranks(CHOSEN_ON_RANKS)
+    machine = planned_machine(of_sheet(cluster.device), None, cluster.ranks)
+    try:
+        choice = choose_step(job, machine, cluster, rates, {**fixed, **asked}, sync)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return choice.plan, choice_in_words(choice)
 
 
 def chance_of(workers: int | None, example: float | None, slow: float, spread: float | None) -> Chance:

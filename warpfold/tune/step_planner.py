@@ -147,7 +147,7 @@ def rough_plans(job: Job, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapp
         Plan(**fixed)  # says what is wrong with the keys themselves
         given = ", ".join(f"plan.{key} = {fixed[key]}" for key in ("data", "axial", "branch", "batch") if key in fixed)
         raise ValueError(
-            f"{given or 'the plan'}: {cluster.ranks} ranks cannot share the {examples_of(job)} examples of a step so; "
+            f"{given or 'the plan'}: {cluster.ranks} ranks cannot share a step of {examples_of(job)} so; "
             "data x axial x branch must be the number of ranks, and data x batch divide optim.accumulate"
         )
     return groups

@@ -38,12 +38,12 @@ def choice_in_words(choice: StepChoice) -> str:
     """Return the plan that was chosen, what it needs and takes, and why it is this one; one line."""
     chosen = choice.chosen
     assert chosen.memory is not None
-    share = choice.efficiency(chosen)
-    return (
-        f"{describe_ranks_plan(choice.plan)}: {memory_of_free(chosen.memory, choice.machine)}, about "
-        f"{step_time(chosen.time.total)} a step, {100 * share:.0f} % of what {choice.cluster.ranks} devices do alone; "
-        f"{why(choice)}"
-    )
+    taken = f"{memory_of_free(chosen.memory, choice.machine)}, about {step_time(chosen.time.total)} a step"
+    said = [f"{describe_ranks_plan(choice.plan)}: {taken}", why(choice)]
+    if choice.cluster.ranks > 1:
+        share = 100 * choice.efficiency(chosen)
+        said[0] += f", {share:.0f} % of what {choice.cluster.ranks} devices do alone"
+    return "; ".join(part for part in said if part)
 
 
 def why(choice: StepChoice) -> str:
@@ -56,7 +56,7 @@ def why(choice: StepChoice) -> str:
         least = min(others, key=lambda one: one.time.total)
         ratio = least.time.total / chosen.time.total
         said.append(f"{describe_grid(least.plan)} would take {ratio:.2f} times as long")
-    elif not faster:
+    elif not faster and choice.cluster.ranks > 1:
         examples = examples_of(choice.job)
         said.append(f"its {choice.cluster.ranks} ranks cannot share {examples} example{'s' * (examples > 1)} otherwise")
     return "; ".join(said)

@@ -20,6 +20,7 @@ from warpfold.tune.simulate.training import STATES, Interruptions, WholeTraining
 class Scenario:
     """What is simulated.  examples: of a step, on all ranks; steps: of the whole training.
 
+    said: why this plan, where it was chosen.
     graphs: as if graphs of the device held whole steps, messages included (the code's graphs are for one process).
     """
 
@@ -32,6 +33,7 @@ class Scenario:
     chance: Chance = field(default_factory=Chance)
     interruptions: Interruptions = field(default_factory=Interruptions)
     graphs: bool = False
+    said: str = ""
     drawn: int = 300  # steps that are drawn
     seed: int = 0
 
@@ -75,6 +77,7 @@ class SimulatedTraining:
         return {
             "ranks": given.ranks,
             "plan": {name: getattr(given.plan, name) for name in ("data", "axial", "branch", "recompute", "precision")},
+            "why": given.said,
             "rates": {"device": given.rates.name, "how": given.rates.how},
             "cluster": asdict(given.cluster),
             "examples_per_step": given.examples,
