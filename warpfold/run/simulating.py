@@ -73,7 +73,7 @@ def scenario_of(
     more: of the `Scenario`.
     Errors: UserError for a plan that does not fill the cluster, that the settings do not allow, or that does not fit.
     """
-    asked = {name: value for name, value in plan.items() if value is not None}
+    asked: dict[str, Any] = {name: value for name, value in plan.items() if value is not None}
     config = given.config()
     job = training_job(given, config)
     job = job if recycles is None else replace(job, recycles=recycles)
