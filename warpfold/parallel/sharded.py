@@ -248,7 +248,7 @@ class ShardedStack:
         for step, layout in steps:
             other = None if step.other is None else held[step.other]
             layer = step.layer
-            if not can_be_cut(layer):
+            if not can_be_cut(layer) or (self.plan.axial == 1 and self.plan.chunk is None):  # it is one operation then
                 x = self._plain(step, x, mask[step.masked], other, layout)
                 continue
             run = self.compiled.get(layer, layer)
@@ -261,7 +261,7 @@ class ShardedStack:
     def _plain(
         self, step: Step, x: ShardedTensor, mask: Mask, other: ShardedTensor | None, layout: StepLayout
     ) -> ShardedTensor:
-        """Run a step that only knows whole tensors, where every rank has them: one axial rank, two branches."""
+        """Run a step on whole tensors, where every rank has them: one axial rank, two branches."""
         others = () if other is None else (other.along(other.present),)
         return self._leave(x, x.present, step.layer(x.along(x.present), mask[x.present], *others), layout)
 

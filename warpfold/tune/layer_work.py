@@ -69,7 +69,6 @@ class Copies:
 # of slices timed with four rows.
 COPIES = {
     "whole": (Copies(0.3, 0, 1), Copies(0.45, 0, 6)),
-    "branch": (Copies(0.8, 0, 1.6), Copies(1.8, 0, 8)),
     "slices": (Copies(1, 0, 8), Copies(1, 0, 8)),
     "gather": (Copies(2.1, 0.24, 4.2, 0.35), Copies(3.1, 0.6, 10.5, 0.9)),
     "channels": (Copies(2.95, 0.03, 5.2, 0.55), Copies(4.3, 0.12, 11.5, 1.2)),
@@ -122,7 +121,7 @@ def _layer(
     layer: LayerSizes, model: ModelConfig, sizes: ExampleSizes, plan: Plan, forward: bool
 ) -> Iterator[LayerWork]:
     """Yield the calls of all layers of this kind: of every block, and of every template."""
-    itemsize, sliced, ranks = DTYPES[plan.precision].itemsize, plan.chunk is not None, plan.axial * plan.branch > 1
+    itemsize, sliced, ranks = DTYPES[plan.precision].itemsize, plan.chunk is not None, plan.axial > 1
     times, together = _count(layer, model, sizes)
     if together > 1 and (sliced or layer.kind == "triangle product"):  # each template alone: its profile knows squares
         times, layer = times * together, replace(layer, rows=layer.rows // together, batches=1)
@@ -160,7 +159,7 @@ def _projections(layer: LayerSizes, ranks: bool) -> tuple[LayerSizes, ...]:
 def _copies(model: ModelConfig, sizes: ExampleSizes, plan: Plan) -> tuple["Copies", "Copies"]:
     """Return what torch does around our operations of a layer, forward and backward."""
     if plan.axial == 1:
-        return COPIES["branch" if plan.branch > 1 else "whole" if plan.chunk is None else "slices"]
+        return COPIES["whole" if plan.chunk is None else "slices"]
     itemsize, pair = DTYPES[plan.precision].itemsize, model.evoformer.pair
     channels = plan.by_channels(sizes.residues, plan.axial, pair.c_triangle, model.c_z, itemsize)
     return COPIES["channels" if channels else "gather"]
