@@ -124,7 +124,7 @@ class SpareValidation(Validation):
         return self._wait(step) if step == self.config.train.steps else 0
 
     def _hear(self, due: bool = False) -> None:
-        """On rank 0, ask spares for what is next, and log what they have found; notice a signal, and if one is gone.
+        """Ask spares for what is next, and log what they have found, on rank 0; notice a signal, and if one is gone.
 
         due: a checkpoint is about to be saved, for which the one before has to be written; else nothing waits for that.
         """

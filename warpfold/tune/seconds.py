@@ -34,7 +34,7 @@ RANKS, OFFLOAD, OPTIMIZER = "between ranks", "to host memory and back", "optimiz
 LAUNCHES = "the host's launches"  # that the device waits for
 
 
-class Part(NamedTuple):
+class LayerTime(NamedTuple):
     """The name of a layer, seconds of the device, and seconds in which the host launches that."""
 
     layer: str
@@ -42,7 +42,7 @@ class Part(NamedTuple):
     launching: float = 0.0
 
 
-Parts = Iterator[Part]
+Parts = Iterator[LayerTime]
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def optimizer_seconds(job: Job, rates: Rates, numbers: int, shards: int = 1) -> 
 
 def _times(count: float, parts: Parts) -> Parts:
     if count:
-        yield from (Part(layer, count * seconds, count * launching) for layer, seconds, launching in parts)
+        yield from (LayerTime(layer, count * seconds, count * launching) for layer, seconds, launching in parts)
 
 
 def _trunk(job: Job, plan: Plan, rates: Rates, which: PassName, cluster: Cluster | None) -> Parts:
@@ -142,11 +142,11 @@ def _trunk(job: Job, plan: Plan, rates: Rates, which: PassName, cluster: Cluster
         yield from parts
         yield from waits
         return
-    halves: dict[str, list[Part]] = {"m": [], "z": [], "": []}
+    halves: dict[str, list[LayerTime]] = {"m": [], "z": [], "": []}
     for part in parts:
         halves[_half(part.layer, job.model)].append(part)
     for half, seconds, _ in waits:
-        halves[half].append(Part(RANKS, seconds))
+        halves[half].append(LayerTime(RANKS, seconds))
     yield from halves[""]
     yield from max((halves["m"], halves["z"]), key=lambda found: sum(part.seconds for part in found))
 
@@ -165,17 +165,17 @@ def _half(layer: str, model: ModelConfig) -> str:
     return "m" if name.startswith(("msa", "global")) else "z"
 
 
-def _part(work: LayerWork, rates: Rates, which: PassName, dtype: torch.dtype, batch: int = 1) -> Part:
+def _part(work: LayerWork, rates: Rates, which: PassName, dtype: torch.dtype, batch: int = 1) -> LayerTime:
     """Return what an operation takes for one example; those of a batch share its calls."""
     seconds = rates.seconds(work.op, which, scaled(work.cost, batch), work.calls, dtype)
-    return Part(work.layer, seconds / batch, rates.launching(work.op, which, work.calls) / batch)
+    return LayerTime(work.layer, seconds / batch, rates.launching(work.op, which, work.calls) / batch)
 
 
 def _losses(job: Job, plan: Plan, rates: Rates, which: PassName) -> Parts:
     assert job.loss is not None
     for work in loss_work(job.model, job.sizes, plan, which == "training", job.loss.violation > 0):
         layer, seconds, launching = _part(work, rates, which, torch.float32)
-        yield Part(layer, seconds / plan.axial, launching)
+        yield LayerTime(layer, seconds / plan.axial, launching)
 
 
 def _outside(job: Job, plan: Plan, rates: Rates, passes: float, backward: bool) -> Parts:
@@ -192,7 +192,7 @@ def _outside(job: Job, plan: Plan, rates: Rates, passes: float, backward: bool) 
         together = 1 if key.part == LOSSES else plan.batch  # the loss of each example is computed by itself
         # Ranks share what is of pairs and alignments, which is nearly all, but all of them make the calls.
         times, launching = 1 if once else passes, rates.launching(OUTSIDE, which, work.calls)
-        yield Part(key.part, times * (calls / together + (whole - calls) * share), times * launching / together)
+        yield LayerTime(key.part, times * (calls / together + (whole - calls) * share), times * launching / together)
 
 
 @lru_cache(maxsize=64)
@@ -216,7 +216,7 @@ def _between_ranks(job: Job, plan: Plan, rates: Rates, backward: bool, cluster: 
         else:
             where = place(cluster, plan.data, plan.axial, plan.branch, group)
             seconds = sent.calls * collective_seconds(move.kind, sent.bytes / sent.calls, where, cluster)
-        yield Part(half if plan.branch > 1 else RANKS, blocks * seconds)
+        yield LayerTime(half if plan.branch > 1 else RANKS, blocks * seconds)
 
 
 def example_moves(job: Job, plan: Plan) -> Iterator[tuple[GroupName, str, Move, int]]:
@@ -251,4 +251,4 @@ def _offloaded(job: Job, plan: Plan, rates: Rates) -> Parts:
         passes = (job.recycles + 1) * model.ensemble
         moved = 2 * z * PAIR_LAYERS * blocks * passes
         hidden = passes * _computing(job, plan, rates, "forward")
-    yield Part(OFFLOAD, max(0.0, moved / rates.host.bandwidth - hidden))
+    yield LayerTime(OFFLOAD, max(0.0, moved / rates.host.bandwidth - hidden))
