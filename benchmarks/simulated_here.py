@@ -2,10 +2,10 @@
 
     sudo python benchmarks/simulated_here.py --out benchmarks/results/simulated-here-NAME.json     (some 20 minutes)
 
-Both are of steps that nothing disturbs: rates are the least of some runs, so the least of some steps is compared; the
-median stands beside it.  The nodes are network namespaces (link.py), two processes on each where there are four.  Rates
-of operations are measured by all processes at the same time, between the steps; links as a run measures them.  The
-machine must be quiet, and have a core for each process or the figures are of processes that wait for each other.
+Rates are medians of some runs, so the median of some steps is compared; the least stands beside it.  The nodes are
+network namespaces (link.py), two processes on each where there are four.  Rates of operations are measured by all
+processes at the same time, between the steps; links as a run measures them.  A step is the slowest rank's.  The machine
+must be quiet, and have a core for each process or the figures are of processes that wait for each other.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from link import Shape, refusal, run_ranks
 
+from warpfold.device import keep_memory
 from warpfold.engine.optim import Optimizer
 from warpfold.model.alphafold import AlphaFold
 from warpfold.parallel.execution import Execution
@@ -38,7 +39,7 @@ from warpfold.tune.cluster.probe import measure_cluster
 from warpfold.tune.example import ExampleSizes, random_example, shortened
 from warpfold.tune.job import Job
 from warpfold.tune.memory import train_on_example
-from warpfold.tune.rates import MEASURED, TORCH, measured
+from warpfold.tune.rates import measured
 from warpfold.tune.simulate.record import Operation, RecordedStep, record
 from warpfold.tune.simulate.replay import Pace, replay
 
@@ -57,6 +58,7 @@ def the_job(residues: int, blocks: int) -> Job:
 
 def timed_steps(job: Job, plan: Plan) -> Iterator[float]:
     """Yield the seconds of one step after another, of the slowest rank each time; the first one warms up."""
+    keep_memory()
     mesh = make_mesh(plan.data, plan.axial, plan.branch)
     torch.manual_seed(0)
     model = AlphaFold(job.model).train()
@@ -80,21 +82,16 @@ def timed_steps(job: Job, plan: Plan) -> Iterator[float]:
 
 def simulated(schedule: RecordedStep, plan: Plan, cluster: Cluster) -> dict[str, Any]:
     """Return what the simulation says of a step; all ranks measure the same rates at the same time."""
-    dtype = DTYPES[plan.precision]
-    rates = measured("cpu", dtype)
-    keys = sorted(
-        {
-            (entry.op if entry.op in MEASURED else TORCH, entry.which if entry.op in MEASURED else "forward", kind)
-            for entry in schedule.step(0)
-            if isinstance(entry, Operation)
-            for kind in [str(entry.dtype)]
-        }
-    )
-    for op, which, kind in keys:
-        dist.barrier()
-        _ = rates.ops[op, "forward" if op == TORCH else which, getattr(torch, kind.removeprefix("torch."))]  # type: ignore[index]
-    found = replay(schedule.step(0), plan, Pace.of(rates, cluster))
-    return {"seconds": found.seconds, "compute": found.compute, "exposed": found.exposed, "sent": found.sent}
+    pace, asked = Pace.of(measured("cpu", DTYPES[plan.precision]), cluster), set[tuple[str, str, str]]()
+    for entry in schedule.step(0):
+        if isinstance(entry, Operation) and (key := (entry.op, entry.phase, str(entry.dtype))) not in asked:
+            asked.add(key)
+            dist.barrier()
+            pace.seconds(entry)
+    found = replay(schedule.step(0), plan, pace)
+    slowest = torch.tensor([found.seconds, found.compute, found.exposed])  # of the ranks, as of a step
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return {**dict(zip(("seconds", "compute", "exposed"), slowest.tolist())), "sent": found.sent}
 
 
 def figures(plan: Plan, job: Job, rounds: int, per_node: int) -> Iterator[dict[str, Any]]:
@@ -107,8 +104,8 @@ def figures(plan: Plan, job: Job, rounds: int, per_node: int) -> Iterator[dict[s
     before = list(islice(steps, rounds))
     said = simulated(schedule, plan, cluster)
     spent = [*before, *islice(steps, rounds)]  # other programs slow some of them: half before the rates, half after
-    least, middle = min(spent), statistics.median(spent)
-    yield {"measured": least, "median": middle, "simulated": said, "cluster": plain(cluster)}
+    middle, least = statistics.median(spent), min(spent)
+    yield {"measured": middle, "least": least, "simulated": said, "cluster": plain(cluster)}
 
 
 def main() -> None:
@@ -140,7 +137,7 @@ def main() -> None:
         (found,) = run_ranks(figures, ranks, shape, plan, job, arguments.rounds, per_node)
         off = found["simulated"]["seconds"] / found["measured"] - 1
         report["rows"].append({"name": name, **found, "off": round(off, 3), "within": abs(off) <= BAR})
-        took = f"{found['measured']:8.3f} ({found['median']:.3f}) {found['simulated']['seconds']:8.3f}"
+        took = f"{found['measured']:8.3f} ({found['least']:.3f}) {found['simulated']['seconds']:8.3f}"
         print(f"{name:40} {took} {off:+7.1%}", flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -16,9 +16,21 @@ from warpfold.tune.cases import PROFILES
 from warpfold.tune.example import ExampleSizes, ModelBench
 from warpfold.tune.job import Job
 from warpfold.tune.layer_work import COPY, PRODUCT, trunk_work
-from warpfold.tune.outside import OutsideKey, OutsideRun, outside_work
+from warpfold.tune.outside import OUTSIDE, OutsideKey, OutsideRun, outside_work
 from warpfold.tune.profile import Cost
-from warpfold.tune.rates import MEASURED, NEAR, TORCH, PassName, Rate, RateKey, Rates, fitted, measured, of_gpu
+from warpfold.tune.rates import (
+    MEASURED,
+    NEAR,
+    TORCH,
+    PassName,
+    Rate,
+    RateKey,
+    Rates,
+    _Timer,
+    fitted,
+    measured,
+    of_gpu,
+)
 from warpfold.tune.seconds import LAUNCHES, OFFLOAD, RANKS, TimeEstimate, estimate_seconds
 from warpfold.tune.step_profile import counted_work
 
@@ -199,7 +211,7 @@ def test_a_gpu_that_is_not_known_is_refused() -> None:
 def test_a_forward_rate_does_not_stand_in_for_a_backward_pass(rates: Rates) -> None:
     rate, dtypes = Rate(1e-5), (torch.float32, torch.bfloat16)
     known = {(op, "forward", dtype): rate for op in (*MEASURED, TORCH) for dtype in dtypes}
-    forward = replace(rates, tops={}, ops=known)
+    forward = replace(rates, how="measured", tops={}, ops=known)
     assert estimate_seconds(job(), SLICES, forward).total > 0
     with pytest.raises(ValueError, match=r"no rate of \w+, (training|backward), torch.float32 of A100"):
         estimate_seconds(job(LossConfig()), Plan(), forward)
@@ -212,6 +224,20 @@ def test_what_nobody_asks_for_is_not_measured(which: PassName) -> None:
     key: RateKey = ("outer_product", which, torch.float32)
     assert found.ops[key].call >= 0
     assert set(found.ops) - before == {key}
+
+
+@pytest.mark.parametrize("which", ["forward", "training", "backward"])
+def test_a_call_of_torch_in_a_model_costs_what_calls_outside_of_the_trunk_do(which: PassName) -> None:
+    """In a loop of its own it has no views, no autograd and little Python around it."""
+    found = measured("cpu", torch.float32, clock=FakeClock())
+    assert found.ops[TORCH, which, torch.float32].call == found.ops[OUTSIDE, which, torch.float32].call > 0
+
+
+def test_a_rate_is_that_of_the_middle_run() -> None:
+    """A run in which others have a core for themselves, or lose it, says nothing of a step, which is a sum."""
+    marks = iter([0.0, 1.0, 1.0, 1.5, 2.0, 3.1, 4.0, 13.0])  # runs of 1 (the first), 0.5, 1.1 and 9 seconds
+    timer = _Timer(torch.device("cpu"), lambda: next(marks))
+    assert timer.seconds(lambda: None) == pytest.approx(1.1)
 
 
 def test_rates_do_not_serve_a_dtype_that_they_do_not_have(rates: Rates) -> None:

@@ -6,6 +6,7 @@ long, so that a size between them is met.
 """
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
@@ -63,8 +64,8 @@ class Rates:
     """What a device does per second, and how that is known.
 
     tops: what it can do at best, by dtype.  ops: of an operation, pass and dtype.  efficiency: the share of `tops` that
-    an operation without a rate of its own reaches; call: seconds of a call of torch's.  link: between ranks, host:
-    between the device and host memory.
+    an operation without a rate of its own reaches; call: seconds of a call of torch's, which `ops` have in them.
+    link: between ranks, host: between the device and host memory.
     """
 
     name: str
@@ -82,11 +83,10 @@ class Rates:
 
         Errors: ValueError for a dtype for which nothing is known.
         """
-        own = op not in (TORCH, COPY)
-        rate = self.ops.get((op, which, dtype) if own else (TORCH, "forward", dtype))
+        rate = self.ops.get((TORCH if op == COPY else op, which, dtype))
         if rate is not None:
             return rate.seconds(cost, calls)
-        if self.ops:
+        if self.how == "measured":
             raise ValueError(f"no rate of {op}, {which}, {dtype} of {self.name}")
         if dtype not in self.tops:
             known = ", ".join(sorted(str(one).removeprefix("torch.") for one in self.tops))
@@ -95,7 +95,7 @@ class Rates:
 
     def launching(self, op: str, which: PassName, calls: float) -> float:
         """Return how long the host launches so many calls, while the device works; 0 where measured rates have it."""
-        return 0.0 if self.ops else self.call * kernels_of(op, which) * calls
+        return 0.0 if self.how == "measured" else self.call * kernels_of(op, which) * calls
 
 
 class Sheet(NamedTuple):
@@ -170,8 +170,7 @@ def _measured(device: torch.device, dtype: torch.dtype, clock: Clock, threads: i
     name = f"this {'CPU' if device.type == 'cpu' else torch.cuda.get_device_name(device)}"
     link = LINKS["gloo" if device.type == "cpu" else "NVLink 4"]
     ops = _MeasuredOps(device, clock)
-    call = ops[TORCH, "forward", dtype].call
-    return Rates(name, "measured", device.type, {}, call, link, HOST[device.type], 1.0, ops)
+    return Rates(name, "measured", device.type, {}, 0.0, link, HOST[device.type], 1.0, ops)
 
 
 def kernels_of(op: str, which: PassName) -> int:
@@ -184,16 +183,31 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self.device, self.clock, self.found = device, clock, dict[RateKey, Rate]()
+        self.loops = dict[torch.dtype, Rate]()  # of torch's operations, each in a loop of its own
 
     def __getitem__(self, key: RateKey) -> Rate:
         if key not in self.found:
-            op, which, dtype = key
-            if op not in MEASURED or (op == TORCH and which != "forward"):
-                raise KeyError(key)
-            usual = USUAL if op == TORCH else self._usual(dtype)
-            with torch.inference_mode(False), torch.set_grad_enabled(which != "forward"):
-                self.found[key] = fitted(list(_Timer(self.device, self.clock).points(op, which, dtype)), usual)
+            self.found[key] = self._of_torch(*key[1:]) if key[0] == TORCH else self._timed(key, self._usual(key[2]))
         return self.found[key]
+
+    def _timed(self, key: RateKey, usual: Rate) -> Rate:
+        op, which, dtype = key
+        if op not in MEASURED:
+            raise KeyError(key)
+        with torch.inference_mode(False), torch.set_grad_enabled(which != "forward"):
+            return fitted(list(_Timer(self.device, self.clock).points(op, which, dtype)), usual)
+
+    def _of_torch(self, which: PassName, dtype: torch.dtype) -> Rate:
+        """Return what torch's own operations take in a model: a call has its views, Python and autograd around it.
+
+        That is ten times what it takes in a loop of its own.
+        """
+        return replace(self._loops(dtype), call=self[OUTSIDE, which, torch.float32].call)
+
+    def _loops(self, dtype: torch.dtype) -> Rate:
+        if dtype not in self.loops:
+            self.loops[dtype] = self._timed((TORCH, "forward", dtype), USUAL)
+        return self.loops[dtype]
 
     def __iter__(self) -> Iterator[RateKey]:
         return iter(self.found)
@@ -203,7 +217,7 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
 
     def _usual(self, dtype: torch.dtype) -> Rate:
         """Return what torch's own operations take, where that is not far less than usual."""
-        torchs = astuple(self[TORCH, "forward", dtype])[1:]
+        torchs = astuple(self._loops(dtype))[1:]
         return Rate(USUAL.call, *(max(t, u / 10) for t, u in zip(torchs, astuple(USUAL)[1:])))
 
 
@@ -328,13 +342,13 @@ class _Timer:
             yield cost, self.seconds(partial(torch.mm, a, b)), 1
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the least of some runs after a first one, each with little of its own left in a core's own cache.
+        """Return the median of some runs after a first one, each with little of its own left in any cache.
 
-        So operations find them in a model: a small one takes twice as long as when it is repeated, but with nothing
-        in any cache all take a tenth longer than in a block.
+        So operations find them in a step, which is long, and the sum of many: the least of some runs is a lucky turn's,
+        up to half of what operations take on average where ranks share cores.
         """
-        first = self._once(run)
-        return min(self._once(run) for _ in range(3 if first < 0.003 else 2))
+        self._once(run)
+        return statistics.median(self._once(run) for _ in range(3))
 
     def _once(self, run: Callable[[], object]) -> float:
         self.others.add_(1)
@@ -350,7 +364,7 @@ class _Timer:
     @cached_property
     def others(self) -> torch.Tensor:
         """What fills the caches."""
-        return torch.zeros(2**19 if self.device.type == "cpu" else 2**26, device=self.device)
+        return torch.zeros(2**23 if self.device.type == "cpu" else 2**26, device=self.device)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from warpfold.parallel.plan import Plan
 from warpfold.tune.cluster.links import Cluster, Link
 from warpfold.tune.profile import Cost
-from warpfold.tune.rates import TORCH, of_gpu
-from warpfold.tune.simulate.record import Await, Begin, Entry, Operation
+from warpfold.tune.rates import TORCH, PassName, Rate, of_gpu
+from warpfold.tune.simulate.record import Await, Begin, Entry, Operation, Phase
 from warpfold.tune.simulate.replay import Pace, Span, replay
 
 FREE, SLOW = Link(0.0, math.inf), Link(1e-6, 1e9)
@@ -90,6 +90,19 @@ def test_a_link_that_alone_is_slower_never_makes_a_step_shorter(entries, link, l
     fast = pace(overlap=overlap)
     slow = replace(fast.cluster, **{link: Link(SLOW.latency * later, SLOW.bandwidth / narrower)})
     assert replay(entries, PLAN, fast).seconds <= replay(entries, PLAN, replace(fast, cluster=slow)).seconds + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("phase", "seconds"), [("early", 1.0), ("forward", 2.0), ("recomputed", 2.0), ("backward", 3.0)]
+)
+def test_by_measured_rates_a_call_of_torch_takes_what_its_pass_makes_of_it(phase: Phase, seconds: float) -> None:
+    calls: dict[PassName, float] = {"forward": 1.0, "training": 2.0, "backward": 3.0}
+    ops = {(TORCH, which, torch.float32): Rate(call) for which, call in calls.items()}
+    rates = replace(of_gpu("H100"), how="measured", tops={}, ops=ops)
+    measured = Pace.of(rates, pace().cluster)
+    assert measured.seconds(Operation(TORCH, "forward", Cost(0, 0, 0), torch.float32, 1, phase)) == seconds
+    unknown = Operation("dropout_factors", "training", Cost(0, 0, 0), torch.float32, 30, phase)
+    assert measured.seconds(unknown) == 30 * seconds  # it is what torch does within it
 
 
 def test_a_slower_link_is_felt_once_it_is_no_longer_hidden() -> None:

@@ -6,17 +6,20 @@ devices of a node, another the nodes); the computing stream waits for it where t
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import cast, get_args
 
 from warpfold.parallel.plan import Plan
 from warpfold.tune.cluster.collectives import GroupName, Kind, Placement, collective_seconds, place
 from warpfold.tune.cluster.links import Cluster
-from warpfold.tune.rates import KERNEL, MEASURED, TORCH, Rates
+from warpfold.tune.rates import KERNEL, MEASURED, TORCH, PassName, Rates
 from warpfold.tune.simulate.record import Begin, Entry, Operation, Phase
 
 WITHIN, BETWEEN = "within a node", "between nodes"
+PASS: Mapping[Phase, PassName] = {  # in which torch's own operations are
+    "early": "forward", "forward": "training", "recomputed": "training", "backward": "backward", "update": "forward"
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ class Pace:
     @classmethod
     def of(cls, rates: Rates, cluster: Cluster, graphs: bool = False) -> "Pace":
         """Return the pace of a device: rates of a data sheet leave out what launches take."""
-        sheet = not rates.ops
+        sheet = rates.how == "modelled"
         return cls(
             rates=rates,
             cluster=cluster,
@@ -47,10 +50,10 @@ class Pace:
 
     def seconds(self, entry: Operation) -> float:
         """Return what an operation takes on the device, once it has begun."""
-        if self.rates.ops:
-            known = entry.op in MEASURED
-            op = entry.op if known else TORCH
-            return self.rates.seconds(op, entry.which if known else "forward", entry.cost, 1, entry.dtype)
+        if self.rates.how == "measured":
+            if entry.op in MEASURED and entry.op != TORCH:
+                return self.rates.seconds(entry.op, entry.which, entry.cost, 1, entry.dtype)
+            return self.rates.seconds(TORCH, PASS[entry.phase], entry.cost, max(1, entry.launches), entry.dtype)
         return self.kernel * entry.launches + self.rates.tops[entry.dtype].limit(entry.cost) / self.rates.efficiency
 
 
