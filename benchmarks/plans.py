@@ -1,6 +1,6 @@
 """Is the plan that is chosen as good as the best?  Trainings on 2 and 4 ranks over three links, every plan for real.
 
-    sudo python benchmarks/plans.py --out benchmarks/results/plans-NAME.json        (less than ten minutes on two cores)
+    sudo python benchmarks/plans.py --out benchmarks/results/plans-NAME.json       (some 20 minutes on two cores)
     sudo python benchmarks/plans.py --minutes 1 --ranks 2 --links slow              (two ranks, one link)
 
 Two nodes are network namespaces (link.py); where these are not permitted, the reason is printed and the ranks speak
@@ -172,7 +172,7 @@ def cases(ranks: int, seconds: float) -> Iterator[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the results go, as JSON")
-    parser.add_argument("--minutes", type=float, default=9.0, help="about how long all of it may take")
+    parser.add_argument("--minutes", type=float, default=18.0, help="about how long all of it may take")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=[2, 4])
     parser.add_argument("--links", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     arguments = parser.parse_args()
