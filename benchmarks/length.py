@@ -40,8 +40,9 @@ from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.tune.example import ExampleSizes, random_example, shortened
 from warpfold.tune.job import Job
 from warpfold.tune.machine import describe
+from warpfold.tune.measured_rates import measured
 from warpfold.tune.memory import TRUTH, estimate_memory, predict_example
-from warpfold.tune.rates import measured, of_gpu
+from warpfold.tune.rates import of_gpu
 from warpfold.tune.seconds import estimate_seconds
 
 PTM = ModelConfig(heads=HeadsConfig(pae=True), recycles=0)

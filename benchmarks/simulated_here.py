@@ -38,8 +38,8 @@ from warpfold.tune.cluster.links import Cluster, one_node
 from warpfold.tune.cluster.probe import measure_cluster
 from warpfold.tune.example import ExampleSizes, random_example, shortened
 from warpfold.tune.job import Job
+from warpfold.tune.measured_rates import measured
 from warpfold.tune.memory import train_on_example
-from warpfold.tune.rates import measured
 from warpfold.tune.simulate.record import Operation, RecordedStep, record
 from warpfold.tune.simulate.replay import Pace, replay
 

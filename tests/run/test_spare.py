@@ -279,7 +279,8 @@ def test_a_spare_that_sees_other_files_is_refused(
 def test_when_a_rank_is_lost_its_spares_end_and_say_why(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, ranks: int
 ) -> None:
-    monkeypatch.setattr(heartbeat, "GONE", 1.0)
+    if how == "is killed":  # who fails has half a minute to say why, on a busy machine too
+        monkeypatch.setattr(heartbeat, "GONE", 1.0)
 
     def end(row: Row) -> None:
         if row["kind"] == "step" and row["step"] == 2:

@@ -16,21 +16,10 @@ from warpfold.tune.cases import PROFILES
 from warpfold.tune.example import ExampleSizes, ModelBench
 from warpfold.tune.job import Job
 from warpfold.tune.layer_work import COPY, PRODUCT, trunk_work
+from warpfold.tune.measured_rates import MEASURED, _Timer, fitted, measured
 from warpfold.tune.outside import OUTSIDE, OutsideKey, OutsideRun, outside_work
 from warpfold.tune.profile import Cost
-from warpfold.tune.rates import (
-    MEASURED,
-    NEAR,
-    TORCH,
-    PassName,
-    Rate,
-    RateKey,
-    Rates,
-    _Timer,
-    fitted,
-    measured,
-    of_gpu,
-)
+from warpfold.tune.rates import NEAR, TORCH, PassName, Rate, RateKey, Rates, of_gpu
 from warpfold.tune.seconds import LAUNCHES, OFFLOAD, RANKS, TimeEstimate, estimate_seconds
 from warpfold.tune.step_profile import counted_work
 

@@ -15,7 +15,8 @@ from warpfold.run.planning import training_job
 from warpfold.tune.cluster.links import LINKS, Cluster, network, read_cluster
 from warpfold.tune.job import Job
 from warpfold.tune.machine import of_sheet, planned_machine
-from warpfold.tune.rates import SHEETS, Rates, measured, of_gpu
+from warpfold.tune.measured_rates import measured
+from warpfold.tune.rates import SHEETS, Rates, of_gpu
 from warpfold.tune.simulate.replay import Span
 from warpfold.tune.simulate.simulation import Scenario, SimulatedTraining, checkpoint_seconds, simulate
 from warpfold.tune.simulate.steps import Chance

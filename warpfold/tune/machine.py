@@ -16,7 +16,8 @@ import torch
 from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory
 from warpfold.ops.triton.launch import table_for
-from warpfold.tune.rates import SHEETS, Rates, measured, of_gpu
+from warpfold.tune.measured_rates import measured
+from warpfold.tune.rates import SHEETS, Rates, of_gpu
 
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 # Of the makers' data sheets, as in tune/rates.py: bytes of a device; an A100 and an L4 or A10 also come with less.

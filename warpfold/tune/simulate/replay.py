@@ -13,7 +13,8 @@ from typing import cast, get_args
 from warpfold.parallel.plan import Plan
 from warpfold.tune.cluster.collectives import GroupName, Kind, Placement, collective_seconds, place
 from warpfold.tune.cluster.links import Cluster
-from warpfold.tune.rates import KERNEL, MEASURED, TORCH, PassName, Rates
+from warpfold.tune.measured_rates import MEASURED
+from warpfold.tune.rates import KERNEL, TORCH, PassName, Rates
 from warpfold.tune.simulate.record import Begin, Entry, Operation, Phase
 
 WITHIN, BETWEEN = "within a node", "between nodes"
