@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import combinations
 
@@ -67,7 +67,8 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
         if op not in MEASURED:
             raise KeyError(key)
         with torch.inference_mode(False), torch.set_grad_enabled(which != "forward"):
-            return fitted(list(_Timer(self.device, self.clock).points(op, which, dtype)), usual)
+            timer = _Timer(self.device, self.clock)
+            return replace(fitted(list(timer.points(op, which, dtype)), usual), spread=timer.spread)
 
     def _of_torch(self, which: PassName, dtype: torch.dtype) -> Rate:
         """Return what torch's own operations take in a model: a call has its views, Python and autograd around it.
@@ -89,8 +90,8 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
 
     def _usual(self, dtype: torch.dtype) -> Rate:
         """Return what torch's own operations take, where that is not far less than usual."""
-        torchs = astuple(self._loops(dtype))[1:]
-        return Rate(USUAL.call, *(max(t, u / 10) for t, u in zip(torchs, astuple(USUAL)[1:])))
+        torchs = astuple(self._loops(dtype))[1:5]
+        return Rate(USUAL.call, *(max(t, u / 10) for t, u in zip(torchs, astuple(USUAL)[1:5])))
 
 
 NARROW = replace(ModelConfig(), c_m=32, c_z=32, c_e=16)
@@ -113,6 +114,7 @@ FEW = 3  # layers of a size that an operation is timed at
 LARGE = 2**23  # bytes of a case at most
 PARTS = ((8, 16), (16, 64), (64, 64), (4, 192), (32, 192))  # rows of a slice, and residues
 MEASURED = {*PROFILES, *IN_PARTS, TORCH, OUTSIDE}
+RUNS = 3  # of each size, after a first one
 LENGTHS = (12, 64)  # at which what lies outside of the trunk is timed
 
 
@@ -144,6 +146,12 @@ class _Timer:
 
     device: torch.device
     clock: Clock
+    variances: list[float] = field(default_factory=list)  # of runs of the same, relative
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of a run, of its seconds."""
+        return math.sqrt(statistics.mean(self.variances))
 
     def points(self, op: str, which: PassName, dtype: torch.dtype) -> Iterator[Point]:
         """Time one pass of an operation at some sizes; whether gradients are on is the caller's."""
@@ -220,7 +228,10 @@ class _Timer:
         up to half of what operations take on average where ranks share cores.
         """
         self._once(run)
-        return statistics.median(self._once(run) for _ in range(3))
+        taken = [self._once(run) for _ in range(RUNS)]
+        middle = statistics.median(taken)
+        self.variances.append(statistics.variance(taken) / middle**2 if middle else 0.0)
+        return middle
 
     def _once(self, run: Callable[[], object]) -> float:
         self.others.add_(1)
@@ -266,7 +277,7 @@ def fitted(points: Sequence[Point], usual: Rate | None = None) -> Rate:
     used = [i for i in range(5) if amounts[:, i].any()]
     equations, right = amounts / np.array([[seconds] for _, seconds, _ in points]), np.ones(len(points))
     if usual is not None:
-        expected = np.array(astuple(usual))
+        expected = np.array(astuple(usual)[:5])
         scale = np.diag(math.sqrt(NEARNESS) / expected)[used]
         equations, right = np.vstack([equations, scale]), np.append(right, np.full(len(used), math.sqrt(NEARNESS)))
     units = np.maximum(equations.max(0), 1e-300)

@@ -26,13 +26,17 @@ HOST = {"cpu": Link(0.0, 1e12), "cuda": Link(10e-6, 20e9)}  # to host memory; PC
 
 @dataclass(frozen=True)
 class Rate:
-    """Seconds of each call, floating point operation, exponential and byte; `far`: of bytes beyond the caches, more."""
+    """Seconds of each call, floating point operation, exponential and byte; `far`: of bytes beyond the caches, more.
+
+    spread: the standard deviation of a run, of its seconds.
+    """
 
     call: float
     flop: float = 0.0
     exp: float = 0.0
     byte: float = 0.0
     far: float = 0.0
+    spread: float = 0.0
 
     def seconds(self, cost: Cost, calls: float = 1.0) -> float:
         """Return what so many calls take that share a cost evenly."""
@@ -74,6 +78,11 @@ class Rates:
             known = ", ".join(sorted(str(one).removeprefix("torch.") for one in self.tops))
             raise ValueError(f"the rates of {self.name} are of {known}, not of {str(dtype).removeprefix('torch.')}")
         return KERNEL * kernels_of(op, which) * calls + self.tops[dtype].limit(cost) / self.efficiency
+
+    def spread(self, op: str, which: PassName, dtype: torch.dtype) -> float:
+        """Return the standard deviation of an operation's run, of its seconds; 0 where nothing is measured."""
+        rate = self.ops.get((TORCH if op == COPY else op, which, dtype))
+        return 0.0 if rate is None else rate.spread
 
     def launching(self, op: str, which: PassName, calls: float) -> float:
         """Return how long the host launches so many calls, while the device works; 0 where measured rates have it."""

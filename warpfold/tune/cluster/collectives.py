@@ -11,6 +11,7 @@ from warpfold.tune.cluster.links import Cluster
 
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "sendrecv", "broadcast"]
 GroupName = Literal["data", "axial", "branch", "model", "world"]
+SWAPS = ("all_to_all", "sendrecv")  # in which ranks send to each other at once
 
 
 @dataclass(frozen=True)
@@ -45,22 +46,45 @@ def collective_seconds(kind: Kind, sent: float, where: Placement, cluster: Clust
     """Return how long all ranks of a group take that each send `sent` bytes to others.
 
     Rings (all_reduce, all_gather, reduce_scatter) cross to another node once for each node and group, whatever ranks
-    it has there; in an all-to-all each rank sends to all others by itself.  Of a ring and a tree the one with fewer
-    hops counts, as libraries choose.
+    it has there; in an all-to-all each rank sends to all others by itself.
     """
-    k, n, g = where.ranks, where.nodes, where.on_node
-    if k == 1:
+    if where.ranks == 1:
         return 0.0
-    within, between = cluster.within, cluster.between
-    if kind in ("all_to_all", "sendrecv"):
+    if cluster.library == "gloo":
+        latency = _latency_of_gloo(kind, where, cluster)
+        sent *= 2 if kind == "reduce_scatter" else 1
+    else:
+        latency = _latency(kind, where, cluster)
+    return cluster.call + latency + _travelling(kind, sent, where, cluster)
+
+
+def _travelling(kind: Kind, sent: float, where: Placement, cluster: Cluster) -> float:
+    """Return how long the bytes take."""
+    k, n, g = where.ranks, where.nodes, where.on_node
+    crossing, inside = sent * where.beside, sent if g > 1 else 0.0
+    if kind in SWAPS:
         outside = (k - g) / (k - 1)
-        crossing = sent * outside * g * where.beside / between.bandwidth if n > 1 else 0.0
-        inside = sent * (1 - outside) / within.bandwidth
-        hop = between.latency if n > 1 else within.latency
-        return cluster.call + hop + max(crossing, inside)
-    rounds = 2 if kind == "all_reduce" else 1
-    latency = within.latency * min(g - 1, math.log2(g)) if g > 1 else 0.0
-    latency += between.latency * math.ceil(math.log2(n)) if n > 1 else 0.0
-    crossing = sent * where.beside / between.bandwidth if n > 1 else 0.0
-    inside = sent / within.bandwidth if g > 1 else 0.0
-    return cluster.call + rounds * latency + max(crossing, inside)
+        crossing, inside = crossing * outside * g, sent * (1 - outside)
+    return max(crossing / cluster.between.bandwidth if n > 1 else 0.0, inside / cluster.within.bandwidth)
+
+
+def _latency(kind: Kind, where: Placement, cluster: Cluster) -> float:
+    """Return how long the hops take: of a ring and a tree the one with fewer counts, as NCCL chooses."""
+    n, g = where.nodes, where.on_node
+    if kind in SWAPS:
+        return cluster.between.latency if n > 1 else cluster.within.latency
+    once = cluster.within.latency * min(g - 1, math.log2(g)) if g > 1 else 0.0
+    once += cluster.between.latency * math.ceil(math.log2(n)) if n > 1 else 0.0
+    return once * (2 if kind == "all_reduce" else 1)
+
+
+def _latency_of_gloo(kind: Kind, where: Placement, cluster: Cluster) -> float:
+    """Return how long the steps take, each there and back: a rank sends when the other has said that it is waiting.
+
+    gloo has rings alone, none of whose steps is faster than the slowest, and its reduce_scatter is an all_reduce.
+    Measured: 2 and 4 ranks, 5 ms apart (docs/scale.md).
+    """
+    slowest = cluster.between if where.nodes > 1 else cluster.within
+    around = where.ranks - 1
+    steps = {"all_gather": around, "all_reduce": 2 * around, "reduce_scatter": 2 * around}
+    return 2 * slowest.latency * steps.get(kind, 1)

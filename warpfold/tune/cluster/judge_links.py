@@ -89,10 +89,10 @@ def cluster_of(measured: MeasuredLinks, device: str, call: float) -> Cluster | N
     within, between = (links.get(where) or next(iter(links.values())) for where in ("within", "between"))
     cluster = Cluster(
         ranks=measured.ranks, per_node=sizes.pop(), within=_rounded(within), between=_rounded(between), call=0.0,
-        device=device, how="measured",
+        library="gloo" if measured.device == "cpu" else "nccl", device=device, how="measured",
     )  # fmt: skip
     hops = collective_seconds("all_gather", 0.0, Placement(cluster.ranks, cluster.per_node), cluster)
-    return replace(cluster, call=float(f"{max(call - hops, 0.1 * call):.3g}"))
+    return replace(cluster, call=float(f"{max(call - hops, 0.01 * call):.3g}"))
 
 
 def _rounded(link: Link) -> Link:

@@ -37,7 +37,7 @@ class Cluster:
 
     within: two ranks of a node.  between: two nodes; its bandwidth is that of a whole node, whose ranks share it.
     call: seconds that a collective takes whatever travels: until it is launched and its ranks have met.
-    device: "H100", or the name of a processor.  how: it is known.
+    library: whose collectives the ranks run.  device: "H100", or the name of a processor.  how: it is known.
     """
 
     ranks: int
@@ -45,6 +45,7 @@ class Cluster:
     within: Link
     between: Link
     call: float = 15e-6
+    library: Literal["nccl", "gloo"] = "nccl"
     device: str = ""
     how: Literal["measured", "modelled", "given"] = "modelled"
 
@@ -66,7 +67,8 @@ class Cluster:
 
 
 # Modelled, not measured: 80 % of what the makers state for a rank and direction, and the usual time of a small message.
-# "gloo" was measured: four ranks on two cores, loopback (benchmarks/results/cluster-2core-epyc-2026-11-20.json).
+# "gloo" was measured, a whole collective of four ranks on two cores, loopback
+# (benchmarks/results/cluster-2core-epyc-2026-11-20.json).
 LINKS = {
     "NVLink 4": Link(20e-6, 360e9),
     "NVLink 3": Link(20e-6, 240e9),

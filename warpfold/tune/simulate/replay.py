@@ -3,11 +3,15 @@
 The host launches operation after operation and does not wait for them.  An operation begins when those before it have
 ended and it has been launched.  A collective begins when what it sends exists and its wire is free (one wire joins the
 devices of a node, another the nodes); the computing stream waits for it where the code waits for it, and no sooner.
+Measured operations take now more, now less: then a collective begins when the last of its ranks does, on average.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from statistics import NormalDist
 from typing import cast, get_args
 
 from warpfold.parallel.plan import Plan
@@ -52,10 +56,22 @@ class Pace:
     def seconds(self, entry: Operation) -> float:
         """Return what an operation takes on the device, once it has begun."""
         if self.rates.how == "measured":
-            if entry.op in MEASURED and entry.op != TORCH:
-                return self.rates.seconds(entry.op, entry.which, entry.cost, 1, entry.dtype)
-            return self.rates.seconds(TORCH, PASS[entry.phase], entry.cost, max(1, entry.launches), entry.dtype)
+            calls = max(1, entry.launches) if _is_torchs(entry) else 1
+            return self.rates.seconds(*_timed_as(entry), entry.cost, calls, entry.dtype)
         return self.kernel * entry.launches + self.rates.tops[entry.dtype].limit(entry.cost) / self.rates.efficiency
+
+    def spread(self, entry: Operation) -> float:
+        """Return the standard deviation of that, in seconds, from one run or rank to another."""
+        return self.seconds(entry) * self.rates.spread(*_timed_as(entry), entry.dtype)
+
+
+def _is_torchs(entry: Operation) -> bool:
+    return entry.op not in MEASURED or entry.op == TORCH
+
+
+def _timed_as(entry: Operation) -> tuple[str, PassName]:
+    """Return the operation and the pass that it is timed as."""
+    return (TORCH, PASS[entry.phase]) if _is_torchs(entry) else (entry.op, entry.which)
 
 
 @dataclass(frozen=True)
@@ -71,9 +87,10 @@ class Span:
 
 @dataclass
 class ReplayedStep:
-    """How long a rank takes that nothing disturbs: compute + exposed + launch = seconds.
+    """How long a rank takes: compute + exposed + launch = seconds.
 
-    compute: operations on the device.  exposed: it waits for collectives.  launch: it waits for the host.  hidden:
+    compute: operations on the device.  exposed: it waits for collectives, which begin when the slowest of their ranks
+    does.  launch: it waits for the host.  hidden:
     collectives that travel while something is computed.  by_op, by_phase: seconds of operations.
     """
 
@@ -123,16 +140,19 @@ class _Timeline:
         self.pace, self.seen, self.wires = pace, seen, _Wires(plan, pace.cluster)
         self.found, self.host, self.free = ReplayedStep(), 0.0, 0.0
         self.ends: dict[int, tuple[float, str]] = {}  # of collectives under way, with their groups
-        self._known: dict[tuple[object, ...], float] = {}
+        self.variance = 0.0  # of what was computed since ranks last waited for each other
+        self._known: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def compute(self, entry: Operation) -> None:
         """Do an operation after those before it, and not before it is launched."""
         key = (entry.op, entry.which, entry.cost, entry.dtype, entry.launches)
-        if (taken := self._known.get(key)) is None:
-            taken = self._known[key] = self.pace.seconds(entry)
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = self.pace.seconds(entry), self.pace.spread(entry)
+        taken, spread = known
         begin = max(self.free, self.host + self.pace.launch * min(1, entry.launches))
         self.host += self.pace.launch * entry.launches
         end = max(begin + taken, self.host)  # of several kernels the last is launched then
+        self.variance += spread**2
         found = self.found
         found.launch += end - self.free - taken
         found.compute += taken
@@ -146,8 +166,8 @@ class _Timeline:
         """Have a collective travel as soon as what it sends exists and its wire is free."""
         self.host += self.pace.launch
         ready = max([self.host, self.free, *(self.ends[number][0] for number in entry.after if number in self.ends)])
-        stream, seconds = self.wires.of(entry)
-        begin = max(ready, self.wires.free[stream])
+        stream, seconds, ranks = self.wires.of(entry)
+        begin = max(ready + latest(ranks) * math.sqrt(self.variance), self.wires.free[stream])
         self.wires.free[stream] = end = begin + seconds
         self.ends[entry.number] = end, entry.group
         self.found.collectives += seconds
@@ -162,7 +182,16 @@ class _Timeline:
         if end > self.free:
             _add(self.found.exposed_by_group, group, end - self.free)
             self.found.exposed += end - self.free
-            self.free = end
+            self.free, self.variance = end, 0.0
+
+
+@cache
+def latest(ranks: int) -> float:
+    """Return by how many standard deviations the last of so many ranks is late, on average, if they vary normally.
+
+    Source: G. Blom, Statistical Estimates and Transformed Beta-Variables, 1958: within 5 % for two, nearer for more.
+    """
+    return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
 
 
 def _add(found: dict[str, float], name: str, seconds: float) -> None:
@@ -175,15 +204,15 @@ class _Wires:
     def __init__(self, plan: Plan, cluster: Cluster) -> None:
         self.plan, self.cluster = plan, cluster
         self.free: dict[str, float] = defaultdict(float)
-        self._known: dict[tuple[str, str, int], tuple[str, float]] = {}
+        self._known: dict[tuple[str, str, int], tuple[str, float, int]] = {}
 
-    def of(self, entry: Begin) -> tuple[str, float]:
-        """Return the wire of a collective, and the seconds that it takes."""
+    def of(self, entry: Begin) -> tuple[str, float, int]:
+        """Return the wire of a collective, the seconds that it takes, and of how many ranks it is."""
         key = entry.kind, entry.group, entry.sent
         if key not in self._known:
             where = placement(self.cluster, self.plan, entry.group)
             seconds = collective_seconds(cast(Kind, entry.kind), entry.sent, where, self.cluster)
-            self._known[key] = BETWEEN if where.nodes > 1 else WITHIN, seconds
+            self._known[key] = BETWEEN if where.nodes > 1 else WITHIN, seconds, where.ranks
         return self._known[key]
 
 
