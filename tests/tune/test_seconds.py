@@ -229,6 +229,18 @@ def test_a_rate_is_that_of_the_middle_run() -> None:
     assert timer.seconds(lambda: None) == pytest.approx(1.1)
 
 
+def test_how_much_runs_of_the_same_differ_is_kept() -> None:
+    timer = _Timer(torch.device("cpu"), FakeClock())
+    timer.seconds(lambda: None)
+    assert timer.spread == 0
+    marks = iter([0.0, 1.0, 1.0, 2.0, 2.0, 2.9, 3.0, 4.1])  # 1, 0.9 and 1.1 seconds after the first: a tenth
+    timer = _Timer(torch.device("cpu"), lambda: next(marks))
+    timer.seconds(lambda: None)
+    assert timer.spread == pytest.approx(0.1)
+    assert measured("cpu", torch.float32).spread("transition", "forward", torch.float32) > 0
+    assert of_gpu("H100").spread("transition", "forward", torch.float32) == 0
+
+
 def test_rates_do_not_serve_a_dtype_that_they_do_not_have(rates: Rates) -> None:
     with pytest.raises(ValueError, match="the rates of A100 are of bfloat16, float16, float32, not of float64"):
         estimate_seconds(job(), Plan(precision="fp64"), rates)

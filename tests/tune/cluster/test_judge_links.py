@@ -279,6 +279,11 @@ def test_the_cluster_is_what_was_measured() -> None:
     assert found.between == Link(30e-6, 8e9), "of a whole node"
     assert found.call == pytest.approx(30e-6)
     assert collective_seconds("all_gather", 0.0, Placement(8, 4), found) == pytest.approx(80e-6), "as it was measured"
+    assert found.library == "nccl"
+    processors = cluster_of(replace(healthy(2, 4), device="cpu"), "EPYC", call=1e-3)
+    assert processors is not None
+    assert processors.library == "gloo"
+    assert collective_seconds("all_gather", 0.0, Placement(8, 4), processors) == pytest.approx(1e-3)
     alone = cluster_of(healthy(1, 4), "H100", 1e-3)
     assert alone is not None
     assert alone.between == alone.within

@@ -1,8 +1,9 @@
 """Clusters: what they are read from, where the ranks of a grid are, and laws that times of collectives keep."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from warpfold.tune.cluster.collectives import GroupName, Kind, Placement, collec
 from warpfold.tune.cluster.links import Cluster, Link, network, read_cluster
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
+LIBRARIES = st.sampled_from(["nccl", "gloo"])
 FAST, SLOW = Link(1e-6, 1e11), Link(1e-5, 1e9)
 TWO_NODES = Cluster(ranks=8, per_node=4, within=FAST, between=SLOW)
 
@@ -60,25 +62,27 @@ def test_groups_lie_where_the_mesh_puts_them(data: int, axial: int, branch: int,
         assert where.beside == len(there)
 
 
-@given(st.sampled_from(KINDS), st.floats(0, 1e12), st.floats(1, 4))
-def test_more_bytes_or_slower_links_never_take_less(kind: Kind, sent: float, factor: float) -> None:
-    where = Placement(ranks=8, on_node=4)
-    time = collective_seconds(kind, sent, where, TWO_NODES)
-    slower = Cluster(ranks=8, per_node=4, within=FAST, between=Link(SLOW.latency * factor, SLOW.bandwidth / factor))
-    assert time <= collective_seconds(kind, sent * factor, where, TWO_NODES)
+@given(st.sampled_from(KINDS), LIBRARIES, st.floats(0, 1e12), st.floats(1, 4))
+def test_more_bytes_or_slower_links_never_take_less(
+    kind: Kind, library: Literal["nccl", "gloo"], sent: float, factor: float
+) -> None:
+    where, cluster = Placement(ranks=8, on_node=4), replace(TWO_NODES, library=library)
+    time = collective_seconds(kind, sent, where, cluster)
+    slower = replace(cluster, between=Link(SLOW.latency * factor, SLOW.bandwidth / factor))
+    assert time <= collective_seconds(kind, sent * factor, where, cluster)
     assert time <= collective_seconds(kind, sent, where, slower)
-    assert time <= collective_seconds(kind, sent, Placement(8, 4, beside=4), TWO_NODES)
-    assert time >= TWO_NODES.call
-    assert collective_seconds(kind, sent, Placement(1, 1), TWO_NODES) == 0
+    assert time <= collective_seconds(kind, sent, Placement(8, 4, beside=4), cluster)
+    assert time >= cluster.call
+    assert collective_seconds(kind, sent, Placement(1, 1), cluster) == 0
 
 
 @given(
-    st.sampled_from(KINDS), st.floats(0, 1e12), *[st.integers(1, 8)] * 4, st.integers(1, 4),
+    st.sampled_from(KINDS), LIBRARIES, st.floats(0, 1e12), *[st.integers(1, 8)] * 4, st.integers(1, 4),
     st.tuples(st.floats(1e-7, 1e-3), st.floats(1e8, 1e12)), st.floats(1, 100), st.floats(0.001, 0.5),
 )  # fmt: skip
 def test_at_equal_bytes_each_more_ranks_never_take_less(
-    kind: Kind, sent: float, nodes: int, each: int, more_nodes: int, more_each: int, beside: int,
-    within: tuple[float, float], later: float, share: float,
+    kind: Kind, library: Literal["nccl", "gloo"], sent: float, nodes: int, each: int, more_nodes: int, more_each: int,
+    beside: int, within: tuple[float, float], later: float, share: float,
 ) -> None:  # fmt: skip
     """More on each node, or more nodes, which are equally full, where it is no nearer to another node than within one.
 
@@ -88,7 +92,7 @@ def test_at_equal_bytes_each_more_ranks_never_take_less(
     latency, bandwidth = within
     between = Link(later * latency, share * bandwidth * each * beside)
     most = (nodes + more_nodes) * (each + more_each)
-    cluster = Cluster(ranks=most, per_node=each + more_each, within=Link(*within), between=between)
+    cluster = Cluster(ranks=most, per_node=each + more_each, within=Link(*within), between=between, library=library)
     few = Placement(nodes * each, each, beside)
     for many in (
         Placement(nodes * (each + more_each), each + more_each, beside),
@@ -97,6 +101,32 @@ def test_at_equal_bytes_each_more_ranks_never_take_less(
     ):
         time = collective_seconds(kind, sent, many, cluster)
         assert collective_seconds(kind, sent, few, cluster) <= time * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "measured"),
+    [
+        (2, {"all_gather": 11.05, "reduce_scatter": 21.84, "all_reduce": 21.78, "all_to_all": 10.74}),
+        (4, {"all_gather": 32.16, "reduce_scatter": 65.23, "all_reduce": 63.6, "all_to_all": 11.25}),
+    ],
+)
+def test_small_collectives_of_gloo_take_what_they_took(ranks: int, measured: dict[Kind, float]) -> None:
+    """Milliseconds of gloo (torch 2.13) on two emulated nodes 5 ms apart; a message from one to the other took 5.35."""
+    cluster = Cluster(
+        ranks=ranks, per_node=ranks // 2, within=Link(1e-4, 1e9), between=Link(5.35e-3, 1e8), call=2e-4, library="gloo"
+    )
+    for kind, milliseconds in measured.items():
+        seconds = collective_seconds(kind, 4096.0, Placement(ranks, ranks // 2), cluster)
+        assert seconds == pytest.approx(1e-3 * milliseconds, rel=0.05), kind
+
+
+def test_a_reduce_scatter_of_gloo_sends_what_an_all_reduce_does() -> None:
+    gloo, where = replace(TWO_NODES, library="gloo"), Placement(8, 4)
+    scattered, reduced, gathered = (
+        collective_seconds(kind, sent, where, gloo)
+        for kind, sent in (("reduce_scatter", 1e10), ("all_reduce", 2e10), ("all_gather", 1e10))
+    )
+    assert scattered == reduced == pytest.approx(2 * gathered, rel=0.01)
 
 
 def test_large_messages_take_what_their_slowest_link_takes() -> None:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +14,7 @@ from warpfold.tune.cluster.links import Cluster, Link
 from warpfold.tune.profile import Cost
 from warpfold.tune.rates import TORCH, PassName, Rate, of_gpu
 from warpfold.tune.simulate.record import Await, Begin, Entry, Operation, Phase
-from warpfold.tune.simulate.replay import Pace, Span, replay
+from warpfold.tune.simulate.replay import Pace, Span, latest, replay
 
 FREE, SLOW = Link(0.0, math.inf), Link(1e-6, 1e9)
 PLAN = Plan(data=2, axial=2)
@@ -103,6 +104,44 @@ def test_by_measured_rates_a_call_of_torch_takes_what_its_pass_makes_of_it(phase
     assert measured.seconds(Operation(TORCH, "forward", Cost(0, 0, 0), torch.float32, 1, phase)) == seconds
     unknown = Operation("dropout_factors", "training", Cost(0, 0, 0), torch.float32, 30, phase)
     assert measured.seconds(unknown) == 30 * seconds  # it is what torch does within it
+
+
+def uneven(spread: float, link: Link = SLOW) -> Pace:
+    """A rank whose operations of torch's take a second for 1e9 bytes, more or less."""
+    ops = dict.fromkeys(
+        [(TORCH, which, torch.float32) for which in ("forward", "training", "backward")],
+        Rate(0.0, byte=1e-9, spread=spread),
+    )
+    rates = replace(of_gpu("H100"), how="measured", tops={}, ops=ops)
+    return Pace.of(rates, pace(link).cluster)
+
+
+@given(schedules(), st.floats(0, 1), st.floats(0, 1))
+def test_ranks_that_vary_wait_for_each_other_and_compute_no_more(entries, spread, more) -> None:
+    even, found, worse = (replay(entries, PLAN, uneven(each)) for each in (0.0, spread, spread + more))
+    assert even.seconds - 1e-12 <= found.seconds <= worse.seconds + 1e-12
+    assert found.compute == even.compute
+    assert found.compute + found.exposed + found.launch == pytest.approx(found.seconds)
+
+
+def test_what_is_waited_for_is_the_last_of_the_ranks_since_they_last_met() -> None:
+    """A second of computing that varies by 0.1; then ranks that met anew have varied by as much again, not by more."""
+    meet = [Begin(1, "all_gather", "axial", 0, "forward"), Await(1)]
+    second: Entry = Operation(TORCH, "forward", Cost(0, 0, 1e9), torch.float32, 1, "forward")
+    late = 0.1 * latest(2)
+    once = replay([second, *meet], PLAN, uneven(0.1, FREE))
+    assert once.exposed == pytest.approx(late)
+    assert replay([second, *meet, second, *meet], PLAN, uneven(0.1, FREE)).exposed == pytest.approx(2 * late)
+    twice = replay([second, second, *meet], PLAN, uneven(0.1, FREE))
+    assert twice.exposed == pytest.approx(math.sqrt(2) * late), "what varies by chance evens out"
+    alone = replay([second, *meet], Plan(data=4), uneven(0.1, FREE))
+    assert alone.exposed == 0, "nobody to wait for"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8, 1000])
+def test_how_late_the_last_of_some_ranks_is(ranks: int) -> None:
+    drawn = np.random.default_rng(0).standard_normal((4000, ranks)).max(1)
+    assert latest(ranks) == pytest.approx(drawn.mean(), rel=0.06, abs=4 * drawn.std() / math.sqrt(len(drawn)))
 
 
 def test_a_slower_link_is_felt_once_it_is_no_longer_hidden() -> None:
