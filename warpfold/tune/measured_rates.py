@@ -146,11 +146,12 @@ class _Timer:
 
     device: torch.device
     clock: Clock
+    busy: Clock = time.process_time  # of a CPU: what one rank waits for a core, another one computes
     variances: list[float] = field(default_factory=list)  # of runs of the same, relative
 
     @property
     def spread(self) -> float:
-        """The standard deviation of a run, of its seconds."""
+        """The standard deviation of a run, of its seconds, other processes' turns on its core aside."""
         return math.sqrt(statistics.mean(self.variances))
 
     def points(self, op: str, which: PassName, dtype: torch.dtype) -> Iterator[Point]:
@@ -228,21 +229,22 @@ class _Timer:
         up to half of what operations take on average where ranks share cores.
         """
         self._once(run)
-        taken = [self._once(run) for _ in range(RUNS)]
-        middle = statistics.median(taken)
-        self.variances.append(statistics.variance(taken) / middle**2 if middle else 0.0)
-        return middle
+        taken, busy = zip(*(self._once(run) for _ in range(RUNS)))
+        self.variances.append(statistics.variance(busy) / max(statistics.mean(busy), 1e-9) ** 2)
+        return statistics.median(taken)
 
-    def _once(self, run: Callable[[], object]) -> float:
+    def _once(self, run: Callable[[], object]) -> tuple[float, float]:
+        """Run it; return the seconds that this took, and those in which the device was busy with it."""
         self.others.add_(1)
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self.device)
-        start = self.clock()
+        start, busy = self.clock(), self.busy()
         run()
         if cuda:
             torch.cuda.synchronize(self.device)
-        return self.clock() - start
+        busy, taken = self.busy() - busy, self.clock() - start
+        return taken, taken if cuda else busy
 
     @cached_property
     def others(self) -> torch.Tensor:
