@@ -102,6 +102,10 @@ def test_by_measured_rates_a_call_of_torch_takes_what_its_pass_makes_of_it(phase
     rates = replace(of_gpu("H100"), how="measured", tops={}, ops=ops)
     measured = Pace.of(rates, pace().cluster)
     assert measured.seconds(Operation(TORCH, "forward", Cost(0, 0, 0), torch.float32, 1, phase)) == seconds
+    of_one_cost: list[Entry] = [
+        Operation(TORCH, "forward", Cost(0, 0, 0), torch.float32, 1, each) for each in ("early", "backward", "forward")
+    ]
+    assert replay(of_one_cost, PLAN, measured).seconds == 1 + 3 + 2
     unknown = Operation("dropout_factors", "training", Cost(0, 0, 0), torch.float32, 30, phase)
     assert measured.seconds(unknown) == 30 * seconds  # it is what torch does within it
 

@@ -141,11 +141,11 @@ class _Timeline:
         self.found, self.host, self.free = ReplayedStep(), 0.0, 0.0
         self.ends: dict[int, tuple[float, str]] = {}  # of collectives under way, with their groups
         self.variance = 0.0  # of what was computed since ranks last waited for each other
-        self._known: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._known: dict[tuple[object, ...], tuple[float, float]] = {}  # seconds, and how much they vary
 
     def compute(self, entry: Operation) -> None:
         """Do an operation after those before it, and not before it is launched."""
-        key = (entry.op, entry.which, entry.cost, entry.dtype, entry.launches)
+        key = (entry.op, entry.which, entry.cost, entry.dtype, entry.launches, entry.phase)
         if (known := self._known.get(key)) is None:
             known = self._known[key] = self.pace.seconds(entry), self.pace.spread(entry)
         taken, spread = known
