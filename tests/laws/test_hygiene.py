@@ -115,20 +115,6 @@ def test_nothing_is_left_over() -> None:
     assert not _lines(_everything(), r"^\s*#\s*[-=#*]{5,}")
 
 
-def test_files_and_functions_are_short() -> None:
-    long = [
-        f"{path}: {count} lines"
-        for path in trees()
-        if (count := (ROOT / path).read_text(encoding="utf-8").count("\n")) > 400
-    ]
-    for path, tree in trees().items():
-        for fn in functions(tree):
-            kernel = any("jit" in ast.unparse(decorator) for decorator in fn.decorator_list)
-            if (count := (fn.end_lineno or fn.lineno) - fn.lineno + 1) > (120 if kernel else 60):
-                long.append(f"{path}:{fn.lineno} {fn.name}: {count} lines")
-    assert not long
-
-
 def test_public_names_say_what_they_are() -> None:
     silent = [str(path) for path, tree in trees().items() if tree.body and not ast.get_docstring(tree)]
     for path, tree in trees().items():
