@@ -105,7 +105,7 @@ def _attention_dq(
     tile, head, group, batch = program_tile(tl.cdiv(queries, BLOCK_Q), heads, tl.cdiv(rows, ROWS))
     first_row = group * ROWS
     i = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    bias_start = bias_of(bias, batch, head)
+    bias_start = bias_of(bias, batch, head) if bias is not None else None
     q_tiles, do_tiles, lse_tiles, deltas, acc = (), (), (), (), ()
     clear = keys
     for n in tl.static_range(ROWS):
@@ -203,7 +203,7 @@ def _attention_dkdv(
     tile, head, group, batch = program_tile(tl.cdiv(keys, BLOCK_K), heads, tl.cdiv(rows, ROWS))
     first_row = group * ROWS
     j = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-    bias_start = bias_of(bias, batch, head)
+    bias_start = bias_of(bias, batch, head) if bias is not None else None
     EXACT: tl.constexpr = k.data.dtype.element_ty == tl.float32
     k_tiles, v_tiles, dk_acc, dv_acc = (), (), (), ()
     for n in tl.static_range(ROWS):

@@ -106,7 +106,7 @@ def _attention_forward(
     tile, head, group, batch = program_tile(tl.cdiv(queries, BLOCK_Q), heads, tl.cdiv(rows, ROWS))
     first_row = group * ROWS
     i = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    bias_start = bias_of(bias, batch, head)
+    bias_start = bias_of(bias, batch, head) if bias is not None else None
     q_tiles, m_i, l_i, acc = (), (), (), ()
     LEAST: tl.constexpr = LOWEST_FP32 if k.data.dtype.element_ty == tl.float32 else LOWEST
     for n in tl.static_range(ROWS):

@@ -108,7 +108,7 @@ def _attention_short(
             tl.store(firsts + batch.to(tl.int64) * rows + row, first)
     EXACT: tl.constexpr = k.data.dtype.element_ty == tl.float32
     WIDE: tl.constexpr = padded_width(WIDTH)
-    bias_start = bias_of(bias, batch, head)
+    bias_start = bias_of(bias, batch, head) if bias is not None else None
     grad_start, q_start = vectors_of(grad, batch, row, head), vectors_of(q, batch, row, head)
     _store_deltas(grad, grad_start, out, vectors_of(out, batch, row, head), delta, queries, WIDTH, BLOCK_Q)
     alike = tl.zeros([1, WIDE], tl.float32)  # dv of masked keys: from queries that attend to nothing else

@@ -104,11 +104,8 @@ def store_tile(
 
 @triton.jit
 def bias_of(bias: tl.tuple, batch: tl.tensor, head: tl.tensor) -> tl.tensor:
-    """Return where the bias of one head begins; None where there is no bias."""
-    if bias is None:
-        return None
-    else:  # not after the `if`: Triton compiles what follows it
-        return bias.data + (offset(batch, bias.strides[0], bias.unit) + offset(head, bias.strides[1], bias.unit))
+    """Return where the bias of one head begins."""
+    return bias.data + (offset(batch, bias.strides[0], bias.unit) + offset(head, bias.strides[1], bias.unit))
 
 
 @triton.jit

@@ -268,8 +268,9 @@ class DropoutOperands:
                 fill(factors, self.key, self.number, self.of.stride(), self.draw)
                 self.of, self.key = factors.expand(self.of.shape), None
         p = Positions({**reads, "factors": self.of}, writes)
-        if self.key is not None:  # there is nothing to load: the kernel needs the strides alone
-            p.arguments["factors"] = p.arguments["factors"]._replace(data=None)
+        if self.key is not None:  # the strides alone count: the key stands where the kernel would load from, as Triton
+            # 3.6 cannot ask of a tuple that holds None whether it is None
+            p.arguments["factors"] = p.arguments["factors"]._replace(data=self.key)
         return p, p.arguments | {"key": self.key, "number": self.number} | dict(zip(SCALARS[1:], self.draw))
 
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.triton.attention_tiles import LOG2E, mask_of, offset
+from warpfold.ops.triton.attention_tiles import LOG2E, mask_of, offset, padded_width
 from warpfold.ops.triton.launch import Kernel, configs, register
 from warpfold.ops.triton.positions import Strided
 
@@ -22,13 +22,19 @@ def _pointers(x: tl.tuple, where: tl.tuple, j: tl.tensor, WIDTH: tl.constexpr) -
     starts = (
         offset(batch, x.strides[0], x.unit) + offset(row, x.strides[1], x.unit) + offset(head, x.strides[3], x.unit)
     )
-    return x.data + (starts + offset(j, x.strides[2], x.unit))[:, None] + tl.arange(0, WIDTH)[None, :]
+    return x.data + (starts + offset(j, x.strides[2], x.unit))[:, None] + tl.arange(0, padded_width(WIDTH))[None, :]
+
+
+@triton.jit
+def _real(valid: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return which numbers of a tile of vectors there are, of those (batch, row, head) that are valid."""
+    return valid[:, None] & (tl.arange(0, padded_width(WIDTH)) < WIDTH)[None, :]
 
 
 @triton.jit
 def _load(x: tl.tuple, where: tl.tuple, j: tl.tensor, valid: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Load the j-th vectors of a tile of (batch, row, head), in fp32."""
-    return tl.load(_pointers(x, where, j, WIDTH), mask=valid[:, None], other=0.0).to(tl.float32)
+    """Load the j-th vectors of a tile of (batch, row, head), in fp32, padded with 0."""
+    return tl.load(_pointers(x, where, j, WIDTH), mask=_real(valid, WIDTH), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -36,7 +42,7 @@ def _store(
     x: tl.tuple, where: tl.tuple, j: tl.tensor, vectors: tl.tensor, valid: tl.tensor, WIDTH: tl.constexpr
 ) -> None:
     """Store the j-th vectors of a tile of (batch, row, head)."""
-    tl.store(_pointers(x, where, j, WIDTH), vectors.to(x.data.dtype.element_ty), mask=valid[:, None])
+    tl.store(_pointers(x, where, j, WIDTH), vectors.to(x.data.dtype.element_ty), mask=_real(valid, WIDTH))
 
 
 @triton.jit
@@ -65,8 +71,8 @@ def _forward(
     mask_start = mask_of(mask, where[0], where[1])
     m_i = tl.full([BLOCK], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK], tl.float32)
-    acc = tl.zeros([BLOCK, WIDTH], tl.float32)
-    unweighted = tl.zeros([BLOCK, WIDTH], tl.float32)  # the sum of all values, for what is fully masked
+    acc = tl.zeros([BLOCK, padded_width(WIDTH)], tl.float32)
+    unweighted = tl.zeros([BLOCK, padded_width(WIDTH)], tl.float32)  # the sum of all values, for what is fully masked
     for j in range(keys):
         attended = tl.load(mask_start + j, mask=valid, other=0) != 0
         k_tile = _load(k, where, zero + j, valid, WIDTH)
@@ -119,7 +125,7 @@ def _backward(
     lse_tile = tl.load(lse + item, mask=valid, other=0.0)
     dead = lse_tile == float("inf")
     mask_start = mask_of(mask, where[0], where[1])
-    acc = tl.zeros([BLOCK, WIDTH], tl.float32)
+    acc = tl.zeros([BLOCK, padded_width(WIDTH)], tl.float32)
     for j in range(keys):
         attended = tl.load(mask_start + j, mask=valid, other=0) != 0
         k_tile = _load(k, where, zero + j, valid, WIDTH)

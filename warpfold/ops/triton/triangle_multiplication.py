@@ -259,8 +259,9 @@ class _Call:
         walked = {name: self.flat(t) for name, t in (self.tensors | tensors).items() if name in names}
         axes, layouts = _walk(self.batches, self.n, self.pitch, tuple([t.stride() for t in walked.values()]))
         strided = {name: Strided(t, *layout) for (name, t), layout in zip(walked.items(), layouts)}
-        if self.arguments["key"] is not None and "factors" in strided:  # their strides alone count
-            strided["factors"] = strided["factors"]._replace(data=None)
+        key = self.arguments["key"]
+        if key is not None and "factors" in strided:  # as in `DropoutOperands.walked_with`
+            strided["factors"] = strided["factors"]._replace(data=key)
         given = {"factors": None, **self.arguments, **strided, "axes": axes, **more}
         kernel.run(grid, **{name: given[name] for name in names if name in given})
 

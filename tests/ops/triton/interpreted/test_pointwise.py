@@ -18,7 +18,7 @@ def found(given) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [8, 16, 64])
+@pytest.mark.parametrize("width", [8, 16, 24, 64])
 def test_is_as_exact_as_the_definition(width: int, dtype: torch.dtype) -> None:
     given = inputs(Case((5, 7), 1, 4, 4, width, "own", "none"), dtype)
     assert not mistakes(given, found(given))
