@@ -28,6 +28,7 @@ from warpfold.engine.watch import Watching
 from warpfold.errors import UserError
 from warpfold.model import weights
 from warpfold.parallel import collectives, exchange, messages, replicas
+from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
@@ -38,6 +39,12 @@ from warpfold.run.config import RunConfig
 from warpfold.run.ranks import begin_end_step, end_step
 from warpfold.run.results import ExampleResult
 from warpfold.run.train import Summary, train
+from warpfold.tune.cluster.links import Cluster, Link
+from warpfold.tune.example import ExampleSizes
+from warpfold.tune.job import Job
+from warpfold.tune.machine import Machine
+from warpfold.tune.rates import of_gpu
+from warpfold.tune.step_planner import choose_step
 
 STEPS = 4
 
@@ -119,6 +126,20 @@ def test_ranks_train_what_one_device_trains(
     summaries = train_on_ranks(config_for(plan, outer), store, out)
     assert all((s.steps, s.finished, s.signal) == (STEPS, True, 0) for s in summaries)
     assert_alike(out, alone[outer])
+
+
+@pytest.mark.parametrize("method", ["powersgd", "topk", "int8", "1bit"])
+def test_every_compression_is_planned_and_trains(store: Store, tmp_path: Path, method: Any) -> None:
+    config = config_for(Plan(), steps=2)
+    optim = replace(config.optim, compression=CompressionConfig(method=method, start=0))
+    sizes = ExampleSizes(residues=8, sequences=3, extra=4, templates=0)
+    job = Job(model=config.model, sizes=sizes, recycles=1, loss=config.loss, optim=optim)
+    link = Link(1e-5, 1e9)
+    cluster = Cluster(ranks=2, per_node=2, within=link, between=link)
+    machine = Machine(kind="cuda", free=10**11, devices=2)
+    plan = choose_step(job, machine, cluster, of_gpu("H100"), {"axial": 1}).plan
+    assert (plan.data, plan.sync.strategy) == (2, "plain")
+    assert all(s.finished for s in train_on_ranks(replace(config, optim=optim, plan=plan), store, tmp_path / "run"))
 
 
 def test_stopped_and_continued_it_is_the_same_to_the_bit(store: Store, tmp_path: Path) -> None:

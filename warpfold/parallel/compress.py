@@ -82,10 +82,7 @@ class Quantised(Compressor):
     def __init__(self, config: CompressionConfig, wire: Wire, like: Tensor, segments: Sequence[Segment]) -> None:
         super().__init__(config, wire, like, "residual")
         self.bits = 8 if config.method == "int8" else 1
-        between = torch.ones(len(like), dtype=torch.bool)  # the padding holds no numbers, yet 1-bit codes give it signs
-        for segment in segments:
-            between[segment.where] = False
-        self.between = between.nonzero().flatten().to(like.device)
+        self.padding = between([s.where for s in segments], len(like))
 
     def compressed(self, x: Tensor) -> Tensor:
         """Send codes to each piece's owner, and the code of their mean to all."""
@@ -106,9 +103,17 @@ class Quantised(Compressor):
         residual.sub_(decode(codes, self.bits, length, x.dtype))
         residual[rank] = size * (mean - decode(code, self.bits, length, x.dtype)[0])
         applied = decode(received, self.bits, length, x.dtype).flatten()
-        for flat in (residual.view(-1), applied):
-            flat[self.between] = 0
+        for place in self.padding:  # it holds no numbers, yet 1-bit codes give it signs
+            residual.view(-1)[place] = 0
+            applied[place] = 0
         return applied
+
+
+def between(places: Sequence[slice], size: int) -> list[slice]:
+    """Return the parts of `size` numbers that lie between some of them."""
+    ends = sorted((place.start, place.stop) for place in places)
+    starts = [0, *(stop for _, stop in ends)]
+    return [slice(a, b) for a, b in zip(starts, [*(start for start, _ in ends), size]) if a < b]
 
 
 def encode(x: Tensor, bits: int) -> Tensor:
@@ -253,24 +258,17 @@ class PowerSGD(Compressor):
 
     def __init__(self, config: CompressionConfig, wire: Wire, like: Tensor, segments: Sequence[Segment]) -> None:
         super().__init__(config, wire, like, "residual")
-        self.size = len(like)
         self.groups: dict[tuple[int, int], list[MatrixRows]] = {}
         for block in matrix_blocks(segments, config.rank):
             self.groups.setdefault((block.rows, block.columns), []).append(block)
         draws = [self._draw(block) for blocks in self.groups.values() for block in blocks]
         self.first = torch.cat(draws).to(like) if draws else like.new_empty(0)
         self.shared = self.first.clone()  # Q of every block, for the P of the next step
-        self.rest = self._between()
+        self.rest = between([b.where for blocks in self.groups.values() for b in blocks], len(like))
 
     def _draw(self, block: MatrixRows) -> Tensor:
         generator = torch.Generator().manual_seed(zlib.crc32(block.name.encode()))
         return torch.randn(block.columns * self.config.rank, generator=generator, dtype=torch.float64)
-
-    def _between(self) -> list[slice]:
-        """Return the parts of the shard that lie in no block."""
-        ends = sorted((b.where.start, b.where.stop) for blocks in self.groups.values() for b in blocks)
-        starts = [0, *(stop for _, stop in ends)]
-        return [slice(a, b) for a, b in zip(starts, [*(start for start, _ in ends), self.size]) if a < b]
 
     def compressed(self, x: Tensor) -> Tensor:
         """Return P Q^T of the mean gradient's matrices, and the mean of the rest."""

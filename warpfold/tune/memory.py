@@ -164,7 +164,11 @@ def _weights_of(model: ModelConfig, plan: Plan, optim: OptimConfig | None, train
         held, loading = memory.now, memory.restart()
         for _ in range(optimizer.share // plan.batch):
             optimizer.collect()
+        # A step asks first whether any example was used, which here nothing says, and would leave this out.
+        compressor = optimizer.reducer.compressor
+        applied = None if compressor is None else compressor.compressed(optimizer.total)
         optimizer.step(0)
+        del applied
         return _Weights(held, loading, memory.restart())
 
 
@@ -175,7 +179,10 @@ def _model(config: ModelConfig, plan: Plan) -> AlphaFold:
 
 
 def _optimizer(model: AlphaFold, plan: Plan, optim: OptimConfig, mesh: Mesh) -> Optimizer:
-    one = replace(optim, accumulate=plan.data * plan.batch, clip="step" if plan.batch > 1 else optim.clip)
+    # Of topk the first compressed step sends most, and so needs most memory.
+    compression = replace(optim.compression, start=0)
+    clip = "step" if plan.batch > 1 else optim.clip
+    one = replace(optim, accumulate=plan.data * plan.batch, clip=clip, compression=compression)
     scaling = plan.precision == "fp16"
     return Optimizer(model, one, mesh, plan.sync, 1, DTYPES[plan.precision], scaling, plan.batch)
 

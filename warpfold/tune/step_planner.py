@@ -244,7 +244,7 @@ class _Search:
         while self._left:
             _, _, one = heapq.heappop(self._left)
             if one.time.total <= LOOKED * best:
-                memory = estimate(self.job, _of_memory(one.plan), self.machine)
+                memory = estimate(self.job, _of_memory(self.job, one.plan), self.machine)
                 one = replace(one, memory=memory, reason=lacking(memory, self.machine))
                 best = best if one.reason else min(best, one.time.total)
                 self._add_tighter(one)
@@ -273,7 +273,7 @@ class _Search:
         for way in _ways(self.fixed):
             plan = possible({**vars(chosen.plan), "axial": 1, "branch": 1, "triangle": "auto", "keep_blocks": 0, **way})
             if plan is not None and not lacking(
-                memory := estimate(self.job, _of_memory(plan), self.machine), self.machine
+                memory := estimate(self.job, _of_memory(self.job, plan), self.machine), self.machine
             ):
                 example = example_seconds(self.job, plan, self.rates, cluster)
                 time = step_seconds(self.job, plan, example, self.rates, cluster)
@@ -302,7 +302,7 @@ class _Search:
                 kinds = ()
             for kind in kinds:
                 tighter = possible({**vars(plan), "recompute": kind})
-                if tighter is not None and (most := most_kept(self.job, self.machine, _of_memory(tighter))):
+                if tighter is not None and (most := most_kept(self.job, self.machine, _of_memory(self.job, tighter))):
                     self._add([replace(tighter, keep_blocks=most)])
         can_share = {one.sync.shard_state for one in _travelling(self.job, plan, self.cluster, {}, self.sync)} == {0, 1}
         lacks = needed_bytes(memory, self.machine) - self.machine.free
@@ -310,7 +310,12 @@ class _Search:
             self._add([replace(plan, sync=replace(plan.sync, shard_state=True))])
 
 
-def _of_memory(plan: Plan) -> Plan:
-    """Return a plan of few ranks that holds as much on each, or hardly more: so one estimate serves many plans."""
+def _of_memory(job: Job, plan: Plan) -> Plan:
+    """Return a plan of few ranks that holds as much on each, or hardly more: so one estimate serves many plans.
+
+    But what topk sends is gathered from all of them.
+    """
     few = ALIKE if plan.sync.shard_state else 2
+    if job.optim is not None and job.optim.compression.method == "topk":
+        few = plan.data
     return replace(plan, data=min(plan.data, few), sync=SyncConfig(shard_state=plan.sync.shard_state))
