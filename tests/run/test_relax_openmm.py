@@ -11,7 +11,7 @@ import pytest
 from tests.run.test_relax import lacking, protein, with_id  # noqa: F401
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import read_structure
-from warpfold.data.structure.write import write_mmcif
+from warpfold.data.structure.write import Modelling, write_mmcif
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.run.relax import find_flaws, join_chains, relax_chains, split_chains, with_missing_atoms
 from warpfold.run.relax_files import relax_paths
@@ -121,7 +121,7 @@ def test_a_file_is_relaxed_once_and_keeps_its_confidence(tmp_path: Path, protein
     chains = [torn(protein, 0.6), with_id(protein, "BB", (40, 0, 0))]
     plddt = [np.linspace(30, 90, n).round(2), np.linspace(50, 70, n).round(2)]
     path = tmp_path / "folded.cif"
-    path.write_text(write_mmcif("folded", chains, b_factors=plddt, predicted=True))
+    path.write_text(write_mmcif("folded", chains, b_factors=plddt, predicted=Modelling()))
     first = relax_paths([path])
     (entry,) = first["relaxed"]
     assert not first["failures"]

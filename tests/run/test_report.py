@@ -12,7 +12,7 @@ import pytest
 
 from tests.run.runs import helix
 from warpfold.data.structure.chain import Chain
-from warpfold.data.structure.write import write_mmcif
+from warpfold.data.structure.write import Modelling, write_mmcif
 from warpfold.run import charts, figures
 from warpfold.run import report as report_module
 from warpfold.run.coverage import Coverage
@@ -192,7 +192,7 @@ def test_a_page_of_forty_proteins_is_small() -> None:
         for i in range(count):
             moved = replace(chain, positions=raw.positions + rng.normal(0, 1, raw.positions.shape).astype(np.float32))
             plddt = rng.uniform(20, 100, n)
-            text = write_mmcif(f"protein{i}", [moved], b_factors=[plddt], predicted=True)
+            text = write_mmcif(f"protein{i}", [moved], b_factors=[plddt], predicted=Modelling())
             pae = rng.uniform(0, 31.75, (n, n))
             coverage = Coverage(np.arange(n, dtype=np.int32), rows, 400)
             targets.append(

@@ -117,10 +117,14 @@ class Prediction:
         return Structure(self.name, None, None, None, {chain.id: chain for chain in self.chains()})
 
     def mmcif(self) -> str:
-        """Return mmCIF text, pLDDT in the B column and as ModelCIF's metric."""
-        from warpfold.data.structure.write import write_mmcif
+        """Return ModelCIF text, pLDDT in the B column too."""
+        from warpfold.data.structure.write import Modelling, write_mmcif
 
-        return write_mmcif(self.name, self.chains(), b_factors=self._plddt_by_chain, predicted=True)
+        known = {name: self.details[name] for name in ("recycles", "templates") if self.details.get(name)}
+        facts = [f"{name}: {', '.join(one) if isinstance(one, list) else one}" for name, one in known.items()]
+        scores = {name: one for name, one in (("pTM", self.ptm), ("ipTM", self.iptm)) if one is not None}
+        how = Modelling("; ".join(facts) or None, scores)
+        return write_mmcif(self.name, self.chains(), b_factors=self._plddt_by_chain, predicted=how)
 
     def pdb(self) -> str:
         """Return PDB text, pLDDT in the B column.  Errors: UserError where the format cannot hold the structure."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import parse_structure
-from warpfold.data.structure.write import write_mmcif, write_pdb
+from warpfold.data.structure.write import Modelling, write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.files import read_file, write_atomically
 from warpfold.geometry.residue import ATOM_TYPES
@@ -143,7 +143,8 @@ def relax_file(target: RelaxTarget, device: str = "cpu") -> dict[str, Any]:
     structure = parse_structure(data, str(target.path))
     chains, relaxation = relax_chains(list(structure.chains.values()), device)
     b_factors = read_b_factors(data, chains)
-    predicted = b"_ma_qa_metric" in data
+    openmm = require_openmm().__version__
+    predicted = Modelling(refined_by=("OpenMM", openmm)) if b"_ma_qa_metric" in data else None
     texts = {"mmcif": write_mmcif(target.name, chains, b_factors=b_factors, predicted=predicted)}
     notes = [f"chain {name} left out: {reason}" for name, reason in structure.dropped.items()]
     try:
@@ -156,7 +157,7 @@ def relax_file(target: RelaxTarget, device: str = "cpu") -> dict[str, Any]:
         "format": FORMAT,
         "input": hashlib.sha256(data).hexdigest(),
         "files": {kind: file.name for kind, file in files.items()},
-        "openmm": require_openmm().__version__,
+        "openmm": openmm,
         **asdict(relaxation),
         "notes": notes,
     }

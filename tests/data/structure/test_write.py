@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.data.entries import random_chain
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import parse_structure
-from warpfold.data.structure.write import PDB_CHAINS, write_mmcif, write_pdb
+from warpfold.data.structure.write import PDB_CHAINS, Modelling, write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 
@@ -74,7 +74,9 @@ def test_gemmi_reads_every_atom_and_its_b_factor(write) -> None:
 
 
 def test_predictions_carry_their_confidence() -> None:
-    text = write_mmcif("model 'one'", [random_chain("A", "MK")], b_factors=[np.array([90.0, 50.0])], predicted=True)
+    text = write_mmcif(
+        "model 'one'", [random_chain("A", "MK")], b_factors=[np.array([90.0, 50.0])], predicted=Modelling()
+    )
     block = gemmi.cif.read_string(text).sole_block()
     assert list(block.find_values("_ma_qa_metric_local.metric_value")) == ["90.00", "50.00"]
     assert list(block.find_values("_ma_qa_metric_local.label_seq_id")) == ["1", "2"]
@@ -138,3 +140,9 @@ def test_what_is_not_ascii_does_not_make_it_unreadable() -> None:
     assert "H_mo_globin _" in text
     assert text.isascii()
     assert parse_structure(text).chains["A"].sequence == "GWK"
+
+
+def test_a_model_without_atoms_is_cif_all_the_same() -> None:
+    chain = random_chain("A", "MK")
+    text = write_mmcif("x", [Chain("A", "XX", chain.positions, 0 * chain.mask, chain.residue_index, ("1", "2"))])
+    assert not gemmi.cif.read_string(text).sole_block().find_mmcif_category("_atom_site.")

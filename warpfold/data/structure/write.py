@@ -1,19 +1,32 @@
 """Write structures: mmCIF and PDB text of chains, which gemmi and `read_structure` read back.
 
-Used for predictions (pLDDT in the B column and as ModelCIF's metric) and by the generator of sample proteins.
+Used for predictions (ModelCIF, pLDDT in the B column too) and by the generator of sample proteins.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from warpfold import __version__
 from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_TYPES, RESTYPE_3, RESTYPE_ORDER, UNKNOWN
 
 PDB_CHAINS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 ATOM_LIMIT = 99_999  # five columns for the serial number
+# The dictionary that predictions follow; what they have did not change in its later versions.
+MODELCIF = ("mmcif_ma.dic", "1.4.2", "https://raw.githubusercontent.com/ihmwg/ModelCIF/master/dist/mmcif_ma.dic")
+
+
+@dataclass(frozen=True)
+class Modelling:
+    """How a predicted structure was made, as ModelCIF says it beside pLDDT."""
+
+    details: str | None = None  # of the prediction, such as its recycles and templates
+    scores: Mapping[str, float] = field(default_factory=dict)  # of the whole model: "pTM", "ipTM"
+    refined_by: tuple[str, str] | None = None  # a program and its version
 
 
 def write_mmcif(
@@ -24,14 +37,14 @@ def write_mmcif(
     method: str | None = None,
     resolution: float | None = None,
     release_date: str | None = None,
-    predicted: bool = False,
+    predicted: Modelling | None = None,
 ) -> str:
     """Return mmCIF text of `chains`: SEQRES, numbering, atoms, and what is known of the experiment.
 
-    b_factors: per chain [N] or [N, 37]; 0 without.  With `predicted` they are pLDDT (0..100) and also written as
-    ModelCIF's `ma_qa_metric`, the mean of each residue's atoms and of the whole model.  `release_date` is
-    YYYY-MM-DD, `resolution` in angstrom.  Positions keep three decimals.  Residues without atoms appear in the
-    sequence only.  Errors: ValueError if an array does not fit its chain or a position is not finite.
+    b_factors: per chain [N] or [N, 37]; 0 without.  With `predicted` they are pLDDT (0..100), and the file is ModelCIF:
+    targets, model, protocol, software, and pLDDT of each residue (the mean of its atoms) and of the whole model.
+    `release_date` is YYYY-MM-DD, `resolution` in angstrom.  Positions keep three decimals.  Residues without atoms
+    appear in the sequence only.  Errors: ValueError if an array does not fit its chain or a position is not finite.
     """
     bs = _checked_b_factors(chains, b_factors)
     entities = {sequence: str(i + 1) for i, sequence in enumerate(dict.fromkeys(c.sequence for c in chains))}
@@ -45,8 +58,9 @@ def write_mmcif(
         *_sequences(chains, entities, labels),
         _atoms(chains, bs, entities, labels),
     ]
-    if predicted and b_factors is not None:
-        parts += _confidence(chains, bs, labels)
+    if predicted is not None:
+        parts += _modelling(name, chains, entities, labels, predicted)
+        parts += _confidence(chains, bs, labels, predicted.scores)
     return "".join(parts)
 
 
@@ -157,13 +171,18 @@ def _value(value: object) -> str:
     return f"{quote}{text}{quote}"
 
 
-def _items(category: str, items: Sequence[tuple[str, object]]) -> str:
+def _items(category: str, items: Iterable[tuple[str, object]]) -> str:
     return "".join(f"_{category}.{tag} {_value(value)}\n" for tag, value in items) + "#\n"
 
 
 def _loop(category: str, tags: str, rows: Iterable[Iterable[object]]) -> str:
+    return _loop_of_lines(category, tags, [" ".join(map(_value, row)) + "\n" for row in rows])
+
+
+def _loop_of_lines(category: str, tags: str, lines: Sequence[str]) -> str:
+    """Return a loop; nothing where it has no rows, which CIF does not allow."""
     header = "loop_\n" + "".join(f"_{category}.{tag}\n" for tag in tags.split())
-    return header + "".join(" ".join(map(_value, row)) + "\n" for row in rows) + "#\n"
+    return header + "".join(lines) + "#\n" if lines else ""
 
 
 def _experiment(block: str, method: str | None, resolution: float | None, release_date: str | None) -> Iterable[str]:
@@ -227,11 +246,47 @@ def _atoms(chains: Sequence[Chain], bs: Sequence[np.ndarray], entities: dict[str
                 f"ATOM {len(lines) + 1} {atom[0]} {atom} . {monomer} {label} {entity} {i + 1} "
                 f"{code or '?'} {x:.3f} {y:.3f} {z:.3f} 1.00 {b_factor:.2f} {number} {author} 1\n"
             )
-    return _loop("atom_site", tags, []).removesuffix("#\n") + "".join(lines) + "#\n"
+    elements = sorted({ATOM_TYPES[atom][0] for chain in chains for atom in np.flatnonzero((chain.mask > 0).any(0))})
+    types = _loop("atom_type", "symbol", [(element,) for element in elements])
+    return types + _loop_of_lines("atom_site", tags, lines)
 
 
-def _confidence(chains: Sequence[Chain], bs: Sequence[np.ndarray], labels: Sequence[str]) -> Iterable[str]:
-    """Yield pLDDT as ModelCIF has it (https://mmcif.wwpdb.org/dictionaries/mmcif_ma.dic), per residue and its mean."""
+def _modelling(
+    name: str, chains: Sequence[Chain], entities: dict[str, str], labels: Sequence[str], how: Modelling
+) -> Iterable[str]:
+    """Yield what ModelCIF wants of a computed model beside coordinates and confidence.
+
+    Data 1 to E are the sequences of the E entities, data E + 1 is the model; so are the groups 1 and 2 of them.
+    """
+    model = len(entities) + 1
+    yield _items("audit_conform", zip(("dict_name", "dict_version", "dict_location"), MODELCIF))
+    targets = [(e, f"sequence of entity {e}", "target") for e in entities.values()]
+    yield _loop("ma_data", "id name content_type", [*targets, (model, name, "model coordinates")])
+    groups = [(data, 1 if data < model else 2, data) for data in range(1, model + 1)]
+    yield _loop("ma_data_group", "ordinal_id group_id data_id", groups)
+    # Where a sequence comes from is not known, and a "reference database" would have to be named.
+    yield _loop("ma_target_entity", "entity_id data_id origin", [(e, e, "designed") for e in entities.values()])
+    instances = [(label, entities[chain.sequence]) for chain, label in zip(chains, labels)]
+    yield _loop("ma_target_entity_instance", "asym_id entity_id", instances)
+    programs = [("WarpFold", __version__, "structure prediction by an AlphaFold2-class model")]
+    steps = [(1, 1, 1, "modeling", "structure prediction", how.details, 1, 1, 2)]
+    if how.refined_by:
+        programs.append((*how.refined_by, "restrained minimisation of the energy"))
+        steps.append((2, 1, 2, "model refinement", "relaxation in the Amber99SB force field", None, 2, 2, 2))
+    software = [(i, *one[:2], "model building", "program", one[2]) for i, one in enumerate(programs, 1)]
+    yield _loop("software", "pdbx_ordinal name version classification type description", software)
+    yield _loop("ma_software_group", "ordinal_id group_id software_id", [(i, i, i) for i, *_ in software])
+    tags = "ordinal_id protocol_id step_id method_type step_name details software_group_id input_data_group_id"
+    yield _loop("ma_protocol_step", f"{tags} output_data_group_id", steps)
+    yield _loop(
+        "ma_model_list", "ordinal_id model_id model_name model_type data_id", [(1, 1, name, "Ab initio model", model)]
+    )
+
+
+def _confidence(
+    chains: Sequence[Chain], bs: Sequence[np.ndarray], labels: Sequence[str], scores: Mapping[str, float]
+) -> Iterable[str]:
+    """Yield pLDDT as ModelCIF has it, per residue and its mean, and what else is known of the whole model."""
     local, values = [], []
     for chain, b, label in zip(chains, bs, labels):
         for i in np.flatnonzero(np.max(chain.mask, axis=1) > 0):
@@ -239,8 +294,12 @@ def _confidence(chains: Sequence[Chain], bs: Sequence[np.ndarray], labels: Seque
             values.append(plddt)
             residue = (label, int(i) + 1, _three_letters(chain.sequence[i]))
             local.append((len(values), 1, *residue, 2, f"{plddt:.2f}"))
-    yield _loop("ma_qa_metric", "id mode name type", [(1, "global", "pLDDT", "pLDDT"), (2, "local", "pLDDT", "pLDDT")])
-    mean = f"{float(np.mean(values)):.2f}" if values else None
-    yield _loop("ma_qa_metric_global", "ordinal_id model_id metric_id metric_value", [(1, 1, 1, mean)])
+    whole = {1: f"{float(np.mean(values)):.2f}"} if values else {}
+    whole |= {3 + i: f"{score:.4f}" for i, score in enumerate(scores.values())}
+    metrics = [(1, "global", "pLDDT", "pLDDT", 1), (2, "local", "pLDDT", "pLDDT", 1)]
+    metrics += [(3 + i, "global", kind, kind, 1) for i, kind in enumerate(scores)]
+    yield _loop("ma_qa_metric", "id mode name type software_group_id", metrics)
+    rows = [(i, 1, metric, value) for i, (metric, value) in enumerate(whole.items(), 1)]
+    yield _loop("ma_qa_metric_global", "ordinal_id model_id metric_id metric_value", rows)
     tags = "ordinal_id model_id label_asym_id label_seq_id label_comp_id metric_id metric_value"
     yield _loop("ma_qa_metric_local", tags, local)
