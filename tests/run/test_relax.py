@@ -203,3 +203,37 @@ def test_a_replaced_prediction_takes_its_relaxation_along(tmp_path: Path) -> Non
     (tmp_path / "out" / "test_relaxed.cif").write_text("of the earlier one")
     p.save(tmp_path / "out", overwrite=True)
     assert not (tmp_path / "out" / "test_relaxed.cif").exists()
+
+
+def test_there_are_three_rounds_as_in_alphafold_and_the_last_is_kept(
+    protein: Chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round of this force field moves all by 1 Å and makes the energy, and the count of violations, worse."""
+
+    class Drifting:
+        platform, disulfides = "none", 0
+
+        def __init__(self, residues: relax.ModelledResidues, *_: object) -> None:
+            self.residues, self.freed = residues, list[int]()
+
+        def minimise(self, free: np.ndarray) -> None:
+            self.freed.append(int(free.sum()))
+            assert self.freed == [0, 1, 2][: len(self.freed)]  # residues that violated chemistry have no springs
+
+        def energy(self) -> float:
+            return float(len(self.freed))
+
+        def positions(self) -> np.ndarray:
+            return self.residues.positions + len(self.freed)
+
+    def flaws(residues: relax.ModelledResidues) -> relax.Flaws:
+        moved = round(float(residues.positions[0, CA, 0] - protein.positions[0, CA, 0]))
+        worse = np.arange(len(residues.sequence)) < moved
+        return relax.Flaws(worse, worse, worse)
+
+    monkeypatch.setattr(relax, "Amber", Drifting)
+    monkeypatch.setattr(relax, "find_flaws", flaws)
+    (relaxed,), report = relax.relax_chains([protein])
+    assert (report.rounds, report.energy_after, report.violations_after["residues"]) == (3, 3, 3)
+    moved = (relaxed.positions - protein.positions)[protein.mask > 0]
+    np.testing.assert_allclose(moved, 3, atol=1e-3)

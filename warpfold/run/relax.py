@@ -19,7 +19,7 @@ from warpfold.model.violations import connection_violations, within_residue_viol
 from warpfold.run.amber import OXT, Amber, ModelledResidues
 from warpfold.run.sanity import check_geometry, find_clashes
 
-MAX_ROUNDS = 20
+MAX_ROUNDS = 3  # RELAX_MAX_OUTER_ITERATIONS of AlphaFold 2.3's run_alphafold.py; in 2.0 it was 20
 N, CA, C = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
 NEW_CHI = {"P": (-25.0, 36.0)}  # degrees: proline's ring; others begin as the most frequent rotamers do
 USUAL_CHI = (-65.0, 180.0, 180.0, 180.0)
@@ -69,8 +69,8 @@ def relax_chains(
     """Minimise the energy of a structure and return its chains, with all heavy atoms, and what was done.
 
     In a round, springs hold the heavy atoms where the round began.  Residues that violate chemistry after it have no
-    springs in the next rounds.  It ends with the first round without violations, or with the best of `max_rounds`:
-    fewest residues with violations, then lowest energy.
+    springs in the next rounds.  It ends with the first round without violations, or after `max_rounds`; the last round
+    is kept, as AlphaFold keeps it.
 
     Residues are bonded if they follow one another in the sequence, however far apart they are; X, and residues without
     N, CA and C, keep their atoms and take no part, and there is a gap where they are.
@@ -84,21 +84,17 @@ def relax_chains(
     amber = Amber(residues, built, device)
     energy_before, flaws_before = amber.energy(), find_flaws(residues)
     free = np.zeros(len(residues.sequence), bool)
-    best: tuple[int, float, Flaws, ModelledResidues] | None = None
-    rounds = 0
-    while rounds < max_rounds and (best is None or best[0]):
+    rounds, flaws, relaxed = 0, flaws_before, residues
+    while rounds == 0 or (rounds < max_rounds and flaws.any.any()):
         rounds += 1
         amber.minimise(free)
-        found = dataclasses.replace(
-            residues, positions=np.where(moving[..., None], amber.positions(), residues.positions)
-        )
-        flaws, energy = find_flaws(found), amber.energy()
+        positions = np.where(moving[..., None], amber.positions(), residues.positions)
+        relaxed = dataclasses.replace(residues, positions=positions)
+        flaws = find_flaws(relaxed)
         free |= flaws.any
-        if np.isfinite(energy) and (best is None or (flaws.any.sum(), energy) < best[:2]):
-            best = int(flaws.any.sum()), energy, flaws, found
-    if best is None:
+    energy = amber.energy()
+    if not np.isfinite(energy):
         raise FloatingPointError("the energy is not finite after the minimisation; the structure is too far from one")
-    _, energy, flaws, relaxed = best
     moved = np.linalg.norm(relaxed.positions - residues.positions, axis=-1)
     ca, heavy = moved[:, CA][residues.segment >= 0], moved[moving & ~built]
     return split_chains(chains, relaxed), Relaxation(
