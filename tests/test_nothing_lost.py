@@ -42,6 +42,7 @@ SAFE = {
     "run/params_file.py:_write": "a draft of `write_new`",
     "files.py:row_file": "a file that was not there: opened only to make it",
     "files.py:lock_file": "opens to append, and appends nothing",
+    "files.py:wait_for_lock": "replaces the line in which it said who held the lock before, and no other",
     "files.py:write_atomically": "replaces one file by name, whole or not at all; callers answer for the name",
     "host.py:in_file": "a temporary file that it made and that has no name",
     "model/weights.py:save_params": "the file that the caller names; " + OWN_DRAFT,

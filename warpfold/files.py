@@ -7,8 +7,10 @@ import gzip
 import json
 import logging
 import os
+import platform
 import secrets
 import stat
+import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,6 +23,7 @@ logger = logging.getLogger("warpfold")
 # flock's errors on a file system without locks: NFS without its lock daemon, Lustre without -o flock, some of FUSE.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 LARGEST = 4 * 10**9  # bytes that a user's file may have when it is unpacked, unless told otherwise
+LOCK_LASTS = 120  # seconds to wait for a lock of another machine: NFSv4's servers keep those of dead clients 90 s
 _PIECE = 1 << 20  # bytes unpacked at a time
 _KEPT = 1 << 28  # bytes; a file that unpacks to more is unpacked twice: to find its size, then to keep it
 
@@ -223,6 +226,35 @@ def lock_file(path: Path, taken: UserError) -> TextIO:
             raise
         logger.warning("%s: this file system has no locks (%s); start no second process there", path, error.strerror)
     return file
+
+
+def wait_for_lock(path: Path, taken: UserError) -> TextIO:
+    """Lock a file as `lock_file` does, and write into it who holds it; wait for a lock that may be a dead machine's.
+
+    A process of this machine that has ended holds nothing.  A file server may keep the lock of a machine that is gone,
+    so one of another machine, or of nobody knows whom, is waited for, `LOCK_LASTS` seconds at most.
+    Errors: as of `lock_file`; `taken` with who holds the lock.
+    """
+    for waited in range(LOCK_LASTS + 1):
+        try:
+            file = lock_file(path, taken)
+        except UserError:
+            holder = " ".join(path.read_text(encoding="utf-8", errors="replace").split())[:200]
+            if waited == LOCK_LASTS or holder.endswith(f" on {platform.node()}"):
+                raise UserError(f"{taken} (it is locked by {holder or 'an unknown process'})") from None
+            if waited % 15 == 0:
+                logger.warning(
+                    "%s: locked by %s; waiting, for a file server may keep the lock of a machine that is gone "
+                    "(%d s of at most %d)", path, holder or "an unknown process", waited, LOCK_LASTS,
+                )  # fmt: skip
+            time.sleep(1)
+        else:
+            if not path.stat().st_size or path.read_bytes().startswith(b"process "):  # else it is somebody's file
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {platform.node()}\n")
+                file.flush()
+            return file
+    raise AssertionError
 
 
 def check_new(path: Path) -> None:

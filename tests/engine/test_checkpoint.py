@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import platform
 import resource
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from warpfold import files
 from warpfold.device import Snapshot
@@ -236,6 +239,45 @@ def test_a_second_run_waits_outside(tmp_path: Path) -> None:
         refused = subprocess.run(command, capture_output=True, text=True)
         assert "another run is writing there" in refused.stderr
     assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("released", [40, 1000])
+def test_a_lock_of_another_machine_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, released: int
+) -> None:
+    """As a file server keeps the lock of a machine that is gone."""
+    with RunFolder(tmp_path):
+        pass
+    (tmp_path / ".lock").write_text("process 7 on elsewhere\n")
+    lock, slept = files.lock_file(tmp_path / ".lock", UserError("")), list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if sum(slept) >= released:
+            lock.close()
+
+    monkeypatch.setattr(files.time, "sleep", sleep)
+    if released > files.LOCK_LASTS:
+        with pytest.raises(UserError, match=r"another run is .* \(it is locked by process 7 on elsewhere\)$"):
+            RunFolder(tmp_path).__enter__()
+        lock.close()
+    else:
+        with RunFolder(tmp_path):
+            assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"
+    assert sum(slept) == min(released, files.LOCK_LASTS)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == -(-len(slept) // 15) and all("locked by process 7 on elsewhere" in line for line in lines)
+
+
+def test_what_helps_is_said_of_a_folder_that_is_gone(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as run:
+        shutil.rmtree(run.path)
+        for write in (lambda: run.save(checkpoint(1), 1), lambda: run.replace_file("params", Path.touch)):
+            with pytest.raises(UserError, match="moved or removed meanwhile"):
+                write()
+        run.path.mkdir()
+        with pytest.raises(UserError, match="moved or removed meanwhile"):
+            run.replace_file("params", lambda path: save_file({}, path / "away"))
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])

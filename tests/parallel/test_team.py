@@ -21,6 +21,8 @@ import torch
 import torch._dynamo  # before the forks, which would each load it
 import torch.distributed as dist
 
+from warpfold.engine.checkpoint import RunFolder
+from warpfold.engine.step_folders import Checkpoint
 from warpfold.errors import UserError
 from warpfold.parallel import heartbeat, waits
 from warpfold.parallel import team as module
@@ -431,6 +433,46 @@ def test_the_watchdog_ends_a_wait_within_seconds_of_the_limit(monkeypatch: pytes
     assert [name for name, _ in asked] == ["the others"]
     assert 600 < asked[0][1] - stopped < 605  # a collective gives up by itself before
     assert 600 < now - stopped <= 610
+
+
+def test_who_writes_a_checkpoint_is_spared_when_another_fails(crew: Crew) -> None:
+    """Whether its collective raises, or it is stuck where no exception reaches it; the others end at once."""
+    for stuck in (False, True):
+        out = crew.folder / f"run-{stuck}"
+
+        def train(team: Team, stuck: bool = stuck, out: Path = out) -> None:
+            with RunFolder(out, team.is_rank_zero) as run:
+                if team.is_rank_zero:
+                    (run.path / "settings.toml").write_text("")
+                    run.write_beside(lambda: (time.sleep(4 * GRACE), run.save(Checkpoint(3, {}, {}), 1)))
+                team.all_gather_object(0, "a step")
+                if team.process.rank == 1:
+                    raise UserError("bad data")
+                if stuck and team.is_rank_zero:
+                    time.sleep(LONG)
+                team.all_gather_object(0, "the next step")
+
+        codes, said = crew.run(train, Plan(data=2))
+        assert codes == [1 if stuck else FAILED, FAILED]
+        assert "rank 1 failed: bad data" in said[0]
+        assert RunFolder(out, writes=False).load_latest().step == 3
+
+
+def test_who_writes_is_not_spared_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def beat(seconds: float) -> bool:
+        nonlocal now
+        now += seconds
+        return False
+
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(heartbeat, "_break_off", Mock(side_effect=Ended))
+    watchdog = heartbeat.Watchdog(600.0, lambda name, seconds: "")
+    watchdog._end, watchdog.reason = SimpleNamespace(wait=beat), "rank 1 failed"  # type: ignore[assignment]
+    with waits.saving(), pytest.raises(Ended):
+        watchdog._watch()
+    assert 600 < now <= 610
 
 
 def test_who_computes_for_long_is_left_alone(crew: Crew) -> None:

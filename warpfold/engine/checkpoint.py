@@ -28,9 +28,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from warpfold.engine.step_folders import StepFolders, finite, reason
+from warpfold.engine.step_folders import StepFolders, cure, finite, reason
 from warpfold.errors import UserError
-from warpfold.files import lock_file, sync_path
+from warpfold.files import sync_path, wait_for_lock
+from warpfold.parallel.waits import saving
 
 logger = logging.getLogger("warpfold")
 
@@ -66,7 +67,7 @@ class RunFolder(StepFolders):
         taken = UserError(f"{self.path}: another run is writing there; wait for it or choose another --out")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = lock_file(self.path / ".lock", taken)
+            self._lock = wait_for_lock(self.path / ".lock", taken)
             self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
@@ -92,10 +93,11 @@ class RunFolder(StepFolders):
     def write_beside(self, write: Callable[[], None]) -> None:
         """Begin to write a checkpoint in a thread, when the one before is written.
 
+        Until it is written, this process outlives the failure of another one (parallel/heartbeat.py).
         Errors: what writing that one raised.  What this one raises, the next `write_beside`, `log` or the end raises.
         """
         self._end_writing(wait=True)
-        self._writing = self._thread.submit(write)
+        self._writing = self._thread.submit(saving()(write))
 
     def wait_for_writing(self) -> None:
         """Return when the last checkpoint is on the disk.  Errors: what writing it raised."""
@@ -172,7 +174,7 @@ class RunFolder(StepFolders):
             before = self.latest()
             kept = "" if before is None else f"step {before} is safe in {self.step_path(before)}; "
             raise UserError(
-                f"{path}: could not be written ({reason(error)}); {kept}make room and start again"
+                f"{path}: could not be written ({reason(error)}); {kept}{cure(error)} and start again"
             ) from error
 
     def save_failure(
@@ -191,7 +193,9 @@ class RunFolder(StepFolders):
             save_file(dict(tensors), folder / "state.safetensors")
             (folder / "failure.json").write_text(json.dumps(finite(notes), indent=1) + "\n", encoding="utf-8")
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{folder}: could not be written ({reason(error)}); make room and start again") from error
+            raise UserError(
+                f"{folder}: could not be written ({reason(error)}); {cure(error)} and start again"
+            ) from error
         return folder
 
     # Log
@@ -272,7 +276,7 @@ class AppendedFile:
             if self._file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise UserError(f"{self.path}: {error.strerror}; make room and start again") from error
+            raise UserError(f"{self.path}: {error.strerror}; {cure(error)} and start again") from error
 
     def close(self) -> None:
         self._file.close()

@@ -21,7 +21,7 @@ from warpfold.engine.randomness import random_state, set_random_state
 from warpfold.engine.step_folders import Checkpoint, DamagedCheckpoint, StepFolders
 from warpfold.engine.world import world
 from warpfold.errors import UserError
-from warpfold.files import lock_file
+from warpfold.files import wait_for_lock
 from warpfold.parallel.messages import all_gather_object
 
 logger = logging.getLogger("warpfold")
@@ -184,7 +184,7 @@ class Checkpoints:
         taken = UserError(f"{self.folder}: another run is writing there; wait for it or choose another folder")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            lock = lock_file(self.folder / LOCK, taken)
+            lock = wait_for_lock(self.folder / LOCK, taken)
         except OSError as error:
             raise UserError(f"{self.folder}: cannot be written: {error.strerror}; choose another folder") from error
         weakref.finalize(self, lock.close)

@@ -5,6 +5,7 @@
 Every file is written under another name, synced, and renamed into its place.
 """
 
+import errno
 import hashlib
 import json
 import logging
@@ -133,7 +134,7 @@ class StepFolders:
                 f"step {max(before)} is safe in {self.step_path(max(before))}" if before else "there was none before it"
             )
             raise UserError(
-                f"{place}: the checkpoint could not be written ({reason(error)}); {kept}; make room and start again"
+                f"{place}: the checkpoint could not be written ({reason(error)}); {kept}; {cure(error)} and start again"
             ) from error
         self.prune(keep)
 
@@ -169,3 +170,12 @@ def finite(value: Any) -> Any:
 def reason(error: Exception) -> str:
     """Return why something could not be written."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def cure(error: Exception) -> str:
+    """Return what helps where something could not be written; safetensors says an error's number in its text."""
+    said = re.search(r"os error (\d+)", str(error))
+    code = error.errno if isinstance(error, OSError) else int(said[1]) if said else None
+    if code == errno.ENOENT:
+        return "the folder was moved or removed meanwhile: put it back"
+    return "make room" if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "see to the disk"

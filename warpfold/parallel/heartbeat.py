@@ -54,6 +54,8 @@ class Watchdog:
     The time during which the process was stopped does not count, and a process that computes waits for nobody, however
     long it takes.  explain: returns why, given what was waited for and how long; it must not block.
     reason: while another thread has set it, the process ends after GRACE seconds.
+    A process that is writing a checkpoint (`waits.saving`) is spared until that is on the disk, `limit` seconds at most:
+    a file system may hang.  That is told by time alone: to look at the files could hang this thread, too.
     """
 
     def __init__(self, limit: float, explain: Callable[[str, float], str]) -> None:
@@ -71,7 +73,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         lived: dict[int, float] = {}  # how long each wait has lasted
-        own, left, before = "", GRACE, time.monotonic()
+        own, left, spared, before = "", GRACE, 0.0, time.monotonic()
         while not self._end.wait(BEAT):
             passed, before = min(time.monotonic() - before, 2 * BEAT), time.monotonic()
             under_way = waits.now()
@@ -80,7 +82,12 @@ class Watchdog:
             # Two beats later than a collective gives up by itself: an error that is raised is better.
             if not own and longest is not None and lived[longest] > self._limit + 2 * BEAT:
                 own = self.explain(under_way[longest].name, lived[longest])
-            left = left - passed if own or self.reason else GRACE
+            if not own and not self.reason:
+                left, spared = GRACE, 0.0
+            elif waits.is_saving() and spared < self._limit:
+                left, spared = GRACE, spared + passed
+            else:
+                left -= passed
             if left <= 0:
                 _break_off(own or self.reason)
 

@@ -37,6 +37,7 @@ class Wait:
 
 _numbers = count()
 _now: dict[int, Wait] = {}
+_saving: set[int] = set()
 
 
 def now() -> dict[int, Wait]:
@@ -60,6 +61,22 @@ def waiting(name: str) -> Iterator[None]:
         raise LostError(name, time.monotonic() - wait.began, error) from error
     finally:
         del _now[number]
+
+
+@contextmanager
+def saving() -> Iterator[None]:
+    """Note that this thread writes what would be lost with the process: a checkpoint."""
+    number = next(_numbers)
+    _saving.add(number)
+    try:
+        yield
+    finally:
+        _saving.remove(number)
+
+
+def is_saving() -> bool:
+    """Return whether a thread of this process writes a checkpoint at this moment."""
+    return bool(_saving)
 
 
 @dataclass(frozen=True)
