@@ -266,7 +266,8 @@ def test_a_lock_of_another_machine_is_waited_for(
             assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"
     assert sum(slept) == min(released, files.LOCK_LASTS)
     lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == -(-len(slept) // 15) and all("locked by process 7 on elsewhere" in line for line in lines)
+    assert len(lines) == -(-len(slept) // 15)
+    assert all("locked by process 7 on elsewhere" in line for line in lines)
 
 
 def test_what_helps_is_said_of_a_folder_that_is_gone(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.run.runs import equal_tensors, helix, make_store, rows, tiny_run
 from warpfold.data.store.store import Store, StoreWriter, pack_record
@@ -18,6 +19,7 @@ from warpfold.data.store.stored_example import example_arrays, example_notes
 from warpfold.engine.checkpoint import RunFolder
 from warpfold.engine.watch import Phase, Watcher
 from warpfold.errors import UserError
+from warpfold.model.alphafold import AlphaFold
 from warpfold.run.config import TrainConfig
 from warpfold.run.examples import split
 from warpfold.run.train import train
@@ -109,6 +111,41 @@ def test_a_short_run_with_little_time_folds_one_and_says_of_how_many(
     with RunFolder(tmp_path / "run", score="lddt_ca") as run:
         run.open_log(2)
         assert not run.scores  # what is measured on some says nothing about which checkpoint is best
+
+
+@pytest.mark.parametrize("times", [1, 10**9])
+def test_where_memory_runs_out_in_a_validation_the_training_goes_on(
+    store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    times: int,
+) -> None:  # fmt: skip
+    """The next tighter plan is tried; what none fits is left out, in words, and no restart tries it again."""
+    held_out = {len(row["examples"]): row for row in rows(unbroken) if row["kind"] == "validation"}[2]["examples"]
+    longest = max(held_out)  # the name of the longest
+    forward, failed = AlphaFold.forward, 0
+
+    def stub(model: AlphaFold, batch: dict, *more: Any, **named: Any) -> Any:
+        nonlocal failed
+        if not model.training and batch["aatype"].shape[-1] == 10 + int(longest[-1]) and failed < times:
+            failed += 1
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(model, batch, *more, **named)
+
+    monkeypatch.setattr(AlphaFold, "forward", stub)
+    out = tmp_path / "run"
+    assert train(tiny_run(), store, out).finished
+    assert equal_tensors(out / "params.safetensors", unbroken / "params.safetensors")
+    found = [row for row in rows(out) if row["kind"] == "validation"]
+    assert [row["step"] for row in found] == [0, 3, 6]
+    if times == 1:
+        assert all(row["examples"].keys() == held_out.keys() and "left_out" not in row for row in found)
+        return
+    for row in found:
+        assert (len(row["examples"]), row["of"], row["left_out"].keys()) == (1, 2, {longest})
+        assert "out of memory even with the tightest plan" in row["left_out"][longest]
+    assert f"the validation after step 3 leaves out {longest}" in caplog.text
+    before = failed
+    assert train(tiny_run(), store, out).finished
+    assert failed == before
 
 
 # Whom it folds

@@ -54,8 +54,8 @@ class Watchdog:
     The time during which the process was stopped does not count, and a process that computes waits for nobody, however
     long it takes.  explain: returns why, given what was waited for and how long; it must not block.
     reason: while another thread has set it, the process ends after GRACE seconds.
-    A process that is writing a checkpoint (`waits.saving`) is spared until that is on the disk, `limit` seconds at most:
-    a file system may hang.  That is told by time alone: to look at the files could hang this thread, too.
+    A process that is writing a checkpoint (`waits.saving`) is spared until that is on the disk, `limit` seconds at
+    most: a file system may hang.  That is told by time alone: to look at the files could hang this thread, too.
     """
 
     def __init__(self, limit: float, explain: Callable[[str, float], str]) -> None:

@@ -38,7 +38,7 @@ from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.run.config import GivenSettings, RunConfig
 from warpfold.run.examples import fingerprint, held_out_features, hold_out
 from warpfold.run.ranks import stop_requested
-from warpfold.run.validation import Judge, Validation, averages_of, scores_row
+from warpfold.run.validation import Judge, Scores, Validation, averages_of, scores_row
 
 logger = logging.getLogger("warpfold")
 
@@ -87,7 +87,7 @@ class SpareValidation(Validation):
         super().__init__(*of_validation)
         self._queue: list[int] = []  # on rank 0, and so are the following: the step that is folded, and one that waits
         self._asked = False  # whether the spares know of the first
-        self._found: dict[int, dict[str, list[float]]] = {}  # its scores, by spare
+        self._found: dict[int, dict[str, Scores]] = {}  # its scores, by spare
         self._rows: list[Row] = []  # that rank 0 has logged, and the others have not yet
         self._looked = 0.0
         self._behind = False  # whether a validation was left out; it is said once
@@ -291,7 +291,7 @@ class Spare:
             self.packed.parameters[name].data.copy_(average)
         self.packed.refresh()
 
-    def _scores(self) -> dict[str, list[float]]:
+    def _scores(self) -> dict[str, Scores]:
         judge = Judge(self.model, self.config, self.device, lambda _: self._look())
         with torch.no_grad(), closing(held_out_features(self.share, self.config)) as examples:
             return {key: judge.scores(to_tensors(arrays, self.device)) for key, arrays in examples}

@@ -18,6 +18,8 @@ from warpfold.engine.loop import Log, StepTimer, StopSignals
 from warpfold.engine.optim import Optimizer
 from warpfold.engine.step_folders import Checkpoint, DamagedCheckpoint
 from warpfold.engine.watch import Row
+from warpfold.errors import UserError
+from warpfold.memory import release_memory
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.permutation import with_truth
 from warpfold.parallel.execution import Execution
@@ -36,6 +38,7 @@ class _Stopped(Exception):
     """A signal came while an example was being folded."""
 
 
+Scores = list[float] | str  # of an example, the two of a `Judge`; or why it could not be folded
 ENOUGH = 100  # training examples of a process, in the time of which one that is folded does not count
 
 
@@ -179,10 +182,10 @@ class Validation:
             self.log({**scores_row(step, asked, every), **part, "seconds": round(seconds, 3)})
         return max(received for _, received in parts)
 
-    def _measure(self, step: int, rounds: int, began: float) -> tuple[int, dict[str, list[float]]]:
+    def _measure(self, step: int, rounds: int, began: float) -> tuple[int, dict[str, Scores]]:
         """Return how many rounds were asked for, and the two scores of what this rank folded; all stop together."""
         ranks, rank = self.team.process.ranks, self.team.process.rank
-        found: dict[str, list[float]] = {}
+        found: dict[str, Scores] = {}
         device = self.optimizer.weights.device
         judge, left, known = Judge(self.model, self.config, device, self._check), self.left(step), bool(self._round)
         features = held_out_features(self.held_out[rank::ranks], self.config)
@@ -200,7 +203,7 @@ class Validation:
         features.close()
         return rounds, found
 
-    def _fold(self, judge: "Judge", batch: Batch) -> list[float] | None:
+    def _fold(self, judge: "Judge", batch: Batch) -> Scores | None:
         """Return the scores of an example; None if a signal came meanwhile."""
         try:
             return judge.scores(batch)
@@ -239,13 +242,26 @@ class Judge:
         fixed = {"precision": plan.precision, "kernels": plan.kernels, "tf32": plan.tf32}
         self._planner = FoldPlanner(model.config, device, fixed)
 
-    def scores(self, batch: Batch) -> list[float]:
-        """Return lDDT-Ca of all pairs of an example, and of those between chains."""
+    def scores(self, batch: Batch) -> Scores:
+        """Return lDDT-Ca of all pairs of an example, and of those between chains.
+
+        Where memory runs out, the next tighter plan is tried; where nothing fits, why it is left out is returned: the
+        training goes on, and each restart would validate first.
+        """
         model, asks = self.model, self.model.config
-        chosen = self._planner.choose(sizes_of_batch(batch), asks.recycles, asks.ensemble)
-        Execution(chosen.plan).bind(model)
-        with followed(model, (asks.recycles + 1) * asks.ensemble, self._check):
-            output = model(batch)
+        try:
+            chosen = self._planner.choose(sizes_of_batch(batch), asks.recycles, asks.ensemble)
+            while True:
+                try:
+                    Execution(chosen.plan).bind(model)
+                    with followed(model, (asks.recycles + 1) * asks.ensemble, self._check):
+                        output = model(batch)
+                    break
+                except (RuntimeError, MemoryError) as error:
+                    chosen = self._planner.after(chosen, error)
+                release_memory(batch["aatype"].device)  # the error, and what it held, is gone
+        except UserError as error:
+            return str(error)
         truth = with_truth(batch, output.structure.final_atom37)
         return [float(ca_lddt(output, truth, between)) for between in (False, True)]
 
@@ -256,6 +272,14 @@ def averages_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {name.removeprefix("average."): x for name, x in whole if name.startswith("average.")}
 
 
-def scores_row(step: int, keys: Sequence[str], scores: Mapping[str, Sequence[float]]) -> Row:
-    """Return the row of a validation of these examples; scores: the two that a `Judge` gave to each."""
-    return validation_row(step, *({key: scores[key][which] for key in keys} for which in (0, 1)))
+def scores_row(step: int, keys: Sequence[str], scores: Mapping[str, Scores]) -> Row:
+    """Return the row of a validation of these examples; scores: what a `Judge` said of each.
+
+    Of what was left out the row has the reasons, and `of` how many there were: it is not compared with whole ones.
+    """
+    folded = {key: found for key in keys if not isinstance(found := scores[key], str)}
+    row = validation_row(step, *({key: found[which] for key, found in folded.items()} for which in (0, 1)))
+    left_out = {key: scores[key] for key in keys if key not in folded}
+    for key, why in left_out.items():
+        logger.warning("the validation after step %d leaves out %s: %s", step, key, why)
+    return {**row, "of": len(keys), "left_out": left_out} if left_out else row
