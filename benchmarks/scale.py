@@ -25,7 +25,7 @@ from warpfold.parallel.plan import Plan
 from warpfold.run.config import load_settings
 from warpfold.run.figures import AMBER, BLUE, GREY, INK, STYLE
 from warpfold.run.planning import training_job
-from warpfold.run.simulating import described_cluster
+from warpfold.tune.machine import planned_cluster, planned_machine
 from warpfold.tune.rates import of_gpu
 from warpfold.tune.simulate.record import Await, Begin, RecordedStep, record
 from warpfold.tune.simulate.replay import Pace, ReplayedStep, replay
@@ -56,7 +56,7 @@ def timed(
     plan, schedule, recycles = found
     plan = replace(plan, data=devices // plan.axial)
     examples = EXAMPLES // plan.data
-    pace = Pace.of(of_gpu("H100"), described_cluster(devices, 8, "H100", link), graphs)
+    pace = Pace.of(of_gpu("H100"), planned_cluster(planned_machine("H100", None, devices), 8, link), graphs)
     times = {n: replay(replace(schedule, examples=examples).step(n), plan, pace) for n in range(recycles + 1)}
     return plan, examples, times
 

@@ -43,9 +43,10 @@ OfEach = Annotated[
     ),
 ]
 Devices = Annotated[int | None, runs("How many there are; default: 1.", min=1, show_default=False)]
-Node = Annotated[int | None, runs("Devices of each node; default: all are on one.", "--node", min=1)]
+Node = Annotated[int | None, runs("Devices of each node; default: 8.", "--node", min=1)]
 Between = Annotated[
-    str | None, runs("Between nodes: ib400, roce100, eth25 (Gb/s), ib200x4 for four adapters on each.", "--link")
+    str | None,
+    runs("Between nodes: ib400 (the default), roce100, eth25 (Gb/s), ib200x4 for four adapters on each.", "--link"),
 ]
 ClusterFile = Annotated[
     Path | None,
@@ -149,9 +150,8 @@ class _Asked:
 
         Errors: UserError for what contradicts itself, is not known, or is not a cluster.
         """
-        from warpfold.run.step_report import planned_cluster
         from warpfold.tune.cluster.links import read_cluster
-        from warpfold.tune.machine import of_sheet, parse_memory, planned_machine
+        from warpfold.tune.machine import of_sheet, parse_memory, planned_cluster, planned_machine
 
         for name, value in (("--devices", self.devices), ("--node", self.node), ("--link", self.link)):
             if self.cluster is not None and value is not None:

@@ -29,9 +29,12 @@ if TYPE_CHECKING:
 
 Settings = Annotated[str, argument("What `train` reads: a TOML file or a preset.")]
 Devices = Annotated[int | None, runs("How many there are in all; default: 1, or those of --cluster.", min=1)]
-Node = Annotated[int, runs("Devices of each node.", min=1)]
+Node = Annotated[int | None, runs("Devices of each node; default: 8.", min=1)]
 Kind = Annotated[str, runs("A GPU that need not be here: A100, H100, H200, B200 ...", "--device")]
-LinkName = Annotated[str, runs("Between nodes: ib400, roce100, eth25, or ib200x4 for four adapters on each.", "--link")]
+LinkName = Annotated[
+    str | None,
+    runs("Between nodes: ib400 (the default), roce100, eth25 (Gb/s), ib200x4 for four adapters on each.", "--link"),
+]
 ClusterFile = Annotated[Path | None, reads("What `doctor --cluster` measured; else makers' figures.", "--cluster")]
 Data = Annotated[int | None, runs("Examples at the same time; what is not given is chosen.", "--plan.data")]
 Passes = Annotated[int | None, decides("Passes before the last, at most; default: the model's.", "--recycles", min=0)]
@@ -55,9 +58,9 @@ Figure = Annotated[Path | None, writes("Picture of a block's timeline, forward a
 def simulate(
     settings: Settings,
     devices: Devices = None,
-    node: Node = 8,
+    node: Node = None,
     device: Kind = "H100",
-    link: LinkName = "ib400",
+    link: LinkName = None,
     cluster: ClusterFile = None,
     data: Data = None,
     axial: Axial = None,
@@ -122,12 +125,14 @@ def _check(figure: Path | None) -> None:
 
 def _say(found: "SimulatedTraining", price: float | None) -> None:
     """Print a step, where its time goes, and the whole training."""
+    from warpfold.tune.step_words import joined
+
     given, steps, whole = found.scenario, found.steps, found.training
     plan, cluster = given.plan, given.cluster
     typer.echo(
-        f"{given.ranks} x {cluster.device or given.rates.name}, {cluster.per_node} on each node; "
-        f"data {plan.data} x axial {plan.axial} x branch {plan.branch}; {given.job.sizes}; {given.examples} examples a "
-        f"step, {plan.precision}; device {given.rates.how}, links {cluster.how}"
+        f"{given.ranks} x {cluster.device or given.rates.name}; {joined(cluster)}; data {plan.data} x axial "
+        f"{plan.axial} x branch {plan.branch}; {given.job.sizes}; {given.examples} examples a "
+        f"step, {plan.precision}; device {given.rates.how}"
     )
     typer.echo(
         f"a step takes {steps.percentile(50):.3f} s (5 to 95 % of steps: {steps.percentile(5):.3f} to "

@@ -12,9 +12,9 @@ from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.progress import Progress
 from warpfold.run.config import GivenSettings
 from warpfold.run.planning import training_job
-from warpfold.tune.cluster.links import LINKS, Cluster, network, read_cluster
+from warpfold.tune.cluster.links import Cluster, read_cluster
 from warpfold.tune.job import Job
-from warpfold.tune.machine import of_sheet, planned_machine
+from warpfold.tune.machine import of_sheet, planned_cluster, planned_machine
 from warpfold.tune.measured_rates import measured
 from warpfold.tune.rates import SHEETS, Rates, of_gpu
 from warpfold.tune.simulate.replay import Span
@@ -25,31 +25,15 @@ from warpfold.tune.step_planner import CHOSEN_ON_RANKS, choose_step
 from warpfold.tune.step_words import choice_in_words
 
 
-def described_cluster(devices: int, per_node: int, device: str, link: str) -> Cluster:
-    """Return a cluster from makers' figures.  Errors: UserError for what is not known, or does not fit together."""
-    name = of_gpu(device).name
-    per_node = min(per_node, devices)
-    try:
-        return Cluster(
-            ranks=devices,
-            per_node=per_node,
-            within=LINKS[SHEETS[name].link],
-            between=network(link, per_node),
-            device=name,
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
-
-
-def known_cluster(path: Path | None, devices: int | None, per_node: int, device: str, link: str) -> Cluster:
+def known_cluster(
+    path: Path | None, devices: int | None, per_node: int | None, device: str, link: str | None
+) -> Cluster:
     """Return the cluster of a file, with another number of devices if one is given, or one from makers' figures."""
     if path is None:
-        return described_cluster(devices or 1, per_node, device, link)
+        of_gpu(device)
+        return planned_cluster(planned_machine(device, None, devices or 1), per_node, link)
     cluster = read_cluster(path)
-    try:
-        return cluster if devices is None else replace(cluster, ranks=devices)
-    except ValueError as error:
-        raise UserError(f"{path}: {error}") from error
+    return cluster if devices is None else replace(cluster, ranks=devices)
 
 
 def rates_of(cluster: Cluster, precision: str) -> Rates:

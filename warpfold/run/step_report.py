@@ -5,38 +5,16 @@ from typing import Any
 
 from warpfold.errors import UserError
 from warpfold.settings import to_dict
-from warpfold.tune.cluster.links import LINKS, Cluster, network
+from warpfold.tune.cluster.links import Cluster
 from warpfold.tune.gradient_traffic import data_ranks_on_node
 from warpfold.tune.job import Job
-from warpfold.tune.machine import Machine, of_sheet
+from warpfold.tune.machine import Machine
 from warpfold.tune.planner import NothingFitsError, needed_bytes
-from warpfold.tune.rates import Rates, of_gpu
+from warpfold.tune.rates import Rates
 from warpfold.tune.step_planner import Candidate, StepChoice, choose_step, examples_of
 from warpfold.tune.step_words import choice_in_words, describe_ranks_plan, joined, step_time
 
 SHOWN = 12  # plans
-
-
-def planned_cluster(machine: Machine, per_node: int | None, link: str | None) -> Cluster:
-    """Return a cluster that is only planned for: its devices on nodes, joined as such devices usually are.
-
-    per_node: devices of each node; None: all on one.  link: between nodes (`network`).
-    Errors: UserError for nodes that are not full, or not joined.
-    """
-    devices = machine.devices
-    each = min(per_node or devices, devices)
-    if devices > each and link is None:
-        raise UserError(
-            f"--devices {devices} --node {each}: how are the nodes joined? Give --link, as in --link ib400 or eth25"
-        )
-    within = (
-        of_gpu(machine.name).link if of_sheet(machine.name) else LINKS["gloo" if machine.kind == "cpu" else "NVLink 4"]
-    )
-    try:
-        return Cluster(ranks=devices, per_node=each, within=within, device=machine.name,
-                       between=within if link is None else network(link, each))  # fmt: skip
-    except ValueError as error:
-        raise UserError(f"--devices {devices} --node {each}: {error}") from error
 
 
 def step_report(

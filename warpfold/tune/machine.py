@@ -16,6 +16,7 @@ import torch
 from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory
 from warpfold.ops.triton.launch import table_for
+from warpfold.tune.cluster.links import LINKS, Cluster, network
 from warpfold.tune.measured_rates import measured
 from warpfold.tune.rates import SHEETS, Rates, of_gpu
 
@@ -30,6 +31,7 @@ SOLD_WITH = {
     "A10": 24 * 10**9,
     "L4": 24 * 10**9,
 }
+NODE, BETWEEN = 8, "ib400"  # devices of a node and its link to others, where nothing else is said: as of a DGX H100
 HOST_SHARE = 0.8  # of the host's free memory that a run may fill with what it takes off the device
 
 
@@ -107,6 +109,19 @@ def planned_machine(device: str | None, memory: int | None, devices: int) -> Mac
     sheet = of_gpu(device).name
     how = "data sheet" if memory is None else "given"
     return Machine(kind="cuda", free=memory or SOLD_WITH[sheet], devices=devices, name=sheet, how=how)
+
+
+def planned_cluster(machine: Machine, per_node: int | None = None, link: str | None = None) -> Cluster:
+    """Return how devices that are only planned for are joined, if not said otherwise: nodes of `NODE`, by `BETWEEN`.
+
+    link: between nodes, as of `network`.  Errors: UserError for a link that is not known.
+    """
+    within = LINKS["gloo" if machine.kind == "cpu" else "NVLink 4"]
+    if of_sheet(machine.name):
+        within = of_gpu(machine.name).link
+    each = min(per_node or NODE, machine.devices)
+    between = network(link or BETWEEN, each)
+    return Cluster(ranks=machine.devices, per_node=each, within=within, between=between, device=machine.name)
 
 
 def of_sheet(device: str) -> str | None:

@@ -76,7 +76,8 @@ def joined(cluster: Cluster) -> str:
     within, between = (_rate(link.bandwidth) for link in (cluster.within, cluster.between))
     if cluster.nodes == 1:
         return f"one node, {within} ({cluster.how})"
-    return f"{cluster.nodes} nodes of {cluster.per_node}, {within} within and {between} between ({cluster.how})"
+    last = f", the last of {rest}" if (rest := cluster.ranks % cluster.per_node) else ""
+    return f"{cluster.nodes} nodes of {cluster.per_node}{last}, {within} within and {between} between ({cluster.how})"
 
 
 def _rate(bandwidth: float) -> str:

@@ -29,8 +29,30 @@ def test_what_is_no_cluster_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.toml").write_text("rank = 3\n")
     with pytest.raises(UserError, match="rank"):
         read_cluster(tmp_path / "other.toml")
-    with pytest.raises(ValueError, match="nodes must be full"):
-        Cluster(ranks=9, per_node=4, within=FAST, between=SLOW)
+    with pytest.raises(ValueError, match="at least 1"):
+        Cluster(ranks=9, per_node=0, within=FAST, between=SLOW)
+    assert Cluster(ranks=9, per_node=4, within=FAST, between=SLOW).nodes == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("call", "-1e-05", "settings: call = -1e-05: seconds"),
+        ("within.bandwidth", "0.0", "within: bandwidth = 0: bytes"),
+        ("between.bandwidth", "-1e9", "between: bandwidth = -1e\\+09"),
+        ("between.latency", "-1e-3", "between: latency = -0.001"),
+        ("within.latency", "nan", "within.latency = nan: a finite number"),
+    ],
+)
+def test_links_that_cannot_be_are_refused_by_key(tmp_path: Path, key: str, value: str, says: str) -> None:
+    """They were tracebacks, or were taken."""
+    values = {"ranks": "8", "per_node": "4", "call": "1e-05"}
+    links = {f"{where}.{what}": "1e-05" for where in ("within", "between") for what in ("latency", "bandwidth")}
+    text = "".join(f"{name} = {x}\n" for name, x in (values | links | {key: value}).items())
+    (tmp_path / "cluster.toml").write_text(text)
+    with pytest.raises(UserError, match=f"cluster.toml: {says}") as error:
+        read_cluster(tmp_path / "cluster.toml")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

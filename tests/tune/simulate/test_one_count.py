@@ -9,10 +9,10 @@ import pytest
 from warpfold.parallel.plan import Plan
 from warpfold.run.config import load_settings
 from warpfold.run.planning import training_job
-from warpfold.run.simulating import described_cluster
 from warpfold.tune.example import shortened
 from warpfold.tune.job import Job
 from warpfold.tune.layer_work import COPY, PRODUCT, trunk_work
+from warpfold.tune.machine import planned_cluster, planned_machine
 from warpfold.tune.rates import KERNELS, TORCH, kernels_of, of_gpu
 from warpfold.tune.simulate.record import Operation, RecordedStep, record
 from warpfold.tune.simulate.replay import Pace
@@ -87,7 +87,7 @@ def test_operations_launch_as_many_kernels_as_is_said() -> None:
 def test_an_example_takes_as_long_by_plan_as_in_a_simulation(name: str) -> None:
     plan, rates = PLANS[name], of_gpu("H100")
     ranks = plan.axial * plan.branch
-    cluster = described_cluster(ranks, 8, "H100", "ib400")
+    cluster = planned_cluster(planned_machine("H100", None, ranks))
     found = replay_longest(recorded(name, 2), 0, plan, Pace.of(rates, cluster))
     said = example_seconds(job_of(name, 2), plan, rates, cluster)
     assert said.total == pytest.approx(found.seconds, rel=NEAR)

@@ -72,10 +72,10 @@ def test_the_parts_of_a_training_are_all_of_it() -> None:
     assert found.steps == 200_000
     assert found.saving == 10_000
     assert found.validating == 6_000
-    assert found.failed == pytest.approx(3 * found.steps / DAY, rel=0.1)
+    assert found.failed == pytest.approx(3 * found.seconds / DAY)  # whatever is being done
     # A failure costs its restart and half of what lies between two checkpoints.
-    assert found.repeated / found.failed == pytest.approx((100 * 2 + 16) / 2, rel=0.02)
-    assert found.restarting == pytest.approx(600 * found.failed)
+    assert found.repeated / found.failed == pytest.approx((100 * 2 + 16) / 2, rel=0.04)
+    assert found.restarting == pytest.approx(600 * found.failed, rel=0.02)  # but for those that failed themselves
     assert found.seconds == pytest.approx(
         found.steps + found.saving + found.validating + found.repeated + found.restarting
     )
@@ -87,12 +87,17 @@ def test_a_training_that_would_never_end_is_refused() -> None:
 
 
 def test_failures_drawn_one_by_one_cost_what_the_formula_says() -> None:
-    rng, rate, work = np.random.default_rng(0), 20 / DAY, 3600.0
-    taken = []
+    """Those that interrupt a restart, too: without them it was 18 % too short here."""
+    rng, rate, work, restart = np.random.default_rng(0), 20 / DAY, 3600.0, 1800.0
+    taken, failures = [], 0
     for _ in range(4000):
-        total, left = 0.0, rng.exponential(1 / rate)
-        while left < work:
-            total, left = total + left, rng.exponential(1 / rate)
+        total, left, needed = 0.0, rng.exponential(1 / rate), work
+        while left < needed:  # it failed, restarting or at work
+            total, left, needed, failures = total + left, rng.exponential(1 / rate), restart, failures + 1
+            if left >= restart:
+                total, left, needed = total + restart, left - restart, work
         taken.append(total + work)
-    told = Interruptions(failures=20, restart=0, save_every=3600, save=0, validate_every=0)
-    assert whole_training(1.0, 3600, told).seconds == pytest.approx(np.mean(taken), rel=0.05)
+    told = Interruptions(failures=20, restart=restart, save_every=3600, save=0, validate_every=0)
+    found = whole_training(1.0, 3600, told)
+    assert found.seconds == pytest.approx(np.mean(taken), rel=0.04)
+    assert found.failed == pytest.approx(failures / 4000, rel=0.04)

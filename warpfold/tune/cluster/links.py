@@ -25,6 +25,12 @@ class Link:
     latency: float
     bandwidth: float
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency < math.inf:
+            raise ValueError(f"latency = {self.latency:g}: seconds, from 0 on, are expected")
+        if not 0 < self.bandwidth < math.inf:
+            raise ValueError(f"bandwidth = {self.bandwidth:g}: bytes per second, above 0, are expected")
+
     @property
     def call(self) -> float:
         """The bytes that could travel in the time that a message costs whatever its size."""
@@ -33,7 +39,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """So many ranks on equal nodes, each with one device, and what joins them.
+    """So many ranks on equal nodes, each with one device, and what joins them; the last node need not be full.
 
     within: two ranks of a node.  between: two nodes; its bandwidth is that of a whole node, whose ranks share it.
     call: seconds that a collective takes whatever travels: until it is launched and its ranks have met.
@@ -50,11 +56,10 @@ class Cluster:
     how: Literal["measured", "modelled", "given"] = "modelled"
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.per_node < 1 or (self.ranks > self.per_node and self.ranks % self.per_node):
-            raise ValueError(
-                f"a cluster of {self.ranks} ranks, {self.per_node} on each node: nodes must be full, so one is a "
-                "multiple of the other"
-            )
+        if self.ranks < 1 or self.per_node < 1:
+            raise ValueError(f"ranks = {self.ranks}, per_node = {self.per_node}: at least 1 is expected")
+        if not 0 <= self.call < math.inf:
+            raise ValueError(f"call = {self.call:g}: seconds, from 0 on, are expected")
 
     @property
     def nodes(self) -> int:

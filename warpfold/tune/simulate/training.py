@@ -2,7 +2,7 @@
 
 Between two checkpoints the same work is done again until no failure comes; of failures at a constant rate r, work of W
 seconds takes (exp(r W) - 1) / r in the mean, and is begun anew exp(r W) - 1 times (J. Daly, Future Generation Computer
-Systems 22, 303, 2006).
+Systems 22, 303, 2006).  Restarts fail at the same rate: each is work of its own, R seconds of which take as above.
 """
 
 import math
@@ -67,12 +67,15 @@ def whole_training(step: float, steps: int, told: Interruptions) -> WholeTrainin
     saving, validating = (saves * told.save if told.save_every else 0.0), validations * told.validate
     work = (steps * step + saving + validating) / max(1.0, saves)  # between two checkpoints
     rate = told.failures / DAY
-    if rate * work > HOPELESS:
+    if rate * (work + told.restart) > HOPELESS:
         raise UserError(
             f"failures: {told.failures:g} a day leave {1 / rate:.0f} s between two, and {work:.0f} s lie between two "
-            "checkpoints, so the training would not end; save more often (train.save_every)"
+            f"checkpoints, {told.restart:.0f} s of restart aside, so the training would not end; save more often "
+            "(train.save_every)"
         )
     again = math.expm1(rate * work)
     repeated = max(0.0, max(1.0, saves) * (again / rate - work)) if rate else 0.0
-    failed = max(1.0, saves) * again
-    return WholeTraining(steps * step, saving, validating, repeated, failed * told.restart, failed)
+    begun = max(1.0, saves) * again  # restarts, each until one is not interrupted
+    restarting = begun * math.expm1(rate * told.restart) / rate if rate else 0.0
+    failed = begun * math.exp(rate * told.restart)
+    return WholeTraining(steps * step, saving, validating, repeated, restarting, failed)
