@@ -9,6 +9,7 @@ from warpfold.batch import Batch, stack
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import few_sizes, pad_features
 from warpfold.data.load.loader import Sample
+from warpfold.engine.learn import Learner, in_batches
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
@@ -17,7 +18,6 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
 from warpfold.run.config import RunConfig
-from warpfold.run.learn import Learner, in_batches
 
 LOSSES = LossConfig(violation=1.0, experimentally_resolved=0.01, predicted_aligned_error=0.1, scale_by_length=True)
 WORK = Work(residues=7, sequences=3, extra=4, templates=1, recycles=1)

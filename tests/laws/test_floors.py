@@ -110,3 +110,25 @@ def test_importing_loads_no_more_than_it_uses(module: str, absent: set[str]) -> 
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert loaded.returncode == 0, loaded.stderr
     assert not absent & set(loaded.stdout.split())
+
+
+ALONE = """
+import importlib, pkgutil, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("gemmi", "pyhmmer", "zstandard", "matplotlib"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+for room in ("ops", "model", "parallel", "engine", "tune"):
+    package = importlib.import_module(f"warpfold.{room}")
+    for module in pkgutil.walk_packages(package.__path__, f"warpfold.{room}."):
+        importlib.import_module(module.name)
+"""
+
+
+def test_training_and_measuring_load_where_there_is_torch_and_little_else() -> None:
+    """Every module of these rooms: a machine that is lent for its GPU has no parsers and no compressors."""
+    loaded = subprocess.run([sys.executable, "-c", ALONE], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert loaded.returncode == 0, loaded.stderr

@@ -10,11 +10,11 @@ from tests.helpers import filled_model, tiny_config
 from tests.laws.test_graphs import CASES, LOSSES, sample
 from warpfold.data.load.loader import Sample
 from warpfold.device import Graphs, Offload
+from warpfold.engine.learn import Learner, in_batches
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
-from warpfold.run.learn import Learner, in_batches
 
 pytestmark = pytest.mark.gpu
 

@@ -14,6 +14,7 @@ from warpfold import device
 from warpfold.batch import Batch, passes
 from warpfold.data.load.loader import Sample
 from warpfold.device import Graphs, Named
+from warpfold.engine.learn import Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.errors import UserError
 from warpfold.model.losses import LossConfig
@@ -21,7 +22,6 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
-from warpfold.run.learn import Learner
 from warpfold.run.train import train
 
 WORK = Work(residues=8, sequences=3, extra=3, templates=1, recycles=2)

@@ -15,11 +15,10 @@ from tests.run.runs import make_store, rows, tiny_run
 from tests.stalls import Stalls
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.losses import LossConfig, total_loss
+from warpfold.model.losses import LossConfig, ca_lddt, total_loss
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 from warpfold.run import metrics
-from warpfold.run.results import ca_lddt
 from warpfold.run.train import train
 from warpfold.tune.fake import fake_batch
 

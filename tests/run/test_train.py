@@ -20,10 +20,10 @@ from warpfold import settings
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.engine import checkpoint, step_folders
+from warpfold.engine import learn as learning
 from warpfold.errors import UserError
 from warpfold.model.weights import load_model
 from warpfold.run import examples as chosen
-from warpfold.run import learn as learning
 from warpfold.run.config import RunConfig
 from warpfold.run.examples import draw_recycles, split
 from warpfold.run.results import ExampleResult, SkippedExamples

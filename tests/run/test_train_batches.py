@@ -8,10 +8,10 @@ import pytest
 
 from tests.run.runs import make_store, rows, tiny_run
 from warpfold.data.store.store import Store
+from warpfold.engine import learn as learning
 from warpfold.engine.optim import OptimConfig
 from warpfold.errors import UserError
 from warpfold.parallel.plan import Plan
-from warpfold.run import learn as learning
 from warpfold.run.config import RunConfig
 from warpfold.run.train import train
 

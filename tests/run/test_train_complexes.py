@@ -15,9 +15,10 @@ from warpfold.data.store.stored_assembly import pack_assembly, read_assembly
 from warpfold.data.store.stored_example import StoredExample, example_arrays, example_notes
 from warpfold.errors import UserError
 from warpfold.model.embed import MultimerConfig
+from warpfold.model.losses import ca_lddt
 from warpfold.run.config import RunConfig
 from warpfold.run.examples import hold_out, leading_part
-from warpfold.run.results import ca_lddt, validation_row
+from warpfold.run.results import validation_row
 from warpfold.run.train import train
 
 ASIDE = np.eye(3, 4)[None] + np.array([[[0, 0, 0, 0]] * 3, [[0, 0, 0, 9.0]] + [[0, 0, 0, 0]] * 2])  # 9 angstrom

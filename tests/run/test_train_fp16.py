@@ -8,9 +8,9 @@ import pytest
 
 from tests.run.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold.engine import checkpoint, loss_scale
+from warpfold.engine import learn as module
 from warpfold.errors import UserError
 from warpfold.parallel.plan import Plan
-from warpfold.run import learn as module
 from warpfold.run.config import RunConfig
 from warpfold.run.train import train
 

@@ -22,6 +22,7 @@ from tests.run.test_train import damage
 from warpfold import settings
 from warpfold.data.load.loader import Sample
 from warpfold.data.store.store import Store
+from warpfold.engine import learn as learning
 from warpfold.engine import step_folders
 from warpfold.engine.loop import StepTimer
 from warpfold.engine.watch import Watching
@@ -33,7 +34,6 @@ from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.run import learn as learning
 from warpfold.run import train as module
 from warpfold.run.config import RunConfig
 from warpfold.run.ranks import begin_end_step, end_step

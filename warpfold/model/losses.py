@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from warpfold.model.structure import StructureOutput
 
 CA_ATOM = residue.ATOM_ORDER["CA"]  # in atom37
+LDDT_RADIUS, LDDT_TOLERANCES = 15.0, (0.5, 1.0, 2.0, 4.0)  # angstrom, as in run/metrics.py (Mariani et al. 2013)
 # Square angstrom.  A residue's own Ca has no error in its own frame, and the first bin is for exactly that; but in
 # DeepMind's compiled code rounding lifts it off zero, so that training has only ever seen it in the second bin.
 OWN_ERROR = 1e-12
@@ -337,7 +338,9 @@ def predicted_aligned_error_loss(
     return _mean_of_pairs(_cross_entropy(logits, target), mask, 1e-8, residues)
 
 
-def lddt(points: Tensor, true_points: Tensor, mask: Tensor, cutoff: float = 15.0, per_residue: bool = False) -> Tensor:
+def lddt(
+    points: Tensor, true_points: Tensor, mask: Tensor, cutoff: float = LDDT_RADIUS, per_residue: bool = False
+) -> Tensor:
     """Return the lDDT of one atom per residue, 0 to 1: the share of true distances below `cutoff` that are kept.
 
     points, true_points [*, N, 3] angstrom, mask [*, N] -> [*], or [*, N] when `per_residue`.  A distance is kept to a
@@ -357,9 +360,30 @@ def lddt(points: Tensor, true_points: Tensor, mask: Tensor, cutoff: float = 15.0
     return (1e-10 + (scored * kept).sum(axes)) * (1 / (1e-10 + scored.sum(axes)))
 
 
+@torch.no_grad()
+def ca_lddt(output: "Output", batch: Mapping[str, Tensor], between: bool = False) -> Tensor:
+    """Return lDDT-Ca of the predicted structure, 0 to 1; NaN where no pair of Ca in the truth counts.
+
+    between: of the pairs between chains alone.  In float64, and on the device, where it takes almost no time of a
+    training step.
+    """
+    points, truth = output.structure.final_atom37[:, CA_ATOM].double(), batch["all_atom_positions"][:, CA_ATOM].double()
+    # cdist through matrix products would lose the digits of near points
+    moved, distance = (torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (points, truth))
+    known = batch["all_atom_mask"][:, CA_ATOM] > 0
+    pairs = (distance < LDDT_RADIUS) & known[:, None] & known
+    pairs = pairs & ~torch.eye(len(known), dtype=torch.bool, device=known.device)
+    if between:
+        chain = batch.get("asym_id", torch.zeros_like(batch["aatype"]))
+        pairs = pairs & (chain[:, None] != chain)
+    error = (moved - distance).abs()
+    kept = torch.stack([(error < tolerance) & pairs for tolerance in LDDT_TOLERANCES])
+    return kept.sum().double() / (len(kept) * pairs.sum())
+
+
 def _lddt_bounds(count: int) -> Tensor:
     """Return the errors below which a distance is kept, angstrom."""
-    return torch.tensor([0.5, 1.0, 2.0, 4.0][:count])
+    return torch.tensor(LDDT_TOLERANCES[:count])
 
 
 @functools.cache

@@ -6,12 +6,11 @@ entry that was set aside, a long name, an example that is not finite), all ranks
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from warpfold.data.load.loader import Loader, Sample
 from warpfold.engine.loop import StepTimer, StopSignals
@@ -52,29 +51,6 @@ def next_examples(examples: Loader, number: int, timer: StepTimer, team: Team) -
                 "memory perhaps; the same command continues from the last checkpoint"
             )
         yield example
-
-
-@dataclass(frozen=True)
-class ExampleSums:
-    """The sums of an example's numbers over the ranks that share it, while they are being gathered."""
-
-    names: tuple[str, ...]
-    shape: torch.Size
-    parts: PendingGather
-
-    def wait(self) -> dict[str, Tensor]:
-        """Return the sums by name, the same on all ranks that share the example; float64, on the device."""
-        first, *others = self.parts.wait()
-        return dict(zip(self.names, sum(others, first).view(self.shape)))
-
-
-def begin_sums(parts: Mapping[str, Tensor], team: Team) -> ExampleSums:
-    """Begin to sum an example's numbers, or a batch's [*], over the ranks that share it.
-
-    They travel during the backward pass.
-    """
-    own = torch.stack([part.detach().double() for part in parts.values()])
-    return ExampleSums(tuple(parts), own.shape, team.all_gather_of_example(own.flatten(), "the losses"))
 
 
 def stop_requested(signals: StopSignals, team: Team) -> int:

@@ -6,25 +6,19 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from warpfold.batch import Batch
-from warpfold.data.load.loader import Sample
+from warpfold.engine.learn import DeviceResult
 from warpfold.engine.loop import StepTimer
 from warpfold.engine.optim import OptimConfig, learning_rate
 from warpfold.engine.watch import Row
 from warpfold.errors import UserError
-from warpfold.geometry.residue import ATOM_ORDER
-from warpfold.model.alphafold import Output
-from warpfold.run import metrics
 
-CA = ATOM_ORDER["CA"]
 WINDOW = 1_000  # train.max_skipped counts within this many examples in a row
 
 
 @dataclass(frozen=True)
 class ExampleResult:
-    """The result of one example of a step."""
+    """The result of one example of a step, in plain numbers."""
 
     key: str
     length: int
@@ -44,18 +38,6 @@ class ExampleResult:
     def used(self) -> bool:
         """Whether its gradient is part of the step's."""
         return math.isfinite(self.loss) and math.isfinite(self.norm)
-
-
-@dataclass(frozen=True)
-class DeviceResult:
-    """The same while it is on the device."""
-
-    example: Sample
-    losses: dict[str, Tensor]  # "", the whole, and its terms
-    norm: Tensor
-    lddt_ca: Tensor
-    overflowed: Tensor  # bool
-    length: Tensor  # residues, without padding
 
 
 def read_results(results: Sequence[DeviceResult]) -> list[ExampleResult]:
@@ -81,27 +63,6 @@ def rate_taken(config: OptimConfig, step: int, results: Sequence[ExampleResult])
     used = sum(example.used for example in results)
     taken = used == len(results) if config.clip == "step" else used > 0
     return learning_rate(config, step) if taken else 0.0
-
-
-@torch.no_grad()
-def ca_lddt(output: Output, batch: Batch, between: bool = False) -> Tensor:
-    """Return lDDT-Ca of the predicted structure, 0 to 1; NaN where no pair of Ca in the truth counts.
-
-    between: of the pairs between chains alone.  The same as `metrics.lddt`, but on the device in float64, where it
-    takes almost no time of a training step.
-    """
-    points, truth = output.structure.final_atom37[:, CA].double(), batch["all_atom_positions"][:, CA].double()
-    # cdist through matrix products would lose the digits of near points
-    moved, distance = (torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (points, truth))
-    known = batch["all_atom_mask"][:, CA] > 0
-    pairs = (distance < metrics.LDDT_RADIUS) & known[:, None] & known
-    pairs = pairs & ~torch.eye(len(known), dtype=torch.bool, device=known.device)
-    if between:
-        chain = batch.get("asym_id", torch.zeros_like(batch["aatype"]))
-        pairs = pairs & (chain[:, None] != chain)
-    error = (moved - distance).abs()
-    kept = torch.stack([(error < tolerance) & pairs for tolerance in metrics.LDDT_TOLERANCES])
-    return kept.sum().double() / (len(kept) * pairs.sum())
 
 
 def step_row(step: int, results: Sequence[ExampleResult], rate: float, recycles: int, timer: StepTimer) -> Row:

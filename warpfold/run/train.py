@@ -20,6 +20,7 @@ from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.device import Snapshot
 from warpfold.engine.checkpoint import RunFolder
+from warpfold.engine.learn import DeviceResult, Learner, in_batches
 from warpfold.engine.loop import Log, StopSignals
 from warpfold.engine.optim import Optimizer
 from warpfold.engine.step_folders import Checkpoint
@@ -41,10 +42,8 @@ from warpfold.run.examples import (
     open_ledger,
 )
 from warpfold.run.first_weights import start_from
-from warpfold.run.learn import Learner, in_batches
 from warpfold.run.ranks import begin_end_step, end_step, next_examples, stop_requested
 from warpfold.run.results import (
-    DeviceResult,
     ExampleResult,
     SkippedExamples,
     rate_taken,
@@ -109,7 +108,7 @@ def train(
             recycles = draw_recycles(config, step)  # the same on every rank
             on_device: list[DeviceResult] = []
             for batch in in_batches(next_examples(examples, optimizer.share, timer, team), config.plan.batch):
-                on_device += learner.learn(batch, recycles)  # forward, losses, backward; clipped, added (run/learn.py)
+                on_device += learner.learn(batch, recycles)  # forward, losses, backward; clipped, added
             results = read_results(on_device)  # here the host waits for the device, and nowhere before
             save_failures(run, config, optimizer, on_device, results, step, recycles, team)
             end = begin_end_step(step + 1, results, timer, ledger, signals, team, log.on_all)  # travels meanwhile

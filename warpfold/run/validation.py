@@ -21,6 +21,7 @@ from warpfold.engine.watch import Row
 from warpfold.errors import UserError
 from warpfold.memory import release_memory
 from warpfold.model.alphafold import AlphaFold
+from warpfold.model.losses import ca_lddt
 from warpfold.model.permutation import with_truth
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.team import Team
@@ -29,7 +30,7 @@ from warpfold.run.examples import held_out_features
 from warpfold.run.passes import PassPlace, followed
 from warpfold.run.planning import FoldPlanner, sizes_of_batch
 from warpfold.run.ranks import stop_requested
-from warpfold.run.results import ca_lddt, validation_row
+from warpfold.run.results import validation_row
 
 logger = logging.getLogger("warpfold")
 

@@ -24,11 +24,9 @@ from warpfold.data.example.raw_example import RawExample, from_chain
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.sequences import read_alignment
-from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import chain_keys
 from warpfold.data.store.stored_example import StoredExample
-from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
 from warpfold.progress import Progress, no_progress
 from warpfold.tune.bench_loader import Simulation, epoch_gap, footprint, straggler
@@ -121,6 +119,8 @@ def features(
         return _rate(lambda key: StoredExample(store, key), keys, config, passes, DRAWS)
 
     def parsed(key: str) -> RawExample:
+        from warpfold.data.structure.mmcif import read_structure
+
         structure, alignments = files[key]
         whole = read_structure(structure)
         chain = whole.chains[key.removeprefix(f"{whole.id}_")]
@@ -189,6 +189,8 @@ def sizes(store: Store) -> dict[str, float]:
 
 def packing(store: Store, folder: Path) -> dict[str, float]:
     """Return the seconds to pack the store's sources again, with one, two and one process for each core."""
+    from warpfold.data.pack.pack import pack
+
     kept = _kept(store)
     structures = sorted({folder / entry["file"] for entry in kept})
     alignments = sorted({folder / name for entry in kept for name in entry["alignments"]})

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import zstandard
 
 from warpfold.errors import UserError
 from warpfold.files import LARGEST, lock_folder, open_regular, pread, refuse_foreign, remove_own, sync_path, writing
@@ -52,6 +51,8 @@ def pack_record(
 
     shared: names of further arrays, each with the key of the record that holds it (under the same name).
     """
+    import zstandard
+
     compress = zstandard.ZstdCompressor(level=LEVEL).compress
     table, blobs = [], []
     for name, array in arrays.items():
@@ -160,6 +161,8 @@ class StoreWriter:
     def _end_shard(self) -> None:
         if self._file is None:
             return
+        import zstandard
+
         index = zstandard.ZstdCompressor(level=LEVEL).compress(_json(self._index))
         offset, records = self._file.tell(), len(self._index["key"])
         crc = zlib.crc32(index)
@@ -376,6 +379,8 @@ class Record:
 
 def _decompress(data: bytes, what: str, most: int = LARGEST) -> bytes:
     """Unpack a frame whose header says that it holds at most so many bytes, as all of `pack_record`'s do."""
+    import zstandard
+
     try:
         if not 0 <= zstandard.frame_content_size(data) <= most:
             raise UserError(f"{what}: damaged (its size is not what it should be); pack the store again")

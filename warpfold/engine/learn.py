@@ -5,6 +5,7 @@ What the device does here is written as functions of tensors, which the model's 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -15,13 +16,24 @@ from warpfold.batch import FEATURES, Batch, stack
 from warpfold.data.load.loader import Sample
 from warpfold.engine.optim import Optimizer
 from warpfold.model.alphafold import AlphaFold, Output
-from warpfold.model.losses import LossConfig, Terms, total_loss
+from warpfold.model.losses import LossConfig, Terms, ca_lddt, total_loss
 from warpfold.model.permutation import COPIES, with_truth
+from warpfold.parallel.messages import PendingGather
 from warpfold.parallel.team import Team
-from warpfold.run.ranks import begin_sums
-from warpfold.run.results import DeviceResult, ca_lddt
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class DeviceResult:
+    """What a step says of one of its examples, while it is on the device."""
+
+    example: Sample
+    losses: dict[str, Tensor]  # "", the whole, and its terms
+    norm: Tensor
+    lddt_ca: Tensor
+    overflowed: Tensor  # bool
+    length: Tensor  # residues, without padding
 
 
 class Learner:
@@ -86,6 +98,29 @@ class Learner:
 
     def _update(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"rate": self.optimizer.update()}  # Adam; the moving average
+
+
+@dataclass(frozen=True)
+class ExampleSums:
+    """The sums of an example's numbers over the ranks that share it, while they are being gathered."""
+
+    names: tuple[str, ...]
+    shape: torch.Size
+    parts: PendingGather
+
+    def wait(self) -> dict[str, Tensor]:
+        """Return the sums by name, the same on all ranks that share the example; float64, on the device."""
+        first, *others = self.parts.wait()
+        return dict(zip(self.names, sum(others, first).view(self.shape)))
+
+
+def begin_sums(parts: Mapping[str, Tensor], team: Team) -> ExampleSums:
+    """Begin to sum an example's numbers, or a batch's [*], over the ranks that share it.
+
+    They travel during the backward pass.
+    """
+    own = torch.stack([part.detach().double() for part in parts.values()])
+    return ExampleSums(tuple(parts), own.shape, team.all_gather_of_example(own.flatten(), "the losses"))
 
 
 def undecided(batch: Batch) -> str | None:
