@@ -39,6 +39,14 @@ if INTERPRETING:
         return self.rewrite()(*args, **kwargs) if ours else _call(self, *args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = _quick_call
+    _patch_tensor = interpreter._patch_lang_tensor
+
+    def _patch_tensor_anew(tensor, scope):
+        """Of Triton 3.6, a number is an array [1] to numpy, which from 2.4 on does not take that for an integer."""
+        _patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = _patch_tensor_anew
 
 
 @pytest.fixture(autouse=True)
