@@ -249,16 +249,23 @@ def test_a_broken_run_is_the_unbroken_one_to_the_bit(method: str) -> None:
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.parametrize("between", [None, 1, 2])
 @pytest.mark.parametrize("method", ["powersgd", "int8"])
-def test_what_is_carried_survives_another_number_of_ranks(method: str) -> None:
+def test_what_is_carried_survives_another_number_of_ranks(method: str, between: int | None) -> None:
+    """Also a while with one data rank, of as many model ranks, which has nothing to compress."""
     compression = CompressionConfig(method=method, start=0, rank=1)
     config, sync = OptimConfig(compression=compression), SyncConfig(bucket=TINY)
     (_, state), *_ = run_ranks(lambda: trained(2, 2, config, sync, steps=range(2)), 4)
+    before = state
+    if between is not None:
+        (_, state), *_ = run_ranks(lambda: trained(1, between, config, sync, steps=range(2, 3), state=before), between)
+        assert not torch.equal(state["weights.leave.weight"], before["weights.leave.weight"])
     (_, again), *_ = run_ranks(lambda: trained(3, 1, config, sync, steps=range(0), state=state), 3)
     for name in ("leave.weight", "twice.weight"):
-        owed = (state[f"compression.residual.0.{name}"] + state[f"compression.residual.1.{name}"]) / 2
+        owed = (before[f"compression.residual.0.{name}"] + before[f"compression.residual.1.{name}"]) / 2
         for rank in range(3):
             torch.testing.assert_close(again[f"compression.residual.{rank}.{name}"], owed)
+    assert int(again["compression.steps"]) == 2
 
 
 def test_refused_beside_what_would_undo_it() -> None:

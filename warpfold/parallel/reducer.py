@@ -70,6 +70,7 @@ class Reducer:
         self.strategy = next(iter(self.exchanges))
         segments = layout.segments(mesh.model.size, mesh.model.rank)
         self.compressor = make_compressor(compression, self.data_wire, self.summed, segments)
+        self._held: dict[str, Tensor] = {}  # what ranks carried over before this data rank was alone: for those to come
         if self.compressor and (config.shard_state or config.strategy != "plain"):
             raise UserError(
                 f'optim.compression.method = "{compression.method}" goes with plan.sync.strategy = "plain" and without '
@@ -317,7 +318,7 @@ class Reducer:
         if len(self.exchanges) > 1:
             found["sync.strategy"] = torch.tensor(STRATEGIES.index(self.strategy))
         if self.compressor is None:
-            return found
+            return found | self._held
         found["compression.steps"] = torch.tensor(self.compressor.steps)
         found["compression.ranks"] = torch.tensor(self.mesh.data.size)
         for kind, local in self.compressor.local.items():
@@ -335,10 +336,15 @@ class Reducer:
         return found
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Take over a state; with another number of data ranks, each takes the mean of what all had carried over."""
+        """Take over a state; with another number of data ranks, each takes the mean of what all had carried over.
+
+        One data rank alone, which compresses nothing, holds it as it is for its own checkpoints.
+        """
         if "sync.strategy" in state and (name := STRATEGIES[int(state["sync.strategy"])]) in self.exchanges:
             self.strategy = name
         if self.compressor is None or "compression.steps" not in state:
+            if self.mesh.world.rank == 0:
+                self._held = {name: x.cpu() for name, x in state.items() if name.startswith("compression.")}
             return
         self.compressor.steps = int(state["compression.steps"])
         before = int(state["compression.ranks"])
