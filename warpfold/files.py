@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import gzip
+import hashlib
 import json
 import logging
 import os
@@ -263,6 +264,18 @@ def check_new(path: Path) -> None:
         raise UserError(f"{path}: exists already; remove it, or name another file")
     if not os.access(path.parent, os.W_OK | os.X_OK) or not path.parent.is_dir():
         raise UserError(f"{path}: cannot be written: {path.parent} is not a folder that can be written")
+
+
+def checksum(path: Path) -> str:
+    """Return the BLAKE2b digest of a file's bytes, 128 bits in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with its own checksum: one that was read and is equal to this is as it was written."""
+    plain = {key: one for key, one in value.items() if key != "checksum"}
+    return plain | {"checksum": hashlib.blake2b(json.dumps(plain).encode(), digest_size=16).hexdigest()}
 
 
 @contextlib.contextmanager

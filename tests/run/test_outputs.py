@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from warpfold.errors import UserError
-from warpfold.files import write_atomically
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
-from warpfold.run.outputs import Prediction, claim_folder, remove_prediction
+from warpfold.run.outputs import Prediction, claim_folder, remove_prediction, write_summary
 from warpfold.run.sanity import check_geometry
 
 SEQUENCE = "ACDEFGHIKLMNPQRSTVWYX"
@@ -205,8 +204,8 @@ def test_claim_tells_ours_from_others(tmp_path: Path) -> None:
     assert claim_folder(ours, "kind", "run") is None
     (ours / ".summary.json.0a1b2c3d").touch()  # of a run that was killed while it wrote its first file
     assert claim_folder(ours, "kind", "run") is None
-    write_atomically(ours / "summary.json", json.dumps({"format": "kind", "run": "run"}))
-    assert claim_folder(ours, "kind", "run") == {"format": "kind", "run": "run"}
+    written = write_summary(ours, {"format": "kind", "run": "run"})
+    assert claim_folder(ours, "kind", "run") == written
     with pytest.raises(UserError, match="another run"):
         claim_folder(ours, "kind", "other")
     assert claim_folder(ours, "kind", "other", force=True) is not None

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,106 @@ def test_a_stopped_run_continues(
     monkeypatch.setattr(Predictor, "compute", one)
     assert len(predict(fasta, [], tiny_params, out, options)["predictions"]) == 2
     assert (out / "one" / "one.cif").stat().st_mtime_ns == before
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
+def test_damaged_results_are_folded_again(
+    tmp_path: Path, fasta: Path, tiny_params: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    """Each kind of file; what is damaged is kept beside, for somebody may have edited it."""
+    out = tmp_path / "out"
+    files = predict(fasta, [], tiny_params, out)["predictions"][0]["files"]
+    before, other = contents(out / "one"), (out / "two/two.cif").stat().st_mtime_ns
+    for file in files.values():
+        caplog.clear()
+        damage(out / "one" / file)
+        left = contents(out / "one").get(file)
+        summary = predict(fasta, [], tiny_params, out)
+        assert summary["status"] == "complete"
+        after = contents(out / "one")
+        assert after.pop(f"damaged-{file}", None) == left
+        (out / "one" / f"damaged-{file}").unlink(missing_ok=True)
+        assert after == before
+        assert f"{file}: missing, or not what was written; it is predicted again" in caplog.text
+    assert (out / "two/two.cif").stat().st_mtime_ns == other
+
+
+def test_thinned_results_are_whole(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
+    options = PredictOptions(seeds=2, keep=1)
+    predict(fasta, [], tiny_params, tmp_path / "out", options)
+    before = contents(tmp_path / "out")
+    predict(fasta, [], tiny_params, tmp_path / "out", options)
+    assert {path for path in contents(tmp_path / "out")} == before.keys()
+    assert all(data == before[path] for path, data in contents(tmp_path / "out").items() if path.endswith(".npz"))
+
+
+def test_any_bytes_in_summary_or_journal_are_one_line_or_a_result(
+    tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, rng, refused, options = Predictor.compute, np.random.default_rng(0), list[str](), PredictOptions(batch=1)
+    predict(fasta, [], tiny_params, tmp_path / "whole", options)
+    whole = contents(tmp_path / "whole")
+
+    def stopped(self: Predictor, prepared: Prepared, *args: object) -> warpfold.Prediction:
+        if prepared.assembly.name == "two":
+            raise KeyboardInterrupt
+        return one(self, prepared, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Predictor, "compute", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        predict(fasta, [], tiny_params, tmp_path / "stopped", options)
+    monkeypatch.setattr(Predictor, "compute", one)
+    journal = contents(tmp_path / "stopped")
+    odd = [b"", b"{}", b"[]", b"null", b"[" * 100_000, b"\xff", b'{"format": "warpfold-predictions-1"}']
+    places = (whole, "summary.json"), (journal, "journal/1-of-1.jsonl")
+    cases = [(*place, content) for place in places for content in [*odd, *[None] * 6]]
+    for number, (files, name, content) in enumerate(cases):
+        if content is None:
+            data = bytearray(files[name])
+            begin, size = int(rng.integers(len(data))), int(rng.integers(1, 20))
+            data[begin : begin + size] = rng.integers(32, 127, int(rng.integers(0, 20)), dtype=np.uint8).tobytes()
+            content = bytes(data)
+        folder = tmp_path / str(number)
+        for path, data in {**files, name: content}.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(data)
+        try:
+            assert predict(fasta, [], tiny_params, folder, options)["status"] == "complete"
+        except UserError as error:
+            refused.append(str(error))
+    assert 12 < len(refused) < len(cases)
+    assert not any("\n" in line for line in refused)
+    assert predict(fasta, [], tiny_params, tmp_path / "6", replace(options, force=True))["status"] == "complete"
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    predict(fasta, [], tiny_params, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/one")
+    (tmp_path / "out/one").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match="one: is a symbolic link"):
+        predict(fasta, [], tiny_params, tmp_path / "out")
+    assert not contents(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("name", ["alignments", "journal", "Summary.json", "report.html"])
+def test_names_that_the_run_needs_itself_are_refused_before_anything_is_folded(
+    tmp_path: Path, tiny_params: Path, name: str
+) -> None:
+    (tmp_path / "q.fasta").write_text(f">{name}\n{ONE}\n")
+    with pytest.raises(UserError, match=f"{name}: a protein cannot be called so"):
+        predict(tmp_path / "q.fasta", [], tiny_params, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_another_run_is_refused_and_replaced_by_force(

@@ -6,7 +6,6 @@ Every file is written under another name, synced, and renamed into its place.
 """
 
 import errno
-import hashlib
 import json
 import logging
 import math
@@ -22,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from warpfold.errors import UserError
-from warpfold.files import sync_path
+from warpfold.files import checksum, sync_path
 
 logger = logging.getLogger("warpfold")
 
@@ -152,12 +151,6 @@ class StepFolders:
             doomed = self.checkpoints / f".partial-{step}"
             place.rename(doomed)  # first, so that a kill never leaves a checkpoint with a file missing
             shutil.rmtree(doomed)
-
-
-def checksum(path: Path) -> str:
-    """Return the BLAKE2b digest of a file's bytes, 128 bits in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def finite(value: Any) -> Any:

@@ -99,7 +99,7 @@ def run_demo(
     entries = [keep(m.after.prediction, out / "predictions") for m in measured["held_out"]]
     result = _result(config, run, subject, len(entry_keys(store, multimer)), measured, entries, tell)
     write_report(out / "report.html", demo_report(out, result, measured, subject))
-    write_summary(out, result)
+    result = write_summary(out, result)
     tell.done()
     return result
 

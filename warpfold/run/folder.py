@@ -1,5 +1,6 @@
 """The folder of a run of `predict`: whose it is, what is done in it, and how it is finished (docs/outputs.md)."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,17 +15,32 @@ from warpfold.run.journal import (
     Journal,
     Key,
     alone,
-    are_there,
     at_work,
     key_of,
     read_journals,
     remove_journals,
     workers_at_work,
 )
-from warpfold.run.outputs import claim_folder, remove_prediction, thin_prediction, write_summary
+from warpfold.run.outputs import (
+    checksums_of,
+    claim_folder,
+    clear_damaged,
+    damaged_files,
+    refuse_links,
+    remove_prediction,
+    thin_prediction,
+    write_summary,
+)
 from warpfold.run.predict_report import prediction_report
 from warpfold.run.ranking import copy_by_rank, rank_predictions, remove_copies
 from warpfold.run.report import write_report
+
+logger = logging.getLogger("warpfold")
+
+
+def folder_of(item: FoldItem, several: bool) -> str:
+    """Return the folder of a prediction in the output folder; several: whether each query has several."""
+    return f"{file_name(item.query.name)}/{item.below if several else ''}".rstrip("/")
 
 
 @dataclass
@@ -65,6 +81,7 @@ class PredictionFolder:
     def begin(self, groups: Sequence[Group], force: bool) -> list[list[Key]]:
         """Take over the folder; return this part's groups without what is done already, as keys.
 
+        What is not, bit for bit, what was written is made again, with a word.
         Predictions of an earlier run are kept if it is the same, and deleted if not.  Other files that somebody put
         into their folders stay.
         Errors: UserError for a folder that holds something else, or in which others are at work on this part.
@@ -72,6 +89,8 @@ class PredictionFolder:
         own = part_of(groups, self.part)
         self.own = {item.key for group in own for item in group}
         claim_folder(self.out, self.new["format"], self.run, force)  # before anything is written there
+        for item in (item for group in own for item in group):
+            refuse_links(self.out, folder_of(item, self.is_several))
         with alone(self.out):
             earlier = claim_folder(self.out, self.new["format"], self.run, force) or {}
             same = earlier.get("run") == self.run
@@ -85,6 +104,10 @@ class PredictionFolder:
             if same and earlier["status"] != "running":
                 write_summary(self.out, earlier | {"status": "running"})
             done = self._done()
+            for key in self.own & done.entries.keys():
+                if damaged := damaged_files(self.out, done.entries[key]):
+                    clear_damaged(self.out, done.entries.pop(key), damaged)
+                    logger.warning("%s: missing, or not what was written; it is predicted again", damaged[0])
         wanted = ([item.key for item in group if item.key not in done.entries] for group in own)
         return [keys for keys in wanted if keys]
 
@@ -111,6 +134,8 @@ class PredictionFolder:
             self.journal.end({"part": str(self.part), **process, "refused": refused})
             self.journal.close()
             done = self._done()
+            there = {key: one for key, one in done.entries.items() if not damaged_files(self.out, one, thorough=False)}
+            done.entries = there
             whole = not done.lacks([item.key for item in self.items]) and not workers_at_work(self.out)
             summary = self._summary(done, None if whole else self.own) | {"seconds": process["seconds"]}
             if whole:
@@ -120,7 +145,7 @@ class PredictionFolder:
                 if self.is_several:
                     summary["predictions"] = copy_by_rank(self.out, summary["predictions"])
                 write_report(self.out / "report.html", prediction_report(self.out, summary))
-                write_summary(self.out, summary)
+                summary = write_summary(self.out, summary)
                 remove_journals(self.out)
         return summary
 
@@ -129,7 +154,8 @@ class PredictionFolder:
         if self.keep is None or entry["rank"] <= self.keep or entry.get("thinned"):
             return entry
         files = thin_prediction(self.out / entry["folder"], entry["name"], entry["files"])
-        return entry | {"files": files, "thinned": True}
+        checksums = checksums_of(self.out / entry["folder"], files)
+        return entry | {"files": files, "checksums": checksums, "thinned": True}
 
     def _summary(self, done: Done, own: set[Key] | None) -> dict[str, Any]:
         """Return the summary of what is done; own: only of these, while others are at work."""
@@ -165,11 +191,11 @@ class PredictionFolder:
         done, first = Done(), self.items[0]
         for entry in earlier["predictions"]:
             lacks = entry.get("thinned") and (self.keep is None or entry["rank"] <= self.keep)
-            if are_there(self.out, entry) and not lacks:
+            if not lacks:
                 done.entries[entry["name"], entry.get("model", first.model.name), entry["seed"]] = entry
         for failure in earlier["failures"]:
             key = failure["name"], failure.get("model", first.model.name), failure.get("seed", first.seed)
             done.failures[key] = failure["error"]
         for row in rows:
-            done.add_row(row, self.out)
+            done.add_row(row)
         return done

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 
 from warpfold.bulk import JobPart
 from warpfold.errors import UserError
-from warpfold.files import NO_LOCKS, lock_file, writing
+from warpfold.files import NO_LOCKS, lock_file, sealed, writing
 
 JOURNALS = "journal"  # the folder
 WHOLE = JobPart(1, 1)
@@ -37,13 +37,13 @@ class Done:
     failures: dict[Key, str] = field(default_factory=dict)
     processes: list[dict[str, Any]] = field(default_factory=list)
 
-    def add_row(self, row: Mapping[str, Any], out: Path) -> None:
-        """Add a line of a journal; an entry counts if its files are there, and more than any failure."""
+    def add_row(self, row: Mapping[str, Any]) -> None:
+        """Add a line of a journal; an entry counts more than any failure."""
         if "process" in row:
             self.processes.append(row["process"])
         elif "error" in row:
             self.failures[key_of(row["of"])] = row["error"]
-        elif "entry" in row and are_there(out, row["entry"]):
+        elif "entry" in row:
             self.entries[key_of(row["of"])] = row["entry"]
 
     def lacks(self, keys: Sequence[Key]) -> bool:
@@ -55,11 +55,6 @@ def key_of(of: Sequence[Any]) -> Key:
     """Return a key as it was before JSON made a list of it."""
     name, model, seed = of
     return str(name), str(model), int(seed)
-
-
-def are_there(out: Path, entry: Mapping[str, Any]) -> bool:
-    """Return whether the files of a prediction's entry exist."""
-    return all((out / entry["folder"] / file).is_file() for file in entry["files"].values())
 
 
 class Journal:
@@ -91,7 +86,7 @@ class Journal:
 
     def _write(self, row: Mapping[str, Any]) -> None:
         with writing(self.out / JOURNALS):
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps(sealed(row)) + "\n")
             self._file.flush()
 
 
@@ -104,7 +99,7 @@ def at_work(out: Path, part: str) -> UserError:
 def read_journals(out: Path, run: str) -> Iterator[dict[str, Any]]:
     """Yield the lines that processes of this run have written.
 
-    Errors: UserError for one that is no JSON.
+    Errors: UserError for one that is not as it was written.
     """
     for path in _journals(out):
         with contextlib.suppress(FileNotFoundError), writing(path):  # removed meanwhile: the summary has it
@@ -112,8 +107,10 @@ def read_journals(out: Path, run: str) -> Iterator[dict[str, Any]]:
             for line in path.read_bytes().split(b"\n")[:-1]:  # what a kill or another process has not finished
                 try:
                     row = json.loads(line)
-                except ValueError:
-                    raise UserError(f"{path}: is damaged; delete it, and what it had is predicted again") from None
+                except (ValueError, RecursionError):
+                    row = None
+                if not isinstance(row, dict) or row != sealed(row):
+                    raise UserError(f"{path}: is damaged; delete it, and what it had is predicted again")
                 if "run" in row:
                     current = row["run"] == run
                 elif current:

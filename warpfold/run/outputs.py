@@ -18,12 +18,13 @@ import torch
 
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.errors import UserError
-from warpfold.files import file_name, write_atomically, writing
+from warpfold.files import checksum, file_name, sealed, write_atomically, writing
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model import confidence
 from warpfold.run.confidence_files import plddt_json, write_pae, write_scores
 from warpfold.run.coverage import Coverage
 
+RESERVED = ("alignments", "journal", "report.html", "summary.json")  # in an output folder: no protein's folder
 # Arrays that stay when a prediction is thinned.
 SMALL = (
     *("positions", "mask", "plddt", "asym_id", "chain_pair_iptm"),
@@ -213,6 +214,55 @@ def remove_prediction(folder: Path, protein: str) -> None:
         raise UserError(f"{folder}: cannot be removed: {error.strerror or error}") from error
 
 
+def checksums_of(folder: Path, files: Mapping[str, str]) -> dict[str, list[Any]]:
+    """Return kind -> size in bytes and digest of a prediction's files, by which `damaged_files` knows them."""
+    return {kind: [(folder / file).stat().st_size, checksum(folder / file)] for kind, file in files.items()}
+
+
+def damaged_files(out: Path, entry: Mapping[str, Any], thorough: bool = True) -> list[Path]:
+    """Return which files of an entry of the summary are missing or, bit for bit, not what was written.
+
+    thorough: False looks whether they are there, and reads none.
+    """
+    known = entry.get("checksums", {})
+
+    def is_whole(kind: str, path: Path) -> bool:
+        if not thorough or not path.is_file():
+            return path.is_file()
+        return [path.stat().st_size] == known.get(kind, [])[:1] and checksum(path) == known[kind][1]
+
+    with writing(out / entry["folder"]):
+        paths = {kind: out / entry["folder"] / file for kind, file in entry["files"].items()}
+        return [path for kind, path in paths.items() if not is_whole(kind, path)]
+
+
+def clear_damaged(out: Path, entry: Mapping[str, Any], damaged: Sequence[Path]) -> None:
+    """Make room for a prediction that is made again: rename what is damaged, which somebody may have edited.
+
+    Its other files are deleted: they are what was written, and are written again.
+    """
+    folder = out / entry["folder"]
+    with writing(folder):
+        for path in damaged:
+            if path.is_file():
+                names = (f"damaged-{path.name}{end}" for end in ("", *(f"-{n}" for n in range(2, 10_000))))
+                path.rename(next(aside for aside in map(folder.joinpath, names) if not aside.exists()))
+        for file in file_names(entry["name"]).values():
+            if (folder / file).is_file():
+                (folder / file).unlink()
+
+
+def refuse_links(out: Path, folder: str) -> None:
+    """Raise UserError where a prediction's folder, or that of its protein, is a link to somewhere else."""
+    for place in (out / folder, *(out / folder).parents):
+        if place == out:
+            return
+        if place.is_symlink():
+            raise UserError(
+                f"{place}: is a symbolic link, and nothing is written through it; remove it, or name another folder"
+            )
+
+
 def thin_prediction(folder: Path, protein: str, files: Mapping[str, str]) -> dict[str, str]:
     """Take away what grows with the square of the length: PAE, representations, distogram; return the files that stay.
 
@@ -313,17 +363,29 @@ def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict
         return None
     try:
         found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or found.get("format") != kind:
-        raise UserError(f"{folder}: holds something else, which is left alone; name a new or an empty folder")
+        raise UserError(
+            f"{folder}: holds something else, or a summary.json that is damaged, and is left alone; name a new or an "
+            "empty folder"
+        )
+    if found != sealed(found):
+        if not force:
+            raise UserError(
+                f"{folder / 'summary.json'}: does not fit its checksum: it was changed or damaged, or another version "
+                "of WarpFold wrote it; put a copy back, name a new folder, or have everything done again with --force"
+            )
+        return {"format": kind}
     if found.get("run") != run and not force:
         raise UserError(f"{folder}: holds the output of another run; name a new folder, or replace it with --force")
     return found
 
 
-def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Write `summary.json`, by which `claim_folder` recognizes a folder, and make the folder where it is missing.
+
+    Returns what is in it: the summary, with its checksum.
 
     Errors: UserError when it cannot be written.
     """
@@ -331,4 +393,6 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"{folder}: cannot be made: {error.strerror}; name another folder") from error
+    summary = sealed(summary)
     write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    return summary

@@ -4,7 +4,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -27,7 +27,7 @@ from warpfold.run.fold_options import Kept, Recycling
 from warpfold.run.folder import PredictionFolder
 from warpfold.run.folding import FoldItem, ModelInMemory, in_groups
 from warpfold.run.interfaces import describe, find_interfaces
-from warpfold.run.outputs import Prediction, claim_folder
+from warpfold.run.outputs import RESERVED, Prediction, checksums_of, claim_folder, refuse_links
 from warpfold.run.params import Params, families_in, params_files, read_params
 from warpfold.run.plan_report import check_fits, sizes_of_query
 from warpfold.run.planning import grid_for
@@ -182,17 +182,29 @@ def _read(
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
         nonlocal asked
         assert server is not None
+        _check_names(one.name for one, _ in lacking)
         asked = _asked_digest(lacking, models, options, server.url)
         _check_before_sending(out, asked, options.force)
         return fetching(server, lambda name: _check_complexes([name], models), tell)(lacking)
 
     together = bool(options.together) if waiting else _together(models, options)
     read = read_given(given, msas, together, fetch if server is not None else None)
+    _check_names(query.name for query in read.queries)
     complexes = [query.name for query in read.queries if isinstance(query, ComplexQuery)]
     if waiting:
         models = read_params(params_files(params, options.num_models, complexes=bool(complexes)))
     _check_complexes(complexes, models)
     return read, models, asked
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise UserError for a name whose folder would be where the run itself writes."""
+    for name in names:
+        if file_name(name).lower() in RESERVED:
+            raise UserError(
+                f"{name}: a protein cannot be called so, as the output has {', '.join(RESERVED)} of its own; "
+                "give the record another name"
+            )
 
 
 def _check_before_sending(out: Path, asked: str, force: bool) -> None:
@@ -245,11 +257,13 @@ def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[
     geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
     doubts = warn_of_confidence(prediction.plddt, prediction.ptm, prediction.iptm)
     folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
+    refuse_links(out, folder)
     files = prediction.save(out / folder, overwrite=True)  # the earlier run was killed, or is replaced with --force
     return {
         "name": prediction.name,
         "folder": folder,
         "files": files,
+        "checksums": checksums_of(out / folder, files),
         "length": len(prediction.sequence),
         "sequence": ":".join(prediction.sequence[span] for span in prediction.spans.values()),
         "mean_plddt": round(prediction.mean_plddt, 2),

@@ -17,7 +17,7 @@ from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.data.structure.write import Modelling, write_mmcif, write_pdb
 from warpfold.errors import UserError
-from warpfold.files import read_file, write_atomically
+from warpfold.files import read_file, sealed, write_atomically
 from warpfold.geometry.residue import ATOM_TYPES
 from warpfold.progress import Progress, no_progress
 from warpfold.run.amber import require_openmm
@@ -191,8 +191,12 @@ def _summary(folder: Path) -> dict[str, Any]:
     """Return the summary of a folder of `predict`.  Errors: UserError if it is something else."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         summary = None
+    if isinstance(summary, dict) and "checksum" in summary and summary != sealed(summary):
+        raise UserError(
+            f"{folder / 'summary.json'}: was changed or damaged; put a copy back, or `warpfold predict --force`"
+        )
     if not isinstance(summary, dict) or not str(summary.get("format")).startswith(PREDICTIONS):
         raise UserError(f"{folder}: is no output of `warpfold predict`; give such a folder, or mmCIF or PDB files")
     return summary
