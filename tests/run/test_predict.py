@@ -507,6 +507,18 @@ def test_a_protein_without_templates_for_want_of_structures_is_said_and_exits_wi
     assert (code, err) == (0, "one: 0 of 1 templates used: 1 x came out N, after N\n")
 
 
+def test_hits_without_a_date_are_used_and_it_is_said(
+    tmp_path: Path, fasta: Path, structures: Path, template_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hits = ["--hits", a3m_hits(tmp_path, "one.a3m"), "--template-structures", structures]
+    _, _, err = run_cli(capsys, fasta, "--params", template_params, *hits, "--out", tmp_path / "out")
+    said = "no template date is given (--max-template-date): hits of any date are used, even a protein's own structure"
+    assert f"warning: {said}\n" in err
+    assert json.loads((tmp_path / "out/summary.json").read_text())["warnings"] == [said]
+    predictor = load(template_params, device="cpu")
+    assert said in predictor.fold(ONE, hits=hits[1], template_structures=structures).details["warnings"]
+
+
 def test_of_several_queries_hits_go_by_name_and_files_to_all(tmp_path: Path, fasta: Path, structures: Path) -> None:
     queries = {"one": ONE, "two": TWO}
     sources = TemplateSources(

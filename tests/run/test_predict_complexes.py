@@ -92,7 +92,8 @@ def test_the_users_chains_in_their_order_are_in_every_file(ranked: tuple[Path, P
         ("L", 11, 2),
         ("x", 18, 3),
     ]
-    assert (entry["msa_depth"], entry["paired_rows"]) == (5, 2)  # MOUSE in all three, HUMAN in both copies of H
+    assert (entry["msa_depth"], entry["msa_given"]) == (3, 5)
+    assert entry["paired_rows"] == 1  # MOUSE in all three; HUMAN in the copies of H alone
     assert re.fullmatch(r"(1 chain break|\d+ chain breaks): neighbouring Cα too near or too far", entry["warnings"][0])
     folder = out / entry["folder"]
     for kind in ("mmcif", "pdb"):
@@ -197,6 +198,28 @@ def test_one_prediction_failing_leaves_the_others_ranked(
     ]
 
 
+def test_a_homodimer_uses_rows_that_are_named_as_serving_to_pair(tmp_path: Path, params: dict[str, Path]) -> None:
+    (tmp_path / "q.fasta").write_text(f">dimer\n{ONE}:{ONE}\n")
+    folded = {}
+    for name in ("", "mine", "uniprot_hits", "x_paired"):
+        msas = [tmp_path / f"{name}.a3m"] if name else []
+        for path in msas:
+            path.write_text(PAIRED)
+        summary = predict(
+            tmp_path / "q.fasta", msas, params["first"], tmp_path / f"out{name}", PredictOptions(recycles=0)
+        )
+        (entry,) = summary["predictions"]
+        with np.load(
+            tmp_path / f"out{name}" / entry["folder"] / entry["files"]["arrays"], allow_pickle=False
+        ) as arrays:
+            folded[name] = arrays["positions"]
+        assert entry["msa_depth"] == entry["chains"][0]["msa_depth"] == (3 if name else 1)
+        assert sum("folded by the sequence alone" in warning for warning in entry["warnings"]) == (not name)
+    assert not np.array_equal(folded["mine"], folded[""])
+    for name in ("uniprot_hits", "x_paired"):
+        np.testing.assert_array_equal(folded[name], folded["mine"])
+
+
 def test_rows_that_serve_pairing_alone_are_in_no_alignment_of_one_chain(tmp_path: Path) -> None:
     def rows(**names: str) -> list[str]:
         folder = tmp_path / "-".join(names)
@@ -206,6 +229,8 @@ def test_rows_that_serve_pairing_alone_are_in_no_alignment_of_one_chain(tmp_path
         (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n")
         (one,) = read_queries(tmp_path / "q.fasta", [folder])
         assert isinstance(one, FoldQuery)
+        assert len(one.warnings) == len(names) - 1
+        assert all(warning.startswith("1 row of alignments that are named as") for warning in one.warnings)
         return [decode(row) for row in one.alignment.rows[1:]]
 
     pair, other = "W" * len(ONE), "G" * len(ONE)

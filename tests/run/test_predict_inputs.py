@@ -180,7 +180,7 @@ def test_input_that_is_thin_is_said_of_each_prediction(tmp_path: Path) -> None:
     (tmp_path / "in/q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n>both\n{ONE}:{TWO}\n")
     (tmp_path / "in/ranked_0.pdb").touch()
     (tmp_path / "in/pdb70_hits.hhr").touch()
-    (tmp_path / "one.a3m").write_text(f">one\n{ONE}\n")
+    (tmp_path / "one.a3m").write_text(f">one\n{ONE}\n>again\n{ONE}\n>nothing\n{'-' * len(ONE)}\n")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/x.a3m").write_text(">x\nMKVVVV\n")
     read = read_given(tmp_path / "in", [tmp_path / "one.a3m", tmp_path / "other"])

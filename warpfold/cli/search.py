@@ -64,7 +64,9 @@ def search(
     ] = None,
     max_hits: Annotated[
         list[str] | None,
-        decides("[NAME=]N rows of an alignment, with the query; default: mgnify 501, uniprot 50000, else 10000."),
+        decides(
+            "[NAME=]N rows of an alignment, query included; default: uniref90 10000, mgnify 501, uniprot 50000, others all."
+        ),
     ] = None,
     cache: Annotated[
         Path | None, runs("Folder where results are kept, for several runs to share; default: OUT/cache.")

@@ -1,12 +1,14 @@
-"""What an alignment covers: how many of its rows have a residue at each place, and a picture of the rows."""
+"""What alignment a model sees: how many of its rows have a residue at each place, and a picture of the rows.
 
-from collections.abc import Sequence
+It is read from the features, so that rows which were lost on the way to them are not counted.
+"""
+
 from dataclasses import dataclass
 
 import numpy as np
 
+from warpfold.batch import Batch
 from warpfold.data.example.assembly import Assembly
-from warpfold.data.example.pairing import pair_rows
 from warpfold.geometry.residue import GAP
 
 PICTURED = 192  # rows of the picture, at most
@@ -33,55 +35,43 @@ class Coverage:
         }
 
 
-def coverage_of(assembly: Assembly) -> Coverage:
-    """Return what the alignments of an assembly cover.
+def seen_rows(batch: Batch) -> np.ndarray:
+    """Return the alignment rows that a model sees: uint8 [R, N], codes 0-21, the query's own first.
+
+    Of an assembly those from which every pass draws; of a single chain the centres and the extra rows of the first
+    pass (where there are more rows, they count in the clusters' profiles).
+    """
+    if "alignment" in batch:
+        rows, mask = batch["alignment"].numpy(), batch["alignment_mask"].numpy()
+        return rows[mask.any(1)].astype(np.uint8)
+    parts = [(batch["true_msa"][0], batch["msa_mask"][0]), (batch["extra_msa"][0], batch["extra_msa_mask"][0])]
+    centres, extra = (rows.numpy()[mask.numpy().any(1)].astype(np.uint8) for rows, mask in parts)
+    return np.concatenate([centres, extra[(extra != centres[0]).any(1)]])  # the query may stand for an empty extra MSA
+
+
+def entities_of(rows: np.ndarray, assembly: Assembly) -> np.ndarray:
+    """Return which entities of an assembly each row has residues of: bool [R, E]."""
+    entity = np.repeat(assembly.entity_id, [chain.length for chain in assembly.chains])
+    return np.stack([(rows[:, entity == e] != GAP).any(1) for e in range(1, entity.max() + 1)], 1)
+
+
+def coverage_of(rows: np.ndarray, assembly: Assembly) -> Coverage:
+    """Return what the rows that a model sees of an assembly cover (`seen_rows`).
 
     A row's identity is the share of the residues of the chains that it belongs to, where it has the query's residue.
     """
-    entity = assembly.entity_id - 1
-    firsts = [int(np.flatnonzero(entity == e)[0]) for e in range(entity.max() + 1)]  # a chain of each sequence
-    alignments = [chain.whole_rows(np.arange(chain.depth)) for chain in (assembly.chains[k] for k in firsts)]
-    counted = [_count(alignment) for alignment in alignments]
-    lengths = np.array([chain.length for chain in assembly.chains])
-    sections = _sections(assembly, [len(alignment) for alignment in alignments])
-    ordered, identities = [], []
-    for rows in sections:  # [T, K]: the row of each chain, -1 where it has none
-        same = sum(np.where(rows[:, k] < 0, 0, counted[e][0][rows[:, k]]) for k, e in enumerate(entity))
-        identity = same / np.maximum(1, (rows >= 0) @ lengths)
-        order = np.argsort(-identity, kind="stable")
-        ordered.append(rows[order])
-        identities.append(identity[order])
-    rows, identity = np.concatenate(ordered), np.concatenate(identities)
-    taken = np.unique(np.linspace(0, len(rows) - 1, min(PICTURED, len(rows))).round().astype(int))
-    percent = 1 + np.rint(100 * identity[taken]).astype(np.uint8)
-    picture = []
-    for k, e in enumerate(entity):
-        codes = alignments[e][np.maximum(rows[taken, k], 0)]
-        there = (codes != GAP) & (rows[taken, k] >= 0)[:, None]
-        picture.append(np.where(there, percent[:, None], 0).astype(np.uint8))
-    depth = np.concatenate([counted[e][1] for e in entity])
-    return Coverage(depth, np.concatenate(picture, 1), len(rows))
-
-
-def _count(alignment: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many residues of the first row each row has [R], and how many rows have a residue [N]: int32."""
-    same = np.zeros(len(alignment), np.int32)
-    depth = np.zeros(alignment.shape[1], np.int32)
-    for start in range(0, len(alignment), BLOCK):
-        block = alignment[start : start + BLOCK]
-        same[start : start + BLOCK] = (block == alignment[0]).sum(1)
+    there = entities_of(rows, assembly)
+    chains = there[:, assembly.entity_id - 1]
+    same = np.zeros(len(rows), np.int32)
+    depth = np.zeros(rows.shape[1], np.int32)
+    for start in range(0, len(rows), BLOCK):
+        block = rows[start : start + BLOCK]
+        same[start : start + BLOCK] = (block == rows[0]).sum(1)
         depth += (block != GAP).sum(0, dtype=np.int32)
-    return same, depth
-
-
-def _sections(assembly: Assembly, depths: Sequence[int]) -> list[np.ndarray]:
-    """Return the rows side by side, int64 [T, K] each: the query's and the pairs, then those of each sequence alone."""
-    entity, chains = assembly.entity_id - 1, len(assembly.chains)
-    pairs = np.zeros((1, chains), np.int64)
-    if len(depths) > 1:
-        pairs = pair_rows([chain.pairing for chain in assembly.chains])
-    sections = [pairs[:1], pairs[1:]]
-    for e, depth in enumerate(depths):
-        alone = np.setdiff1d(np.arange(depth), pairs[:, entity == e])
-        sections.append(np.where(entity == e, alone[:, None], -1))
-    return [rows for rows in sections if len(rows)]
+    identity = same / np.maximum(1, chains @ np.array([chain.length for chain in assembly.chains]))
+    section = np.where(there.sum(1) > 1, 1, 2 + there.argmax(1))
+    section[0] = 0
+    order = np.lexsort((-identity, section))
+    taken = order[np.unique(np.linspace(0, len(rows) - 1, min(PICTURED, len(rows))).round().astype(int))]
+    percent = 1 + np.rint(100 * identity[taken]).astype(np.uint8)
+    return Coverage(depth, np.where(rows[taken] != GAP, percent[:, None], 0).astype(np.uint8), len(rows))

@@ -7,19 +7,27 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from warpfold.data.example.assembly import Assembly, Example
-from warpfold.data.example.complexes import Complex, assemble, chain_ids
-from warpfold.data.example.pairing import pair_rows
+from warpfold.data.example.complexes import Complex, assemble, chain_ids, listed
 from warpfold.data.example.raw_example import RawExample, Templates
 from warpfold.data.features.choose import SampleConfig, choose_templates
-from warpfold.data.formats.alignment import Alignment, encode, merge, without_pairing
+from warpfold.data.formats.alignment import Alignment, encode
 from warpfold.data.formats.chain_alignments import read_chain_alignments
 from warpfold.data.formats.sequences import parse_a3m
 from warpfold.errors import UserError
 from warpfold.run.arguments import PathLike, WrongArgument, is_list, path_or_none, paths, shown, text_or_none
+from warpfold.run.coverage import entities_of, seen_rows
 from warpfold.run.outputs import Prediction
 from warpfold.run.params import Params, check_templates
 from warpfold.run.predict_templates import TemplateSources
-from warpfold.run.queries import ComplexQuery, FetchAlignments, FoldQuery, Query, lacking_of, with_templates
+from warpfold.run.queries import (
+    ComplexQuery,
+    FetchAlignments,
+    Query,
+    lacking_of,
+    of_none,
+    single_query,
+    with_templates,
+)
 from warpfold.run.read_out import Prepared
 
 log = logging.getLogger("warpfold")
@@ -43,24 +51,26 @@ def query_of(sequence: Sequences, alignment: Alignments, name: str, fetch: Fetch
     chains = _chains(sequence, name)
     if isinstance(chains, str):
         encode(chains, name)  # an error for letters that are not residues
-        own = _of_chain(chains, alignment, name)
+        notes: list[str] = []
+        own = _of_chain(chains, alignment, name, notes)
         if fetch is not None and not own:
             fetched = fetch([(Complex(name, ("A",), (chains,)), [chains])])
             own = read_chain_alignments(fetched, [chains], name).of(chains)
-        rows = merge(without_pairing(own)) if own else Alignment.of_query(chains, name)
-        return FoldQuery(name, chains, rows)
+        query = single_query(name, chains, own)
+        return replace(query, warnings=[*notes, *query.warnings])
     for id, letters in chains.items():
         encode(letters, f"{name} {id}")
     files = None
     if _is_path(alignment) or _is_paths(alignment):
         files = read_chain_alignments(paths("alignment", alignment), chains.values(), name)
-    found = () if files else _of_chains(chains, alignment, name)
+    cut = files.notes if files else []
+    found = () if files else _of_chains(chains, alignment, name, cut)
     given = Complex(name, tuple(chains), tuple(chains.values()), found)
     if fetch is not None and (without := lacking_of(given, files)):
         answers = read_chain_alignments(fetch([(given, without)]), chains.values(), name)
         files = answers if files is None else files.joined(answers)
     assembly, notes = assemble(given, files)
-    return ComplexQuery(assembly, warnings=notes if found or files else ())  # what was given, and is not used
+    return ComplexQuery(assembly, warnings=[*cut, *notes] if found or files else ())  # what was given, and is not used
 
 
 def _chains(sequence: Any, name: str) -> str | dict[str, str]:
@@ -85,8 +95,8 @@ def _chains(sequence: Any, name: str) -> str | dict[str, str]:
     return {id: letters.upper() for id, letters in named.items()}
 
 
-def _of_chains(chains: Mapping[str, str], given: Any, name: str) -> tuple[Alignment, ...]:
-    """Return the alignments of a complex, given chain by chain."""
+def _of_chains(chains: Mapping[str, str], given: Any, name: str, notes: list[str]) -> tuple[Alignment, ...]:
+    """Return the alignments of a complex, given chain by chain.  notes: gets what is to be said of their files."""
     if given is not None and not isinstance(given, Mapping) and not is_list(given):
         raise WrongArgument(f"alignment = {shown(given)}: files, a list or a mapping of chains is needed")
     given = () if given is None else given
@@ -95,18 +105,19 @@ def _of_chains(chains: Mapping[str, str], given: Any, name: str) -> tuple[Alignm
         raise UserError(f"{name}: an alignment for chain {unknown[0]}, but the chains are {', '.join(chains)}")
     if not chains or len(each) < len(given):
         raise UserError(f"{name}: {len(chains)} chains and {len(given)} alignments; give one for each, or none")
-    return tuple(one for id, rows in each.items() for one in _of_chain(chains[id], rows, f"{name} {id}"))
+    return tuple(one for id, rows in each.items() for one in _of_chain(chains[id], rows, f"{name} {id}", notes))
 
 
-def _of_chain(sequence: str, given: Any, name: str) -> list[Alignment]:
+def _of_chain(sequence: str, given: Any, name: str, notes: list[str]) -> list[Alignment]:
     """Return the alignments of one sequence: of rows, as in A3M, one, in which the sequence may be or not."""
     if given is None:
         return []
     if isinstance(given, Alignment):
         return [given.check_query(sequence, name)]
     if _is_path(given) or (_is_paths(given) and not any(isinstance(one, str) for one in given)):  # texts are rows
-        files = paths("alignment", given)
-        return read_chain_alignments(files, [sequence], name).of(sequence)
+        read = read_chain_alignments(paths("alignment", given), [sequence], name)
+        notes += [*read.notes, *of_none(read.unused)]
+        return read.of(sequence)
     if not is_list(given) or not all(isinstance(row, str) for row in given):
         raise WrongArgument(f"{name}: alignment = {shown(given)}: rows, an Alignment, or files are needed")
     if not given:
@@ -143,26 +154,38 @@ def add_templates(
         structures=path_or_none("template_structures", structures),
         max_date=text_or_none("max_template_date", max_date),
     )
-    return with_templates([query], sources, [model])[0] if sources else query
+    if not sources:
+        return query
+    (found,) = with_templates([query], sources, [model])
+    return replace(found, warnings=[*sources.warnings, *found.warnings])
 
 
 def said_of(query: Query, prediction: Prediction) -> Prediction:
     """Return a prediction with what became of its templates, and what is to be said of its input, which is logged."""
     for warning in query.warnings:
         log.warning("%s: %s", query.name, warning)
-    details = {**prediction.details, **({"warnings": list(query.warnings)} if query.warnings else {})}
+    warnings = [*query.warnings, *prediction.details.get("warnings", ())]
+    details = {**prediction.details, **({"warnings": warnings} if warnings else {})}
     return replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes], details=details)
 
 
-def depths_of(assembly: Assembly) -> dict[str, Any]:
-    """Return how many alignment rows there are: in all, copies counted once; of a complex, of each chain, and pairs."""
-    depth = sum({chain.sequence: chain.depth for chain in assembly.chains}.values())
-    if len(assembly.chains) == 1:
-        return {"msa_depth": depth}
-    depths = {id: chain.depth for id, chain in zip(assembly.ids, assembly.chains)}
-    several = assembly.entity_id.max() > 1
-    pairs = len(pair_rows([chain.pairing for chain in assembly.chains])) - 1 if several else 0
-    return {"msa_depth": depth, "chain_depths": depths, "paired_rows": pairs}
+def depths_of(prepared: Prepared) -> dict[str, Any]:
+    """Return how many alignment rows the model sees: in all; of a complex, with residues of each chain, and pairs.
+
+    And how many were given (`msa_given`), and a warning about chains that none of those given reached.
+    """
+    assembly, rows = prepared.assembly, seen_rows(prepared.batch)
+    there = entities_of(rows, assembly)
+    depths = dict(zip(assembly.ids, there.sum(0)[assembly.entity_id - 1].tolist()))
+    given = {chain.sequence: chain.depth for chain in assembly.chains}
+    found: dict[str, Any] = {"msa_depth": len(rows), "msa_given": sum(given.values())}
+    if len(assembly.chains) > 1:
+        found |= {"chain_depths": depths, "paired_rows": int((there.sum(1) > 1).sum() - (there.shape[1] > 1))}
+    lost = [id for id, chain in zip(assembly.ids, assembly.chains) if depths[id] < 2 <= chain.depth]
+    if lost:
+        of = f" for {listed(lost)}" if len(assembly.chains) > 1 else ""
+        found["warnings"] = [f"no row of the alignment{of} reached the model: folded by the sequence alone"]
+    return found
 
 
 def details_of(prepared: Prepared, recycles: int, seconds: float, sample: SampleConfig | None) -> dict[str, Any]:
@@ -174,7 +197,7 @@ def details_of(prepared: Prepared, recycles: int, seconds: float, sample: Sample
         "seed": prepared.seed,
         "recycles": recycles,
         "ensemble": prepared.ensemble,
-        **depths_of(prepared.assembly),
+        **depths_of(prepared),
         "templates": [] if sample is None else _used_templates(prepared.assembly, sample),
         "seconds": {"features": round(prepared.seconds, 3), "model": round(seconds, 3)},
     }

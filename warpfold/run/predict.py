@@ -226,7 +226,7 @@ def _asked_digest(
 
 def _warnings(read: ReadQueries, models: Sequence[Params], templates: TemplateSources | None) -> list[str]:
     """Return what is to be said of the run as a whole: what was asked for and not used."""
-    found = [*read.warnings]
+    found = [*read.warnings, *(templates.warnings if templates else ())]
     if read.hits and not (templates and templates.hits):
         some = ", ".join(read.hits[:3]) + (" ..." if len(read.hits) > 3 else "")
         found.append(f"template hits are not used unless --hits names them: {some}")
@@ -253,7 +253,7 @@ def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[
     """
     outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     details = dict(prediction.details)
-    chains = _of_complex(prediction, details.pop("chain_depths", {}))
+    chains, lost = _of_complex(prediction, details.pop("chain_depths", {})), details.pop("warnings", ())
     geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
     doubts = warn_of_confidence(prediction.plddt, prediction.ptm, prediction.iptm)
     folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
@@ -275,7 +275,14 @@ def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[
         "templates_refused": count_refusals(outcomes),
         "templates_missing": sum(outcome.missing for outcome in outcomes),
         "geometry": asdict(geometry),
-        "warnings": [*warnings, *_unknown(prediction), *_without_pdb(prediction, files), *geometry.warnings(), *doubts],
+        "warnings": [
+            *warnings,
+            *lost,
+            *_unknown(prediction),
+            *_without_pdb(prediction, files),
+            *geometry.warnings(),
+            *doubts,
+        ],
     }
 
 

@@ -185,7 +185,8 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         numbers.append(("ipTM", f"{entry['iptm']:.2f}"))
     if entry["ptm"] is not None:
         numbers.append(("pTM", f"{entry['ptm']:.2f}"))
-    numbers.append(("alignment rows", str(entry["msa_depth"])))
+    depth, given = entry["msa_depth"], entry.get("msa_given", entry["msa_depth"])
+    numbers.append(("alignment rows", str(depth) if depth == given else f"{depth} of {given}"))
     if "paired_rows" in entry:
         numbers.append(("paired rows", str(entry["paired_rows"])))
     if "ranked" in entry:

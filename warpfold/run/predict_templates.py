@@ -48,6 +48,13 @@ class TemplateSources:
     def __bool__(self) -> bool:
         return bool(self.files or self.hits)
 
+    @property
+    def warnings(self) -> list[str]:
+        """What is to be said of the templates of all queries."""
+        if not self.hits or self.max_date is not None:
+            return []
+        return [f"no template date is given ({MAX_DATE}): hits of any date are used, even a protein's own structure"]
+
 
 @dataclass(frozen=True)
 class TemplateQuery:

@@ -27,7 +27,7 @@ from warpfold.parallel.team import Team
 from warpfold.progress import Progress
 from warpfold.run import arguments
 from warpfold.run.arguments import PathLike, Paths
-from warpfold.run.coverage import coverage_of
+from warpfold.run.coverage import coverage_of, seen_rows
 from warpfold.run.fold_input import (
     Alignments,
     Sequences,
@@ -254,7 +254,7 @@ class Predictor:
         features = make_features(given, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, widen=False)
         seconds = time.perf_counter() - start
-        return Prepared(assembly, batch, seed, recycles, ensemble, seconds, coverage_of(assembly))
+        return Prepared(assembly, batch, seed, recycles, ensemble, seconds, coverage_of(seen_rows(batch), assembly))
 
     def compute(
         self, prepared: Prepared, representations: bool = True, distogram: bool = False, logits: bool = False

@@ -11,9 +11,10 @@ from warpfold.data.example.complexes import Complex, assemble, search_names
 from warpfold.data.example.query_files import Given, read_query_files
 from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
 from warpfold.data.example.templates import TemplateOutcome
-from warpfold.data.formats.alignment import Alignment, merge, without_pairing
+from warpfold.data.formats.alignment import Alignment, merge
 from warpfold.data.formats.chain_alignments import ChainAlignments, as_row, read_chain_alignments
 from warpfold.files import file_name
+from warpfold.geometry.residue import GAP
 from warpfold.run.params import Params, check_templates
 from warpfold.run.predict_templates import (
     Found,
@@ -152,12 +153,13 @@ def read_given(
         if len(one.ids) == 1:
             (sequence,) = one.sequences
             own = [*one.alignments, *alignments.of(sequence)]
-            rows = merge(without_pairing(own)) if own else Alignment.of_query(sequence, one.name)
-            queries.append(FoldQuery(one.name, sequence, rows, warnings=[*one.notes, *_alone(own, rows)]))
+            alone = single_query(one.name, sequence, own)
+            bare = [] if own else ["no alignment: folded by the sequence alone"]
+            queries.append(replace(alone, warnings=[*one.notes, *bare, *alone.warnings]))
         else:
             assembly, notes = assemble(one, alignments)
             queries.append(ComplexQuery(assembly, warnings=notes))
-    warnings = _of_none(alignments.unused)
+    warnings = [*alignments.notes, *of_none(alignments.unused)]
     if files.predicted:
         warnings.append(f"structures that were predicted are not folded anew: {_some(files.predicted)}")
     return ReadQueries(queries, warnings, files.hits)
@@ -169,16 +171,27 @@ def lacking_of(query: Complex, alignments: ChainAlignments | None) -> list[str]:
     return [one for one in query.sequences if as_row(one) not in own and not (alignments and alignments.of(one))]
 
 
-def _alone(given: Sequence[Alignment], rows: Alignment) -> list[str]:
-    """Return a sentence about a sequence that no other is aligned with."""
+def single_query(name: str, sequence: str, given: Sequence[Alignment]) -> FoldQuery:
+    """Return a single protein with those of its alignments that it uses, and warnings about rows that it lacks.
+
+    As official, the rows of `uniprot_hits` are in no alignment of one chain; but they are more than nothing.
+    """
     if not given:
-        return ["no alignment: folded by the sequence alone"]
-    if len(rows) == 1:
-        return ["its alignment has one row, its own: folded by the sequence alone"]
-    return []
+        return FoldQuery(name, sequence, Alignment.of_query(sequence, name))
+    rows = merge([one for one in given if one.stands_alone] or given)
+    warnings = []
+    if unused := sum(len(one) - 1 for one in given) - (len(rows) - 1):
+        rows_of = "1 row" if unused == 1 else f"{unused} rows"
+        warnings.append(
+            f"{rows_of} of alignments that are named as serving to pair (uniprot, pair) not used for a single protein "
+            "that has others; rename the files to use all"
+        )
+    if not ((rows.rows != rows.rows[0]).any(1) & (rows.rows != GAP).any(1)).any():
+        warnings.append("its alignment has one row, its own: folded by the sequence alone")
+    return FoldQuery(name, sequence, rows, warnings=warnings)
 
 
-def _of_none(files: Sequence[str]) -> list[str]:
+def of_none(files: Sequence[str]) -> list[str]:
     """Return a sentence about alignments that belong to none of the sequences, if there are any."""
     if not files:
         return []

@@ -33,7 +33,11 @@ from warpfold.data.formats.sequences import parse_a3m
         ("sp|P69905_1|HBA_1_HUMAN/2-142", "HUMAN"),  # isoforms
         ("tr|Q9Y5|Q9Y5_HUMAN", None),  # too short an accession
         ("tr|A0A0K0ME10|A0A0K0ME10_9STAP_17/3-9", "9STAP"),
-        ("UniRef90_A0A8C8W1K4/1-64 [subseq from] Tma7 n=2 Tax=Peromyscus maniculatus TaxID=230844 RepID=X", "230844"),
+        ("UniRef90_A0A8C8W1K4/1-64 [subseq from] Tma7 n=9 Tax=Peromyscus TaxID=10040 RepID=A0A8C8W1K4_PERMB", "PERMB"),
+        ("UniRef90_UPI0018B0AC60/1-64 Tma7 n=9 Tax=cellular organisms TaxID=131567 RepID=UPI0018B0AC60", None),
+        ("UniRef90_UPI0018B0AC60/1-64 Tma7 n=1 Tax=Mus musculus TaxID=10090 RepID=UPI0018B0AC60", "10090"),
+        ("UniRef50_A0A8C8W1K4 Tma7 n=31 Tax=root TaxID=1", None),
+        ("cluster of mine n=2 TaxID=230844 RepID=X", None),
         ("A0A0K0ME10 ParR OS=Staphylococcus schleiferi OX=1295", "1295"),
         ("x OX=12a TaxID=7", "7"),
         ("UniRef100_A0A2T9WJQ3_1987490/\t243\t0.294", "1987490"),
@@ -198,9 +202,14 @@ def test_an_alignment_that_serves_pairing_alone_is_the_only_one_that_pairs() -> 
     np.testing.assert_array_equal(raw.pairing.species, [0, 0, 0, key_of("RAT"), key_of("DOG"), 0])
     np.testing.assert_array_equal(raw.pairing.unpaired, [True, True, True, False, False, False])
     np.testing.assert_array_equal(raw.profile, from_sequence("ACDE", [a3m("ACDD", "AAAA")]).profile)
-    # Without any species it serves nothing.
-    bare = from_sequence("ACDE", [replace(a3m("CCCC"), stands_alone=False), a3m("AAAA")], pairing=True)
-    assert (texts(bare), bare.pairing) == (["ACDE", "AAAA"], None)
+    # Without any species it is like any other.
+    bare = from_sequence("ACDE", [replace(a3m("CCCC", "AAAA"), stands_alone=False), a3m("AAAA")], pairing=True)
+    assert (texts(bare), bare.pairing) == (["ACDE", "AAAA", "CCCC"], None)
+    # Where the chain has no other row, its rows stand alone, too.
+    only = from_sequence("ACDE", [for_pairing, a3m("ACDE", "----")], pairing=True)
+    assert texts(only) == ["ACDE", "ACDD", "CCCC", "EEEE"]
+    assert only.pairing is not None
+    assert only.pairing.unpaired.all()
 
 
 def test_rows_with_keys_of_their_own_stay_even_if_their_letters_are_equal() -> None:

@@ -152,3 +152,8 @@ def test_a_chain_brings_its_coordinates() -> None:
 def test_merge_keeps_row_0_even_if_all_unknown() -> None:
     rows, _ = merge(np.array([20, 20], np.uint8), [])
     np.testing.assert_array_equal(rows, [[20, 20]])
+
+
+def test_a_sequence_of_unknown_residues_alone_is_refused_for_what_it_is() -> None:
+    with pytest.raises(UserError, match=r"^query: every residue is unknown \(X\)"):
+        from_sequence("X" * 20, [Alignment.of_query("X" * 20)])

@@ -8,6 +8,7 @@ import pytest
 from tests.data.example.test_pairing import reference
 from warpfold.data.example.complexes import Complex, assemble
 from warpfold.data.example.pairing import key_of, pair_rows, species_of
+from warpfold.data.example.raw_example import from_sequence
 from warpfold.data.formats.alignment import CODE_LETTERS
 from warpfold.data.formats.chain_alignments import read_chain_alignments
 from warpfold.data.formats.sequences import read_fasta
@@ -74,3 +75,24 @@ def test_headers_without_species_pair_nothing_and_it_is_said() -> None:
     assert [chain.pairing for chain in assembly.chains] == [None, None]
     assert notes
     assert "name no species" in notes[0]
+
+
+@pytest.mark.parametrize(("one", "other"), [("1a00_A", "1a2y_B"), ("A0A024R1R8", "1a00_A")], ids=["a3m", "Stockholm"])
+def test_rows_of_uniref_are_paired_by_their_own_organism(one: str, other: str) -> None:
+    """A cluster's common taxon may be "root"; its representative, whose sequence the row is, has one organism."""
+    sequences = real(one, other)[0].sequences
+    alignments = []
+    for target, sequence in zip((one, other), sequences):
+        (file,) = (REALDATA / "msas" / target).glob("uniref90_hits.*")
+        alignments += read_chain_alignments([file], [sequence], "real").of(sequence)
+    examples = [from_sequence(*given, pairing=True) for given in zip(sequences, ([each] for each in alignments))]
+    names: list[dict[bytes, set[str]]] = [{}, {}]
+    for alignment, found in zip(alignments, names):
+        for row, name in zip(alignment.rows, alignment.names):
+            _, _, representative = name.partition("RepID=")
+            found.setdefault(row.tobytes(), set()).add(representative.partition("_")[2])
+    pairs = pair_rows([each.pairing for each in examples])[1:]
+    assert len(pairs) > 50
+    for rows in pairs:
+        organisms = [found[each.msa[row].tobytes()] for each, row, found in zip(examples, rows, names)]
+        assert organisms[0] & organisms[1]

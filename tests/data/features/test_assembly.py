@@ -180,22 +180,60 @@ def test_a_chain_gives_at_most_so_many_rows_and_half_as_many_pairs() -> None:
     assert (~gaps).sum(1).tolist() == [8, 8]
 
 
-def test_centres_are_always_the_queries_and_the_first_row_of_each_entity_and_draws_differ_between_passes() -> None:
+def test_the_queries_are_the_only_certain_centre_and_draws_differ_between_passes() -> None:
     first, second = chain(9, 20, 0, species=4), chain(6, 20, 1, species=4)
-    features = make_features(assembly(first, second), WHOLE, 0, ("x",), passes=6)
+    features = make_features(assembly(first, second), WHOLE, 0, ("x",), passes=40)
     rows, centres = features["alignment"], features["centre_rows"]
-    pairs = len(pair_rows([first.pairing, second.pairing]))
-    alone = [
-        pairs + np.flatnonzero((rows[pairs:, columns] == GAP).all(1)).min() for columns in (slice(9, 15), slice(9))
-    ]
     for drawn, extra in zip(centres, features["extra_rows"]):
         assert drawn[0] == 0
-        assert set(alone) <= set(drawn)
         assert len(np.union1d(drawn, extra)) == len(rows)  # max_extra has room for all
         assert not np.intersect1d(drawn, extra).size
-    assert len({tuple(drawn) for drawn in centres}) > 1
-    again = make_features(assembly(first, second), WHOLE, 0, ("x",), passes=6)
+    assert np.bincount(centres.reshape(-1), minlength=len(rows))[1:].max() < len(centres)
+    again = make_features(assembly(first, second), WHOLE, 0, ("x",), passes=40)
     assert all((again[name] == features[name]).all() for name in features)
+
+
+@pytest.mark.parametrize("half", [2, 5, 100])
+def test_rows_are_those_of_the_official_code(half: int) -> None:
+    """Pairs, then each entity's rows: those of no pair (before pairs are cut), as many as the crop leaves room for."""
+    first, second, third = (chain(4, 60, seed, species=9) for seed in (3, 4, 5))
+    assert first.pairing is not None
+    first = replace(first, pairing=replace(first.pairing, unpaired=np.arange(len(first.msa)) < 30))
+    chains = (first, second, first, third)
+    pairs = pair_rows([one.pairing for one in chains])
+    kept = pairs[:half]
+    expected = [[one.msa[row] if row >= 0 else [GAP] * 4 for one, row in zip(chains, rows)] for rows in kept]
+    for entity in ([0, 2], [1], [3]):
+        own = chains[entity[0]]
+        in_pairs = {tuple(own.msa[row]) for row in pairs[:, entity[0]] if row >= 0}
+        assert own.pairing is not None
+        alone = [row for row, may in zip(own.msa, own.pairing.unpaired) if may and tuple(row) not in in_pairs]
+        room = 2 * half - int((kept[:, entity[0]] >= 0).sum())
+        expected += [[row if place in entity else [GAP] * 4 for place in range(4)] for row in alone[:room]]
+    found = make_features(assembly(*chains), replace(WHOLE, chain_rows=2 * half), 0, ("x",))["alignment"]
+    np.testing.assert_array_equal(found, np.array(expected).reshape(len(expected), -1))
+
+
+def serving_pairing_alone(raw: RawExample, rows: int, species: int) -> RawExample:
+    """Return an example of whose alignment the last `rows` rows serve pairing alone; they are of one species."""
+    keys = np.where(np.arange(len(raw.msa)) < len(raw.msa) - rows, 0, species).astype(np.uint64)
+    return replace(raw, pairing=make_pairing(raw.msa, keys, keys == 0))
+
+
+def test_rows_that_serve_pairing_alone_stand_alone_where_their_entity_is_in_no_pair() -> None:
+    """A homomer, an entity without a partner, species that none of the others has: given rows are not lost."""
+    one, two, other = chain(9, 12, 0), chain(6, 12, 1), chain(7, 12, 2)
+    served = serving_pairing_alone(one, 5, species=7)
+    homomer = make_features(assembly(served, served), WHOLE, 0, ("x",))["alignment"]
+    assert (homomer == np.concatenate([one.msa, one.msa], 1)).all()
+    for partner in (two, serving_pairing_alone(two, 4, species=8)):
+        rows = make_features(assembly(served, partner), WHOLE, 0, ("x",))["alignment"]
+        assert {tuple(row) for row in rows[:, :9]} == {tuple(row) for row in one.msa} | {(GAP,) * 9}
+    # The other two are paired; what does not pair of them is as official.
+    trio = assembly(served, serving_pairing_alone(two, 4, species=8), serving_pairing_alone(other, 1, species=8))
+    rows = make_features(trio, WHOLE, 0, ("x",))["alignment"]
+    there = [(rows[:, part] != GAP).any(1).sum() for part in (slice(9), slice(9, 15), slice(15, 22))]
+    assert there == [len(one.msa), len(two.msa) - 3, len(other.msa)]
 
 
 def test_masked_positions_to_restore_are_residues_of_the_rows_own_entity() -> None:

@@ -146,6 +146,17 @@ def test_a_folder_for_each_chain(tmp_path: Path) -> None:
     assert (found.of("GGGG"), found.unused) == ([], [])
 
 
+def test_files_as_alphafold_writes_them_are_cut_as_it_cuts_them(tmp_path: Path) -> None:
+    rows = "".join(f"r{i} ACDE\n" for i in range(600))
+    for name in ("mgnify_hits.sto", "mgnify.sto"):
+        write(tmp_path / name, f"# STOCKHOLM 1.0\n\nq ACDE\n{rows}//\n")
+    write(tmp_path / "mgnify_hits.a3m", ">q\nACDE\n" + "".join(f">{row[:-6]}\nACDE\n" for row in rows.splitlines()))
+    found = read_chain_alignments([tmp_path], ["ACDE"], "q.fasta")
+    assert sorted(map(len, found.of("ACDE"))) == [501, 601, 601]
+    (note,) = found.notes
+    assert note.startswith(f"{tmp_path.name}/mgnify_hits.sto: the first 501 of 601 rows are used, as in AlphaFold; ")
+
+
 def test_alignments_that_belong_to_no_chain(tmp_path: Path) -> None:
     write(tmp_path / "found/a.a3m", ">q\nACDE\n>r\nAC-E\n")
     other = write(tmp_path / "found/b.a3m", ">q\nGGGG\n>r\nGG-G\n")

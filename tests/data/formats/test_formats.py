@@ -171,7 +171,7 @@ def test_stockholm_joins_blocks_and_counts_insertions() -> None:
     alignment = parse_stockholm(text)
     assert [decode(row) for row in alignment.rows] == ["MKVLWAA", "MKV--A-"]
     assert alignment.deletions[1].tolist() == [0, 0, 1, 0, 0, 0, 0]
-    assert alignment.names == ["query", "hit/1-4"]
+    assert alignment.names == ["query", "hit/1-4 a hit"]  # as in A3M: what pairs rows may be in the description
 
 
 def test_stockholm_of_a_profile_search_needs_the_query() -> None:

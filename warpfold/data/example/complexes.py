@@ -82,17 +82,17 @@ def assemble(query: Complex, alignments: ChainAlignments | None = None) -> tuple
     for chain, sequence in zip(query.ids, query.sequences):
         own = given.get(as_row(sequence), []) + (alignments.of(sequence) if alignments else [])
         bare += [] if own else [chain]
-        thin += [chain] if own and max(map(len, own)) == 1 else []
         if sequence not in examples:
             name = f"{query.name}_{chain}"
             examples[sequence] = from_sequence(
                 sequence, own or [Alignment.of_query(sequence, name)], name, pairing=True
             )
+        thin += [chain] if own and examples[sequence].depth == 1 else []
     notes = [*query.notes]
     if bare and len(query.ids) > 1:
-        notes.append(f"no alignment for {_listed(bare)}: folded by the sequence alone")
+        notes.append(f"no alignment for {listed(bare)}: folded by the sequence alone")
     if thin:
-        notes.append(f"the alignment of {_listed(thin)} has one row, its own: folded by the sequence alone")
+        notes.append(f"the alignment of {listed(thin)} has one row, its own: folded by the sequence alone")
     if unpaired := _unpaired_reason(list(examples.values())):
         notes.append(unpaired)
     return Assembly(query.name, query.ids, tuple(examples[sequence] for sequence in query.sequences)), notes
@@ -107,11 +107,12 @@ def _unpaired_reason(entities: Sequence[RawExample]) -> str | None:
         return "no rows are paired: the alignments of different chains have no species in common"
     return (
         "no rows are paired: the headers of the alignments name no species (UniProt's tr|A0A0K0ME10|A0A0K0ME10_9STAP, "
-        "OX=1295 or TaxID=1295)"
+        "UniRef's RepID=A0A0K0ME10_9STAP, or OX=1295)"
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Return chains as a sentence names them, some of them if there are many."""
     if len(names) > MOST_LISTED:
         return f"{len(names)} chains ({', '.join(names[:3])} ...)"
     return f"{'chain' if len(names) == 1 else 'chains'} {', '.join(names)}"

@@ -14,8 +14,13 @@ MOST_OF_A_SPECIES = 600  # rows in one chain; a species with more is not paired 
 _UNIPROT = re.compile(
     r"(?:sp|tr)\|[A-Za-z0-9]{6,10}(?:_\d)?\|[A-Za-z0-9]+(?:_\d)?_([A-Za-z0-9]{1,5})(?:_\d+)?(?:[/\s]|$)"
 )
-# OX=9606 in UniProt's descriptions, TaxID=9606 in UniRef's: NCBI's number of the organism.
+# OX=9606 in UniProt's descriptions, TaxID=9606 in those of others: NCBI's number of the organism.
 _TAXON = re.compile(r"\s(?:OX|TaxID)=(\d+)(?!\S)")
+# Of a UniRef cluster, "UniRef90_A0A8C8W1K4 Tma7 n=2 Tax=Peromyscus TaxID=10040 RepID=A0A8C8W1K4_PERMB": the row is its
+# representative, RepID, while the taxon is the one that all n members have in common, up to "root".
+_CLUSTER = re.compile(r"UniRef\d+_|.*\sRepID=")
+_REPRESENTATIVE = re.compile(r"\sRepID=[A-Za-z0-9-]+_([A-Za-z0-9]{1,5})(?!\S)")
+_ONE_MEMBER = re.compile(r"\sn=1\s")
 # UniRef100_A0A2T9WJQ3_1987490/: the number behind the cluster's name, in alignments that others made for pairing.
 _CLUSTER_TAXON = re.compile(r"UniRef\d+_[A-Za-z0-9-]+_(\d+)(?:[/\s]|$)")
 
@@ -44,13 +49,15 @@ def species_of(header: str) -> str | None:
     """Return the organism that an alignment row's header names, without its >, or None.
 
     By the first of these that it has: UniProt's code in an identifier (`tr|A0A146SKV9|A0A146SKV9_FUNHE/1-57`: FUNHE),
-    as the official code (`data/msa_identifiers.py`); else NCBI's number, `OX=9606` or `TaxID=9606` after a blank, or
-    behind the name of a UniRef cluster (`UniRef100_A0A2T9WJQ3_1987490/`).  FUNHE and 8078 are one fish, but are not
-    known to be: alignments that are to be paired need names of one kind.
+    as the official code (`data/msa_identifiers.py`), or in that of a UniRef cluster's representative (`RepID=`); else
+    NCBI's number, `OX=9606` or `TaxID=9606` after a blank, or behind the name of a UniRef cluster
+    (`UniRef100_A0A2T9WJQ3_1987490/`).  A cluster's `TaxID=` counts only if it has one member.  FUNHE and 8078 are one
+    fish, but are not known to be: rows named in different ways are never paired, so no pair is of two organisms.
     """
-    if found := _UNIPROT.match(header):
+    if found := _UNIPROT.match(header) or _REPRESENTATIVE.search(header):
         return found[1].upper()
-    found = _TAXON.search(header) or _CLUSTER_TAXON.match(header)
+    mixed = _CLUSTER.match(header) and not _ONE_MEMBER.search(header)
+    found = (None if mixed else _TAXON.search(header)) or _CLUSTER_TAXON.match(header)
     return found[1] if found else None
 
 

@@ -21,7 +21,14 @@ from pathlib import Path
 from warpfold.data.example.complexes import Complex, chain_ids, first_word, search_names
 from warpfold.data.formats.chain_alignments import as_row, parse_chain_alignments
 from warpfold.data.formats.complex_a3m import announced, is_complex
-from warpfold.data.formats.input_files import ALIGNMENTS, STRUCTURES, InputFile, find, stacking_order
+from warpfold.data.formats.input_files import (
+    ALIGNMENTS,
+    STRUCTURES,
+    InputFile,
+    as_alphafold_reads,
+    find,
+    stacking_order,
+)
 from warpfold.data.formats.sequences import parse_fasta, plain_text
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
@@ -76,7 +83,8 @@ class _Read:
         every = [self, *others] if self.place is not None else [*others]
         every.sort(key=lambda one: one.place or 0)
         more = [a for one in every for a in one.query.alignments if a.query in self.sequences]
-        return replace(self, query=replace(self.query, alignments=tuple(more))) if more else self
+        notes = dict.fromkeys(note for one in (self, *every) for note in one.query.notes)
+        return replace(self, query=replace(self.query, alignments=tuple(more), notes=tuple(notes))) if more else self
 
 
 def read_complexes(given: Given | Sequence[Given], as_one: bool = False) -> list[Complex]:
@@ -239,7 +247,7 @@ def _read(file: InputFile, data: bytes, as_one: bool) -> list[_Read]:
         queries = [_of_chain_map(data, file_name(path.parent.parent.name), source)]
     elif kind in ALIGNMENTS:
         name = name if path == STDIN else file_name(file.protein)
-        query = _of_alignment(data, name, source, file.serves_pairing)
+        query = _of_alignment(data, name, source, file)
         return [_Read(source, query, stacking_order(file.file), file.is_colabfolds_part)]
     elif kind == ".seq" and not data.lstrip().startswith(b">"):
         queries = _of_fasta(b">query\n" + data, name, source, as_one)
@@ -291,17 +299,19 @@ def _of_structure(data: bytes, name: str, source: str) -> Complex:
     return Complex(name, placed.ids, sequences, notes=notes)
 
 
-def _of_alignment(data: bytes, name: str, source: str, for_pairing: bool = False) -> Complex:
+def _of_alignment(data: bytes, name: str, source: str, file: InputFile) -> Complex:
     """Return the chains of an alignment, in the order and the copies that ColabFold's first line gives them."""
-    alignments = parse_chain_alignments(data, source, row_by_row=for_pairing)
-    if for_pairing:
-        alignments = [replace(one, stands_alone=False) for one in alignments]
+    alignments, notes = [], []
+    for one in parse_chain_alignments(data, source, row_by_row=file.serves_pairing):
+        one, cut = as_alphafold_reads(one, file.file, source)
+        alignments.append(replace(one, stands_alone=one.stands_alone and not file.serves_pairing))
+        notes += cut
     sequences = [one.query for one in alignments if one.stands_alone]  # not those of its pairs, a second time
     sequences = sequences or [one.query for one in alignments]
     _, copies, _ = announced(plain_text(data, source).lstrip(b"\n"), source)
     counts = zip(sequences, copies) if copies else dict.fromkeys(sequences, 1).items()
     chains = tuple(sequence for sequence, count in counts for _ in range(count))
-    return Complex(name, tuple(chain_ids(len(chains))), chains, tuple(alignments))
+    return Complex(name, tuple(chain_ids(len(chains))), chains, tuple(alignments), tuple(notes))
 
 
 def _of_chain_map(data: bytes, name: str, source: str) -> Complex:

@@ -15,7 +15,7 @@ from warpfold.data.formats.alignment import Alignment, decode, encode, encode_re
 from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.errors import UserError
-from warpfold.geometry.residue import ATOM_ORDER, GAP
+from warpfold.geometry.residue import ATOM_ORDER, GAP, UNKNOWN
 
 MSA_CODES = 22  # 20 residue types, X, gap
 MIN_COVERAGE = 0.5  # the share of the chain's residues that the alignment must cover
@@ -182,6 +182,8 @@ def from_sequence(
     aatype, row = encode_residues(sequence, name), encode(sequence, name)
     if not len(aatype):
         raise UserError(f"{name}: no residues; give an amino acid sequence")
+    if alignments and (row == UNKNOWN).all():
+        raise UserError(f"{name}: every residue is unknown (X), so nothing can be aligned; give an amino acid sequence")
     placed = [place(alignment, decode(row), min_identity) for alignment in alignments]
     index = np.arange(len(aatype), dtype=np.int32)
     if not pairing:
@@ -266,7 +268,8 @@ def stack_for_pairing(
 
     If there are alignments that serve pairing alone, only their rows are paired (as official); otherwise all may be.
     Rows for pairing are dropped if they equal an earlier one of these; rows with `pair_keys`, if they also pair alike.
-    None: no row is paired, and those that serve nothing else are left out.
+    Where no other alignment has a row, they stand alone too: officially there always is one.
+    None: no row can be paired, so all alignments are alike.
     """
     parts = [[i for i, one in enumerate(alignments) if one.stands_alone == alone] for alone in (True, False)]
     stacked, keys = [], []
@@ -279,10 +282,12 @@ def stack_for_pairing(
     (msa, deletions), (more, more_deletions) = stacked
     if not parts[1]:
         return msa, deletions, make_pairing(msa, keys[0], np.ones(len(msa), bool))
-    unpaired = np.arange(len(msa) + len(more) - 1) < len(msa)
+    unpaired = (np.arange(len(msa) + len(more) - 1) < len(msa)) | (len(msa) == 1)
     both = np.concatenate([msa, more[1:]])
     pairs = make_pairing(both, np.concatenate([np.zeros(len(msa), np.uint64), keys[1][1:]]), unpaired)
-    return (msa, deletions, None) if pairs is None else (both, np.concatenate([deletions, more_deletions[1:]]), pairs)
+    if pairs is None:
+        return *merge(query, [placed[i] for part in parts for i in part]), None
+    return both, np.concatenate([deletions, more_deletions[1:]]), pairs
 
 
 def _pair_keys(alignment: Alignment, rows: np.ndarray) -> np.ndarray:

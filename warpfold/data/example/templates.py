@@ -80,13 +80,16 @@ def templates_from_hits(
             outcomes.append(_refused(hit, "enough better ones are used"))
             continue
         try:
-            if reason := _refusal(hit, query, exclude, library, max_date):
-                outcomes.append(_refused(hit, reason))
+            entry = library.current(hit.pdb_id)
+            if entry is None or (reason := _refusal(hit, entry, query, exclude, library, max_date)):
+                outcomes.append(_refused(hit, "its entry was removed from the PDB" if entry is None else reason or ""))
                 continue
-            chain, places, note = _locate(hit, library.read(hit.pdb_id))
+            chain, places, note = _locate(hit, library.read(entry))
+            if entry != hit.pdb_id:
+                note = "; ".join(filter(None, [f"of {entry}, which replaced {hit.pdb_id}", note]))
             places = places[hit.hit_index]
             known = places >= 0
-            name = f"{hit.pdb_id}_{chain.id}"
+            name = f"{entry}_{chain.id}"
             template = _put_on(len(query), hit.query_index[known], chain, places[known], name, hit.sum_probs or 0.0)
         except UserError as error:
             outcomes.append(_refused(hit, str(error), missing=isinstance(error, MissingStructure)))
@@ -116,13 +119,15 @@ def _used(query: str, template: Templates, note: str, sum_probs: float | None) -
     )
 
 
-def _refusal(hit: Hit, query: str, exclude: Collection[str], library: Library, max_date: date | None) -> str | None:
-    """Return why a hit is refused before its atoms are looked at, or None.
+def _refusal(
+    hit: Hit, entry: str, query: str, exclude: Collection[str], library: Library, max_date: date | None
+) -> str | None:
+    """Return why a hit is refused before its atoms are looked at, or None.  entry: the one of its structure.
 
     The thresholds are AlphaFold2's (Supp. 1.2.3 and its open code).
     """
     columns, residues = len(hit.query_index), len(hit.sequence)
-    if hit.pdb_id in exclude:
+    if entry in exclude:
         return "is of the query's own entry"
     if columns <= MIN_ALIGNED * len(query):
         return f"aligns {columns} of the query's {len(query)} residues; more than a tenth is needed"
@@ -132,7 +137,7 @@ def _refusal(hit: Hit, query: str, exclude: Collection[str], library: Library, m
         return f"is the query itself ({residues} of its {len(query)} residues)"
     if max_date is None:
         return None
-    released = library.release_date(hit.pdb_id)
+    released = library.release_date(entry)
     if released is None:
         return f"has no release date, and none after {max_date} is allowed"
     return f"came out {released}, after {max_date}" if released > max_date else None

@@ -13,7 +13,7 @@ from warpfold.batch import Arrays
 from warpfold.data.example.assembly import Assembly, Example
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample, Templates, profile_of
-from warpfold.data.features.choose import SampleConfig, choose_templates, delete_blocks
+from warpfold.data.features.choose import SampleConfig, choose_templates, delete_blocks, with_query
 from warpfold.data.features.crop import crop_assembly, move
 from warpfold.data.features.labels import atom_masks
 from warpfold.data.features.msa import mask_msa
@@ -117,30 +117,35 @@ def choose_rows(
     """Choose the alignment rows of chains: for each entity the row in each of P pairs, and the rows that stand alone.
 
     The first is int64 [P], -1 where a pair has no row of the entity, the queries first; the second int64, ascending.
-    A row that is in a pair, or equal to one that is, does not stand alone too.  At most half of `chain_rows` are pairs,
-    and of each entity as many others are used as make it `chain_rows` (as official: `crop_chains` in
-    data/feature_processing.py).  Copies of one entity alone have no pairs.
+    A row that is in a pair, or equal to one that is, does not stand alone too, even where that pair is left out: at
+    most half of `chain_rows` are pairs, and of each entity as many others are used as make it `chain_rows` (as
+    official: `deduplicate_unpaired_sequences` and `crop_chains`).  Copies of one entity alone have no pairs.  Rows that
+    serve pairing alone stand alone where their entity is in no pair; officially they would be lost.
     entities: int64 [K], of each chain.  rng: for deleting blocks of rows in training; None: all stay.
     """
     known = [chain.pairing for chain in chains]
-    pairs = np.zeros((0, len(known)), np.int64)
+    every = np.zeros((0, len(known)), np.int64)
     if len(np.unique(entities)) > 1:
-        pairs = pair_rows(known) if config.pairing else np.zeros((1, len(known)), np.int64)
-        pairs = pairs[: max(config.chain_rows // 2, 1)]
+        every = pair_rows(known) if config.pairing else np.zeros((1, len(known)), np.int64)
+    pairs = every[: max(config.chain_rows // 2, 1)]
     if rng is not None and len(pairs):
         pairs = pairs[delete_blocks(len(pairs), config, rng)]
     chosen = {}
-    for number, chain, pairing, column in zip(entities.tolist(), chains, known, pairs.T):
+    for number, chain, pairing, whole, column in zip(entities.tolist(), chains, known, every.T, pairs.T):
         if number in chosen:
             continue  # the rows of a copy are those of the first
-        used = column[column >= 0]
+        in_pairs = whole[whole >= 0]
         if pairing is None:
-            rest = all_but(used, chain.depth)
+            rest = all_but(in_pairs, chain.depth)
         else:
-            rest = np.flatnonzero(pairing.unpaired & ~np.isin(pairing.digest, pairing.digest[used]))
+            alone = pairing.unpaired
+            if not in_pairs.any():  # of those that serve pairing, which come last, the ones that are not there already
+                alone = np.zeros(len(pairing), bool)
+                alone[np.unique(pairing.digest, return_index=True)[1]] = True
+            rest = np.flatnonzero(alone & ~np.isin(pairing.digest, pairing.digest[in_pairs]))
         if rng is not None and len(rest):
             rest = rest[delete_blocks(len(rest), config, rng)]
-        chosen[number] = column, rest[: max(config.chain_rows - len(used), 0)]
+        chosen[number] = column, rest[: max(config.chain_rows - int((column >= 0).sum()), 0)]
     return chosen
 
 
@@ -182,11 +187,9 @@ def alignment_features(
     column = np.zeros(length, np.int64)
     for number, entity in enumerate(entities, 1):
         column[entity.columns] = number
-    # The queries, and the first row of each entity that stands alone, are centres in every pass.
-    always = np.unique([0, *np.unique(owner, return_index=True)[1]])
     samples = []
     for index in range(passes):
-        centres, extra = draw_rows(len(msa), always, config, keyed_rng(seed, *key, index, "clusters"))
+        centres, extra = draw_rows(len(msa), config, keyed_rng(seed, *key, index, "clusters"))
         masked, bert_mask = mask_msa(msa[centres], profile, config, keyed_rng(seed, *key, index, "mask"))
         # What a row of one entity has under the others is no residue to be restored.
         own = (owner[centres][:, None] == 0) | (owner[centres][:, None] == column)
@@ -222,18 +225,12 @@ def join_alignments(entities: Sequence[EntityCrop], length: int) -> tuple[np.nda
     return msa, deletions, owner
 
 
-def draw_rows(
-    depth: int, always: np.ndarray, config: SampleConfig, rng: np.random.Generator
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the centres, and the rows of the extra MSA among the others: int64, ascending.
+def draw_rows(depth: int, config: SampleConfig, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw the centres among `depth` rows, and the rows of the extra MSA among the others: int64, ascending.
 
-    depth: rows.  always: rows that are centres if there is room for them, row 0 the first (`cluster_bias_mask` of the
-    official code, which draws the order of these; here the query is always the first row that the model sees).
+    Row 0, the queries side by side, is always a centre, as by `cluster_bias_mask` of the official code.
     """
-    count = min(config.max_msa, depth)
-    others = all_but(always, depth)
-    drawn = rng.choice(others, max(count - len(always), 0), replace=False)
-    centres = np.sort(np.concatenate([always[:count], drawn]))
+    centres = with_query(np.arange(depth), min(config.max_msa, depth), rng)
     rest = all_but(centres, depth)
     return centres, np.sort(rng.choice(rest, min(len(rest), config.max_extra), replace=False))
 

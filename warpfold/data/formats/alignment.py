@@ -82,14 +82,6 @@ class Alignment:
         return self
 
 
-def without_pairing(alignments: Sequence[Alignment]) -> list[Alignment]:
-    """Return the alignments of a chain that is paired with no other: those that stand alone, or all if none does.
-
-    As official, the rows of `uniprot_hits` are in no alignment of one chain; but they are more than nothing.
-    """
-    return [one for one in alignments if one.stands_alone] or list(alignments)
-
-
 def merge(alignments: Sequence[Alignment]) -> Alignment:
     """Stack alignments of one query, to be read as one that stands alone; the query's row is kept once, on top.
 

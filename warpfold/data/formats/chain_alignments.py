@@ -1,13 +1,13 @@
 """The alignments of several chains: which file, or which part of one, belongs to which chain."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from warpfold.data.formats.alignment import Alignment, decode, encode
 from warpfold.data.formats.complex_a3m import chain_of_complex, is_complex, side_by_side, split_complex
-from warpfold.data.formats.input_files import ALIGNMENTS, find, serves_pairing, stacking_order
+from warpfold.data.formats.input_files import ALIGNMENTS, as_alphafold_reads, find, serves_pairing, stacking_order
 from warpfold.data.formats.sequences import parse_alignment, parse_complex_a3m
 from warpfold.errors import UserError
 from warpfold.files import read_file
@@ -15,10 +15,14 @@ from warpfold.files import read_file
 
 @dataclass(frozen=True)
 class ChainAlignments:
-    """Alignments by the sequence in their first row (`as_row`), and the files in the given folders that fit none."""
+    """Alignments by the sequence in their first row (`as_row`), and the files in the given folders that fit none.
+
+    notes: what the user should know about the others.
+    """
 
     by_sequence: dict[str, list[Alignment]]
     unused: list[str]
+    notes: list[str] = field(default_factory=list)
 
     def of(self, sequence: str) -> list[Alignment]:
         """Return the alignments of a sequence, in the order in which they are stacked."""
@@ -27,7 +31,7 @@ class ChainAlignments:
     def joined(self, other: "ChainAlignments") -> "ChainAlignments":
         """Return these and, below them, those of another one."""
         every = {key: [*self.by_sequence.get(key, []), *rows] for key, rows in other.by_sequence.items()}
-        return ChainAlignments(self.by_sequence | every, [*self.unused, *other.unused])
+        return ChainAlignments(self.by_sequence | every, [*self.unused, *other.unused], [*self.notes, *other.notes])
 
 
 def as_row(sequence: str) -> str:
@@ -56,6 +60,8 @@ def read_chain_alignments(paths: Sequence[Path], sequences: Iterable[str], queri
             )
         found.unused.extend([] if own else [path])
         for one in own:
+            one, notes = as_alphafold_reads(one, name, path)
+            found.notes.extend(notes)
             alone = one.stands_alone and not for_pairing
             found.by_sequence.setdefault(one.query, []).append(replace(one, stands_alone=alone))
     return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
 
+from warpfold.data.formats.alignment import Alignment
 from warpfold.data.formats.alignment_db import AlignmentDB, Slice
 from warpfold.data.formats.complex_a3m import is_complex, split_complex
 from warpfold.data.formats.sequences import parse_alignment, parse_complex_a3m
@@ -38,6 +39,11 @@ _STACKED = tuple(
 # Alignments that serve pairing alone, by what AlphaFold2, OpenFold, Protenix and ColabFold call them: uniprot_hits.sto,
 # uniprot.a3m, pairing.a3m, pair.a3m, NAME.paired.a3m; not non_pairing.a3m, unpaired.a3m, NAME_unpaired.a3m.
 _PAIRING_NAME = re.compile(r"(?<![a-z0-9])(?<!non[_-])(?<!not[_-])(?<!un[_-])(uniprot|paired|pairing|pair)(?![a-z0-9])")
+# The rows of a search that AlphaFold uses, the query's among them, by the start of the database's name:
+# `uniref_max_hits`, `mgnify_max_hits` and the 50,000 of its pipeline_multimer.py.  It cuts its own files to them when
+# it reads these (*_hits.sto; not bfd_uniref_hits.a3m).
+ALPHAFOLD_ROWS = {"uniref90": 10_000, "mgnify": 501, "uniprot": 50_000}
+_ALPHAFOLD_NAME = re.compile(rf"({'|'.join(ALPHAFOLD_ROWS)})_hits\.sto(\.gz)?")
 # A file of this name is of the protein that the rest of the name says, or of its folder: uniref90_hits.sto,
 # bfd.mgnify30.metaeuk30.smag30.a3m, 1abc_A_uniprot_hits.a3m; NAME.paired.a3m, non_pairing.a3m, pair.a3m.
 _OF_DATABASE = re.compile(
@@ -170,6 +176,19 @@ def stacking_order(file: str) -> int:
 def serves_pairing(file: str) -> bool:
     """Return whether an alignment with this file name serves pairing alone (`Alignment.stands_alone`)."""
     return _PAIRING_NAME.search(file.lower()) is not None
+
+
+def as_alphafold_reads(alignment: Alignment, file: str, source: str) -> tuple[Alignment, list[str]]:
+    """Return the rows that AlphaFold uses of a file of this name, and a note on those that are left out.
+
+    source: what the note calls the file.
+    """
+    found = _ALPHAFOLD_NAME.fullmatch(file.lower())
+    most = ALPHAFOLD_ROWS[found[1]] if found else len(alignment)
+    if len(alignment) <= most:
+        return alignment, []
+    note = f"{source}: the first {most} of {len(alignment)} rows are used, as in AlphaFold; rename the file to use all"
+    return alignment.select(slice(most)), [note]
 
 
 def stacked(sources: Iterable[InputFile]) -> list[InputFile]:

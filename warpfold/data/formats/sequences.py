@@ -280,8 +280,9 @@ def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str |
     (#=GC RF) if the file has them.  If no row is `query` but there are as many match columns as it has residues (a
     search with a profile of it), it is put on top of them.  Errors: as in `read_alignment`, and for a file cut short.
     """
-    chunks, reference = _stockholm_rows(plain_text(data, source), source)
-    names, sequences = list(chunks), [b"".join(c) for c in chunks.values()]
+    chunks, described, reference = _stockholm_rows(plain_text(data, source), source)
+    names = [f"{name} {described[name]}" if name in described else name for name in chunks]
+    sequences = [b"".join(pieces) for pieces in chunks.values()]
     alignment = _in_columns(names, sequences, source)
     rows = alignment.rows
     match = np.isin(np.frombuffer(reference, dtype=np.uint8), list(_GAPS), invert=True)
@@ -311,18 +312,21 @@ def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str |
     )
 
 
-def _stockholm_rows(data: bytes, source: str) -> tuple[dict[str, list[bytes]], bytes]:
-    """Return the pieces of each row by name, and the whole #=GC RF line (empty if there is none)."""
+def _stockholm_rows(data: bytes, source: str) -> tuple[dict[str, list[bytes]], dict[str, str], bytes]:
+    """Return by name the pieces of each row and its description (#=GS NAME DE), and the whole #=GC RF line (or b"")."""
     body, end, rest = data.partition(b"\n//")
     if not end:
         raise UserError(f"{source}: does not end with '//', so it is cut short; fetch or make it again")
     if rest.strip():
         raise UserError(f"{source}: holds several alignments; write one file for each")
     chunks: dict[str, list[bytes]] = {}
+    described: dict[str, str] = {}
     reference = []
     for number, line in enumerate(body.split(b"\n")):
         if line.startswith(b"#=GC RF"):
             reference.append(line.split()[-1])
+        if line.startswith(b"#=GS") and len(note := line.decode().split(None, 3)) == 4 and note[2] == "DE":
+            described[note[1]] = f"{described[note[1]]} {note[3]}" if note[1] in described else note[3]
         if not line.strip() or line.startswith(b"#"):
             continue
         words = line.split()
@@ -331,7 +335,7 @@ def _stockholm_rows(data: bytes, source: str) -> tuple[dict[str, list[bytes]], b
         chunks.setdefault(words[0].decode(), []).append(words[1])
     if not chunks:
         raise UserError(f"{source}: holds no rows; give an alignment with at least the query's row")
-    return chunks, b"".join(reference)
+    return chunks, described, b"".join(reference)
 
 
 def _parse_rows(data: bytes, source: str, query: str | None) -> Alignment:

@@ -15,7 +15,7 @@ from warpfold.data.example.templates import count_refusals, templates_from_hits
 from warpfold.data.formats.alignment import Alignment
 from warpfold.data.formats.chain_alignments import parse_chain_alignments
 from warpfold.data.formats.complex_a3m import is_complex
-from warpfold.data.formats.input_files import InputFile, read_query
+from warpfold.data.formats.input_files import InputFile, as_alphafold_reads, read_query
 from warpfold.data.formats.sequences import parse_alignment
 from warpfold.data.pack.assemblies import build_assemblies
 from warpfold.data.pack.inputs import PackOptions
@@ -154,7 +154,9 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
     for source in group[0].alignments:
         try:
             with within_memory(source.name):
-                alignments += _read_alignments(source, structure.chains[name].sequence, job.options)
+                read, cut = _read_alignments(source, structure.chains[name].sequence, job.options)
+            alignments += read
+            notes += cut
             used.append(source.name)
         except UserError as error:
             notes.append(str(error))
@@ -183,13 +185,17 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
             built.entries.append(asdict(entry))
 
 
-def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> list[Alignment]:
-    """Read an alignment of a chain; of a complex's, what belongs to the chain: its own rows, and its pairs."""
+def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> tuple[list[Alignment], list[str]]:
+    """Read an alignment of a chain; of a complex's, what belongs to the chain: its own rows, and its pairs.
+
+    Also return notes on rows that are left out.
+    """
     data = source.read_bytes(options.limit)
     if is_complex(data):
         every = parse_chain_alignments(data, source.name)
-        return [one for one in every if check_map(*column_map(one.query, sequence), options.min_identity) is None]
-    return [replace(parse_alignment(data, source.name), stands_alone=not source.serves_pairing)]
+        return [one for one in every if check_map(*column_map(one.query, sequence), options.min_identity) is None], []
+    alignment, notes = as_alphafold_reads(parse_alignment(data, source.name), source.file, source.name)
+    return [replace(alignment, stands_alone=not source.serves_pairing)], notes
 
 
 def _build_one(

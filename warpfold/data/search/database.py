@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from warpfold.data.formats.alignment import LETTERS, is_nucleic
+from warpfold.data.formats.input_files import ALPHAFOLD_ROWS
 from warpfold.errors import UserError
 from warpfold.files import opened
 
 CHUNK = 32 << 20  # bytes of FASTA held at a time; pyhmmer's sequences take some six times as much
-# Rows of an alignment, including the query's, by the start of the database's name: AlphaFold2's uniref_max_hits,
-# mgnify_max_hits and uniprot_max_hits.
-MAX_ROWS = {"uniref90": 10_000, "mgnify": 501, "mgy": 501, "uniprot": 50_000}
-OTHER_MAX_ROWS = 10_000
+# Rows of an alignment, including the query's, by the start of the database's name; of others all are kept.
+MAX_ROWS = ALPHAFOLD_ROWS | {"mgy": ALPHAFOLD_ROWS["mgnify"]}
 
 _BLANKS = b" \t\n\r\v\f"
 _RESIDUES = "".join(LETTERS).encode() + "".join(LETTERS).lower().encode() + b"*"  # * is a stop codon
@@ -32,7 +31,7 @@ class Database:
 
     name: str
     path: Path
-    max_rows: int = OTHER_MAX_ROWS  # of an alignment, the query's included
+    max_rows: int | None = None  # of an alignment, the query's included; None: all
 
     @classmethod
     def parse(cls, text: str, max_rows: Mapping[str, int] | None = None) -> "Database":
@@ -49,7 +48,7 @@ class Database:
             raise UserError(f"--database {text}: {name!r} is no name for a file; give one, NAME={file}")
         known = (rows for start, rows in MAX_ROWS.items() if name.lower().startswith(start))
         given_rows = max_rows or {}
-        return cls(name, Path(file), given_rows.get(name, given_rows.get("", next(known, OTHER_MAX_ROWS))))
+        return cls(name, Path(file), given_rows.get(name, given_rows.get("", next(known, None))))
 
 
 def parse_max_hits(texts: Sequence[str]) -> dict[str, int]:
@@ -98,11 +97,12 @@ class Engine(Protocol):
         ...
 
     def search(
-        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
+        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int | None, threads: int, tell: Tell
     ) -> list[str | UserError]:
         """Return for each query the A3M rows found, best first and without the query's own, or an error.
 
-        max_rows: of one alignment, including the query's.  tell: called with the records searched so far, and in all.
+        max_rows: of one alignment, including the query's; None: all.  tell: called with the records searched so far,
+        and in all.
         Errors: UserError if all these queries have failed.
         """
         ...

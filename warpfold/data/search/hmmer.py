@@ -76,7 +76,7 @@ class Jackhmmer(HmmerEngine):
         return {**versions, "iterations": self.iterations, **self.thresholds}
 
     def search(
-        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
+        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int | None, threads: int, tell: Tell
     ) -> list[str | UserError]:
         """Return A3M rows; see `Engine`."""
         failed: dict[int, UserError] = {}
@@ -84,7 +84,8 @@ class Jackhmmer(HmmerEngine):
         included: dict[int, set[str]] = {i: set() for i in range(len(queries))}
         profiles = _profiles({i: partial(_sequence_profile, query.sequence) for i, query in enumerate(queries)}, failed)
         for iteration in range(self.iterations):
-            best |= {i: _BestRows(max_rows - 1, survey.records, self.thresholds["incdomE"]) for i in profiles}
+            most = None if max_rows is None else max_rows - 1
+            best |= {i: _BestRows(most, survey.records, self.thresholds["incdomE"]) for i in profiles}
             kept: dict[int, list[TopHits]] = {i: [] for i in profiles}
             for i, part in _scan(profiles, path, survey, self.thresholds, threads, tell):
                 hits = _attempt(i, part.result, failed)
@@ -120,7 +121,7 @@ class Hmmsearch(HmmerEngine):
         return {"engine": self.name, "pyhmmer": pyhmmer.__version__, **self.thresholds}
 
     def search(
-        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
+        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int | None, threads: int, tell: Tell
     ) -> list[str | UserError]:
         """Return Stockholm text for each query as `hmmsearch -A` writes it: a row per domain, best first, its match
         columns (#=GC RF) the query's residues.  `max_rows` is ignored: templates are chosen later, by their dates.
@@ -213,9 +214,9 @@ def _profiles(makers: "Mapping[int, Callable[[], HMM[AA]]]", failed: dict[int, U
 
 @dataclass
 class _BestRows:
-    """The best `most` rows of one query's alignment, collected while the database is searched."""
+    """The best `most` rows of one query's alignment (None: all), collected while the database is searched."""
 
-    most: int
+    most: int | None
     records: int
     threshold: float  # E-value of a domain to be included
     reported: int = 0  # HMMER's domZ: targets reported, so far
@@ -233,7 +234,7 @@ class _BestRows:
                     letters = one.target_sequence.replace("*", "x")  # a stop codon inside an insertion
                     row = "-" * (one.hmm_from - 1) + letters + "-" * (length - one.hmm_to)
                     self.rows.append((-hit.score, hit.name, number, domain.pvalue, header, row))
-        if len(self.rows) > 2 * self.most:  # drop rows that cannot be among the best
+        if self.most is not None and len(self.rows) > 2 * self.most:  # drop rows that cannot be among the best
             self.rows.sort()
             # domZ may still grow, up to the number of records: rows below the threshold even then are certain.
             certain = np.cumsum([row[3] * self.records <= self.threshold for row in self.rows])

@@ -14,6 +14,7 @@ from warpfold.data.search.database import Engine, SearchQuery, Survey, Tell
 from warpfold.errors import UserError
 from warpfold.files import opened
 
+MMSEQS_ROWS = 10_000  # where no other number is asked for: `mmseqs` needs one, and takes 300 by default
 SHOWN = 3  # last lines of a failed program's output
 SAMPLE = 1 << 20  # bytes at either end of a file that enter its digest: the whole is too much to read
 
@@ -41,7 +42,7 @@ class MMseqs2(Engine):
         return _survey(path, ".dbtype", f"make one with `mmseqs createdb {path} DATABASE` and name that")
 
     def search(
-        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
+        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int | None, threads: int, tell: Tell
     ) -> list[str | UserError]:
         """Return A3M rows; see `Engine`.  Errors: UserError, with its last lines of output, if the program fails."""
         with tempfile.TemporaryDirectory(prefix="warpfold-mmseqs-") as folder:
@@ -53,7 +54,14 @@ class MMseqs2(Engine):
             _run(["mmseqs", "createdb", str(where / "queries.fasta"), query, *quiet])
             search = ["mmseqs", "search", query, str(path), hits, str(where / "work"), "-a", "1"]
             search += ["--num-iterations", str(self.iterations), "-s", str(self.sensitivity)]
-            search += ["-e", str(self.e_value), "--e-profile", str(self.e_value), "--max-seqs", str(max_rows)]
+            search += [
+                "-e",
+                str(self.e_value),
+                "--e-profile",
+                str(self.e_value),
+                "--max-seqs",
+                str(max_rows or MMSEQS_ROWS),
+            ]
             _run([*search, *parallel, *quiet])
             # 6: A3M, its headers with E-value and ranges
             _run(["mmseqs", "result2msa", query, str(path), hits, msa, "--msa-format-mode", "6", *parallel, *quiet])
@@ -87,7 +95,7 @@ class HHblits(Engine):
         return _survey(path, "_a3m.ffdata", "name an HH-suite database without this ending")
 
     def search(
-        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int, threads: int, tell: Tell
+        self, queries: Sequence[SearchQuery], path: Path, survey: Survey, max_rows: int | None, threads: int, tell: Tell
     ) -> list[str | UserError]:
         """Return A3M rows; see `Engine`.  If the program fails for a query, its last lines of output are the error."""
         found: list[str | UserError] = []
@@ -145,7 +153,7 @@ def _survey(path: Path, ending: str, cure: str) -> Survey:
     return Survey(digest.hexdigest())
 
 
-def _found(text: str, query: SearchQuery, max_rows: int, program: str) -> str | UserError:
+def _found(text: str, query: SearchQuery, max_rows: int | None, program: str) -> str | UserError:
     """Return the rows below the query's in a program's A3M; MMseqs2's headers get ranges as HMMER writes them."""
     try:
         parse_alignment(text, program, query.sequence)

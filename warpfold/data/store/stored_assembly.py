@@ -81,7 +81,7 @@ def read_assembly(store: Store, key: str) -> Assembly:
     """
     record = store.record(key)
     if "entities" not in record.notes:
-        return Assembly(key, (key,), (StoredExample(store, key),))
+        return Assembly(key, (key,), (StoredExample(store, key, pairing=False),))
     notes, keys = record.notes, record.notes[CHAINS]
     if missing := [chain for chain in keys if chain not in store]:
         raise UserError(f"{store.path}: {key}: its chain {missing[0]} is not in the store; pack the store again")

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import date
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.mmcif import read_release_date, read_structure
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, within_memory
+from warpfold.files import LARGEST, read_file, within_memory
 
 ENDINGS = (".cif", ".cif.gz", ".mmcif", ".mmcif.gz")
 
@@ -29,6 +30,9 @@ class Library:
     with an entry the first one counts.  The last `keep` structures and all release dates that were read stay in
     memory, but are not pickled.
     limit: bytes that a file may have when it is unpacked.
+
+    The PDB's list of entries that were removed or replaced is read where it is there: `obsolete.dat`, in a folder or,
+    as AlphaFold's data have it, beside it.
     """
 
     def __init__(self, *folders: str | Path, keep: int = 16, limit: int = LARGEST) -> None:
@@ -44,14 +48,39 @@ class Library:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_structures": OrderedDict(), "_dates": {}}
 
+    @cached_property
+    def _obsolete(self) -> dict[str, str | None]:
+        """What replaced each obsolete entry; None: nothing, it was removed."""
+        found: dict[str, str | None] = {}
+        for path in (place / "obsolete.dat" for folder in self.folders for place in (folder, folder.absolute().parent)):
+            if path.is_file():
+                for line in read_file(path).decode(errors="replace").splitlines():
+                    # OBSLTE    26-SEP-06 2H33     2JM5 2OWI
+                    if len(words := line.lower().split()) > 2 and words[0] == "obslte":
+                        found.setdefault(words[2], words[3] if len(words) > 3 else None)
+        return found
+
+    def current(self, pdb_id: str) -> str | None:
+        """Return the entry that stands for an entry: itself, or what replaced it where its own file is missing.
+
+        None for one that was removed from the PDB.
+        """
+        new = self._obsolete.get(pdb_id, pdb_id)
+        return pdb_id if new is not None and self._own(pdb_id) else new
+
     def find(self, pdb_id: str) -> Path:
-        """Return the file of an entry, the first by path if there are several.  Errors: MissingStructure if none."""
+        """Return the file of an entry, the first by path if there are several, or that of what replaced it.
+
+        Errors: MissingStructure if there is none.
+        """
         pdb_id = pdb_id.lower()
-        for folder in self.folders:
-            if path := self._find_in(folder, pdb_id):
-                return path
+        if (path := self._own(pdb_id)) or ((new := self._obsolete.get(pdb_id)) and (path := self._own(new))):
+            return path
         where = ", ".join(map(str, self.folders))
         raise MissingStructure(f"{where}: has no {pdb_id}.cif or {pdb_id}.cif.gz; add it, or do without")
+
+    def _own(self, pdb_id: str) -> Path | None:
+        return next(filter(None, (self._find_in(folder, pdb_id) for folder in self.folders)), None)
 
     def _find_in(self, top: Path, pdb_id: str) -> Path | None:
         if re.fullmatch(r"[a-z0-9]{4}", pdb_id):
@@ -82,9 +111,10 @@ class Library:
         for pdb_id in pdb_ids:
             if pdb_id not in self._states:
                 self._states[pdb_id] = ""
-                with suppress(UserError, OSError):
-                    status = (path := self.find(pdb_id)).stat()
-                    self._states[pdb_id] = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
+                if self.current(pdb_id) is not None:
+                    with suppress(UserError, OSError):
+                        status = (path := self.find(pdb_id)).stat()
+                        self._states[pdb_id] = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
         found = "\n".join(self._states[pdb_id] for pdb_id in pdb_ids)
         return blake2b(found.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
