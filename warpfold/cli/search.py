@@ -65,7 +65,7 @@ def search(
     max_hits: Annotated[
         list[str] | None,
         decides(
-            "[NAME=]N rows of an alignment, query included; default: uniref90 10000, mgnify 501, uniprot 50000, others all."
+            "[NAME=]N rows of an alignment, with the query; default: uniref90 10000, mgnify 501, uniprot 50000, or all."
         ),
     ] = None,
     cache: Annotated[
