@@ -117,6 +117,20 @@ def test_buckets_travel_while_the_backward_pass_runs_and_in_one_order() -> None:
             assert seen == [bucket]
 
 
+@pytest.mark.parametrize("config", [QUICK, STEP], ids=["example", "step"])
+@pytest.mark.parametrize(("data", "model", "examples"), [(3, 1, 4), (3, 1, 5), (2, 2, 3)])
+def test_unequal_shares_are_one_process(config: OptimConfig, data: int, model: int, examples: int) -> None:
+    """Weights, moments and average of ranks that have one or two examples of a step, and to the bit when continued."""
+    theirs = trained(1, 1, config, SyncConfig(), examples=examples)[1]
+    for shard in (False, True):
+        sync = SyncConfig(bucket=TINY, shard_state=shard)
+        first = run_ranks(trained, data * model, data, model, config, sync, range(5), None, None, None, examples)[0]
+        assert worst(first[1], theirs) < 1e-10
+        half = run_ranks(trained, data * model, data, model, config, sync, range(2), None, None, None, examples)[0][1]
+        again = run_ranks(trained, data * model, data, model, config, sync, range(2, 5), half, None, None, examples)
+        assert all(torch.equal(value, first[1][name]) for name, value in again[0][1].items())
+
+
 @pytest.mark.parametrize(("clip", "accumulate"), [("example", 2), ("step", 4)])
 def test_the_data_ranks_exchange_begins_in_the_backward_pass(clip: str, accumulate: int) -> None:
     """Of a rank's only example, whose clipping factor follows; of its last, where only the mean is clipped."""
@@ -401,9 +415,9 @@ def test_a_replica_that_differs_is_named() -> None:
         run_ranks(run, 3, 1)
 
 
-def test_examples_are_shared_equally() -> None:
-    with pytest.raises(RankError, match=r"optim.accumulate = 3 examples per step cannot be shared .* plan.data = 2"):
-        run_ranks(lambda: Optimizer(Toy(), OptimConfig(accumulate=3), make_mesh(2)), 2)
+def test_every_data_rank_needs_an_example() -> None:
+    with pytest.raises(RankError, match=r"optim.accumulate = 1 examples per step cannot be shared by plan.data = 2"):
+        run_ranks(lambda: Optimizer(Toy(), OptimConfig(accumulate=1), make_mesh(2)), 2)
 
 
 def test_misuse_is_an_error_that_names_the_parameter() -> None:

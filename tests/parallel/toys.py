@@ -67,14 +67,15 @@ def trained(
     state: dict[str, Tensor] | None = None,
     ranks_per_node: int | None = None,
     look: Callable[[Optimizer], None] | None = None,
+    examples: int = 0,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Steps of a data x model grid on the toy: this rank's norms, and the state afterwards.  Call it on every rank.
 
-    config.accumulate: examples of each data rank.
+    config.accumulate: examples of each data rank; or `examples` of all of them.
     """
     mesh = make_mesh(data, model) if data * model > 1 else Mesh()
     net = Toy()
-    config = replace(config, accumulate=config.accumulate * data)
+    config = replace(config, accumulate=examples or config.accumulate * data)
     optimizer = Optimizer(net, config, mesh, sync, ranks_per_node)
     if state is not None:
         optimizer.restore(state)

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from warpfold.data.load.schedule import share_of
 from warpfold.engine.loss_scale import LossScale
 from warpfold.engine.packed import PackedWeights
 from warpfold.engine.rules import RULES, Change, Shard
@@ -45,7 +46,7 @@ class OptimConfig:
     clip: Literal["example", "step"] = "example"
     clip_norm: float = 0.1
     average_decay: float = 0.999
-    accumulate: int = 1  # examples per step; data ranks have equal shares of them
+    accumulate: int = 1  # examples per step; data ranks share them, the first have one more where they must
     compression: CompressionConfig = field(default_factory=CompressionConfig)
 
     def __post_init__(self) -> None:
@@ -70,17 +71,17 @@ def learning_rate(config: OptimConfig, step: int) -> float:
     return config.learning_rate * rise * (config.decay_factor if step >= config.decay_after_steps else 1.0)
 
 
-def unsupported_batch(config: OptimConfig, share: int, batch: int) -> str | None:
-    """Return why a rank cannot take its `share` of a step's examples `batch` at a time; None if it can."""
+def unsupported_batch(config: OptimConfig, data: int, batch: int) -> str | None:
+    """Return why `data` ranks cannot take their shares of a step's examples `batch` at a time; None if they can."""
     if batch > 1 and config.clip == "example":
         return (
             f"plan.batch = {batch}: one backward pass yields the sum of its examples' gradients, and optim.clip = "
             '"example" needs the norm of each; set optim.clip = "step", or leave plan.batch at 1'
         )
-    if share % batch:
+    if batch > 1 and config.accumulate % (data * batch):
         return (
-            f"plan.batch = {batch} does not divide the {share} examples of a step that each rank has "
-            "(optim.accumulate over plan.data); choose one that does"
+            f"plan.batch = {batch} does not divide the examples of a step that each rank has (optim.accumulate = "
+            f"{config.accumulate} over plan.data = {data}); choose one that does"
         )
     return None
 
@@ -91,8 +92,9 @@ class Optimizer:
     Call `collect(loss)` after each example's `loss.backward()`, and `step(i)` after `share` of them.
     The model's parameters (of one dtype, on one device) become views of one buffer, so do not move the model
     afterwards.  A second Optimizer of a model takes over its parameters, and the first then raises an error.
-    With several ranks, all of them call everything here, at the same times; each updates the shard that it owns, and
-    the weights are complete again after `step`.
+    With several ranks, all of them call everything here, at the same times; but where shares differ, one that has an
+    example less leaves out the first `collect`, in which data ranks tell each other nothing.  Each updates the shard
+    that it owns, and the weights are complete again after `step`.
     """
 
     def __init__(
@@ -115,14 +117,16 @@ class Optimizer:
         where their first weights differ.
         """
         self.config, self.mesh, self.sync = config, mesh or Mesh(), sync or SyncConfig()
-        self.share, rest = divmod(config.accumulate, self.mesh.data.size)  # examples per step of this rank
-        if rest:
+        data = self.mesh.data
+        if data.size > config.accumulate:
             raise UserError(
-                f"optim.accumulate = {config.accumulate} examples per step cannot be shared equally by plan.data = "
-                f"{self.mesh.data.size} ranks; choose a plan.data that divides it"
+                f"optim.accumulate = {config.accumulate} examples per step cannot be shared by plan.data = {data.size} "
+                "ranks: each of them needs one; choose a smaller plan.data"
             )
-        if reason := unsupported_batch(config, self.share, batch):
+        if reason := unsupported_batch(config, data.size, batch):
             raise UserError(reason)
+        self.share = share_of(config.accumulate, data.size, data.rank)  # examples per step of this rank
+        self.most = share_of(config.accumulate, data.size, 0)  # and of the first, which no other has more than
         self.batch = batch
         bucket_bytes = self.sync.bucket_bytes(self.mesh.data.size)
         self.packed = packed = PackedWeights(model, dtype, True, bucket_bytes, self.mesh.world.size)
@@ -133,7 +137,7 @@ class Optimizer:
         compression = config.compression
         self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node)
         packed.watch = self.reducer.watch
-        self.measured = self.reducer.choose(hidden=self.share == 1 or config.clip == "step")
+        self.measured = self.reducer.choose(hidden=self.most == 1 or config.clip == "step")
         self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
         self.owned = self.reducer.local_shard(self.weights)  # this rank's shard
         self.average = self.owned.clone()
@@ -143,22 +147,25 @@ class Optimizer:
         segments = self.layout.segments(self.reducer.shards, self.reducer.shard_index)
         shard = Shard(self.owned, segments, list(self.layout.places), self.reducer.sum_of_shards)
         self.rule = RULES[config.name](config, shard)
-        self._prepare(0)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        """Get ready for a step's first backward pass: all ranks' last ones come together."""
+        self.used.zero_()  # how many of the examples were added; both keep their memory, which graphs have recorded
+        self.overflows.zero_()  # and how many have overflowed
+        self._prepare(self.most - self.share)
 
     def _prepare(self, examples: int) -> None:
-        """Get ready for one more backward pass; `examples` have been collected since the last step.
+        """Get ready for one more backward pass; the rank that has most has collected `examples` since the last step.
 
         The data ranks may begin to exchange gradients during the last example's backward pass, unless its clipping
         factor has to be known first.  With one example per rank it need not be: what arrives is one example's gradient
         and can be scaled afterwards.
         """
         self.examples = examples
-        if not examples:  # both keep their memory, which graphs have recorded
-            self.used.zero_()  # how many of the examples were added
-            self.overflows.zero_()  # and how many have overflowed
-        alone = self.share == self.batch
+        alone = self.most == self.batch
         weighed_late = alone and self.reducer.exchange.late_factors
-        early = examples == self.share - self.batch and (self.config.clip == "step" or weighed_late)
+        early = examples == self.most - self.batch and (self.config.clip == "step" or weighed_late)
         self.reducer.begin(early, add_to=None if alone else self.total)
 
     def scaled(self, loss: Tensor) -> Tensor:
@@ -200,7 +207,7 @@ class Optimizer:
         self.gradient.zero_()
         self.used.add_(used, alpha=self.batch)
         self._prepare(self.examples + self.batch)
-        if self.examples == self.share:
+        if self.examples == self.most:
             self.reducer.count(self.used)
         return norm
 
@@ -239,7 +246,7 @@ class Optimizer:
         if self.loss_scale is not None:
             self.loss_scale.update(self.reducer.sum_over_data(self.overflows) > 0)
         self.total.zero_()
-        self._prepare(0)
+        self._begin_step()
         return torch.where(good, self.rate, 0)
 
     def _factor(self, norm: Tensor) -> Tensor:
@@ -314,7 +321,7 @@ class Optimizer:
             tensor.copy_(state[name])
         if self.loss_scale is not None:
             self.loss_scale.restore(state)
-        self._prepare(0)
+        self._begin_step()
         check_replicas(self.weights, self.layout, self.mesh.world, "after reading a checkpoint")
 
     def _sharded(self) -> dict[str, Tensor]:

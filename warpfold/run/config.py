@@ -83,14 +83,14 @@ class RunConfig:
                 "loss.center_of_mass keeps the chains of a complex apart, and this model folds single chains: leave it "
                 "out, or train a multimer (model.multimer)"
             )
-        if examples % plan.data:
+        if plan.data > examples:
             raise ValueError(
-                f"plan.data = {plan.data} ranks cannot share the optim.accumulate = {examples} examples of a step "
-                "equally; choose one that divides it"
+                f"plan.data = {plan.data} ranks cannot share the optim.accumulate = {examples} examples of a step: "
+                "each of them needs one; lower plan.data, or raise optim.accumulate"
             )
         if plan.batch > 1 and self.model.multimer is not None:
             raise ValueError("plan.batch is for single chains: the complexes of a batch cannot be padded to one size")
-        if reason := unsupported_batch(self.optim, examples // plan.data, plan.batch):
+        if reason := unsupported_batch(self.optim, plan.data, plan.batch):
             raise ValueError(reason)
         if self.train.window and plan.axial * plan.branch > 1:
             raise ValueError(

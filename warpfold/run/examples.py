@@ -16,7 +16,7 @@ from warpfold.data.example.raw_example import RawExample
 from warpfold.data.features.make import make_features
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.order import Order, Source, costs, split_keys
-from warpfold.data.load.schedule import Schedule, State
+from warpfold.data.load.schedule import Schedule, State, share_of
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import entry_keys, open_entry
 from warpfold.data.store.stored_example import StoredExample
@@ -147,7 +147,7 @@ def open_ledger(
 ) -> Ledger:
     """Open the record of the examples used so far; those after the last checkpoint, or `replay`, are used again."""
     decides = [origin["store"], config.train.seed, config.train.order, config.train.validation]
-    place = state.step * config.optim.accumulate // team.mesh.data.size
+    place = state.step * share_of(config.optim.accumulate, team.mesh.data.size, team.mesh.data.rank)
     return Ledger(run.path, fingerprint(repr(decides).encode()), place, used(config, state), replay, team)
 
 
@@ -172,7 +172,7 @@ def load(
     schedule = Schedule(
         used(config, state),
         steps,
-        config.optim.accumulate // ranks.size,
+        config.optim.accumulate,
         ranks.rank,
         ranks.size,
         costs(order, config.data) if ranks.size > 1 else None,

@@ -64,6 +64,7 @@ class StepEnd:
 
     step: int
     results: list[ExampleResult]
+    room: int  # for results, in each rank's message
     largest: PendingGather  # of what all must know
     gathering: PendingGather  # of what is for the log
 
@@ -76,20 +77,24 @@ def begin_end_step(
     signals: StopSignals,
     team: Team,
     to_all: bool = False,
+    most: int = 0,
 ) -> StepEnd:
     """Start to gather the results of a step's examples; `end_step` returns those of all ranks.
 
-    to_all: every rank wants them; or rank 0 alone, which writes the log.
+    to_all: every rank wants them; or rank 0 alone, which writes the log.  most: examples that any rank has, where some
+    have more than this one.
     """
     keys = [example.key.encode() for example in results]
     not_finite = not all(example.finite for example in results)
     head = [signals.received, timer.waited, ledger.unshared, max(map(len, keys)), not_finite]
     largest = team.begin_largest(torch.tensor(head, dtype=torch.float64), f"the end of step {step}")
     numbers = [[getattr(example, name) for name in NUMBERS] + list(example.terms.values()) for example in results]
+    room = max(most, len(results))
+    numbers += [[0.0] * len(numbers[0])] * (room - len(results))
     # The bytes of the names are reinterpreted as float64, so that one tensor holds everything.
-    names = np.frombuffer(b"".join(key[:KEY].ljust(KEY, b"\0") for key in keys), np.float64)
-    own = torch.from_numpy(np.concatenate([np.array(numbers, np.float64).ravel(), names]))
-    return StepEnd(step, results, largest, team.all_gather(own, f"the results of step {step}", to_all))
+    names = np.frombuffer(b"".join(key[:KEY].ljust(KEY, b"\0") for key in keys).ljust(room * KEY, b"\0"), np.float64)
+    own = torch.from_numpy(np.concatenate([[len(results)], np.array(numbers, np.float64).ravel(), names]))
+    return StepEnd(step, results, room, largest, team.all_gather(own, f"the results of step {step}", to_all))
 
 
 def end_step(
@@ -117,15 +122,15 @@ def end_step(
         found = end.results
     else:
         rows = every[:: team.mesh.model.size].contiguous().numpy()  # ranks that share an example send the same
-        found = [one for row in rows for one in _unpack(row, len(end.results), tuple(end.results[0].terms))]
+        found = [one for row in rows for one in _unpack(row, end.room, tuple(end.results[0].terms))]
     return sorted(found, key=lambda example: example.index), int(received)
 
 
-def _unpack(row: np.ndarray, count: int, terms: tuple[str, ...]) -> Iterator[ExampleResult]:
-    """Yield the `count` results of one rank's message."""
-    width = len(NUMBERS) + len(terms)
-    keys = row[count * width :].tobytes()
-    for number, values in enumerate(row[: count * width].reshape(count, width).tolist()):
+def _unpack(row: np.ndarray, room: int, terms: tuple[str, ...]) -> Iterator[ExampleResult]:
+    """Yield the results of one rank's message, which has room for so many."""
+    width, (count, *_), row = len(NUMBERS) + len(terms), row, row[1:]
+    keys = row[room * width :].tobytes()
+    for number, values in enumerate(row[: room * width].reshape(room, width)[: int(count)].tolist()):
         length, index, loss, norm, lddt_ca, overflowed, *rest = values
         key = keys[number * KEY : (number + 1) * KEY].rstrip(b"\0").decode()
         found = key, int(length), loss, norm, lddt_ca, dict(zip(terms, rest)), int(index)

@@ -111,7 +111,8 @@ def train(
                 on_device += learner.learn(batch, recycles)  # forward, losses, backward; clipped, added
             results = read_results(on_device)  # here the host waits for the device, and nowhere before
             save_failures(run, config, optimizer, on_device, results, step, recycles, team)
-            end = begin_end_step(step + 1, results, timer, ledger, signals, team, log.on_all)  # travels meanwhile
+            # It travels meanwhile.
+            end = begin_end_step(step + 1, results, timer, ledger, signals, team, log.on_all, optimizer.most)
             learner.step(step)  # the mean over the examples; Adam; the moving average
             results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks, on rank 0
             log(step_row(step + 1, results, rate_taken(config.optim, step, results), recycles, timer))

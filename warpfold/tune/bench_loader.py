@@ -130,7 +130,7 @@ def _loader(case: Simulation, order: Order, rank: int, steps: int) -> Loader:
     return Loader(
         order,
         Sleeper(case),
-        Schedule(State(), steps, rank=rank, ranks=case.ranks),
+        Schedule(State(), steps, case.ranks, rank, case.ranks),
         Quarantine(0),
         passes=passes,
         workers=case.workers,

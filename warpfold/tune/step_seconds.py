@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from warpfold.data.load.schedule import share_of
 from warpfold.parallel.plan import Plan
 from warpfold.tune.cluster.collectives import collective_seconds, place
 from warpfold.tune.cluster.links import Cluster
@@ -84,7 +85,7 @@ def step_seconds(job: Job, plan: Plan, example: ExampleTime, rates: Rates, clust
     """
     if job.optim is None:
         raise ValueError("a prediction has no steps")
-    share = job.optim.accumulate // plan.data
+    share = share_of(job.optim.accumulate, plan.data, 0)  # of the ranks that have most
     way = GradientWay(passes=share // plan.batch, clip=job.optim.clip, on_node=data_ranks_on_node(plan, cluster) or 1)
     sharded = plan.sync.shard_state and plan.data > 1
     shards = plan.axial * plan.branch * (plan.data if sharded else 1)

@@ -35,7 +35,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return Store(path)
 
 
-SCHEDULE = ("start", "per_rank", "rank", "ranks", "cost", "replay")
+SCHEDULE = ("start", "examples", "rank", "ranks", "cost", "replay")
 
 
 def loader(store: Store, make: Any = None, steps: int = 10, quarantine: Quarantine | None = None, **more: Any) -> Any:
@@ -146,7 +146,7 @@ def test_only_examples_with_equally_many_passes_change_places(store: Store, tmp_
 def test_an_order_is_followed_and_what_it_leaves_comes_after(store: Store, tmp_path: Path) -> None:
     puppet = Puppet(tmp_path, waits=(5,))
     log = [Draw(3), Draw(5), Draw(0), Draw(1)]
-    with loader(store, puppet, workers=2, window=5, per_rank=2, steps=5, replay=[log]) as examples:
+    with loader(store, puppet, workers=2, window=5, examples=2, steps=5, replay=[log]) as examples:
         first = next(examples)
         puppet.go(5)  # not passed by, however slow
         got = indices([first, *examples])
@@ -256,7 +256,17 @@ def test_damage_is_found_where_it_lies(store: Store, tmp_path: Path) -> None:
 def test_ranks_share_a_step_and_give_their_state_together(store: Store, tmp_path: Path) -> None:
     puppet = Puppet(tmp_path, waits=(0,))
     ranks = [
-        loader(store, puppet, steps=6, rank=rank, ranks=2, cost=lambda index: 1.0, workers=1 + (rank == 0), window=2)
+        loader(
+            store,
+            puppet,
+            steps=6,
+            examples=2,
+            rank=rank,
+            ranks=2,
+            cost=lambda index: 1.0,
+            workers=1 + (rank == 0),
+            window=2,
+        )  # fmt: skip
         for rank in range(2)
     ]
     try:

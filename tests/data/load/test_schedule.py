@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from warpfold.data.features.choose import SampleConfig, predicted_assembly_cost
 from warpfold.data.load.order import Order, Source, costs, joined_clusters, making_costs, paper_weights, split_keys
-from warpfold.data.load.schedule import Draw, Schedule, State, deal
+from warpfold.data.load.schedule import Draw, Schedule, State, deal, share_of
 from warpfold.data.store.store import ASSEMBLIES, Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 
@@ -133,10 +133,10 @@ def test_examples_are_dealt_evenly_and_no_hand_is_much_dearer(costs: list[float]
 @given(st.lists(st.sampled_from([0.5, 1.0, 1.5, 7.0]), min_size=12, max_size=12), st.sampled_from([1, 3, 5, 12, 20]))
 def test_hands_are_those_of_the_rule(costs: list[float], ranks: int) -> None:
     """Each goes to the rank with the smallest sum that is not full, of several to the first: as older runs did."""
-    size = -(-len(costs) // ranks)
+    sizes = [share_of(len(costs), ranks, rank) for rank in range(ranks)]
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
-        free = [rank for rank in range(ranks) if len(hands[rank]) < size]
+        free = [rank for rank in range(ranks) if len(hands[rank]) < sizes[rank]]
         hands[min(free, key=lambda rank: (sum(costs[i] for i in hands[rank]), rank))].append(place)
     assert deal(costs, ranks) == [sorted(hand) for hand in hands]
 
@@ -155,21 +155,22 @@ def test_costs_are_those_of_making_and_of_computing(store: Store) -> None:
     assert sum(found.values()) == pytest.approx(14)  # twice the mean of 1
 
 
-def planned(start: State, steps: int, per_rank: int, ranks: int) -> list[list[int]]:
+def planned(start: State, steps: int, examples: int, ranks: int) -> list[list[int]]:
     """What each rank is to use, step after step."""
     schedules = [
-        Schedule(start, steps, per_rank, rank, ranks, cost=lambda index: 1 + index * 7 % 5) for rank in range(ranks)
+        Schedule(start, steps, examples, rank, ranks, cost=lambda index: 1 + index * 7 % 5) for rank in range(ranks)
     ]
     return [[draw.number for draw, _ in schedule] for schedule in schedules]
 
 
 def test_a_step_has_the_same_examples_on_any_number_of_ranks() -> None:
-    alone = planned(State(4, (6, 9)), steps=5, per_rank=12, ranks=1)[0]
+    alone = planned(State(4, (6, 9)), steps=5, examples=12, ranks=1)[0]
     assert alone[:4] == [4, 5, 7, 8]
-    for ranks in (2, 3, 4, 12):
-        dealt = planned(State(4, (6, 9)), 5, 12 // ranks, ranks)
+    for ranks in (2, 3, 4, 5, 7, 12):
+        dealt, shares = planned(State(4, (6, 9)), 5, 12, ranks), [share_of(12, ranks, rank) for rank in range(ranks)]
+        assert max(shares) - min(shares) == (12 % ranks > 0)
         for step in range(5):
-            each = [rank[step * 12 // ranks : (step + 1) * 12 // ranks] for rank in dealt]
+            each = [rank[step * share : (step + 1) * share] for rank, share in zip(dealt, shares)]
             assert sorted(index for part in each for index in part) == alone[step * 12 : (step + 1) * 12]
 
 
@@ -179,23 +180,22 @@ def test_on_another_number_of_ranks_a_run_goes_on_without_losing_or_repeating(da
     """Ranks that change places as they like, within a window, are stopped at a step, time and again."""
     state, seen, total = State(), [], 0
     for _ in range(3):
-        ranks, per_rank = data.draw(st.sampled_from([(1, 6), (2, 3), (3, 2), (6, 1)]))
+        ranks = data.draw(st.sampled_from([1, 2, 3, 4, 5, 6]))
         steps = data.draw(st.integers(1, 5))
         schedules = [
-            Schedule(state, steps + 4, per_rank, rank, ranks, cost=lambda index: 1 + index * 7 % 5)
-            for rank in range(ranks)
+            Schedule(state, steps + 4, 6, rank, ranks, cost=lambda index: 1 + index * 7 % 5) for rank in range(ranks)
         ]
         late, early = [], []
         for schedule in schedules:
             plan = [draw.number for draw, _ in schedule]
             waiting, chosen = list(enumerate(plan)), []
-            for _ in range(steps * per_rank):
+            for _ in range(steps * schedule.share):
                 window = [item for item in waiting if item[0] <= waiting[0][0] + 3]
                 chosen.append(data.draw(st.sampled_from(window)))
                 waiting.remove(chosen[-1])
             seen += [number for _, number in chosen]
-            late += [number for place, number in waiting if place < steps * per_rank]
-            early += [number for place, number in chosen if place >= steps * per_rank]
+            late += [number for place, number in waiting if place < steps * schedule.share]
+            early += [number for place, number in chosen if place >= steps * schedule.share]
         total += steps * 6
         state = schedules[0].state(steps, late, early)
     assert len(set(seen)) == len(seen) == total
@@ -204,7 +204,7 @@ def test_on_another_number_of_ranks_a_run_goes_on_without_losing_or_repeating(da
 
 def test_what_was_used_is_repeated_in_whole_steps_before_the_rest_is_dealt() -> None:
     log = [Draw(3), Draw(0, 2), Draw(5), Draw(1), Draw(8)]
-    schedule = Schedule(State(), steps=4, per_rank=2, replay=[log])
+    schedule = Schedule(State(), steps=4, examples=2, replay=[log])
     assert list(schedule) == [
         *((draw, True) for draw in log[:4]),
         *((Draw(number), False) for number in (2, 4, 6, 7)),

@@ -194,7 +194,7 @@ class Loader:
 
     def state(self, exchanged: Iterable[tuple[list[int], list[int]]] = ()) -> State:
         """Return which examples have been used, at the end of a step.  exchanged: of every rank."""
-        steps, rest = divmod(self._given, self.schedule.per_rank)
+        steps, rest = divmod(self._given, self.schedule.share)
         assert not rest, "in the middle of a step"
         every = list(exchanged) or [self.exchanged()]
         late, early = ([index for lists in every for index in lists[which]] for which in (0, 1))
@@ -204,7 +204,7 @@ class Loader:
         """Plan more examples and submit them, up to the limit."""
         while len(self._ahead) < self._limit and (item := next(self._queue, None)):
             place, (draw, fixed) = item
-            passes = self._passes(place // self.schedule.per_rank)
+            passes = self._passes(place // self.schedule.share)
             planned = _Planned(place, draw, self.order.entry(*draw), passes, fixed)
             if not fixed and self.order.name(planned.entry) in self.quarantine:
                 planned = self._redrawn(planned)

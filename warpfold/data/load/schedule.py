@@ -51,32 +51,34 @@ class Draw(NamedTuple):
 class Schedule:
     """The examples of one rank, step after step: each step deals the next ones to the ranks, by predicted cost.
 
-    start: what has been used before.  steps: how many follow.  per_rank: examples per step and rank.
+    start: what has been used before.  steps: how many follow.  examples: of a step, on all ranks (`share_of`).
     cost: an example's predicted cost (`costs`), which is balanced over the ranks; by default all cost the same.
     replay: for each rank what it used at these steps in an earlier run, in that order; the steps that all ranks
     completed are repeated before others are dealt.
-    The examples of a step are the same for any number of ranks, as long as per_rank x ranks is the same.
+    The examples of a step are the same for any number of ranks.
     """
 
     def __init__(
         self,
         start: State,
         steps: int,
-        per_rank: int = 1,
+        examples: int = 1,
         rank: int = 0,
         ranks: int = 1,
         cost: Callable[[int], float] | None = None,
         replay: Sequence[Sequence[Draw]] = (),
     ) -> None:
-        self.start, self.steps, self.per_rank, self.rank, self.ranks = start, steps, per_rank, rank, ranks
+        self.start, self.steps, self.examples, self.rank, self.ranks = start, steps, examples, rank, ranks
+        shares = [share_of(examples, ranks, each) for each in range(ranks)]
+        self.share = shares[rank]  # examples of this rank in a step
         self.cost = cost or (lambda index: 1.0)
-        self.repeated = min([steps, *(len(draws) // per_rank for draws in replay)]) if replay else 0
-        self._replay = [list(draws[: self.repeated * per_rank]) for draws in replay]
+        self.repeated = min([steps, *(len(draws) // share for draws, share in zip(replay, shares))]) if replay else 0
+        self._replay = [list(draws[: self.repeated * share]) for draws, share in zip(replay, shares)]
         self._then = start.changed(early=(draw.number for draws in self._replay for draw in draws))
 
     def __len__(self) -> int:
         """Return the number of examples of this rank."""
-        return self.steps * self.per_rank
+        return self.steps * self.share
 
     def __iter__(self) -> Iterator[tuple[Draw, bool]]:
         """Yield this rank's examples, and whether each is a repetition, which must keep its place."""
@@ -84,7 +86,7 @@ class Schedule:
             yield from ((draw, True) for draw in self._replay[self.rank])
         remaining = self._then.remaining()
         for _ in range(self.steps - self.repeated):
-            indices = list(islice(remaining, self.per_rank * self.ranks))
+            indices = list(islice(remaining, self.examples))
             if self.ranks > 1:
                 own = deal([self.cost(index) for index in indices], self.ranks)[self.rank]
                 indices = [indices[place] for place in own]
@@ -97,26 +99,34 @@ class Schedule:
         planned for later steps and have been used.
         """
         if steps <= self.repeated:
-            draws = (draw for rank in self._replay for draw in rank[: steps * self.per_rank])
+            shares = (share_of(self.examples, self.ranks, rank) for rank in range(self.ranks))
+            draws = (draw for rank, share in zip(self._replay, shares) for draw in rank[: steps * share])
             state = self.start.changed(early=(draw.number for draw in draws))
         else:
-            state = self._then.after((steps - self.repeated) * self.per_rank * self.ranks)
+            state = self._then.after((steps - self.repeated) * self.examples)
         return state.changed(late, early)
 
 
+def share_of(examples: int, ranks: int, rank: int) -> int:
+    """Return how many of a step's examples a rank has: as many as the others, or the first ranks one more."""
+    return examples // ranks + (rank < examples % ranks)
+
+
 def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Deal indices 0 .. len(costs) - 1 to ranks, equally many to each (ascending), so that the largest sum is small.
+    """Deal indices 0 .. len(costs) - 1 to ranks, to each its share (ascending), so that the largest sum is small.
 
     Graham's LPT rule: the most expensive first, each to the rank with the smallest sum that is not full.  Ties go to
     the first, so that every rank computes the same result.
     """
-    size = -(-len(costs) // ranks)
+    sizes = [share_of(len(costs), ranks, rank) for rank in range(ranks)]
     dealt: list[list[int]] = [[] for _ in range(ranks)]
-    heap = [(0.0, rank) for rank in range(ranks)]  # sums of the ranks that are not full: every rank deals every step
+    heap = [
+        (0.0, rank) for rank in range(ranks) if sizes[rank]
+    ]  # sums of the ranks that are not full: every rank deals every step
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         total, rank = heap[0]
         dealt[rank].append(index)
-        if len(dealt[rank]) < size:
+        if len(dealt[rank]) < sizes[rank]:
             heapq.heapreplace(heap, (total + costs[index], rank))
         else:
             heapq.heappop(heap)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from warpfold.data.load.schedule import share_of
 from warpfold.parallel.plan import Plan
 from warpfold.progress import Progress, no_progress
 from warpfold.tune.cluster.links import Cluster
@@ -113,7 +114,7 @@ def simulate(
     plan = given.plan
     pace = Pace.of(given.rates, given.cluster, given.graphs)
     gpu = given.rates.device != "cpu"
-    share = given.examples // plan.data
+    share = share_of(given.examples, plan.data, 0)  # of the ranks that have most
     tell(0, 3, "recording a step")
     halves = [record(given.job, plan, share, given.cluster.per_node, gpu, branch) for branch in range(plan.branch)]
     schedule = halves[0]
