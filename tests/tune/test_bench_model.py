@@ -14,12 +14,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers import as_multimer, tiny_config
 from tests.ops.triton.model_launches import one_block
+from tests.recorder import OperationRecorder
 from tests.test_cli import refused, run
+from warpfold import device
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
+from warpfold.tune import model_peers
 from warpfold.tune.bench_model import PASSES, bench_block, bench_step, block_flops, step_counts, table
 from warpfold.tune.example import BlockSizes, ExampleSizes, ModelBench, RandomBlock, TrainingStep
 from warpfold.tune.model_peers import BLOCK_WAYS, OPENFOLD, STEP_WAYS
@@ -40,14 +43,29 @@ def toy(model: ModelConfig | None = None, plan: Plan | None = None) -> ModelBenc
 @pytest.mark.parametrize("config", [tiny_config(), as_multimer(tiny_config())], ids=["monomer", "multimer"])
 def test_a_step_of_random_numbers_is_a_step(config: ModelConfig) -> None:
     step = TrainingStep(replace(toy(config), recycles=1), CPU)
-    before = step.optimizer.weights.clone()
-    loss = step.losses()
-    loss.backward()
-    assert loss.isfinite()
-    assert step.optimizer.gradient.any()
-    step.update(loss)
-    assert not torch.equal(step.optimizer.weights, before)
+    before = step.learner.optimizer.weights.clone()
+    found = step.learn()
+    assert found.losses[""].isfinite()
+    assert found.norm > 0
+    step.update()
+    assert not torch.equal(step.learner.optimizer.weights, before)
     assert step.step == 1
+
+
+def test_a_step_that_is_timed_as_a_graph_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded once and replayed from then on, all its passes, by the code of training; or the row says why not."""
+    monkeypatch.setattr(device, "find_recorder", lambda _: OperationRecorder())
+    monkeypatch.setattr(model_peers, "find_recorder", lambda _: OperationRecorder())
+    plain, graph = bench_step(replace(toy(), recycles=2), CPU, ways=["ours", "graph"], repeats=2)["rows"]
+    assert (plain["replayed"], plain["note"], graph["note"]) == (0, "", "")
+    # Five steps: two that warm up, two that are timed, one whose memory is measured.  Of a step two passes without a
+    # gradient, the last one, the update; of each kind the first call is an ordinary one.
+    assert graph["replayed"] == 5 * 4 - 3
+    assert "graphs" in graph["plan"]
+    assert "graphs" not in plain["plan"]
+    monkeypatch.setattr(device, "find_recorder", lambda _: None)
+    (graph,) = bench_step(toy(), CPU, ways=["graph"], repeats=1)["rows"]
+    assert "graph of last_pass: a cpu has no graphs" in graph["note"]
 
 
 def test_the_products_of_a_block_are_counted_as_torch_counts_them() -> None:
@@ -126,8 +144,9 @@ def test_a_way_that_fails_says_why_and_the_others_are_timed(monkeypatch: pytest.
 def test_steps_take_turns_and_compiling_must_be_asked_for() -> None:
     found = bench_step(toy(), CPU, repeats=2)
     assert [row["way"] for row in found["rows"]] == [way.name for way in STEP_WAYS]
-    plain, compiled, ours = found["rows"]
-    assert compiled["note"].startswith("left out")
+    plain, compiled, ours, graph, *kept = found["rows"]
+    assert graph["note"] == "a cpu has no graphs"
+    assert all(row["note"].startswith("left out") for row in (compiled, kept[0]))
     assert plain["times_definition"] == 1.0
     assert ours["times_definition"] == pytest.approx(plain["ms"] / ours["ms"])
     assert ours["peak_mib"] > 0
@@ -180,7 +199,7 @@ def test_the_command_writes_rows_and_a_table(capsys: pytest.CaptureFixture[str],
         (["--block", "--op", "gate"], "--block and --step go without --op"),
         (["--op", "gate", "--residues", 8], "are for --block and --step"),
         (["--block", "--settings", "monster"], "monster: no such settings file"),
-        (["--step", "--ways", "jax"], "--ways jax: not one of definition, compile, openfold, ours"),
+        (["--step", "--ways", "jax"], "--ways jax: not one of definition, compile, openfold, ours, graph"),
         (["--step", "--settings", "tiny", "--set", "plan.axial=2"], "plan.axial and plan.branch share an example"),
     ],
 )

@@ -97,5 +97,5 @@ def _of_model(given: ModelBench) -> list[KernelLaunch]:
         step = TrainingStep(given, "meta")
         step.bind(given.plan)
         with launching() as of_step:
-            step.losses().backward()
+            step()
     return of_block + of_step

@@ -109,7 +109,7 @@ def bench_step(
         notes |= {way.name: way.left_out for way in STEP_WAYS if way.left_out}
     plans = {way.name: way.plan(given.plan) for way in STEP_WAYS if notes.get(way.name) == ""}
     progress(0, 3, "counting")
-    flops, launches = step_counts(given)
+    flops, launches = step_counts(given) if kind == "cpu" else (None, {})  # on a GPU they would take longer than it
     before = refusals()  # what a GPU would refuse does not count
     top = ceilings(device, DTYPES[precision])
     progress(1, 3, f"a step of {given.sizes}")
@@ -126,13 +126,21 @@ def bench_step(
     rows: list[Row] = []
     for name, note in notes.items():
         row: Row = {"what": what, "way": name, "note": note}
+        if name in plans:
+            execution = step.bind(plans[name])
+            row["plan"] = str(execution)
         if not note:
             found = walls[name]
-            prepare(name)
             row |= {"pass": "step", **_figures(seconds[name], seconds.get("definition"), flops, top.flops)}
-            row |= {"wall_ms": _ms(found.median("wall")), "host_ms": _ms(found.median("host"))}
-            row |= {"peak_mib": peak(step, device) / 2**20, "repeats": len(found.wall)}
-            row["launches"] = kernels_launched(step, device) if kind == "cuda" else launches.get(name)
+            most = peak(step, device) if kind == "cpu" else found.peak
+            row |= {"peak_mib": most / 2**20, "repeats": len(found.wall), "launches": launches.get(name)}
+            if kind == "cuda":
+                try:
+                    row["launches"] = kernels_launched(step, device)
+                except RuntimeError as error:  # the times stand; a count of nothing is none
+                    row["note"] = str(error)
+            refused = [f"{reason}, {count} times" for reason, count in execution.graphs.refused.items()]
+            row |= {"replayed": execution.graphs.replayed, "note": "; ".join([*filter(None, [row["note"]]), *refused])}
         rows.append(row)
         sink(row)
     return _report(what, device, precision, top, rows, refusals(before))
@@ -168,19 +176,19 @@ def block_flops(sizes: BlockSizes) -> dict[str, int]:
 
 def step_counts(given: ModelBench) -> tuple[int, dict[str, int]]:
     """Count the products of the model and its losses in one step by their definitions, those that are recomputed once;
-    and the launches of each way that can be counted without a GPU, but for the optimizer's few.
+    and the launches of each way that can be counted without a GPU.
     """
     step = TrainingStep(given, "meta")
     plan = Plan(precision=given.plan.precision, recompute=given.plan.recompute)
     step.bind(replace(plan, kernels="fast"))
-    launches = {"ours": sum(count.total for count in step_launches(step).values())}
+    launches = {"ours": step_launches(step).total}
     step.bind(replace(plan, kernels="definition"))
     with Products() as once:
-        launches["definition"] = sum(count.total for count in step_launches(step).values())
+        launches["definition"] = step_launches(step).total
     if plan.recompute:
         step.bind(replace(plan, kernels="definition", recompute=None))
         with Products() as once:
-            step.losses().backward()
+            step.learn()
     return once.flops, launches
 
 
@@ -240,14 +248,14 @@ class _BlockClock:
         return row | {"peak_mib": most and most / 2**20, "repeats": len(times.forward), "note": late}
 
 
-def _figures(seconds: float | None, plain: float | None, flops: float, rate: float) -> Row:
+def _figures(seconds: float | None, plain: float | None, flops: float | None, rate: float) -> Row:
     if seconds is None:
         return {"ms": None}
     return {
         "ms": seconds * 1e3,
         "times_definition": plain / seconds if plain else None,
-        "tflops": flops / seconds / 1e12,
-        "share_of_gemm": flops / seconds / rate,
+        "tflops": flops and flops / seconds / 1e12,
+        "share_of_gemm": flops and flops / seconds / rate,
     }
 
 

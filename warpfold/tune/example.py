@@ -13,17 +13,19 @@ from torch import Tensor
 
 from warpfold import settings
 from warpfold.batch import FEATURES, Batch
+from warpfold.data.load.loader import Sample
+from warpfold.engine.learn import DeviceResult, Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
 from warpfold.geometry.labels import structure_labels
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
-from warpfold.model.losses import LossConfig, total_loss
-from warpfold.model.permutation import with_truth
+from warpfold.model.losses import LossConfig
 from warpfold.ops.noise import Noise
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
+from warpfold.parallel.team import Team
 from warpfold.tune.sizes import DataSizes
 
 SECTIONS = ("model", "loss", "data", "optim", "plan", "train")  # of a settings file
@@ -245,39 +247,37 @@ def bench_of(values: Mapping[str, Any], source: str, blocks: int | None = None) 
 
 
 class TrainingStep:
-    """A whole training step on one example: model, losses, backward pass, clipping, optimizer, averaged weights.
+    """A whole training step on one example, by the code of training (`Learner`): recycling, model, losses, backward
+    pass, clipping, optimizer, averaged weights.
 
     The example lies on the device already, and there is one for each step.  `bind` changes how the step runs.
     """
 
     def __init__(self, given: ModelBench, device: torch.device | str) -> None:
-        self.recycles, self.loss, self.device = given.recycles, given.loss, torch.device(device)
+        self.recycles, self.device = given.recycles, torch.device(device)
         self.model = random_model(given.model, given.plan, device)
-        one = replace(given.optim, accumulate=1)
-        self.optimizer = Optimizer(self.model, one, dtype=DTYPES[given.plan.precision])
-        passes = (given.recycles + 1) * given.model.ensemble
-        self.batch = random_example(given.model, given.sizes, device, passes)
+        one, precision = replace(given.optim, accumulate=1), given.plan.precision
+        optimizer = Optimizer(self.model, one, dtype=DTYPES[precision], scaling=precision == "fp16")
+        self.learner = Learner(self.model, optimizer, given.loss, 0, Team())
+        self.batch = random_example(given.model, given.sizes, device, (given.recycles + 1) * given.model.ensemble)
+        self.executions: dict[Plan, Execution] = {}
         self.step = 0
 
-    def bind(self, plan: Plan) -> "TrainingStep":
-        """Run as the plan says from now on."""
-        Execution(plan).bind(self.model)
-        return self
+    def bind(self, plan: Plan) -> Execution:
+        """Run as the plan says from now on: by the execution, and so the graphs, that it had for this plan before."""
+        execution = self.executions.setdefault(plan, Execution(plan))
+        execution.bind(self.model)
+        return execution
 
-    def losses(self) -> Tensor:
-        """Run the model and return the loss, of another draw of dropout each time."""
-        self.model.noise.seed(0, self.step)
-        output = self.model(self.batch, self.recycles)
-        truth = with_truth(self.batch, output.structure.final_atom37)
-        return total_loss(output, truth, self.loss, residues=self.model.residues)[0]
+    def learn(self) -> DeviceResult:
+        """Run the model forward and backward, and collect the gradient; with another draw of dropout each time."""
+        return self.learner.learn([Sample(self.step, "random", self.batch)], self.recycles)[0]
 
-    def update(self, loss: Tensor) -> None:
-        """Collect the gradient and apply it."""
-        self.optimizer.collect(loss)
-        self.optimizer.step(self.step)
+    def update(self) -> None:
+        """Apply the gradient."""
+        self.learner.step(self.step)
         self.step += 1
 
     def __call__(self) -> None:
-        loss = self.losses()
-        loss.backward()
-        self.update(loss)
+        self.learn()
+        self.update()

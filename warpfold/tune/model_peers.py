@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpfold.device import find_recorder
 from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.tune.example import BlockSizes, RandomBlock
 from warpfold.tune.timing import Subject
 
 OPENFOLD = "openfold.model.evoformer"
+KEPT = "left out, as nothing is recomputed, which may not fit: name it (--ways)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,11 @@ def compile_unsupported(device: torch.device) -> str | None:
     if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         return "no C++ compiler"
     return None
+
+
+def graph_unsupported(device: torch.device) -> str | None:
+    """Return why a step cannot be recorded on a device; None if it can."""
+    return None if find_recorder(device) else f"a {device.type} has no graphs"
 
 
 def _openfold_unsupported(device: torch.device) -> str | None:
@@ -123,13 +130,29 @@ BLOCK_WAYS = (
     BlockWay(name="ours", make=_planned("ours")),
 )
 STEP_WAYS = (
-    StepWay(name="definition", plan=lambda plan: replace(plan, kernels="definition", compile=False)),
+    StepWay(name="definition", plan=lambda plan: replace(plan, kernels="definition", compile=False, graph=False)),
     StepWay(
         name="compile",
         unsupported_reason=compile_unsupported,
-        plan=lambda plan: replace(plan, kernels="definition", compile=True),
+        plan=lambda plan: replace(plan, kernels="definition", compile=True, graph=False),
         left_out="left out, as it compiles for minutes: name it (--ways)",
     ),
-    StepWay(name="ours", plan=lambda plan: replace(plan, kernels="fast")),
+    StepWay(name="ours", plan=lambda plan: replace(plan, kernels="fast", graph=False)),
+    StepWay(
+        name="graph",
+        unsupported_reason=graph_unsupported,
+        plan=lambda plan: replace(plan, kernels="fast", graph=True),
+    ),
+    StepWay(
+        name="kept",
+        plan=lambda plan: replace(plan, kernels="fast", graph=False, recompute=None, keep_blocks=0),
+        left_out=KEPT,
+    ),
+    StepWay(
+        name="kept-graph",
+        unsupported_reason=graph_unsupported,
+        plan=lambda plan: replace(plan, kernels="fast", graph=True, recompute=None, keep_blocks=0),
+        left_out=KEPT,
+    ),
 )
 NAMES = tuple(dict.fromkeys(way.name for way in (*BLOCK_WAYS, *STEP_WAYS)))

@@ -10,8 +10,8 @@ import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from warpfold.model.alphafold import ModelConfig
+from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.plan import DTYPES
 from warpfold.progress import Progress, no_progress
 from warpfold.tune.example import ModelBench, TrainingStep
 from warpfold.tune.machine import describe
 from warpfold.tune.roofline import Ceilings, ceilings
-from warpfold.tune.spans import Place, Spans
+from warpfold.tune.spans import MODEL, Place, Spans
 from warpfold.tune.timing import without_stderr
 from warpfold.tune.trace import AUTOGRAD, PYTHON, WHOLE, Spent, TraceReading, attribute, read_events
 from warpfold.tune.work import CountedWork, WorkKey, work_of
@@ -56,7 +56,7 @@ def profile_model(
     top = ceilings(device, DTYPES[given.plan.precision])
     before = refusals()
     step = TrainingStep(given, device)
-    step.bind(given.plan)
+    step.bind(replace(given.plan, graph=False))  # what a graph replays belongs to no layer
     run = _run(step, training)
     plain = []
     for turn in range(turns):  # the first ones do not count
@@ -96,12 +96,11 @@ def _run(step: TrainingStep, training: bool, update: bool = True) -> Callable[[S
     """Return what is measured, with spans for what is no module's."""
 
     def one_step(spans: Spans) -> None:
-        with spans.open(Place(LOSSES)):
-            loss = step.losses()
-        loss.backward()
+        with spans.open(Place(LOSSES)), _passes_of_model(step.model, spans):
+            step.learn()
         if update:
             with spans.open(Place(OPTIMIZER)):
-                step.update(loss)
+                step.update()
 
     def one_pass(spans: Spans) -> None:
         step.model.eval()
@@ -109,6 +108,27 @@ def _run(step: TrainingStep, training: bool, update: bool = True) -> Callable[[S
             step.model(step.batch, step.recycles)
 
     return one_step if training else one_pass
+
+
+@contextmanager
+def _passes_of_model(model: AlphaFold, spans: Spans) -> Iterator[None]:
+    """Have what a model's passes compute outside of its layers be the model's within the context."""
+
+    def spanned(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with spans.open(Place(MODEL)):
+                return function(*args, **kwargs)
+
+        return call
+
+    names = ("recycle", "inputs_of_pass", "last_pass")
+    for name in names:
+        setattr(model, name, spanned(getattr(model, name)))
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(model, name)
 
 
 def _seconds(run: Callable[[Spans], None], device: torch.device) -> float:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from warpfold.errors import UserError
+
 SETTLE = 2  # warm-up runs, which do not count
 FLUSH = 2**28  # bytes; several times the largest L2
 STEADY, CALIBRATIONS = 0.02, 50  # a clock is warm when two waits of some milliseconds differ by less; tried so often
@@ -195,6 +197,8 @@ class WallTimes:
     wall: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)  # on a CPU: none, for there is nothing to queue
     device: list[float] = field(default_factory=list)
+    peak: int = 0  # on CUDA, bytes above what was allocated before, at most, in the runs that warm up: a graph has its
+    # memory from when it is recorded, and its replays allocate nothing
     failed: str = ""
 
     def median(self, which: str) -> float | None:
@@ -217,23 +221,29 @@ def wall_times(
     """
     found = {name: WallTimes() for name in runs}
     left: dict[str, int] = {}
+    cuda = device.type == "cuda"
     for name, run in runs.items():
+        before = torch.cuda.memory_allocated(device) if cuda else 0
+        if cuda:
+            torch.cuda.empty_cache()  # the last way's, which a graph of this one could not use
+            torch.cuda.reset_peak_memory_stats(device)
         try:
             for _ in range(SETTLE):
                 prepare(name)
                 took = _walled(run, device)[0]
-                if took > budget / 4:
+                if took > budget / 4 and not cuda:  # a GPU's first run compiles, and the second may record a graph
                     break
             left[name] = max(1, min(repeats, int(budget / max(took, 1e-9))))
-        except (RuntimeError, ValueError, TypeError) as error:
+        except (RuntimeError, ValueError, TypeError, UserError) as error:
             found[name].failed = _reason(error)
+        found[name].peak = torch.cuda.max_memory_allocated(device) - before if cuda else 0
     for turn in range(repeats):
         for name, run in runs.items():
             if turn < left.get(name, 0):
                 prepare(name)
                 wall, host = _walled(run, device)
                 found[name].wall.append(wall)
-                if device.type == "cuda":
+                if cuda:
                     found[name].host.append(host)
                     prepare(name)
                     found[name].device.append(_kept_busy(run, device, host))
