@@ -1,41 +1,55 @@
-"""Compile on all cores what gpu_session.sh is about to launch, so that no part of it waits for the compiler.
+"""Compile on all cores what a call of gpu_session.sh is about to launch, so that no part of it waits for the compiler.
 
-    python benchmarks/gpu_ahead.py --settings monomer --shapes starting:256,... --places pair:256,...
+    python benchmarks/gpu_ahead.py --step monomer 256 --doctor monomer bf16 --op attention starting:256,ending:256
 
-Compiles for the GPU that is there, by its launch table; where there is none, for an H100 by the default table.
+Compiles for the GPU that is there, by its launch table, and makes the launchers too; where there is none, for an H100
+by the default table.  Exit code 1 where a kernel could not be compiled.
 """
 
 import argparse
 import os
+import sys
 
 import torch
 
+from warpfold import settings
 from warpfold.cli.common import measured
 from warpfold.ops.triton.launch import SHIPPED, table_for
-from warpfold.tune.ahead import Shapes, compile_shares
+from warpfold.tune.ahead import AheadJob, compile_shares
+from warpfold.tune.doctor import cases_of, cut
+from warpfold.tune.kernel_bench import Workload
+from warpfold.tune.sizes import shapes
 
-NORMS = ("layer_norm", "norm_linear", "gate", "tail")
 
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", required=True)
-    parser.add_argument("--shapes", required=True, help="of attention")
-    parser.add_argument("--places", required=True, help="of norms, gates and tails")
-    parser.add_argument("--toy", action="store_true", help="one operation: to rehearse")
-    arguments = parser.parse_args()
+    pair = {"nargs": 2, "action": "append", "default": []}
+    parser.add_argument("--step", **pair, metavar=("SETTINGS", "RESIDUES"), help="a block and a step, in bf16")
+    parser.add_argument("--doctor", **pair, metavar=("SETTINGS", "DTYPE"), help="what `doctor --kernels` checks")
+    parser.add_argument(
+        "--op", **pair, metavar=("OP", "SHAPES"), help="an operation at shapes of `bench --op`, in bf16"
+    )
+    parser.add_argument("--most", type=int, help="compile so many kernels at most: to rehearse")
+    given = parser.parse_args()
+    cuda = torch.cuda.is_available()
     table, arch = SHIPPED / "default.json", 90
-    if torch.cuda.is_available():
+    if cuda:
         major, minor = torch.cuda.get_device_capability()
         table, arch = table_for(torch.device("cuda"))[0].path, 10 * major + minor
-    shapes: Shapes = (("gate", "pair:8"),)
-    given = None
-    if not arguments.toy:
-        triangles = tuple(("attention", shape) for shape in arguments.shapes.split(","))
-        shapes = triangles + tuple((op, place) for op in NORMS for place in arguments.places.split(","))
-        given = measured(arguments.settings, ["plan.precision=bf16"], {}, 1, 0)  # one block launches what all do
-    print(compile_shares(shapes, given, table, arch, 1 if arguments.toy else os.cpu_count() or 1))
+    workloads = [Workload(op, case, "bf16") for op, named in given.op for _, case in shapes(op, named.split(","))]
+    workloads += [
+        Workload(case.op, cut(case, torch.device("cuda")), dtype)
+        for source, dtype in given.doctor
+        for case in cases_of(settings.load(source), source)
+    ]
+    steps = [  # of a model with one block: it launches what all do
+        measured(source, ["plan.precision=bf16"], {"residues": int(residues)}, 1, 0) for source, residues in given.step
+    ]
+    job = AheadJob(tuple(workloads), tuple(steps), table, arch, most=given.most, launchers=cuda)
+    compiled, failed = compile_shares(job, 1 if given.most else os.cpu_count() or 1)
+    print(f"{compiled} kernels compiled, {len(failed)} not", *failed, sep="\n")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

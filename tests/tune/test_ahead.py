@@ -1,5 +1,9 @@
 """Kernels that were compiled ahead are those that a GPU's launches look for, as far as this can be said without one."""
 
+import ctypes
+import re
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,20 +12,23 @@ from typing import Any
 import pytest
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver as nvidia
 
 from tests.helpers import tiny_config
 from tests.ops.triton.model_launches import one_block
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.losses import LossConfig
-from warpfold.ops.triton.compile import identity
+from warpfold.ops.triton.compile import compiled, identity
 from warpfold.ops.triton.launch import SHIPPED, KernelLaunch
 from warpfold.parallel.plan import Plan
 from warpfold.tune import ahead
 from warpfold.tune.ahead import AheadJob, compile_share, compile_shares, recorded_launches
 from warpfold.tune.example import ExampleSizes, ModelBench
+from warpfold.tune.kernel_bench import Workload
+from warpfold.tune.sizes import shapes
 
 DEFAULT = SHIPPED / "default.json"
-GATES = AheadJob((("gate", "pair:8"),), None, DEFAULT, 90)
+GATES = AheadJob(tuple(Workload("gate", case, "bf16") for _, case in shapes("gate", ["pair:8"])), (), DEFAULT, 90)
 TARGET = GPUTarget("cuda", 90, 32)
 DEVICE = 4242  # of the stand-in: none of Triton's own caches in this process knows it
 
@@ -53,7 +60,7 @@ def looked_up(launch: KernelLaunch, monkeypatch: pytest.MonkeyPatch) -> list[boo
 
 def test_a_launch_finds_what_was_compiled_ahead(driver: None, monkeypatch: pytest.MonkeyPatch) -> None:
     first, *_ = recorded_launches(GATES)
-    assert compile_share(GATES) == (len({identity(x, TARGET) for x in recorded_launches(GATES)}), 0)
+    assert compile_share(GATES) == (len({identity(x, TARGET) for x in recorded_launches(GATES)}), [])
     assert looked_up(first, monkeypatch) == [True]
     other = KernelLaunch(first.kernel, first.grid, first.kernel.candidates[-1], first.key, first.arguments)
     if other.config == first.config:
@@ -71,19 +78,20 @@ def test_shares_are_all_of_it_and_nothing_twice(monkeypatch: pytest.MonkeyPatch)
         plan=Plan(precision="bf16"),
         sizes=ExampleSizes(residues=16, sequences=5, extra=6, templates=2),
     )
-    compiled: list[str] = []
+    made: list[str] = []
     monkeypatch.setattr(
-        "warpfold.ops.triton.compile.compiled", lambda launch, target: compiled.append(identity(launch, target))
+        "warpfold.ops.triton.compile.compiled", lambda launch, target: made.append(identity(launch, target))
     )
-    job = AheadJob((("attention", "starting:12"), ("gate", "pair:8")), given, DEFAULT, 90, shares=3)
+    attention = tuple(Workload("attention", case, "bf16") for _, case in shapes("attention", ["starting:12"]))
+    job = AheadJob((*attention, *GATES.workloads), (given,), DEFAULT, 90)
     launches = recorded_launches(job)
     monkeypatch.setattr(ahead, "recorded_launches", lambda job: launches)
-    for share in range(3):
-        assert compile_share(replace(job, share=share))[1] == 0
+    for part in job.divided(3):
+        assert compile_share(part)[1] == []
     everything = {identity(launch, TARGET) for launch in launches}
-    assert sorted(compiled) == sorted(everything)
+    assert sorted(made) == sorted(everything)
     names = {one.partition("-")[0] for one in everything}
-    assert {"attention_forward", "gate_backward", "norm_linear", "sum_partials"} <= names
+    assert {"attention_forward", "gate_backward", "norm_linear", "sum_partials", "adam_step"} <= names
 
 
 def test_a_kernel_that_does_not_compile_is_counted_and_the_others_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,10 +102,33 @@ def test_a_kernel_that_does_not_compile_is_counted_and_the_others_are_compiled(m
             raise PTXASError("too large")
 
     monkeypatch.setattr("warpfold.ops.triton.compile.compiled", fails)
-    assert compile_share(GATES) == (1, 1)
+    assert compile_share(GATES) == (1, ["gate: PTXASError: PTXAS error: too large"])
 
 
 def test_nothing_recorded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "recorded_launches", lambda job: [])
     with pytest.raises(RuntimeError, match="nothing was compiled"):
-        compile_shares((), None, DEFAULT, 90, 1)
+        compile_shares(GATES, 1)
+
+
+@pytest.mark.skipif(not hasattr(nvidia, "make_launcher"), reason="this Triton has one launcher for all kernels")
+def test_launchers_are_made_ahead(driver: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With a library in the place of the driver's that has its names: a launcher calls them when it launches."""
+    compiler = shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    library = tmp_path / "libcuda.so.1"
+    names = set(re.findall(r"\bcu[A-Z]\w+(?=\()", Path(nvidia.__file__).read_text()))
+    (tmp_path / "stub.c").write_text("".join(f"int {name}(void) {{ return 1; }}\n" for name in names))
+    subprocess.run([compiler, "-shared", "-Wl,-soname,libcuda.so.1", "-o", library, tmp_path / "stub.c"], check=True)
+    ctypes.CDLL(str(library))
+    monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(tmp_path))
+    nvidia.libcuda_dirs.cache_clear()
+    nvidia.library_dirs.cache_clear()
+    assert compile_share(replace(GATES, launchers=True))[1] == []
+    made: list[str] = []
+    monkeypatch.setattr("triton.runtime.build._build", lambda *given: made.append(given[0]))
+    for launch in recorded_launches(GATES):
+        kernel = compiled(launch, TARGET)
+        nvidia.CudaLauncher(kernel.src, kernel.metadata)  # as at its first launch
+    assert not made

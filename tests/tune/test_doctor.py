@@ -2,17 +2,21 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.test_cli import refused, run
 from warpfold import settings
 from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import UserError
 from warpfold.ops.gate import gate
 from warpfold.ops.norm import layer_norm
 from warpfold.run.config import RunConfig
+from warpfold.tune import checks, doctor
 from warpfold.tune.cases import OPS, size_in_words
+from warpfold.tune.checks import Verdict
 from warpfold.tune.doctor import HEADS, LOGITS, SECTIONS, cases_of, cut, examine, report, table
 from warpfold.tune.machine import describe, version
 from warpfold.tune.profile import OpCase
@@ -121,3 +125,22 @@ def test_the_machine_is_named() -> None:
     assert machine["torch"] == torch.__version__
     assert "cores" in machine["device"]
     assert version("no_such_package_here") == "not installed"
+
+
+def test_findings_are_written_as_they_come(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One is on the disk before the next is looked for, so that what is stopped keeps what it has."""
+    rows, seen = tmp_path / "rows.jsonl", []
+
+    def check(case: OpCase, dtype: str, device: torch.device) -> Verdict:
+        seen.append(len(rows.read_text().splitlines()))
+        return checks.check(case, dtype, device)
+
+    monkeypatch.setattr(doctor, "check", check)
+    monkeypatch.setattr(doctor, "cases_of", lambda values, source: [GATE, replace(GATE, rows=3)])
+    monkeypatch.setattr(doctor, "_speed", lambda case, dtype, device: None)
+    code, _, _ = run(capsys, "doctor", "--kernels", "--device", "cpu", "--dtype", "bf16", "--rows", rows)
+    assert (code, seen) == (0, [0, 1])
+    assert [json.loads(line)["dtype"] for line in rows.read_text().splitlines()] == ["bf16", "bf16"]
+    assert "add --kernels" in refused(run(capsys, "doctor", "--rows", tmp_path / "more.jsonl"))

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from warpfold.cli.common import AsJson, Device, app, decides, device_of, reads, show, show_table, writes
+from warpfold.cli.common import AsJson, Device, app, chosen, decides, device_of, reads, show, show_table, writes
 from warpfold.cli.doctor_cluster import ResultFiles, check_cluster
 from warpfold.errors import UserError
+from warpfold.files import check_new, row_file
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -50,6 +51,10 @@ def doctor(
     settings: Annotated[
         str | None, reads("TOML file or preset whose sizes to check; default: tiny on a CPU, monomer on a GPU.")
     ] = None,
+    dtype: Annotated[list[str] | None, decides("Of --kernels: bf16, fp32; default: both.")] = None,
+    rows: Annotated[
+        Path | None, writes("Of --kernels: file for each finding as soon as it is there, a JSON object a line.")
+    ] = None,
     cluster: Annotated[
         bool, decides("Check all ranks, their links and files, started as training is; two minutes.", "--cluster")
     ] = False,
@@ -69,8 +74,10 @@ def doctor(
     """Say what this machine has, and check that it computes what it should; exit with 1 if it does not."""
     given = [data, folder, link, out, figure]
     if cluster:
-        if kernels or settings:
-            raise UserError("--cluster goes without --kernels and --settings; check the operations on one process")
+        if any([kernels, settings, dtype, rows]):
+            raise UserError(
+                "--cluster goes without --kernels, --settings, --dtype and --rows; check the operations on one process"
+            )
         check_cluster(data or [], folder, link, device, ResultFiles(out, figure, as_json))
     if any(given):
         raise UserError("--data, --folder, --link, --out and --figure are of --cluster; add it")
@@ -79,8 +86,8 @@ def doctor(
     from warpfold.tune.machine import describe
     from warpfold.tune.verdict import of_machine
 
-    if settings is not None and not kernels:
-        raise UserError("--settings gives the sizes for --kernels; add --kernels")
+    if any([settings, dtype, rows]) and not kernels:
+        raise UserError("--settings gives the sizes for --kernels, and --dtype and --rows are for it; add --kernels")
     where = torch.device(device_of(device))
     if not kernels:
         machine = describe(where)
@@ -91,10 +98,10 @@ def doctor(
             _verdict(of_machine(where))
             typer.echo(f"\n{HINT}")
         return
-    _check_kernels(settings or ("monomer" if where.type == "cuda" else "tiny"), where, as_json)
+    _check_kernels(settings or ("monomer" if where.type == "cuda" else "tiny"), where, dtype or [], rows, as_json)
 
 
-def _check_kernels(source: str, where: "torch.device", as_json: bool) -> None:
+def _check_kernels(source: str, where: "torch.device", dtype: list[str], rows: Path | None, as_json: bool) -> None:
     """Check every operation for the sizes of some settings, say what was found, and exit with 1 if one is wrong."""
     from warpfold import settings as toml
     from warpfold.tune import doctor as checks
@@ -102,8 +109,11 @@ def _check_kernels(source: str, where: "torch.device", as_json: bool) -> None:
     from warpfold.tune.verdict import of_findings, of_machine
 
     cases = checks.cases_of(toml.load(source), source)
-    with progress_bar() as progress:
-        findings = checks.examine(cases, where, progress=progress)
+    dtypes = chosen("--dtype", dtype, checks.DTYPES) or list(checks.DTYPES)
+    if rows is not None:
+        check_new(rows)
+    with progress_bar() as progress, row_file(rows) as sink:
+        findings = checks.examine(cases, where, dtypes, progress, sink)
     memory = check_memory(where)
     verdict = [*of_findings(findings, source, where), *of_machine(where)]
     report = {**checks.report(findings, where, source), "memory": asdict(memory), "verdict": verdict}

@@ -3,7 +3,8 @@
 What will be launched is recorded on tensors without memory; each process records it all and compiles its share.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,76 +15,81 @@ from warpfold.parallel.plan import Plan
 from warpfold.progress import Progress, no_progress
 from warpfold.tune.example import ModelBench, RandomBlock, TrainingStep
 from warpfold.tune.kernel_bench import Workload, launches_of, launching
-from warpfold.tune.sizes import shapes
-
-Shapes = tuple[tuple[str, str], ...]  # operations and their shapes, ("attention", "starting:256")
 
 
 @dataclass(frozen=True)
 class AheadJob:
-    """A share of the kernels of some operations, a block and a step: of `shares`, the one numbered `share`.
+    """A share of the kernels of some operations, and of the blocks and steps of some models: of `shares`, the one
+    numbered `share`.
 
-    table: the launch table of the device that they are for.  given: None for no block and no step.
+    table: the launch table of the device that they are for.  most: kernels of all shares together.
+    launchers: also what Triton launches each with, which needs the driver's library.
     """
 
-    shapes: Shapes
-    given: ModelBench | None
+    workloads: tuple[Workload, ...]
+    given: tuple[ModelBench, ...]
     table: Path
     arch: int  # 90 of compute capability 9.0
     share: int = 0
     shares: int = 1
+    most: int | None = None
+    launchers: bool = False
+
+    def divided(self, shares: int) -> Iterator["AheadJob"]:
+        """Yield so many jobs that are this one together."""
+        return (replace(self, share=share, shares=shares) for share in range(shares))
 
 
-def compile_shares(
-    shapes: Shapes,
-    given: ModelBench | None,
-    table: Path,
-    arch: int,
-    workers: int,
-    progress: Progress = no_progress,
-) -> dict[str, int]:
-    """Compile everything in `workers` processes; return how many kernels were, and how many could not be."""
-    jobs = [AheadJob(shapes, given, table, arch, share, workers) for share in range(workers)]
-    found = {"compiled": 0, "failed": 0}
+def compile_shares(job: AheadJob, workers: int, progress: Progress = no_progress) -> tuple[int, list[str]]:
+    """Compile everything in `workers` processes; return how many kernels were, and of each that could not be, why.
+
+    Errors: RuntimeError where there was nothing to compile.
+    """
+    found, failed = 0, []
     with pool(workers) as executor:
-        results = map(compile_share, jobs) if executor is None else executor.map(compile_share, jobs)
-        for done, (compiled, failed) in enumerate(results):
+        results = (
+            map(compile_share, job.divided(1))
+            if executor is None
+            else executor.map(compile_share, job.divided(workers))
+        )
+        for done, (compiled, reasons) in enumerate(results):
             progress(done + 1, workers, "compiling")
-            found["compiled"] += compiled
-            found["failed"] += failed
-    if not found["compiled"]:
+            found += compiled
+            failed += reasons
+    if not found + len(failed):
         raise RuntimeError("nothing was compiled: no launch was recorded")
-    return found
+    return found, failed
 
 
-def compile_share(job: AheadJob) -> tuple[int, int]:
-    """Compile one share; return how many kernels were compiled, and how many could not be: a launch will say why."""
+def compile_share(job: AheadJob) -> tuple[int, list[str]]:
+    """Compile one share; return how many kernels were compiled, and of each that could not be, why."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import PTXASError
     from triton.compiler.errors import CompilationError
 
-    from warpfold.ops.triton.compile import compiled, identity
+    from warpfold.ops.triton.compile import compiled, identity, make_launcher
 
-    target, done, failed = GPUTarget("cuda", job.arch, 32), 0, 0
+    target, done, failed = GPUTarget("cuda", job.arch, 32), 0, []
     distinct = {identity(launch, target): launch for launch in recorded_launches(job)}
-    for key in sorted(distinct)[job.share :: job.shares]:
+    for key in sorted(distinct)[: job.most][job.share :: job.shares]:
         try:
-            compiled(distinct[key], target)
+            kernel = compiled(distinct[key], target)
+            if job.launchers:
+                make_launcher(kernel)
             done += 1
-        except (PTXASError, CompilationError):
-            failed += 1
+        except (PTXASError, CompilationError) as error:
+            failed.append(f"{distinct[key].kernel.name}: {type(error).__name__}: {' '.join(str(error).split())}")
     return done, failed
 
 
 def recorded_launches(job: AheadJob) -> list[KernelLaunch]:
-    """Return every launch of the job's operations, of its block and of its step, whatever its share."""
+    """Return every launch of the job's operations, of its blocks and of its steps, whatever its share."""
     found: list[KernelLaunch] = []
     with table_used(read(job.table)):
-        for op, shape in job.shapes:
-            for _, case in shapes(op, [shape]):
-                found += launches_of(Workload(op, case, "bf16"))
-        if job.given is not None:
-            found += _of_model(job.given)
+        for workload in job.workloads:
+            found += launches_of(workload)
+        for given in job.given:
+            found += _of_model(given)
     return found
 
 

@@ -4,7 +4,7 @@ Each runs as dispatch chooses here: in its fast way, or by its definition, with 
 definition in fp64; speeds come from a few passes and are rough.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +72,9 @@ def examine(
     device: torch.device,
     dtypes: Sequence[str] = tuple(DTYPES),
     progress: Progress = no_progress,
+    sink: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[Finding]:
-    """Check every case in every dtype, and time those that have a fast way."""
+    """Check every case in every dtype, and time those that have a fast way; sink: gets each finding at once."""
     found = []
     todo = [(whole, cut(whole, device), dtype) for whole in cases for dtype in dtypes]
     for done, (whole, case, dtype) in enumerate(todo):
@@ -81,6 +82,7 @@ def examine(
         verdict = check(case, dtype, device)
         speed = _speed(case, dtype, device) if verdict.errors and not verdict.red else None
         found.append(Finding(verdict, speed, _is_small(whole, dtype, device)))
+        sink(_plain(found[-1]))
     return found
 
 

@@ -35,3 +35,15 @@ def identity(launch: KernelLaunch, target: GPUTarget) -> str:
     """Return what tells the code of two launches apart: of those with one identity, one has to be compiled."""
     specialised, options = source(launch, target)
     return f"{launch.kernel.name}-{specialised.hash()}-{options.hash()}"
+
+
+def make_launcher(kernel: Any) -> None:
+    """Have Triton put what launches a compiled kernel into its cache: in 3.6 a C source of its own, for the system's
+    compiler; since 3.7 one serves all kernels, and there is nothing to do.
+
+    Errors: AssertionError of Triton's where the library of the driver, libcuda.so.1, is not found.
+    """
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        driver.CudaLauncher(kernel.src, kernel.metadata)
