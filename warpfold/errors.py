@@ -20,6 +20,11 @@ def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
     return between.join(names[:most]) + (f"{between}and {more} more" if more > 0 else "")
 
 
+def printable(text: str) -> str:
+    """Return text that others wrote without what a terminal would obey: escape sequences and other controls."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
 _options_given = False
 _OPTION = re.compile(r"`[^`]*`|(?<![\w-])--([a-z][a-z0-9-]*)")  # commands stay as they are
 

@@ -40,7 +40,7 @@ from warpfold.cli import (  # noqa: F401
     watch,
 )
 from warpfold.cli.common import GIVEN, StoppedByUser, app, how_to_go_on, with_speech
-from warpfold.errors import UserError
+from warpfold.errors import UserError, printable
 from warpfold.parallel.srun import is_one_of_several
 
 ORDER = (
@@ -143,7 +143,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _complain(message: str, code: int) -> int:
-    print("error: " + " ".join(message.split()), file=sys.stderr)
+    print("error: " + printable(" ".join(message.split())), file=sys.stderr)
     return code
 
 

@@ -2,11 +2,13 @@
 
 import io
 import json
+import socket
 import tarfile
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -129,3 +131,31 @@ def serving() -> Iterator[Server]:
         host.shutdown()
         host.server_close()
         thread.join()
+
+
+@contextmanager
+def sending(*answers: bytes, pause: float = 0.0) -> Iterator[str]:
+    """Give the address of a server that answers each request with the next of these bytes, whatever it asks for.
+
+    pause: seconds after every byte of the last.
+    """
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer_all() -> None:
+        for number, answer in enumerate(answers, 1):
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):  # the client has had enough
+                asked = connection.makefile("rb")
+                head = b"".join(iter(asked.readline, b"\r\n")).lower()  # all of it, or closing resets the connection
+                asked.read(int((head.partition(b"content-length:")[2].split() or [b"0"])[0]))
+                step = 1 if pause and number == len(answers) else len(answer)
+                for place in range(0, len(answer), step):
+                    connection.sendall(answer[place : place + step])
+                    time.sleep(pause)
+
+    thread = threading.Thread(target=answer_all, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.close()

@@ -1,13 +1,15 @@
 """The alignment server that a user names: what is asked, how politely, what is kept, and what is believed."""
 
+import gzip
 import json
 import socket
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.data.search.alignment_server import Fault, Server, msa_files, packed, pair_files, serving
+from tests.data.search.alignment_server import Fault, Server, msa_files, packed, pair_files, sending, serving
 from warpfold.data.formats.sequences import read_alignment
 from warpfold.data.search.fetch import Wanted, fetch, search_by_server
 from warpfold.data.search.server import AlignmentServer, NoAnswer, ServerGone, ServerLimits
@@ -183,6 +185,72 @@ def test_nothing_of_an_answer_is_believed(host: Server, tmp_path: Path, data: by
     assert {file.name for file in tmp_path.rglob("*") if file.is_file()} <= {"lock", "ticket.json"}
 
 
+def http(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+COMPLETE = http(b'{"id": "T0", "status": "COMPLETE"}')
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("before", [(), (COMPLETE, COMPLETE)], ids=["ticket", "alignment"])
+@pytest.mark.parametrize(
+    "slow",
+    [
+        b"HTTP/1.1 200 " + b"O" * 200,
+        b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 25,
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 8,
+        http(b"{" + b" " * 200),
+        CHUNKED + b"1\r\n{\r\n" * 25,
+    ],
+    ids=["status", "headers", "continue", "body", "chunks"],
+)
+def test_a_server_that_answers_byte_by_byte_is_given_up(
+    before: tuple[bytes, ...], slow: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every byte comes within the limit, but all of them do not."""
+    monkeypatch.setenv("no_proxy", "*")
+    limits = ServerLimits(between=0.0, request=0.5, download=0.5, tries=1)
+    with sending(*before, slow, pause=0.02) as url, pytest.raises(ServerGone, match=r"not all of it within|timed out"):
+        AlignmentServer(url, tmp_path, limits).alignments(ONE)
+
+
+def tar(name: str, size: int, kind: bytes = tarfile.REGTYPE, pax: dict[str, str] | None = None) -> bytes:
+    """A tar.gz of a member that says that it has so many bytes, and has 512."""
+    member = tarfile.TarInfo(name)
+    member.size, member.type, member.pax_headers = size, kind, pax or {}
+    return http(gzip.compress(member.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT) + bytes(512), mtime=0))
+
+
+SPARSE = {"GNU.sparse.size": str(10**15), "GNU.sparse.map": "0,1", "GNU.sparse.name": "uniref.a3m"}
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([http(b"[" * 10**5)], "says nothing of a ticket"),
+        ([b"HTTP/1.1 302 Found\r\nLocation: http://[::1\r\n\r\n"], "is not HTTP"),
+        ([CHUNKED + b"-5\r\n{}"], "is not HTTP"),
+        ([b"HTTP/1.1 403 \x1b[2Jgone\x07\r\n\r\n"], r"answers 403 \?\[2Jgone\? to ticket"),
+        ([b"\x1b[31mhello\r\n\r\n"], r"does not answer \(\?\[31mhello"),
+        ([http(b" " * (1 << 21))], "has more than 1.04858 MB"),
+        ([b"HTTP/1.1 302 Found\r\nLocation: /\r\n\r\n" + b" " * (1 << 21)], "has more than 1.04858 MB"),
+        ([COMPLETE, COMPLETE, tar("uniref.a3m", 10**15)], "no whole tar.gz"),
+        ([COMPLETE, COMPLETE, tar("long", 10**15, tarfile.GNUTYPE_LONGNAME)], "no whole tar.gz"),
+        ([COMPLETE, COMPLETE, tar("uniref.a3m", 1, pax=SPARSE)], "has no alignment"),
+        ([COMPLETE, COMPLETE, http(gzip.compress(b""))], "no whole tar.gz"),
+    ],
+    ids=range(11),
+)
+def test_what_a_hostile_server_sends_is_one_line(
+    answers: list[bytes], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    with sending(*answers) as url, pytest.raises(UserError, match=said) as found:
+        AlignmentServer(url, tmp_path, ServerLimits(between=0.0, tries=1)).alignments(ONE)
+    assert str(found.value).isprintable()
+
+
 def test_an_x_in_the_place_of_a_strange_letter_is_the_same_sequence(host: Server, tmp_path: Path) -> None:
     odd = ONE.replace("Y", "U")
     host.answer = lambda endpoint, sequences: packed({"uniref.a3m": f">101\n{odd.replace('U', 'X')}\n>a\n{odd}\n"})
@@ -204,11 +272,12 @@ def test_pairs_are_of_all_chains_row_by_row(host: Server, tmp_path: Path) -> Non
         Clock().client(host, tmp_path / "uneven").pairs([ONE, TWO])
 
 
-def test_no_other_host_is_followed(host: Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
+def test_no_other_host_and_no_other_port_is_followed(host: Server, tmp_path: Path, name: str) -> None:
     with serving() as other:
-        elsewhere = other.url.replace("127.0.0.1", "localhost") + "/ticket/T0"
+        elsewhere = other.url.replace("127.0.0.1", name) + "/ticket/T0"
         host.faults["ticket"] = [(302, {"Location": elsewhere})]
-        with pytest.raises(ServerGone, match="leads to http://localhost"):
+        with pytest.raises(ServerGone, match=f"leads to http://{name}"):
             Clock().client(host, tmp_path).alignments(ONE)
         assert other.asked == []
 

@@ -4,6 +4,7 @@ Files are read from it by name and never unpacked to where it says; what it may 
 """
 
 import gzip
+import mmap
 import re
 import tarfile
 import tempfile
@@ -13,7 +14,7 @@ from typing import IO
 
 from warpfold.data.formats.alignment import decode, encode
 from warpfold.data.formats.sequences import parse_alignment
-from warpfold.errors import UserError
+from warpfold.errors import UserError, printable
 from warpfold.geometry.residue import UNKNOWN
 
 _NAME = re.compile(r"(?:\./)?([A-Za-z0-9][\w.+-]{0,100}\.(?:a3m|m8))", re.ASCII)
@@ -40,22 +41,26 @@ def unpacked(packed: IO[bytes], most: int) -> dict[str, str]:
                     if size > most:
                         raise DamagedAnswer(f"has more than {most / 1e6:g} MB when unpacked")
                     plain.write(piece)
-            plain.seek(0)
-            with tarfile.open(fileobj=plain, mode="r:") as archive:
+            plain.flush()
+            # A map of the file ends where the file does: sizes that headers claim are never allocated.
+            with (
+                mmap.mmap(plain.fileno(), 0, access=mmap.ACCESS_READ) as whole,
+                tarfile.open(fileobj=whole, mode="r:") as archive,
+            ):
                 for count, member in enumerate(archive):
                     name = _NAME.fullmatch(member.name)
                     if count > _MOST_FILES:
                         raise DamagedAnswer(f"has more than {_MOST_FILES} files")
-                    file = archive.extractfile(member) if name and member.isreg() else None
+                    file = archive.extractfile(member) if name and member.isreg() and not member.issparse() else None
                     if name and file is not None:
-                        data = file.read()
+                        data = file.read(size)
                         if len(data) != member.size:
                             raise DamagedAnswer(f"is cut short in {name[1]}")
                         found[name[1]] = data.decode()
-        except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-            raise DamagedAnswer(f"is no whole tar.gz ({' '.join(str(error).split())})") from None
         except UnicodeDecodeError:
             raise DamagedAnswer("is not text") from None
+        except (OSError, EOFError, zlib.error, tarfile.TarError, ValueError, RecursionError) as error:
+            raise DamagedAnswer(f"is no whole tar.gz ({printable(' '.join(str(error).split()))})") from None
     if not any(name.endswith(".a3m") for name in found):
         raise DamagedAnswer("has no alignment")
     return found

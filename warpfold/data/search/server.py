@@ -14,14 +14,16 @@ import contextlib
 import fcntl
 import hashlib
 import http.client
+import io
 import json
 import re
+import shutil
+import socket
 import tempfile
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from email.message import Message
@@ -30,7 +32,7 @@ from typing import IO, Any, TypeVar
 
 from warpfold import __version__
 from warpfold.data.search.answer import DamagedAnswer, read_pairs, read_rows, unpacked
-from warpfold.errors import UserError
+from warpfold.errors import UserError, printable
 from warpfold.files import NO_LOCKS, write_atomically, writing
 
 FIRST = 101  # the number of the first record in q
@@ -46,8 +48,8 @@ Answer = TypeVar("Answer")
 class ServerLimits:
     """How long to wait for a server, how often to ask, and how much to accept; seconds and bytes."""
 
-    request: float = 60.0  # without a byte
-    download: float = 1800.0  # of a whole answer
+    request: float = 60.0  # a status, from asking to its last byte; an alignment, without a byte
+    download: float = 1800.0  # an alignment, from asking to its last byte
     ticket: float = 4 * 3600.0  # from asking for it to its end
     between: float = 1.0  # requests, at least
     poll: tuple[float, float] = (4.0, 40.0)  # between questions after a ticket: at first, and at most
@@ -244,34 +246,33 @@ class AlignmentServer:
         request = urllib.request.Request(f"{self.url}/{path}", form, {"User-Agent": f"WarpFold/{__version__}"})
         pause, longest = self.limits.retry
         last: Exception = ServerGone(self.url)
-        tries = tries or self.limits.tries
+        tries, end = tries or self.limits.tries, time.monotonic() + self.limits.ticket
         for attempt in range(1, tries + 1):
             self.wait(max(0.0, self._last + self.limits.between - time.monotonic()))
             self._last = time.monotonic()
             asked: float | None = None
             try:
-                with _OPENER.open(request, timeout=self.limits.request) as answer, tempfile.TemporaryFile() as file:
-                    self._is_there = True
-                    _copy(answer, file, most, self._last + seconds)
+                with tempfile.TemporaryFile() as file:
+                    self._receive(request, file, most, seconds)
                     return read(file)
             except urllib.error.HTTPError as error:
                 self._is_there = True
                 with error:
-                    why, asked = f"answers {error.code} {error.reason}", _retry_after(error.headers)
+                    why, asked = f"answers {error.code} {printable(error.reason)}", _retry_after(error.headers)
                 if error.code == 404 and form is None:
                     return None
                 last = ServerGone(f"{self.url}: {why}; try later: what it answered before is kept")
                 if error.code not in (408, 425, 429) and error.code < 500:
                     raise ServerGone(f"{self.url}: {why} to {path.partition('/')[0]}; check the address") from None
-            except _BROKEN as error:
+            except (OSError, http.client.HTTPException) as error:
                 reason = getattr(error, "reason", None) or error
-                why = f"does not answer ({' '.join(str(reason).split()) or type(reason).__name__})"
+                why = f"does not answer ({printable(' '.join(str(reason).split())) or type(reason).__name__})"
                 last = ServerGone(f"{self.url}: {why}; try later: what it answered before is kept")
             except DamagedAnswer as error:
                 why, last = f"its answer {error}", error
             pause_now = pause if asked is None else max(asked, self.limits.between)
             unreachable = not self._is_there and attempt >= self.limits.first_tries
-            if attempt == tries or unreachable or pause_now > self.limits.ticket:
+            if attempt == tries or unreachable or time.monotonic() + pause_now > end:
                 break
             self.say(f"{self.url}: {why}, asked again in {pause_now:.0f} s")
             self.wait(pause_now)
@@ -280,24 +281,89 @@ class AlignmentServer:
             raise ServerGone(f"{self.url}: {last}; is it an alignment server?")
         raise last
 
+    def _receive(self, request: urllib.request.Request, file: IO[bytes], most: int, seconds: float) -> None:
+        """Ask once, and copy the answer into a file, within `seconds` from now, redirections included.
 
-# What a connection may end with.
-_BROKEN = (OSError, http.client.HTTPException, zlib.error, EOFError)
+        Errors: DamagedAnswer for more than `most` bytes; OSError and HTTPException for a connection that fails.
+        """
+        opener = urllib.request.build_opener(_SameOrigin, _Bounded(most, seconds))
+        try:
+            with opener.open(request, timeout=min(seconds, self.limits.request)) as answer:
+                self._is_there = True
+                shutil.copyfileobj(answer, file, _PIECE)
+        except ValueError as error:  # of urllib and http.client: an address or a length that is none
+            raise http.client.HTTPException(f"is not HTTP: {error}") from None
+        file.seek(0)
 
 
-class _SameHost(urllib.request.HTTPRedirectHandler):
-    """Follows a redirection to the host that the user has named, and to no other."""
+class _Bounded(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
+    """Opens connections whose answers, headers and all, are no larger than `most` and there within `seconds` from now.
+
+    A socket's own timeout begins anew with every byte, and urllib reads the whole of a redirection.
+    """
+
+    def __init__(self, most: int, seconds: float) -> None:
+        super().__init__()
+        self.most, self.seconds, self.end = most, seconds, time.monotonic() + seconds
+
+    def do_open(self, http_class: Any, req: Any, **more: Any) -> Any:
+        def connect(host: str, **options: Any) -> http.client.HTTPConnection:
+            connection: http.client.HTTPConnection = http_class(host, **options)
+            connection.response_class = self._response  # type: ignore[assignment]  # http.client only calls it
+            return connection
+
+        return super().do_open(connect, req, **more)  # type: ignore[arg-type]
+
+    def _response(self, sock: socket.socket, *arguments: Any, **more: Any) -> http.client.HTTPResponse:
+        response = http.client.HTTPResponse(sock, *arguments, **more)
+        response.fp.close()
+        response.fp = io.BufferedReader(_Received(sock, self))
+        return response
+
+
+class _Received(io.RawIOBase):
+    """What a socket receives within the bounds of `_Bounded`."""
+
+    def __init__(self, sock: socket.socket, bounds: _Bounded) -> None:
+        super().__init__()
+        self._socket, self._bounds, self._idle, self._size = sock, bounds, sock.gettimeout(), 0
+        self._raw = sock.makefile("rb", buffering=0)  # keeps the socket open when the connection lets go of it
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self._bounds.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError(f"not all of it within {self._bounds.seconds:g} s")
+        self._socket.settimeout(left if self._idle is None else min(left, self._idle))
+        count = self._raw.readinto(buffer)
+        self._size += count or 0
+        if self._size > self._bounds.most:
+            raise DamagedAnswer(f"has more than {self._bounds.most / 1e6:g} MB")
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _SameOrigin(urllib.request.HTTPRedirectHandler):
+    """Follows a redirection to the host and port that the user has named, and to no other."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
-        if new.hostname != old.hostname or new.scheme not in (old.scheme, "https"):
+        upgraded = (old.scheme, _port(old), new.scheme, _port(new)) == ("http", 80, "https", 443)
+        if new.hostname != old.hostname or not ((new.scheme, _port(new)) == (old.scheme, _port(old)) or upgraded):
             raise ServerGone(
-                f"{req.full_url}: leads to {newurl[:100]}, which nobody has named; give that to --msa-server"
+                f"{req.full_url}: leads to {printable(newurl[:100])}, which nobody has named; give that to --msa-server"
             )
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 
 
-_OPENER = urllib.request.build_opener(_SameHost)
+def _port(url: urllib.parse.SplitResult) -> int:
+    """Return the port that an address leads to."""
+    return url.port or {"http": 80, "https": 443}.get(url.scheme, 0)
 
 
 def _retry_after(headers: Message) -> float | None:
@@ -306,26 +372,13 @@ def _retry_after(headers: Message) -> float | None:
     return float(text) if re.fullmatch(r"\d{1,9}", text.strip()) else None
 
 
-def _copy(answer: IO[bytes], file: IO[bytes], most: int, end: float) -> None:
-    """Copy an answer into a file.  Errors: DamagedAnswer for one that is too large, or takes too long."""
-    size = 0
-    while piece := answer.read(_PIECE):
-        size += len(piece)
-        if size > most:
-            raise DamagedAnswer(f"has more than {most / 1e6:g} MB")
-        if time.monotonic() > end:
-            raise DamagedAnswer(f"is not there in time ({size / 1e6:.1f} MB so far)")
-        file.write(piece)
-    file.seek(0)
-
-
 def _read_status(file: IO[bytes]) -> dict[str, Any]:
     """Return what a server says of a ticket.  Errors: DamagedAnswer for what is no such thing."""
     data = file.read()
     try:
         found = json.loads(data)
         return {**found, "status": str(found["status"])}
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise DamagedAnswer(f"is {data[:60].decode(errors='replace')!r}, which says nothing of a ticket") from None
 
 
@@ -333,6 +386,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     """Return what a file of the cache says; nothing where it is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
