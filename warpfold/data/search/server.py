@@ -312,7 +312,7 @@ class _Bounded(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
             connection.response_class = self._response  # type: ignore[assignment]  # http.client only calls it
             return connection
 
-        return super().do_open(connect, req, **more)  # type: ignore[arg-type]
+        return super().do_open(connect, req, **more)
 
     def _response(self, sock: socket.socket, *arguments: Any, **more: Any) -> http.client.HTTPResponse:
         response = http.client.HTTPResponse(sock, *arguments, **more)
@@ -333,6 +333,7 @@ class _Received(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int | None:
+        """Receive what there is, once."""
         left = self._bounds.end - time.monotonic()
         if left <= 0:
             raise TimeoutError(f"not all of it within {self._bounds.seconds:g} s")
