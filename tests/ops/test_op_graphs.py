@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -132,6 +133,22 @@ def test_a_refusal_is_its_definition_in_the_graph_and_strict_makes_it_an_error(g
             traced(gate, cuda(3, 4, 16), row, whole=False)
         with pytest.raises(torch._dynamo.exc.Unsupported, match=r"gate: g is not \[\*, c\]"):
             traced(gate, cuda(3, 4, 16), row)
+
+
+def test_what_is_compiled_follows_the_choice_of_kernels() -> None:
+    """Compiled for one choice, a function is compiled again for another: torch guards what it has read."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + (dispatch.kernels() == "definition"), backend="eager", fullgraph=True)
+
+    def results() -> list[float]:
+        found = [compiled(torch.zeros(())).item()]
+        for kernels in ("definition", "fast"):
+            with dispatch.using(kernels):
+                found.append(compiled(torch.zeros(())).item())
+        return found
+
+    with ThreadPoolExecutor(1) as fresh:  # a thread that has chosen nothing yet
+        assert fresh.submit(results).result() == [0, 1, 0]
 
 
 @pytest.mark.parametrize("gpu", [7], indirect=True)

@@ -55,7 +55,9 @@ def test_biotite(pair: tuple[Path, Prediction]) -> None:
 
     folder, made = pair
     for array in (
-        pdbx.get_structure(pdbx.CIFFile.read(folder / "pair.cif"), model=1, extra_fields=["b_factor"]),
+        pdbx.get_structure(
+            pdbx.CIFFile.read(folder / "pair.cif"), model=1, extra_fields=["b_factor"], use_author_fields=True
+        ),
         pdb.PDBFile.read(folder / "pair.pdb").get_structure(model=1, extra_fields=["b_factor"]),
     ):
         ca = array[array.atom_name == "CA"]

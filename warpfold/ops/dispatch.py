@@ -40,14 +40,15 @@ class _Choice(threading.local):
     """Which kernels this thread uses.
 
     Thread-local, so that two models may run differently at once; and not a contextvar, which torch.compile cannot
-    trace.  A new thread begins with the class attribute: also autograd's own threads, which run the backward pass of
+    trace.  A new thread begins with the values below: also autograd's own threads, which run the backward pass of
     CUDA tensors, so whatever recomputes there must enter `using` itself.
     """
 
-    kernels: Kernels = "fast"
-    stands_for: Literal["cpu", "cuda"] | None = None  # what tensors without memory are taken for
-    always_fast: bool = False  # also where the definition would be faster
-    watcher: "Callable[[Loops], object] | None" = None  # told of each turn of a loop
+    def __init__(self) -> None:  # not attributes of the class, which torch.compile takes for constants without a guard
+        self.kernels: Kernels = "fast"
+        self.stands_for: Literal["cpu", "cuda"] | None = None  # what tensors without memory are taken for
+        self.always_fast = False  # also where the definition would be faster
+        self.watcher: Callable[[Loops], object] | None = None  # told of each turn of a loop
 
 
 _choice = _Choice()
