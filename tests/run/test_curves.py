@@ -6,8 +6,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from warpfold.engine.checkpoint import RunFolder
 from warpfold.errors import UserError
 from warpfold.run.curves import RunLog, TextCurve, as_text, means, open_runs, plot
 from warpfold.run.curves_page import page, tick_texts, ticks, write_page
@@ -108,6 +110,52 @@ def test_a_plot_has_its_highest_point_above_and_its_last_at_the_right() -> None:
     assert lines[7].split() == ["0", "100", "steps"]
     assert plot("nothing", [TextCurve("x", [])], 100) == []
     assert len(plot("a constant", [TextCurve("x", [(1, 0.0)])], 100, height=5)) == 8
+
+
+def test_odd_rows_are_left_out_and_counted(run: Path) -> None:
+    log = run / "metrics.jsonl"
+    with open(log, "a") as file:
+        file.write('{"kind": "step", "step": 41}\n[]\n{"kind": "step", "step": "x", "loss": []}\n')
+        file.write(json.dumps(step_row(41, 1.0)) + "\n")
+    found = RunLog(run)
+    assert (found.step, found.odd) == (41, 3)
+    for text in (as_text([found]), page([found], 5)):
+        assert "run: 3 lines of metrics.jsonl are damaged, and left out" in text
+
+
+def test_any_bytes_in_a_log_are_drawn_or_one_line(tmp_path: Path) -> None:
+    """What `watch` draws, and what a run that continues reads again."""
+    run = make_run(tmp_path / "run", steps=4)
+    (run / ".lock").touch()
+    log, rng = run / "metrics.jsonl", np.random.default_rng(0)
+    whole = log.read_bytes()
+    values = [None, -1, 10**400, 1e308, "x", [], {"a": {}}]
+    rows = [json.loads(line) for line in whole.splitlines()]
+    cases = [b"", b"\xff\n", b"[" * 100_000 + b"\n", whole + b"\0\n"]
+    for row in (rows[1], rows[0], {**rows[0], "of": 3}):
+        for key in row:
+            cases += [whole + json.dumps({**row, key: value}).encode() + b"\n" for value in values]
+            cases.append(whole + json.dumps({name: row[name] for name in row if name != key}).encode() + b"\n")
+    for _ in range(40):
+        data = bytearray(whole)
+        for place in rng.integers(len(data), size=5):
+            data[place : place + int(rng.integers(5))] = rng.integers(
+                256, size=int(rng.integers(5)), dtype=np.uint8
+            ).tobytes()
+        cases.append(bytes(data))
+    drawn = 0
+    for case in cases:
+        log.write_bytes(case)
+        try:
+            found = RunLog(run)
+        except UserError as error:
+            assert "is not of a run's log" in str(error)  # noqa: PT017
+            continue
+        drawn += bool(as_text([found], now=BEGAN) and page([found], 5))
+        with RunFolder(run, score="lddt_ca") as folder:
+            last = folder.open_log(4)
+            assert last is None or last["step"] <= 4
+    assert drawn > len(cases) - 10
 
 
 def test_means_are_of_equal_bins() -> None:

@@ -128,7 +128,10 @@ class RunFolder(StepFolders):
         """
         path = self.path / "settings.toml"
         if path.is_file():
-            return path.read_text(encoding="utf-8")
+            try:
+                return path.read_text(encoding="utf-8")
+            except ValueError as error:
+                raise UserError(f"{path}: damaged ({error}); restore it or choose another {self.place}") from error
         if self.latest() is not None:
             raise UserError(f"{self.path}: checkpoints without settings.toml; restore it or choose another --out")
         return None
@@ -201,14 +204,14 @@ class RunFolder(StepFolders):
     # Log
 
     def open_log(self, step: int) -> dict[str, Any] | None:
-        """Begin or continue metrics.jsonl after `step` steps; drop lines of later steps and a half-written one.
+        """Begin or continue metrics.jsonl after `step` steps; drop lines of later steps and damaged ones.
 
         Returns the row of the last validation that stays; what is owed after it is read, too.
         """
         path = self.path / "metrics.jsonl"
         last = None
         if path.exists():
-            kept = [line for line in path.read_bytes().splitlines(keepends=True) if _belongs(line, step)]
+            kept = [line for line in path.read_bytes().splitlines(keepends=True) if self._belongs(line, step)]
             self.replace_file(path.name, lambda draft: draft.write_bytes(b"".join(kept)))
             for row in map(json.loads, kept):
                 if row.get("kind") == "validation":
@@ -232,8 +235,19 @@ class RunFolder(StepFolders):
             return []
         try:
             return [int(step) for step in json.loads(path.read_text(encoding="utf-8"))]
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise UserError(f"{path}: damaged ({error}); remove it: validations that it names are left out") from error
+
+    def _belongs(self, line: bytes, step: int) -> bool:
+        """Return whether a line of the log is whole, as far as a run reads it again, and of a step that is done."""
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            return False
+        if not line.endswith(b"\n") or not isinstance(row, dict) or type(row.get("step")) is not int:
+            return False
+        numbers = row.get("seconds"), row.get(self._score)
+        return row["step"] <= step and all(isinstance(one, int | float | None) for one in numbers)
 
     def _note_score(self, row: Mapping[str, Any]) -> None:
         """Note by what checkpoints are compared; not of a validation of some examples `of` more: others are easier."""
@@ -280,10 +294,3 @@ class AppendedFile:
 
     def close(self) -> None:
         self._file.close()
-
-
-def _belongs(line: bytes, step: int) -> bool:
-    try:
-        return line.endswith(b"\n") and int(json.loads(line)["step"]) <= step
-    except (ValueError, KeyError, TypeError):
-        return False

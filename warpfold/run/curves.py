@@ -4,7 +4,6 @@ Nothing is asked of a run but the files in its folder, so one on another machine
 """
 
 import json
-import math
 import os
 import time
 import tomllib
@@ -50,6 +49,7 @@ class RunLog:
         self.settings: dict[str, Any] = {}  # it may continue to another step
         self.rows: list[dict[str, Any]] = []  # of steps
         self.validations: list[dict[str, Any]] = []
+        self.odd = 0  # lines that are no rows of a log, and are left out
 
     def read(self) -> None:
         """Take what is new; where the run was continued from a checkpoint before, all of it again."""
@@ -65,6 +65,11 @@ class RunLog:
                     data = file.read()
             if not self.settings and given.is_file():
                 self.settings = tomllib.loads(given.read_text(encoding="utf-8"))
+                if (
+                    not isinstance(train := self.settings.get("train", {}), dict)
+                    or type(train.get("steps", 0)) is not int
+                ):
+                    raise ValueError("train.steps is no whole number")
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read ({error.strerror}); check its permissions") from error
         except ValueError as error:
@@ -74,13 +79,16 @@ class RunLog:
         for line in whole.splitlines():
             try:
                 row = json.loads(line)
-                kind, _ = row["kind"], row["step"] + 0
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{path}: line {line[:40]!r} is not of a run's log; give another folder") from None
-            if kind == "step":
+            except (ValueError, RecursionError):
+                row = None
+            if not is_row(row):
+                self.odd += 1
+            elif row["kind"] == "step":
                 self.rows.append(row)
-            elif kind == "validation":
+            elif row["kind"] == "validation":
                 self.validations.append(row)
+        if self.odd and not self.rows and not self.validations:
+            raise UserError(f"{path}: line {line[:40]!r} is not of a run's log; give another folder")
 
     @property
     def step(self) -> int:
@@ -139,8 +147,18 @@ class RunLog:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a value of a row is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether a value of a row is a finite number, of a size that sums and axes can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e100
+
+
+def is_row(row: Any) -> bool:
+    """Return whether this is a row of a run's log, as far as it is read here."""
+    if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 2**53:
+        return False
+    needed = ("samples_per_second", "waiting_so_far") if row.get("kind") == "step" else ()
+    numbers = all(is_number(row.get(name)) for name in (*needed, *(name for name in ("time", "of") if name in row)))
+    kinds = isinstance(row.get("terms", {}), dict) and isinstance(row.get("examples", []), list | dict)
+    return isinstance(row.get("kind"), str) and numbers and kinds and ("of" not in row or "examples" in row)
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunLog]:
@@ -158,6 +176,14 @@ def differing(runs: Sequence[RunLog]) -> list[tuple[str, str]]:
     first = runs[0].settings
     pairs = [(run.name, settings.differences(run.settings, first)) for run in runs[1:]]
     return [(name, "; ".join(what)) for name, what in pairs if what]
+
+
+def left_out(runs: Sequence[RunLog]) -> list[str]:
+    """Return what is to be said of runs whose logs have lines that are no rows."""
+    lines = [
+        (run, "1 line of metrics.jsonl is" if run.odd == 1 else f"{run.odd} lines of metrics.jsonl are") for run in runs
+    ]
+    return [f"{run.name}: {what} damaged, and left out" for run, what in lines if run.odd]
 
 
 def means(points: Points, bins: int, low: float, high: float) -> Points:
@@ -211,7 +237,7 @@ def as_text(runs: Sequence[RunLog], width: int = WIDTH, now: float | None = None
         state = run.state(now)
         lines.append(f"{mark}{run.name}  step {run.step:,} of {run.steps:,}{f'  {state}' if state else ''}")
         lines.append("  ".join(_numbers(run)))
-    lines += [f"{name}: {what}" for name, what in differing(runs)]
+    lines += [f"{name}: {what}" for name, what in differing(runs)] + left_out(runs)
     lines = [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines if line]
     for title, part in _plots(runs):
         drawn = plot(title, part, steps, width)
@@ -243,7 +269,7 @@ def _numbers(run: RunLog) -> Iterator[str]:
     if run.validations:
         row = run.validations[-1]
         of = f"{len(row['examples'])} of {row['of']} examples, " if "of" in row else ""
-        score = f"{row['lddt_ca']:.3f}" if is_number(row["lddt_ca"]) else "-"
+        score = f"{row['lddt_ca']:.3f}" if is_number(row.get("lddt_ca")) else "-"
         yield f"held-out lDDT-Cα {score} ({of}step {row['step']:,})"
     if run.rows:
         yield f"{last['samples_per_second']:.3g} samples/s"

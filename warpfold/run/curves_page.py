@@ -13,7 +13,7 @@ from typing import Any
 
 from warpfold.errors import UserError
 from warpfold.files import write_atomically, writing
-from warpfold.run.curves import Points, RunLog, differing, is_number, means
+from warpfold.run.curves import Points, RunLog, differing, is_number, left_out, means
 
 TEMPLATE = Path(__file__).parent / "curves.html"
 OWN = '<meta name="generator" content="warpfold watch">'  # near the beginning of a page that may be replaced
@@ -75,7 +75,8 @@ def page(runs: Sequence[RunLog], every: float) -> str:
         differs="".join(
             f'<p class="differs">{html.escape(name)} differs from {html.escape(runs[0].name)}: {html.escape(what)}</p>'
             for name, what in differing(runs)
-        ),
+        )
+        + "".join(f'<p class="differs">{html.escape(line)}</p>' for line in left_out(runs)),
         charts="".join(_chart(title, curves, steps) for title, curves in drawn),
         curves=json.dumps(data).replace("<", "\\u003c"),
         footer=f"{', '.join(html.escape(str(run.path)) for run in runs)}; drawn {datetime.now():%Y-%m-%d %H:%M:%S}"

@@ -83,7 +83,7 @@ class Validation:
         self._earlier = Spending(**state.notes.get("seconds", {}))
         self._validating, self._round = 0.0, self._earlier.round
         if log.validation and log.validation["step"] == state.step:  # after its checkpoint was written
-            self._validating = log.validation.get("seconds", 0.0)
+            self._validating = log.validation.get("seconds") or 0.0
 
     @property
     def rounds(self) -> int:
