@@ -52,15 +52,15 @@ def aligned_errors(
     least; capped, as `clamp` at most.  No gradient reaches the truth.  In the dtype of frames, which should not be one
     of 16 bits: coordinates need more.
     """
-    offset = _offset(true_frames) - _offset(frames)
 
     def of_frames(rows: slice) -> tuple[Tensor, ...]:
         """Return the sums over the pairs of some frames."""
-        seen, true = frames[..., rows, :, :3], true_frames[..., rows, :, :3]
-        squares = offset.new_full((), softening**2)
+        seen, true = frames[..., rows, :, :], true_frames[..., rows, :, :]
+        # x - t and then R^T: R^T x - R^T t would lose the digits of both where the structure is far from the origin.
+        away, true_away = _from_origins(seen, points), _from_origins(true, true_points)
+        squares = away[0].new_full((), softening**2)
         for k in range(3):  # one axis of the local frames at a time: three times less memory than all together
-            apart = _project(offset[..., rows, k, None], seen[..., k], points, 1)
-            squares = squares + _project(apart, true[..., k], true_points, -1).square()
+            squares = squares + (_along(seen[..., k], away) - _along(true[..., k], true_away)).square()
         distance = squares.clamp(min=LEAST**2).sqrt()
         weight = point_mask[..., None, :]
         if pair_mask is not None:
@@ -68,21 +68,22 @@ def aligned_errors(
         each = [((x * weight).sum(-1) * frame_mask[..., rows]).sum(-1) for x in (distance.clamp(max=clamp), distance)]
         return tuple(each)
 
-    pairs = math.prod(offset.shape[:-2]) * points.shape[-2]
-    blocks = in_blocks(of_frames, offset.shape[-2], pairs)
+    pairs = math.prod(frames.shape[:-3]) * points.shape[-2]
+    blocks = in_blocks(of_frames, frames.shape[-3], pairs)
     return torch.stack([torch.stack(sums).sum(0) for sums in zip(*blocks)], -1)
 
 
-def _offset(frames: Tensor) -> Tensor:
-    """Return R^T t [*, f, 3]: what inverting a frame subtracts once the point is rotated."""
-    return (frames[..., :3] * frames[..., 3:]).sum(-2)
+def _from_origins(frames: Tensor, points: Tensor) -> list[Tensor]:
+    """Return points as seen from the origins of frames, not turned: x, y and z, each [*, f, p]."""
+    return [points[..., None, :, c] - frames[..., c, 3, None] for c in range(3)]
 
 
-def _project(start: Tensor, axis: Tensor, points: Tensor, sign: int) -> Tensor:
-    """Return start + sign (axis x) [*, f, p]: points on one axis [*, f, 3] of frames.
+def _along(axis: Tensor, away: list[Tensor]) -> Tensor:
+    """Return vectors, given as x, y and z [*, f, p], on one axis [*, f, 3] of each frame.
 
     In plain products and sums, for a GPU may compute a matmul in TF32, which is not enough for coordinates.
     """
-    for c in range(3):
-        start = torch.addcmul(start, axis[..., c, None], points[..., None, :, c], value=sign)
-    return start
+    product = axis[..., 0, None] * away[0]
+    for c in (1, 2):
+        product = torch.addcmul(product, axis[..., c, None], away[c])
+    return product

@@ -1,6 +1,8 @@
 """aligned_errors on a CPU: some frames at a time, so that their distances to all points stay in cache.
 
-A distance along an axis of a frame is one product, of [R^T, -R^T t, -R'^T, R'^T t'] by [x, 1, x', 1].
+A distance along an axis of a frame is one product, of [R^T, -R^T (t - o), -R'^T, R'^T (t' - o')] by
+[x - o, 1, x' - o', 1].  The origins o and o' are those of a frame nearby, in the middle of a group of frames that
+follow one another: the product then subtracts little, and loses few digits, wherever the structures lie.
 """
 
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from warpfold.ops.dispatch import alike
 from warpfold.ops.tensors import accumulation_dtype
 
 PAIRS = 2**16  # of frames and points at a time
+GROUP = 8  # frames with one origin: those of a residue, or the backbones of some residues
 
 
 def aligned_errors(
@@ -28,15 +31,18 @@ def aligned_errors(
 ) -> Tensor:
     """Compute warpfold::aligned_errors."""
     dtype, acc = frames.dtype, accumulation_dtype(frames)
-    frames, points, true_frames, true_points = (x.to(acc) for x in (frames, points, true_frames, true_points))
+    given = frames, points, true_frames, true_points, frame_mask, point_mask
+    frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in given)
     sums = frames.new_zeros(*frames.shape[:-3], 2)
     for total, some, x in zip(sums.view(-1, 2), *_each(frames, points)):
-        axes, columns = _operands(some, x, true_frames, true_points)
-        for rows in alike(_blocks(len(some), len(x))):
-            distance = _distances(axes[rows], columns, softening)[1]
-            weight = _weight(frame_mask[rows], point_mask, pair_mask, rows)
-            total[1] += (distance * weight).sum()
-            total[0] += distance.clamp_(max=clamp).mul_(weight).sum()
+        axes, columns, origins = _operands(some, x, true_frames, true_points)
+        for groups, rows in alike(_blocks(len(some), len(x))):
+            products = axes[groups] @ (columns - origins[groups])
+            distance = _squares(_of_frames(products, rows), softening).clamp_(min=LEAST**2).sqrt_()
+            if pair_mask is not None:
+                distance *= pair_mask[rows]
+            total[1] += frame_mask[rows] @ (distance @ point_mask)
+            total[0] += frame_mask[rows] @ (distance.clamp_(max=clamp) @ point_mask)
     return sums.to(dtype)
 
 
@@ -54,30 +60,59 @@ def aligned_errors_backward(
 ) -> tuple[Tensor, Tensor]:
     """Compute warpfold::aligned_errors_backward."""
     dtype, acc = frames.dtype, accumulation_dtype(frames)
-    frames, points, true_frames, true_points = (x.to(acc) for x in (frames, points, true_frames, true_points))
+    given = frames, points, true_frames, true_points, frame_mask, point_mask
+    frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in given)
     dframes, dpoints = frames.new_zeros(frames.shape), points.new_zeros(points.shape)
     gradients = _each(dframes, dpoints)
     for (capped, whole), some, x, dsome, dx in zip(grad.reshape(-1, 2).to(acc), *_each(frames, points), *gradients):
-        axes, columns = _operands(some, x, true_frames, true_points)
-        for rows in alike(_blocks(len(some), len(x))):
-            apart, distance = _distances(axes[rows], columns, softening)
-            slope = torch.where(distance <= clamp, capped + whole, whole)
-            slope *= _weight(frame_mask[rows], point_mask, pair_mask, rows)
-            slope = (slope / distance).masked_fill_(distance <= LEAST, 0)
-            apart *= slope[:, None]  # the gradient of each coordinate, [frames, 3, p]
-            dx += (axes[rows, :, :3].flatten(0, 1).T @ apart.flatten(0, 1)).T
-            daxes = apart @ columns[:4].T  # of [R^T, -R^T t]
-            rotation, translation, dstart = some[rows, :, :3], some[rows, :, 3], daxes[..., 3]
-            dsome[rows, :, :3] = daxes[..., :3].mT - translation[..., None] * dstart[:, None, :]
-            dsome[rows, :, 3] = -(rotation * dstart[:, None, :]).sum(-1)
+        axes, columns, origins = _operands(some, x, true_frames, true_points)
+        moved = some[:, :, 3] - origins[:, :3, 0].repeat_interleave(GROUP, 0)[: len(some)]
+        inverse = some[:, :, :3].mT * frame_mask[:, None, None]
+        for groups, rows in alike(_blocks(len(some), len(x))):
+            seen = columns - origins[groups]
+            products = axes[groups] @ seen
+            apart = _of_frames(products, rows)
+            squares = _squares(apart, softening)
+            distance = squares.clamp(min=LEAST**2).sqrt_()
+            # Comparisons in place give 0 and 1 as numbers, faster than torch.where.
+            slope = distance.clone().le_(clamp).mul_(capped).add_(whole).div_(distance)
+            slope *= squares.ge_(LEAST**2)  # of squares: a root of LEAST**2 may be rounded to more than LEAST
+            if pair_mask is not None:
+                slope *= pair_mask[rows]
+            apart *= slope[:, None]  # the gradient of each coordinate but for the two masks, [frames, 3, p]
+            dx += (inverse[rows].flatten(0, 1).T @ apart.flatten(0, 1)).T
+            daxes = _of_frames(products @ (seen[:, :4] * point_mask).mT, rows)  # of [R^T, -R^T (t - o)]
+            dstart = daxes[..., 3]
+            dsome[rows, :, :3] = daxes[..., :3].mT - moved[rows, :, None] * dstart[:, None, :]
+            dsome[rows, :, 3] = -(some[rows, :, :3] * dstart[:, None, :]).sum(-1)
+        dsome *= frame_mask[:, None, None]
+        dx *= point_mask[:, None]
     return dframes.to(dtype), dpoints.to(dtype)
 
 
-def _operands(frames: Tensor, points: Tensor, true_frames: Tensor, true_points: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the operands of the product, [f, 3 axes, 8] and [8, p]."""
-    inverse, true = (torch.cat([r.mT, -(r * t).sum(-2)[..., None]], -1) for r, t in map(_split, (frames, true_frames)))
-    ones = points.new_ones(1, len(points))
-    return torch.cat([inverse, -true], -1), torch.cat([points.T, ones, true_points.T, ones])
+def _operands(
+    frames: Tensor, points: Tensor, true_frames: Tensor, true_points: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the product's operands, and what each group of frames subtracts from the second, [o, 0, o', 0].
+
+    [groups, GROUP x 3 axes, 8] (zeros beyond the last frame), [8, p], [groups, 8, 1].
+    """
+    last = len(frames) - 1
+    middle = torch.arange(GROUP // 2, last + 1 + GROUP // 2, GROUP, device=frames.device).clamp(max=last)
+    ones, none = points.new_ones(1, len(points)), points.new_zeros(len(middle), 1)
+    axes, origins = [], []
+    for some, sign in ((frames, 1), (true_frames, -1)):
+        inverse, translation = some[..., :3].mT, some[..., 3]
+        origin = translation[middle]
+        moved = translation - origin.repeat_interleave(GROUP, 0)[: last + 1]
+        axes += [sign * inverse, -sign * (inverse * moved[:, None]).sum(-1, keepdim=True)]
+        origins += [origin, none]
+    every = torch.nn.functional.pad(torch.cat(axes, -1), (0, 0, 0, 0, 0, len(middle) * GROUP - last - 1))
+    return (
+        every.view(len(middle), GROUP * 3, 8),
+        torch.cat([points.T, ones, true_points.T, ones]),
+        torch.cat(origins, -1)[..., None],
+    )
 
 
 def _each(frames: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,24 +120,19 @@ def _each(frames: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
     return frames.reshape(-1, *frames.shape[-3:]), points.reshape(-1, *points.shape[-2:])
 
 
-def _split(frames: Tensor) -> tuple[Tensor, Tensor]:
-    return frames[..., :3], frames[..., 3:]
+def _blocks(frames: int, points: int) -> Iterator[tuple[slice, slice]]:
+    """Return the groups of each block, and their frames."""
+    size = max(PAIRS // (points * GROUP), 1)
+    for start in range(0, -(-frames // GROUP), size):
+        yield slice(start, start + size), slice(start * GROUP, min((start + size) * GROUP, frames))
 
 
-def _blocks(frames: int, points: int) -> Iterator[slice]:
-    """Return the frames of each block."""
-    size = max(PAIRS // points, 1)
-    return (slice(start, start + size) for start in range(0, frames, size))
+def _of_frames(products: Tensor, rows: slice) -> Tensor:
+    """Return a view of products [groups, GROUP x 3, n] as those of frames, [frames, 3, n]."""
+    return products.view(-1, 3, products.shape[-1])[: rows.stop - rows.start]
 
 
-def _distances(axes: Tensor, columns: Tensor, softening: float) -> tuple[Tensor, Tensor]:
-    """Return how far points are off along each axis [frames, 3, p], and their distances [frames, p]."""
-    apart = (axes.flatten(0, 1) @ columns).unflatten(0, (-1, 3))
+def _squares(apart: Tensor, softening: float) -> Tensor:
+    """Return the squared distances [frames, p] of points that are so far off along each axis, [frames, 3, p]."""
     x, y, z = apart.unbind(1)
-    squares = (x * x).add_(softening**2).addcmul_(y, y).addcmul_(z, z)
-    return apart, squares.clamp_(min=LEAST**2).sqrt_()
-
-
-def _weight(frame_mask: Tensor, point_mask: Tensor, pair_mask: Tensor | None, rows: slice) -> Tensor:
-    weight = frame_mask[:, None] * point_mask
-    return weight if pair_mask is None else weight * pair_mask[rows]
+    return (x * x).add_(softening**2).addcmul_(y, y).addcmul_(z, z)

@@ -68,9 +68,9 @@ def _weights(
 
 
 @triton.jit
-def _distance(a: tl.tensor, b: tl.tensor, c: tl.tensor, added: tl.tensor, least: tl.tensor) -> tl.tensor:
-    """Return the softened length of vectors."""
-    return tl.sqrt(tl.maximum(a * a + b * b + c * c + added, least))
+def _squares(a: tl.tensor, b: tl.tensor, c: tl.tensor, added: tl.tensor) -> tl.tensor:
+    """Return the squares of the softened lengths of vectors."""
+    return a * a + b * b + c * c + added
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def aligned_errors_kernel(
     a = _apart(rotation, y, true_rotation, z, 0)
     b = _apart(rotation, y, true_rotation, z, 1)
     c = _apart(rotation, y, true_rotation, z, 2)
-    distance = _distance(a, b, c, added, least)
+    distance = tl.sqrt(tl.maximum(_squares(a, b, c, added), least))
     weight = _weights(frame_mask, point_mask, pair_mask, f, p, F, P)
     tile = (leading * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
     tl.store(sums + tile * 2, tl.sum(tl.minimum(distance, clamp) * weight))
@@ -110,11 +110,12 @@ def aligned_errors_kernel(
 
 
 @triton.jit
-def _slope(distance: tl.tensor, weight: tl.tensor, grad: tl.tensor, clamp: tl.tensor, least: tl.tensor) -> tl.tensor:
+def _slope(squares: tl.tensor, weight: tl.tensor, grad: tl.tensor, clamp: tl.tensor, least: tl.tensor) -> tl.tensor:
     """Return what the coordinates of a pair are multiplied by in its gradient; grad: of the two sums."""
     capped, whole = tl.load(grad).to(tl.float32), tl.load(grad + 1).to(tl.float32)
+    distance = tl.sqrt(tl.maximum(squares, least))
     slope = weight * (tl.where(distance <= clamp, capped, 0.0) + whole) / distance
-    return tl.where(distance * distance <= least, 0.0, slope)
+    return tl.where(squares < least, 0.0, slope)  # not by the distance: a root of `least` may be rounded up
 
 
 @triton.jit
@@ -152,7 +153,7 @@ def aligned_errors_frames_kernel(
         b = _apart(rotation, y, true_rotation, z, 1)
         c = _apart(rotation, y, true_rotation, z, 2)
         weight = _weights(frame_mask, point_mask, pair_mask, f, p, F, P)
-        slope = _slope(_distance(a, b, c, added, least), weight, grad + leading * 2, clamp, least)
+        slope = _slope(_squares(a, b, c, added), weight, grad + leading * 2, clamp, least)
         a, b, c = a * slope, b * slope, c * slope
         s0, s1, s2 = s0 + tl.sum(a, 1), s1 + tl.sum(b, 1), s2 + tl.sum(c, 1)
         r0, r1, r2 = r0 + tl.sum(a * y[0], 1), r1 + tl.sum(b * y[0], 1), r2 + tl.sum(c * y[0], 1)
@@ -207,7 +208,7 @@ def aligned_errors_points_kernel(
         b = _apart(r, y, true_rotation, z, 1)
         c = _apart(r, y, true_rotation, z, 2)
         weight = _weights(frame_mask, point_mask, pair_mask, f, p, F, P)
-        slope = _slope(_distance(a, b, c, added, least), weight, grad + leading * 2, clamp, least)
+        slope = _slope(_squares(a, b, c, added), weight, grad + leading * 2, clamp, least)
         a, b, c = a * slope, b * slope, c * slope
         d0 += tl.sum(r[0][:, None] * a + r[1][:, None] * b + r[2][:, None] * c, 0)
         d1 += tl.sum(r[3][:, None] * a + r[4][:, None] * b + r[5][:, None] * c, 0)

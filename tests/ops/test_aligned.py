@@ -1,0 +1,78 @@
+"""aligned_errors keeps its digits wherever the structures lie, and has no gradient where a point is right."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from warpfold.ops.aligned import LEAST, aligned_errors
+from warpfold.tune.checks import answer
+
+EPS = torch.finfo(torch.float32).eps
+WAYS = pytest.mark.parametrize("way", [aligned_errors.definition, aligned_errors.fast], ids=["definition", "cpu"])
+AWAY = torch.tensor([300.0, -280.0, 310.0])  # angstrom: where a crystal's coordinates may well be
+FRAMES, POINTS = 37, 90
+
+
+def structures(generator: torch.Generator) -> list[Tensor]:
+    """Frames and points of a prediction, half an angstrom off its truth; on a grid, so that AWAY is added exactly."""
+    rotation = torch.linalg.qr(torch.randn(FRAMES, 3, 3, generator=generator))[0]
+    places, truth = (15 * torch.randn(n, 3, generator=generator) for n in (FRAMES, POINTS))
+    off = [x + 0.5 * torch.randn(x.shape, generator=generator) for x in (places, truth)]
+    places, truth, near, points = ((x * 512).round() / 512 for x in (places, truth, *off))
+    return [torch.cat([rotation, near[..., None]], -1), points, torch.cat([rotation, places[..., None]], -1), truth]
+
+
+def moved(structure: list[Tensor]) -> list[Tensor]:
+    frames, points = structure
+    return [torch.cat([frames[..., :3], frames[..., 3:] + AWAY[:, None]], -1), points + AWAY]
+
+
+def found(way: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
+    """The two sums, and the gradients of frames and points."""
+    ones = [torch.ones(n, dtype=given[0].dtype) for n in (FRAMES, POINTS)]
+    ours = [x.clone().requires_grad_() for x in given[:2]]
+    return answer(lambda *x: way(*x, None, 10.0, 0.01), [*ours, *given[2:], *ones], torch.tensor([0.7, 0.3]).to(ones[0]))
+
+
+def same_anywhere(way: Callable[..., Tensor]) -> bool:
+    """Whether not one bit changes where the truth, or the prediction, lies 300 angstrom away."""
+    given = structures(torch.Generator().manual_seed(0))
+    here = found(way, given)
+    there = found(way, given[:2] + moved(given[2:])), found(way, moved(given[:2]) + given[2:])
+    return all(torch.equal(a, b) for one in there for a, b in zip(here, one, strict=True))
+
+
+@WAYS
+def test_far_from_the_origin_nothing_changes(way: Callable[..., Tensor]) -> None:
+    assert same_anywhere(way)
+
+
+@WAYS
+def test_gradients_far_from_the_origin_are_those_of_fp64(way: Callable[..., Tensor]) -> None:
+    """Each pair's direction may be off by some rounding of what is subtracted, |x - t|, over its distance."""
+    given = structures(torch.Generator().manual_seed(1))
+    given = given[:2] + [x + 0.1 for x in moved(given[2:])]  # off the grid
+    exact = [x.double() for x in given]
+    ours, truth = found(way, given)[2], found(aligned_errors.definition, exact)[2]
+    local = [(x[None] - f[:, None, :, 3]) @ f[..., :3] for f, x in (exact[:2], exact[2:])]
+    off = (local[0] - local[1]).norm(dim=-1)
+    rounding = 8 * EPS * (local[0].norm(dim=-1) / off).square().sum(0).sqrt()  # 8 roundings a pair, not all one way
+    assert ((ours - truth).norm(dim=-1) <= rounding).all()
+
+
+def right() -> tuple[list[Tensor], Tensor]:
+    """Operands of points nearer to their places than what a distance counts as at least, and a gradient."""
+    generator = torch.Generator().manual_seed(2)
+    frames, x = torch.eye(3, 4).expand(3, 3, 4).contiguous(), torch.randn(40, 3, generator=generator)
+    points = (x + LEAST / 100).requires_grad_()
+    return [frames, points, frames, x, torch.ones(3), torch.ones(40)], torch.ones(2)
+
+
+@WAYS
+def test_a_point_that_is_right_has_no_gradient(way: Callable[..., Tensor]) -> None:
+    given, grad = right()
+    sums, of_points = answer(lambda *x: way(*x, None, 10.0, 0.0), given, grad)
+    torch.testing.assert_close(sums, torch.full((2,), 120 * LEAST))
+    assert not of_points.any()
