@@ -106,6 +106,41 @@ def judged(batch, predicted) -> tuple[Tensor, dict[str, Tensor], dict[str, Tenso
     return loss.detach(), terms, dict(zip(leaves, gradients))
 
 
+@pytest.mark.parametrize("what", ["truth", "prediction"])
+def test_in_fp32_nothing_is_lost_300_angstrom_from_the_origin(generator, what):
+    """Coordinates lie on a grid, so that moving them is exact: what differs is what a loss itself loses."""
+    batch, predicted = complex_of(generator, missing=0.0)
+    batch = {name: x.float() if x.is_floating_point() else x for name, x in batch.items()}
+    output = output_of(batch["aatype"], {name: x.float() for name, x in predicted.items()})
+    structure = vars(output.structure)
+    away = torch.tensor([300.0, -280.0, 310.0])
+
+    def on_grid(x: Tensor, mask: Tensor | None, moved: bool) -> Tensor:
+        there = (512 * x).round() / 512 + away * moved
+        return there if mask is None else there * mask[..., None]
+
+    def judged_at(moved: str | None) -> list[Tensor]:
+        truth = on_grid(batch["copy_atom_positions"], batch["copy_atom_mask"], moved == "truth")
+        ours = [
+            on_grid(x, mask, moved == "prediction").requires_grad_()
+            for x, mask in (
+                (structure["frames"].translation, None),
+                (structure["sidechain_frames"].translation, None),
+                (structure["final_atom14"], batch["atom14_atom_exists"]),
+                (structure["final_atom37"], batch["atom37_atom_exists"]),
+            )
+        ]
+        names = ("frames", "sidechain_frames")
+        frames = {name: Rigid(structure[name].rotation, at) for name, at in zip(names, ours)}
+        there = SimpleNamespace(**structure | frames | dict(zip(("final_atom14", "final_atom37"), ours[2:])))
+        whole = SimpleNamespace(**vars(output) | {"structure": there})
+        loss, terms = total_loss(whole, batch | {"copy_atom_positions": truth}, EVERYTHING)
+        return [loss.detach(), *terms.values(), *torch.autograd.grad(loss, ours)]
+
+    for here, there in zip(judged_at(None), judged_at(what), strict=True):
+        torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-6 * float(here.abs().max()))
+
+
 def test_the_loss_does_not_change_when_copies_are_renumbered_or_the_truth_moves(generator):
     batch, predicted = complex_of(generator)
     found = judged(batch, predicted)

@@ -33,7 +33,9 @@ def found(way: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
     """The two sums, and the gradients of frames and points."""
     ones = [torch.ones(n, dtype=given[0].dtype) for n in (FRAMES, POINTS)]
     ours = [x.clone().requires_grad_() for x in given[:2]]
-    return answer(lambda *x: way(*x, None, 10.0, 0.01), [*ours, *given[2:], *ones], torch.tensor([0.7, 0.3]).to(ones[0]))
+    return answer(
+        lambda *x: way(*x, None, 10.0, 0.01), [*ours, *given[2:], *ones], torch.tensor([0.7, 0.3]).to(ones[0])
+    )
 
 
 def same_anywhere(way: Callable[..., Tensor]) -> bool:

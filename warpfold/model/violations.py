@@ -247,6 +247,9 @@ def center_of_mass_loss(ca: Tensor, true_ca: Tensor, mask: Tensor, asym_id: Tens
 
     ca, true_ca [N, 3] angstrom, mask [N], asym_id [N].  A mean over the pairs of chains, of squared errors in units of
     20 angstrom; 0 for a single chain.  A chain lies where its resolved Ca are on average.
+
+    The paper pushes different chains apart, so a chain and itself are no pair: K chains have K (K - 1).  DeepMind did
+    not publish the code; Uni-Fold and OpenFold divide by K^2, which makes the term of a dimer half as large.
     """
     # Every residue speaks for its chain, and the first of a chain counts: how many there are, the host need not know.
     same = asym_id[:, None] == asym_id
