@@ -21,6 +21,7 @@ from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights import save_params
 from warpfold.run import relax_files
+from warpfold.run.fold_input import query_of
 from warpfold.run.params import read_params
 from warpfold.run.predict import PredictOptions, predict
 from warpfold.run.predict_templates import TemplateSources, files_of_chains
@@ -236,6 +237,14 @@ def test_rows_that_serve_pairing_alone_are_in_no_alignment_of_one_chain(tmp_path
     pair, other = "W" * len(ONE), "G" * len(ONE)
     assert rows(uniprot_hits=pair, uniref90_hits=other) == [other]
     assert rows(uniprot_hits=pair) == [pair]  # better than nothing
+
+
+def test_files_that_python_gives_and_nothing_uses_are_said(tmp_path: Path) -> None:
+    (tmp_path / "h.a3m").write_text(PAIRED)
+    (tmp_path / "other.a3m").write_text(">q\nMKV\n")
+    for sequence, given in ((ONE, tmp_path), ([ONE, TWO], tmp_path), ([ONE, TWO], [tmp_path, PARTNER.split()[3:4]])):
+        said = query_of(sequence, given, "query").warnings
+        assert sum("of none of the sequences, left out" in one and "other.a3m" in one for one in said) == 1
 
 
 def test_what_is_said_of_several_queries_is_said_once(

@@ -63,7 +63,7 @@ def query_of(sequence: Sequences, alignment: Alignments, name: str, fetch: Fetch
     files = None
     if _is_path(alignment) or _is_paths(alignment):
         files = read_chain_alignments(paths("alignment", alignment), chains.values(), name)
-    cut = files.notes if files else []
+    cut = [*files.notes, *of_none(files.unused)] if files else []
     found = () if files else _of_chains(chains, alignment, name, cut)
     given = Complex(name, tuple(chains), tuple(chains.values()), found)
     if fetch is not None and (without := lacking_of(given, files)):

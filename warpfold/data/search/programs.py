@@ -76,8 +76,8 @@ class MMseqs2(Engine):
 
 @dataclass(frozen=True)
 class HHblits(Engine):
-    """hhblits as AlphaFold2 calls it for BFD and UniRef30 (Supp. 1.2.2; the command that it logs): -n 3 -e 1e-3
-    -maxseq 1e6 -realign_max 1e5 -maxfilt 1e5 -min_prefilter_hits 1000.
+    """hhblits with the settings that AlphaFold2 logs (Supp. 1.2.2): -n 3 -e 1e-3 -maxseq 1e6 -realign_max 1e5
+    -maxfilt 1e5 -min_prefilter_hits 1000.  It searches BFD and UniRef30 in one run; here each has a run of its own.
     """
 
     iterations: int = 3
