@@ -78,7 +78,9 @@ def test_pairs_of_a_complex_span_its_chains_and_other_rows_their_own() -> None:
     assert found.rows.max(1).tolist() == [101, 1 + round(100 * (9 + 7 + 9) / 29), 51]
 
 
-def test_what_is_said_of_rows_is_read_from_the_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_said_of_rows_is_read_from_the_features(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """An invariant: rows that are lost on the way from the input to the model are counted nowhere, and it is said."""
     heads = replace(tiny_config().heads, msa_classes=22)
     save_params(tmp_path / "one.safetensors", tiny_model())
@@ -105,3 +107,4 @@ def test_what_is_said_of_rows_is_read_from_the_features(tmp_path: Path, monkeypa
             assert set(folded.details.get("chain_depths", {"A": kept}).values()) == {kept}
             warned = [one for one in folded.details.get("warnings", ()) if "reached the model" in one]
             assert len(warned) == (kept == 1)
+    assert len(caplog.records) == 2  # on the terminal, too

@@ -185,6 +185,7 @@ def depths_of(prepared: Prepared) -> dict[str, Any]:
     if lost:
         of = f" for {listed(lost)}" if len(assembly.chains) > 1 else ""
         found["warnings"] = [f"no row of the alignment{of} reached the model: folded by the sequence alone"]
+        log.warning("%s: %s", assembly.name, *found["warnings"])
     return found
 
 
