@@ -60,6 +60,27 @@ def test_groups_are_the_lines_of_the_grid(sizes: tuple[int, int, int]) -> None:
         }
 
 
+def test_every_group_has_had_its_first_collective_in_one_order() -> None:
+    """Before a backward pass, in which NCCL would make a communicator beside other groups' collectives in flight."""
+
+    def on_a_rank() -> list[tuple[int, ...]]:
+        called, all_reduce = list[dist.ProcessGroup](), dist.all_reduce
+
+        def spy(x: torch.Tensor, group: dist.ProcessGroup) -> None:
+            called.append(group)
+            all_reduce(x, group=group)
+
+        dist.all_reduce = spy
+        mesh = make_mesh(2, 2, 2)
+        handles = [getattr(mesh, name).handle for name in GROUPS]
+        assert {id(one) for one in handles} == {id(one) for one in called}
+        return [tuple(dist.get_process_group_ranks(group)) for group in called]
+
+    lines = run_ranks(on_a_rank, 8)
+    assert [len(ranks) for ranks in lines[0]] == [8, 2, 4, 2, 2]
+    assert all([len(ranks) for ranks in line] == [8, 2, 4, 2, 2] for line in lines)
+
+
 def sockets() -> int:
     """Open connections of this process."""
     links = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))

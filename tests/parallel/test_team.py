@@ -498,6 +498,19 @@ def test_the_next_attempt_meets_in_the_same_store(crew: Crew) -> None:
     assert crew.run(lambda team: team.all_gather_object(0, "a step"), Plan(data=2)) == ([FINE, FINE], ["", ""])
 
 
+def test_a_process_group_is_bound_to_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = Mock()
+    monkeypatch.setattr(module.dist, "init_process_group", began)
+    monkeypatch.setattr(module.dist, "TCPStore", lambda *_, **__: dist.HashStore())
+    monkeypatch.setattr(module, "agree_on_name", lambda *_: "name")
+    monkeypatch.setattr(torch.cuda, "set_device", Mock())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    process = ProcessInfo(0, 2, 0, 2, "127.0.0.1")
+    for device, bound in (("cuda", torch.device("cuda:3")), ("cpu", None)):
+        module._initialise(process, Plan(data=2), torch.device(device))
+        assert began.call_args.kwargs == {"device_id": bound}
+
+
 def test_a_grid_that_is_not_filled_is_refused_before_anyone_is_met() -> None:
     with pytest.raises(UserError, match=r"data 2 x axial 2 x branch 1 needs 4 processes, there are 3; start it with"):
         distributed_context(ProcessInfo(ranks=3, address="nowhere"), Plan(data=2, axial=2)).__enter__()

@@ -75,6 +75,7 @@ def make_mesh(data: int = 1, axial: int = 1, branch: int = 1, limit: float = TIM
     set_timeouts(world.handle, limit)
     if world.size == 1:
         world = replace(world, handle=None)
+    connect(world)
     lines: Mapping[str, tuple[bool, bool, bool]] = {  # which coordinates vary within the group
         "data": (True, False, False),
         "model": (False, True, True),
@@ -112,7 +113,24 @@ def split(name: str, members: Sequence[Sequence[int]], limit: float) -> Group:
             handles = [dist.new_group(list(ranks), timeout=timedelta(seconds=limit)) for ranks in members]
         handle = handles[[*members].index(own)]
         set_timeouts(handle, limit)
-    return Group(name, list(own).index(rank), len(own), tuple(own), handle)
+    group = Group(name, list(own).index(rank), len(own), tuple(own), handle)
+    connect(group)
+    return group
+
+
+def connect(group: Group) -> None:
+    """Call a group's first collective, on which NCCL makes its communicator, when all ranks are known to come.
+
+    Else the first would fall into a backward pass, beside collectives of other groups whose order differs from rank to
+    rank: NCCL may wait there for ever.  One process, or a group of one, does nothing.
+    """
+    for device in () if group.handle is None else group.handle._device_types:
+        serves = group.handle._get_backend(device).name()
+        if device.type == "cpu" or serves == "nccl":  # gloo and the fake one connect all devices at once
+            with waiting(f"connecting the {group.name} ranks"):
+                dist.all_reduce(torch.zeros(1, device=device), group=group.handle)
+                if serves == "nccl":
+                    torch.cuda.synchronize()
 
 
 def set_timeouts(handle: dist.ProcessGroup | None, limit: float) -> None:

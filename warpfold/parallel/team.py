@@ -334,10 +334,10 @@ def distributed_context(
 def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> tuple[dist.Store, dist.Store]:
     """Initialise torch.distributed, NCCL for GPUs and gloo for CPUs; return stores for beats and for notes."""
     limit = timedelta(seconds=plan.time_limit)
-    backend = "gloo"
+    backend, own_gpu = "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = "cpu:gloo,cuda:nccl"
+        backend, own_gpu = "cpu:gloo,cuda:nccl", torch.device("cuda", torch.cuda.current_device())
     allow_connections(process.ranks)
     keeps = process.rank == 0 and not process.agent_keeps_store
     where = f"{process.address}:{process.port}"
@@ -350,7 +350,8 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> tuple
         store = dist.PrefixStore(f"warpfold-{name}", shared)
         if not process.is_spare:
             with waiting(f"joining the {process.ranks} processes"):
-                dist.init_process_group(backend, None, limit, process.ranks, process.rank, store)
+                # With its GPU, NCCL connects now, and groups that are made later are split from this one.
+                dist.init_process_group(backend, None, limit, process.ranks, process.rank, store, device_id=own_gpu)
         with waiting(f"reaching the store at {where} again"):
             own = dist.TCPStore(process.address, process.port, None, False, limit)  # a client of its own for its thread
     except RuntimeError as error:
