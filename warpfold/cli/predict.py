@@ -102,10 +102,20 @@ MaxRecycles = Annotated[
     decides("LENGTH:RECYCLES, such as 1500:3: at most so many passes after the first where there are more residues."),
 ]
 Ensemble = Annotated[int | None, decides("Samples of the alignment that each pass averages over.", min=1)]
+Dropout = Annotated[
+    bool,
+    decides(
+        "Drop parts of the trunk's updates as in training, drawn by the seed: seeds then differ more.", "--dropout"
+    ),
+]
 MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)]
 MaxExtra = Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)]
 Representations = Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")]
 Distogram = Annotated[bool, writes("Keep contacts in the .npz, and the distogram in a .npy.", "--distogram")]
+SaveRecycles = Annotated[
+    bool,
+    writes("Write the structures of the passes before the last too: NAME_recycle_0.cif and so on.", "--save-recycles"),
+]
 Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits and is fast.", min=0)]
 Offloaded = Annotated[
     bool | None,
@@ -134,6 +144,9 @@ TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations
     epilog="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
     "A complex, a FASTA record for each chain:  warpfold predict dimer.fasta --msa msas/ "
     "--params params_model_*_multimer_v3.npz --seeds 2 --out folded\n\n"
+    "Many different structures of one protein:  warpfold predict q.a3m --params params.npz --seeds 50 --dropout "
+    "--out folded\n\n"
+    "What each pass found:  warpfold predict q.a3m --params params.npz --recycles 12 --save-recycles --out folded\n\n"
     "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded\n\n"
     "Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.",
 )
@@ -155,10 +168,12 @@ def predict(
     recycle_tolerance: Tolerance = None,
     max_recycles: MaxRecycles = None,
     ensemble: Ensemble = None,
+    dropout: Dropout = False,
     max_msa: MaxMsa = None,
     max_extra: MaxExtra = None,
     representations: Representations = False,
     distogram: Distogram = False,
+    save_recycles: SaveRecycles = False,
     keep: Keep = None,
     msa_cache: MsaCache = None,
     device: Device = None,

@@ -1,6 +1,6 @@
 """AlphaFold2 and AlphaFold-Multimer: Algorithm 2, with recycling (Algorithms 30 to 32) and ensembling."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -189,24 +189,36 @@ class AlphaFold(Executable):
         folded = self.fold(batch, recycles)
         return replace(self.output(folded.representations, folded.structure), recycles=folded.recycles)
 
-    def fold(self, batch: Batch, recycles: int | None = None) -> LastPass:
+    def fold(
+        self, batch: Batch, recycles: int | None = None, watch: Callable[[Recycled, Tensor], object] | None = None
+    ) -> LastPass:
         """Run all passes, as `forward` does, but no head: their logits are the largest tensors of all.
 
         The batch may be in host memory, and narrower than its table says: each pass moves what it sees.
+        watch: as of `recycle`.
         """
-        recycled, done = self.recycle(batch, recycles)
+        recycled, done = self.recycle(batch, recycles, watch)
         representations, structure = self.one_pass(self.inputs_of_pass(batch, done, recycled))
         return LastPass(representations, structure, done)
 
-    def recycle(self, batch: Batch, recycles: int | None = None) -> tuple[Recycled, int]:
-        """Run the passes before the last; return what they hand to it, and how many they were."""
+    def recycle(
+        self, batch: Batch, recycles: int | None = None, watch: Callable[[Recycled, Tensor], object] | None = None
+    ) -> tuple[Recycled, int]:
+        """Run the passes before the last; return what they hand to it, and how many they were.
+
+        watch: given after each what it hands on, which the next may write over, and the structure module's activations
+        [*, r, c], from which pLDDT follows.
+        """
         recycles = self.config.recycles if recycles is None else recycles
         self._check_passes(batch, (recycles + 1) * self.config.ensemble)
         recycled, done, settled = self._nothing_recycled(batch), 0, False
         while done < recycles and not settled:
             with torch.no_grad():
                 found = self.execution.call(self, self._early_pass, self.inputs_of_pass(batch, done, recycled))
-            before, recycled = recycled.positions, Recycled(**found)
+            activations, before = found.pop("activations"), recycled.positions
+            recycled = Recycled(**found)
+            if watch is not None:
+                watch(recycled, activations)
             done, settled = done + 1, self._settled(before, recycled.positions, batch["seq_mask"].to(self.device))
         return recycled, done
 
@@ -231,7 +243,8 @@ class AlphaFold(Executable):
     def _early_pass(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run a pass before the last."""
         representations, structure = self.one_pass(inputs)
-        return vars(Recycled(representations.msa_first_row, representations.pair, structure.final_atom37))
+        recycled = Recycled(representations.msa_first_row, representations.pair, structure.final_atom37)
+        return {**vars(recycled), "activations": structure.single}
 
     def one_pass(self, inputs: Mapping[str, Tensor]) -> tuple[Representations, StructureOutput]:
         """Run a pass: the trunk, averaged over the ensemble, and the structure module (Algorithms 30 and 31).

@@ -83,7 +83,8 @@ def fold_many(
             results[name] = FoldResult(name, error=str(error))
     model, total = predictor.as_params, len(given)
     items = [FoldItem(model, query, numbers["seed"]) for query in asked]
-    alone = predictor.team.process.ranks > 1 or predictor.recycling.ends_early
+    alone = predictor.team.process.ranks > 1 or predictor.recycling.ends_early or predictor.dropout
+    alone = alone or kept.save_recycles
     groups = in_groups(items, 1 if alone else batch, str(predictor.device))
     tell(len(results), total, "folding")
 

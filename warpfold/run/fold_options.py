@@ -58,11 +58,13 @@ class Kept:
     representations: bool = True
     distogram: bool = False
     logits: bool = False
+    save_recycles: bool = False  # the structures of the passes before the last
 
 
-def kept_of(representations: bool, distogram: bool, logits: bool) -> Kept:
+def kept_of(representations: bool, distogram: bool, logits: bool, save_recycles: bool) -> Kept:
     """Return what predictions keep.  Errors: UserError for what is not True or False."""
     given = {"representations": representations, "distogram": distogram, "logits": logits}
+    given["save_recycles"] = save_recycles
     return Kept(**{name: arguments.flag(name, value) for name, value in given.items()})
 
 

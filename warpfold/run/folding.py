@@ -172,7 +172,7 @@ class ModelInMemory:
             o, sample = self.options, params.sample
             self._predictor = load(
                 params.path, o.device, o.chunk, o.precision, sample, self.team, o.kernels, o.offload, o.memory,
-                max_msa=o.max_msa, max_extra=o.max_extra,
+                max_msa=o.max_msa, max_extra=o.max_extra, dropout=o.dropout,
             )  # fmt: skip
             self._predictor.recycling = o.recycling
             self._name = params.name

@@ -4,10 +4,11 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,16 @@ SMALL = (
     *("positions", "mask", "plddt", "asym_id", "chain_pair_iptm"),
     *("coverage_depth", "coverage_rows", "coverage_total"),
 )
+
+
+@dataclass(frozen=True)
+class PassStructure:
+    """What a pass before the last had found, of N residues, and how sure the model was of it; as in `Prediction`."""
+
+    positions: np.ndarray
+    plddt: np.ndarray
+    ptm: float | None
+    iptm: float | None
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,6 +77,7 @@ class Prediction:
     # Where asked for: of the heads, float32: plddt [N, 50], resolved [N, 37], masked_msa [S, N, 23 or 22], distogram
     # and, if there is that head, pae [N, N, 64]; the last two may lie in temporary files.
     logits: Mapping[str, np.ndarray] = field(default_factory=dict)
+    recycled: Sequence[PassStructure] = ()  # of the passes before the last, where asked for
 
     def __repr__(self) -> str:
         """Return it in one line, without the arrays."""
@@ -148,13 +160,15 @@ class Prediction:
         prediction), or when the folder cannot be written.
         """
         folder = Path(folder)
-        names = file_names(self.name)
+        names = _names_in(folder, self.name, len(self.recycled))
         _check_free(folder, names, overwrite)
         known = ["positions", "mask", "plddt", "pae", "single", "pair", "msa", "asym_id", "chain_pair_iptm"]
         known += ["contacts", "distogram_edges"]
         arrays = {name: getattr(self, name) for name in known if getattr(self, name) is not None}
         arrays |= self.coverage.arrays() if self.coverage else {}
         texts = {"mmcif": self.mmcif(), "plddt": json.dumps(plddt_json(self.plddt, self.spans))}
+        for number, earlier in enumerate(self.recycled):
+            texts[f"recycle_{number}"] = replace(self, **vars(earlier), details={"recycles": number}).mmcif()
         with contextlib.suppress(UserError):
             texts["pdb"] = self.pdb()
         if self.templates:
@@ -177,8 +191,11 @@ class Prediction:
         return written
 
 
-def file_names(protein: str) -> dict[str, str]:
-    """Return the names of a prediction's files, by kind; the arrays first, by which a prediction is recognized."""
+def file_names(protein: str, recycles: Iterable[int] = ()) -> dict[str, str]:
+    """Return the names of a prediction's files, by kind; the arrays first, by which a prediction is recognized.
+
+    recycles: the passes before the last whose structures are kept, from 0.
+    """
     stem = file_name(protein)
     endings = {
         "arrays": ".npz",
@@ -192,8 +209,17 @@ def file_names(protein: str) -> dict[str, str]:
         "relaxed": "_relaxed.json",  # of run/relax_files.py; they go when the prediction goes
         "relaxed_mmcif": "_relaxed.cif",
         "relaxed_pdb": "_relaxed.pdb",
+        **{f"recycle_{number}": f"_recycle_{number}.cif" for number in recycles},
     }
     return {kind: stem + ending for kind, ending in endings.items()}
+
+
+def _names_in(folder: Path, protein: str, recycles: int = 0) -> dict[str, str]:
+    """Return `file_names` with all passes whose structures are in a prediction's folder, and so many in any case."""
+    name = re.compile(re.escape(file_name(protein)) + r"_recycle_(\d+)\.cif")
+    files = folder.iterdir() if folder.is_dir() else ()
+    found = {int(match[1]) for file in files if (match := name.fullmatch(file.name))}
+    return file_names(protein, found.union(range(recycles)))
 
 
 def remove_prediction(folder: Path, protein: str) -> None:
@@ -201,9 +227,9 @@ def remove_prediction(folder: Path, protein: str) -> None:
 
     Whatever is not a prediction of this name stays.  Errors: UserError when something cannot be removed.
     """
-    names = file_names(protein)
-    if folder.is_symlink() or not _is_prediction(folder / names["arrays"]):
+    if folder.is_symlink() or not _is_prediction(folder / file_names(protein)["arrays"]):
         return
+    names = _names_in(folder, protein)
     try:
         for name in reversed(names.values()):
             if (folder / name).is_file():
@@ -247,7 +273,7 @@ def clear_damaged(out: Path, entry: Mapping[str, Any], damaged: Sequence[Path]) 
             if path.is_file():
                 names = (f"damaged-{path.name}{end}" for end in ("", *(f"-{n}" for n in range(2, 10_000))))
                 path.rename(next(aside for aside in map(folder.joinpath, names) if not aside.exists()))
-        for file in file_names(entry["name"]).values():
+        for file in _names_in(folder, entry["name"]).values():
             if (folder / file).is_file():
                 (folder / file).unlink()
 

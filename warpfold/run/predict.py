@@ -27,7 +27,7 @@ from warpfold.run.fold_options import Kept, Recycling
 from warpfold.run.folder import PredictionFolder
 from warpfold.run.folding import FoldItem, ModelInMemory, in_groups
 from warpfold.run.interfaces import describe, find_interfaces
-from warpfold.run.outputs import RESERVED, Prediction, checksums_of, claim_folder, refuse_links
+from warpfold.run.outputs import RESERVED, PassStructure, Prediction, checksums_of, claim_folder, refuse_links
 from warpfold.run.params import Params, families_in, params_files, read_params
 from warpfold.run.plan_report import check_fits, sizes_of_query
 from warpfold.run.planning import grid_for
@@ -55,6 +55,7 @@ class PredictOptions:
     recycles: int | None = None  # None: the model's own
     recycling: Recycling = field(default_factory=Recycling)
     ensemble: int | None = None
+    dropout: bool = False  # of the trunk, as in training
     max_msa: int | None = None  # rows of the clustered and of the extra alignment; None: as the parameters were trained
     max_extra: int | None = None
     device: str | None = None  # None: the first GPU, or the CPU
@@ -66,6 +67,7 @@ class PredictOptions:
     kernels: Kernels = "fast"  # as Plan.kernels
     representations: bool = False  # keep them in the .npz
     distogram: bool = False  # write contacts and the distogram too
+    save_recycles: bool = False  # write the structures of the passes before the last too
     num_models: int | None = None  # of the parameters, at most
     keep: int | None = None  # of each query's ranked predictions, those that keep all files; None: all of them
     force: bool = False
@@ -73,14 +75,19 @@ class PredictOptions:
     @property
     def kept(self) -> Kept:
         """Return what a prediction keeps in memory until it is written."""
-        return Kept(self.representations, self.distogram)
+        return Kept(self.representations, self.distogram, save_recycles=self.save_recycles)
+
+    @property
+    def alone(self) -> bool:
+        """Return whether no two proteins may share a pass, since what is drawn, kept or when it ends is each's own."""
+        return self.recycling.ends_early or self.dropout or self.save_recycles
 
     def of(self, model: Params) -> dict[str, Any]:
         """Return what decides a model's results, beside parameters, queries and seeds, as it is in the end."""
         config, sample = model.config, model.sample
         # Named only if given: folders of earlier versions can be continued.
         given = {"recycle_tolerance": self.recycling.tolerance, "max_recycles": self.recycling.long}
-        given["distogram"] = self.distogram or None
+        given |= {name: getattr(self, name) or None for name in ("distogram", "dropout", "save_recycles")}
         return {
             "recycles": config.recycles if self.recycles is None else self.recycles,
             "ensemble": config.ensemble if self.ensemble is None else self.ensemble,
@@ -143,8 +150,7 @@ def predict(
     with closing(folder):
         todo = None
         if team.is_rank_zero:
-            alone = team.process.ranks > 1 or options.recycling.ends_early  # where one ends early, others need not
-            batch = 1 if alone else options.batch
+            batch = 1 if team.process.ranks > 1 or options.alone else options.batch
             todo = folder.begin(in_groups(items, batch, device), options.force)
         todo = team.broadcast(todo, "the beginning of the run")
         clock, refused = fold_shared(memory, folder.groups_of(todo), folder, share, keep, tell)
@@ -271,6 +277,7 @@ def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[
         **chains,
         "ranking_confidence": round(prediction.ranking_confidence, 6),
         **details,
+        **({"recycled": [_of_pass(one) for one in prediction.recycled]} if prediction.recycled else {}),
         "templates_unused": sum(not outcome.used for outcome in outcomes),
         "templates_refused": count_refusals(outcomes),
         "templates_missing": sum(outcome.missing for outcome in outcomes),
@@ -284,6 +291,12 @@ def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[
             *doubts,
         ],
     }
+
+
+def _of_pass(found: PassStructure) -> dict[str, Any]:
+    """Return what the summary has of a pass before the last."""
+    scores = {name: None if one is None else round(one, 4) for name, one in (("ptm", found.ptm), ("iptm", found.iptm))}
+    return {"mean_plddt": round(float(found.plddt.mean()), 2), **scores}
 
 
 def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, Any]:

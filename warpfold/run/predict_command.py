@@ -51,10 +51,12 @@ def predict(
     recycle_tolerance: float | None = None,
     max_recycles: str | tuple[int, int] | None = None,
     ensemble: int | None = None,
+    dropout: bool = False,
     max_msa: int | None = None,
     max_extra: int | None = None,
     representations: bool = False,
     distogram: bool = False,
+    save_recycles: bool = False,
     keep: int | None = None,
     device: str | None = None,
     chunk: int | None = None,
@@ -114,7 +116,8 @@ def _predict(query: Any, params: Any, out: Any, relax: Any, progress: Any, team:
 def _options(given: Mapping[str, Any]) -> PredictOptions:
     """Return how to fold.  Errors: UserError for an argument of a wrong kind."""
     known: dict[str, Any] = {name: _number(name, given[name]) for name in LEAST}
-    known |= {name: arguments.flag(name, given[name]) for name in ("representations", "distogram", "force")}
+    flags = "dropout", "representations", "distogram", "save_recycles", "force"
+    known |= {name: arguments.flag(name, given[name]) for name in flags}
     for field, name in (("together", "complex"), ("offload", "offload")):
         known[field] = None if given[name] is None else arguments.flag(name, given[name])
     return PredictOptions(

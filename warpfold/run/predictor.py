@@ -18,7 +18,7 @@ from warpfold.data.features.make import make_features
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
 from warpfold.memory import release_memory
-from warpfold.model.alphafold import AlphaFold
+from warpfold.model.alphafold import AlphaFold, Recycled
 from warpfold.model.weights import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
@@ -39,7 +39,7 @@ from warpfold.run.fold_input import (
     without_atoms,
 )
 from warpfold.run.fold_options import Kept, Recycling, batch_of, kept_of, passes_of
-from warpfold.run.outputs import Prediction
+from warpfold.run.outputs import PassStructure, Prediction
 from warpfold.run.params import Params
 from warpfold.run.planning import FoldPlan, FoldPlanner, sizes_of_batch
 from warpfold.run.queries import ComplexQuery, FetchAlignments, Query
@@ -99,6 +99,7 @@ class Predictor:
         self.model = model
         self.sample = sample or SampleConfig()
         self.recycling = Recycling()
+        self.dropout = False  # of the trunk, as in training, drawn by a prediction's seed
         self.msa_server: AlignmentServer | None = None
         self.to(device)
 
@@ -131,6 +132,7 @@ class Predictor:
         representations: bool = True,
         distogram: bool = False,
         logits: bool = False,
+        save_recycles: bool = False,
         hits: Paths | None = None,
         template_structures: PathLike | None = None,
         max_template_date: str | None = None,
@@ -150,11 +152,12 @@ class Predictor:
         its answers, `alignments` by default.  seed: of the alignment's sampling and masking; the same
         seed gives the same prediction.  recycles, ensemble: default to the model's settings.  Without `representations`
         single, pair and msa of the result are None, without `distogram` contacts, distogram and its edges; without
-        `logits` those of the heads are not there.
+        `logits` those of the heads are not there, and without `save_recycles` the structures of the passes before the
+        last.
         Errors: UserError for letters that are not residues, rows that do not fit the sequence, templates that cannot
         be used, or more of them than the model takes; and for arguments of another kind.
         """
-        kept = kept_of(representations, distogram, logits)
+        kept = kept_of(representations, distogram, logits, save_recycles)
         numbers = passes_of(seed, recycles, ensemble)
         fetch = self._fetching(msa_server, msa_cache)
         query = query_of(sequence, alignment, arguments.text("name", name), fetch)
@@ -193,6 +196,7 @@ class Predictor:
         representations: bool = False,
         distogram: bool = False,
         logits: bool = False,
+        save_recycles: bool = False,
         batch: int | str = "auto",
         msa_server: ServerLike = None,
         msa_cache: PathLike | None = None,
@@ -210,7 +214,8 @@ class Predictor:
         """
         from warpfold.run.fold_many import fold_many
 
-        kept, numbers = kept_of(representations, distogram, logits), passes_of(seed, recycles, ensemble)
+        kept = kept_of(representations, distogram, logits, save_recycles)
+        numbers = passes_of(seed, recycles, ensemble)
         most, fetch = batch_of(batch), self._fetching(msa_server, msa_cache)
         return fold_many(self, sequences, alignments, templates, numbers, kept, most, fetch, progress)
 
@@ -229,10 +234,11 @@ class Predictor:
         representations: bool = True,
         distogram: bool = False,
         logits: bool = False,
+        save_recycles: bool = False,
     ) -> Prediction:
         """Fold an example that is encoded already, as `fold` does; coordinates that it has are ignored."""
         prepared = self.prepare(example, seed=seed, recycles=recycles, ensemble=ensemble)
-        return self.compute(prepared, representations, distogram, logits)
+        return self.compute(prepared, representations, distogram, logits, save_recycles)
 
     def prepare(
         self, example: RawExample | Assembly, *, seed: int = 0, recycles: int | None = None, ensemble: int | None = None
@@ -257,7 +263,12 @@ class Predictor:
         return Prepared(assembly, batch, seed, recycles, ensemble, seconds, coverage_of(seen_rows(batch), assembly))
 
     def compute(
-        self, prepared: Prepared, representations: bool = True, distogram: bool = False, logits: bool = False
+        self,
+        prepared: Prepared,
+        representations: bool = True,
+        distogram: bool = False,
+        logits: bool = False,
+        save_recycles: bool = False,
     ) -> Prediction:
         """Run the model on features as the plan says, and say how sure it is.
 
@@ -265,7 +276,7 @@ class Predictor:
         Errors: UserError where nothing fits, or even the tightest plan runs out.
         """
         start, planned = time.perf_counter(), self.plan(prepared, representations)
-        kept = Kept(representations, distogram, logits)
+        kept = Kept(representations, distogram, logits, save_recycles)
         while True:
             try:
                 recycles, prediction = self._fold(prepared, planned.plan, kept)
@@ -282,16 +293,17 @@ class Predictor:
         representations: bool = True,
         distogram: bool = False,
         logits: bool = False,
+        save_recycles: bool = False,
     ) -> list[Prediction]:
         """Run the model once on single chains, padded to the largest; each has the result that it has alone.
 
         To rounding: products of other sizes may sum in another order.
-        Errors: ValueError for complexes, for other recycles or ensembles, where recycling may end early, and where z
-        must lie in host memory.
+        Errors: ValueError for complexes, for other recycles or ensembles, where recycling may end early, where each
+        draws dropout or keeps what it recycles, and where z must lie in host memory.
         """
         start, first, settings = time.perf_counter(), several[0], self.model.config
-        if settings.multimer is not None or self._tolerance is not None:
-            raise ValueError("complexes, and recycling that ends early, cannot share a pass")
+        if settings.multimer is not None or self._tolerance is not None or self.dropout or save_recycles:
+            raise ValueError("complexes, recycling that ends early or is kept, and dropout cannot share a pass")
         if len({(one.recycles, one.ensemble) for one in several}) > 1:
             raise ValueError("what shares a pass needs the same recycles and ensemble")
         batch = stack([one.batch for one in several])
@@ -299,7 +311,7 @@ class Predictor:
         if planned.plan.offload:
             raise ValueError("with z in host memory each is folded alone")
         found, kept = [], Kept(representations, distogram, logits)
-        with self._running(planned.plan, first.ensemble):
+        with self._running(planned.plan, first):
             folded = self.model.fold(batch, first.recycles)
             for one, part in zip(several, folded.unbind()):
                 alone = part.without_padding(*one.batch["msa_mask"].shape[-2:])
@@ -310,12 +322,19 @@ class Predictor:
         return [replace(prediction, details=one) for prediction, one in zip(found, details)]
 
     def _details(self, prepared: Prepared, recycles: int, seconds: float) -> dict[str, Any]:
-        return details_of(prepared, recycles, seconds, None if self.model.templates is None else self.sample)
+        found = details_of(prepared, recycles, seconds, None if self.model.templates is None else self.sample)
+        return found | ({"dropout": True} if self.dropout else {})
 
     def _fold(self, prepared: Prepared, plan: Plan, kept: Kept) -> tuple[int, Prediction]:
-        with self._running(plan, prepared.ensemble):
-            folded = self.model.fold(prepared.batch, prepared.recycles)
-            return folded.recycles, self._read_out.prediction(prepared, folded, kept)
+        recycled: list[PassStructure] = []
+
+        def watch(handed_on: Recycled, activations: torch.Tensor) -> None:
+            recycled.append(self._read_out.of_pass(prepared, handed_on, activations))
+
+        with self._running(plan, prepared):
+            folded = self.model.fold(prepared.batch, prepared.recycles, watch if kept.save_recycles else None)
+            prediction = self._read_out.prediction(prepared, folded, kept)
+        return folded.recycles, replace(prediction, recycled=recycled)
 
     @property
     def _read_out(self) -> ReadOut:
@@ -327,16 +346,26 @@ class Predictor:
         return own if self.recycling.tolerance is None else self.recycling.tolerance
 
     @contextmanager
-    def _running(self, plan: Plan, ensemble: int) -> Iterator[None]:
-        """Have the model run as a plan says, with the settings of a prediction, and without gradients."""
+    def _running(self, plan: Plan, prepared: Prepared) -> Iterator[None]:
+        """Have the model run as a plan says, with the settings of a prediction, and without gradients.
+
+        Dropout is that of the trunk and of its template stack, as where AlphaFold's `eval_dropout` and ColabFold's
+        `--use-dropout` are set: the structure module has none.
+        """
         Execution(plan, self.team.mesh).bind(self.model)
-        settings = self.model.config
-        self.model.config = replace(settings, ensemble=ensemble, recycle_tolerance=self._tolerance)
+        model, settings = self.model, self.model.config
+        model.config = replace(settings, ensemble=prepared.ensemble, recycle_tolerance=self._tolerance)
+        if self.dropout:
+            model.noise.seed(prepared.seed)
+            for stack in (model.templates, model.extra_stack, model.evoformer):
+                if stack is not None:
+                    stack.train()
         try:
             with torch.no_grad():
                 yield
         finally:
-            self.model.config = settings
+            model.config = settings
+            model.eval()
 
     def plan(self, prepared: Prepared, representations: bool = True) -> FoldPlan:
         """Return how an example is folded now.  Errors: UserError where nothing fits, saying what would."""
@@ -368,6 +397,7 @@ def load(
     max_extra: int | None = None,
     recycle_tolerance: float | None = None,
     max_recycles: str | tuple[int, int] | None = None,
+    dropout: bool = False,
     msa_server: ServerLike = None,
     msa_cache: PathLike | None = None,
 ) -> Predictor:
@@ -376,8 +406,9 @@ def load(
     device: by default the first GPU if there is one.  sample: by default as the parameters were trained; for
     DeepMind's this follows from their arrays and name (`model.weights.data_settings`), and what has to be assumed is
     logged.  max_msa, max_extra: rows of the clustered and of the extra alignment, in place of the sample's.
-    recycle_tolerance, max_recycles: when recycling ends early (`Recycling`).  memory: bytes, or "24GB".  msa_server,
-    msa_cache: for all that it folds, as of `Predictor.fold`.  The rest is as in `Predictor`.
+    recycle_tolerance, max_recycles: when recycling ends early (`Recycling`).  dropout: of the
+    trunk, as in training, drawn by a prediction's seed: seeds then differ more.  memory: bytes, or "24GB".
+    msa_server, msa_cache: for all that it folds, as of `Predictor.fold`.  The rest is as in `Predictor`.
     Errors: UserError for a file that is none of these, or whose arrays do not fit, and for wrong arguments.
     """
     path, where = arguments.path("params", params), arguments.device_of(device)
@@ -397,4 +428,5 @@ def load(
     sample = replace(sample, **{name: count for name, count in rows.items() if count is not None})
     predictor = Predictor(model, where, chunk, precision, sample, team, kernels, offload, memory)
     predictor.recycling, predictor.msa_server = recycling, server
+    predictor.dropout = arguments.flag("dropout", dropout)
     return predictor

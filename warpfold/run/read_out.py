@@ -13,13 +13,13 @@ from warpfold.batch import Batch
 from warpfold.data.example.assembly import Assembly
 from warpfold.host import HostTensor, in_file
 from warpfold.model import confidence
-from warpfold.model.alphafold import AlphaFold, LastPass
+from warpfold.model.alphafold import AlphaFold, LastPass, Recycled
 from warpfold.model.heads import distogram_breaks
 from warpfold.ops.dispatch import alike
 from warpfold.parallel.team import Team
 from warpfold.run.coverage import Coverage
 from warpfold.run.fold_options import Kept
-from warpfold.run.outputs import Prediction
+from warpfold.run.outputs import PassStructure, Prediction
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class ReadOut:
     def prediction(self, prepared: Prepared, folded: LastPass, kept: Kept) -> Prediction:
         """Return a prediction, and how sure the model is of it."""
         model, (r, structure, _), assembly = self.model, folded, prepared.assembly
-        several, length = len(assembly.chains) > 1, assembly.length
-        asym_id = prepared.batch["asym_id"].to(model.device, torch.int64) if several else None
+        asym_id, length = self._asym_id(prepared), assembly.length
         logits: dict[str, np.ndarray | None] = {}
         with model.computing():
             of_plddt = model.plddt(structure.single)
@@ -82,6 +81,22 @@ class ReadOut:
             logits={name: array for name, array in logits.items() if array is not None},
             **distances,
         )
+
+    def of_pass(self, prepared: Prepared, recycled: Recycled, activations: Tensor) -> PassStructure:
+        """Return what a pass before the last has found: what it hands on, and the structure module's activations."""
+        model, errors = self.model, None
+        with model.computing():
+            plddt = confidence.plddt(model.plddt(activations))
+            if model.pae is not None:
+                asym_id = self._asym_id(prepared)
+                errors = confidence.predicted_errors(model.pae, recycled.pair, model.execution, asym_id)
+        tm = (None, None) if errors is None else (errors.ptm, errors.iptm)
+        return PassStructure(_numpy(recycled.positions), _numpy(plddt), *tm)
+
+    def _asym_id(self, prepared: Prepared) -> Tensor | None:
+        """Return the chain of each residue of a complex; None of a single chain."""
+        several = len(prepared.assembly.chains) > 1
+        return prepared.batch["asym_id"].to(self.model.device, torch.int64) if several else None
 
     def _whole(self, x: Tensor, axis: int, length: int, dtype: torch.dtype = torch.float32) -> np.ndarray | None:
         """Collect a tensor that is sharded along residues; None on ranks other than 0."""
