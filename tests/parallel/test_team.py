@@ -3,8 +3,10 @@
 import contextlib
 import math
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +23,7 @@ import torch
 import torch._dynamo  # before the forks, which would each load it
 import torch.distributed as dist
 
+import warpfold
 from warpfold.engine.checkpoint import RunFolder
 from warpfold.engine.step_folders import Checkpoint
 from warpfold.errors import UserError
@@ -288,6 +291,41 @@ def test_a_killed_process_is_named(crew: Crew) -> None:
     assert codes == [FAILED, -signal.SIGKILL]
     assert "rank 0 waited for others at 'the next step'; rank 1 is dead or frozen: last heard of" in said[0]
     assert "at 'a step'" in said[0]
+
+
+KILLED = """
+import os, sys
+from warpfold import cli
+from warpfold.data.synthetic import folder
+
+def two_ranks(*_, **__):
+    from warpfold.parallel.team import Plan, ProcessInfo, distributed_context
+    rank, port = map(int, sys.argv[1:])
+    with distributed_context(ProcessInfo(rank, 2, rank, 2, "127.0.0.1", port), Plan(data=2)) as team:
+        team.all_gather_object(0, "a step")
+        if rank == 0:
+            os.kill(os.getpid(), 9)
+        team.all_gather_object(0, "the next step")
+
+folder.generate = two_ranks
+cli.main(["sample", "--out", "out"])
+"""
+
+
+def test_where_rank_zero_is_killed_the_others_say_so_in_one_line(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(warpfold.__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
+    port = str(free_port())
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-c", KILLED, rank, port],
+            cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in "01"
+    )  # fmt: skip
+    _, said = second.communicate(timeout=WAITED + 20)
+    assert first.wait() == -signal.SIGKILL
+    assert second.returncode == 1
+    assert re.fullmatch(r"error: rank 1 waited for others at .*: rank 0 has ended\n", said)
 
 
 def slices(team: Team) -> None:

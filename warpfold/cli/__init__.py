@@ -79,6 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # Where a process is killed, torch's C++ would warn the others with a stack trace; who is missing is our own line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     GIVEN[:] = sys.argv[1:] if arguments is None else map(str, arguments)
     try:
         _check_not_empty(GIVEN)

@@ -124,11 +124,14 @@ def connect(group: Group) -> None:
     Else the first would fall into a backward pass, beside collectives of other groups whose order differs from rank to
     rank: NCCL may wait there for ever.  One process, or a group of one, does nothing.
     """
-    for device in () if group.handle is None else group.handle._device_types:
-        serves = group.handle._get_backend(device).name()
+    handle = group.handle
+    if handle is None:
+        return
+    for device in handle._device_types:
+        serves = handle._get_backend(device).name()
         if device.type == "cpu" or serves == "nccl":  # gloo and the fake one connect all devices at once
             with waiting(f"connecting the {group.name} ranks"):
-                dist.all_reduce(torch.zeros(1, device=device), group=group.handle)
+                dist.all_reduce(torch.zeros(1, device=device), group=handle)
                 if serves == "nccl":
                     torch.cuda.synchronize()
 
