@@ -3,10 +3,13 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save
 
 import warpfold
 from tests.helpers import as_multimer, filled_model, random_batch, tiny_config, tiny_model
@@ -14,7 +17,7 @@ from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.deepmind import PREFIX, arrays, from_deepmind, to_deepmind
 from warpfold.model.deepmind_config import config_from_deepmind
-from warpfold.model.weights import assumed_settings, data_settings, load_model, save_params
+from warpfold.model.weights import FORMAT, assumed_settings, data_settings, load_config, load_model, save_params
 from warpfold.run.predict import PredictOptions, predict
 
 CONFIG = tiny_config()
@@ -172,6 +175,59 @@ def test_bad_files_are_refused(tmp_path):
     for name in ("a.safetensors", "b.npz", "c.npz", "d.npz", "e.safetensors", "missing.npz"):
         with pytest.raises(UserError, match=name.replace(".", r"\.")):
             load_model(tmp_path / name)
+
+
+def changed(path: Path, text: str | None = None, **model: object) -> Path:
+    """A safetensors file whose settings, which a file from elsewhere may have wrong, say something else."""
+    with safe_open(path, framework="pt") as file:
+        found = json.loads(file.metadata()[FORMAT])
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    found["model"] |= model
+    path.write_bytes(save(state, {FORMAT: json.dumps(found) if text is None else text}))
+    return path
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"text": text} for text in ("[" * 10**5, "{", "[]", "{}", '{"model": 3}', '{"model": {}, "data": [1]}')),
+        {"c_z": 200_000},  # would need 160 GB
+        {"c_z": 2**62},
+        {"c_m": -8},
+        {"c_m": 0},
+        {"extra_blocks": 300_000},
+        {"evoformer": {"blocks": 300_000}},
+        {"evoformer": {"heads": 0}},
+        {"structure": {"sidechain_blocks": 300_000}},
+        {"heads": {"pae_bins": -1}},
+        {"templates": 5},
+        {"recycles": "three"},
+    ],
+    ids=str,
+)
+def test_settings_in_a_file_are_not_believed(tmp_path: Path, given: dict[str, Any]) -> None:
+    save_params(tmp_path / "a.safetensors", tiny_model())
+    path = changed(tmp_path / "a.safetensors", **given)
+    for read in (load_config, load_model):
+        with pytest.raises(UserError, match=r"a\.safetensors: ") as error:
+            read(path)
+        assert "\n" not in str(error.value)
+        assert len(str(error.value)) < 1000
+
+
+def test_arrays_of_a_file_are_not_believed(tmp_path: Path) -> None:
+    path, whole = tmp_path / "a.npz", to_deepmind(tiny_model(), PREFIX)
+    name = next(name for name in whole if name.endswith("evoformer_iteration/outer_product_mean//output_b"))
+    for odd in (whole[name].astype(str), whole[name].astype(complex), np.zeros((300_000, *whole[name].shape[1:]))):
+        np.savez(path, **whole | {name: odd})
+        with pytest.raises(UserError, match=r"misshapen: .*output_b"):
+            load_model(path)
+    np.savez(path, **whole)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\x01\x02") + 10] = 99  # how its first array is compressed
+    path.write_bytes(data)
+    with pytest.raises(UserError, match="not a readable"):
+        load_model(path)
 
 
 def test_how_examples_were_drawn_travels_with_the_parameters(tmp_path):

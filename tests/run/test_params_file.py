@@ -137,7 +137,13 @@ def test_settings_that_use_parameters_otherwise_are_said(tmp_path: Path, caplog:
     assert "its parameters were of a model with model.structure.layers: 2, not 3" in caplog.text
 
 
-def test_another_model_is_one_line_that_people_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_model_is_one_line_that_people_read_before_anything_is_planned_or_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*_: object) -> None:
+        raise AssertionError("planned before the sizes were compared")
+
+    monkeypatch.setattr("warpfold.run.planning.plan_training", planned)
     save_params(tmp_path / "a.safetensors", tiny_model())
     make_store(tmp_path / "store")
     files = ("--data", tmp_path / "store", "--out", tmp_path / "run", "--init", tmp_path / "a.safetensors")
@@ -147,6 +153,7 @@ def test_another_model_is_one_line_that_people_read(tmp_path: Path, capsys: pyte
     assert "more" in message
     assert "warpfold params" in message
     assert len(message) < 800
+    assert not (tmp_path / "run").exists()
 
 
 def test_tensors_of_another_model_are_counted_and_some_are_named(tmp_path: Path) -> None:

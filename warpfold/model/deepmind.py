@@ -302,21 +302,26 @@ def from_deepmind(module: nn.Module, params: Mapping[str, np.ndarray], scope: st
 
     Errors: UserError that names missing, surplus and misshapen arrays; nothing is loaded then.
     """
+    check_arrays(module, params, scope, source)
+    state = {name: torch.empty_like(x, device="cpu") for name, x in module.state_dict().items()}
+    for a in arrays(module, scope):
+        a.put(params[a.theirs], state[a.ours])
+    module.load_state_dict(state, strict=True)
+
+
+def check_arrays(module: nn.Module, params: Mapping[str, np.ndarray], scope: str = "", source: str = "params") -> None:
+    """Raise UserError that names missing, surplus and misshapen arrays."""
     wanted = list(arrays(module, scope))
     missing = sorted({a.theirs for a in wanted} - params.keys())
     surplus = sorted(params.keys() - {a.theirs for a in wanted})
     misshapen = sorted(
         {
-            f"{a.theirs} {list(params[a.theirs].shape)}, expected {list(a.stacked_shape)}"
+            f"{a.theirs} {list(params[a.theirs].shape)}, expected {list(a.stacked_shape)} of floating-point numbers"
             for a in wanted
-            if a.theirs in params and tuple(params[a.theirs].shape) != a.stacked_shape
+            if a.theirs in params and (params[a.theirs].shape != a.stacked_shape or params[a.theirs].dtype.kind != "f")
         }
     )
     refuse(source, missing, surplus, misshapen)
-    state = {name: torch.empty_like(x, device="cpu") for name, x in module.state_dict().items()}
-    for a in wanted:
-        a.put(params[a.theirs], state[a.ours])
-    module.load_state_dict(state, strict=True)
 
 
 def to_deepmind(module: nn.Module, scope: str = "") -> dict[str, np.ndarray]:

@@ -155,7 +155,7 @@ def read_openfold(path: Path) -> dict[str, Tensor]:
     if not zipfile.is_zipfile(path):
         raise UserError(f"{path}: not a checkpoint that torch 1.6 or later wrote; save its state dict again")
     cure = "save its state dict alone, or give DeepMind's params_model_*.npz"
-    damaged = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError)
+    damaged = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, ArithmeticError)
     try:
         if wanted := torch.serialization.get_unsafe_globals_in_checkpoint(str(path)):
             some = ", ".join(sorted(wanted)[:3]) + (" ..." if len(wanted) > 3 else "")
@@ -185,6 +185,9 @@ def _weights_in(found: Any, path: Path) -> dict[str, Tensor]:
                 name = re.sub(pattern, new, name)
             if not _NO_WEIGHTS.match(name):
                 weights[name] = tensor
+    for name, tensor in weights.items():
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise UserError(f"{path}: {name} is larger than what is stored of it; fetch the file again")
     if any(map(_MULTIMERS.search, weights)):
         raise UserError(
             f"{path}: OpenFold's parameters of a multimer, which are not read; give DeepMind's "

@@ -6,11 +6,12 @@ The ending says which it is.
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from warpfold.errors import UserError
 from warpfold.model import openfold
 from warpfold.model.alphafold import AlphaFold, ModelConfig
-from warpfold.model.deepmind import PREFIX, from_deepmind, refuse
+from warpfold.model.deepmind import PREFIX, check_arrays, from_deepmind, refuse
 from warpfold.model.deepmind_config import FUSED, MULTIMER_POSITIONS, config_from_deepmind
 from warpfold.settings import build, to_dict
 
@@ -79,18 +80,29 @@ def load_model(path: Path | str) -> AlphaFold:
         return _load_npz(path)
     if path.suffix in openfold.ENDINGS and path.is_file():
         return _load_openfold(path)
-    config = load_config(path)
+    model = AlphaFold(load_config(path))
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    model = AlphaFold(config)
     load_state(model, state, str(path))
     return model
 
 
-def load_config(path: Path | str) -> ModelConfig:
-    """Return the settings of the model whose parameters a file holds, without reading the parameters.
+def without_memory(config: ModelConfig, source: str) -> AlphaFold:
+    """Return the model of some settings, of which nothing is allocated.  Errors: UserError if they make no model."""
+    try:
+        with torch.device("meta"):
+            return AlphaFold(config)
+    except (RuntimeError, ValueError, ArithmeticError, TypeError) as error:  # TypeError: of torch, beyond 64 bits
+        why = " ".join(str(error).split())
+        raise UserError(
+            f"{source}: settings that make no model ({why}); correct them, or fetch the file again"
+        ) from None
 
-    Errors: UserError as in `load_model`, but for arrays that do not fit the settings.
+
+def load_config(path: Path | str) -> ModelConfig:
+    """Return the settings of the model whose parameters a file holds, which fit the shapes of what is in it.
+
+    A model of these settings needs no more memory than the file says it has.  Errors: UserError as in `load_model`.
     """
     path = Path(path)
     if not path.is_file():
@@ -99,10 +111,39 @@ def load_config(path: Path | str) -> ModelConfig:
             f"{path}: {what}; give WarpFold's .safetensors, DeepMind's params_model_*.npz or OpenFold's .pt"
         )
     if path.suffix in openfold.ENDINGS:
-        return openfold.config_from_openfold(openfold.read_openfold(path), str(path))
+        return _openfold_config(openfold.read_openfold(path), str(path))
     if path.suffix == ".npz":
         with _opened_npz(path) as file:
-            return config_from_deepmind(file, str(path))
+            return _deepmind_config(file, str(path))
+    config = build(ModelConfig, _metadata(path)["model"], str(path))
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: _Held.of(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    blocks = (config.evoformer.blocks, config.extra_blocks, config.templates.blocks)
+    layers = (config.structure.sidechain_blocks, config.structure.transition_layers)
+    if max(*blocks, *layers) > len(tensors):  # each would have several
+        raise UserError(
+            f"{path}: has {len(tensors)} tensors, and settings of {max(*blocks, *layers)} blocks; fetch it again"
+        )
+    check_state(without_memory(config, str(path)), tensors, str(path))
+    return config
+
+
+class _Held(NamedTuple):
+    """What a file says of a tensor."""
+
+    shape: tuple[int, ...]
+    is_real: bool
+
+    @classmethod
+    def of(cls, tensor: Any) -> "_Held":
+        """Return it of a tensor of torch's, or a slice of safetensors."""
+        if isinstance(tensor, Tensor):
+            return cls(tuple(tensor.shape), tensor.is_floating_point() and tensor.layout == torch.strided)
+        return cls(tuple(tensor.get_shape()), str(tensor.get_dtype()).startswith(("F", "BF")))
+
+
+def _metadata(path: Path) -> dict[str, Mapping[str, Any]]:
+    """Return what WarpFold has written of a model and its data into a safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -112,7 +153,31 @@ def load_config(path: Path | str) -> ModelConfig:
         ) from error
     if FORMAT not in metadata:
         raise UserError(f"{path}: safetensors, but not written by WarpFold (no settings of a model inside)")
-    return build(ModelConfig, json.loads(metadata[FORMAT])["model"], str(path))
+    try:
+        found = json.loads(metadata[FORMAT])
+        return {"model": dict(found["model"]), "data": dict(found.get("data", {}))}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise UserError(f"{path}: its settings are damaged; fetch it again, or name another file") from None
+
+
+def _openfold_config(weights: Mapping[str, Tensor], source: str) -> ModelConfig:
+    config = openfold.config_from_openfold(weights, source)
+    model = without_memory(config, source)
+    check_state(model, _by_our_names(model, weights), source)
+    return config
+
+
+def _by_our_names(model: AlphaFold, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return OpenFold's tensors by the names of ours; one that we lack keeps its name."""
+    names = {openfold.openfold_name(ours): ours for ours in model.state_dict()}
+    return {names.get(name, name): tensor for name, tensor in weights.items()}
+
+
+def _deepmind_config(params: Mapping[str, np.ndarray], source: str) -> ModelConfig:
+    arrays = {name.removeprefix(PREFIX): params[name] for name in params}
+    config = config_from_deepmind(arrays, source)
+    check_arrays(without_memory(config, source), arrays, source=source)
+    return config
 
 
 def data_settings(path: Path | str) -> dict[str, Any]:
@@ -130,8 +195,7 @@ def data_settings(path: Path | str) -> dict[str, Any]:
         enabled = load_config(path).templates.enabled
         family = WITH_TEMPLATES if enabled else WITHOUT_TEMPLATES
         return {"max_msa": family.clusters, "max_extra": max(family.extra.values())}
-    with safe_open(path, framework="pt") as file:
-        return dict(json.loads((file.metadata() or {}).get(FORMAT, "{}")).get("data", {}))
+    return dict(_metadata(Path(path))["data"])
 
 
 def assumed_settings(path: Path | str) -> str | None:
@@ -172,16 +236,24 @@ def _deepmind_model(path: Path) -> tuple[Family, int | None]:
     return family, number if number in family.extra else None
 
 
-def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
+def load_state(model: nn.Module, state: Mapping[str, Tensor], source: str) -> None:
     """Load a state dict strictly: UserError that names missing, surplus and misshapen tensors."""
-    own = model.state_dict()
-    misshapen = [
-        f"{name} {list(state[name].shape)}, expected {list(own[name].shape)}"
-        for name in sorted(own.keys() & state.keys())
-        if own[name].shape != state[name].shape
-    ]
-    refuse(source, sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys()), misshapen)
+    check_state(model, state, source)
     model.load_state_dict(dict(state), strict=True)
+
+
+def check_state(model: nn.Module, state: Mapping[str, "_Held | Tensor"], source: str) -> None:
+    """Raise UserError that names the tensors that are missing, surplus or misshapen."""
+    own = model.state_dict()
+    held = {name: one if isinstance(one, _Held) else _Held.of(one) for name, one in state.items()}
+    misshapen = [
+        f"{name} {list(held[name].shape)}, expected {list(own[name].shape)}"
+        if held[name].is_real
+        else f"{name}, which has no real numbers"
+        for name in sorted(own.keys() & held.keys())
+        if tuple(own[name].shape) != held[name].shape or not held[name].is_real
+    ]
+    refuse(source, sorted(own.keys() - held.keys()), sorted(held.keys() - own.keys()), misshapen)
 
 
 @contextmanager
@@ -190,23 +262,23 @@ def _opened_npz(path: Path) -> Iterator[Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
             yield file
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
-        # Of what is no archive at all NumPy says how to load it unsafely.
+    except (ValueError, OSError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+        # RuntimeError: of zipfile, for what is encrypted or compressed in a way that it does not know.  MemoryError: of
+        # NumPy, for an array that is as large as no file.  Of what is no archive it says how to load it unsafely.
         why = "no archive of arrays" if isinstance(error, ValueError) else error
         raise UserError(f"{path}: not a readable .npz ({why}); fetch it again, or name another file") from error
 
 
 def _load_npz(path: Path) -> AlphaFold:
     with _opened_npz(path) as file:
-        params = {name: file[name] for name in file.files}
-    model = AlphaFold(config_from_deepmind(params, str(path)))
-    from_deepmind(model, {k.removeprefix(PREFIX): v for k, v in params.items()}, source=str(path))
+        params = {name.removeprefix(PREFIX): file[name] for name in file.files}
+    model = AlphaFold(_deepmind_config(params, str(path)))
+    from_deepmind(model, params, source=str(path))
     return model
 
 
 def _load_openfold(path: Path) -> AlphaFold:
     weights = openfold.read_openfold(path)
-    model = AlphaFold(openfold.config_from_openfold(weights, str(path)))
-    names = {openfold.openfold_name(ours): ours for ours in model.state_dict()}
-    load_state(model, {names.get(name, name): tensor for name, tensor in weights.items()}, str(path))
+    model = AlphaFold(_openfold_config(weights, str(path)))
+    load_state(model, _by_our_names(model, weights), str(path))
     return model

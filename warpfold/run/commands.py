@@ -269,11 +269,27 @@ def train(
     joined = None if links is None else read_cluster(links)
     if team.process.is_spare:  # it hears the rest from rank 0
         return training.stand_by(stores, folder, first, where, team)
+    if first is not None:  # before minutes of planning, by one process: a file of hundreds of MB may be read
+        _check_init(given, first, team)
     config, said = plan_training(given, folder, where, most, team, joined)
     team.remesh(config.plan)
     if said and team.is_rank_zero:
         log.info("plan: %s", said)
     return training.train(config, stores, folder, init=first, replay=followed, device=where, watch=told, team=team)
+
+
+def _check_init(given: "GivenSettings", init: Path, team: "Team") -> None:
+    """Raise UserError, on all ranks, for parameters that do not fit the settings of a training."""
+    from warpfold.run.first_weights import check_first
+
+    config, wrong = given.config(), ""
+    if team.is_rank_zero:
+        try:
+            check_first(config.model, init, config.train.new_heads)
+        except UserError as error:
+            wrong = str(error)
+    if wrong := team.broadcast(wrong, "the parameters to start from"):
+        raise UserError(wrong)
 
 
 def as_settings(settings: Settings, changes: Sequence[str] = ()) -> "GivenSettings":

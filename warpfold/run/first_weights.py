@@ -1,12 +1,13 @@
 """Start a training from parameters in a file: what must fit, and which setting makes it fit."""
 
 import logging
+from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from warpfold.errors import UserError, listed
-from warpfold.model.alphafold import AlphaFold
-from warpfold.model.weights import load_state
+from warpfold.model.alphafold import AlphaFold, ModelConfig
+from warpfold.model.weights import load_config, load_state, without_memory
 from warpfold.settings import differences, to_dict
 
 log = logging.getLogger("warpfold")
@@ -17,12 +18,25 @@ FREE = {"recycles", "recycle_tolerance", "ensemble", "rate", "dropout", *COMPUTE
 HEADS = ("distogram", "masked_msa", "plddt", "resolved", "pae")
 
 
+def check_first(config: ModelConfig, init: Path, new_heads: bool = False) -> None:
+    """Raise what `start_from` would, for the model that settings describe, by sizes alone: nothing is allocated."""
+    given = without_memory(load_config(init), str(init))
+    _in_common(without_memory(config, "the settings"), given, str(init), new_heads)
+
+
 def start_from(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool = False) -> None:
     """Load the parameters of a model that was read from `source` into one that settings describe.
 
     new_heads: a head that only one of them has stays as it is drawn, or is left out.
     Errors: UserError that names the heads that are missing or surplus, or the settings that differ, and the cure.
     """
+    load_state(model, _in_common(model, given, source, new_heads), source)
+    if other := [one for one in _differing(model, given) if _key(one) in COMPUTES]:
+        log.warning("%s: its parameters were of a model with %s", source, listed(other, between="; "))
+
+
+def _in_common(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool) -> dict[str, Tensor]:
+    """Return the tensors that `model` starts with.  Errors: as in `start_from`."""
     own, found = model.state_dict(), given.state_dict()
     missing = [head for head in _heads(model) if head not in _heads(given)]
     surplus = [head for head in _heads(given) if head not in _heads(model)]
@@ -44,9 +58,7 @@ def start_from(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool 
         raise UserError(
             f"{source}: {' and '.join(said)}; {' '.join(changes)} follows the file, --set train.new_heads=true {new}"
         )
-    load_state(model, found, source)
-    if other := [one for one in _differing(model, given) if _key(one) in COMPUTES]:
-        log.warning("%s: its parameters were of a model with %s", source, listed(other, between="; "))
+    return found
 
 
 def _heads(model: nn.Module) -> list[str]:

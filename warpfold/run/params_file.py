@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import UserError, listed
 from warpfold.files import check_new, opened, write_new
 from warpfold.model.alphafold import AlphaFold, ModelConfig
@@ -18,7 +19,7 @@ from warpfold.model.openfold import ENDINGS
 from warpfold.model.weights import assumed_settings, data_settings, load_model, save_params
 from warpfold.run.arguments import PathLike, flag, path, path_or_none
 from warpfold.run.first_weights import HEADS
-from warpfold.settings import differences, to_dict, to_toml
+from warpfold.settings import build, differences, to_dict, to_toml
 
 WRITTEN = (".safetensors", ".npz")
 
@@ -103,6 +104,7 @@ def params(file: PathLike, *, check: bool = False, out: PathLike | None = None) 
             raise UserError(f"{target}: {' or '.join(WRITTEN)} is written; give one of these endings")
         check_new(target)
     model, sample = load_model(source), data_settings(source)
+    build(SampleConfig, sample, str(source))
     with opened(source, unpack=False) as opened_file:
         digest = hashlib.file_digest(opened_file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
     notes = [assumed] if (assumed := assumed_settings(source)) else []
