@@ -2,6 +2,7 @@
 
 import math
 
+from tests.run.runs import scored
 from warpfold.engine.loop import StepTimer
 from warpfold.run.results import ExampleResult, step_row, validation_row
 
@@ -19,7 +20,8 @@ def test_a_row_averages_what_was_finite() -> None:
 
 
 def test_a_validation_leaves_out_what_has_no_score() -> None:
-    assert validation_row(0, {"a": 0.4, "b": float("nan"), "c": 0.6})["lddt_ca"] == 0.5
+    scores = {"a": scored(0.4), "b": scored(float("nan")), "c": scored(0.6)}
+    assert validation_row(0, scores)["lddt_ca"] == 0.5
 
 
 def test_the_timer_knows_how_long_was_waited() -> None:

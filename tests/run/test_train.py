@@ -182,8 +182,8 @@ def test_held_out_features_are_made_one_ahead_and_always_alike(store: Store, mon
     made: list[str] = []
     original = chosen.make_features
 
-    def noted(entry: Any, config: Any, seed: int, key: tuple[str, str], passes: int) -> Any:
-        features = original(entry, config, seed, key, passes)
+    def noted(entry: Any, config: Any, seed: int, key: tuple[str, str], passes: int, **rest: Any) -> Any:
+        features = original(entry, config, seed, key, passes, **rest)
         made.append(key[0])
         return features
 
@@ -191,14 +191,15 @@ def test_held_out_features_are_made_one_ahead_and_always_alike(store: Store, mon
     keys = sorted(store.keys)[:4]
     held_out, config = [(store, key) for key in keys], tiny_run()
     first = []
-    for number, (key, features) in enumerate(chosen.held_out_features(held_out, config)):
+    for number, example in enumerate(chosen.held_out_features(held_out, config)):
         end = time.monotonic() + 20
         while len(made) < min(number + 2, 4) and time.monotonic() < end:
             time.sleep(0.001)  # as a model that folds this one
         assert made == keys[: number + 2]  # the next is there, and not the one after it
-        first.append((key, features))
-    assert [key for key, _ in first] == keys
-    for (_, one), (_, other) in zip(first, chosen.held_out_features(held_out, config), strict=True):
+        first.append(example)
+    assert [example.key for example in first] == keys
+    for example, again in zip(first, chosen.held_out_features(held_out, config), strict=True):
+        one, other = example.features, again.features
         assert all(np.array_equal(one[name], other[name], equal_nan=one[name].dtype.kind == "f") for name in other)
 
 

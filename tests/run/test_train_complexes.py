@@ -1,6 +1,7 @@
 """Training on complexes: which entries a model is trained on, what is measured, and that a run can be continued."""
 
 import dataclasses
+import gzip
 import math
 from pathlib import Path
 
@@ -8,19 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from tests.run.runs import equal_tensors, helix, make_store, rows, tiny_run
+from tests.run.runs import equal_tensors, helix, make_store, rows, scored, tiny_run
+from warpfold.batch import to_tensors
 from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.raw_example import from_sequence
+from warpfold.data.features.crop import ca_of, fixed_crop, near_other_chain
 from warpfold.data.store.store import ASSEMBLIES, Store, StoreWriter, pack_record
 from warpfold.data.store.stored_assembly import pack_assembly, read_assembly
-from warpfold.data.store.stored_example import StoredExample, example_arrays, example_notes
+from warpfold.data.store.stored_example import example_arrays, example_notes
+from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.losses import ca_lddt
+from warpfold.model.permutation import with_truth
 from warpfold.run.config import RunConfig
-from warpfold.run.examples import hold_out, leading_part
+from warpfold.run.examples import held_out_features, hold_out
 from warpfold.run.results import validation_row
 from warpfold.run.train import train
+from warpfold.run.validation import mean_dockq
 
+REAL = (Path(__file__).parents[2] / "../shared/realdata/mmcif").resolve()
 ASIDE = np.eye(3, 4)[None] + np.array([[[0, 0, 0, 0]] * 3, [[0, 0, 0, 9.0]] + [[0, 0, 0, 0]] * 2])  # 9 angstrom
 
 
@@ -80,6 +88,12 @@ def test_complexes_are_validated_between_their_chains_too(unbroken: Path) -> Non
         assert set(row["interfaces"]) == set(row["examples"]) == {"pair1", "pair4"}
         assert row["interface_lddt"] == pytest.approx(np.mean(list(row["interfaces"].values())))
         assert 0 <= row["interface_lddt"] <= 1
+        assert set(row["docked"]) == {"pair1", "pair4"}
+        assert row["dockq"] == pytest.approx(np.mean(list(row["docked"].values())))
+        assert math.isfinite(row["loss"])
+        assert "cut" not in row
+    step = next(row for row in rows(unbroken) if row["kind"] == "step")
+    assert [set(row["terms"]) for row in found] == [set(step["terms"])] * 3
 
 
 def test_a_run_on_complexes_can_be_continued(store: Store, unbroken: Path, tmp_path: Path) -> None:
@@ -116,15 +130,68 @@ def test_a_monomer_is_not_validated_on_an_assembly(store: Store) -> None:
         hold_out(store, tiny_run(validation=("helix1", "pair1")))
 
 
-def test_validation_takes_whole_chains_as_far_as_they_go(store: Store) -> None:
+def test_validation_takes_whole_assemblies_or_what_lies_around_an_interface(store: Store) -> None:
     pair = read_assembly(store, "pair1")  # of 11 residues each
-    assert [part.length for part in (leading_part(pair, n) for n in (5, 11, 21, 22, 99))] == [5, 11, 11, 22, 22]
-    part = leading_part(pair, 21)
-    assert isinstance(part, Assembly)
-    assert part.ids == ("A",)
-    assert part.operators is not None
-    assert len(part.operators) == 1
-    assert leading_part(StoredExample(store, "helix3"), 7).length == 7
+    whole = [np.arange(11), np.arange(11)]
+    for size in (22, 99):
+        assert all(map(np.array_equal, fixed_crop(pair, size, 10.0), whole))
+    crop = fixed_crop(pair, 12, 10.0)
+    assert all(map(np.array_equal, crop, fixed_crop(pair, 12, 10.0)))
+    ca, _ = ca_of(pair) or pytest.fail("no atoms")
+    here, there = ca[crop[0]], ca[11 + crop[1]]
+    assert len(here) + len(there) == 12
+    assert np.linalg.norm(here[:, None] - there, axis=-1).min() < 10
+    apart = dataclasses.replace(pair, operators=pair.operators + 99 * np.eye(3, 4, 3) * [[[0]], [[1]]])
+    assert [len(part) for part in fixed_crop(apart, 12, 10.0)] == [11, 1]  # no interface: the first residues
+
+
+def test_a_validation_says_what_it_cut_and_a_long_chain_is_cut_too(store: Store, tmp_path: Path) -> None:
+    train(multimer_run(steps=1, validation_residues=14), store, tmp_path / "run")
+    row = next(row for row in rows(tmp_path / "run") if row["kind"] == "validation")
+    assert row["cut"] == {"pair1": [14, 22], "pair4": [14, 29]}
+    assert (row["cropped"], row["residues"], row["whole_residues"]) == (2, 28, 51)
+    assert set(row["docked"]) == {"pair1", "pair4"}  # both show an interface
+    held_out = [(store, "helix3")]
+    (chain,) = held_out_features(held_out, tiny_run(validation_residues=7))
+    assert (chain.features["aatype"].shape, chain.residues) == ((7,), 13)
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="../shared/realdata is not here")
+@pytest.mark.parametrize("name", ["1fbl", "3p0g", "5kds"])
+def test_real_assemblies_that_are_too_large_show_an_interface(name: str) -> None:
+    """Their first whole chains within 512 residues were one chain."""
+    entry = parse_structure(gzip.decompress((REAL / f"{name}.cif.gz").read_bytes()))
+    placed, chains = entry.assembly(), []
+    for chain in (entry.chains[one.chain] for one in placed.chains):
+        raw = from_sequence(chain.sequence, name=chain.id)
+        chains.append(dataclasses.replace(raw, positions=chain.positions, mask=chain.mask))
+    assembly = Assembly(name, tuple(placed.ids), tuple(chains), np.stack([one.operator for one in placed.chains]))
+    crops = fixed_crop(assembly, 512, 10.0)
+    ca, seen = ca_of(assembly) or pytest.fail("no atoms")
+    chain = np.repeat(np.arange(len(chains)), [one.length for one in chains])
+    kept = np.flatnonzero(np.isin(np.arange(len(chain)), in_assembly(crops, assembly)) & seen)
+    assert sum(map(len, crops)) == 512
+    assert near_other_chain(ca[kept], seen[kept], chain[kept], 10.0, np.arange(len(kept))).sum() >= 2
+
+
+def in_assembly(crops: list[np.ndarray], assembly: Assembly) -> np.ndarray:
+    """Number the residues of a crop as in the whole."""
+    starts = np.cumsum([0, *(chain.length for chain in assembly.chains[:-1])])
+    return np.concatenate([start + crop for start, crop in zip(starts, crops, strict=True)])
+
+
+def test_dockq_is_of_the_interfaces_of_the_truth(store: Store) -> None:
+    (example,) = held_out_features([(store, "pair1")], multimer_run())
+    batch = to_tensors(example.features, "cpu")
+    atoms, mask = batch["copy_atom_positions"][0], batch["copy_atom_mask"][0]
+    truth = with_truth(batch, atoms)
+    assert mean_dockq(truth["all_atom_positions"], truth) == pytest.approx(1.0)
+    second = (batch["asym_id"] == 2)[:, None, None]
+    moved = truth["all_atom_positions"] + 8 * second * mask[..., None]
+    assert 0 < mean_dockq(moved, truth) < 0.6
+    assert math.isnan(mean_dockq(moved, truth | {"all_atom_positions": truth["all_atom_positions"] + 99 * second}))
+    assert mean_dockq(torch.full_like(moved, math.nan), truth) == 0
+    assert math.isnan(mean_dockq(moved, {name: x for name, x in truth.items() if name != "asym_id"}))
 
 
 def test_what_keeps_chains_apart_needs_a_multimer() -> None:
@@ -148,6 +215,6 @@ def test_lddt_between_chains_is_of_pairs_of_different_chains() -> None:
 
 
 def test_a_row_has_interfaces_if_any_example_has() -> None:
-    row = validation_row(3, {"a": 0.5, "b": 0.7}, {"a": math.nan, "b": 0.2})
-    assert (row["interface_lddt"], row["interfaces"]) == (0.2, {"b": 0.2})
-    assert "interface_lddt" not in validation_row(3, {"a": 0.5}, {"a": math.nan})
+    row = validation_row(3, {"a": scored(0.5), "b": scored(0.7, interface_lddt=0.2, dockq=0.1)})
+    assert (row["interface_lddt"], row["interfaces"], row["dockq"], row["docked"]) == (0.2, {"b": 0.2}, 0.1, {"b": 0.1})
+    assert not {"interface_lddt", "dockq"} & validation_row(3, {"a": scored(0.5)}).keys()

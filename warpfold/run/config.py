@@ -25,7 +25,7 @@ class TrainConfig:
     order: Weights = "paper"  # Supp. 1.2.5; "uniform": each example once per epoch
     validation: float | tuple[str, ...] | str = 0.02  # share of the store or keys, held out; or another store's folder
     validation_examples: int = 64  # at most this many of them, one for each cluster (but all that are named)
-    validation_residues: int = 512  # at most the first this many of each
+    validation_residues: int = 512  # at most so many of each: of an assembly those around an interface
     validate_every: int = 1_000  # steps; 0: at the beginning and the end only
     validation_share: float = 0.1  # of the time, at most; what there is no time for is left out; 1: all is validated
     save_every: int = 500  # steps

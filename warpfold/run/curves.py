@@ -270,7 +270,8 @@ def _numbers(run: RunLog) -> Iterator[str]:
         row = run.validations[-1]
         of = f"{len(row['examples'])} of {row['of']} examples, " if "of" in row else ""
         score = f"{row['lddt_ca']:.3f}" if is_number(row.get("lddt_ca")) else "-"
-        yield f"held-out lDDT-Cα {score} ({of}step {row['step']:,})"
+        docked = f", DockQ {row['dockq']:.3f}" if is_number(row.get("dockq")) else ""
+        yield f"held-out lDDT-Cα {score}{docked} ({of}step {row['step']:,})"
     if run.rows:
         yield f"{last['samples_per_second']:.3g} samples/s"
         yield f"waiting {last['waiting_so_far']:.1%}"

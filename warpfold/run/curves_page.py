@@ -30,7 +30,12 @@ CHARTS = {
     "samples_per_second": "samples per second",
     "waiting": "share of a step spent waiting for data",
 }
-HELD_OUT = {"lddt_ca": "lDDT-Cα of held-out examples", "interface_lddt": "lDDT-Cα between chains, held out"}
+HELD_OUT = {
+    "loss": "loss of held-out examples",
+    "lddt_ca": "lDDT-Cα of held-out examples",
+    "interface_lddt": "lDDT-Cα between chains, held out",
+    "dockq": "DockQ of held-out interfaces",
+}
 
 
 @dataclass(frozen=True)

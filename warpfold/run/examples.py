@@ -4,15 +4,16 @@ import hashlib
 import math
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from warpfold.batch import Arrays
 from warpfold.bulk import in_order
-from warpfold.data.example.assembly import Assembly, Example
+from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.raw_example import RawExample
+from warpfold.data.features.crop import fixed_crop
 from warpfold.data.features.make import make_features
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.order import Order, Source, costs, split_keys
@@ -100,41 +101,38 @@ def families_of(source: Source) -> list[frozenset[str]]:
     return [frozenset(clusters[chain] for chain in chains) for chains in source.chains()]
 
 
-def held_out_features(
-    held_out: Sequence[tuple[Store, str]], config: RunConfig
-) -> Generator[tuple[str, Arrays], None, None]:
-    """Yield the key and the features of each held-out example, of its leading part; the same in every validation.
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out example, or the part of it that is validated, which is always the same."""
 
-    A thread makes those of the next one while the caller uses these.
+    key: str
+    features: Arrays
+    residues: int  # of the whole
+
+
+def held_out_features(held_out: Sequence[tuple[Store, str]], config: RunConfig) -> Generator[HeldOut, None, None]:
+    """Yield the held-out examples: of a long chain the first residues, of a large assembly those around an interface.
+
+    A thread makes the features of the next one while the caller uses these.
     """
-    passes = (config.model.recycles + 1) * config.model.ensemble
+    passes, most = (config.model.recycles + 1) * config.model.ensemble, config.train.validation_residues
 
-    def make(one: tuple[Store, str]) -> tuple[str, Arrays]:
+    def make(one: tuple[Store, str]) -> HeldOut:
         store, key = one
-        part = leading_part(open_entry(store, key, config.model.multimer is not None), config.train.validation_residues)
-        return key, make_features(part, config.data, config.train.seed, (key, "validation"), passes)
+        part: StoredExample | RawExample | Assembly = open_entry(store, key, config.model.multimer is not None)
+        whole, crops = part.length, None
+        if isinstance(part, Assembly):
+            crops = fixed_crop(part, most, config.data.interface_distance)
+        elif whole > most:
+            part = part.take(0, most)
+        drawn = config.train.seed, (key, "validation")
+        return HeldOut(key, make_features(part, config.data, *drawn, passes, crops=crops), whole)
 
     with ThreadPoolExecutor(1, "held-out") as thread:
         try:
             yield from in_order(make, held_out, thread, ahead=2)
         finally:
             thread.shutdown(wait=False, cancel_futures=True)  # where the caller wants no more
-
-
-def leading_part(entry: StoredExample | Assembly, most: int) -> RawExample | Assembly:
-    """Return the first residues of a chain, or the first whole chains of an assembly, that are at most `most` residues.
-
-    If an assembly's first chain alone is longer, that chain's first residues are all.
-    """
-    if not isinstance(entry, Assembly):
-        return entry.take(0, min(entry.length, most))
-    if entry.chains[0].length > most:
-        chains: tuple[Example, ...] = (entry.chains[0].take(0, most),)
-    else:
-        ends = np.cumsum([chain.length for chain in entry.chains])
-        chains = entry.chains[: int(np.searchsorted(ends, most, side="right"))]
-    count = len(chains)
-    return Assembly(entry.name, entry.ids[:count], chains, None if entry.operators is None else entry.operators[:count])
 
 
 def draw_recycles(config: RunConfig, step: int) -> int:

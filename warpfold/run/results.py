@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -89,14 +90,27 @@ def step_row(step: int, results: Sequence[ExampleResult], rate: float, recycles:
     }
 
 
-def validation_row(step: int, lddt_ca: Mapping[str, float], interface: Mapping[str, float] | None = None) -> Row:
-    """Return the row of a validation: each example's lDDT-Ca, and their mean.
+def validation_row(step: int, scores: Mapping[str, Mapping[str, Any]]) -> Row:
+    """Return the row of a validation: means over the examples, and what each has; scores: of `Judge`, by example.
 
-    interface: that between chains, NaN for an example without; the row has it if any example does.
+    The scores of interfaces are means over the examples that have any; the row has them if one does.
     """
-    row = {"kind": "validation", "step": step, "lddt_ca": _mean(list(lddt_ca.values())), "examples": dict(lddt_ca)}
-    seen = {key: score for key, score in (interface or {}).items() if not math.isnan(score)}
-    return {**row, "interface_lddt": _mean(list(seen.values())), "interfaces": seen} if seen else row
+    row: Row = {"kind": "validation", "step": step}
+    for name, each in (("lddt_ca", "examples"), ("interface_lddt", "interfaces"), ("dockq", "docked")):
+        found = {key: one[name] for key, one in scores.items()}
+        if each != "examples":
+            found = {key: value for key, value in found.items() if not math.isnan(value)}
+        if found or each == "examples":
+            row |= {name: _mean(list(found.values())), each: found}
+    if scores:
+        row["loss"] = _mean([one["loss"] for one in scores.values()])
+        names = dict.fromkeys(name for one in scores.values() for name in one["terms"])
+        row["terms"] = {name: _mean([one["terms"].get(name, math.nan) for one in scores.values()]) for name in names}
+    cut = {key: one["residues"] for key, one in scores.items() if one["residues"][0] < one["residues"][1]}
+    if cut:
+        kept, whole = (sum(one["residues"][place] for one in scores.values()) for place in (0, 1))
+        row |= {"cropped": len(cut), "residues": kept, "whole_residues": whole, "cut": cut}
+    return row
 
 
 def _mean(values: Sequence[float]) -> float:

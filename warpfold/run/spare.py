@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from warpfold import settings
-from warpfold.batch import to_tensors
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.engine.checkpoint import RunFolder
@@ -294,7 +293,7 @@ class Spare:
     def _scores(self) -> dict[str, Scores]:
         judge = Judge(self.model, self.config, self.device, lambda _: self._look())
         with torch.no_grad(), closing(held_out_features(self.share, self.config)) as examples:
-            return {key: judge.scores(to_tensors(arrays, self.device)) for key, arrays in examples}
+            return {example.key: judge.scores(example) for example in examples}
 
     def _next(self, name: str, before: Any) -> Any:
         """Wait for a note that is another than before."""

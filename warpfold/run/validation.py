@@ -4,29 +4,34 @@ Whether there is time is measured, and so no function of the settings; what is t
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from warpfold.batch import Batch, to_tensors
 from warpfold.data.store.store import Store
+from warpfold.data.structure.chain import Chain
 from warpfold.engine.loop import Log, StepTimer, StopSignals
 from warpfold.engine.optim import Optimizer
 from warpfold.engine.step_folders import Checkpoint, DamagedCheckpoint
 from warpfold.engine.watch import Row
 from warpfold.errors import UserError
+from warpfold.geometry.residue import RESTYPES
 from warpfold.memory import release_memory
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.losses import ca_lddt
+from warpfold.model.losses import ca_lddt, total_loss
 from warpfold.model.permutation import with_truth
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.team import Team
 from warpfold.run.config import RunConfig
-from warpfold.run.examples import held_out_features
+from warpfold.run.dockq import Docking
+from warpfold.run.examples import HeldOut, held_out_features
 from warpfold.run.passes import PassPlace, followed
 from warpfold.run.planning import FoldPlanner, sizes_of_batch
 from warpfold.run.ranks import stop_requested
@@ -39,7 +44,7 @@ class _Stopped(Exception):
     """A signal came while an example was being folded."""
 
 
-Scores = list[float] | str  # of an example, the two of a `Judge`; or why it could not be folded
+Scores = dict[str, Any] | str  # what a `Judge` says of an example; or why it could not be folded
 ENOUGH = 100  # training examples of a process, in the time of which one that is folded does not count
 
 
@@ -184,7 +189,7 @@ class Validation:
         return max(received for _, received in parts)
 
     def _measure(self, step: int, rounds: int, began: float) -> tuple[int, dict[str, Scores]]:
-        """Return how many rounds were asked for, and the two scores of what this rank folded; all stop together."""
+        """Return how many rounds were asked for, and the scores of what this rank folded; all stop together."""
         ranks, rank = self.team.process.ranks, self.team.process.rank
         found: dict[str, Scores] = {}
         device = self.optimizer.weights.device
@@ -194,9 +199,9 @@ class Validation:
         while done < rounds and not stop_requested(self.signals, self.team):
             self.log.phase("validating", done * ranks, min(rounds * ranks, len(self.held_out)), left)
             if done * ranks + rank < len(self.held_out):
-                key, arrays = next(features)
-                if scores := self._fold(judge, to_tensors(arrays, device)):
-                    found[key] = scores
+                example = next(features)
+                if scores := self._fold(judge, example):
+                    found[example.key] = scores
             done += 1
             self._round = (time.perf_counter() - began) / done
             if not known and done == 1:
@@ -204,10 +209,10 @@ class Validation:
         features.close()
         return rounds, found
 
-    def _fold(self, judge: "Judge", batch: Batch) -> Scores | None:
+    def _fold(self, judge: "Judge", example: HeldOut) -> Scores | None:
         """Return the scores of an example; None if a signal came meanwhile."""
         try:
-            return judge.scores(batch)
+            return judge.scores(example)
         except _Stopped:
             return None
 
@@ -238,18 +243,20 @@ class Judge:
     def __init__(
         self, model: AlphaFold, config: RunConfig, device: torch.device, check: Callable[[PassPlace], object]
     ) -> None:
-        self.model, self._check = model, check
+        self.model, self.loss, self.device, self._check = model, config.loss, device, check
         plan = config.plan
         fixed = {"precision": plan.precision, "kernels": plan.kernels, "tf32": plan.tf32}
         self._planner = FoldPlanner(model.config, device, fixed)
 
-    def scores(self, batch: Batch) -> Scores:
-        """Return lDDT-Ca of all pairs of an example, and of those between chains.
+    def scores(self, example: HeldOut) -> Scores:
+        """Return lDDT-Ca of all pairs of an example and of those between chains, DockQ, the loss and its terms.
 
-        Where memory runs out, the next tighter plan is tried; where nothing fits, why it is left out is returned: the
-        training goes on, and each restart would validate first.
+        What there is none of is NaN.  And how many residues were folded, of how many.  Where memory runs out, the next
+        tighter plan is tried; where nothing fits, why it is left out is returned: the training goes on, and each
+        restart would validate first.
         """
         model, asks = self.model, self.model.config
+        batch = to_tensors(example.features, self.device)
         try:
             chosen = self._planner.choose(sizes_of_batch(batch), asks.recycles, asks.ensemble)
             while True:
@@ -257,14 +264,46 @@ class Judge:
                     Execution(chosen.plan).bind(model)
                     with followed(model, (asks.recycles + 1) * asks.ensemble, self._check):
                         output = model(batch)
+                    truth = with_truth(batch, output.structure.final_atom37)
+                    loss, terms = total_loss(output, truth, self.loss, output.recycles * asks.ensemble)
                     break
                 except (RuntimeError, MemoryError) as error:
                     chosen = self._planner.after(chosen, error)
-                release_memory(batch["aatype"].device)  # the error, and what it held, is gone
+                release_memory(self.device)  # the error, and what it held, is gone
         except UserError as error:
             return str(error)
-        truth = with_truth(batch, output.structure.final_atom37)
-        return [float(ca_lddt(output, truth, between)) for between in (False, True)]
+        return {
+            "lddt_ca": float(ca_lddt(output, truth)),
+            "interface_lddt": float(ca_lddt(output, truth, between=True)),
+            "dockq": mean_dockq(output.structure.final_atom37, truth),
+            "loss": float(loss),
+            "terms": {name: float(term) for name, term in terms.items()},
+            "residues": [int(batch["seq_mask"].sum()), example.residues],
+        }
+
+
+def mean_dockq(atoms: Tensor, truth: Batch) -> float:
+    """Return the mean DockQ over the interfaces of the truth, chain by chain; NaN where no two chains touch.
+
+    atoms [N, 37, 3]: the prediction, angstrom; atoms that are not finite are none.  truth: a batch with labels, in
+    which each chain has its own copy.
+    """
+    if "asym_id" not in truth:
+        return math.nan
+    found = atoms.float().cpu().numpy()
+    finite = np.isfinite(found).all(-1)
+    names = ("asym_id", "aatype", "residue_index", "atom37_atom_exists", "all_atom_positions", "all_atom_mask")
+    chain, aatype, index, exists, positions, mask = (truth[name].cpu().numpy() for name in names)
+    predicted, reference = dict[str, Chain](), dict[str, Chain]()
+    for number in np.unique(chain[chain > 0]).tolist():  # 0: padding
+        rows, name = chain == number, str(number)
+        sequence = "".join((*RESTYPES, "X")[code] for code in aatype[rows])
+        for chains, x, seen in ((predicted, found, exists * finite), (reference, positions, mask)):
+            chains[name] = Chain(name, sequence, x[rows], seen[rows], index[rows], ("",) * len(sequence))
+    same = {(name, name): np.arange(len(one.sequence))[:, None].repeat(2, 1) for name, one in reference.items()}
+    docking = Docking(predicted, reference, same)
+    scores = [docking.measure(pair, pair).dockq for pair in docking.native]
+    return float(np.mean(scores)) if scores else math.nan
 
 
 def averages_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -279,7 +318,7 @@ def scores_row(step: int, keys: Sequence[str], scores: Mapping[str, Scores]) -> 
     Of what was left out the row has the reasons, and `of` how many there were: it is not compared with whole ones.
     """
     folded = {key: found for key in keys if not isinstance(found := scores[key], str)}
-    row = validation_row(step, *({key: found[which] for key, found in folded.items()} for which in (0, 1)))
+    row = validation_row(step, folded)
     left_out = {key: scores[key] for key in keys if key not in folded}
     for key, why in left_out.items():
         logger.warning("the validation after step %d leaves out %s: %s", step, key, why)

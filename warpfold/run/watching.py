@@ -39,7 +39,11 @@ class TrainingProgress(Watcher):
         elif row["kind"] == "validation":
             self.validation = row
             where = "" if row["step"] == self.row.get("step", self.phase.step) else f" after step {row['step']}"
-            self._print_line(f"validated {len(row['examples'])} of {row.get('of', len(row['examples']))}{where}")
+            cut = ""
+            if "cut" in row:
+                cut = f", {row['cropped']} cut, {row['residues']:,} of {row['whole_residues']:,} residues folded"
+            of = row.get("of", len(row["examples"]))
+            self._print_line(f"validated {len(row['examples'])} of {of}{where}{cut}")
         else:
             self.row = row
             if time.monotonic() - self._said >= self.every or not self._said:
@@ -94,6 +98,8 @@ class TrainingProgress(Watcher):
         if held_out:
             part = f" ({len(held_out['examples'])} of {held_out['of']})" if "of" in held_out else ""
             yield f"lDDT-Cα {held_out['lddt_ca']:.3f}{part}"
+            if "dockq" in held_out:
+                yield f"DockQ {held_out['dockq']:.3f}"
         if row:
             rate = row["samples_per_second"]
             yield f"{rate:.3g} samples/s" if rate >= 1 else f"{1 / rate:.3g} s/sample"

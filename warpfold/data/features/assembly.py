@@ -38,12 +38,18 @@ class EntityCrop:
 
 
 def assembly_features(
-    assembly: Assembly, config: SampleConfig, seed: int, key: tuple[str | int, ...], passes: int, train: bool
+    assembly: Assembly,
+    config: SampleConfig,
+    seed: int,
+    key: tuple[str | int, ...],
+    passes: int,
+    train: bool,
+    crops: Sequence[np.ndarray] | None = None,
 ) -> Arrays:
     """Return the model's input for an assembly: as `make_features`, whose arguments these are, without padding."""
     if train:
         crops = crop_assembly(assembly, config, keyed_rng(seed, *key, "crop"))
-    else:
+    elif crops is None:
         crops = [np.arange(chain.length) for chain in assembly.chains]
     asym = np.repeat(np.arange(len(crops)), [len(crop) for crop in crops])
     entities = read_entities(assembly, crops, config, seed, key, train)

@@ -1,4 +1,4 @@
-"""Crops of assemblies for training: which residues of each chain are used (AlphaFold-Multimer, sec. 7.2)."""
+"""Crops of assemblies: which residues of each chain are used (AlphaFold-Multimer, sec. 7.2)."""
 
 from collections.abc import Sequence
 
@@ -7,6 +7,7 @@ import numpy as np
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.structure.assemblies import apply_operator
+from warpfold.keyed import keyed_rng
 
 FIRST_COMPARED, COMPARED = 32, 1024  # residues whose distances to all others are computed at a time
 
@@ -26,6 +27,21 @@ def crop_assembly(assembly: Assembly, config: SampleConfig, rng: np.random.Gener
         if kept is not None:
             return [np.flatnonzero(part) for part in np.split(kept, np.cumsum(lengths)[:-1])]
     return contiguous_crop(lengths, config.crop, rng)
+
+
+def fixed_crop(assembly: Assembly, size: int, distance: float) -> list[np.ndarray]:
+    """Return at most `size` residues of an assembly, the same every time: of each chain, int64, ascending; [] for none.
+
+    All of them; else those nearest to a residue of an interface, drawn by the assembly's name; else the first.
+    distance: as in `spatial_crop`.
+    """
+    lengths = [chain.length for chain in assembly.chains]
+    kept = np.arange(sum(lengths)) < size
+    if sum(lengths) > size and (ca := ca_of(assembly)) is not None:
+        chain = np.repeat(np.arange(len(lengths)), lengths)
+        near = spatial_crop(*ca, chain, size, distance, keyed_rng(0, assembly.name, "crop"))
+        kept = kept if near is None else near
+    return [np.flatnonzero(part) for part in np.split(kept, np.cumsum(lengths)[:-1])]
 
 
 def ca_of(assembly: Assembly) -> tuple[np.ndarray, np.ndarray] | None:

@@ -1,5 +1,7 @@
 """Make the features of one example: choose what is used, read only that, and compute (Supp. 1.2)."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from warpfold.batch import FEATURES, Arrays
@@ -20,6 +22,7 @@ def make_features(
     key: tuple[str | int, ...],
     passes: int = 1,
     train: bool = False,
+    crops: Sequence[np.ndarray] | None = None,
 ) -> Arrays:
     """Return the model's input for one example: arrays of the feature table (`warpfold.batch.FEATURES`), no batch axis.
 
@@ -27,14 +30,14 @@ def make_features(
     whole chain).  An assembly's features are AlphaFold-Multimer's, a chain's the monomer's.  key: names this draw, e.g.
     (example name, step).  passes: (recycles + 1) x ensemble; with `resample_msa` the MSA features hold that many
     samples, otherwise one.  train: crop, delete blocks, keep within `max_cost`, draw the templates and the clamping of
-    FAPE.
+    FAPE.  crops: the residues of each chain of an assembly that are used outside of training; all by default.
     Whole numbers and masks may be narrower than in the table: `batch.to_tensors` widens them.
     Labels are included if the example has coordinates.  If no row is left for the extra MSA, it is one fully masked
     row, as with AlphaFold2's padding, or the query's (`empty_extra`).
     """
     if isinstance(example, Assembly):
-        joined = assembly_features(example, config, seed, key, passes if config.resample_msa else 1, train)
-        return pad_features(joined, padded_sizes(config, example.length, train))
+        joined = assembly_features(example, config, seed, key, passes if config.resample_msa else 1, train, crops)
+        return pad_features(joined, padded_sizes(config, len(joined["aatype"]), train))
     chosen = select(example.length, example.depth, config, seed, key, train, example.templates_count)
     chain = None
     if config.clustering == "chain" and chosen.stop - chosen.start < example.length:
