@@ -118,6 +118,7 @@ def held_out_features(held_out: Sequence[tuple[Store, str]], config: RunConfig) 
     passes, most = (config.model.recycles + 1) * config.model.ensemble, config.train.validation_residues
 
     def make(one: tuple[Store, str]) -> HeldOut:
+        """Read an example, cut it, and make its features."""
         store, key = one
         part: StoredExample | RawExample | Assembly = open_entry(store, key, config.model.multimer is not None)
         whole, crops = part.length, None
