@@ -43,7 +43,7 @@ from warpfold.tune.machine import this_machine
 from warpfold.tune.memory import train_on_example
 from warpfold.tune.planner import NothingFitsError
 from warpfold.tune.rates import of_gpu
-from warpfold.tune.step_planner import choose_step, rough_plans
+from warpfold.tune.step_planner import choose_step, ranks_of, rough_plans, travelling
 from warpfold.tune.step_seconds import example_seconds, step_seconds
 from warpfold.tune.step_words import choice_in_words, describe_ranks_plan
 
@@ -101,7 +101,8 @@ def case(setting: Setting, team: Team, seconds: float) -> dict[str, Any]:
     ranks, job = team.process.ranks, setting.job(team.process.ranks)
     begin = time.perf_counter()
     cluster = measure_cluster(team, "cpu")
-    plans = list(dict.fromkeys(plan for group in rough_plans(job, cluster, FIXED, {}) for plan in group))
+    rough = (plan for group in rough_plans(job, cluster, FIXED, {}) for plan in group if ranks_of(plan) == ranks)
+    plans = [way for plan in rough for way in (plan, *travelling(job, plan, cluster, FIXED, {}))]
     machine = replace(this_machine("cpu"), devices=ranks)
     rates = machine.rates(torch.float32)
     assert rates is not None

@@ -28,7 +28,7 @@ from warpfold.tune.cluster.links import Cluster, Link
 from warpfold.tune.example import ExampleSizes
 from warpfold.tune.job import Job
 from warpfold.tune.machine import Machine
-from warpfold.tune.step_planner import rough_plans
+from warpfold.tune.step_planner import rough_plans, travelling
 
 CUT = {"msa": -2, "pair": -3, "msa_first_row": -2, "distogram": -3, "pae": -2}
 PAE_LIMIT = 1e-6  # it is kept in fp32
@@ -156,7 +156,8 @@ def test_plans_on_a_cluster_take_ways_that_were_compared(monkeypatch: pytest.Mon
     compared = {replace(p, data=1, keep_blocks=0) for ranks in (1, 2) for p in ladder(job, ranks, monkeypatch)}
     for ranks in (2, 4):
         cluster = Cluster(ranks=ranks, per_node=ranks // 2, within=link, between=link)
-        for plan in chain(*rough_plans(job, cluster, {"precision": "fp64"}, {})):
+        rough = chain(*rough_plans(job, cluster, {"precision": "fp64"}, {}))
+        for plan in chain(*([plan, *travelling(job, plan, cluster, {}, {})] for plan in rough)):
             triangle = (
                 "gather" if plan.axial > 1 and plan.triangle == "auto" else plan.triangle
             )  # by bytes: one of both

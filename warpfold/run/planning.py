@@ -26,7 +26,7 @@ from warpfold.tune.machine import Machine, this_machine
 from warpfold.tune.plan_words import describe_plan
 from warpfold.tune.planner import CHOSEN_IN_TRAINING, Choice, choose, needed_bytes, tighter
 from warpfold.tune.rates import Rates
-from warpfold.tune.step_planner import CHOSEN_ON_RANKS, choose_step, rough_plans
+from warpfold.tune.step_planner import CHOSEN_ON_RANKS, choose_step, rough_plans, travelling
 from warpfold.tune.step_seconds import alone, example_seconds
 from warpfold.tune.step_words import choice_in_words, describe_ranks_plan, joined
 
@@ -271,7 +271,8 @@ def _is_open(
     except ValueError as error:
         raise UserError(f"{given.source}: {error}") from error
     kept = groups[0][0].recompute is not None and "keep_blocks" not in fixed
-    return len(groups) > 1 or len(groups[0]) > 1 or kept
+    ways = travelling(job, groups[0][0], one_node(machine.devices), fixed, sync)
+    return len(groups) > 1 or len(groups[0]) > 1 or kept or any(True for _ in ways)
 
 
 def _rates(

@@ -12,7 +12,7 @@ from warpfold.tune.machine import Machine
 from warpfold.tune.planner import NothingFitsError, needed_bytes
 from warpfold.tune.rates import Rates
 from warpfold.tune.step_planner import Candidate, StepChoice, choose_step, examples_of
-from warpfold.tune.step_words import choice_in_words, describe_ranks_plan, joined, step_time
+from warpfold.tune.step_words import choice_in_words, describe_ranks_plan, describe_used, joined
 
 SHOWN = 12  # plans
 
@@ -65,7 +65,7 @@ def step_report(
 def _row(one: Candidate, choice: StepChoice, price: float | None) -> dict[str, Any]:
     hours = choice.device_hours(one)
     return {
-        "title": describe_ranks_plan(one.plan),
+        "title": describe_used(choice, one),
         "plan": to_dict(one.plan),
         "chosen": one is choice.chosen,
         "seconds": one.time.total,
@@ -82,11 +82,6 @@ def left_out(choice: StepChoice, shown: int) -> list[str]:
     """Return why other plans are not shown, a line each."""
     job, cluster, chosen = choice.job, choice.cluster, choice.plan
     found = [f"{describe_ranks_plan(one.plan)}: {one.reason}" for one in choice.considered if one.reason]
-    if choice.fewer is not None:
-        found.append(
-            f"{choice.fewer.plan.data} of the devices alone, {describe_ranks_plan(choice.fewer.plan)}, would take "
-            f"{step_time(choice.fewer.time.total)}; more examples a step (optim.accumulate) would use all of them"
-        )
     slower = [one for one in choice.considered if not one.reason][shown:]
     if slower:
         least, most = (one.time.total / choice.chosen.time.total for one in (slower[0], slower[-1]))

@@ -144,7 +144,7 @@ def _grids(job: Job, machine: Machine, fixed: Mapping[str, Any]) -> Iterator[dic
         data, rest = divmod(machine.devices, axial * branch)
         accumulate = job.optim.accumulate if job.training and job.optim is not None else data
         agrees = fixed.get("axial", axial) == axial and fixed.get("data", data) == data
-        if rest == 0 and data > 0 and accumulate % data == 0 and agrees:
+        if rest == 0 and 0 < data <= accumulate and agrees:
             yield {"data": data, "axial": axial}
     if fixed.get("axial", 1) * branch > machine.devices:
         yield {}

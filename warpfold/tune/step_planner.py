@@ -5,12 +5,12 @@ holds hardly depends on how many have other examples, so few estimates of memory
 """
 
 import heapq
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
 
+from warpfold.data.load.schedule import share_of
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.plan import DTYPES, Plan, Recompute
 from warpfold.tune.cluster.links import Cluster
@@ -34,8 +34,8 @@ from warpfold.tune.step_seconds import ExampleTime, StepTime, alone, example_sec
 
 CHOSEN_ON_RANKS = (*CHOSEN_IN_TRAINING, "branch", "triangle", "batch", "sync")  # keys of the plan that are chosen
 EQUAL = 1.05  # of two plans whose times differ by less, the simpler one is taken
-ALMOST = 1.01  # of two that differ in how things travel alone, the faster one is not even shown then
-LOOKED = 1.25  # a plan that takes longer than so many times the best is shown without its memory
+ALMOST = 1.01  # of two that differ in how things travel alone, or in idle devices, the faster one is not shown then
+LOOKED = 1.1  # a plan that takes longer than so many times the best is shown without its memory
 BUCKETS = (0.25, 1.0, 4.0, 16.0, 64.0)  # MiB
 MOST_TOGETHER = 16  # examples
 ALIKE = 8  # more data ranks than these hold no more, and with `shard_state` little less, than so many
@@ -56,8 +56,7 @@ class Candidate:
 class StepChoice:
     """A plan for a training on a cluster, and what it was chosen from, from the fastest on.
 
-    alone: seconds of one example on one device by itself, as the plan computes it.  fewer: where ranks share examples,
-    what fewer of them would do that share none, if that is as fast.
+    alone: seconds of one example on one device by itself, as the plan computes it.
     """
 
     job: Job
@@ -66,12 +65,16 @@ class StepChoice:
     chosen: Candidate
     alone: float
     considered: tuple[Candidate, ...] = field(repr=False)
-    fewer: Candidate | None = None
 
     @property
     def plan(self) -> Plan:
         """The plan that was chosen."""
         return self.chosen.plan
+
+    @property
+    def idle(self) -> int:
+        """How many devices have no part of a step."""
+        return self.cluster.ranks - ranks_of(self.plan)
 
     def efficiency(self, candidate: Candidate) -> float:
         """Return the examples of an hour as a share of what as many devices would do, each alone with one example."""
@@ -87,6 +90,11 @@ def examples_of(job: Job) -> int:
     return 1 if job.optim is None else job.optim.accumulate
 
 
+def ranks_of(plan: Plan) -> int:
+    """Return how many ranks a plan has."""
+    return plan.data * plan.axial * plan.branch
+
+
 def choose_step(
     job: Job,
     machine: Machine,
@@ -97,6 +105,7 @@ def choose_step(
 ) -> StepChoice:
     """Return the fastest plan that fits, the simplest of those that take at most `EQUAL` times as long.
 
+    More ranks never take longer: what cannot be shared out so that it helps leaves some of them idle.
     fixed: keys of the plan that stay as they are; sync: those of `plan.sync`.
     Errors: UserError where nothing fits, saying what would; ValueError for keys that no plan can have together, ranks
     that no plan can use, and rates that do not have the precision.
@@ -108,11 +117,22 @@ def choose_step(
         raise NothingFitsError(
             job, machine, fixed or {}, [Considered(one.plan, one.memory, None, one.reason) for one in looked]
         )
-    least = min(one.time.total for one in fitting)
-    near = [one for one in fitting if one.time.total <= EQUAL * least]
-    chosen = min(near, key=lambda one: (simplicity(one.plan), one.time.total))
+    chosen = simplest(fitting)
     by_itself = example_seconds(job, alone(chosen.plan), rates, None).total
-    return StepChoice(job, machine, cluster, chosen, by_itself, tuple(looked), search.fewer(chosen))
+    return StepChoice(job, machine, cluster, chosen, by_itself, tuple(looked))
+
+
+def simplest(found: Sequence[Candidate]) -> Candidate:
+    """Return the simplest of those that take at most `EQUAL` times as long as the fastest.
+
+    Of several the fastest, or one that takes hardly longer and leaves fewer devices idle.
+    """
+    least = min(one.time.total for one in found)
+    near = [one for one in found if one.time.total <= EQUAL * least]
+    simple = min(simplicity(one.plan) for one in near)
+    near = sorted((one for one in near if simplicity(one.plan) == simple), key=lambda one: one.time.total)
+    alike = (one for one in near if one.time.total <= ALMOST * near[0].time.total)
+    return max(alike, key=lambda one: ranks_of(one.plan))
 
 
 def simplicity(plan: Plan) -> tuple[int, int, int]:
@@ -130,40 +150,51 @@ def simplicity(plan: Plan) -> tuple[int, int, int]:
 
 
 def rough_plans(job: Job, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapping[str, Any]) -> list[list[Plan]]:
-    """Return the plans that could run a training, in groups that differ in how things travel alone.
+    """Return the plans that could run a training, in groups that differ in the data ranks alone, most of them first.
 
-    `keep_blocks` is not chosen here, as that needs estimates of memory.
+    How things travel (`travelling`) is not chosen here, nor `keep_blocks`, as that needs estimates of memory.
     Errors: ValueError for keys that no plan can have together, or ranks that no plan can use.
     """
     groups: list[list[Plan]] = []
-    for grid in grids(job, cluster.ranks, fixed):
+    for axial, branch, counts in grids(job, cluster, fixed):
         for way in _ways(fixed):
-            for batch in _batches(job, grid, fixed):
-                keys = {**grid, **way, "batch": batch, "sync": SyncConfig(**sync), **fixed}
-                plan = possible(keys)
-                if plan is not None and [plan] not in [group[:1] for group in groups]:
-                    groups.append([plan, *_travelling(job, plan, cluster, fixed, sync)])
+            for batch in _batches(job, axial * branch, fixed):
+                grid = {"axial": axial, "branch": branch, "batch": batch, "sync": SyncConfig(**sync)}
+                usable = (data for data in counts if batch == 1 or examples_of(job) % (data * batch) == 0)
+                plans = [plan for data in usable if (plan := possible({**grid, **way, "data": data, **fixed}))]
+                if plans and plans not in groups:
+                    groups.append(plans)
     if not groups:
         Plan(**fixed)  # says what is wrong with the keys themselves
         given = ", ".join(f"plan.{key} = {fixed[key]}" for key in ("data", "axial", "branch", "batch") if key in fixed)
         raise ValueError(
-            f"{given or 'the plan'}: {cluster.ranks} ranks cannot share a step of {examples_of(job)} so; "
-            "data x axial x branch must be the number of ranks, and data x batch divide optim.accumulate"
+            f"{given or 'the plan'}: {cluster.ranks} ranks cannot share a step of {examples_of(job)} so; data x axial "
+            "x branch must be the number of ranks, each data rank needs an example, and data x batch must divide "
+            "optim.accumulate"
         )
     return groups
 
 
-def grids(job: Job, ranks: int, fixed: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-    """Yield how ranks may share out the work of a step: all of them have something to do, and equally much."""
+def grids(job: Job, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[tuple[int, int, list[int]]]:
+    """Yield how ranks may share out the work of a step: axial, branch, and counts of data ranks, most first.
+
+    Of data ranks that have the same largest share the fewest, and those that fill nodes.  More ranks have every grid
+    of fewer, too, and need not be slower; some may be left idle, but where the data ranks are given.
+    """
+    examples, ranks, sizes = examples_of(job), cluster.ranks, [*range(1, 17)]
+    while sizes[-1] < ranks:  # then in steps of an eighth at most
+        sizes += [2 * size for size in sizes[-8:]]
+    counts = {-(-examples // share) for share in range(1, examples + 1)}
+    counts |= {*range(cluster.per_node, examples + 1, cluster.per_node)}
     branches = (1,) if job.model.evoformer.outer == "middle" else (1, 2)
     for branch in (fixed["branch"],) if "branch" in fixed else branches:
-        for axial in range(1, ranks // branch + 1):
-            data, rest = divmod(ranks, axial * branch)
-            grid = {"data": data, "axial": axial, "branch": branch}
-            agrees = all(fixed.get(key, size) == size for key, size in grid.items())
-            useful = axial <= job.sizes.residues or "axial" in fixed
-            if rest == 0 and examples_of(job) % data == 0 and agrees and useful:
-                yield grid
+        for axial in (fixed["axial"],) if "axial" in fixed else (a for a in sizes if a <= job.sizes.residues):
+            model = axial * branch
+            found = sorted((data for data in counts if data * model <= ranks), reverse=True)
+            if "data" in fixed:
+                found = [fixed["data"]] if fixed["data"] * model == ranks and fixed["data"] <= examples else []
+            if found:
+                yield axial, branch, found
 
 
 def _ways(fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -182,18 +213,18 @@ def _ways(fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield own
 
 
-def _batches(job: Job, grid: Mapping[str, int], fixed: Mapping[str, Any]) -> Sequence[int]:
-    """Return how many examples may go through the model together: single chains, whose clip is that of the step."""
-    share = examples_of(job) // grid["data"]
+def _batches(job: Job, model: int, fixed: Mapping[str, Any]) -> Sequence[int]:
+    """Return how many examples may go through the model together: single chains, whose clip is that of the step.
+
+    model: ranks that share an example.
+    """
     if "batch" in fixed:
-        return (fixed["batch"],) if share % fixed["batch"] == 0 else ()
+        return (fixed["batch"],)
     alike = job.optim is not None and job.optim.clip == "step" and job.model.multimer is None
-    if not alike or grid["axial"] * grid["branch"] > 1:
-        return (1,)
-    return [size for size in range(1, min(share, MOST_TOGETHER) + 1) if share % size == 0]
+    return range(1, min(examples_of(job), MOST_TOGETHER) + 1) if alike and model == 1 else (1,)
 
 
-def _travelling(
+def travelling(
     job: Job, plan: Plan, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapping[str, Any]
 ) -> Iterator[Plan]:
     """Yield the plans that differ from one in how products are cut and how gradients travel."""
@@ -232,13 +263,14 @@ class _Search:
         self.job, self.machine, self.cluster, self.rates = job, machine, cluster, rates
         self.fixed, self.sync = fixed, sync
         self._examples: dict[Plan, ExampleTime] = {}
+        self._times: dict[Plan, StepTime] = {}
         self._left: list[tuple[float, int, Candidate]] = []
         self._number = count()
 
     def run(self) -> list[Candidate]:
         """Return plans from the fastest on; of those that differ in how things travel alone, the best."""
         for group in rough_plans(self.job, self.cluster, self.fixed, self.sync):
-            self._add(group)
+            self._add_best(group)
         found: list[Candidate] = []
         best = float("inf")
         while self._left:
@@ -253,41 +285,37 @@ class _Search:
         return sorted(found, key=lambda one: one.time.total)
 
     def time(self, plan: Plan) -> StepTime:
-        """Return the time of a step; the example's is the same however gradients travel."""
-        example = replace(plan, sync=SyncConfig())
-        if example not in self._examples:
-            self._examples[example] = example_seconds(self.job, example, self.rates, self.cluster)
-        # Which of its two ways "auto" takes is measured when the run begins; it never takes a worse one.
-        known = replace(plan, sync=replace(plan.sync, strategy="plain")) if plan.sync.strategy == "auto" else plan
-        return step_seconds(self.job, known, self._examples[example], self.rates, self.cluster)
+        """Return the time of a step."""
+        if plan not in self._times:
+            # Which of its two ways "auto" takes is measured when the run begins; it never takes a worse one.
+            known = replace(plan, sync=replace(plan.sync, strategy="plain")) if plan.sync.strategy == "auto" else plan
+            self._times[plan] = step_seconds(self.job, known, self.example(plan), self.rates, self.cluster)
+        return self._times[plan]
 
-    def fewer(self, chosen: Candidate) -> Candidate | None:
-        """Return the plan of as many ranks as have other examples, if it fits and takes no longer than the chosen one.
+    def example(self, plan: Plan) -> ExampleTime:
+        """Return the time of an example, which is the same however gradients travel."""
+        alike = replace(plan, sync=SyncConfig())
+        if alike not in self._examples:
+            self._examples[alike] = example_seconds(self.job, alike, self.rates, self.cluster)
+        return self._examples[alike]
 
-        A cluster that is given is to be used: so this is not chosen, and said.
-        """
-        ranks = chosen.plan.data
-        if ranks == self.cluster.ranks:
-            return None
-        cluster = replace(self.cluster, ranks=ranks, per_node=math.gcd(ranks, self.cluster.per_node))
-        for way in _ways(self.fixed):
-            plan = possible({**vars(chosen.plan), "axial": 1, "branch": 1, "triangle": "auto", "keep_blocks": 0, **way})
-            if plan is not None and not lacking(
-                memory := estimate(self.job, _of_memory(self.job, plan), self.machine), self.machine
-            ):
-                example = example_seconds(self.job, plan, self.rates, cluster)
-                time = step_seconds(self.job, plan, example, self.rates, cluster)
-                return Candidate(plan, time, memory) if time.total <= chosen.time.total else None
-        return None
+    def _add_best(self, group: Sequence[Plan]) -> None:
+        """Add the best of plans that differ in their data ranks, of which the first has the smallest shares."""
+        best, plans = float("inf"), list[Plan]()
+        for plan in group:
+            if share_of(examples_of(self.job), plan.data, 0) * self.example(plan).total > best:
+                break  # the others compute for longer, and what travels takes time, too
+            ways = [plan, *travelling(self.job, plan, self.cluster, self.fixed, self.sync)]
+            best = min([best, *(self.time(way).total for way in ways)])
+            plans += ways
+        self._add(plans)
 
     def _add(self, group: Sequence[Plan]) -> None:
         """Add the fastest plan of a group, and the simplest of those that are about as fast."""
-        timed = [(plan, self.time(plan)) for plan in group]
-        fastest = min(timed, key=lambda found: found[1].total)
-        near = [(plan, time) for plan, time in timed if time.total <= EQUAL * fastest[1].total]
-        simplest = min(near, key=lambda found: (simplicity(found[0]), found[1].total))
-        for plan, time in [simplest] if simplest[1].total <= ALMOST * fastest[1].total else [fastest, simplest]:
-            heapq.heappush(self._left, (time.total, next(self._number), Candidate(plan, time)))
+        timed = [Candidate(plan, self.time(plan)) for plan in group]
+        fastest, other = min(timed, key=lambda one: one.time.total), simplest(timed)
+        for one in [other] if other.time.total <= ALMOST * fastest.time.total else [fastest, other]:
+            heapq.heappush(self._left, (one.time.total, next(self._number), one))
 
     def _add_tighter(self, one: Candidate) -> None:
         """Add what follows from a plan that was looked at: as many blocks kept as fit; a state that is shared out."""
@@ -304,7 +332,7 @@ class _Search:
                 tighter = possible({**vars(plan), "recompute": kind})
                 if tighter is not None and (most := most_kept(self.job, self.machine, _of_memory(self.job, tighter))):
                     self._add([replace(tighter, keep_blocks=most)])
-        can_share = {one.sync.shard_state for one in _travelling(self.job, plan, self.cluster, {}, self.sync)} == {0, 1}
+        can_share = {one.sync.shard_state for one in travelling(self.job, plan, self.cluster, {}, self.sync)} == {0, 1}
         lacks = needed_bytes(memory, self.machine) - self.machine.free
         if one.reason and can_share and not plan.sync.shard_state and lacks < STATE * parameters(self.job.model):
             self._add([replace(plan, sync=replace(plan.sync, shard_state=True))])

@@ -7,7 +7,7 @@ from warpfold.tune.cluster.links import Cluster
 from warpfold.tune.machine import in_gb
 from warpfold.tune.plan_words import describe_plan
 from warpfold.tune.planner import memory_of_free
-from warpfold.tune.step_planner import Candidate, StepChoice, examples_of
+from warpfold.tune.step_planner import Candidate, StepChoice, examples_of, ranks_of
 
 
 def describe_grid(plan: Plan) -> str:
@@ -39,11 +39,20 @@ def choice_in_words(choice: StepChoice) -> str:
     chosen = choice.chosen
     assert chosen.memory is not None
     taken = f"{memory_of_free(chosen.memory, choice.machine)}, about {step_time(chosen.time.total)} a step"
-    said = [f"{describe_ranks_plan(choice.plan)}: {taken}", why(choice)]
+    idle = ""
+    if choice.idle:
+        idle = f" (more examples a step, optim.accumulate, would use the {choice.idle} idle devices)"
+    said = [f"{describe_used(choice, chosen)}: {taken}", f"{why(choice)}{idle}"]
     if choice.cluster.ranks > 1:
         share = 100 * choice.efficiency(chosen)
         said[0] += f", {share:.0f} % of what {choice.cluster.ranks} devices do alone"
     return "; ".join(part for part in said if part)
+
+
+def describe_used(choice: StepChoice, one: Candidate) -> str:
+    """Return what a plan does, and how many devices it leaves idle."""
+    idle = choice.cluster.ranks - ranks_of(one.plan)
+    return describe_ranks_plan(one.plan) + (f", {idle} of {choice.cluster.ranks} devices idle" if idle else "")
 
 
 def why(choice: StepChoice) -> str:

@@ -266,7 +266,7 @@ def test_ranks_share_a_step_and_give_their_state_together(store: Store, tmp_path
             cost=lambda index: 1.0,
             workers=1 + (rank == 0),
             window=2,
-        )  # fmt: skip
+        )
         for rank in range(2)
     ]
     try:
