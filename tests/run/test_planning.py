@@ -356,10 +356,21 @@ def test_ranks_get_the_plan_that_the_first_chooses(tmp_path: Path, rates: Rates)
     assert "2 nodes of 1" in said
     ((plan, said), (other, _)) = run_ranks(on_ranks, 2, tmp_path, ["optim.accumulate=1"])
     assert plan == other
-    assert (plan.data, plan.axial) == (1, 2)
-    assert "its 2 ranks cannot share 1 example otherwise" in said
+    assert (plan.data, plan.axial) == (1, 1)  # sharing it would take longer
+    assert "everything kept, 1 of 2 devices idle" in said
     with pytest.raises(RankError, match="2 ranks cannot share a step of 1 so"):
-        run_ranks(on_ranks, 2, tmp_path, ["plan.axial=1", "optim.accumulate=1"])
+        run_ranks(on_ranks, 2, tmp_path, ["plan.axial=3", "optim.accumulate=1"])
+
+
+def test_a_run_with_idle_devices_goes_on_with_its_plan(tmp_path: Path, rates: Rates) -> None:
+    """On as many processes; on others it is chosen anew."""
+    (tmp_path / "run").mkdir()
+    began = replace(tiny_run(steps=1, validation=0.0, spare=1), plan=Plan(recompute="block"))
+    (tmp_path / "run/settings.toml").write_text(settings.to_toml(began))
+    (plan, said), _ = run_ranks(on_ranks, 2, tmp_path, ["optim.accumulate=2"])
+    assert (plan, "as in " in said) == (began.plan, True)
+    (plan, said), *_ = run_ranks(on_ranks, 3, tmp_path, ["optim.accumulate=3"])
+    assert (plan.data, "as in " in said) == (3, False)
 
 
 def test_a_run_on_ranks_goes_on_with_its_plan(tmp_path: Path, rates: Rates) -> None:

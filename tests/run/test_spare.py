@@ -113,6 +113,28 @@ def wait_for_each(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SpareValidation, "catch_up", lambda self, step: catch_up(self, step) or self._wait(step))
 
 
+@pytest.mark.parametrize("data", [1, 2])
+def test_processes_that_a_plan_leaves_idle_validate(store: Store, tmp_path: Path, unbroken: Path, data: int) -> None:
+    """Three meet, and one or two train what as many train alone, to the bit."""
+    config, out = config_of(Plan(data=data)), tmp_path / "run"
+
+    def one(team: Team) -> None:
+        team.remesh(config.plan, idle=True)
+        assert team.process.is_spare == (team.process.rank >= data)
+        if team.process.is_spare:
+            assert stand_by(store, out, None, "cpu", team).finished
+        else:
+            assert train(config, store, out, team=team).finished
+
+    codes, said = Crew(tmp_path).run(one, Plan(data=3))
+    assert codes == [0] * 3, said
+    if data > 1:
+        unbroken = tmp_path / "two"
+        assert run_job(config, store, unbroken, 0)[0] == [0, 0]
+    assert_same_run(out, unbroken)
+    assert validations_of(out)[STEPS] == validations_of(unbroken)[STEPS]
+
+
 @pytest.mark.parametrize(
     ("plan", "spares", "keeps"),
     [(Plan(precision="bf16"), 2, True), (Plan(data=2), 1, False)],

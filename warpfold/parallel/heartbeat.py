@@ -126,7 +126,7 @@ class Heartbeat:
         sharing: Callable[[], Collection[int]],
         spares: int = 0,
     ) -> None:
-        self._store, self._rank, self._ranks, self._keeper, self._limit = store, rank, ranks, keeper, limit
+        self._store, self._rank, self._keeper, self._limit = store, rank, keeper, limit
         self._watchdog, self._position, self._sharing = watchdog, position, sharing
         self._patience = min(rank // READERS, LATEST)  # beats: 2,048 ranks that read 2,048 heartbeats would be a storm
         self._began = time.monotonic()  # about the same moment for all, whatever their clocks say
@@ -137,16 +137,20 @@ class Heartbeat:
         self._end = False
         # What the store last said.
         self._failure = ""  # why another process has failed
-        self._beats: list[tuple[Position, float]] = []  # the last heartbeat of every rank, and when it was
         self._read_at = 0.0
         self._gone = False  # the store
-        self._key = "failed" if rank < ranks else f"failed-{rank}"  # where it says so: a spare does not end the others
-        self._heeded = range(0)  # rank 0 heeds the spares, and a spare the first ranks
-        if rank in (0, *range(ranks, ranks + spares)):
-            self._heeded = range(ranks, ranks + spares) if rank == 0 else range(min(ranks, READERS))
-        self._heard: dict[int, tuple[bytes, float]] = {}  # their last heartbeats, and for how long there was no other
+        self.relieve(ranks, spares)
         self._lost = ""  # why a spare is gone
         self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def relieve(self, ranks: int, spares: int) -> None:
+        """Take so many first processes for those that train, and the others for spares, from now on."""
+        rank, of_spares = self._rank, range(ranks, ranks + spares)
+        self._key = "failed" if rank < ranks else f"failed-{rank}"  # where it says so: a spare does not end the others
+        self._heard: dict[int, tuple[bytes, float]] = {}  # last heartbeats, and for how long there was no other
+        # Rank 0 heeds the spares, and a spare the first ranks.
+        self._heeded = of_spares if rank == 0 else range(min(ranks, READERS)) if rank in of_spares else range(0)
+        self._ranks, self._beats = ranks, list[tuple[Position, float]]()  # the last heartbeat of each, and when it was
 
     def __enter__(self) -> "Heartbeat":
         """Begin to write to the store; from now on the watchdog explains with what this knows."""

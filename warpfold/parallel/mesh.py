@@ -58,24 +58,27 @@ def check_grid(data: int, axial: int, branch: int, there: int) -> None:
         )
 
 
-def make_mesh(data: int = 1, axial: int = 1, branch: int = 1, limit: float = TIME_LIMIT) -> Mesh:
+def make_mesh(data: int = 1, axial: int = 1, branch: int = 1, limit: float = TIME_LIMIT, idle: int = 0) -> Mesh:
     """Make the grid over the initialised process group, or of this process alone where there is none.
 
-    limit: seconds that a collective may wait for the others, also one of the initialised group.
+    limit: seconds that a collective may wait for the others, also one of the initialised group.  idle: how many of its
+    last ranks are in no group of the grid.
     Groups of the same ranks share one handle, and so one connection to each other rank, if all ranks call their
     collectives in one order.  Slices (axial, branch) do not share a handle with gradients (model): in the backward pass
     the order between the two differs from rank to rank.
     Every rank must call it, with the same sizes.  Errors: UserError if the ranks do not fill the grid.
     """
     sizes = data, axial, branch
-    check_grid(*sizes, dist.get_world_size() if dist.is_initialized() else 1)
+    there, used = dist.get_world_size() if dist.is_initialized() else 1, math.prod(sizes)
+    check_grid(*sizes, there - idle)
     if not dist.is_initialized():
         return Mesh(limit=limit)
-    world = Group("world", dist.get_rank(), math.prod(sizes), tuple(range(math.prod(sizes))), dist.group.WORLD)
-    set_timeouts(world.handle, limit)
-    if world.size == 1:
-        world = replace(world, handle=None)
-    connect(world)
+    if idle:
+        world = split("world", [range(used), range(used, there)], limit)
+    else:
+        world = Group("world", dist.get_rank(), there, tuple(range(there)), dist.group.WORLD if there > 1 else None)
+        set_timeouts(dist.group.WORLD, limit)
+        connect(world)
     lines: Mapping[str, tuple[bool, bool, bool]] = {  # which coordinates vary within the group
         "data": (True, False, False),
         "model": (False, True, True),
@@ -88,7 +91,7 @@ def make_mesh(data: int = 1, axial: int = 1, branch: int = 1, limit: float = TIM
         slices = name in ("axial", "branch")
         shares = len(members) == 1 and not slices  # the group of all ranks serves it too
         groups[name] = replace(world, name=name) if shares else split(name, members, limit)
-    return Mesh(**groups, world=world, limit=limit)
+    return Mesh(**groups, world=world, limit=limit) if dist.get_rank() < used else Mesh(limit=limit)
 
 
 def _members(varies: tuple[bool, ...], sizes: tuple[int, ...]) -> list[list[int]]:
@@ -101,17 +104,17 @@ def _members(varies: tuple[bool, ...], sizes: tuple[int, ...]) -> list[list[int]
 
 
 def split(name: str, members: Sequence[Sequence[int]], limit: float) -> Group:
-    """Split all ranks into groups, and return the one that this process belongs to.
+    """Split all ranks into groups, and return the one that this process belongs to, perhaps alone.
 
     Every rank makes every group, in the same order, as torch requires.
     """
     rank = dist.get_rank()
-    own = next(ranks for ranks in members if rank in ranks)
+    own = next((ranks for ranks in members if rank in ranks), (rank,))
     handle = None
-    if len(own) > 1:
+    if max(map(len, members)) > 1:
         with waiting(f"making the groups of {name} ranks"):
             handles = [dist.new_group(list(ranks), timeout=timedelta(seconds=limit)) for ranks in members]
-        handle = handles[[*members].index(own)]
+        handle = next((made for ranks, made in zip(members, handles) if ranks is own and len(own) > 1), None)
         set_timeouts(handle, limit)
     group = Group(name, list(own).index(rank), len(own), tuple(own), handle)
     connect(group)

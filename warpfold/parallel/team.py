@@ -58,6 +58,7 @@ class Team:
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _alone: dist.Store = field(default_factory=dist.HashStore, repr=False, compare=False)  # for one process
     failure: Callable[[], str] = field(default=str, repr=False, compare=False)  # why another process has failed, or ""
+    relieve: Callable[[int, int], None] = field(default=lambda ranks, spares: None, repr=False, compare=False)
     lost_spare: Callable[[], str] = field(default=str, repr=False, compare=False)  # why a spare is gone: on rank 0
     _meshes: dict[tuple[int, ...], Mesh] = field(default_factory=dict, repr=False, compare=False)
 
@@ -68,18 +69,25 @@ class Team:
             return self._alone
         return dist.PrefixStore("team", dist.distributed_c10d._get_default_store())
 
-    def remesh(self, plan: Plan) -> Mesh:
+    def remesh(self, plan: Plan, idle: bool = False) -> Mesh:
         """Have the processes work as a plan says from now on; return its mesh, which is also `mesh`.
 
         All must call it with the same plan (`broadcast` tells them), while nothing is under way.  Groups that were made
-        once are used again.  Errors: UserError if the processes do not fill the plan's grid.
+        once are used again.  idle: processes that the plan leaves over are spares from now on, for good.
+        Errors: UserError if the processes do not fill the plan's grid, or have to be more.
         """
-        sizes = plan.data, plan.axial, plan.branch
-        check_grid(*sizes, self.process.ranks)
-        if sizes not in self._meshes:
+        sizes, ranks = (plan.data, plan.axial, plan.branch), self.process.ranks
+        left = max(ranks - math.prod(sizes), 0) if idle else 0
+        check_grid(*sizes, ranks - left)
+        if left or sizes not in self._meshes:
             self._meet(f"the groups of {' x '.join(map(str, sizes))} ranks")
-            self._meshes[sizes] = make_mesh(*sizes, self.mesh.limit)
+            self._meshes[sizes] = make_mesh(*sizes, self.mesh.limit, left)
         self.mesh = self._meshes[sizes]
+        if left:
+            ranks, spares = ranks - left, self.process.spares + left
+            on_node = min(self.process.ranks_per_node, ranks)
+            self.process = replace(self.process, ranks=ranks, spares=spares, ranks_per_node=on_node)
+            self.relieve(ranks, spares)
         return self.mesh
 
     def smallest(self, value: float, what: str) -> float:
@@ -316,6 +324,7 @@ def distributed_context(
             spares=process.spares,
         )
         team.board, team.failure, team.lost_spare = Board(notes), heartbeat.failure, heartbeat.lost_spare
+        team.relieve = heartbeat.relieve
         with heartbeat, watched(team.note):
             if process.is_spare:
                 yield team
@@ -325,7 +334,8 @@ def distributed_context(
             if unequal := team.if_different(process.ranks_per_node, "the processes of each machine"):
                 team.process = replace(process, ranks_per_node=math.gcd(*unequal))
             yield team
-            team.all_gather_object(None, "the end")  # nobody leaves before all know that none has failed
+            if not team.process.is_spare:
+                team.all_gather_object(None, "the end")  # nobody leaves before all know that none has failed
         # Only if all went well: otherwise it would wait for collectives that others never join.
         with waiting("the end of the process groups"):
             dist.destroy_process_group()

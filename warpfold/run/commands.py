@@ -267,14 +267,15 @@ def train(
     told = as_watchers(watch)
     stores = sources_of(data, given.config().model.multimer is not None)
     joined = None if links is None else read_cluster(links)
+    if not team.process.is_spare:
+        if first is not None:  # before minutes of planning, by one process: a file of hundreds of MB may be read
+            _check_init(given, first, team)
+        config, said = plan_training(given, folder, where, most, team, joined)
+        team.remesh(config.plan, idle=given.auto)
+        if said and team.is_rank_zero:
+            log.info("plan: %s", said)
     if team.process.is_spare:  # it hears the rest from rank 0
         return training.stand_by(stores, folder, first, where, team)
-    if first is not None:  # before minutes of planning, by one process: a file of hundreds of MB may be read
-        _check_init(given, first, team)
-    config, said = plan_training(given, folder, where, most, team, joined)
-    team.remesh(config.plan)
-    if said and team.is_rank_zero:
-        log.info("plan: %s", said)
     return training.train(config, stores, folder, init=first, replay=followed, device=where, watch=told, team=team)
 
 

@@ -26,7 +26,7 @@ from warpfold.tune.machine import Machine, this_machine
 from warpfold.tune.plan_words import describe_plan
 from warpfold.tune.planner import CHOSEN_IN_TRAINING, Choice, choose, needed_bytes, tighter
 from warpfold.tune.rates import Rates
-from warpfold.tune.step_planner import CHOSEN_ON_RANKS, choose_step, rough_plans, travelling
+from warpfold.tune.step_planner import CHOSEN_ON_RANKS, choose_step, ranks_of, rough_plans, travelling
 from warpfold.tune.step_seconds import alone, example_seconds
 from warpfold.tune.step_words import choice_in_words, describe_ranks_plan, joined
 
@@ -230,7 +230,10 @@ def plan_training(
     earlier = team.broadcast(_plan_of_run(given, out, ranks), "the plan of an earlier run")
     told = earlier or _chosen(given, machine, torch.device(device), team, cluster)
     said = told.pop("said")
-    return given.config(**told), said
+    config = given.config(**told)
+    if idle := ranks - ranks_of(config.plan):  # they validate; it stands in the run's folder how many there were
+        config = replace(config, train=replace(config.train, spare=config.train.spare + idle))
+    return config, said
 
 
 def _chosen(
@@ -297,8 +300,8 @@ def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
     """Return the keys that were chosen when a run began, if it began on as many processes; else nothing."""
     path, names = out / "settings.toml", CHOSEN_ON_RANKS if ranks > 1 else CHOSEN_IN_TRAINING
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))["plan"]
-        plan = build(Plan, values, str(path), "plan.")
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        plan, spare = build(Plan, values["plan"], str(path), "plan."), int(values["train"]["spare"])
     except (OSError, ValueError, KeyError, TypeError, UserError):
         return {}  # there is none, or `train` will say what is wrong with it
     fixed, sync = given.fixed_on_ranks(names)
@@ -306,7 +309,8 @@ def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
         return {}
     if any(getattr(plan.sync, name) != value for name, value in sync.items() if name != "check_every"):
         return {}
-    if plan.data * plan.axial * plan.branch != ranks:
+    idle = ranks - ranks_of(plan)
+    if idle < 0 or (idle and idle != spare - given.config().train.spare):
         return {}
     plan = replace(plan, **fixed, sync=replace(plan.sync, **sync))
     words = describe_plan(plan, training=True) if ranks == 1 else describe_ranks_plan(plan)

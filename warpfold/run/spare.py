@@ -93,6 +93,7 @@ class SpareValidation(Validation):
         self._lost = ""  # why nobody validates any more; when the next one is due, all ranks know it
         if self.team.is_rank_zero:
             told = {"config": settings.to_dict(self.config), "held out": said_of(self.held_out)}
+            told["spares"] = [*self._spares]
             self.team.board.put("run", told)
 
     def rounds_at(self, step: int) -> int:
@@ -268,7 +269,7 @@ class Spare:
             raise UserError(
                 f"rank {process.rank}, a spare, and rank 0 hold out different proteins; give all ranks the same --data"
             )
-        self.share = held_out[process.rank - process.ranks :: process.spares]
+        self.share = held_out[told["spares"].index(process.rank) :: len(told["spares"])]
         self.model = first(config).to(self.device).eval()
         self.packed = PackedWeights(self.model, DTYPES[config.plan.precision])
 
