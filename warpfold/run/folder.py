@@ -104,10 +104,10 @@ class PredictionFolder:
             if same and earlier["status"] != "running":
                 write_summary(self.out, earlier | {"status": "running"})
             done = self._done()
-            for key in self.own & done.entries.keys():
-                if damaged := damaged_files(self.out, done.entries[key]):
-                    clear_damaged(self.out, done.entries.pop(key), damaged)
-                    logger.warning("%s: missing, or not what was written; it is predicted again", damaged[0])
+        for key in self.own & done.entries.keys():  # reading thousands takes minutes, for which no other part waits
+            if damaged := damaged_files(self.out, done.entries[key]):
+                clear_damaged(self.out, done.entries.pop(key), damaged)
+                logger.warning("%s: missing, or not what was written; it is predicted again", damaged[0])
         wanted = ([item.key for item in group if item.key not in done.entries] for group in own)
         return [keys for keys in wanted if keys]
 
