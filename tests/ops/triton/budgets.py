@@ -80,16 +80,30 @@ def ttir(launch: KernelLaunch, target: GPUTarget = SM_80) -> str:
 
 
 def _lowered(specialised: ASTSource, options: Any, target: GPUTarget) -> str:
-    backend = make_backend(target)
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
+    backend, context = _prepared(target)
     stages: dict[str, Callable[[Any, dict[str, Any]], Any]] = {}
     backend.add_stages(stages, options, specialised.language)
-    module = specialised.make_ir(
-        target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
-    )
-    return str(stages["ttir"](module, {}))
+    return str(stages["ttir"](_module(specialised, options, target, backend, context), {}))
+
+
+def front_end(launch: KernelLaunch, target: GPUTarget = SM_80) -> str:
+    """Return what the compiler's front end makes of the kernel's source, each function of it apart.
+
+    Errors: CompilationError for what it refuses.
+    """
+    return str(_module(*source(launch, target), target, *_prepared(target)))
+
+
+def _prepared(target: GPUTarget) -> tuple[Any, Any]:
+    backend, context = make_backend(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    return backend, context
+
+
+def _module(specialised: ASTSource, options: Any, target: GPUTarget, backend: Any, context: Any) -> Any:
+    generators = backend.get_codegen_implementation(options)
+    return specialised.make_ir(target, options, generators, backend.get_module_map(), context)
 
 
 def figures(launch: KernelLaunch, target: GPUTarget) -> Figures:

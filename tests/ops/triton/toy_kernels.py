@@ -69,6 +69,13 @@ def _copy_until(x, y, rows, channels, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _copy_uneven(x, y, rows, channels, stride, BLOCK: tl.constexpr):
+    """The same, of a width that is no power of two: the interpreter takes it, no compiler does."""
+    i = tl.program_id(0) * stride + tl.arange(0, BLOCK - BLOCK // 4)
+    tl.store(y + i, tl.load(x + i))
+
+
+@triton.jit
 def _product(x, y, z, n, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """z = x y, of matrices whose sizes the blocks divide."""
     m = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * stride
@@ -81,9 +88,9 @@ def _product(x, y, z, n, stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, B
     tl.store(z + m + columns, sums.to(z.dtype.element_ty))
 
 
-COPY, WIDE, LATE, WALKING, LOOKING_UP, UNTIL = (
+COPY, WIDE, LATE, WALKING, LOOKING_UP, UNTIL, UNEVEN = (
     Kernel(f.__name__, f, configs("BLOCK", (64, 1, 1), (128, 2, 1)))
-    for f in (_copy, _copy_wide, _copy_late, _copy_walking, _copy_looking_up, _copy_until)
+    for f in (_copy, _copy_wide, _copy_late, _copy_walking, _copy_looking_up, _copy_until, _copy_uneven)
 )
 SMALL_TILES, GIANT_TILES = configs("BLOCK_M BLOCK_N BLOCK_K", (64, 64, 32, 4, 2), (128, 256, 64, 4, 6))
 PRODUCT = Kernel("_product", _product, (SMALL_TILES, GIANT_TILES))

@@ -47,3 +47,11 @@ def make_launcher(kernel: Any) -> None:
 
     if hasattr(driver, "make_launcher"):
         driver.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def reason(error: BaseException) -> str:
+    """Return in a line why Triton refused a kernel: its innermost error, without the source that it quotes."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    said = str(getattr(error, "error_message", None) or error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
