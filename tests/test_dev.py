@@ -57,7 +57,7 @@ def test_help_and_unknown_commands() -> None:
         assert done.returncode == 0
         assert all(
             f"\n  {command} " in done.stdout
-            for command in ("demo", "test", "check", "adapters", "docs", "wheel", "setup")
+            for command in ("demo", "test", "check", "triton", "adapters", "docs", "wheel", "setup")
         )
     done = dev(ROOT, "tset")
     assert done.returncode == 2
@@ -99,10 +99,10 @@ def test_continuous_integration_does_it_all_and_says_what_failed(checkout: Path,
     done = dev(checkout, script=".ci/run")
     assert done.returncode == (1 if failing else 0)
     lines = done.stdout.splitlines()
-    commands = ["test", "docs", "wheel"]
-    assert lines[:-3] == [f"did {command}" for command in commands]
+    commands = ["test", "triton", "docs", "wheel"]
+    assert lines[:-4] == [f"did {command}" for command in commands]
     said = [f"./dev {command}: {'failed, exit code 3' if command in failing else 'passed'}" for command in commands]
-    assert [line.partition(" (")[0] for line in lines[-3:]] == said
+    assert [line.partition(" (")[0] for line in lines[-4:]] == said
 
 
 def test_the_suite_and_a_part_of_it(checkout: Path) -> None:
@@ -112,6 +112,15 @@ def test_the_suite_and_a_part_of_it(checkout: Path) -> None:
     slow = dev(checkout, "test", "--slow", "-x", "tests/model").stdout
     assert "not slow" not in slow
     assert slow.strip().endswith("-x tests/model")
+
+
+def test_another_triton_is_installed_once_and_its_failure_is_seen(checkout: Path) -> None:
+    assert dev(checkout, "triton").returncode == 0
+    assert "triton==3.6\n" in (checkout.parent / "log").read_text()
+    done = dev(checkout, "triton", "3.6", "--slow", FAKE_TESTS="1")
+    assert done.returncode == 1
+    assert done.stdout.strip().endswith("-m not gpu tests/ops/triton")
+    assert installs(checkout) == 2  # the environment's, and this
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def compile_share(job: AheadJob) -> tuple[int, list[str]]:
     from triton.backends.nvidia.compiler import PTXASError
     from triton.compiler.errors import CompilationError
 
-    from warpfold.ops.triton.compile import compiled, identity, make_launcher
+    from warpfold.ops.triton.compile import compiled, identity, make_launcher, reason
 
     target, done, failed = GPUTarget("cuda", job.arch, 32), 0, []
     distinct = {identity(launch, target): launch for launch in recorded_launches(job)}
@@ -77,8 +77,8 @@ def compile_share(job: AheadJob) -> tuple[int, list[str]]:
             if job.launchers:
                 make_launcher(kernel)
             done += 1
-        except (PTXASError, CompilationError) as error:
-            failed.append(f"{distinct[key].kernel.name}: {type(error).__name__}: {' '.join(str(error).split())}")
+        except (PTXASError, CompilationError, RuntimeError) as error:  # the last of a pass of the compiler
+            failed.append(f"{distinct[key].kernel.name}: {reason(error)}")
     return done, failed
 
 

@@ -55,7 +55,9 @@ def training(preset: str, precision: Precision) -> Iterator[KernelLaunch]:
         plan = replace(bench.plan, precision=precision)
         one = replace(bench, model=one_block(bench.model), plan=plan, sizes=sizes, recycles=1)
         with torch.device("meta"), launching() as launches, Memory():
-            TrainingStep(one, "meta").bind(plan)()
+            step = TrainingStep(one, "meta")
+            step.bind(plan)
+            step()
         yield from launches
 
 

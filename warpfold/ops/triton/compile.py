@@ -11,6 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 from triton.compiler.compiler import make_backend
+from triton.compiler.errors import CompilationError
 from triton.runtime.jit import create_function_from_signature
 
 from warpfold.ops.triton.launch import KernelLaunch
@@ -53,5 +54,6 @@ def reason(error: BaseException) -> str:
     """Return in a line why Triton refused a kernel: its innermost error, without the source that it quotes."""
     while error.__cause__ is not None:
         error = error.__cause__
-    said = str(getattr(error, "error_message", None) or error).strip().splitlines()
+    quotes = isinstance(error, CompilationError) and error.error_message
+    said = str(error.error_message if quotes else error).strip().splitlines()
     return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__
