@@ -54,6 +54,6 @@ def reason(error: BaseException) -> str:
     """Return in a line why Triton refused a kernel: its innermost error, without the source that it quotes."""
     while error.__cause__ is not None:
         error = error.__cause__
-    quotes = isinstance(error, CompilationError) and error.error_message
-    said = str(error.error_message if quotes else error).strip().splitlines()
+    without = getattr(error, "error_message", None) if isinstance(error, CompilationError) else None
+    said = str(without or error).strip().splitlines()
     return f"{type(error).__name__}: {said[0]}" if said else type(error).__name__

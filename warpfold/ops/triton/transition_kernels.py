@@ -19,13 +19,14 @@ def _normalised(
 
 @triton.jit
 def _up(
-    n: tl.tensor, weight: tl.tensor, x: tl.tuple, norm: tl.tuple, up: tl.tensor, up_bias: tl.tensor, m: tl.tensor,
-    o: tl.tensor, known: tl.tensor, axes: tl.tuple, C: tl.constexpr, BLOCK_K: tl.constexpr,
+    n: tl.tensor, weight: tl.tensor, x: tl.tuple, norm: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor,
+    up: tl.tensor, up_bias: tl.tensor, m: tl.tensor, o: tl.tensor, known: tl.tensor, axes: tl.tuple,
+    C: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Return the outputs o of `up` in fp32, [m, o], of normalised channels n [m, c] and weights [o, c].
 
-    With BLOCK_K, of the channels of x, so many at a time: products without tensor cores must be short.  norm: mean,
-    1 / deviation, weight and bias of the norm; None if x is normalised.
+    With BLOCK_K, of the channels of x, so many at a time: products without tensor cores must be short.  norm: mean
+    and 1 / deviation; None if x is normalised.
     """
     if BLOCK_K == 0:
         pre = tl.dot(n, tl.trans(weight))
@@ -35,7 +36,7 @@ def _up(
             k = start + tl.arange(0, BLOCK_K)
             some = tl.load(pointers(x, m, k, axes), mask=(m < axes.positions)[:, None] & (k < C)[None, :], other=0)
             if norm is not None:
-                some = _normalised(some - norm[0][:, None], norm[1], norm[2], norm[3], k, C)
+                some = _normalised(some - norm[0][:, None], norm[1], norm_weight, norm_bias, k, C)
             w = tl.load(up + o[None, :] * C + k[:, None], mask=known[None, :] & (k < C)[:, None], other=0)
             pre = tl.dot(some, w.to(some.dtype), pre)
     if up_bias is not None:
@@ -104,16 +105,18 @@ def _transition(
     v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
     d, mu, r = statistics(v, valid, eps, C)
     n = _normalised(d, r, norm_weight, norm_bias, c, C).to(dtype)
-    norm = (mu, r, norm_weight, norm_bias)
+    norm = (mu, r)
     # In 16 bits the sum begins with x: added last, it costs 80 registers more.  In fp32 the sum's roundings would show.
     acc = v if RESIDUAL and BLOCK_K == 0 else tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     for start in range(0, HIDDEN, BLOCK_H):
         h = start + tl.arange(0, BLOCK_H)
         known = h < HIDDEN
-        hidden = _up(n, _of_up(up, h, known, dtype, C, BLOCK_C), x, norm, up, up_bias, m, h, known, axes, C, BLOCK_K)
+        weight = _of_up(up, h, known, dtype, C, BLOCK_C)
+        hidden = _up(n, weight, x, norm, norm_weight, norm_bias, up, up_bias, m, h, known, axes, C, BLOCK_K)
         if GATED:
             o = HIDDEN + h
-            value = _up(n, _of_up(up, o, known, dtype, C, BLOCK_C), x, norm, up, up_bias, m, o, known, axes, C, BLOCK_K)
+            values = _of_up(up, o, known, dtype, C, BLOCK_C)
+            value = _up(n, values, x, norm, norm_weight, norm_bias, up, up_bias, m, o, known, axes, C, BLOCK_K)
             hidden = hidden * tl.sigmoid(hidden) * value
         else:
             hidden = tl.maximum(hidden, 0.0)
@@ -160,18 +163,18 @@ def _transition_backward(
     n = _normalised(d, r, norm_weight, norm_bias, c, C).to(dtype)
     tl.store(pointers(normalised, m, c, axes), n, mask=valid)
     g = tl.load(pointers(grad, m, c, axes), mask=valid, other=0)
-    norm = (mu, r, norm_weight, norm_bias)
+    norm = (mu, r)
     dn = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     for start in range(0, HIDDEN, BLOCK_H):
         h = start + tl.arange(0, BLOCK_H)
         known = h < HIDDEN
         dh = _dhidden(g, grad, down, m, h, axes, C, HIDDEN, BLOCK_C, BLOCK_K)
         weight = _of_up(up, h, known, dtype, C, BLOCK_C)
-        pre = _up(n, weight, x, norm, up, up_bias, m, h, known, axes, C, BLOCK_K)
+        pre = _up(n, weight, x, norm, norm_weight, norm_bias, up, up_bias, m, h, known, axes, C, BLOCK_K)
         if GATED:
             o = HIDDEN + h
             values = _of_up(up, o, known, dtype, C, BLOCK_C)
-            value = _up(n, values, x, norm, up, up_bias, m, o, known, axes, C, BLOCK_K)
+            value = _up(n, values, x, norm, norm_weight, norm_bias, up, up_bias, m, o, known, axes, C, BLOCK_K)
             share = tl.sigmoid(pre)
             silu = pre * share
             dn = tl.dot((dh * silu).to(dtype), values, dn)
@@ -207,7 +210,7 @@ def _up_across(
         if up_bias is not None:
             pre += tl.load(up_bias + o, mask=known, other=0).to(tl.float32)[:, None]
     else:
-        pre = tl.trans(_up(n, weight, normalised, None, up, up_bias, m, o, known, axes, C, BLOCK_K))
+        pre = tl.trans(_up(n, weight, normalised, None, None, None, up, up_bias, m, o, known, axes, C, BLOCK_K))
     return pre
 
 
