@@ -34,8 +34,9 @@ def aligned_errors(
     given = frames, points, true_frames, true_points, frame_mask, point_mask
     frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in given)
     sums = frames.new_zeros(*frames.shape[:-3], 2)
+    true = _operands(true_frames, true_points, -1)
     for total, some, x in zip(sums.view(-1, 2), *_each(frames, points)):
-        axes, columns, origins = _operands(some, x, true_frames, true_points)
+        axes, columns, origins = _joined(_operands(some, x), true)
         for groups, rows in alike(_blocks(len(some), len(x))):
             products = axes[groups] @ (columns - origins[groups])
             distance = _squares(_of_frames(products, rows), softening).clamp_(min=LEAST**2).sqrt_()
@@ -64,8 +65,9 @@ def aligned_errors_backward(
     frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in given)
     dframes, dpoints = frames.new_zeros(frames.shape), points.new_zeros(points.shape)
     gradients = _each(dframes, dpoints)
+    true = _operands(true_frames, true_points, -1)
     for (capped, whole), some, x, dsome, dx in zip(grad.reshape(-1, 2).to(acc), *_each(frames, points), *gradients):
-        axes, columns, origins = _operands(some, x, true_frames, true_points)
+        axes, columns, origins = _joined(_operands(some, x), true)
         moved = some[:, :, 3] - origins[:, :3, 0].repeat_interleave(GROUP, 0)[: len(some)]
         inverse = some[:, :, :3].mT * frame_mask[:, None, None]
         for groups, rows in alike(_blocks(len(some), len(x))):
@@ -90,29 +92,26 @@ def aligned_errors_backward(
     return dframes.to(dtype), dpoints.to(dtype)
 
 
-def _operands(
-    frames: Tensor, points: Tensor, true_frames: Tensor, true_points: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the product's operands, and what each group of frames subtracts from the second, [o, 0, o', 0].
+def _operands(frames: Tensor, points: Tensor, sign: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a structure's part of the product's operands, and what each group of frames subtracts from the second.
 
-    [groups, GROUP x 3 axes, 8] (zeros beyond the last frame), [8, p], [groups, 8, 1].
+    sign times [R^T, -R^T (t - o)], [groups, GROUP x 3 axes, 4], zeros beyond the last frame; [x, 1], [4, p]; [o, 0],
+    [groups, 4, 1].
     """
     last = len(frames) - 1
     middle = torch.arange(GROUP // 2, last + 1 + GROUP // 2, GROUP, device=frames.device).clamp(max=last)
-    ones, none = points.new_ones(1, len(points)), points.new_zeros(len(middle), 1)
-    axes, origins = [], []
-    for some, sign in ((frames, 1), (true_frames, -1)):
-        inverse, translation = some[..., :3].mT, some[..., 3]
-        origin = translation[middle]
-        moved = translation - origin.repeat_interleave(GROUP, 0)[: last + 1]
-        axes += [sign * inverse, -sign * (inverse * moved[:, None]).sum(-1, keepdim=True)]
-        origins += [origin, none]
-    every = torch.nn.functional.pad(torch.cat(axes, -1), (0, 0, 0, 0, 0, len(middle) * GROUP - last - 1))
-    return (
-        every.view(len(middle), GROUP * 3, 8),
-        torch.cat([points.T, ones, true_points.T, ones]),
-        torch.cat(origins, -1)[..., None],
-    )
+    inverse, translation = frames[..., :3].mT, frames[..., 3]
+    origin = translation[middle]
+    moved = translation - origin.repeat_interleave(GROUP, 0)[: last + 1]
+    axes = sign * torch.cat([inverse, -(inverse * moved[:, None]).sum(-1, keepdim=True)], -1)
+    every = torch.nn.functional.pad(axes, (0, 0, 0, 0, 0, len(middle) * GROUP - last - 1))
+    columns = torch.cat([points.T, points.new_ones(1, len(points))])
+    return every.view(len(middle), GROUP * 3, 4), columns, torch.nn.functional.pad(origin, (0, 1))[..., None]
+
+
+def _joined(ours: tuple[Tensor, ...], true: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return the operands of both structures side by side."""
+    return [torch.cat(parts, dim) for *parts, dim in zip(ours, true, (-1, 0, 1))]
 
 
 def _each(frames: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
