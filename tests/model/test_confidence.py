@@ -74,7 +74,10 @@ def test_the_iptm_of_two_chains_is_that_of_the_two_alone(chains):
     logits, mask = 3 * torch.randn(len(chain), len(chain), 64), (torch.rand(len(chain)) > 0.2).float()
     found = confidence.chain_pair_iptm(logits, BREAKS, chain, mask)
     assert torch.equal(found, found.T)
-    assert not found.diagonal().any()
+    for a in range(len(chains)):
+        one = (chain == a + 1).nonzero()[:, 0]
+        alone = confidence.ptm(logits[one][:, one], BREAKS, mask[one])
+        torch.testing.assert_close(found[a, a], alone, rtol=0, atol=1e-6)
     for a, b in itertools.combinations(range(len(chains)), 2):
         two = ((chain == a + 1) | (chain == b + 1)).nonzero()[:, 0]
         alone = confidence.iptm(logits[two][:, two], BREAKS, chain[two], mask[two])
@@ -84,10 +87,25 @@ def test_the_iptm_of_two_chains_is_that_of_the_two_alone(chains):
 def test_chains_that_are_masked_have_no_iptm():
     chain = torch.tensor([1, 1, 2, 2, 0, 0])  # padding has no chain
     found = confidence.chain_pair_iptm(torch.randn(6, 6, 64), BREAKS, chain, (chain == 1).float())
+    assert found[0, 0] > 0
+    found[0, 0] = 0
     assert torch.equal(found, torch.zeros(2, 2))
-    assert torch.equal(
-        confidence.chain_pair_iptm(torch.randn(3, 3, 64), BREAKS, torch.ones(3).long()), torch.zeros(1, 1)
-    )
+
+
+def test_two_chains_that_are_sure_of_themselves_alone():
+    """By hand: errors of 0.25 A within the first, 10.25 A within the second, and 30.25 A between them."""
+    chain = torch.tensor([1] * 24 + [2] * 30)
+    bins = torch.full((54, 54), 60)
+    bins[:24, :24], bins[24:, 24:] = 0, 20
+    found = confidence.chain_pair_iptm(certain(bins), BREAKS, chain)
+
+    def score(error, residues):
+        return 1 / (1 + (error / (1.24 * (residues - 15) ** (1 / 3) - 1.8)) ** 2)
+
+    between = score(30.25, 54)
+    expected = torch.tensor([[score(0.25, 24), between], [between, score(10.25, 30)]])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found[0, 1], confidence.iptm(certain(bins), BREAKS, chain), rtol=0, atol=1e-6)
 
 
 def test_ranking_by_plddt_or_by_interface():

@@ -111,7 +111,12 @@ def test_the_users_chains_in_their_order_are_in_every_file(ranked: tuple[Path, P
         np.testing.assert_allclose(pairs, entry["chain_pair_iptm"], atol=1e-4)
         assert arrays["pae"].shape == (47, 47)
     assert (pairs == pairs.T).all()
-    assert not pairs.diagonal().any()
+    np.testing.assert_allclose(pairs.diagonal(), [chain["ptm"] for chain in entry["chains"]], atol=1e-4)
+    scores = json.loads((folder / entry["files"]["scores"]).read_text())
+    np.testing.assert_allclose(scores["chain_pair_iptm"], pairs, atol=0.0051)
+    np.testing.assert_allclose(scores["chain_ptm"], pairs.diagonal(), atol=0.0051)
+    assert pairs.diagonal().all()
+    assert "pTM of each chain" in (out / "report.html").read_text()
     plddt = json.loads((folder / entry["files"]["plddt"]).read_text())
     assert plddt["chainId"] == list("H" * 18 + "L" * 11 + "x" * 18)
     assert plddt["residueNumber"] == [*range(1, 19), *range(1, 12), *range(1, 19)]

@@ -59,11 +59,12 @@ def iptm(
 def chain_pair_iptm(
     logits: Tensor, breaks: Tensor, asym_id: Tensor, mask: Tensor | None = None, residues: Residues = ALL
 ) -> Tensor:
-    """Return the interface pTM of every two chains as if they were alone: [C, C], symmetric, 0 on the diagonal.
+    """Return the interface pTM of every two chains as if they were alone, and each chain's pTM: [C, C], symmetric.
 
     logits [N, N, bins], breaks [bins - 1], asym_id [N]: 1 to C, 0 for none; mask and residues as in `ptm`.  Entry
     [a - 1, b - 1] is the `iptm` of the residues of chains a and b: the best frame of either, the errors of the other
-    chain's residues in it, and a d0 that follows from the number of residues of both.
+    chain's residues in it, and a d0 that follows from the number of residues of both.  On the diagonal stands the `ptm`
+    of the chain's own residues.
     """
     tm = TMScores(breaks, _counts(logits, mask), asym_id, residues)
     return tm.best_of_chains(tm.of_chains(upcast_half(logits).softmax(-1), slice(None)))
@@ -189,7 +190,10 @@ class TMScores:
         return self.residues.all_gather(per_frame, -1, len(self.counts)).max()
 
     def of_chains(self, probabilities: Tensor, rows: slice) -> Tensor:
-        """Return the score of each frame over the residues of each other chain, as if the two were alone: [I, C]."""
+        """Return the score of each frame over the residues of each chain: [I, C].
+
+        As if there were no other chains than it and the frame's own.
+        """
         assert self.asym_id is not None
         here, per_frame = self._here[rows], []
         for start, (chain, run) in zip(_starts(here), itertools.groupby(here)):
@@ -197,12 +201,12 @@ class TMScores:
             if chain == 0:
                 per_frame.append(some.new_zeros(len(some), len(self._sizes)))
                 continue
-            of_others = [_score(self._breaks, self._sizes[chain - 1] + size) for size in [0.0, *self._sizes]]
-            expected = _expected(some, torch.stack(of_others)[self.asym_id.long()])
+            own = self._sizes[chain - 1]
+            together = [own if other == chain else own + size for other, size in enumerate([0.0, *self._sizes])]
+            scores = torch.stack([_score(self._breaks, size) for size in together])
+            expected = _expected(some, scores[self.asym_id.long()])
             sums = [(expected[:, columns] * self.counts[columns]).sum(-1) for columns in self._columns]
-            means = [total / (1e-8 + size) for total, size in zip(sums, self._sizes)]
-            means[chain - 1] = torch.zeros_like(means[chain - 1])
-            per_frame.append(torch.stack(means, -1))
+            per_frame.append(torch.stack([total / (1e-8 + size) for total, size in zip(sums, self._sizes)], -1))
         return torch.cat(per_frame) if per_frame else probabilities.new_zeros(0, len(self._sizes))
 
     def best_of_chains(self, per_frame: Tensor) -> Tensor:

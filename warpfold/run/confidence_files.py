@@ -35,16 +35,26 @@ def write_pae(path: Path, pae: np.ndarray, max_pae: float) -> None:
 
 
 def write_scores(
-    path: Path, plddt: np.ndarray, pae: np.ndarray | None, ptm: float | None, iptm: float | None = None
+    path: Path,
+    plddt: np.ndarray,
+    pae: np.ndarray | None,
+    ptm: float | None,
+    iptm: float | None = None,
+    chain_pair_iptm: np.ndarray | None = None,
 ) -> None:
     """Write pLDDT [N], PAE [N, N], pTM and ipTM in the layout of ColabFold's `*_scores_*.json`: two decimals.
 
-    `max_pae` is the largest error in `pae`.  What is None has no key, as there.
+    `max_pae` is the largest error in `pae`.  What is None has no key, as there.  chain_pair_iptm [K, K] of a complex,
+    and the pTM of its chains on the diagonal, have AlphaFold 3's keys.
     """
     head: dict[str, Any] = {"plddt": [round(float(value), 2) for value in plddt]}
     if pae is not None:
         head["max_pae"] = float(pae.max())
-    tail = {key: round(float(value), 2) for key, value in (("ptm", ptm), ("iptm", iptm)) if value is not None}
+    tail: dict[str, Any] = {"ptm": ptm, "iptm": iptm}
+    tail = {key: round(float(value), 2) for key, value in tail.items() if value is not None}
+    if chain_pair_iptm is not None:
+        pairs = chain_pair_iptm.astype(float).round(2)
+        tail |= {"chain_ptm": pairs.diagonal().tolist(), "chain_pair_iptm": pairs.tolist()}
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(head)[:-1])
         if pae is not None:

@@ -68,7 +68,8 @@ class Prediction:
         None  # int32 [N], the place of each residue's chain in `chain_ids`, from 1; None: K = 1
     )
     iptm: float | None = None  # 0 to 1, of a complex
-    chain_pair_iptm: np.ndarray | None = None  # [K, K], 0 to 1: the ipTM of each two chains alone; 0 on the diagonal
+    # [K, K], 0 to 1: the ipTM of each two chains alone; on the diagonal the pTM of each chain alone
+    chain_pair_iptm: np.ndarray | None = None
     # Where asked for: probabilities that beta carbons are nearer than 8 angstrom, and of their distances.
     contacts: np.ndarray | None = None  # float16 [N, N]
     distogram: np.ndarray | None = None  # float16 [N, N, 64]; it may lie in a temporary file
@@ -100,6 +101,11 @@ class Prediction:
     @property
     def mean_plddt(self) -> float:
         return float(self.plddt.mean())
+
+    @property
+    def chain_ptm(self) -> np.ndarray | None:
+        """Return the pTM of each chain of a complex alone [K], 0 to 1; None without the PAE head."""
+        return None if self.chain_pair_iptm is None else self.chain_pair_iptm.diagonal()
 
     @property
     def ranking_confidence(self) -> float:
@@ -180,7 +186,8 @@ class Prediction:
                     (draft / names[kind]).write_text(text, encoding="utf-8")
                 if self.pae is not None and self.max_pae is not None:
                     write_pae(draft / names["pae"], self.pae, self.max_pae)
-                write_scores(draft / names["scores"], self.plddt, self.pae, self.ptm, self.iptm)
+                scores = self.plddt, self.pae, self.ptm, self.iptm, self.chain_pair_iptm
+                write_scores(draft / names["scores"], *scores)
                 if self.distogram is not None:
                     np.save(draft / names["distogram"], self.distogram, allow_pickle=False)
                 written = {kind: name for kind, name in names.items() if (draft / name).exists()}

@@ -304,6 +304,7 @@ def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, 
     if prediction.asym_id is None:
         return {}
     pairs = prediction.chain_pair_iptm
+    ptm = [None] * len(prediction.spans) if pairs is None else pairs.diagonal().astype(float).round(4).tolist()
     return {
         "iptm": None if prediction.iptm is None else round(prediction.iptm, 4),
         "chains": [
@@ -311,9 +312,10 @@ def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, 
                 "id": chain,
                 "length": span.stop - span.start,
                 "mean_plddt": round(float(prediction.plddt[span].mean()), 2),
+                "ptm": one,
                 "msa_depth": depths.get(chain),
             }
-            for chain, span in prediction.spans.items()
+            for (chain, span), one in zip(prediction.spans.items(), ptm)
         ],
         "chain_pair_iptm": None if pairs is None else np.round(pairs.astype(float), 4).tolist(),
         "interfaces": describe(find_interfaces(prediction)),

@@ -15,6 +15,7 @@ from warpfold.run.report import ReportPage, ReportTable, Section, Target
 
 DRAWN = 40  # predictions that the report of `predict` draws; its table lists all
 DRAWN_OF_EACH = 5  # of one protein or complex, the best
+CHAINS = 6  # whose own pTM stands above a complex; summary.json has that of all
 LENGTHS = 10  # different ones, from which on time is drawn against length
 ENERGIES = ("energy_before", "energy_after")  # of a relaxation
 
@@ -186,6 +187,9 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
     if entry["ptm"] is not None:
         numbers.append(("pTM", f"{entry['ptm']:.2f}"))
     depth, given = entry["msa_depth"], entry.get("msa_given", entry["msa_depth"])
+    of_chains = [(one["id"], one["ptm"]) for one in entry.get("chains", ()) if one.get("ptm") is not None]
+    if 0 < len(of_chains) <= CHAINS:
+        numbers.append(("pTM of each chain", ", ".join(f"{chain} {ptm:.2f}" for chain, ptm in of_chains)))
     numbers.append(("alignment rows", str(depth) if depth == given else f"{depth} of {given}"))
     if "paired_rows" in entry:
         numbers.append(("paired rows", str(entry["paired_rows"])))
