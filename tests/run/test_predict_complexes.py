@@ -1,5 +1,6 @@
 """`predict` on complexes: the user's chains in the output, several models and seeds ranked, what is refused."""
 
+import html
 import json
 import re
 from dataclasses import replace
@@ -24,6 +25,7 @@ from warpfold.run import relax_files
 from warpfold.run.fold_input import query_of
 from warpfold.run.params import read_params
 from warpfold.run.predict import PredictOptions, predict
+from warpfold.run.predict_report import warnings_of
 from warpfold.run.predict_templates import TemplateSources, files_of_chains
 from warpfold.run.predictor import Predictor, Prepared, load
 from warpfold.run.queries import ComplexQuery, FoldQuery, read_queries, with_templates
@@ -198,10 +200,8 @@ def test_one_prediction_failing_leaves_the_others_ranked(
     assert code == 1
     assert out.startswith("trio (3 chains), rank 1: mean pLDDT ")
     assert "ipTM" in out
-    assert err.splitlines() == [
-        "trio: no alignment for chains H, L, x: folded by the sequence alone",
-        "failed trio (first, seed 1): RuntimeError: out of memory",
-    ]
+    assert err.startswith("trio: no alignment for chains H, L, x: folded by the sequence alone\n")
+    assert err.endswith("\nfailed trio (first, seed 1): RuntimeError: out of memory\n")
 
 
 def test_a_homodimer_uses_rows_that_are_named_as_serving_to_pair(tmp_path: Path, params: dict[str, Path]) -> None:
@@ -262,12 +262,31 @@ def test_what_is_said_of_several_queries_is_said_once(
     arguments = ["--params", params["first"], "--msa", tmp_path / "msas", "--no-complex", "--recycles", 0]
     _, _, err = run_cli(capsys, tmp_path / "q.fasta", *arguments, "--out", tmp_path / "out")
     said = "4 alignments of none of the sequences, left out: msas/a.a3m, msas/b.a3m, msas/c.a3m ..."
-    assert err.splitlines() == [f"warning: {said}", "one, two: no alignment: folded by the sequence alone"]
+    assert err.splitlines()[:2] == [f"warning: {said}", "one, two: no alignment: folded by the sequence alone"]
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["warnings"] == [said]
     assert [entry["warnings"][0] for entry in summary["predictions"]] == [
         "no alignment: folded by the sequence alone"
     ] * 2
+
+
+def test_every_warning_is_on_the_terminal_and_in_the_report(
+    tmp_path: Path, params: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever it is about: the run, what was given, or what was predicted; of those that failed, too; each once."""
+    (tmp_path / "q.fasta").write_text(f">one\nMKUOBZ{ONE}\n>two\nMKUOBZ{ONE}\n")
+    arguments = [tmp_path / "q.fasta", "--params", params["first"], "--no-complex", "--recycles", 0, "--seeds", 2]
+    _, _, err = run_cli(capsys, *arguments, "--out", tmp_path / "out")
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    best = [entry for entry in summary["predictions"] if entry["rank"] == 1]
+    wanted = {warning for entry in best for warning in entry["warnings"]}
+    assert any("not one of the twenty amino acids" in warning for warning in wanted)
+    page = (tmp_path / "out/report.html").read_text().replace("&#x27;", "'")
+    for warning in wanted:
+        assert err.count(f": {warning}\n") == 1, warning
+        assert f": {html.escape(warning)}<" in page, warning
+    given = summary | {"predictions": [], "warnings": ["of the run"], "input_warnings": {"lost": ["no alignment"]}}
+    assert warnings_of(given) == [([], "of the run"), (["lost"], "no alignment")]
 
 
 def test_the_report_shows_what_was_relaxed(

@@ -139,6 +139,9 @@ Cluster = Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:87
 TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations; bf16_all: of what follows it too.")]
 
 
+WARNED = 20  # warnings that are printed at most
+
+
 @app.command(
     cls=Lists,
     epilog="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
@@ -246,6 +249,8 @@ def _lacks_templates(entry: dict[str, Any]) -> bool:
 
 def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
     """Print the summary, or a line for each prediction; and in any case what is to be known of the input or failed."""
+    from warpfold.run.predict_report import listed, warnings_of
+
     say_refused(summary["refused"])
     if as_json:
         show(summary)
@@ -255,15 +260,11 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
             typer.echo(relaxed_line(f"{entry['name']} relaxed", entry["relaxed"]))
     if not as_json and summary["status"] != "running":
         typer.echo(f"report: {out / 'report.html'}")
-    for warning in summary.get("warnings", []):
-        typer.echo(f"warning: {warning}", err=True)
-    about: dict[str, list[str]] = {}
-    for name, warnings in summary["input_warnings"].items():
-        for warning in warnings:
-            about.setdefault(warning, []).append(name)
-    for warning, names in about.items():
-        several = len(names) > 3
-        typer.echo(f"{f'{len(names)} queries' if several else ', '.join(names)}: {warning}", err=True)
+    warnings = warnings_of(summary)
+    for names, warning in warnings[:WARNED]:
+        typer.echo(f"{listed(names, 'queries') or 'warning'}: {warning}", err=True)
+    if len(warnings) > WARNED:
+        typer.echo(f"and {len(warnings) - WARNED} more warnings, in {out / 'summary.json'}", err=True)
     for failure in summary["failures"]:
         of = f" ({failure['model']}, seed {failure['seed']})" if "model" in failure else ""
         typer.echo(f"failed {failure['name']}{of}: {failure['error']}", err=True)

@@ -162,9 +162,9 @@ def add_templates(
 
 def said_of(query: Query, prediction: Prediction) -> Prediction:
     """Return a prediction with what became of its templates, and what is to be said of its input, which is logged."""
-    for warning in query.warnings:
-        log.warning("%s: %s", query.name, warning)
     warnings = [*query.warnings, *prediction.details.get("warnings", ())]
+    for warning in warnings:
+        log.warning("%s: %s", query.name, warning)
     details = {**prediction.details, **({"warnings": warnings} if warnings else {})}
     return replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes], details=details)
 
@@ -185,7 +185,6 @@ def depths_of(prepared: Prepared) -> dict[str, Any]:
     if lost:
         of = f" for {listed(lost)}" if len(assembly.chains) > 1 else ""
         found["warnings"] = [f"no row of the alignment{of} reached the model: folded by the sequence alone"]
-        log.warning("%s: %s", assembly.name, *found["warnings"])
     return found
 
 

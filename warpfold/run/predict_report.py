@@ -23,7 +23,7 @@ ENERGIES = ("energy_before", "energy_after")  # of a relaxation
 def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
     """Return the report of `warpfold predict`, from its summary and the files that it names."""
     entries, failures = summary["predictions"], summary["failures"]
-    best = [entry for entry in entries if entry.get("rank", 1) == 1]
+    best, labels = _best(summary), {entry["name"]: _label(entry) for entry in _best(summary)}
     alone = len(best) == 1 and not failures
     sections = [Section("All proteins", table=_all_proteins(best))] if best and not alone else []
     if len(entries) > len(best):
@@ -58,14 +58,39 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
         sections=sections,
         # a single protein's warnings stand above the numbers already
         targets=[target_of(out, e | ({"warnings": []} if alone and e is best[0] else {})) for e in shown],
-        warnings=[("", warning) for warning in summary.get("warnings", ())]
-        + ([("", one) for one in best[0]["warnings"]] if alone else [])
-        + [(_label(e), "; ".join(e["warnings"])) for e in best if e["warnings"] and not alone],
+        warnings=[
+            ("" if alone else labels.get(names[0], names[0]) if len(names) == 1 else listed(names, "proteins"), said)
+            for names, said in warnings_of(summary)
+        ],
         footer=[
             f"WarpFold {versions['warpfold']} · torch {versions['torch']} · {summary['device']} · "
             f"{seeds} · parameters sha256 {digests}"
         ],
     )
+
+
+def _best(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the entry of the best prediction of each protein."""
+    return [entry for entry in summary["predictions"] if entry.get("rank", 1) == 1]
+
+
+def warnings_of(summary: Mapping[str, Any]) -> list[tuple[list[str], str]]:
+    """Return each warning of a summary once, and the proteins that it is about: none of them where it is of the run.
+
+    Of the run, of what was given (of proteins that failed too), and of each protein's best prediction, in this order.
+    The terminal and the report both say these, and no others.
+    """
+    about: dict[str, dict[str, None]] = {}  # the names in their order, each once
+    given = summary["input_warnings"].items()
+    for name, said in [*given, *((entry["name"], entry["warnings"]) for entry in _best(summary))]:
+        for warning in said:
+            about.setdefault(warning, {})[name] = None
+    return [([], said) for said in summary.get("warnings", ())] + [([*names], said) for said, names in about.items()]
+
+
+def listed(names: Sequence[str], what: str) -> str:
+    """Return up to three names, or how many there are of what."""
+    return f"{len(names)} {what}" if len(names) > 3 else ", ".join(names)
 
 
 def _all_proteins(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
