@@ -57,7 +57,7 @@ SAFE = {
     "engine/step_folders.py:StepFolders.save": OWN_DRAFT + ", renamed where nothing is",
     "engine/checkpoint.py:RunFolder.save_failure": "a folder of its own; " + OWN_FOLDER,
     "engine/checkpoint.py:RunFolder.write_settings": OWN_FOLDER + ", and of the same settings",
-    "run/outputs.py:clear_damaged": "what is not as it was written is renamed to a name that is free; the rest is as it was",
+    "run/outputs.py:clear_damaged": "what is not as it was written gets a name that is free; the rest is as it was",
     "run/demo.py:_put_aside": "renames into a folder that is new",
     "run/figures.py:_svg": "into memory",
     "run/figures.py:draw_links": "into memory",
