@@ -193,6 +193,34 @@ def test_the_bound_is_one(one: Job) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_training", [False, True])
+def test_the_lower_bound_is_one(is_training: bool) -> None:
+    """Of every plan, what the code itself holds beside the weights is more."""
+    machine = replace(GPU, devices=2)
+    for residues in (24, 70):
+        given = replace(training(3, 1), sizes=sizes(residues)) if is_training else job(residues)
+        plans = planner.candidates(given, machine, {}, kept=False) + [Plan(precision="bf16"), Plan(axial=2)]
+        for plan in dict.fromkeys(plans):
+            needed, bound = estimate_memory(given, plan, "cuda"), planner.lower_bound(given, plan)
+            assert bound.peak <= needed.peak - needed.weights, plan
+            assert bound.host <= needed.host, plan
+        assert planner.lower_bound(given, plans[0]).peak > 0
+
+
+def test_what_is_far_too_large_is_refused_without_an_estimate(formulas: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """30,000 residues of the monomer took minutes; nor are rates measured."""
+    asked: list[int] = []
+    estimate = planner.estimate_memory
+    monkeypatch.setattr(
+        planner, "estimate_memory", lambda job, *more: asked.append(job.sizes.residues) or estimate(job, *more)
+    )
+    monkeypatch.setattr(planner, "estimate_seconds", None)
+    with pytest.raises(UserError, match=r"needs at least [0-9,.]+ GB .*; what would fit: at most [0-9,]+ residues"):
+        choose(job(200_000), free(FREE, host=FREE))
+    assert len(asked) < 12
+    assert max(asked) < 10_000  # to say what would fit
+
+
 def test_slices_need_less_by_the_code_itself() -> None:
     """The ladder's order holds for the real figure: each rung of a long protein is tighter than the one before."""
     one = Job(model=tiny_config(), sizes=sizes(512), recycles=1)

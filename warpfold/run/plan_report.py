@@ -104,7 +104,8 @@ def plan_report(
     tell(len(targets), len(targets) + 2, f"every plan of {largest.name}")
     every = _every(largest.job, machine, fixed)
     tell(len(targets) + 1, len(targets) + 2, "how long a protein can be")
-    most = {} if largest.job.training else longest_of(largest.job, machine, fixed)
+    # Where nothing fits, the refusal has said already what would.
+    most = {} if largest.job.training or "refused" in every else longest_of(largest.job, machine, fixed)
     return {
         "machine": str(machine),
         "free": machine.free,

@@ -30,7 +30,7 @@ from warpfold.run.interfaces import describe, find_interfaces
 from warpfold.run.outputs import RESERVED, PassStructure, Prediction, checksums_of, claim_folder, refuse_links
 from warpfold.run.params import Params, families_in, params_files, read_params
 from warpfold.run.plan_report import check_fits, sizes_of_query
-from warpfold.run.planning import grid_for
+from warpfold.run.planning import grid_for, log
 from warpfold.run.predict_templates import TemplateSources
 from warpfold.run.queries import ComplexQuery, Query, ReadQueries, read_given, with_templates
 from warpfold.run.sanity import check_geometry, warn_of_confidence
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from warpfold.data.search.server import AlignmentServer
 
 FORMAT = "warpfold-predictions-1"
+LONG = 1000  # residues, from which on planning takes long enough to be said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,9 @@ def predict(
     memory = ModelInMemory(options, team)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if share.is_here:
+        shortest = min((query.residues for query in queries), default=0)
+        if shortest >= LONG and team.is_rank_zero:
+            log.info("planning for %d residues", shortest)
         tell(0, total, "loading the parameters")
         predictor = memory.load(models[0])
         device = str(predictor.device)

@@ -59,6 +59,7 @@ class MemoryEstimate:
     at_peak: dict[str, int] = field(default_factory=dict)
     course: list[tuple[str, dict[str, int]]] = field(default_factory=list)
     host: int = 0
+    at_least: bool = False  # it may need more (`planner.lower_bound`)
 
 
 def with_margin(bytes: int, device: str = "cpu") -> int:

@@ -79,6 +79,10 @@ def choose(
     if not every and (bound := _evident(job, plans, machine, examples)) is not None:
         rest = (Considered(plan, None, None) for plan in plans)
         return Choice(job, machine, plans[0], bound, None, tuple(rest))
+    if all(lacking(lower_bound(job, plan), machine) for plan in plans):  # nor is it of interest how long they take
+        bounds = [(plan, lower_bound(job, plan)) for plan in plans]
+        too_large = [Considered(plan, bound, None, lacking(bound, machine)) for plan, bound in bounds]
+        raise NothingFitsError(job, machine, fixed or {}, too_large)
     plans = candidates(job, machine, fixed or {}) if job.training else plans
     looked, chosen = [], None
     for plan, seconds in _by_time(job, machine, plans, examples):
@@ -217,9 +221,15 @@ def _round_up(size: int) -> int:
 
 
 def estimate(job: Job, plan: Plan, machine: Machine, rounded: bool = True) -> MemoryEstimate:
-    """Return what a plan needs for a job; rounded: or for one a little larger, unless that is nearly too large."""
+    """Return what a plan needs for a job; rounded: or for one a little larger, unless that is nearly too large.
+
+    Of a job that is far too large a bound is enough, as nothing has to be run for it.
+    """
     if not job.training:
         plan = replace(plan, data=1)
+    bound = lower_bound(job, plan)
+    if lacking(bound, machine):
+        return bound
     if rounded:
         found = estimate_memory(_rounded(job), plan, machine.kind)
         needed = needed_bytes(found, machine)
@@ -244,12 +254,12 @@ def memory_of_free(memory: MemoryEstimate, machine: Machine) -> str:
 
 def lacking(memory: MemoryEstimate, machine: Machine) -> str:
     """Return what a plan lacks here, or ""."""
-    needed = needed_bytes(memory, machine)
+    needed, needs = needed_bytes(memory, machine), "needs at least" if memory.at_least else "needs"
     if needed > machine.free:
-        return f"needs {in_gb(needed)}, {in_gb(machine.free)} are free"
+        return f"{needs} {in_gb(needed)}, {in_gb(machine.free)} are free"
     if machine.host is not None and memory.host > machine.host:
         where = "on disk for temporary files" if machine.kind == "cpu" else "of host memory"
-        return f"needs {in_gb(memory.host)} {where}, {in_gb(machine.host)} are free"
+        return f"{needs} {in_gb(memory.host)} {where}, {in_gb(machine.host)} are free"
     return ""
 
 
@@ -269,6 +279,22 @@ def _evident(job: Job, plans: Sequence[Plan], machine: Machine, examples: int) -
         return None  # devices could share it
     bound = upper_bound(job, first)
     return bound if needed_bytes(bound, machine) <= machine.free and not first.offload else None
+
+
+def lower_bound(job: Job, plan: Plan) -> MemoryEstimate:
+    """Return less than a job needs, from its sizes alone: the pair representation, once for each block that keeps it.
+
+    Of two branches or of what a training keeps in host memory nothing.
+    """
+    model, sizes, itemsize = job.model, job.sizes, DTYPES[plan.precision].itemsize
+    row = sizes.residues * model.c_z * itemsize
+    whole, shard = sizes.residues * row, math.ceil(sizes.residues / plan.axial) * row
+    if job.training:
+        kept = 0 if plan.offload else plan.batch * model.evoformer.blocks * shard
+        return MemoryEstimate(peak=0 if plan.branch > 1 else kept, weights=0, features=0, at_least=True)
+    away = plan.offload and plan.in_place
+    held = 0 if away or plan.branch > 1 else shard
+    return MemoryEstimate(peak=held, weights=0, features=0, host=whole if away else 0, at_least=True)
 
 
 def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
@@ -378,6 +404,8 @@ def longest(job: Job, machine: Machine, plan: Plan) -> int:
     if not possible:
         return 0
     fits, fails, at = FEWEST, 0, max(job.sizes.residues, 2 * FEWEST)
+    while lacking(lower_bound(replace(job, sizes=replace(job.sizes, residues=at)), plan), machine):
+        at = max(at - at // 8 - 1, FEWEST)  # without an estimate
     for _ in range(8):
         left, possible = room(at)
         fits, fails = (at, fails) if possible else (fits, at)
