@@ -67,6 +67,8 @@ def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(planner, "estimate_memory", memory)
     monkeypatch.setattr(planner, "upper_bound", lambda job, plan: memory(job, plan))
+    nothing = MemoryEstimate(peak=0, weights=0, features=0)
+    monkeypatch.setattr(planner, "lower_bound", lambda job, plan: nothing)
     monkeypatch.setattr(planner, "with_margin", lambda size, kind: size)
     monkeypatch.setattr(Machine, "rates", lambda *given: None)
 

@@ -104,8 +104,8 @@ def plan_report(
     tell(len(targets), len(targets) + 2, f"every plan of {largest.name}")
     every = _every(largest.job, machine, fixed)
     tell(len(targets) + 1, len(targets) + 2, "how long a protein can be")
-    # Where nothing fits, the refusal has said already what would.
-    most = {} if largest.job.training or "refused" in every else longest_of(largest.job, machine, fixed)
+    far = every.pop("far", False)  # too large: the refusal has said already what would fit
+    most = {} if largest.job.training or far else longest_of(largest.job, machine, fixed)
     return {
         "machine": str(machine),
         "free": machine.free,
@@ -156,7 +156,8 @@ def _every(job: Job, machine: Machine, fixed: Mapping[str, Any]) -> dict[str, An
         choice = _chosen(job, machine, fixed, every=True)
     except NothingFitsError as error:
         plans = [_numbers(one, job, machine) | {"chosen": False} for one in error.looked]
-        return {"plans": plans, "refused": str(error), "at_peak": {}, "course": []}
+        far = all(one.memory is not None and one.memory.at_least for one in error.looked)
+        return {"plans": plans, "refused": str(error), "at_peak": {}, "course": [], "far": far}
     plans = [_numbers(one, job, machine) | {"chosen": one.plan == choice.plan} for one in choice.considered]
     course = [[name, dict(owners)] for name, owners in choice.memory.course]
     by_layer = {} if choice.seconds is None else {name: round(s, 3) for name, s in choice.seconds.by_layer.items()}
