@@ -1,37 +1,59 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can say, in one call of less than ten minutes, on a machine with torch and triton alone.
-# Kernels are compiled on all cores; then the headline on the default launches (triangle attention, an Evoformer block, a
-# training step), a profile, norms; then launch tables, the other operations; the GPU tests in the time that is left.
+# What only a GPU can say, in three calls of less than ten minutes each, on a machine with torch and triton alone.
 #
-#   benchmarks/gpu_session.sh             results in $OUT, or in benchmarks/results
-#   benchmarks/gpu_session.sh --rehearse  its own logic, on a CPU at toy sizes: no GPU result, nothing is kept
+#   benchmarks/gpu_session.sh 1      correctness (sanitizer, doctor in bf16, graphs), then the headline: an Evoformer
+#                                    block, a training step {eager, graph} x {recomputed, kept} x {recycles 0, 3}
+#   benchmarks/gpu_session.sh 2      a profile, launch tables, the operations and the headline with them, crop 384
+#   benchmarks/gpu_session.sh 3      triangles beside SDPA, inference at 2,048 and 4,096 residues, doctor in fp32, the GPU
+#                                    tests, and last the peers that tune themselves
+#   benchmarks/gpu_session.sh --rehearse 1|2|3   the same commands on a CPU at toy sizes: no GPU result, nothing is kept
 #
-# Each part has a box of time; one that fails or runs out is said, and the next one runs.  Figures are written as they
-# are measured (*.jsonl), so that a part that is stopped keeps what it has.  Exit code 1 if any part failed.
+# Results are one archive in $OUT, or in benchmarks/results: NAME-call-1.tar.gz, written anew during and after each part,
+# so that a call that is killed keeps what it had measured.  No call needs what another left: each compiles its kernels
+# and launchers ahead, on all cores.  Each part has a box of time; one that fails or runs out is said, and the next one
+# runs.  Exit code 1 if any part failed.
 set -uo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-readonly root
-readonly python="${PYTHON:-python3}"
+readonly root python="${PYTHON:-python3}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 
 fail() { printf 'gpu_session: %s\n' "$*" >&2; exit 2; }
 
 rehearse=
 case "${1:-}" in
-  '') ;;
-  --rehearse) rehearse=1 ;;
-  -h | --help) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-  *) fail "$1: not known; there is --rehearse" ;;
+  --rehearse) rehearse=1; shift ;;
+  -h | --help) sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
 esac
-# Seconds of the whole.  A rehearsal has time: toys on a busy CPU may take longer than a GPU takes for the true sizes.
-readonly limit=$((rehearse ? 3600 : 565)) patience=$((rehearse ? 10 : 1))
-[[ $# -le 1 ]] || fail "$2: one argument at most"
+case "${1:-}" in
+  1 | 2 | 3) readonly call="$1" ;;
+  '') fail "which call? 1, 2 or 3; --rehearse 1 tries it on a CPU; --help says what they do" ;;
+  *) fail "$1: not known; there are 1, 2, 3 and --rehearse" ;;
+esac
+[[ $# -le 1 ]] || fail "$2: one call at a time"
+# Seconds of the call, of which the boxes are less together.  A rehearsal has time: a CPU is shared.
+readonly limit=570 patience=$((rehearse ? 10 : 1))
 
+files="$(mktemp -d)" || fail "no temporary folder"
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$files"' EXIT
+readonly results="$files/results"
+mkdir "$results"
 if [[ -n "$rehearse" ]]; then
-  out="$(mktemp -d)" || fail "no temporary folder"
-  trap 'rm -rf "$out"' EXIT
-  readonly name=rehearsal device=cpu
+  out="${OUT:-$files}"
+  readonly name=REHEARSAL device=cpu
+  mkdir "$files/absent"  # as on the machine that is lent
+  cat >"$files/absent/sitecustomize.py" <<'PYTHON'
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("gemmi", "pyhmmer", "zstandard"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+PYTHON
+  export PYTHONPATH="$files/absent:$PYTHONPATH"
+  "$python" -c 'import torch' 2>/dev/null || fail "$python cannot import torch; PYTHON=/path/to/python names another"
   echo "REHEARSAL on a CPU, at toy sizes: not a GPU result."
 else
   gpu="$("$python" -c 'import sys, torch
@@ -49,108 +71,172 @@ print(torch.cuda.get_device_name())' 2>/dev/null)"
   readonly name device=cuda
 fi
 cd "$root" || fail "$root: not a folder"
-readonly log="$out/$name.log"
-parts="$(mktemp -d)" || fail "no temporary folder"
-trap 'rm -rf "$parts" ${rehearse:+"$out"}' EXIT
-: >"$log" || fail "$log: cannot be written"
-: >"$parts/began"
-failed=0
+readonly archive="$out/$name-call-$call.tar.gz"
+failed=0 planning=1 planned=0
 
-part() {  # NAME SECONDS FILE COMMAND ...: what the command prints goes to FILE (or, where that is -, to the log)
-  local what="$1" box=$(($2 * patience)) file="$3" began="$SECONDS" code left
-  shift 3
-  left=$((limit - SECONDS))
+keep() {  # write the archive anew; a file that grows meanwhile is in it as far as it was read
+  tar -C "$files" --warning=no-file-changed -czf "$archive.new" results || (($? == 1)) || return
+  mv "$archive.new" "$archive"
+}
+
+part() {  # NAME SECONDS COMMAND ...: what the command prints goes to NAME.out and NAME.log
+  local what="$1" box="$2" began="$SECONDS" kept="$SECONDS" code left took says
+  shift 2
+  if [[ -n "$planning" ]]; then
+    planned=$((planned + box))
+    return
+  fi
+  left=$((limit * patience - SECONDS)) box=$((box * patience))
   if ((left < 10)); then
-    printf '%-34s not run: no time is left\n' "$what" | tee -a "$log"
-    printf '%s\tnot run\t0\n' "$what" >>"$parts/parts.tsv"
+    printf '%-28s not run: no time is left\n' "$what"
+    printf '%s\tnot run\t0\n' "$what" >>"$results/parts.tsv"
     failed=1
     return
   fi
   ((box > left)) && box="$left"
-  printf '\n$ %s\n' "$*" >>"$log"
-  if [[ "$file" == - ]]; then
-    timeout --kill-after=5 "$box" "$@" >>"$log" 2>&1
-  else
-    timeout --kill-after=5 "$box" "$@" >"$file" 2>>"$log"
-  fi
-  code=$?
-  local took=$((SECONDS - began)) says
+  printf '$ %s\n' "$*" >"$results/$what.log"
+  timeout --kill-after=5 "$box" "$@" >"$results/$what.out" 2>>"$results/$what.log" &
+  while kill -0 $! 2>/dev/null; do  # what it measures is kept while it runs
+    if ((SECONDS >= kept + 5)); then
+      keep
+      kept="$SECONDS"
+    fi
+    sleep 0.2
+  done
+  wait $!
+  code=$? took=$((SECONDS - began))
   case "$code" in
     0) says=ok ;;
     124 | 137) says="out of its ${box} s" ;;
-    *) says="FAILED, exit code $code: $(tail -n 1 "$log" | cut -c 1-160)" ;;
+    *) says="FAILED, exit code $code: $(cat "$results/$what".{out,log} | tail -n 1 | cut -c 1-160)" ;;
   esac
   ((code == 0)) || failed=1
-  printf '%-34s %s (%d s)\n' "$what" "$says" "$took" | tee -a "$log"
-  printf '%s\t%s\t%d\n' "$what" "$says" "$took" >>"$parts/parts.tsv"
+  printf '%-28s %s (%d s)\n' "$what" "$says" "$took"
+  printf '%s\t%s\t%d\n' "$what" "$says" "$took" >>"$results/parts.tsv"
+  keep
 }
 
-warpfold=("$python" -m warpfold)
-if [[ -n "$rehearse" ]]; then
-  triangles=starting:12,starting:16 all=starting:12 places=pair:8,msa:3x8,dropout:8 settings=tiny toy=(--toy)
-  sizes=(--residues 12 --sequences 4 --extra 4 --blocks 1) few=() presets=tiny
-else
-  triangles=starting:256,starting:384,starting:1024,starting:2048,ending:256,ending:1024
-  all=starting:256,row:128x256,column:128x256,global:1024x256 places=pair:256,msa:128x256,dropout:256 settings=monomer toy=()
-  sizes=() few=(--blocks 4) presets=monomer
-fi
-readonly tests=("$python" -m pytest -m gpu -q --maxfail=10 --continue-on-collection-errors --no-header tests/ops tests/laws/test_gpu_graphs.py
-  tests/test_device.py tests/model/test_permutation.py)
-readonly most="definition,sdpa,trifast,cuequivariance,ours"
-rm -rf "$out/$name"-{triangles,norms,attention,block,step}.{csv,jsonl} "$out/$name"-{triangles.png,profile}  # earlier today
+readonly warpfold=("$python" -m warpfold)
 
-measure() {  # NAME SECONDS PART ARGUMENTS ...: figures of `warpfold bench`, each in a file as soon as it is measured
-  local what="$1" box="$2" part="$3"
+rows() {  # NAME SECONDS ARGUMENTS ...: figures of a command that takes --rows, each on the disk as soon as it is there
+  local what="$1" box="$2"
+  shift 2
+  part "$what" "$box" "$@" --device "$device" --rows "$results/$what.jsonl"
+}
+
+step() {  # NAME SECONDS WAYS ARGUMENTS ...: whole training steps
+  local what="$1" box="$2" ways="$3"
   shift 3
-  part "$what" "$box" "$parts/$part.json" "${warpfold[@]}" bench "$@" --device "$device" \
-    --rows "$out/$name-$part.jsonl" --csv "$out/$name-$part.csv" --json
-  cp "$out/$name-$part.jsonl" "$parts/$part.jsonl" 2>>"$log"
+  rows "$what" "$box" "${warpfold[@]}" bench --step --settings "$preset" --dtype bf16 --ways "$ways" --repeats "$repeats" \
+    "$@" ${sizes[@]+"${sizes[@]}"}
 }
 
-tune() {  # OPERATIONS SECONDS: into the table that runs look for, of which a copy is kept
-  if [[ -n "$rehearse" ]]; then
-    part "launches of $1" 60 - "${warpfold[@]}" tune --op "$1" --quick --dry-run
-  else
-    part "launches of $1" "$2" - "${warpfold[@]}" tune --op "$1" --quick
-    find ~/.cache/warpfold/tuned -name '*.json' -newer "$parts/began" -exec cp {} "$out/$name-launches.json" \; 2>>"$log"
+block() {  # NAME SECONDS WAYS
+  rows "$1" "$2" "${warpfold[@]}" bench --block --settings "$preset" --dtype bf16 --ways "$3" ${sizes[@]+"${sizes[@]}"}
+}
+
+operations() {  # NAME SECONDS OPERATIONS SHAPES WAYS
+  rows "$1" "$2" "${warpfold[@]}" bench --op "$3" --shapes "$4" --ways "$5" --dtype bf16 --unchecked
+}
+
+tune() {  # OPERATION SECONDS: into the table that runs look for, of which a copy is kept
+  part "launches-$1" "$2" "${warpfold[@]}" tune --op "$1" --quick ${dry[@]+"${dry[@]}"}
+  [[ -n "$planning$rehearse" ]] || cp ~/.cache/warpfold/tuned/*.json "$results" 2>/dev/null
+}
+
+gpu_tests() {  # NAME SECONDS TESTS ...
+  if "$python" -c 'import pytest' 2>/dev/null; then
+    part "$1" "$2" "$python" -m pytest -m gpu -q --maxfail=10 --continue-on-collection-errors --no-header \
+      -p no:cacheprovider ${collect[@]+"${collect[@]}"} "${@:3}"
+  elif [[ -z "$planning" ]]; then
+    echo "$1: pytest is not installed"
   fi
 }
 
-plot=()
-if "$python" -c 'import matplotlib' 2>/dev/null; then plot=(--plot "$out/$name-triangles.png"); fi
-part "machine" 40 - "${warpfold[@]}" doctor --device "$device"
-part "kernels compiled ahead" 100 - "$python" benchmarks/gpu_ahead.py --settings "$settings" --shapes "$triangles" \
-  --places "$places" ${toy[@]+"${toy[@]}"}
-measure "triangle attention" 60 triangles --op attention --shapes "$triangles" --ways "$most" --unchecked \
-  ${plot[@]+"${plot[@]}"}
-measure "Evoformer block" 60 block --block --settings "$settings" --dtype bf16 --ways definition,openfold,ours \
-  ${sizes[@]+"${sizes[@]}"}
-measure "training step" 90 step --step --settings "$settings" --ways definition,ours --repeats 5 ${sizes[@]+"${sizes[@]}"}
-part "profile of a step" 50 - "${warpfold[@]}" profile "$settings" --device "$device" --out "$out/$name-profile" \
-  ${few[@]+"${few[@]}"} ${sizes[@]+"${sizes[@]}"}
-measure "norms, gates, tails" 30 norms --op layer_norm,norm_linear,gate,tail --shapes "$places" --ways definition,ours \
-  --unchecked
-part "every operation of $settings" 45 "$parts/doctor.json" "${warpfold[@]}" doctor --kernels --settings "$settings" \
-  --device "$device" --json
-part "memory: said and taken" 45 - "$python" -m benchmarks.memory --quick --presets "$presets" --device "$device" \
-  --output "$out/$name-memory.json"
-tune attention 75
-measure "attention, all ways" 40 attention --op attention --shapes "$all" --unchecked
 if [[ -n "$rehearse" ]]; then
-  part "tests that need a GPU" 60 - "$python" -c 'print("left out: there is none")'
-elif "$python" -c 'import pytest, xdist' 2>/dev/null; then  # most of their time is Triton's compiler's, on the CPU
-  part "tests that need a GPU" 90 - "${tests[@]}" -n 8 -k 'not (clock or past or memory)'
-  part "tests that need all of it" 60 - "${tests[@]}" -k 'clock or past or memory'
-elif "$python" -c 'import pytest' 2>/dev/null; then
-  part "tests that need a GPU" 120 - "${tests[@]}"
+  preset=tiny repeats=1 crop=12 large=16 whole=12 lengths=12,16
+  triangles=starting:12,ending:12 pairs=pair:8 deep=msa:3x8 rows_of=row:3x8,column:3x8
+  sizes=(--residues 12 --sequences 4 --extra 4 --blocks 1) short=() most=(--most 2) dry=(--dry-run)
+  collect=(--collect-only)
 else
-  echo "pytest is not installed: the doctor's checks stand for the tests" | tee -a "$log"
+  preset=monomer repeats=5 crop=256 large=384 whole=256 lengths=2048,4096
+  triangles=starting:256,starting:384,starting:1024,starting:2048,ending:256,ending:1024 pairs=pair:256,pair:384
+  deep=msa:128x256 rows_of=row:128x256,column:128x256
+  sizes=() short=(--blocks 4) most=() dry=() collect=()
 fi
+readonly tiny_step='
+import torch
+from warpfold.cli.common import measured
+from warpfold.tune.example import TrainingStep
+sizes = {"residues": 24, "sequences": 4, "extra": 8, "templates": 1}
+device = "cuda" if torch.cuda.is_available() else "cpu"
+step = TrainingStep(measured("tiny", ["plan.precision=bf16"], sizes, 1, 1), device)
+step()
+print("loss", float(step.learn().losses[""]))'
 
+call_1() {
+  part machine 20 "${warpfold[@]}" doctor --device "$device" --json
+  part compiled-ahead 110 "$python" benchmarks/gpu_ahead.py --step "$preset" "$crop" --step "$preset" "$large" \
+    --step tiny 24 --doctor "$preset" bf16 ${most[@]+"${most[@]}"}
+  if command -v compute-sanitizer >/dev/null; then
+    part sanitizer 45 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 "$python" -c "$tiny_step"
+  else
+    [[ -n "$planning" ]] || echo "sanitizer: compute-sanitizer is not here; the step runs without it"
+    part tiny-step 45 "$python" -c "$tiny_step"
+  fi
+  rows doctor-bf16 75 "${warpfold[@]}" doctor --kernels --settings "$preset" --dtype bf16
+  gpu_tests graphs 60 tests/laws/test_gpu_graphs.py
+  block block 45 definition,ours
+  step step 50 ours,graph
+  step step-kept 50 kept,kept-graph
+  step step-recycled 50 ours,graph --recycles 3
+  step step-kept-recycled 50 kept,kept-graph --recycles 3
+}
+
+call_2() {
+  part compiled-ahead 85 "$python" benchmarks/gpu_ahead.py --step "$preset" "$crop" --step "$preset" "$large" \
+    --op transition "$pairs,$deep" --op outer_product "$deep" --op triangle_multiplication "$pairs" \
+    --op attention "$triangles,$rows_of" ${most[@]+"${most[@]}"}
+  part profile 45 "${warpfold[@]}" profile "$preset" --device "$device" --out "$results/profile" \
+    ${short[@]+"${short[@]}"} ${sizes[@]+"${sizes[@]}"}
+  tune transition 50
+  tune outer_product 45
+  tune triangle_multiplication 55
+  tune attention 75
+  operations operations 45 transition,outer_product,triangle_multiplication,attention "$pairs,$deep,$rows_of" definition,ours
+  block block-tuned 35 ours
+  step step-tuned 50 definition,ours,graph
+  step step-384 45 ours,graph --residues "$large"
+}
+
+call_3() {
+  part compiled-ahead 75 "$python" benchmarks/gpu_ahead.py --doctor "$preset" fp32 --op attention "$triangles" \
+    --op triangle_multiplication "$pairs" ${most[@]+"${most[@]}"}
+  operations triangle-attention 60 attention "$triangles" sdpa,ours
+  operations triangle-multiplication 25 triangle_multiplication "$pairs" definition,ours
+  rows inference 160 "$python" -m benchmarks.gpu_fold --settings "$preset" --residues "$lengths" --plans whole,in-place
+  rows doctor-fp32 70 "${warpfold[@]}" doctor --kernels --settings "$preset" --dtype fp32
+  local workers=()
+  if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi  # most of their time is Triton's compiler's
+  gpu_tests tests 85 tests/ops tests/test_device.py tests/model/test_permutation.py ${workers[@]+"${workers[@]}"}
+  for peer in trifast cuequivariance; do
+    operations "peer-$peer" 20 attention "$triangles" "$peer"
+  done
+  operations peer-compile 40 attention,triangle_multiplication "$triangles,pair:$whole" compile
+}
+
+"call_$call"
+((planned < limit)) || fail "the boxes of call $call are $planned s, and it has $limit"
+planning=
+"call_$call"
 echo
-"$python" benchmarks/gpu_table.py "$parts" --out "$out/$name.json" ${rehearse:+--rehearsal} | tee -a "$log"
-((PIPESTATUS[0] == 0)) || failed=1
-if [[ -z "$rehearse" ]]; then
-  echo "results: $out/$name*"
+"$python" benchmarks/gpu_table.py "$results" ${rehearse:+--rehearsal}
+(($? == 0)) || failed=1
+if [[ -n "$rehearse" ]]; then
+  echo "REHEARSAL: not a GPU result; nothing is kept."
+  rm -f "$archive"
+else
+  keep
+  echo "results: $archive"
 fi
 exit "$failed"

@@ -1,23 +1,21 @@
-"""The last lines of gpu_session.sh: what was measured beside the bars, and all of it in one file.
+"""The last lines of a call of gpu_session.sh: what was measured, and beside the bars what has one.
 
-    python benchmarks/gpu_table.py FOLDER --out results.json [--rehearsal]
+    python benchmarks/gpu_table.py FOLDER [--rehearsal]
 
-FOLDER holds what the parts printed (triangles.json, block.json, step.json, norms.json, doctor.json, attention.json),
-the rows that they wrote as they came (the same names with .jsonl), and parts.tsv.  Of a part that was stopped the rows
-count; one that did not run is "not measured".  Where a block was timed, a launch count of none is an error.
+FOLDER holds the rows that the parts wrote as they came (*.jsonl), what `doctor --json` printed (machine.out), and
+parts.tsv.  Of a part that was stopped the rows count; what a call does not measure has no line.  Where a launch count
+is none, that is an error, and the exit code 1.
 """
 
 import argparse
-import datetime
 import json
-import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PARTS = ("triangles", "block", "step", "norms", "doctor", "attention")
+Row = dict[str, Any]
 # What the bars are for: a toy has none.
 FULL = "Evoformer block, 128 sequences, 256 residues, c_m 256, c_z 128, bf16"
 FULL_STEP = "training step, 256 residues, 128 sequences, 1024 extra, 4 templates, 48 blocks, recycles 0, bf16"
@@ -30,95 +28,64 @@ FORWARD = {
     "A100": {256: 1.2 * 0.114, 1024: 1.2 * 5.65, 2048: 1.2 * 44.0},
 }
 BACKWARD = {"A100": {256: 0.41, 384: 1.4, 1024: 26.0}, "H100": {256: 0.21}, "H200": {256: 0.21}}
-BLOCK = {"A100": {"forward": 2.5, "backward": 7.0}, "H200": {"forward": 1.2, "backward": 3.5}}
-STEP = {"H100": {"step": 500.0}, "H200": {"step": 400.0}, "A100": {"step": 900.0}}
+BLOCK = {"A100": {"training": 2.5, "backward": 7.0}, "H200": {"training": 1.2, "backward": 3.5}}
+STEP = {"H100": 500.0, "H200": 400.0, "A100": 900.0}
 LAUNCHES = {"forward": 25, "backward": 60}
-NORM = 0.85  # of the copy bandwidth of the same run
-
-
 COUNTED_NOTHING = "ERROR: no launch was seen"
 
 
 @dataclass(frozen=True)
 class Line:
-    """A figure and its bar."""
+    """A figure: of which part, of what, in whose way and which pass."""
 
+    part: str
     what: str
-    measured: float | None
-    bar: float | None  # None: there is none for this GPU
-    unit: str
-    least: bool = False  # the bar is a least, not a most
-    limit: float | None = None  # share of what the device allows (tune/roofline.py)
-    counts: bool = False  # it is a count, of which none is no figure but a fault
+    ms: float | None
+    bar: float | None = None  # None: there is none for this GPU and size
+    more: str = ""
 
     @property
     def verdict(self) -> str:
-        """ "met", "missed", or why neither."""
-        if self.counts and not self.measured:
-            return COUNTED_NOTHING
-        if self.measured is None:
-            return "not measured"
-        if self.bar is None:
-            return "no bar for this GPU"
-        met = self.measured >= self.bar if self.least else self.measured <= self.bar
-        return "met" if met else "MISSED"
+        """ "met", "MISSED", or nothing."""
+        if self.ms is None or self.bar is None:
+            return ""
+        return "met" if self.ms <= self.bar else "MISSED"
 
 
-def lines(found: dict[str, Any], gpu: str) -> Iterator[Line]:
-    """Yield every figure that has a bar."""
-    triangles, norms, block = (found.get(part) or None for part in ("triangles", "norms", "block"))
-    for direction, bars in (("forward", FORWARD), ("backward", BACKWARD)):
-        for n in (256, 384, 1024, 2048):
-            ours = _row(triangles, "attention", direction, f"starting:{n}")
-            what = f"triangle attention {direction}, N {n}"
-            yield Line(what, ours and ours["ms"], _for(bars, gpu).get(n), "ms", limit=ours and ours["share_of_limit"])
-    for direction in ("forward", "backward"):
-        ours = _row(norms, "layer_norm", direction, "pair:256")
-        copy = norms and next(iter(norms.get("ceilings", {}).values()), {}).get("gb_per_s")
-        share = ours["gb_per_s"] / copy if ours and copy else None
-        yield Line(f"LayerNorm [256, 256, 128] {direction}, of copy bandwidth", share, NORM, "", least=True)
-    for direction, which in (("forward", "training"), ("backward", "backward")):
-        ours = _row(block, FULL, which)
-        bar = _for(BLOCK, gpu).get(direction)
-        yield Line(f"Evoformer block 128 x 256 {direction}", ours and ours["ms"], bar, "ms")
-    for direction in ("forward", "backward"):
-        ours = _row(block, FULL, direction)
-        what, count = f"launches per block, {direction}", ours and ours.get("launches")
-        yield Line(what, count or None, LAUNCHES[direction], "", counts=ours is not None)
-    ours = _row(found.get("step") or None, FULL_STEP, "step")
-    what = "training step 256, 128 + 1024 rows, no recycling"
-    yield Line(what, ours and ours["wall_ms"], _for(STEP, gpu).get("step"), "ms")
+def lines(part: str, row: Row, gpu: str) -> Iterator[Line]:
+    """Yield what a row comes to: its time, and its launches where there is a bar for their number."""
+    which, way = row.get("pass", ""), row.get("way", "")
+    ours = way in ("ours", "graph", "kept", "kept-graph")
+    name = row["what"] if "what" in row else f"{row['op']} {row.get('shape') or row.get('where')}, {row['dtype']}"
+    note = [row[key] for key in ("plan", "verdict", "note") if row.get(key)]
+    figures = {"of limit": "share_of_limit", "x definition": "times_definition", "MiB": "peak_mib", "s": "seconds"}
+    note += [f"{row[key]:.3g} {unit}" for unit, key in figures.items() if row.get(key) is not None]
+    launches = row.get("launches", 0)
+    note += [f"{launches} launches"] if launches else []
+    note += [f"{row['replayed']} replayed"] if row.get("replayed") else []
+    ms = row.get("wall_ms") if which == "step" else row.get("ms")
+    bar = None
+    if ours and which == "step" and name == FULL_STEP:
+        bar = _of(STEP, gpu)
+    elif ours and name == FULL:
+        bar = (_of(BLOCK, gpu) or {}).get(which)
+    elif ours and row.get("op") == "attention" and str(row.get("shape")).startswith("starting:"):
+        bar = (_of({"forward": FORWARD, "backward": BACKWARD}.get(which, {}), gpu) or {}).get(int(row["shape"][9:]))
+    yield Line(part, f"{name}, {way} {which}".rstrip(), ms, bar, "; ".join(note))
+    if "launches" in row and ours and not launches:
+        yield Line(part, f"{name}, {way} {which}", None, None, COUNTED_NOTHING)
+    elif way == "ours" and name == FULL and which in LAUNCHES:
+        yield Line(part, f"launches per block, {which}", launches, LAUNCHES[which], "a number")
 
 
-def _for(bars: dict[str, Any], gpu: str) -> dict[Any, float]:
-    return next((values for name, values in bars.items() if name in gpu), {})
+def _of(bars: dict[str, Any], gpu: str) -> Any:
+    return next((values for name, values in bars.items() if name in gpu), None)
 
 
-def _row(part: dict[str, Any] | None, what: str, direction: str, shape: str | None = None) -> dict[str, Any] | None:
-    """Return our row of an operation at a shape, or of a model, in one pass; None where it was not measured."""
-    wanted = {"op" if shape else "what": what, "way": "ours", "pass": direction, "shape": shape}
-    rows = part["rows"] if part else []
-    return next((row for row in rows if all(row.get(key) == value for key, value in wanted.items())), None)
-
-
-def read(folder: Path) -> dict[str, Any]:
-    """Read what each part printed, or else the rows that it wrote before it was stopped; nothing of one without."""
-    found: dict[str, Any] = {}
-    for part in PARTS:
-        path = folder / f"{part}.json"
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        try:
-            found[part] = json.loads(text)
-        except ValueError:  # stopped before it had printed: parts.tsv says how
-            if rows := _rows(path.with_suffix(".jsonl")):
-                found[part] = {"stopped": True, "rows": rows}
-    return found
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
+def read(path: Path) -> list[Row]:
     """Return the rows of a file that was written as they came; the last line may be torn."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines():
         try:
             rows.append(json.loads(line))
         except ValueError:
@@ -126,45 +93,39 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def fine(row: Row) -> bool:
+    """Return whether the doctor found nothing wrong, nor slow."""
+    return str(row["verdict"]).startswith("ok")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rehearsal", action="store_true")
-    arguments = parser.parse_args()
-    found = read(arguments.folder)
-    machine = next((part["machine"] for part in found.values() if "machine" in part), {})
-    gpu = machine.get("device", "not known")
-    label = "REHEARSAL on a CPU, not a GPU result; " if arguments.rehearsal else ""
-    table = list(lines(found, gpu))
-    log = arguments.folder / "parts.tsv"
-    parts = [line.split("\t") for line in log.read_text(encoding="utf-8").splitlines()] if log.exists() else []
-    held = {
-        "label": label + "medians; device time; L2 flushed",
-        "date": datetime.date.today().isoformat(),
-        "machine": machine,
-        "parts": [dict(zip(("part", "ended", "seconds"), part)) for part in parts],
-        "table": [vars(line) | {"verdict": line.verdict} for line in table],
-        **found,
-    }
-    arguments.out.write_text(json.dumps(held, indent=1) + "\n", encoding="utf-8")
-    print(f"{label}{', '.join(f'{key} {value}' for key, value in machine.items())}")
-    print(f"{'what':52} {'measured':>12} {'bar':>9} {'of limit':>9}  verdict")
-    for line in table:
-        sign = ">=" if line.least else "<="
-        bar = "-" if line.bar is None else f"{sign} {line.bar:.3g}"
-        limit = "-" if line.limit is None else f"{line.limit:.0%}"
-        print(f"{line.what:52} {_figure(line):>12} {bar:>9} {limit:>9}  {line.verdict}")
-    doctor = found.get("doctor")
-    if doctor:
-        print(f"doctor: {len(doctor['ops'])} checked, {doctor['red']} red")
-    return int(any(line.verdict == COUNTED_NOTHING for line in table))
-
-
-def _figure(line: Line) -> str:
-    if line.measured is None or not math.isfinite(line.measured):
-        return "-"
-    return f"{line.measured:.4g} {line.unit}".strip()
+    given = parser.parse_args()
+    said = given.folder / "machine.out"
+    gpu = "not known"
+    if given.rehearsal:
+        gpu = "none: REHEARSAL on a CPU, not a GPU result"
+    elif said.exists() and (text := said.read_text(encoding="utf-8")):
+        gpu = json.loads(text)["machine"]["device"]
+    found = []
+    for path in sorted(given.folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
+        rows = read(path)
+        checks = [row for row in rows if "verdict" in row]  # of the doctor: those that are fine are a number
+        if checks:
+            found.append(Line(path.stem, f"{sum(map(fine, checks))} of {len(checks)} checks are fine", None))
+        found += [line for row in rows if row not in checks or not fine(row) for line in lines(path.stem, row, gpu)]
+    print(f"GPU: {gpu}.  ms: medians, of a step until its result was there, else of the device; then the bar.")
+    last = ""
+    for line in found:
+        if line.part != last:
+            print(f"\n{line.part}")
+        last = line.part
+        ms = "" if line.ms is None else f"{line.ms:.4g}"
+        bar = "" if line.bar is None else f"<= {line.bar:.3g} {line.verdict}"
+        print(f"{ms:>9} {bar:16} {line.what}{' | ' + line.more if line.more else ''}")
+    return int(any(COUNTED_NOTHING in line.more for line in found))
 
 
 if __name__ == "__main__":

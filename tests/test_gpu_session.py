@@ -2,14 +2,17 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.gpu_table import COUNTED_NOTHING, FULL, FULL_STEP, Line, lines, read
+from benchmarks.gpu_table import COUNTED_NOTHING, FULL, FULL_STEP, lines
 from warpfold.cli.common import measured
 from warpfold.tune.bench_model import block_name, step_name
 
@@ -27,7 +30,7 @@ def session(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 def test_without_a_gpu_it_is_one_line(tmp_path: Path) -> None:
     before = sorted((ROOT / "benchmarks" / "results").iterdir())
     for variables in ({}, {"OUT": str(tmp_path / "out")}):
-        ended = session(**variables)
+        ended = session("1", **variables)
         assert ended.returncode == 2
         assert ended.stdout == ""
         assert ended.stderr == "gpu_session: no GPU that torch can use; nothing was run\n"
@@ -38,9 +41,11 @@ def test_without_a_gpu_it_is_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "python", "says"),
     [
-        (("--fast",), sys.executable, "--fast: not known"),
-        (("--rehearse", "now"), sys.executable, "one argument at most"),
-        ((), "/bin/false", "cannot import torch"),
+        ((), sys.executable, "which call? 1, 2 or 3"),
+        (("4",), sys.executable, "4: not known"),
+        (("--rehearse", "now"), sys.executable, "now: not known"),
+        (("1", "2"), sys.executable, "one call at a time"),
+        (("1",), "/bin/false", "cannot import torch"),
     ],
 )
 def test_wrong_use_is_one_line(arguments: tuple[str, ...], python: str, says: str) -> None:
@@ -58,70 +63,54 @@ def test_help() -> None:
 
 
 @pytest.mark.slow
-def test_rehearsal_is_labelled_and_keeps_nothing() -> None:
+@pytest.mark.parametrize("call", ["1", "2", "3"])
+def test_rehearsal_is_labelled_and_keeps_nothing(call: str, tmp_path: Path) -> None:
+    """Every command line of the session, at toy sizes, without the packages that the machine that is lent has not."""
     before = sorted((ROOT / "benchmarks" / "results").iterdir())
-    ended = session("--rehearse")
+    ended = session("--rehearse", call, OUT=str(tmp_path))
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("not a GPU result") == 2
+    assert ended.stdout.count("not a GPU result") == 3
     assert "FAILED" not in ended.stdout
-    assert " met" not in ended.stdout  # a toy has no bar
+    assert " met " not in ended.stdout  # a toy has no bar
+    assert not list(tmp_path.iterdir())
     assert sorted((ROOT / "benchmarks" / "results").iterdir()) == before
 
 
 # ---- the table
 
 
-def row(op: str, shape: str, direction: str, **figures: float) -> dict[str, object]:
-    return {"op": op, "shape": shape, "way": "ours", "pass": direction, "share_of_limit": 0.5, **figures}
-
-
-def test_figures_beside_their_bars() -> None:
-    found = {
-        "triangles": {
-            "rows": [
-                row("attention", "starting:256", "forward", ms=0.07),
-                row("attention", "starting:256", "backward", ms=0.22),
-                row("attention", "starting:384", "backward", ms=0.5),
-            ]
-        },
-        "norms": {
-            "rows": [row("layer_norm", "pair:256", "forward", ms=0.01, gb_per_s=3800.0)],
-            "ceilings": {"bf16": {"gb_per_s": 4300.0}},
-        },
-        "block": {
-            "rows": [
-                of_block("forward", ms=0.9, launches=26),
-                of_block("training", ms=1.0, launches=26),
-                of_block("backward", ms=4.0, launches=55),
-            ]
-        },
-        "step": {"rows": [{"what": FULL_STEP, "way": "ours", "pass": "step", "ms": 350.0, "wall_ms": 420.0}]},
-    }
-    table = {line.what: line for line in lines(found, "NVIDIA H200")}
-    verdicts = {what: line.verdict for what, line in table.items()}
-    assert verdicts == {
-        "triangle attention forward, N 256": "met",
-        "triangle attention forward, N 384": "not measured",
-        "triangle attention forward, N 1024": "not measured",
-        "triangle attention forward, N 2048": "not measured",
-        "triangle attention backward, N 256": "MISSED",
-        "triangle attention backward, N 384": "no bar for this GPU",
-        "triangle attention backward, N 1024": "not measured",
-        "triangle attention backward, N 2048": "not measured",
-        "LayerNorm [256, 256, 128] forward, of copy bandwidth": "met",
-        "LayerNorm [256, 256, 128] backward, of copy bandwidth": "not measured",
-        "Evoformer block 128 x 256 forward": "met",
-        "Evoformer block 128 x 256 backward": "MISSED",
-        "launches per block, forward": "MISSED",
-        "launches per block, backward": "met",
-        "training step 256, 128 + 1024 rows, no recycling": "MISSED",
-    }
-    assert table["LayerNorm [256, 256, 128] forward, of copy bandwidth"].measured == pytest.approx(3800 / 4300)
-    assert {line.verdict for line in lines({}, "NVIDIA A100-SXM4-80GB")} == {"not measured"}
+def row(op: str, shape: str, direction: str, **figures: object) -> dict[str, object]:
+    return {"op": op, "shape": shape, "dtype": "bf16", "way": "ours", "pass": direction, "note": "", **figures}
 
 
 def of_block(direction: str, **figures: object) -> dict[str, object]:
-    return {"what": FULL, "way": "ours", "pass": direction, **figures}
+    return {"what": FULL, "way": "ours", "pass": direction, "note": "", **figures}
+
+
+def of_step(**figures: object) -> dict[str, object]:
+    return {"what": FULL_STEP, "way": "graph", "pass": "step", "note": "", **figures}
+
+
+@pytest.mark.parametrize(
+    ("found", "verdicts"),
+    [
+        (row("attention", "starting:256", "forward", ms=0.07), ["met"]),
+        (row("attention", "starting:256", "backward", ms=0.22), ["MISSED"]),
+        (row("attention", "starting:384", "backward", ms=0.5), [""]),  # no bar
+        (row("attention", "starting:256", "forward", ms=0.07) | {"way": "sdpa"}, [""]),  # not ours
+        (row("transition", "pair:256", "forward", ms=0.07), [""]),
+        (of_block("training", ms=1.0, launches=26), ["met"]),
+        (of_block("forward", ms=0.9, launches=26), ["", "MISSED"]),
+        (of_block("backward", ms=4.0, launches=55), ["MISSED", "met"]),
+        (of_block("training", ms=1.0) | {"what": FULL.replace("256", "12")}, [""]),  # a toy
+        (of_step(ms=350.0, wall_ms=420.0), ["MISSED"]),  # until the result is there
+        (of_step(ms=350.0, wall_ms=380.0), ["met"]),
+        (of_step(ms=350.0, wall_ms=380.0) | {"what": FULL_STEP.replace("recycles 0", "recycles 3")}, [""]),
+    ],
+)
+def test_figures_beside_their_bars(found: dict[str, object], verdicts: list[str]) -> None:
+    assert [line.verdict for line in lines("part", found, "NVIDIA H200")] == verdicts
+    assert {line.verdict for line in lines("part", found, "another") if "launches" not in line.what} == {""}
 
 
 def test_the_sizes_of_targets_are_those_that_are_measured() -> None:
@@ -129,45 +118,39 @@ def test_the_sizes_of_targets_are_those_that_are_measured() -> None:
     assert (block_name(given), step_name(given)) == (FULL, FULL_STEP)
 
 
-def test_a_toy_has_no_figure_of_targets() -> None:
-    toy = {"block": {"rows": [of_block("training", ms=1.0, launches=9) | {"what": FULL.replace("256", "12")}]}}
-    assert {line.verdict for line in lines(toy, "NVIDIA H200")} == {"not measured"}
+def table(folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "benchmarks/gpu_table.py", folder]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def test_a_count_of_none_is_an_error_and_no_bar_met(tmp_path: Path) -> None:
     rows = [of_block("forward", ms=0.9, launches=0), of_block("backward", ms=0.9, launches=None)]
-    verdicts = {line.what: line.verdict for line in lines({"block": {"rows": rows}}, "NVIDIA H200")}
-    for direction in ("forward", "backward"):
-        assert verdicts[f"launches per block, {direction}"] == COUNTED_NOTHING
     (tmp_path / "block.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "benchmarks/gpu_table.py", tmp_path, "--out", tmp_path / "table.json"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    ended = table(tmp_path)
     assert ended.returncode == 1
-    assert COUNTED_NOTHING in ended.stdout
+    assert ended.stdout.count(COUNTED_NOTHING) == 2
+    assert " met" not in ended.stdout
 
 
-def test_bars_that_are_least() -> None:
-    assert Line("", 0.9, 0.85, "", least=True).verdict == "met"
-    assert Line("", 0.8, 0.85, "", least=True).verdict == "MISSED"
-
-
-def test_a_part_that_was_stopped_is_not_measured(tmp_path: Path) -> None:
-    (tmp_path / "block.json").write_text('{"ways": {"fast"')
-    (tmp_path / "norms.json").write_text("")
-    (tmp_path / "doctor.json").write_text(json.dumps({"red": 0}))
-    assert read(tmp_path) == {"doctor": {"red": 0}}
-    (tmp_path / "block.jsonl").write_text('{"way": "ours"}\n{"way": "defi')  # what was written as it came stays
-    assert read(tmp_path)["block"] == {"stopped": True, "rows": [{"way": "ours"}]}
-    table = tmp_path / "table.json"
-    command = [sys.executable, "benchmarks/gpu_table.py", tmp_path, "--out", table]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert ended.returncode != 0  # the doctor's list is missing: said, not guessed
-    (tmp_path / "doctor.json").unlink()
-    (tmp_path / "parts.tsv").write_text("Evoformer block\tout of its 75 s\t75\n")
-    subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert json.loads(table.read_text())["parts"] == [
-        {"part": "Evoformer block", "ended": "out of its 75 s", "seconds": "75"}
-    ]
+def test_of_a_part_that_was_stopped_the_rows_count(tmp_path: Path) -> None:
+    (tmp_path / "block.jsonl").write_text(json.dumps(of_block("training", ms=1.25)) + '\n{"way": "defi')
+    (tmp_path / "doctor.jsonl").write_text(
+        json.dumps(
+            {"op": "gate", "where": "pair", "shape": "4 rows", "dtype": "bf16", "way": "triton", "verdict": "ok"}
+        )
+        + "\n"
+        + json.dumps(
+            {"op": "tail", "where": "msa", "shape": "4 rows", "dtype": "bf16", "way": "triton", "verdict": "RED"}
+        )
+        + "\n"
+    )
+    ended = table(tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert "1.25" in ended.stdout
+    assert "1 of 2 checks are fine" in ended.stdout
+    assert "tail 4 rows" in ended.stdout
+    assert "RED" in ended.stdout
+    assert "gate" not in ended.stdout
 
 
 # ---- the parts, by a stand-in for Python that runs none of them
@@ -175,50 +158,75 @@ def test_a_part_that_was_stopped_is_not_measured(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """As if there were a GPU: triangles fail after a row, norms take longer than their box, the rest prints nothing."""
+    """As if there were a GPU: the block fails after a row, the doctor takes longer than its box, a step with recycling
+    writes a row and never ends, and the rest does nothing."""
     path = tmp_path / "python"
-    one = json.dumps(row("attention", "starting:256", "forward", ms=0.5))
+    one = json.dumps(of_block("training", ms=1.25))
     path.write_text(
         "#!/bin/bash\n"
         f'echo "$*" >> "{tmp_path}/asked"\n'
         "rows=/dev/null\n"
         'for ((i = 1; i < $#; i++)); do [[ "${!i}" != --rows ]] || { i=$((i + 1)); rows="${!i}"; }; done\n'
         'case "$*" in\n'
-        '  *cuda.is_available*) echo "NVIDIA Stand-in 9000" ;;\n'
+        '  *cuda.is_available*get_device_name*) echo "NVIDIA Stand-in 9000" ;;\n'
         f'  *gpu_table.py*) exec "{sys.executable}" "$@" ;;\n'
-        f"""  *"--op attention --shapes starting:256,"*) echo '{one}' > "$rows"; echo wrong >&2; exit 7 ;;\n"""
-        '  *"bench --op layer_norm"*) exit 124 ;;\n'
-        '  *) echo "{}" ;;\n'
+        f"""  *"bench --block"*) echo '{one}' > "$rows"; echo wrong >&2; exit 7 ;;\n"""
+        '  *"doctor --kernels"*) exit 124 ;;\n'
+        f"""  *"--recycles 3"*) echo '{one}' > "$rows"; [[ -z "$HANG" ]] || sleep 300 ;;\n"""
         "esac\n"
     )
     path.chmod(0o755)
     return path
 
 
+def held(archive: Path) -> dict[str, str]:
+    """The files of an archive."""
+    with tarfile.open(archive) as found:
+        files = {Path(m.name).name: found.extractfile(m) for m in found.getmembers() if m.isfile()}
+        return {name: file.read().decode() for name, file in files.items() if file is not None}
+
+
 def test_a_part_that_fails_is_said_and_the_next_one_runs(tmp_path: Path, stand_in: Path) -> None:
-    ended = session(PYTHON=str(stand_in), OUT=str(tmp_path / "out"))
+    ended = session("1", PYTHON=str(stand_in), OUT=str(tmp_path / "out"))
     assert ended.returncode == 1
     says = ended.stdout.splitlines()
-    assert any(line.startswith("triangle attention ") and "FAILED, exit code 7: " in line for line in says)
-    assert any(line.startswith("norms") and "out of its 30 s" in line for line in says)
-    assert any(line.startswith("Evoformer block ") and " ok " in line for line in says)
-    assert any(line.endswith("not measured") for line in says)
-    assert any(line.startswith("triangle attention forward, N 256") and "0.5 ms" in line for line in says)
+    assert any(line.startswith("block ") and "FAILED, exit code 7: wrong" in line for line in says)
+    assert any(line.startswith("doctor-bf16 ") and "out of its 75 s" in line for line in says)
+    assert any(line.startswith("step-kept ") and " ok " in line for line in says)
+    assert any("1.25" in line and FULL in line for line in says)
     assert "REHEARSAL" not in ended.stdout
-    files = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert all(name.startswith("NVIDIA-Stand-in-9000-2") for name in files)
-    assert {name.rpartition(".")[2] for name in files} == {"json", "jsonl", "log"}
-    (result,) = (path for path in (tmp_path / "out").glob("*.json"))
-    ends = {part["part"]: part["ended"] for part in json.loads(result.read_text())["parts"]}
-    assert ends["launches of attention"] == ends["Evoformer block"] == "ok"
-    assert ends["triangle attention"].startswith("FAILED")
+    (archive,) = (tmp_path / "out").iterdir()
+    assert archive.name.startswith("NVIDIA-Stand-in-9000-2")
+    files = held(archive)
+    assert {"parts.tsv", "block.jsonl", "block.log", "step-kept.out"} <= set(files)
+    assert "compiled-ahead\tok" in files["parts.tsv"]
 
 
-def test_the_headline_comes_first_and_the_tests_last(tmp_path: Path, stand_in: Path) -> None:
-    """All is compiled before, and the headline is of the default launches: tuning comes after it."""
-    session(PYTHON=str(stand_in), OUT=str(tmp_path / "out"))
-    asked = (tmp_path / "asked").read_text().splitlines()
-    order = ["gpu_ahead.py", "--shapes starting:256,", "--block", "--step", " profile ", " tune ", "pytest -m"]
-    places = [next(i for i, line in enumerate(asked) if what in line) for what in order]
-    assert places == sorted(places)
-    assert all("--rows" in line for line in asked if " bench " in line)
+def test_a_call_that_is_killed_keeps_what_was_finished_and_measured(tmp_path: Path, stand_in: Path) -> None:
+    """The machine ends it without warning: SIGKILL, to all that it runs."""
+    environment = os.environ | {"PYTHON": str(stand_in), "OUT": str(tmp_path / "out"), "HANG": "1"}
+    running = subprocess.Popen(
+        [SCRIPT, "1"], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+    def kept() -> dict[str, str]:
+        archives = list((tmp_path / "out").glob("*.tar.gz"))
+        return held(archives[0]) if archives else {}
+
+    while "step-recycled.jsonl" not in kept():  # of the part that hangs
+        assert running.poll() is None
+        time.sleep(0.5)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.wait()
+    files = kept()
+    assert json.loads(files["step-recycled.jsonl"])["ms"] == 1.25
+    assert files["parts.tsv"].splitlines()[-1].startswith("step-kept\tok")
+    assert "step-kept-recycled.log" not in files
+
+
+@pytest.mark.parametrize("call", ["1", "2", "3"])
+def test_the_boxes_of_a_call_are_less_than_its_limit(call: str, tmp_path: Path, stand_in: Path) -> None:
+    """Else the script says so and runs nothing."""
+    ended = session(call, PYTHON=str(stand_in), OUT=str(tmp_path / "out"))
+    assert "boxes" not in ended.stderr
+    assert (tmp_path / "asked").read_text().count("gpu_ahead.py") == 1

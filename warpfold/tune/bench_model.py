@@ -133,12 +133,15 @@ def bench_step(
             found = walls[name]
             row |= {"pass": "step", **_figures(seconds[name], seconds.get("definition"), flops, top.flops)}
             most = peak(step, device) if kind == "cpu" else found.peak
-            row |= {"peak_mib": most / 2**20, "repeats": len(found.wall), "launches": launches.get(name)}
+            row |= {"wall_ms": _ms(found.median("wall")), "host_ms": _ms(found.median("host"))}
+            row |= {"peak_mib": most / 2**20, "repeats": len(found.wall)}
+            if name in launches:
+                row["launches"] = launches[name]
             if kind == "cuda":
                 try:
                     row["launches"] = kernels_launched(step, device)
                 except RuntimeError as error:  # the times stand; a count of nothing is none
-                    row["note"] = str(error)
+                    row |= {"launches": None, "note": str(error)}
             refused = [f"{reason}, {count} times" for reason, count in execution.graphs.refused.items()]
             row |= {"replayed": execution.graphs.replayed, "note": "; ".join([*filter(None, [row["note"]]), *refused])}
         rows.append(row)
