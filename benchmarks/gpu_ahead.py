@@ -1,6 +1,6 @@
 """Compile on all cores what a call of gpu_session.sh is about to launch, so that no part of it waits for the compiler.
 
-    python benchmarks/gpu_ahead.py --step monomer 256 --doctor monomer bf16 --op attention starting:256,ending:256
+    python benchmarks/gpu_ahead.py --step monomer 256 bf16 --doctor monomer bf16 --op attention starting:256,ending:256
 
 Compiles for the GPU that is there, by its launch table, and makes the launchers too; where there is none, for an H100
 by the default table.  Exit code 1 where a kernel could not be compiled.
@@ -9,6 +9,7 @@ by the default table.  Exit code 1 where a kernel could not be compiled.
 import argparse
 import os
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -17,14 +18,32 @@ from warpfold.cli.common import measured
 from warpfold.ops.triton.launch import SHIPPED, table_for
 from warpfold.tune.ahead import AheadJob, compile_shares
 from warpfold.tune.doctor import cases_of, cut
+from warpfold.tune.example import ExampleSizes, ModelBench
 from warpfold.tune.kernel_bench import Workload
 from warpfold.tune.sizes import shapes
+
+
+def graph_tests() -> list[ModelBench]:
+    """Return what the tests of replayed steps train, but that each has an example to itself."""
+    from tests.helpers import tiny_config
+    from tests.laws.test_graphs import CASES, LOSSES, WORK
+
+    model = tiny_config(recycles=2)
+    sizes = ExampleSizes(residues=WORK.residues, sequences=WORK.sequences, extra=WORK.extra, templates=WORK.templates)
+    return [
+        ModelBench(
+            model=model, loss=LOSSES, optim=config, plan=replace(plan, batch=1), sizes=sizes, recycles=WORK.recycles
+        )
+        for plan, config in CASES.values()
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     pair = {"nargs": 2, "action": "append", "default": []}
-    parser.add_argument("--step", **pair, metavar=("SETTINGS", "RESIDUES"), help="a block and a step, in bf16")
+    three = {**pair, "nargs": 3, "metavar": ("SETTINGS", "RESIDUES", "DTYPE")}
+    parser.add_argument("--step", **three, help="a block and a step")
+    parser.add_argument("--graphs", action="store_true", help="the steps of tests/laws/test_gpu_graphs.py")
     parser.add_argument("--doctor", **pair, metavar=("SETTINGS", "DTYPE"), help="what `doctor --kernels` checks")
     parser.add_argument(
         "--op", **pair, metavar=("OP", "SHAPES"), help="an operation at shapes of `bench --op`, in bf16"
@@ -36,15 +55,22 @@ def main() -> int:
     if cuda:
         major, minor = torch.cuda.get_device_capability()
         table, arch = table_for(torch.device("cuda"))[0].path, 10 * major + minor
-    workloads = [Workload(op, case, "bf16") for op, named in given.op for _, case in shapes(op, named.split(","))]
+    workloads = []
+    for op, named in given.op:
+        found = shapes(op, named.split(","))
+        if not found:
+            parser.error(f"--op {op} {named}: none is a shape of it")
+        workloads += [Workload(op, case, "bf16") for _, case in found]
     workloads += [
         Workload(case.op, cut(case, torch.device("cuda")), dtype)
         for source, dtype in given.doctor
         for case in cases_of(settings.load(source), source)
     ]
     steps = [  # of a model with one block: it launches what all do
-        measured(source, ["plan.precision=bf16"], {"residues": int(residues)}, 1, 0) for source, residues in given.step
+        measured(source, [f"plan.precision={dtype}"], {"residues": int(residues)}, 1, 0)
+        for source, residues, dtype in given.step
     ]
+    steps += graph_tests() if given.graphs else []
     job = AheadJob(tuple(workloads), tuple(steps), table, arch, most=given.most, launchers=cuda)
     compiled, failed = compile_shares(job, 1 if given.most else os.cpu_count() or 1)
     print(f"{compiled} kernels compiled, {len(failed)} not", *failed, sep="\n")

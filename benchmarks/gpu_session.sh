@@ -75,6 +75,7 @@ readonly archive="$out/$name-call-$call.tar.gz"
 failed=0 planning=1 planned=0
 
 keep() {  # write the archive anew; a file that grows meanwhile is in it as far as it was read
+  find "$results" -type f -size +6M -print -delete  # too large to come back: said by its name
   tar -C "$files" --warning=no-file-changed -czf "$archive.new" results || (($? == 1)) || return
   mv "$archive.new" "$archive"
 }
@@ -154,38 +155,40 @@ gpu_tests() {  # NAME SECONDS TESTS ...
 }
 
 if [[ -n "$rehearse" ]]; then
-  preset=tiny repeats=1 crop=12 large=16 whole=12 lengths=12,16
-  triangles=starting:12,ending:12 pairs=pair:8 deep=msa:3x8 rows_of=row:3x8,column:3x8
+  preset=tiny repeats=1 crop=12 large=16 lengths=12,16
+  triangles=starting:12,ending:12 products=outgoing:12,incoming:12 pairs=pair:8 deep=msa:3x8 rows_of=row:3x8,column:3x8
   sizes=(--residues 12 --sequences 4 --extra 4 --blocks 1) short=() most=(--most 2) dry=(--dry-run)
   collect=(--collect-only)
 else
-  preset=monomer repeats=5 crop=256 large=384 whole=256 lengths=2048,4096
-  triangles=starting:256,starting:384,starting:1024,starting:2048,ending:256,ending:1024 pairs=pair:256,pair:384
+  preset=monomer repeats=5 crop=256 large=384 lengths=2048,4096
+  triangles=starting:256,starting:384,starting:1024,starting:2048,ending:256,ending:1024
+  products=outgoing:256,outgoing:384,outgoing:1024,incoming:256 pairs=pair:256,pair:384
   deep=msa:128x256 rows_of=row:128x256,column:128x256
   sizes=() short=(--blocks 4) most=() dry=() collect=()
 fi
+workers=()
+if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi  # most of the tests' time is Triton's compiler's
 readonly tiny_step='
 import torch
 from warpfold.cli.common import measured
 from warpfold.tune.example import TrainingStep
-sizes = {"residues": 24, "sequences": 4, "extra": 8, "templates": 1}
 device = "cuda" if torch.cuda.is_available() else "cpu"
-step = TrainingStep(measured("tiny", ["plan.precision=bf16"], sizes, 1, 1), device)
+step = TrainingStep(measured("tiny", ["plan.precision=bf16"], {"residues": 24}, 1, 1), device)
 step()
 print("loss", float(step.learn().losses[""]))'
 
 call_1() {
   part machine 20 "${warpfold[@]}" doctor --device "$device" --json
-  part compiled-ahead 110 "$python" benchmarks/gpu_ahead.py --step "$preset" "$crop" --step "$preset" "$large" \
-    --step tiny 24 --doctor "$preset" bf16 ${most[@]+"${most[@]}"}
+  part compiled-ahead 110 "$python" benchmarks/gpu_ahead.py --step "$preset" "$crop" bf16 --step "$preset" "$large" bf16 \
+    --step tiny 24 bf16 --step tiny 64 fp32 --graphs --doctor "$preset" bf16 ${most[@]+"${most[@]}"}
   if command -v compute-sanitizer >/dev/null; then
     part sanitizer 45 env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 "$python" -c "$tiny_step"
   else
     [[ -n "$planning" ]] || echo "sanitizer: compute-sanitizer is not here; the step runs without it"
     part tiny-step 45 "$python" -c "$tiny_step"
   fi
-  rows doctor-bf16 75 "${warpfold[@]}" doctor --kernels --settings "$preset" --dtype bf16
-  gpu_tests graphs 60 tests/laws/test_gpu_graphs.py
+  rows doctor-bf16 65 "${warpfold[@]}" doctor --kernels --settings "$preset" --dtype bf16
+  gpu_tests graphs 75 tests/laws/test_gpu_graphs.py ${workers[@]+"${workers[@]}"}
   block block 45 definition,ours
   step step 50 ours,graph
   step step-kept 50 kept,kept-graph
@@ -194,8 +197,8 @@ call_1() {
 }
 
 call_2() {
-  part compiled-ahead 85 "$python" benchmarks/gpu_ahead.py --step "$preset" "$crop" --step "$preset" "$large" \
-    --op transition "$pairs,$deep" --op outer_product "$deep" --op triangle_multiplication "$pairs" \
+  part compiled-ahead 85 "$python" benchmarks/gpu_ahead.py --step "$preset" "$crop" bf16 --step "$preset" "$large" bf16 \
+    --op transition "$pairs,$deep" --op outer_product "$deep" --op triangle_multiplication "$products" \
     --op attention "$triangles,$rows_of" ${most[@]+"${most[@]}"}
   part profile 45 "${warpfold[@]}" profile "$preset" --device "$device" --out "$results/profile" \
     ${short[@]+"${short[@]}"} ${sizes[@]+"${sizes[@]}"}
@@ -203,26 +206,25 @@ call_2() {
   tune outer_product 45
   tune triangle_multiplication 55
   tune attention 75
-  operations operations 45 transition,outer_product,triangle_multiplication,attention "$pairs,$deep,$rows_of" definition,ours
+  operations operations 45 transition,outer_product,triangle_multiplication,attention \
+    "$pairs,$deep,$rows_of,$products,starting:$crop" definition,ours
   block block-tuned 35 ours
   step step-tuned 50 definition,ours,graph
   step step-384 45 ours,graph --residues "$large"
 }
 
 call_3() {
-  part compiled-ahead 75 "$python" benchmarks/gpu_ahead.py --doctor "$preset" fp32 --op attention "$triangles" \
-    --op triangle_multiplication "$pairs" ${most[@]+"${most[@]}"}
+  part compiled-ahead 75 "$python" benchmarks/gpu_ahead.py --step tiny 64 fp32 --doctor "$preset" fp32 --op attention "$triangles" \
+    --op triangle_multiplication "$products" ${most[@]+"${most[@]}"}
   operations triangle-attention 60 attention "$triangles" sdpa,ours
-  operations triangle-multiplication 25 triangle_multiplication "$pairs" definition,ours
+  operations triangle-multiplication 25 triangle_multiplication "$products" definition,ours
   rows inference 160 "$python" -m benchmarks.gpu_fold --settings "$preset" --residues "$lengths" --plans whole,in-place
   rows doctor-fp32 70 "${warpfold[@]}" doctor --kernels --settings "$preset" --dtype fp32
-  local workers=()
-  if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi  # most of their time is Triton's compiler's
   gpu_tests tests 85 tests/ops tests/test_device.py tests/model/test_permutation.py ${workers[@]+"${workers[@]}"}
   for peer in trifast cuequivariance; do
     operations "peer-$peer" 20 attention "$triangles" "$peer"
   done
-  operations peer-compile 40 attention,triangle_multiplication "$triangles,pair:$whole" compile
+  operations peer-compile 40 attention,triangle_multiplication "starting:$crop,outgoing:$crop" compile
 }
 
 "call_$call"

@@ -191,7 +191,7 @@ def test_a_part_that_fails_is_said_and_the_next_one_runs(tmp_path: Path, stand_i
     assert ended.returncode == 1
     says = ended.stdout.splitlines()
     assert any(line.startswith("block ") and "FAILED, exit code 7: wrong" in line for line in says)
-    assert any(line.startswith("doctor-bf16 ") and "out of its 75 s" in line for line in says)
+    assert any(line.startswith("doctor-bf16 ") and "out of its 65 s" in line for line in says)
     assert any(line.startswith("step-kept ") and " ok " in line for line in says)
     assert any("1.25" in line and FULL in line for line in says)
     assert "REHEARSAL" not in ended.stdout
