@@ -60,6 +60,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
         return MemoryEstimate(peak=int(held / plan.axial / plan.branch), weights=0, features=0)
 
     monkeypatch.setattr(planner, "estimate_memory", estimate)
+    nothing = MemoryEstimate(peak=0, weights=0, features=0)
+    monkeypatch.setattr(planner, "lower_bound", lambda job, plan: nothing)
     monkeypatch.setattr(planner, "with_margin", lambda size, kind: size)
     return asked
 
