@@ -124,7 +124,7 @@ def fitted(measured: float, simulated: Callable[[float], float]) -> float:
 
 
 def cluster_of(device: str, ranks: int, per_node: int, within: str, link: str) -> Cluster:
-    """Return a cluster from makers' figures."""
+    """Return a cluster from vendor specifications."""
     per_node = min(ranks, per_node)
     return Cluster(ranks=ranks, per_node=per_node, within=LINKS[within], between=network(link, per_node), device=device)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from warpfold import __version__, cli
 from warpfold.cli import common
@@ -334,3 +335,37 @@ def test_files_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_path: 
     ):
         assert "missing" in refused(run(capsys, *arguments))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("option", "ours"), [("--num-recycle", "--recycles"), ("--amber", "--relax best"), ("--num-seeds", "--seeds")]
+)
+def test_options_of_other_programs_are_named_as_they_are_here(
+    option: str, ours: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(run(capsys, "predict", "a.fasta", option, 3))
+    assert f"no option {option}: here it is {ours}; see warpfold predict --help" in message
+
+
+@pytest.mark.parametrize(
+    ("device", "cure"), [("A100", "give cpu, cuda, or cuda:1"), ("cuda", "give cpu, or "), ("cuda:99", "give cpu, or ")]
+)
+def test_a_device_that_is_not_there_is_answered_with_what_to_give(
+    device: str, cure: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    message = refused(run(capsys, "doctor", "--device", device))
+    assert f"--device {device}: " in message
+    assert cure in message
+
+
+def test_an_error_does_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "?[2Jnone.fasta" in refused(run(capsys, "params", "\x1b[2Jnone.fasta"))
+
+
+def test_without_torch_a_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, _, err = run(capsys, "doctor")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "torch is not installed; pip install" in err

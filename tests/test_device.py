@@ -4,11 +4,12 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from warpfold.device import THREADS, Uploads, default_workers, keep_memory, one_thread
+from warpfold.device import THREADS, Uploads, default_workers, keep_memory, one_thread, slow_precision
 
 
 def test_processes_begin_with_one_thread_and_this_one_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,3 +78,24 @@ def test_memory_that_is_kept_is_not_faulted_in_anew() -> None:
 def test_without_glibc_memory_is_not_kept_and_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     assert "glibc" in (keep_memory() or "")
+
+
+def test_a_precision_that_a_cpu_only_imitates_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpuinfo").write_text("flags\t\t: fma avx2 avx512f\n")
+    monkeypatch.setattr("warpfold.device.Path", lambda _: tmp_path / "cpuinfo")
+    for precision in ("bf16", "bf16_all", "fp16"):
+        assert "use fp32" in str(slow_precision(precision, "cpu"))
+    assert slow_precision("fp32", "cpu") is None
+    assert slow_precision("bf16", "cuda") is None
+    (tmp_path / "cpuinfo").write_text("flags\t\t: fma avx2 avx512_bf16\n")
+    assert slow_precision("bf16", "cpu") is None
+    assert slow_precision("fp16", "cpu") is not None
+
+
+def test_whoever_asks_for_a_cpu_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    from warpfold.run import arguments
+
+    called: list[int] = []
+    monkeypatch.setattr("warpfold.device.keep_memory", lambda: called.append(1))
+    assert arguments.device_of("cpu") == "cpu"
+    assert called

@@ -6,12 +6,14 @@ import ctypes
 import logging
 import os
 import platform
+import re
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -75,6 +77,21 @@ def keep_memory() -> str | None:
         return "this glibc cannot keep blocks so large"
     libc.mallopt(M_TRIM_THRESHOLD, -1)  # never trim
     return None
+
+
+def slow_precision(precision: str, device: torch.device | str) -> str | None:
+    """Return what to say of a precision that a CPU has no instructions for, or None.
+
+    Without them oneDNN converts each number to fp32 and back: matrix products take some 20 times as long as in fp32.
+    """
+    cpus = Path("/proc/cpuinfo")
+    if precision not in ("bf16", "bf16_all", "fp16") or torch.device(device).type != "cpu" or not cpus.exists():
+        return None
+    flags = set(re.findall(r"\w+", cpus.read_text(encoding="utf-8")))
+    needed = {"amx_fp16", "avx512_fp16", "asimdhp"} if precision == "fp16" else {"avx512_bf16", "amx_bf16", "bf16"}
+    if flags & needed:
+        return None
+    return f"{precision} is several times slower than fp32 on this CPU, which has no instructions for it; use fp32"
 
 
 def spinning_threads() -> str | None:

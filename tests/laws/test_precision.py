@@ -29,7 +29,7 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_cdist_forward"}
 EXACT = {"_softmax", "native_layer_norm", "rsqrt", "log", "exp", "_log_softmax"}  # never in 16 bits
 TRUNK = ("input", "recycling", "templates", "extra", "extra_stack", "evoformer", "single")
 LOGITS = ("distogram", "masked_msa", "plddt", "resolved", "pae")
-# What projects in fp32 although the trunk does not, by name: the islands among the parts of a model.
+# What projects in fp32 although the trunk does not, by name: the operations kept in fp32 among the parts of a model.
 ISLANDS: dict[Precision, set[str]] = {
     "bf16": {"structure", *LOGITS},
     "fp16": {"structure", *LOGITS},

@@ -1,4 +1,4 @@
-"""Time somebody's model before and after `accelerate`, in turns in one process: `warpfold bench --model`.
+"""Time a user-supplied model before and after `accelerate`, in turns in one process: `warpfold bench --model`.
 
 Each row is one pass: "forward" keeps nothing for a gradient, "both" is a forward pass and its backward pass.  Times are
 medians; memory is the peak of what tensors take above the model itself, as torch's allocators count it.
@@ -39,7 +39,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True)
 class ForeignModel:
-    """Somebody's model, and what it is called with."""
+    """A user-supplied model, and what it is called with."""
 
     name: str
     model: nn.Module

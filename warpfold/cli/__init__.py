@@ -69,6 +69,20 @@ for command in (*app.registered_commands, *bench.bench.registered_commands, benc
     assert command.callback is not None
     command.callback = with_speech(command.callback)
 
+# What ColabFold and OpenFold call options of `predict`, whose nearest names here are of something else.
+ELSEWHERE = {
+    "--num-recycle": "--recycles",
+    "--num-recycles": "--recycles",
+    "--num-seeds": "--seeds",
+    "--random-seed": "--seed",
+    "--amber": "--relax best",
+    "--num-relax": "--relax best",
+    "--recycle-early-stop-tolerance": "--recycle-tolerance",
+    "--use-dropout": "--dropout",
+    "--max-seq": "--max-msa",
+    "--max-extra-seq": "--max-extra",
+}
+
 click = sys.modules[typer.BadParameter.__module__]  # click's exceptions, or the copy that newer typers carry
 
 
@@ -93,6 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         code = _complain(_misused(error), 2)
     except click.ClickException as error:
         code = _complain(error.format_message(), 2)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        code = _complain("torch is not installed; pip install -e . brings it (docs/install.md)", 1)
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
@@ -152,10 +170,12 @@ def _complain(message: str, code: int) -> int:
 def _misused(error: click.UsageError) -> str:  # type: ignore[name-defined]  # a module that is found when it runs
     """Return what is wrong with the arguments, what an option takes that has nothing, and whose --help says more."""
     says, name = error.format_message().rstrip("."), GIVEN[0] if GIVEN else ""
+    option = getattr(error, "option_name", "")
+    if name == "predict" and "requires" not in says and option in ELSEWHERE:
+        return f"no option {option}: here it is {ELSEWHERE[option]}; see warpfold predict --help"
     command = getattr(typer.main.get_command(app), "commands", {}).get(name)
     if command is None or error.ctx is not None:
         return f"{says}; see {error.ctx.command_path if error.ctx else 'warpfold'} --help"
-    option = getattr(error, "option_name", "")
     takes = "".join(f": {one.help.rstrip('.')}" for one in command.params if option in one.opts and "requires" in says)
     return f"{says}{takes}; see warpfold {name} --help"
 

@@ -58,7 +58,7 @@ Unchecked = Annotated[
 ]
 Model = Annotated[
     str | None,
-    decides("module:function that returns somebody's model (or model and inputs): before and after accelerate.",
+    decides("module:function that returns a user-supplied model (or model and inputs): before and after accelerate.",
             "--model"),
 ]  # fmt: skip
 Inputs = Annotated[
@@ -114,7 +114,7 @@ def operations(
     as_json: AsJson = False,
 ) -> None:
     """Measure the speed of operations (--op), a block (--block), a training step (--step) on this machine, each way to
-    compute it; of somebody's model (--model) before and after accelerate; or of data (`warpfold bench data --help`).
+    compute it; of a user-supplied model (--model) before and after accelerate; or of data (`bench data --help`).
 
     --op first checks the operations, forward and backward, against their definitions in fp64; if one is wrong, it
     times nothing and exits with 1.
@@ -239,7 +239,7 @@ def _models(given: "ModelBench", wanted: list[bool], device: str, ways: list[str
 def _foreign(
     model: str | None, inputs: str | None, only: list[str], memory: str | None, repeats: int, device: str, to: _Output
 ) -> None:
-    """Time somebody's model before and after `accelerate`; model: None where other options were given beside it."""
+    """Time a user-supplied model before and after `accelerate`; model: None if other options were given with it."""
     if model is None:
         raise UserError("--model goes with --inputs, --only, --memory, --device, --repeats, --csv and --json alone")
     import torch

@@ -275,16 +275,11 @@ def this_process() -> "ProcessInfo":
 def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:
     """Return the device to run on; of several processes on a machine, each takes a GPU of its own.
 
-    On a CPU, the allocator keeps freed memory from now on.
     Errors: UserError for one that torch does not know or this machine lacks.
     """
-    from warpfold.device import keep_memory
     from warpfold.run import arguments
 
-    found = arguments.device_of(name, process.local_rank if process is not None and process.ranks > 1 else None)
-    if found == "cpu":
-        keep_memory()
-    return found
+    return arguments.device_of(name, process.local_rank if process is not None and process.ranks > 1 else None)
 
 
 def alignment_server(url: str | None, cache: Path | None, default: Path) -> "AlignmentServer | None":

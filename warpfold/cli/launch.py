@@ -67,7 +67,7 @@ def launch(
     grace: Grace = 180,
     name: Annotated[str, runs("Of the job.")] = "warpfold",
     partition: Annotated[str | None, runs("Slurm: of these nodes.")] = None,
-    account: Annotated[str | None, runs("Slurm: who pays.")] = None,
+    account: Annotated[str | None, runs("Slurm: account to charge.")] = None,
     option: Options = None,
     image: Image = None,
     claim: Claim = None,

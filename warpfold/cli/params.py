@@ -14,7 +14,7 @@ from warpfold.cli.common import AsJson, app, argument, decides, show, writes
 )
 def params(
     file: Annotated[Path, argument("WarpFold's .safetensors, DeepMind's params_model_*.npz, or OpenFold's .pt.")],
-    check: Annotated[bool, decides("Look at every number: whether all are finite.", "--check")] = False,
+    check: Annotated[bool, decides("Check that all values are finite.", "--check")] = False,
     out: Annotated[
         Path | None,
         writes("A new file: .safetensors, or .npz by DeepMind's names, which others read too.", "--out", "-o"),
@@ -22,7 +22,7 @@ def params(
     toml: Annotated[bool, writes("Print its settings as a file that `train` takes.", "--toml")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a file of parameters is, check it, and write it in another format."""
+    """Inspect a parameter file, check it, and write it in another format."""
     from warpfold.run.params_file import params as read
 
     found = read(file, check=check, out=out)

@@ -38,9 +38,7 @@ Target = Annotated[
 ]
 OfEach = Annotated[
     str | None,
-    runs(
-        "Of each device: 24GB, 24GiB; default: what is free, or what it is sold with.", "--memory", show_default=False
-    ),
+    runs("Of each device: 24GB, 24GiB; default: what is free, or its nominal memory.", "--memory", show_default=False),
 ]
 Devices = Annotated[int | None, runs("How many there are; default: 1.", min=1, show_default=False)]
 Node = Annotated[int | None, runs("Devices of each node; default: 8.", "--node", min=1)]
@@ -177,6 +175,7 @@ def _report(found: "list[PlanTarget]", given: Any, asked: _Asked, of_training: b
 
     Errors: UserError for options that do not go together.
     """
+    from warpfold.device import slow_precision
     from warpfold.parallel.plan import DTYPES
     from warpfold.run.plan_report import plan_report
     from warpfold.run.step_report import step_report
@@ -196,8 +195,11 @@ def _report(found: "list[PlanTarget]", given: Any, asked: _Asked, of_training: b
             "it is for trainings on several devices; leave it out, or give --devices")  # fmt: skip
         raise UserError(f"{asked.only_for_ranks}: {why}")
     fixed = given.fixed(CHOSEN_IN_TRAINING) if of_training else _of_prediction(given.fixed(CHOSEN), given.own)
+    fixed |= own
+    if machine.here and (slow := slow_precision(fixed.get("precision", "fp32"), machine.kind)):
+        typer.echo(slow, err=True)
     with progress_bar(narrate=True) as progress:
-        return plan_report(found, machine, fixed | own, progress)
+        return plan_report(found, machine, fixed, progress)
 
 
 def _draw(report: dict[str, Any], figure: Path) -> None:

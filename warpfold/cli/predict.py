@@ -243,7 +243,7 @@ def _bar(rank: int) -> AbstractContextManager[Progress | None]:
 
 
 def _lacks_templates(entry: dict[str, Any]) -> bool:
-    """Return whether a protein got no template though it had hits, for want of their structures."""
+    """Return whether a protein got no template though it had hits, because there is none of their structures."""
     return not entry["templates"] and entry.get("templates_missing", 0) > 0
 
 

@@ -35,7 +35,9 @@ LinkName = Annotated[
     str | None,
     runs("Between nodes: ib400 (the default), roce100, eth25 (Gb/s), ib200x4 for four adapters on each.", "--link"),
 ]
-ClusterFile = Annotated[Path | None, reads("What `doctor --cluster` measured; else makers' figures.", "--cluster")]
+ClusterFile = Annotated[
+    Path | None, reads("What `doctor --cluster` measured; else vendor specifications.", "--cluster")
+]
 Data = Annotated[int | None, runs("Examples at the same time; what is not given is chosen.", "--plan.data")]
 Passes = Annotated[int | None, decides("Passes before the last, at most; default: the model's.", "--recycles", min=0)]
 Graphs = Annotated[bool, runs("As if graphs held whole steps, messages too; the code's are for one process.")]

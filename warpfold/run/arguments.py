@@ -5,6 +5,7 @@ import inspect
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -180,10 +181,13 @@ def changes_of(name: str, value: Any) -> list[str]:
 def device_of(value: Any, local_rank: int | None = None) -> str:
     """Return the device to run on; None: the first GPU, or the CPU.
 
-    local_rank: which of several processes on a machine this is; each takes a GPU of its own.
+    local_rank: which of several processes on a machine this is; each takes a GPU of its own.  On a CPU, the allocator
+    keeps freed memory from now on: whatever folds or trains, from Python or the command line, asks here.
     Errors: UserError for one that torch does not know or this machine lacks.
     """
     import torch
+
+    from warpfold.device import keep_memory
 
     if value is not None and not isinstance(value, str | torch.device):
         raise WrongArgument(f'device = {shown(value)}: a name is needed, such as "cpu" or "cuda:1"')
@@ -199,10 +203,24 @@ def device_of(value: Any, local_rank: int | None = None) -> str:
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        why = str(error).splitlines()[0]
-        why = "not known" if why.startswith("Expected one of") else why  # a list of all that torch has ever known
-        raise UserError(f"--device {name}: {why}; give cpu, cuda, or cuda:1 and so on") from error
+        raise UserError(f"--device {name}: {_device_cure(name)}") from error
+    if name == "cpu":
+        keep_memory()
     return name
+
+
+def _device_cure(name: str) -> str:
+    """Return why there is no such device, and what to give."""
+    import torch
+
+    if not re.fullmatch(r"cuda(:\d+)?", name):
+        return "not known; give cpu, cuda, or cuda:1 and so on (the model of a GPU is for `warpfold plan` alone)"
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} was built without CUDA; give cpu, or install another build (docs/install.md)"
+    count = torch.cuda.device_count()
+    if not count:
+        return "torch finds no GPU here; give cpu, or look at what nvidia-smi says"
+    return f"there is none such here; give cpu, or one of {', '.join(f'cuda:{i}' for i in range(count))}"
 
 
 def shown(value: Any) -> str:

@@ -253,6 +253,7 @@ def train(
     (docs/watching.md).  team: processes that train together; all call this.
     Errors: UserError for bad arguments, settings, stores and parameters, and a folder of another run.
     """
+    from warpfold.device import slow_precision
     from warpfold.engine.watch import as_watchers
     from warpfold.run import train as training
     from warpfold.run.planning import plan_training
@@ -274,6 +275,8 @@ def train(
         team.remesh(config.plan, idle=given.auto)
         if said and team.is_rank_zero:
             log.info("plan: %s", said)
+        if team.is_rank_zero and (slow := slow_precision(config.plan.precision, where)):
+            log.warning("%s", slow)
     if team.process.is_spare:  # it hears the rest from rank 0
         return training.stand_by(stores, folder, first, where, team)
     return training.train(config, stores, folder, init=first, replay=followed, device=where, watch=told, team=team)

@@ -38,6 +38,10 @@ class Params:
 
 
 ENDINGS = (".npz", ".safetensors")
+# What errors say of a multimer's parameters: nothing is fetched here.
+MULTIMERS = (
+    "params_model_*_multimer_v3.npz, in https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar"
+)
 
 
 def params_files(given: Sequence[Path], num_models: int | None = None, complexes: bool = False) -> list[Path]:

@@ -91,7 +91,7 @@ class _Sections:
 
 
 def params(file: PathLike, *, check: bool = False, out: PathLike | None = None) -> ParamsFile:
-    """Say what a file of parameters is, check it, and write it in another format.
+    """Inspect a parameter file, check it, and write it in another format.
 
     file: WarpFold's .safetensors, DeepMind's .npz, OpenFold's .pt, of which nothing is executed.  check: look at every
     number.  out: a file that is not there yet: .safetensors (WarpFold), or .npz by DeepMind's names, which others read,

@@ -28,7 +28,7 @@ from warpfold.run.folder import PredictionFolder
 from warpfold.run.folding import FoldItem, ModelInMemory, in_groups
 from warpfold.run.interfaces import describe, find_interfaces
 from warpfold.run.outputs import RESERVED, PassStructure, Prediction, checksums_of, claim_folder, refuse_links
-from warpfold.run.params import Params, families_in, params_files, read_params
+from warpfold.run.params import MULTIMERS, Params, families_in, params_files, read_params
 from warpfold.run.plan_report import check_fits, sizes_of_query
 from warpfold.run.planning import grid_for, log
 from warpfold.run.predict_templates import TemplateSources
@@ -364,7 +364,7 @@ def _check_complexes(found: Sequence[str], models: Sequence[Params]) -> None:
     if found and unable:
         raise UserError(
             f"{unable[0]}: parameters for single chains, but {found[0]} is a complex; give AlphaFold-Multimer's "
-            "(params_model_*_multimer_*.npz), or fold each chain alone"
+            f"({MULTIMERS}), or fold each chain alone"
         )
 
 

@@ -15,6 +15,7 @@ from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.raw_example import RawExample
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
+from warpfold.device import slow_precision
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
 from warpfold.memory import release_memory
@@ -40,7 +41,7 @@ from warpfold.run.fold_input import (
 )
 from warpfold.run.fold_options import Kept, Recycling, batch_of, kept_of, passes_of
 from warpfold.run.outputs import PassStructure, Prediction
-from warpfold.run.params import Params
+from warpfold.run.params import MULTIMERS, Params
 from warpfold.run.planning import FoldPlan, FoldPlanner, sizes_of_batch
 from warpfold.run.queries import ComplexQuery, FetchAlignments, Query
 from warpfold.run.read_out import Prepared, ReadOut
@@ -102,6 +103,8 @@ class Predictor:
         self.dropout = False  # of the trunk, as in training, drawn by a prediction's seed
         self.msa_server: AlignmentServer | None = None
         self.to(device)
+        if self.team.is_rank_zero and (slow := slow_precision(precision, self.device)):
+            log.warning("%s", slow)
 
     @NAMES
     def to(self, device: str | torch.device) -> "Predictor":
@@ -377,7 +380,7 @@ class Predictor:
         if self.model.config.multimer is None:
             raise UserError(
                 f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
-                "(params_model_*_multimer_*.npz), or fold each chain alone (from Python: fold_many)"
+                f"({MULTIMERS}), or fold each chain alone (from Python: fold_many)"
             )
 
 

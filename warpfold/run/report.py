@@ -220,7 +220,7 @@ def _target(index: int, target: Target) -> str:
     pae = ""
     if target.pae is not None:
         drawn = charts.draw_pae(target.pae, target.chains, f"pae-{index}")
-        pae = _figure(drawn, "Dark: sure of where the one is, seen from the other.")
+        pae = _figure(drawn, "Dark: low expected error in relative position.")
     interfaces = _table(ReportTable(INTERFACE_HEADER, target.interfaces), {}) if target.interfaces else ""
     return f"""<article id="target-{index}" data-target="{index}">
 <h3>{_text(target.name)}</h3>

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from warpfold.bulk import JobPart, in_order, pool, require_dask, worker_number
-from warpfold.device import keep_memory
 from warpfold.errors import UserError
 from warpfold.files import file_name
 from warpfold.ops.dispatch import refusals
@@ -153,7 +152,6 @@ def fold_job(job: FoldJob) -> FoldJobResult:
     refused_before, number = refusals(), worker_number()
     options = replace(job.options, device=_device(job.options.device, number))
     if options.device == "cpu" and job.workers:
-        keep_memory()
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.workers))
     name = file_name(f"{platform.node()}-{os.getpid()}")
     with closing(Journal(job.out, job.run, job.part, name)) as journal:

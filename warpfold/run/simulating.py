@@ -28,7 +28,7 @@ from warpfold.tune.step_words import choice_in_words
 def known_cluster(
     path: Path | None, devices: int | None, per_node: int | None, device: str, link: str | None
 ) -> Cluster:
-    """Return the cluster of a file, with another number of devices if one is given, or one from makers' figures."""
+    """Return the cluster of a file, with another number of devices if one is given, or of vendor specifications."""
     if path is None:
         of_gpu(device)
         return planned_cluster(planned_machine(device, None, devices or 1), per_node, link)

@@ -1,6 +1,7 @@
 """What to fold, in every form in which people have it: text, pipes, several files, other programs' folders."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ def test_what_is_a_sequence_and_what_a_file(tmp_path: Path, monkeypatch: pytest.
         ("missing.fasta", "missing.fasta: no such file"),
         (f"{ONE}:", "query has a chain without residues"),
         ("missing", "missing: no such file"),
+        (ONE.lower(), "no such file; if it is a sequence, write it in capitals"),
     ],
 )
 def test_text_that_is_neither(text: str, said: str) -> None:
@@ -183,3 +185,35 @@ def test_a_folder_with_nothing_to_fold(tmp_path: Path) -> None:
     write(tmp_path / "out/x_rank_1.cif", "data_x\n")
     with pytest.raises(UserError, match="out: has predictions or template hits, but nothing to fold"):
         read_complexes(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.fasta", f">A|protein|./msa/a.a3m\n{ONE}\n", ">A|protein|./msa/a.a3m: a header of Boltz or Chai"),
+        ("a.fasta", f">protein|name=A\n{ONE}\n", ">protein|name=A: a header of Boltz or Chai"),
+        (
+            "a.yaml",
+            f"version: 1\nsequences:\n  - protein:\n      id: A\n      sequence: {ONE}\n",
+            "is YAML, such as Boltz",
+        ),
+        (
+            "a.json",
+            f'{{"name": "x", "sequences": [{{"protein": {{"id": "A", "sequence": "{ONE}"}}}}]}}',
+            "is JSON, such as",
+        ),
+    ],
+)
+@pytest.mark.parametrize("as_one", [False, True])
+def test_the_input_of_other_programs_is_named(tmp_path: Path, name: str, text: str, said: str, as_one: bool) -> None:
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        read_complexes(write(tmp_path / name, text), as_one=as_one)
+    assert "--msa" in str(error.value)
+
+
+def test_names_that_files_cannot_have_stay_different(tmp_path: Path) -> None:
+    text = f">\u03b21\n{ONE}\n>\u03b11\n{TWO}\n>_1_2\n{ONE}\n>\u03b31\n{TWO}\n"
+    found = read_complexes(write(tmp_path / "a.fasta", text))
+    assert [query.name for query in found] == ["_1", "_1_3", "_1_2", "_1_4"]
+    with pytest.raises(UserError, match="a record is called _1 twice"):
+        read_complexes(write(tmp_path / "b.fasta", f">\u03b21\n{ONE}\n>\u03b21\n{TWO}\n"))

@@ -12,6 +12,7 @@ Which records make a complex is never guessed:
 
 import csv
 import io
+import itertools
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -42,6 +43,9 @@ STDIN = Path("/dev/stdin")
 SHORTEST = 10  # letters of a sequence that is given as text; what is shorter may be a word
 _PDB_HEADER = re.compile(r"\w+_\d+\|Chains? ([^|]+)\|")  # of rcsb.org's FASTA files: >7W72_4|Chain D[auth K]|...
 _PDB_CHAIN = re.compile(r"(\w+)(?:\[auth (\w+)\])?")
+_FOREIGN_HEADER = re.compile(  # >A|protein|./msa/a.a3m (Boltz), >protein|name=A (Chai)
+    r"[^|\s]+\|(protein|dna|rna|ccd|smiles)(\||$)|(protein|dna|rna|ligand|glycan)\|", re.IGNORECASE
+)
 _LINE = re.compile(rb"[A-Za-z:*\s]+")
 # What predictions are called by AlphaFold (ranked_0.pdb, relaxed_model_1.pdb), ColabFold (NAME_unrelaxed_rank_001_...)
 # and WarpFold (NAME_rank_1.cif, NAME_relaxed.cif).
@@ -161,6 +165,14 @@ def _check_path(given: Given) -> None:
     text = str(given)
     if text == "-" and not (is_given_pipe(STDIN) or STDIN.is_file()):
         raise UserError("-: nothing is piped in; write `command | warpfold predict - ...`, or `< file`")
+    if (
+        len(text) >= SHORTEST
+        and set(text.upper()) <= {*RESTYPES, "X", ":"}
+        and text != text.upper()
+        and not Path(text[:200]).exists()
+    ):
+        short = text if len(text) <= 40 else f"{text[:37]}..."
+        raise UserError(f"{short}: no such file; if it is a sequence, write it in capitals")
     if not re.fullmatch(r"[A-Z0-9:*-]+", text) or Path(text[:200]).exists() or text == "-":
         return
     wrong = sorted(set(text) - {*RESTYPES, "X", ":"})
@@ -223,6 +235,7 @@ def _kind(file: InputFile, data: bytes) -> str:
     if ending in (*TABLES, *STRUCTURES, *ALIGNMENTS, *FASTA):
         return ending
     text = data.removeprefix(b"\xef\xbb\xbf").lstrip()
+    _refuse_other_forms(text, file.name)
     first = text.partition(b"\n")[0].lower()
     if text.startswith(b"# STOCKHOLM") or is_complex(text):
         return ".sto"
@@ -256,6 +269,20 @@ def _read(file: InputFile, data: bytes, as_one: bool) -> list[_Read]:
     return [_Read(source, query) for query in queries]
 
 
+def _refuse_other_forms(text: bytes, source: str) -> None:
+    """Raise UserError for the input of other programs, by what is in it."""
+    if text.startswith((b"{", b"[")):
+        what = "JSON, such as AlphaFold 3's or its server's"
+    elif re.match(rb"(#[^\n]*\n\s*)*(version|sequences):", text):
+        what = "YAML, such as Boltz's"
+    else:
+        return
+    raise UserError(
+        f"{source}: is {what}, which is not read; write FASTA (>NAME, and the sequence; chains of a complex as A:B), "
+        "and give alignments by --msa"
+    )
+
+
 def _of_texts(sequences: Sequence[str], as_one: bool) -> list[_Read]:
     """Return sequences that were given as text, as records of a FASTA file."""
     names = ["query"] if len(sequences) == 1 else [f"query_{place}" for place in range(1, len(sequences) + 1)]
@@ -268,6 +295,11 @@ def _of_texts(sequences: Sequence[str], as_one: bool) -> list[_Read]:
 def _of_fasta(data: bytes, name: str, source: str, as_one: bool) -> list[Complex]:
     """Return the records of FASTA text, or the complex `name` whose chains they are."""
     records = parse_fasta(data, source, chains=True)
+    if foreign := [header for header, _ in records if _FOREIGN_HEADER.match(header)]:
+        raise UserError(
+            f"{source}: >{foreign[0][:60]}: a header of Boltz or Chai, whose form is not read; write >NAME, chains of "
+            "a complex as A:B in one sequence, and give alignments by --msa"
+        )
     ids = [_chains_of(header) for header, _ in records]
     single = len(records) == 1 and len(ids[0]) < 2
     if not as_one or single or any(":" in sequence for _, sequence in records):
@@ -278,12 +310,22 @@ def _of_fasta(data: bytes, name: str, source: str, as_one: bool) -> list[Complex
 
 
 def _of_records(records: Iterable[tuple[str, str]], source: str) -> list[Complex]:
-    """Return each record as a query of its own."""
-    found = []
+    """Return each record as a query of its own; names that files cannot have become different ones, by numbers."""
+    found: list[Complex] = []
+    headers: dict[str, str] = {}  # by name, as file systems may see it
+    records = list(records)
+    given = {header.split()[0].lower() for header, _ in records if header.strip()}
     for header, text in records:
+        word = (header.split() or ["query"])[0]
         name, sequences = file_name(first_word(header) or "query"), tuple(text.split(":"))
+        if name != word and (name.lower() in given or headers.get(name.lower(), word) != word):
+            numbered = (f"{name}_{n}" for n in itertools.count(2))
+            name = next(new for new in numbered if new.lower() not in headers.keys() | given)
+        headers.setdefault(name.lower(), word)
         if not all(sequences):
-            raise UserError(f"{source}: {name} has a chain without residues; write A:B, with a sequence on both sides")
+            raise UserError(
+                f"{source}: >{header[:60]} has a chain without residues; write A:B, with a sequence on both sides"
+            )
         found.append(Complex(name, tuple(chain_ids(len(sequences))), sequences))
     return found
 

@@ -43,7 +43,7 @@ def read_chain_alignments(paths: Sequence[Path], sequences: Iterable[str], queri
     """Read alignments of these sequences from files and folders; each goes to the sequence that is its first row.
 
     They are stacked in the official order where their names tell (`stacking_order`), otherwise as given.  A folder is
-    searched to its bottom, such as AlphaFold-Multimer's `msas/A/uniprot_hits.sto`; template hits in it are not read.
+    searched recursively, such as AlphaFold-Multimer's `msas/A/uniprot_hits.sto`; template hits in it are not read.
     A file serves pairing alone if its name says so (`serves_pairing`).  queries: what the sequences are of, for errors.
     Errors: UserError for a file that cannot be read, or one that was named and belongs to none of the sequences.
     """

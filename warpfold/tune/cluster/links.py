@@ -1,7 +1,7 @@
 """Devices on nodes, what joins them, and how long a collective of some of them takes.
 
-A `Cluster` is measured by `warpfold doctor --cluster`, or put together from makers' figures.  Every part of WarpFold
-that asks what communication costs asks here.
+A `Cluster` is measured by `warpfold doctor --cluster`, or put together from vendor specifications.  Every part of
+WarpFold that asks what communication costs asks here.
 """
 
 import math
