@@ -203,7 +203,7 @@ def changed(path: Path, text: str | None = None, **model: object) -> Path:
         {"templates": 5},
         {"recycles": "three"},
     ],
-    ids=str,
+    ids=lambda given: str(given)[:40],
 )
 def test_settings_in_a_file_are_not_believed(tmp_path: Path, given: dict[str, Any]) -> None:
     save_params(tmp_path / "a.safetensors", tiny_model())
