@@ -115,7 +115,7 @@ def test_what_fails_at_the_tightest_leaves_the_others_be(
     monkeypatch.setattr(
         AlphaFold,
         "fold",
-        lambda model, batch, n: failing(model, batch, n) if batch["aatype"].shape[-1] > 12 else fold(model, batch, n),
+        lambda model, batch, *rest: (failing if batch["aatype"].shape[-1] > 12 else fold)(model, batch, *rest),
     )
     summary = predict(fasta, [], params, tmp_path / "out", PredictOptions(device="cpu", batch=1))
     assert [entry["name"] for entry in summary["predictions"]] == ["short"]

@@ -5,6 +5,7 @@ rates (tune/seconds.py).  Keys of the plan that are given stay as they are; prec
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -371,14 +372,15 @@ def _cures(job: Job, machine: Machine, tightest: Plan) -> Iterator[str]:
     """Yield what would make a job fit: more devices, 16 bits, fewer residues."""
     one = estimate(job, tightest, machine)
     shared = (one.peak - one.weights) * tightest.axial  # at best each of p devices holds 1/p of it
-    for devices in (2, 4, 8, 16, 32, 64):
-        if devices <= machine.devices or tightest.branch > 1 or one.weights + shared // devices > machine.free:
-            continue
-        recompute: Recompute | None = "block" if job.training else None
+    recompute: Recompute | None = "block" if job.training else None
+
+    def enough(devices: int) -> bool:
         plan = replace(tightest, data=1, axial=devices, offload=False, recompute=recompute)
-        if not lacking(estimate(job, plan, machine), machine):
-            yield f"{devices} devices"
-            break
+        return one.weights + shared // devices <= machine.free and not lacking(estimate(job, plan, machine), machine)
+
+    more = [devices for devices in (2, 4, 8, 16, 32, 64) if devices > machine.devices and tightest.branch == 1]
+    if (least := bisect_left(more, True, key=enough)) < len(more):
+        yield f"{more[least]} devices"
     if tightest.precision == "fp32" and not lacking(
         estimate(job, replace(tightest, precision="bf16"), machine), machine
     ):
@@ -390,7 +392,7 @@ def _cures(job: Job, machine: Machine, tightest: Plan) -> Iterator[str]:
 def longest(job: Job, machine: Machine, plan: Plan) -> int:
     """Return how many residues fit with a plan, to about one in fifty; of a slice, rows in proportion.
 
-    Memory grows with their square, or nearly: a few estimates find it.  0: nothing fits.
+    Memory grows with a power of them, which two sizes tell: a few estimates find it.  0: nothing fits.
     """
 
     def room(residues: int) -> tuple[int, bool]:
@@ -400,19 +402,25 @@ def longest(job: Job, machine: Machine, plan: Plan) -> int:
         memory = estimate(one, replace(plan, chunk=chunk), machine, rounded=False)
         return machine.free - needed_bytes(memory, machine), not lacking(memory, machine)
 
-    least, possible = room(FEWEST)
+    most, possible = room(FEWEST)
     if not possible:
         return 0
     fits, fails, at = FEWEST, 0, max(job.sizes.residues, 2 * FEWEST)
     while lacking(lower_bound(replace(job, sizes=replace(job.sizes, residues=at)), plan), machine):
         at = max(at - at // 8 - 1, FEWEST)  # without an estimate
+    power, before = 2.0, None
     for _ in range(8):
         left, possible = room(at)
         fits, fails = (at, fails) if possible else (fits, at)
         step = max(1, fits // 100)
         if fails and fails - fits <= 2 * step:
             break
-        share = least / max(1, least - left)  # of what is free next to nothing, that these residues take
-        at = int(at * min(4.0, math.sqrt(share)))
+        taken = max(1, most - left)  # by these residues, of what a few leave free
+        if before is not None and before[0] != at:
+            power = min(3.0, max(0.5, math.log(taken / before[1]) / math.log(at / before[0])))
+        before = at, taken
+        at = int(at * min(4.0, 0.99 * (most / taken) ** (1 / power)))  # a little less, so that the next one fits
+        if fits <= at <= fits + step:
+            break
         at = max(min(at, fails - step if fails else 2**20), fits + step)
     return fits
