@@ -1,5 +1,6 @@
 """What `predict` is given by a user: text, folders, models, a server; what it keeps; and what it says of all that."""
 
+import html
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.data.search.alignment_server import Server, packed, serving
 from tests.helpers import tiny_model
 from tests.run.test_predict_complexes import multimer, run_cli
 from tests.test_cli import run
+from warpfold.bulk import JobPart
 from warpfold.data.example.templates import TemplateOutcome
 from warpfold.data.search.server import AlignmentServer, ServerLimits
 from warpfold.errors import UserError
@@ -19,8 +21,16 @@ from warpfold.model.template import TemplateConfig
 from warpfold.model.weights import save_params
 from warpfold.run.params import params_files
 from warpfold.run.predict import PredictOptions, predict
-from warpfold.run.predict_templates import TemplateSources, find_templates, template_warnings
+from warpfold.run.predict_templates import (
+    TemplateQuery,
+    TemplateSources,
+    find_templates,
+    find_templates_of,
+    template_warnings,
+)
+from warpfold.run.predictor import load
 from warpfold.run.queries import read_given
+from warpfold.run.share import Share
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ"
 
@@ -50,6 +60,112 @@ def client(host: Server, cache: Path) -> AlignmentServer:
 
 def options(**changes: Any) -> PredictOptions:
     return PredictOptions(**{"device": "cpu", "recycles": 0} | changes)
+
+
+# ---- one bad record among others
+
+GOOD = {"q.fasta": f">one\n{ONE}\n>two\n{TWO}\n", "q.csv": f"id,sequence\none,{ONE}\ntwo,{TWO}\n"}
+BAD = f">one\n{ONE}\n>bad\nMK1V\n>two\n{TWO}\n"
+WRONG = "record 2, 'bad', position 3 has '1', which is not an amino acid; correct or remove it"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "bad", "said"),
+    [
+        ("q.fasta", BAD, "bad", WRONG),
+        ("q.fasta", f">one\n{ONE}\n>bad\n\n>two\n{TWO}\n", "bad", "record 'bad' has no sequence; remove it or"),
+        ("q.fasta", f">one\n{ONE}\n>bad\n{'ACGT' * 9}\n>two\n{TWO}\n", "bad", "bad: looks like nucleic acid"),
+        ("q.fasta", f">one\n{ONE}\n>Journal\n{ONE}\n>two\n{TWO}\n", "Journal", "give the record another name"),
+        ("q.csv", f"id,sequence\none,{ONE}\nbad,{ONE}:\ntwo,{TWO}\n", "bad", ">bad has a chain without residues; wr"),
+        ("q.csv", f"id,sequence\none,{ONE}\nbad,{ONE}:{TWO}\ntwo,{TWO}\n", "bad", "but bad is a complex; give Alph"),
+    ],
+)
+def test_a_bad_record_fails_and_the_others_are_folded(
+    tmp_path: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, bad: str, said: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    arguments = [tmp_path / name, "--params", tiny_params, "--out", tmp_path / "out"]
+    code, out, err = run_cli(capsys, *arguments)
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    (failure,) = summary["failures"]
+    assert (code, summary["status"], failure["name"]) == (1, "failed", bad)
+    assert said in failure["error"]
+    assert f"failed {bad}: {failure['error']}\n" in err
+    assert [entry["name"] for entry in summary["predictions"]] == ["one", "two"]
+    assert failure["error"] in html.unescape((tmp_path / "out/report.html").read_text())
+    # The same command has nothing to do, and says the same; without the record it is the same run.
+    modified = (tmp_path / "out/one/one.cif").stat().st_mtime_ns
+    code, out, _ = run_cli(capsys, *arguments, "--json")
+    assert (code, json.loads(out)["failures"]) == (1, [failure])
+    (tmp_path / name).write_text(GOOD[name])
+    assert run_cli(capsys, *arguments)[0] == 0
+    assert json.loads((tmp_path / "out/summary.json").read_text())["status"] == "complete"
+    assert (tmp_path / "out/one/one.cif").stat().st_mtime_ns == modified
+
+
+def test_records_that_are_all_bad_are_refused_in_one_line(
+    tmp_path: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "q.fasta").write_text(f">bad\nMK1V\n>summary.json\n{ONE}\n>pair\n{ONE}:{TWO}\n")
+    code, out, err = run_cli(capsys, tmp_path / "q.fasta", "--params", tiny_params, "--out", tmp_path / "out")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "record 1, 'bad', position 3" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_record_among_the_parts_of_a_run(tmp_path: Path, tiny_params: Path) -> None:
+    (tmp_path / "q.fasta").write_text(BAD)
+    found = [
+        predict(tmp_path / "q.fasta", [], tiny_params, tmp_path / "out", options(), share=Share(part=JobPart(i, 2)))
+        for i in (2, 1)
+    ]
+    assert [[one["name"] for one in summary["failures"]] for summary in found] == [[], ["bad"]]
+    assert [summary["status"] for summary in found] == ["running", "failed"]
+
+
+def test_files_of_a_bad_record_are_not_anothers(tmp_path: Path) -> None:
+    """The only record that is left has not become the only one that was meant."""
+    (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>bad\nMK1V\n")
+    (tmp_path / "bad.a3m").write_text(">bad\nMKTV\n>r\nMKTA\n")
+    read = read_given(tmp_path / "q.fasta", [tmp_path / "bad.a3m"])
+    assert [*read.found] == ["one", "bad"]
+    assert read.warnings == [f"1 alignment of none of the sequences, left out: {tmp_path / 'bad.a3m'}"]
+    beside = read_given(tmp_path, [])
+    assert ([*beside.found], [query.name for query in beside.queries]) == (["one", "bad"], ["one"])
+    (tmp_path / "bad.hhr").write_text("no hits at all")
+    (tmp_path / "mmcif").mkdir()
+    sources = TemplateSources(hits=[tmp_path / "bad.hhr"], structures=tmp_path / "mmcif")
+    query = TemplateQuery(ONE, ("one",), ())
+    assert find_templates_of([query], sources, 4, refused=["bad"]) == [(None, [])]
+    with pytest.raises(UserError, match=r"bad\.hhr"):
+        find_templates_of([query], sources, 4)
+
+
+def test_a_complex_with_a_bad_chain_fails_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "x.fasta").write_text(BAD)
+    (tmp_path / "y.fasta").write_text(GOOD["q.fasta"])
+    read = read_given([tmp_path / "x.fasta", tmp_path / "y.fasta"], [], together=True)
+    assert ([*read.found], [*read.errors]) == (["x", "y"], ["x"])
+    assert WRONG in str(read.errors["x"])
+
+
+def test_from_python_a_bad_record_is_a_result_in_its_place(tmp_path: Path, tiny_params: Path) -> None:
+    (tmp_path / "q.fasta").write_text(f"{BAD}>pair\n{ONE}:{TWO}\n")
+    found = load(tiny_params, device="cpu").fold_many(tmp_path / "q.fasta", recycles=0)
+    assert [(one.name, bool(one.prediction)) for one in found] == [
+        ("one", True), ("bad", False), ("two", True), ("pair", False),
+    ]  # fmt: skip
+    assert WRONG in found[1].error
+    assert "pair: a complex, but these parameters are for single chains" in found[3].error
+
+
+def test_an_alignment_called_fasta_is_no_proteins(tmp_path: Path) -> None:
+    (tmp_path / "q.fasta").write_text(">q\nMKTV\n>r\nM-TV\n>s\nMK-V\n")
+    with pytest.raises(UserError, match=r"it is an alignment; call it \.a3m"):
+        read_given(tmp_path / "q.fasta", [])
+
+
+# ---- folders, models, servers
 
 
 def test_a_folder_of_parameters_and_the_best_kept_whole(tmp_path: Path, models: Path) -> None:
@@ -119,6 +235,14 @@ def test_a_server_is_asked_for_what_has_no_alignment(host: Server, tmp_path: Pat
     assert len(host.asked) == asked
     with pytest.raises(UserError, match="another run"):
         fold()  # by the sequence alone
+
+
+def test_of_bad_records_nothing_is_sent(host: Server, tmp_path: Path, models: Path) -> None:
+    (tmp_path / "q.fasta").write_text(f"{BAD}>dna\n{'ACGT' * 9}\n>pair\n{ONE}:{TWO[3:]}\n>journal\n{ONE[4:]}\n")
+    params, server = models / "single_0.safetensors", client(host, tmp_path / "cache")
+    summary = predict(tmp_path / "q.fasta", [], params, tmp_path / "out", options(), server=server)
+    assert host.sequences == [(ONE,), (TWO,)]
+    assert [one["name"] for one in summary["failures"]] == ["bad", "dna", "pair", "journal"]
 
 
 def test_a_complex_gets_alignments_and_pairs(host: Server, tmp_path: Path, models: Path) -> None:

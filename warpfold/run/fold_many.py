@@ -75,6 +75,8 @@ def fold_many(
     given = _given(predictor, sequences, alignments, templates, fetch)
     for name, one, aligned, offered in given:
         try:
+            if isinstance(one, UserError):
+                raise one
             query = query_of(one, aligned, name, fetch) if not isinstance(one, Query) else one
             asked.append(predictor.with_templates(query, offered))
         except (WrongArgument, ServerGone):  # no other protein would be better off
@@ -105,15 +107,14 @@ def fold_many(
 def _given(
     predictor: Predictor, sequences: Any, alignments: Any, templates: Any, fetch: FetchAlignments | None
 ) -> list[tuple[str, Any, Any, Any]]:
-    """Return name, sequence, alignment and templates of each; a query of a file, which has its alignments."""
+    """Return name, sequence, alignment and templates of each; of a file its queries, or why there is none."""
     if (files := _files_of(sequences)) is not None:
         together = predictor.model.config.multimer is not None
-        read = read_given(files, paths("alignments", alignments), together, fetch)
+        read = read_given(files, paths("alignments", alignments), together, fetch, predictor.check)
         for warning in read.warnings:
             logging.getLogger("warpfold").warning("%s", warning)
-        found = read.queries
-        offered = _each("templates", templates, [query.name for query in found])
-        return [(query.name, query, None, offered[query.name]) for query in found]
+        offered = _each("templates", templates, [*read.found])
+        return [(name, one, None, offered[name]) for name, one in read.found.items()]
     if not isinstance(sequences, Mapping) and not is_list(sequences):
         raise WrongArgument(f"sequences = {shown(sequences)}: a list, name -> sequence, or a file is needed")
     named = sequences if isinstance(sequences, Mapping) else {f"query_{i}": one for i, one in enumerate(sequences, 1)}

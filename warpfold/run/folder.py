@@ -163,7 +163,9 @@ class PredictionFolder:
         predictions = [
             done.entries[item.key] | {"model": item.model.name} for item in items if item.key in done.entries
         ]
-        failures = [
+        # of records that could not be folded, which are nobody's items
+        failures = list(self.new["failures"]) if own is None or self.part.number == 1 else []
+        failures += [
             {
                 "name": item.query.name,
                 **({"model": item.model.name, "seed": item.seed} if self.is_several else {}),

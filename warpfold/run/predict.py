@@ -4,7 +4,7 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
@@ -25,7 +25,7 @@ from warpfold.parallel.team import Team
 from warpfold.progress import Progress, no_progress
 from warpfold.run.fold_options import Kept, Recycling
 from warpfold.run.folder import PredictionFolder
-from warpfold.run.folding import FoldItem, ModelInMemory, in_groups
+from warpfold.run.folding import FoldItem, ModelInMemory, in_groups, one_line
 from warpfold.run.interfaces import describe, find_interfaces
 from warpfold.run.outputs import RESERVED, PassStructure, Prediction, checksums_of, claim_folder, refuse_links
 from warpfold.run.params import MULTIMERS, Params, families_in, params_files, read_params
@@ -115,13 +115,14 @@ def predict(
     """Fold every query into `out`, with each of the parameters and seeds; return `out/summary.json`.
 
     query: files, folders or text (`read_query_files`).  params: files, or folders of them.
-    A prediction that fails is named under "failures" and the others go on.  A run that was stopped continues: what is
-    done is kept.  team: processes that share each protein; all call this, and rank 0 writes.  An error on one of them,
-    other than bad input, ends the run.
+    A record that cannot be folded, or a prediction that fails, is named under "failures" and the others go on.  A run
+    that was stopped continues: what is done is kept.  team: processes that share each protein; all call this, and rank
+    0 writes.  An error on one of them, other than bad input, ends the run.
     share: who folds.  As long as others have parts to fold, what is returned is "running", and not that in the folder:
     its predictions and failures are those of this part.
     server: is asked for alignments of sequences that have none; without it nothing is sent anywhere.
-    Errors: UserError for bad input (nothing is written), or an `out` with something else, or where another one works.
+    Errors: UserError for bad input, or if no record can be folded (nothing is written), and for an `out` with something
+    else, or where another one works.
     """
     options, tell, team, share = options or PredictOptions(), progress or no_progress, team or Team(), share or Share()
     start = time.perf_counter()
@@ -145,11 +146,12 @@ def predict(
         check_fits(queries, models[0], options.recycles, predictor.planner.check)
     if templates:
         tell(0, total, "looking at the templates")
-        queries = with_templates(queries, templates, models)
+        queries = with_templates(queries, templates, models, read.errors)
     seeds = range(options.seed, options.seed + options.seeds)
     items = [FoldItem(*one) for one in product(models, queries, seeds)]
     new = _new_summary(queries, models, options, device)
     new |= {"warnings": _warnings(read, models, templates), "msa_server": server and server.url, "asked": asked}
+    new["failures"] = [{"name": name, "error": one_line(error)} for name, error in read.errors.items()]
     folder = PredictionFolder(out, new, items, share.part, options.keep)
     with closing(folder):
         todo = None
@@ -189,32 +191,35 @@ def _read(
     waiting = any(path.is_dir() and len(families_in(path)) > 1 for path in params)
     models = [] if waiting else read_params(params_files(params, options.num_models))
 
+    def check(one: Complex) -> None:
+        _check_name(one.name)
+        _check_complexes([one.name] if len(one.ids) > 1 else [], models)
+
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
         nonlocal asked
         assert server is not None
-        _check_names(one.name for one, _ in lacking)
         asked = _asked_digest(lacking, models, options, server.url)
         _check_before_sending(out, asked, options.force)
-        return fetching(server, lambda name: _check_complexes([name], models), tell)(lacking)
+        return fetching(server, check, tell)(lacking)
 
     together = bool(options.together) if waiting else _together(models, options)
-    read = read_given(given, msas, together, fetch if server is not None else None)
-    _check_names(query.name for query in read.queries)
-    complexes = [query.name for query in read.queries if isinstance(query, ComplexQuery)]
+    read = read_given(given, msas, together, fetch if server is not None else None, check)
+    if not read.queries:
+        raise next(iter(read.errors.values()))
     if waiting:
+        complexes = [query.name for query in read.queries if isinstance(query, ComplexQuery)]
         models = read_params(params_files(params, options.num_models, complexes=bool(complexes)))
-    _check_complexes(complexes, models)
+        _check_complexes(complexes, models)
     return read, models, asked
 
 
-def _check_names(names: Iterable[str]) -> None:
+def _check_name(name: str) -> None:
     """Raise UserError for a name whose folder would be where the run itself writes."""
-    for name in names:
-        if file_name(name).lower() in RESERVED:
-            raise UserError(
-                f"{name}: a protein cannot be called so, as the output has {', '.join(RESERVED)} of its own; "
-                "give the record another name"
-            )
+    if file_name(name).lower() in RESERVED:
+        raise UserError(
+            f"{name}: a protein cannot be called so, as the output has {', '.join(RESERVED)} of its own; "
+            "give the record another name"
+        )
 
 
 def _check_before_sending(out: Path, asked: str, force: bool) -> None:

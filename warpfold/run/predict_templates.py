@@ -1,6 +1,6 @@
 """Find templates for `predict`: files that the user gives, and hits of a search with a folder of structures."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,9 +81,11 @@ def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: i
     return dict(zip(queries, find_templates_of(asked, sources, most)))
 
 
-def find_templates_of(queries: Sequence[TemplateQuery], sources: TemplateSources, most: int) -> list[Found]:
-    """Find the templates of each query, as `find_templates`."""
-    hits = _hits_by_query(queries, sources.hits)
+def find_templates_of(
+    queries: Sequence[TemplateQuery], sources: TemplateSources, most: int, refused: Collection[str] = ()
+) -> list[Found]:
+    """Find the templates of each query, as `find_templates`.  refused: other names, whose hits are not read."""
+    hits = _hits_by_query(queries, sources.hits, refused)
     newest = given_date(sources.max_date, MAX_DATE)
     library = Library(sources.structures) if sources.structures is not None else None
     entries = [hit.pdb_id for each in hits.values() for hit in each]
@@ -99,9 +101,9 @@ def find_templates_of(queries: Sequence[TemplateQuery], sources: TemplateSources
         parts = [] if own is None else [own]
         if library is not None and (offered := hits.get(query.names[0])):
             limit = most - len(query.files)
-            searched, refused = templates_from_hits(query.sequence, offered, library, newest, limit=limit)
+            searched, rejected = templates_from_hits(query.sequence, offered, library, newest, limit=limit)
             parts += [] if searched is None else [searched]
-            outcomes += refused
+            outcomes += rejected
         found.append((join(parts), outcomes))
     return found
 
@@ -197,11 +199,14 @@ def _split(file: str) -> tuple[str, str | None]:
     return (file, None) if not colon or Path(file).exists() else (path, chain)  # a file's own name may have a colon
 
 
-def _hits_by_query(queries: Sequence[TemplateQuery], given: Sequence[Path]) -> dict[str, list[Hit]]:
+def _hits_by_query(
+    queries: Sequence[TemplateQuery], given: Sequence[Path], refused: Collection[str]
+) -> dict[str, list[Hit]]:
     """Read the hits of each query, by its first name; if there is one query, all files are its own.
 
-    Of a folder all files of hits are read, and those that belong to no query left out.
+    Of a folder all files of hits are read, and those that belong to no query left out, as are those of refused names.
     """
+    only = queries[0] if len(queries) == 1 and not refused else None
     by_name = {name: query for query in queries for name in query.names}
     in_any_case = {name.lower(): query for name, query in by_name.items()}
     hits: dict[str, list[Hit]] = {}
@@ -211,10 +216,10 @@ def _hits_by_query(queries: Sequence[TemplateQuery], given: Sequence[Path]) -> d
             own, above = file.path.name.split(".")[0], file.path.absolute().parent.name
             of_folder = (in_any_case.get(name) for name in sorted(file.protein_names))
             known = filter(None, (by_name.get(own), by_name.get(above), *of_folder))
-            query = queries[0] if len(queries) == 1 and not path.is_dir() else next(known, None)
+            query = only if only is not None and not path.is_dir() else next(known, None)
             if query is not None:
                 hits.setdefault(query.names[0], []).extend(read_hits(file.path, query.sequence))
-            elif not path.is_dir():
+            elif not path.is_dir() and own not in refused:
                 raise UserError(
                     f"{path}: there is no query {path.name.split('.')[0]}; with several queries, name each file of "
                     f"hits by its query ({queries[0].names[0]}.hhr)"

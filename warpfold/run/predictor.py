@@ -12,6 +12,7 @@ import torch
 
 from warpfold.batch import stack, to_tensors
 from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.complexes import Complex
 from warpfold.data.example.raw_example import RawExample
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
@@ -171,7 +172,7 @@ class Predictor:
     def _fetching(self, server: ServerLike, cache: PathLike | None) -> FetchAlignments | None:
         """Return what gets alignments from the server that the user has named, here or in `load`; None without one."""
         named = server_of(server, cache, Path("alignments")) or self.msa_server
-        return None if named is None else fetching(named, self._check_complex)
+        return None if named is None else fetching(named, self.check)
 
     def with_templates(
         self,
@@ -374,6 +375,11 @@ class Predictor:
         """Return how an example is folded now.  Errors: UserError where nothing fits, saying what would."""
         sizes = sizes_of_batch(prepared.batch)
         return self.planner.choose(sizes, prepared.recycles, prepared.ensemble, representations)
+
+    def check(self, query: Complex) -> None:
+        """Raise UserError for a complex that the model cannot fold."""
+        if len(query.ids) > 1:
+            self._check_complex(query.name)
 
     def _check_complex(self, name: str) -> None:
         """Raise UserError unless the model folds complexes."""

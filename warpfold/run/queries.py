@@ -1,6 +1,6 @@
 """What `predict` folds: proteins and complexes, read from the user's files, with their alignments and templates."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from warpfold.data.example.raw_example import RawExample, Templates, from_sequen
 from warpfold.data.example.templates import TemplateOutcome
 from warpfold.data.formats.alignment import Alignment, merge
 from warpfold.data.formats.chain_alignments import ChainAlignments, as_row, read_chain_alignments
+from warpfold.errors import UserError
 from warpfold.files import file_name
 from warpfold.geometry.residue import GAP
 from warpfold.run.params import Params, check_templates
@@ -118,51 +119,84 @@ FetchAlignments = Callable[[Sequence[tuple[Complex, list[str]]]], list[Path]]
 class ReadQueries:
     """What is to be folded, and what is to be said of all that was given."""
 
-    queries: list[Query]
+    found: dict[str, Query | UserError]  # by name, in their order: what to fold, or why it cannot be
     warnings: list[str]
     hits: list[str]  # files of template hits in the folders of queries
 
+    @property
+    def queries(self) -> list[Query]:
+        return [one for one in self.found.values() if not isinstance(one, UserError)]
+
+    @property
+    def errors(self) -> dict[str, UserError]:
+        return {name: one for name, one in self.found.items() if isinstance(one, UserError)}
+
 
 def read_queries(given: Given | Sequence[Given], msas: Sequence[Path], together: bool = False) -> list[Query]:
-    """Return the proteins and complexes that `read_given` reads."""
-    return read_given(given, msas, together).queries
+    """Return the proteins and complexes that `read_given` reads.  Errors: UserError for a bad one, too."""
+    read = read_given(given, msas, together)
+    for error in read.errors.values():
+        raise error
+    return read.queries
 
 
 def read_given(
-    given: Given | Sequence[Given], msas: Sequence[Path], together: bool = False, fetch: FetchAlignments | None = None
+    given: Given | Sequence[Given],
+    msas: Sequence[Path],
+    together: bool = False,
+    fetch: FetchAlignments | None = None,
+    check: Callable[[Complex], None] = lambda query: None,
 ) -> ReadQueries:
     """Read proteins and complexes (`read_query_files`), with their alignments from `msas`.
 
     Each alignment belongs to the sequence in its first row, and if there is one sequence, every one must be of it; the
     official order in which they are stacked is kept (`read_chain_alignments`).  together: the records of a FASTA file
-    are the chains of one complex.  fetch: gets alignments for those of which a sequence has none.
+    are the chains of one complex.  fetch: gets alignments for those of which a sequence has none.  check: raises
+    UserError for one that the caller cannot fold.
     Errors: UserError for a file that cannot be read, two records of one name, an alignment that belongs to none.
     """
     files = read_query_files(given, together)
-    found = [query for _, query in files.found]
-    sequences = [sequence for one in found for sequence in one.sequences]
+    read = [query for _, query in files.found]
+    found: dict[str, Query | UserError] = {}
+    for one in read:
+        try:
+            if one.error:
+                raise UserError(one.error)
+            check(one)
+            for sequence in one.sequences:
+                Alignment.of_query(sequence, one.name)  # an error for nucleic acid, before anything is fetched
+        except UserError as error:
+            found[one.name] = error
+    sequences = [sequence for one in read for sequence in one.sequences]
     source = str(given) if isinstance(given, Given) else ", ".join(map(str, given))
-    alignments = read_chain_alignments(msas, sequences, source)
+    alignments = read_chain_alignments(msas, sequences, source, are_all=not any(one.error for one in read))
     if fetch is not None:
-        lacking = [(one, lacking_of(one, alignments)) for one in found]
+        lacking = [(one, lacking_of(one, alignments)) for one in read if one.name not in found]
         asked = [(one, without) for one, without in lacking if without]
         fetched = fetch(asked) if asked else []
         alignments = alignments.joined(read_chain_alignments(fetched, sequences, source))
-    queries: list[Query] = []
-    for one in found:
-        if len(one.ids) == 1:
-            (sequence,) = one.sequences
-            own = [*one.alignments, *alignments.of(sequence)]
-            alone = single_query(one.name, sequence, own)
-            bare = [] if own else ["no alignment: folded by the sequence alone"]
-            queries.append(replace(alone, warnings=[*one.notes, *bare, *alone.warnings]))
-        else:
-            assembly, notes = assemble(one, alignments)
-            queries.append(ComplexQuery(assembly, warnings=notes))
+    for one in read:
+        if one.name not in found:
+            try:
+                found[one.name] = _with_alignments(one, alignments)
+            except UserError as error:
+                found[one.name] = error
     warnings = [*alignments.notes, *of_none(alignments.unused)]
     if files.predicted:
         warnings.append(f"structures that were predicted are not folded anew: {_some(files.predicted)}")
-    return ReadQueries(queries, warnings, files.hits)
+    return ReadQueries({one.name: found[one.name] for one in read}, warnings, files.hits)
+
+
+def _with_alignments(given: Complex, alignments: ChainAlignments) -> Query:
+    """Return a protein or a complex with its alignments.  Errors: UserError for what is no protein."""
+    if len(given.ids) > 1:
+        assembly, notes = assemble(given, alignments)
+        return ComplexQuery(assembly, warnings=notes)
+    (sequence,) = given.sequences
+    own = [*given.alignments, *alignments.of(sequence)]
+    alone = single_query(given.name, sequence, own)
+    bare = [] if own else ["no alignment: folded by the sequence alone"]
+    return replace(alone, warnings=[*given.notes, *bare, *alone.warnings])
 
 
 def lacking_of(query: Complex, alignments: ChainAlignments | None) -> list[str]:
@@ -203,19 +237,23 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
-def with_templates(queries: Sequence[Query], sources: TemplateSources, models: Sequence[Params]) -> list[Query]:
+def with_templates(
+    queries: Sequence[Query], sources: TemplateSources, models: Sequence[Params], refused: Collection[str] = ()
+) -> list[Query]:
     """Return the queries with templates, as many as the models take; models without template parts ignore them.
 
+    refused: names of records that cannot be folded, whose files of hits are not read.
     Errors: UserError as in `find_templates`, for a file that fits no chain of the complexes, and if no model takes
     templates, or one fewer than the user's files.
     """
     able = [model for model in models if model.config.templates.enabled] or models
-    asked = [_ask(query, sources.files, alone=len(queries) == 1) for query in queries]
+    asked = [_ask(query, sources.files, alone=len(queries) == 1 and not refused) for query in queries]
     each = [one for some in asked for one in some]
     for model in able:
         check_templates(model.config, model.sample, max(1, *(len(one.files) for one in each)))
     check_fit(list(map(str, sources.files)), [one.files for one in each], (each[0].chains or each[0].names)[0])
-    found = dict(zip(each, find_templates_of(each, sources, max(model.sample.max_templates for model in able))))
+    most = max(model.sample.max_templates for model in able)
+    found = dict(zip(each, find_templates_of(each, sources, most, refused)))
     with_found = [_with_found(query, {one: found[one] for one in own}) for query, own in zip(queries, asked)]
     return [replace(one, warnings=[*one.warnings, *template_warnings(one.outcomes, sources)]) for one in with_found]
 

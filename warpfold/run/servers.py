@@ -36,8 +36,10 @@ def server_of(server: Any, cache: PathLike | None, default: Path) -> "AlignmentS
     return AlignmentServer(arguments.text("msa_server", server), folder, say=log.info)
 
 
-def fetching(server: "AlignmentServer", check: Callable[[str], None], tell: Progress = no_progress) -> FetchAlignments:
-    """Return what gets the alignments that queries lack.  check: given the name of each complex, before any is sent.
+def fetching(
+    server: "AlignmentServer", check: Callable[[Complex], None], tell: Progress = no_progress
+) -> FetchAlignments:
+    """Return what gets the alignments that queries lack.  check: given each query, before any is sent.
 
     Errors: UserError as of `data.search.fetch.alignments_of`.
     """
@@ -46,8 +48,7 @@ def fetching(server: "AlignmentServer", check: Callable[[str], None], tell: Prog
         from warpfold.data.search.fetch import alignments_of, wanted_of
 
         for one, _ in lacking:
-            if len(one.ids) > 1:
-                check(one.name)
+            check(one)
         chains = [(one, dict(zip(one.ids, one.sequences)), without) for one, without in lacking]
         return alignments_of(server, [wanted_of(one.name, own, without) for one, own, without in chains], tell)
 

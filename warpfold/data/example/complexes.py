@@ -32,6 +32,7 @@ class Complex:
     sequences: tuple[str, ...]  # [K], upper case
     alignments: tuple[Alignment, ...] = ()  # that came with it, each of one of the sequences
     notes: tuple[str, ...] = ()  # what the user should know, such as chains that were left out
+    error: str = ""  # why it cannot be folded; it has no chains then
 
     def __post_init__(self) -> None:
         if twice := [name for name, times in Counter(self.ids).items() if times > 1]:

@@ -30,7 +30,7 @@ from warpfold.data.formats.input_files import (
     find,
     stacking_order,
 )
-from warpfold.data.formats.sequences import parse_fasta, plain_text
+from warpfold.data.formats.sequences import fasta_records, parse_fasta, plain_text
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe, read_file
@@ -92,8 +92,16 @@ class _Read:
 
 
 def read_complexes(given: Given | Sequence[Given], as_one: bool = False) -> list[Complex]:
-    """Return what to fold, as `read_query_files` reads it."""
-    return [query for _, query in read_query_files(given, as_one).found]
+    """Return what to fold, as `read_query_files` reads it.  Errors: UserError for a bad record too."""
+    return [query for _, query in _without_bad(read_query_files(given, as_one).found)]
+
+
+def _without_bad(found: list[tuple[str, Complex]]) -> list[tuple[str, Complex]]:
+    """Return queries as they are; raise UserError for the first that cannot be folded."""
+    for _, query in found:
+        if query.error:
+            raise UserError(query.error)
+    return found
 
 
 def read_query_files(given: Given | Sequence[Given], as_one: bool = False) -> QueryFiles:
@@ -105,7 +113,8 @@ def read_query_files(given: Given | Sequence[Given], as_one: bool = False) -> Qu
     FASTA file, and sequences given as text, are the chains of one complex; without effect where a record has `:`.
     Alignments of one sequence and name (`InputFile.protein`) are one query; those of a sequence that a record or a
     structure has belong to it.
-    Errors: UserError for a file that cannot be read, a chain without residues, two queries or two chains of one name.
+    A record that cannot be folded is found with its error (`Complex.error`).
+    Errors: UserError for a file that cannot be read, two queries or two chains of one name.
     """
     several = [given] if isinstance(given, Given) else list(given)
     bare = [one for one in several if isinstance(one, str) and is_sequence(one)]
@@ -147,11 +156,11 @@ def is_sequence(text: str) -> bool:
 def sequences_to_search(given: Sequence[Given]) -> dict[str, str]:
     """Return the different sequences of the queries by name: NAME, or NAME_CHAIN of a complex's first copy.
 
-    Errors: UserError as in `read_query_files`, and for two of one name.
+    Errors: UserError as in `read_complexes`, and for two of one name.
     """
     found: dict[str, str] = {}
     taken: set[str] = set()
-    for source, query in read_query_files(given).found:
+    for source, query in _without_bad(read_query_files(given).found):
         for sequence, name in search_names(query.name, dict(zip(query.ids, query.sequences))).items():
             if name.lower() in taken:
                 raise UserError(f"{source}: another sequence is called {name} too; give each protein a name of its own")
@@ -191,9 +200,10 @@ def _with_alignments(found: Sequence[_Read]) -> list[_Read]:
         return [*found]
     chains = {sequence for read in found if read.place is None for sequence in read.sequences}
     beside = [read for read in found if read.place is not None and read.sequences <= chains]
+    bad = {read.query.name.lower() for read in found if read.query.error}  # whose alignments are no other proteins
     of_name: dict[str, list[_Read]] = {}
     for read in found:
-        if read.place is not None and not read.sequences <= chains:
+        if read.place is not None and not read.sequences <= chains and read.query.name.lower() not in bad:
             of_name.setdefault(read.query.name.lower(), []).append(read)
     kept: list[_Read] = []
     for read in found:
@@ -253,7 +263,7 @@ def _read(file: InputFile, data: bytes, as_one: bool) -> list[_Read]:
     kind, path, source = _kind(file, data), file.path, file.name
     name = "query" if path == STDIN else file_name(path.name.split(".")[0])
     if kind in TABLES:
-        queries = _of_records(parse_fasta(_fasta_of_table(data, source), source, chains=True), source)
+        queries = _of_records(fasta_records(_fasta_of_table(data, source), source, chains=True), source)
     elif kind in STRUCTURES:
         queries = [_of_structure(data, name, source)]
     elif kind == CHAIN_MAP:
@@ -293,40 +303,45 @@ def _of_texts(sequences: Sequence[str], as_one: bool) -> list[_Read]:
 
 
 def _of_fasta(data: bytes, name: str, source: str, as_one: bool) -> list[Complex]:
-    """Return the records of FASTA text, or the complex `name` whose chains they are."""
-    records = parse_fasta(data, source, chains=True)
-    if foreign := [header for header, _ in records if _FOREIGN_HEADER.match(header)]:
+    """Return the records of FASTA text, or the complex `name` whose chains they are.
+
+    Errors: UserError for another program's headers, and for an alignment.
+    """
+    records = fasta_records(data, source, chains=True)
+    if foreign := [header for header, *_ in records if _FOREIGN_HEADER.match(header)]:
         raise UserError(
             f"{source}: >{foreign[0][:60]}: a header of Boltz or Chai, whose form is not read; write >NAME, chains of "
             "a complex as A:B in one sequence, and give alignments by --msa"
         )
-    ids = [_chains_of(header) for header, _ in records]
+    if len({len(text) for _, text, _ in records}) == 1 and sum("-" in text for _, text, _ in records) > 1:
+        raise UserError(f"{source}: has gaps in records of one length, so it is an alignment; call it .a3m")
+    ids = [_chains_of(header) for header, *_ in records]
     single = len(records) == 1 and len(ids[0]) < 2
-    if not as_one or single or any(":" in sequence for _, sequence in records):
+    if not as_one or single or any(":" in sequence for _, sequence, _ in records):
         return _of_records(records, source)
+    if wrong := [error for *_, error in records if error]:  # without a chain it is another complex
+        return [Complex(name, (), (), error=wrong[0])]
     named = zip(ids, chain_ids(len(records)), records)
-    chains = [(id, sequence) for own, letter, (_, sequence) in named for id in own or [letter]]
+    chains = [(id, sequence) for own, letter, (_, sequence, _) in named for id in own or [letter]]
     return [Complex(name, tuple(id for id, _ in chains), tuple(sequence for _, sequence in chains))]
 
 
-def _of_records(records: Iterable[tuple[str, str]], source: str) -> list[Complex]:
+def _of_records(records: Sequence[tuple[str, str, str]], source: str) -> list[Complex]:
     """Return each record as a query of its own; names that files cannot have become different ones, by numbers."""
     found: list[Complex] = []
     headers: dict[str, str] = {}  # by name, as file systems may see it
-    records = list(records)
-    given = {header.split()[0].lower() for header, _ in records if header.strip()}
-    for header, text in records:
+    given = {header.split()[0].lower() for header, *_ in records if header.strip()}
+    for header, text, wrong in records:
         word = (header.split() or ["query"])[0]
         name, sequences = file_name(first_word(header) or "query"), tuple(text.split(":"))
         if name != word and (name.lower() in given or headers.get(name.lower(), word) != word):
             numbered = (f"{name}_{n}" for n in itertools.count(2))
             name = next(new for new in numbered if new.lower() not in headers.keys() | given)
         headers.setdefault(name.lower(), word)
-        if not all(sequences):
-            raise UserError(
-                f"{source}: >{header[:60]} has a chain without residues; write A:B, with a sequence on both sides"
-            )
-        found.append(Complex(name, tuple(chain_ids(len(sequences))), sequences))
+        if not wrong and not all(sequences):
+            wrong = f"{source}: >{header[:60]} has a chain without residues; write A:B, with a sequence on both sides"
+        ids = tuple(chain_ids(len(sequences)))
+        found.append(Complex(name, (), (), error=wrong) if wrong else Complex(name, ids, sequences))
     return found
 
 

@@ -39,22 +39,25 @@ def as_row(sequence: str) -> str:
     return decode(encode(sequence))
 
 
-def read_chain_alignments(paths: Sequence[Path], sequences: Iterable[str], queries: str) -> ChainAlignments:
+def read_chain_alignments(
+    paths: Sequence[Path], sequences: Iterable[str], queries: str, are_all: bool = True
+) -> ChainAlignments:
     """Read alignments of these sequences from files and folders; each goes to the sequence that is its first row.
 
     They are stacked in the official order where their names tell (`stacking_order`), otherwise as given.  A folder is
     searched recursively, such as AlphaFold-Multimer's `msas/A/uniprot_hits.sto`; template hits in it are not read.
     A file serves pairing alone if its name says so (`serves_pairing`).  queries: what the sequences are of, for errors.
+    are_all: False if other records could not be read, to which a file may belong.
     Errors: UserError for a file that cannot be read, or one that was named and belongs to none of the sequences.
     """
     wanted = {as_row(sequence): sequence for sequence in sequences}
-    only = next(iter(wanted.values())) if len(wanted) == 1 else None
+    only = next(iter(wanted.values())) if are_all and len(wanted) == 1 else None
     found = ChainAlignments({}, [])
     for name, path, in_folder, read in sorted(_files(paths), key=lambda file: stacking_order(file[0])):
         for_pairing = serves_pairing(name)
         every = parse_chain_alignments(read(), path, None if in_folder else only, row_by_row=for_pairing)
         own = [one for one in every if one.query in wanted]
-        if not own and not in_folder:
+        if not own and not in_folder and are_all:
             raise UserError(
                 f"{path}: its first row is not the sequence of any record in {queries}; give alignments of these"
             )

@@ -81,17 +81,30 @@ def parse_fasta(data: bytes | str, source: str = "<fasta>", chains: bool = False
 
     chains: a sequence may have `:` between the chains of a complex, as ColabFold's.
     """
+    records = fasta_records(data, source, chains)
+    for _, _, wrong in records:
+        if wrong:
+            raise UserError(wrong)
+    return [(name, sequence) for name, sequence, _ in records]
+
+
+def fasta_records(data: bytes | str, source: str, chains: bool = False) -> list[tuple[str, str, str]]:
+    """Parse text as `parse_fasta`; return header, sequence, and what is wrong with the record (or "") of each.
+
+    Errors: UserError for text that is not FASTA.
+    """
     data = plain_text(data, source)
     if b"\0" in data:
         raise UserError(f"{source}: has NUL bytes, so it is not FASTA text; export it again")
     names, sequences = _records(data, source)
     joined, starts = _join(sequences)
     table = _CHAINS if chains else _SEQUENCE
-    _refuse_illegal(table[np.frombuffer(joined, dtype=np.uint8)], starts, joined, names, source)
-    for name, sequence in zip(names, sequences):
+    wrong = _illegal(table[np.frombuffer(joined, dtype=np.uint8)], starts, joined, names, source)
+    for row, (name, sequence) in enumerate(zip(names, sequences)):
         if not sequence:
-            raise UserError(f"{source}: record {_short(name)} has no sequence; remove it or complete the file")
-    return [(name, sequence.decode().upper()) for name, sequence in zip(names, sequences)]
+            wrong[row] = f"{source}: record {_short(name)} has no sequence; remove it or complete the file"
+    both = enumerate(zip(names, sequences))
+    return [(name, sequence.decode().upper(), wrong.get(row, "")) for row, (name, sequence) in both]
 
 
 def read_alignment(path: str | Path, query: str | None = None) -> Alignment:
@@ -370,14 +383,23 @@ def _project(alignment: Alignment, kept: np.ndarray) -> Alignment:
 
 
 def _refuse_illegal(codes: np.ndarray, starts: np.ndarray, letters: bytes, names: Sequence[str], source: str) -> None:
-    """Raise UserError for the first character outside the alphabet: file, record, character, position from 1."""
+    """Raise UserError for the first character outside the alphabet."""
+    for wrong in _illegal(codes, starts, letters, names, source).values():
+        raise UserError(wrong)
+
+
+def _illegal(
+    codes: np.ndarray, starts: np.ndarray, letters: bytes, names: Sequence[str], source: str
+) -> dict[int, str]:
+    """Return where each record first leaves the alphabet, by its row: file, record, character, position from 1."""
     bad = np.flatnonzero(codes == _ILLEGAL)
-    if not bad.size:
-        return
-    row = int(np.searchsorted(starts, bad[0], side="right")) - 1
-    character = letters[bad[0] :].decode(errors="ignore")[:1]
-    where = f"record {row + 1}, {_short(names[row])}, position {bad[0] - starts[row] + 1}"
-    raise UserError(f"{source}: {where} has {character!r}, which is not an amino acid; correct or remove it")
+    rows, first = np.unique(np.searchsorted(starts, bad, side="right") - 1, return_index=True)
+    found: dict[int, str] = {}
+    for row, at in zip(rows.tolist(), bad[first].tolist()):
+        character = letters[at : at + 4].decode(errors="ignore")[:1]
+        where = f"record {row + 1}, {_short(names[row])}, position {at - starts[row] + 1}"
+        found[row] = f"{source}: {where} has {character!r}, which is not an amino acid; correct or remove it"
+    return found
 
 
 def _refuse_widths(widths: np.ndarray, names: Sequence[str], source: str, what: str) -> None:
