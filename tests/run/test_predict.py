@@ -62,7 +62,7 @@ def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment
         assert len(query.alignment) == 2
     entry = predict(tmp_path / "q.fasta", [tmp_path / "U.a3m"], tiny_params, tmp_path / "o")["predictions"][0]
     assert (entry["sequence"], entry["msa_depth"]) == ("MKTAYIXKQRQISFVKSH", 2)
-    assert "1 residue is not one of the twenty amino acids (X at 7)" in entry["warnings"][0]
+    assert "not one of the twenty amino acids, so without atoms: 1 (X at 7)" in entry["warnings"][0]
     prediction = load(tiny_params, device="cpu").fold(query.sequence, ["-KTAYLUKQRQISFVRSH"], name="one")
     with np.load(tmp_path / "o/one/one.npz", allow_pickle=False) as arrays:
         np.testing.assert_array_equal(prediction.positions, arrays["positions"])

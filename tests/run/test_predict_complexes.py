@@ -29,6 +29,8 @@ from warpfold.run.predict_report import warnings_of
 from warpfold.run.predict_templates import TemplateSources, files_of_chains
 from warpfold.run.predictor import Predictor, Prepared, load
 from warpfold.run.queries import ComplexQuery, FoldQuery, read_queries, with_templates
+from warpfold.run.report import Warned
+from warpfold.run.sanity import Geometry, warn_of_confidence
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
 RECORDS = f">H heavy\n{ONE}\n>L\n{TWO}\n>x\n{ONE}\n"  # two entities, three chains
@@ -97,7 +99,7 @@ def test_the_users_chains_in_their_order_are_in_every_file(ranked: tuple[Path, P
     ]
     assert (entry["msa_depth"], entry["msa_given"]) == (3, 5)
     assert entry["paired_rows"] == 1  # MOUSE in all three; HUMAN in the copies of H alone
-    assert re.fullmatch(r"(1 chain break|\d+ chain breaks): neighbouring Cα too near or too far", entry["warnings"][0])
+    assert re.fullmatch(r"chain breaks, neighbouring Cα too near or too far: \d+", entry["warnings"][0])
     folder = out / entry["folder"]
     for kind in ("mmcif", "pdb"):
         model = gemmi.read_structure(str(folder / entry["files"][kind]))[0]
@@ -285,8 +287,41 @@ def test_every_warning_is_on_the_terminal_and_in_the_report(
     for warning in wanted:
         assert err.count(f": {warning}\n") == 1, warning
         assert f": {html.escape(warning)}<" in page, warning
+    assert "mean pLDDT</dt>" not in page.split("</header>")[0]  # of different proteins
     given = summary | {"predictions": [], "warnings": ["of the run"], "input_warnings": {"lost": ["no alignment"]}}
-    assert warnings_of(given) == [([], "of the run"), (["lost"], "no alignment")]
+    assert warnings_of(given) == [Warned("of the run"), Warned("no alignment", {"lost": ""})]
+
+
+def test_warnings_of_a_kind_are_one() -> None:
+    """Numbers become ranges, parentheses go; names with digits make no kind; each protein keeps what is its own."""
+    said: dict[str, list[str]] = {
+        "one": ["pLDDT 49, below 50", "0 of 1,024 used: none in x (1abc, 2xyz)", "2 rows of chain A1", "a/1.a3m left"],
+        "two": ["pLDDT 9.5, below 50", "0 of 30 used: none in x (3abc)", "3 rows of chain B2", "a/2.a3m left"],
+        "six": ["pLDDT 9.5, below 50", "25% of 2022-01-02 (b)", "26% of 2022-01-02 (b)"],
+    }
+    entries = [{"name": name, "warnings": warnings} for name, warnings in said.items()]
+    given = {"input_warnings": {"one": said["one"][:1]}, "predictions": entries}
+    found = {one.said: dict(one.about) for one in warnings_of(given)}
+    assert found == {
+        "pLDDT 9.5 to 49, below 50": {"one": "49", "two": "9.5", "six": "9.5"},
+        "0 of 30 to 1,024 used: none in x": {"one": "1,024, 1abc, 2xyz", "two": "30, 3abc"},
+        **{said[name][i]: {name: ""} for i in (2, 3) for name in ("one", "two")},
+        **{text: {"six": ""} for text in said["six"][1:]},
+    }
+
+
+def test_forty_proteins_have_few_lines_of_warnings() -> None:
+    """Whatever a folded protein is warned of, its counts and scores make no kinds of their own."""
+    entries = []
+    for i in range(40):
+        geometry = Geometry(chain_breaks=i + 1, clashes=3 * i + 1, mirrored=i + 1)
+        plddt = np.full(50, 20 + i % 29, np.float32)
+        entries.append({"name": f"p{i}", "warnings": geometry.warnings() + warn_of_confidence(plddt, 0.01 * i)})
+    found = warnings_of({"input_warnings": {}, "predictions": entries})
+    assert [len(one.about) for one in found] == [40] * 5
+    assert found[1].heading("proteins") + found[1].said == (
+        "40 proteins: clashes between atoms of different residues: 1 to 118"
+    )
 
 
 def test_the_report_shows_what_was_relaxed(

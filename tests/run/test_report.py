@@ -16,7 +16,7 @@ from warpfold.data.structure.write import Modelling, write_mmcif
 from warpfold.run import charts, figures
 from warpfold.run import report as report_module
 from warpfold.run.coverage import Coverage
-from warpfold.run.report import ReportPage, ReportTable, Section, Target, render, write_report
+from warpfold.run.report import ReportPage, ReportTable, Section, Target, Warned, render, write_report
 
 NASTY = '</script><script>alert("1")</script>&'
 
@@ -142,7 +142,9 @@ def test_plddt_has_alphafold_db_colours_and_bands() -> None:
 
 
 def test_warnings_stand_above_the_numbers() -> None:
-    page = replace(report(target()), warnings=[("", "hits match nothing"), ("one", "a one-row alignment")])
+    page = replace(
+        report(target()), warnings=[Warned("hits match nothing"), Warned("a one-row alignment", {"one": ""})]
+    )
     html = render(page)
     places = [
         html.index(text) for text in ("hits match nothing", "a one-row alignment", '<dl class="facts">', "2 clashes")
@@ -150,8 +152,20 @@ def test_warnings_stand_above_the_numbers() -> None:
     assert places == sorted(places)
     assert html.index("2 clashes") < html.index("71.5")
     assert '<a href="#target-0">one</a>: a one-row alignment' in html
-    many = replace(page, warnings=[("", f"warning {i}") for i in range(50)])
-    assert "and 38 more" in Page(render(many)).text
+
+
+def test_a_warning_of_many_proteins_is_a_line_that_opens() -> None:
+    """So is what goes beyond the first few warnings; nothing is left out."""
+    about = {"one": "31", **{f"<{i}>": "40" for i in range(40)}}
+    warnings = [Warned("low confidence: 31 to 40", about), *(Warned(f"warning {i}.") for i in range(50))]
+    html = render(replace(report(target()), warnings=warnings)).split("</header>")[0]
+    assert "<details><summary>41 proteins: low confidence: 31 to 40</summary>" in html
+    assert '<a href="#target-0">one</a> 31<' in html
+    open_lines = re.sub(r"(?<=</summary>).*?(?=</details>)", "", html, flags=re.S)
+    assert open_lines.count("<li>") == report_module.WARNED + 1
+    assert "<summary>and 43 more</summary>" in open_lines
+    for text in (*(f"&lt;{i}&gt; 40<" for i in range(40)), *(f"warning {i}." for i in range(50))):
+        assert html.count(text) == 1
 
 
 def test_a_picture_keeps_its_numbers() -> None:

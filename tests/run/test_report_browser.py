@@ -66,6 +66,7 @@ def write_page(out: Path, predictions: list[Prediction]) -> list[dict[str, Any]]
         "device": "cpu",
         "settings": {"seed": 0, "seeds": len(predictions)},
         "warnings": ["alignments of none of the sequences: other.a3m"],
+        "input_warnings": {},
     }
     write_report(out / "report.html", prediction_report(out, summary))
     return entries

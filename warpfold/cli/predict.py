@@ -249,7 +249,7 @@ def _lacks_templates(entry: dict[str, Any]) -> bool:
 
 def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
     """Print the summary, or a line for each prediction; and in any case what is to be known of the input or failed."""
-    from warpfold.run.predict_report import listed, warnings_of
+    from warpfold.run.predict_report import warnings_of
 
     say_refused(summary["refused"])
     if as_json:
@@ -261,8 +261,8 @@ def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
     if not as_json and summary["status"] != "running":
         typer.echo(f"report: {out / 'report.html'}")
     warnings = warnings_of(summary)
-    for names, warning in warnings[:WARNED]:
-        typer.echo(f"{listed(names, 'queries') or 'warning'}: {warning}", err=True)
+    for one in warnings[:WARNED]:
+        typer.echo(f"{one.heading('queries') or 'warning: '}{one.said}", err=True)
     if len(warnings) > WARNED:
         typer.echo(f"and {len(warnings) - WARNED} more warnings, in {out / 'summary.json'}", err=True)
     for failure in summary["failures"]:

@@ -21,6 +21,10 @@ from warpfold.run.score import Score, score
 
 CA = ATOM_ORDER["CA"]
 DRAWN = 4  # held-out examples shown in 3D
+TOYS = (
+    "The proteins are short and the model trained for minutes: low confidence, chain breaks and clashes, of which "
+    "warnings stand below, are to be expected. Grey is the true structure."
+)
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ PROTEINS = DemoSubject(
     longest=40,
     interface=(),
     title="WarpFold learns to fold",
-    lead="A small AlphaFold2, trained here and now on made-up proteins, folds some that it has never seen.",
+    lead="A small AlphaFold2, trained here and now on made-up proteins, folds some that it has never seen. " + TOYS,
     made="proteins were made from ideal bond geometry, with alignments that vary as contacts allow; some were held "
     "out, new sequences and structures of the same kinds of fold. lDDT-Cα, 0 to 1, is the share of distances between "
     "Cα that are right.",
@@ -109,7 +113,8 @@ DIMERS = DemoSubject(
     longest=34,
     interface=(INTERFACE_LDDT, DOCKQ, IPTM),  # DockQ is no guide before chains keep apart
     title="WarpFold learns to dock",
-    lead="A small AlphaFold-Multimer, trained here and now on made-up dimers, folds some that it has never seen.",
+    lead="A small AlphaFold-Multimer, trained here and now on made-up dimers, folds some that it has never seen. "
+    + TOYS,
     made="dimers were made, every second one of equal chains. Residues that touch across the interface vary together "
     "in rows of one organism, so the alignments tell how the chains meet. Some dimers were held out, new sequences and "
     "structures of the same kinds. Interface lDDT, 0 to 1, is the share of distances between atoms of the two chains "

@@ -3,7 +3,7 @@
 import html
 from typing import TYPE_CHECKING
 
-from warpfold.run.report import ReportPage, Target, render
+from warpfold.run.report import ReportPage, Target, Warned, render
 from warpfold.run.sanity import warn_of_confidence
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def page_of(prediction: "Prediction") -> str:
         coverage=prediction.coverage,
     )
     doubts = warn_of_confidence(prediction.plddt, prediction.ptm, prediction.iptm)
-    warnings = [("", warning) for warning in (*prediction.details.get("warnings", ()), *doubts)]
+    warnings = [Warned(warning) for warning in (*prediction.details.get("warnings", ()), *doubts)]
     return render(ReportPage(prediction.name, "Folded by WarpFold.", targets=[target], warnings=warnings))
 
 

@@ -342,9 +342,9 @@ def _unknown(prediction: Prediction) -> list[str]:
     ]
     if not places:
         return []
-    what = "1 residue is" if len(places) == 1 else f"{len(places)} residues are"
     some = ", ".join(places[:5]) + (" ..." if len(places) > 5 else "")
-    return [f"{what} not one of the twenty amino acids (X at {some}), so without atoms; write C for U to get cysteine"]
+    what = f"not one of the twenty amino acids, so without atoms: {len(places)} (X at {some})"
+    return [f"{what}; write C for U to get cysteine"]
 
 
 def _without_pdb(prediction: Prediction, files: Mapping[str, str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,15 @@ import numpy as np
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.run import figures
 from warpfold.run.coverage import Coverage
-from warpfold.run.report import ReportPage, ReportTable, Section, Target
+from warpfold.run.report import ReportPage, ReportTable, Section, Target, Warned
 
 DRAWN = 40  # predictions that the report of `predict` draws; its table lists all
 DRAWN_OF_EACH = 5  # of one protein or complex, the best
 CHAINS = 6  # whose own pTM stands above a complex; summary.json has that of all
 LENGTHS = 10  # different ones, from which on time is drawn against length
 ENERGIES = ("energy_before", "energy_after")  # of a relaxation
+# In a warning, what differs between those of a kind: what is in parentheses, and numbers, but not those within names.
+PARTICULAR = re.compile(r" ?\([^)]*\)|(?<![\w./-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w/-]|\.\w)")
 
 
 def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
@@ -40,11 +43,10 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
     facts = [] if alone else [("proteins folded", str(len(best)))]
     if failures:
         facts.append(("failed", str(len(failures))))
-    if entries:
-        facts.append(("mean pLDDT", f"{np.mean([e['mean_plddt'] for e in best]):.1f}"))
-    for key, title in (("iptm", "ipTM"), ("ptm", "pTM")):
-        if alone and best[0].get(key) is not None:
-            facts.append((title, f"{best[0][key]:.2f}"))
+    if alone:  # a mean over different proteins says nothing
+        facts.append(("mean pLDDT", f"{best[0]['mean_plddt']:.1f}"))
+        known = ((title, best[0].get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM")))
+        facts += [(title, f"{value:.2f}") for title, value in known if value is not None]
     facts.append(("seconds in all", f"{summary['seconds']:.0f}"))
     shown = [entry for entry in entries if entry.get("rank", 1) <= DRAWN_OF_EACH][:DRAWN]
     names = ", ".join(model["file"] for model in summary["models"])
@@ -59,8 +61,8 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
         # a single protein's warnings stand above the numbers already
         targets=[target_of(out, e | ({"warnings": []} if alone and e is best[0] else {})) for e in shown],
         warnings=[
-            ("" if alone else labels.get(names[0], names[0]) if len(names) == 1 else listed(names, "proteins"), said)
-            for names, said in warnings_of(summary)
+            Warned(one.said, {} if alone else {labels.get(name, name): own for name, own in one.about.items()})
+            for one in warnings_of(summary)
         ],
         footer=[
             f"WarpFold {versions['warpfold']} · torch {versions['torch']} · {summary['device']} · "
@@ -74,23 +76,44 @@ def _best(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [entry for entry in summary["predictions"] if entry.get("rank", 1) == 1]
 
 
-def warnings_of(summary: Mapping[str, Any]) -> list[tuple[list[str], str]]:
-    """Return each warning of a summary once, and the proteins that it is about: none of them where it is of the run.
+def warnings_of(summary: Mapping[str, Any]) -> list[Warned]:
+    """Return each kind of warning of a summary once, with the proteins that it is about.
 
     Of the run, of what was given (of proteins that failed too), and of each protein's best prediction, in this order.
     The terminal and the report both say these, and no others.
     """
-    about: dict[str, dict[str, None]] = {}  # the names in their order, each once
+    kinds: dict[str, dict[str, list[str]]] = {}  # what those of a kind share -> protein -> its sentences, each once
     given = summary["input_warnings"].items()
-    for name, said in [*given, *((entry["name"], entry["warnings"]) for entry in _best(summary))]:
-        for warning in said:
-            about.setdefault(warning, {})[name] = None
-    return [([], said) for said in summary.get("warnings", ())] + [([*names], said) for said, names in about.items()]
+    for name, warnings in [*given, *((entry["name"], entry["warnings"]) for entry in _best(summary))]:
+        for said in warnings:
+            kind = PARTICULAR.sub(lambda found: "()" if found[0].endswith(")") else "0", said)
+            own = kinds.setdefault(kind, {}).setdefault(name, [])
+            own += [said] if said not in own else []
+    found = [Warned(said) for said in summary.get("warnings", ())]
+    for about in kinds.values():
+        if len(about) == 1:
+            found += [Warned(said, dict.fromkeys(about, "")) for said in next(iter(about.values()))]
+        else:
+            found.append(_of_one_kind(about))
+    return found
 
 
-def listed(names: Sequence[str], what: str) -> str:
-    """Return up to three names, or how many there are of what."""
-    return f"{len(names)} {what}" if len(names) > 3 else ", ".join(names)
+def _of_one_kind(about: Mapping[str, Sequence[str]]) -> Warned:
+    """Return one sentence for those of several proteins: numbers that differ become a range, parentheses go."""
+    names, sentences = zip(*((name, said) for name, own in about.items() for said in own))
+    values = [*zip(*map(PARTICULAR.findall, sentences))]  # of each place the values in all sentences
+    common = ""
+    for text, found in zip(PARTICULAR.split(sentences[0]), [*values, ("",)]):
+        if len(set(found)) > 1:
+            numbers = sorted(found, key=lambda one: float(one.replace(",", ""))) if found[0][-1] != ")" else ()
+            common += text + (f"{numbers[0]} to {numbers[-1]}" if numbers else "")
+        else:
+            common += text + found[0]
+    differing = [[one.strip(" ()") for one in found] for found in values if len(set(found)) > 1]
+    own: dict[str, list[str]] = {name: [] for name in names}
+    for i, name in enumerate(names):
+        own[name] += [", ".join(found[i] for found in differing)] if differing else []
+    return Warned(common, {name: "; ".join(of) for name, of in own.items()})
 
 
 def _all_proteins(entries: Sequence[Mapping[str, Any]]) -> ReportTable:

@@ -26,7 +26,20 @@ from warpfold.run.coverage import Coverage
 HERE = Path(__file__).parent
 INTERFACE_HEADER = ("interface", "ipTM", "interface pLDDT", "contacts")
 KEY = ("Very high (pLDDT > 90)", "High (90 > pLDDT > 70)", "Low (70 > pLDDT > 50)", "Very low (pLDDT < 50)")
-WARNED = 12  # warnings that stand at the head of a page; it says how many more there are
+WARNED = 8  # warnings that stand open at the head of a page; it says how many more there are
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A warning, and the names of what it is about, each with what the sentence does not say of it; none: the run."""
+
+    said: str
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    def heading(self, what: str) -> str:
+        """Return up to three names and a colon, or how many there are of `what`; nothing for a warning of the run."""
+        names = f"{len(self.about)} {what}" if len(self.about) > 3 else ", ".join(self.about)
+        return f"{names}: " if names else ""
 
 
 @dataclass(frozen=True)
@@ -82,7 +95,7 @@ class Section:
 class ReportPage:
     """Everything on the page; `facts` are the few numbers at its head, `footer` the lines at its foot.
 
-    warnings: what must be known before the facts are read: the name of a target, or nothing, and a sentence.
+    warnings: what must be known before the facts are read; what they are about are targets.
     """
 
     title: str
@@ -91,7 +104,7 @@ class ReportPage:
     sections: Sequence[Section] = ()
     targets: Sequence[Target] = ()
     footer: Sequence[str] = field(default_factory=tuple)
-    warnings: Sequence[tuple[str, str]] = ()
+    warnings: Sequence[Warned] = ()
 
 
 def write_report(path: Path, report: ReportPage) -> None:
@@ -177,13 +190,24 @@ def _link(name: str, anchors: Mapping[str, str]) -> str:
     return f'<a href="#{anchors[name]}">{_text(name)}</a>' if name in anchors else _text(name)
 
 
-def _warnings(warnings: Sequence[tuple[str, str]], anchors: Mapping[str, str]) -> str:
-    """Return warnings, each with what it is about, if it is about something."""
-    lines = [f"{_link(name, anchors) + ': ' if name else ''}{_text(what)}" for name, what in warnings[:WARNED]]
-    if len(warnings) > WARNED:
-        lines.append(f"and {len(warnings) - WARNED} more: at each protein, and in summary.json")
-    items = "".join(f"<li>{line}</li>" for line in lines)
-    return f'<ul class="warnings" aria-label="warnings">{items}</ul>' if items else ""
+def _warnings(warnings: Sequence[Warned], anchors: Mapping[str, str]) -> str:
+    """Return a line for each warning; what opens has those beyond the first, and whom one is about if several."""
+    items = [f"<li>{_warning(one, anchors)}</li>" for one in warnings]
+    if len(items) > WARNED:
+        more = f"<summary>and {len(items) - WARNED} more</summary><ul>{''.join(items[WARNED:])}</ul>"
+        items[WARNED:] = [f"<li><details>{more}</details></li>"]
+    return f'<ul class="warnings" aria-label="warnings">{"".join(items)}</ul>' if items else ""
+
+
+def _warning(warning: Warned, anchors: Mapping[str, str]) -> str:
+    names = {name: _link(name, anchors) for name in warning.about}
+    if len(names) < 2:
+        return "".join(f"{name}: " for name in names.values()) + _text(warning.said)
+    each = (
+        f"<span>{name}{' ' + _text(own) if (own := warning.about[key]) else ''}</span>" for key, name in names.items()
+    )
+    line = _text(warning.heading("proteins") + warning.said)
+    return f"<details><summary>{line}</summary><p>{' '.join(each)}</p></details>"
 
 
 def _side_by_side(group: Sequence[tuple[int, Target]]) -> str:
@@ -224,7 +248,7 @@ def _target(index: int, target: Target) -> str:
     interfaces = _table(ReportTable(INTERFACE_HEADER, target.interfaces), {}) if target.interfaces else ""
     return f"""<article id="target-{index}" data-target="{index}">
 <h3>{_text(target.name)}</h3>
-{_warnings([("", warning) for warning in target.warnings], {})}
+{_warnings([Warned(warning) for warning in target.warnings], {})}
 <dl class="numbers">{numbers}</dl>
 <div class="target">
 <div>
