@@ -15,6 +15,11 @@ def no_progress(done: float, total: int, what: str) -> None:
     """Report nothing."""
 
 
+def within(tell: Progress, done: float, total: int, about: str = "") -> Progress:
+    """Return the progress of one item of a longer command, `done` of whose `total` came before; about: comes first."""
+    return lambda part, parts, what: tell(done + part / max(1, parts), total, about + what)
+
+
 def as_time(seconds: float) -> str:
     """Return a duration for people: "40 s", "12 min", "3.5 h"."""
     if seconds < 90:

@@ -162,6 +162,36 @@ def test_how_long_a_protein_can_be(formulas: None) -> None:
     assert longest(job(), free(50), Plan()) == 0
 
 
+def test_progress_turns_before_each_estimate(formulas: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[float] = []
+    waiting, near = [0], False  # estimates since the last turn
+    estimate = planner.estimate_memory
+
+    def counted(*given: Any) -> MemoryEstimate:
+        waiting.append(waiting.pop() + 1)
+        assert waiting[0] <= 1 + near, f"another estimate without a word after {turns}"
+        return estimate(*given)
+
+    def tell(done: float, total: int, what: str) -> None:
+        assert 0 <= done < total
+        assert what
+        waiting[0] = 0
+        turns.append(done / total)
+
+    monkeypatch.setattr(planner, "estimate_memory", counted)
+    looked = choose(job(), free(6 * 100 * 2048**2), every=True, tell=tell).considered
+    assert len(turns) == 2 * len(looked)  # the time of each, and its memory
+    assert turns == sorted(turns)
+    turns.clear()
+    longest(job(), free(6 * 100 * 3000**2), Plan(), tell)
+    assert len(turns) > 2
+    assert turns == sorted(turns)
+    choose(training(), free(60 * 100 * 256**2), tell=tell)
+    near = True  # too large by so little that an estimate of rounded sizes is followed by one of its own
+    with pytest.raises(UserError, match="what would fit"):
+        choose(job(), free(int(0.8 * 100 * 2048**2)), every=True, tell=tell)
+
+
 def test_thousands_of_lengths_are_few_estimates() -> None:
     assert len({rounded(job(residues)).sizes.residues for residues in range(30, 2000)}) < 110
     for residues in (1, 30, 257, 1023, 5000):

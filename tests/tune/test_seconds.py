@@ -208,11 +208,14 @@ def test_a_forward_rate_does_not_stand_in_for_a_backward_pass(rates: Rates) -> N
 
 @pytest.mark.parametrize("which", ["forward", "training", "backward"])
 def test_what_nobody_asks_for_is_not_measured(which: PassName) -> None:
-    found = measured("cpu", torch.float32, clock=FakeClock())
+    said: list[str] = []
+    found = measured("cpu", torch.float32, clock=FakeClock(), tell=said.append)
     before = set(found.ops)
     key: RateKey = ("outer_product", which, torch.float32)
     assert found.ops[key].call >= 0
+    assert found.ops[key].call >= 0
     assert set(found.ops) - before == {key}
+    assert sum("outer_product" in what for what in said) == 1  # before it is measured, not when it is read
 
 
 @pytest.mark.parametrize("which", ["forward", "training", "backward"])

@@ -189,7 +189,8 @@ def _report(found: "list[PlanTarget]", given: Any, asked: _Asked, of_training: b
         fixed |= own
         rates = machine.rates(DTYPES[fixed.get("precision", "fp32")])
         if rates is not None:
-            return step_report(found[0].name, found[0].job, machine, there, rates, fixed, sync, asked.price)
+            with progress_bar(every=10) as tell:
+                return step_report(found[0].name, found[0].job, machine, there, rates, fixed, sync, asked.price, tell)
     if asked.only_for_ranks:
         why = "how fast the device is, is not known: name it, as in --device H100" if of_training and there else (
             "it is for trainings on several devices; leave it out, or give --devices")  # fmt: skip
@@ -198,7 +199,7 @@ def _report(found: "list[PlanTarget]", given: Any, asked: _Asked, of_training: b
     fixed |= own
     if machine.here and (slow := slow_precision(fixed.get("precision", "fp32"), machine.kind)):
         typer.echo(slow, err=True)
-    with progress_bar(narrate=True) as progress:
+    with progress_bar(every=10) as progress:
         return plan_report(found, machine, fixed, progress)
 
 

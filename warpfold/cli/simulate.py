@@ -22,7 +22,7 @@ from warpfold.cli.common import (
 )
 from warpfold.errors import UserError
 from warpfold.files import check_new, write_atomically
-from warpfold.progress import as_time, progress_bar
+from warpfold.progress import as_time, progress_bar, within
 
 if TYPE_CHECKING:
     from warpfold.tune.simulate.simulation import SimulatedTraining
@@ -92,19 +92,20 @@ def simulate(
 
     _check(figure)
     given = load_settings(settings, change or [])
-    found = scenario_of(
-        given,
-        known_cluster(cluster, devices, node, device, link),
-        {"data": data, "axial": axial, "branch": branch},
-        chance_of(workers, example_seconds, slow, spread),
-        interruptions_of(given, failures, restart, validation_seconds),
-        recycles,
-        graphs=graphs,
-        seed=seed,
-        **({} if steps is None else {"steps": steps}),
-    )
-    with progress_bar(narrate=True) as progress:
-        result, spans = run_scenario(found, progress)
+    with progress_bar(every=10) as progress:
+        found = scenario_of(
+            given,
+            known_cluster(cluster, devices, node, device, link),
+            {"data": data, "axial": axial, "branch": branch},
+            chance_of(workers, example_seconds, slow, spread),
+            interruptions_of(given, failures, restart, validation_seconds),
+            recycles,
+            within(progress, 0, 2, "choosing a plan, "),
+            graphs=graphs,
+            seed=seed,
+            **({} if steps is None else {"steps": steps}),
+        )
+        result, spans = run_scenario(found, within(progress, 1, 2))
     if as_json:
         cost = {} if price is None else {"cost": price * result.device_hours}
         show(result.as_json() | cost)

@@ -10,7 +10,7 @@ from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import UserError
 from warpfold.model.alphafold import ModelConfig
 from warpfold.parallel.plan import Plan
-from warpfold.progress import Progress, no_progress
+from warpfold.progress import Progress, no_progress, within
 from warpfold.run.params import Params
 from warpfold.run.queries import ComplexQuery, Query, read_queries
 from warpfold.settings import to_dict
@@ -99,13 +99,11 @@ def plan_report(
     largest = max(targets, key=lambda target: target.job.sizes.residues)
     found = []
     for done, target in enumerate(targets):
-        tell(done, len(targets) + 2, target.name)
-        found.append(_row(target, machine, fixed))
-    tell(len(targets), len(targets) + 2, f"every plan of {largest.name}")
-    every = _every(largest.job, machine, fixed)
-    tell(len(targets) + 1, len(targets) + 2, "how long a protein can be")
+        found.append(_row(target, machine, fixed, within(tell, done, len(targets) + 2, f"{target.name}, ")))
+    all_plans, lengths = (within(tell, len(targets) + more, len(targets) + 2) for more in (0, 1))
+    every = _every(largest.job, machine, fixed, all_plans)
     far = every.pop("far", False)  # too large: the refusal has said already what would fit
-    most = {} if largest.job.training or far else longest_of(largest.job, machine, fixed)
+    most = {} if largest.job.training or far else longest_of(largest.job, machine, fixed, lengths)
     return {
         "machine": str(machine),
         "free": machine.free,
@@ -117,18 +115,18 @@ def plan_report(
     }
 
 
-def _row(target: PlanTarget, machine: Machine, fixed: Mapping[str, Any]) -> dict[str, Any]:
+def _row(target: PlanTarget, machine: Machine, fixed: Mapping[str, Any], tell: Progress) -> dict[str, Any]:
     row: dict[str, Any] = {"name": target.name, "residues": target.job.sizes.residues}
     try:
-        choice = _chosen(target.job, machine, fixed)
+        choice = _chosen(target.job, machine, fixed, False, tell)
     except NothingFitsError as error:
         return row | {"refused": str(error)}
     return row | {"said": str(choice), **_numbers(_of(choice), target.job, machine)}
 
 
-def _chosen(job: Job, machine: Machine, fixed: Mapping[str, Any], every: bool = False) -> Choice:
+def _chosen(job: Job, machine: Machine, fixed: Mapping[str, Any], every: bool, tell: Progress) -> Choice:
     try:
-        return choose(job, machine, fixed, every)
+        return choose(job, machine, fixed, every, tell=tell)
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -150,10 +148,10 @@ def _numbers(one: Considered, job: Job, machine: Machine) -> dict[str, Any]:
     }
 
 
-def _every(job: Job, machine: Machine, fixed: Mapping[str, Any]) -> dict[str, Any]:
+def _every(job: Job, machine: Machine, fixed: Mapping[str, Any], tell: Progress) -> dict[str, Any]:
     """Return every plan of a job, the chosen one marked, and how it fills the memory over the run."""
     try:
-        choice = _chosen(job, machine, fixed, every=True)
+        choice = _chosen(job, machine, fixed, True, tell)
     except NothingFitsError as error:
         plans = [_numbers(one, job, machine) | {"chosen": False} for one in error.looked]
         far = all(one.memory is not None and one.memory.at_least for one in error.looked)
@@ -164,7 +162,7 @@ def _every(job: Job, machine: Machine, fixed: Mapping[str, Any]) -> dict[str, An
     return {"plans": plans, "at_peak": choice.memory.at_peak, "course": course, "seconds_by_layer": by_layer}
 
 
-def longest_of(job: Job, machine: Machine, fixed: Mapping[str, Any]) -> dict[str, int]:
+def longest_of(job: Job, machine: Machine, fixed: Mapping[str, Any], tell: Progress = no_progress) -> dict[str, int]:
     """Return how many residues fit: whole, in slices, with z in host memory, shared by all devices."""
     n = job.sizes.residues
     chunk = max(FEWEST, -(-n // SLICES[-2]))
@@ -176,9 +174,9 @@ def longest_of(job: Job, machine: Machine, fixed: Mapping[str, Any]) -> dict[str
     if machine.devices > 1:
         ways[f"in slices, on {machine.devices} devices"] = {"chunk": chunk, "in_place": True, "axial": machine.devices}
     found = {}
-    for title, keys in ways.items():
+    for done, (title, keys) in enumerate(ways.items()):
         if all(fixed.get(key, value) == value for key, value in keys.items()):
-            found[title] = longest(job, machine, Plan(**{**fixed, **keys, "data": 1}))
+            found[title] = longest(job, machine, Plan(**{**fixed, **keys, "data": 1}), within(tell, done, len(ways)))
     return found
 
 

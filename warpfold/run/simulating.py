@@ -9,7 +9,7 @@ import torch
 
 from warpfold.errors import UserError
 from warpfold.parallel.plan import DTYPES, Plan
-from warpfold.progress import Progress
+from warpfold.progress import Progress, no_progress
 from warpfold.run.config import GivenSettings
 from warpfold.run.planning import training_job
 from warpfold.tune.cluster.links import Cluster, read_cluster
@@ -50,6 +50,7 @@ def scenario_of(
     chance: Chance,
     interruptions: Interruptions,
     recycles: int | None = None,
+    tell: Progress = no_progress,
     **more: Any,
 ) -> Scenario:
     """Return what is to be simulated: the training of some settings on all ranks of a cluster.
@@ -64,7 +65,7 @@ def scenario_of(
     job = job if recycles is None else replace(job, recycles=recycles)
     rates = rates_of(cluster, config.plan.precision)
     chosen, said = (
-        _chosen(given, job, cluster, rates, asked)
+        _chosen(given, job, cluster, rates, asked, tell)
         if given.auto
         else (replace(config.plan, **dict[str, Any](asked)), "")
     )
@@ -89,13 +90,13 @@ def scenario_of(
 
 
 def _chosen(
-    given: GivenSettings, job: Job, cluster: Cluster, rates: Rates, asked: Mapping[str, int]
+    given: GivenSettings, job: Job, cluster: Cluster, rates: Rates, asked: Mapping[str, int], tell: Progress
 ) -> tuple[Plan, str]:
     """Return the plan that a training would choose on a cluster, and why.  Errors: UserError where there is none."""
     fixed, sync = given.fixed_on_ranks(CHOSEN_ON_RANKS)
     machine = planned_machine(of_sheet(cluster.device), None, cluster.ranks)
     try:
-        choice = choose_step(job, machine, cluster, rates, {**fixed, **asked}, sync)
+        choice = choose_step(job, machine, cluster, rates, {**fixed, **asked}, sync, tell)
     except ValueError as error:
         raise UserError(str(error)) from error
     return choice.plan, choice_in_words(choice)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from warpfold.errors import UserError
+from warpfold.progress import Progress, no_progress
 from warpfold.settings import to_dict
 from warpfold.tune.cluster.links import Cluster
 from warpfold.tune.gradient_traffic import data_ranks_on_node
@@ -26,6 +27,7 @@ def step_report(
     fixed: Mapping[str, Any],
     sync: Mapping[str, Any],
     price: float | None = None,
+    tell: Progress = no_progress,
 ) -> dict[str, Any]:
     """Return the plans of a training on a cluster, the chosen one marked, as JSON can hold it.
 
@@ -44,7 +46,7 @@ def step_report(
         "course": [],
     }
     try:
-        choice = choose_step(job, machine, cluster, rates, fixed, sync)
+        choice = choose_step(job, machine, cluster, rates, fixed, sync, tell)
     except NothingFitsError as error:
         return about | {"refused": str(error), "plans": [], "left_out": []}
     except ValueError as error:

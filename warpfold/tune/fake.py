@@ -172,6 +172,8 @@ class Memory(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if kind is Kind.IN_PLACE and args[0].is_meta and type(args[0]) in PLAIN:
             return args[0]
+        if kind is Kind.VIEW:
+            return func(*args, **kwargs)
         key = _key(func, args, kwargs) if kind in (Kind.NEW, Kind.OUT) else None
         if key is not None and (known := self._made.get(key)) is not None:
             if kind is Kind.OUT:
@@ -239,6 +241,7 @@ class Kind(enum.Enum):
 
     COMPOSITE = enum.auto()  # made of others, which are to be seen
     IN_PLACE = enum.auto()  # changes numbers of its first argument, and returns it
+    VIEW = enum.auto()  # shows memory of its arguments: half of all that a model calls
     NEW = enum.auto()  # makes tensors of their own
     OUT = enum.auto()  # writes to its argument `out`, and returns it
     OTHER = enum.auto()
@@ -252,7 +255,7 @@ def _kind(func: Any) -> Kind:
     if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:
         return Kind.OTHER
     if not schema.is_mutable:
-        return Kind.OTHER if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)) else Kind.NEW
+        return Kind.VIEW if any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)) else Kind.NEW
     changed = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
     returned = [a.alias_info is not None and a.alias_info.is_write for a in schema.returns]
     if sum(changed) != 1 or returned != [True]:

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -54,10 +55,13 @@ class Machine:
     how: str = "given"
     here: bool = False
 
-    def rates(self, dtype: torch.dtype) -> Rates | None:
-        """Return how fast a device is: measured if it is here, else of its data sheet; None where neither is known."""
+    def rates(self, dtype: torch.dtype, tell: Callable[[str], None] = lambda what: None) -> Rates | None:
+        """Return how fast a device is: measured if it is here, else of its data sheet; None where neither is known.
+
+        tell: called with what is measured, before it is.
+        """
         if self.here and self.name:
-            return measured(self.kind, dtype)
+            return measured(self.kind, dtype, tell=tell)
         if any(name.lower() in self.name.lower() for name in SHEETS):
             return of_gpu(self.name)
         return None

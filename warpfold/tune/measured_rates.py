@@ -33,13 +33,22 @@ Clock = Callable[[], float]
 Point = tuple[Cost, float, float]  # a cost, the seconds that it took, and the calls that shared it
 
 
-def measured(device: torch.device | str, dtype: torch.dtype, clock: Clock = time.perf_counter) -> Rates:
+def measured(
+    device: torch.device | str,
+    dtype: torch.dtype,
+    clock: Clock = time.perf_counter,
+    tell: Callable[[str], None] = lambda what: None,
+) -> Rates:
     """Return the rates of this device, each measured when it is first asked for, and then known to this process.
 
     A prediction asks for about a dozen, which takes some 3.5 s of one core; a training for twice as many.
     dtype: of the trunk.  clock: `time.process_time` leaves out what others do on this CPU.
+    tell: called with what is measured, before it is.
     """
-    return _measured(torch.device(device), dtype, clock, torch.get_num_threads())
+    rates = _measured(torch.device(device), dtype, clock, torch.get_num_threads())
+    assert isinstance(rates.ops, _MeasuredOps)
+    rates.ops.tell = tell
+    return rates
 
 
 @cache
@@ -55,6 +64,7 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
 
     def __init__(self, device: torch.device, clock: Clock) -> None:
         self.device, self.clock, self.found = device, clock, dict[RateKey, Rate]()
+        self.tell: Callable[[str], None] = lambda what: None
         self.loops = dict[torch.dtype, Rate]()  # of torch's operations, each in a loop of its own
 
     def __getitem__(self, key: RateKey) -> Rate:
@@ -66,6 +76,7 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
         op, which, dtype = key
         if op not in MEASURED:
             raise KeyError(key)
+        self.tell(f"how fast this device is: {op}, {which}, {str(dtype).removeprefix('torch.')}")
         with torch.inference_mode(False), torch.set_grad_enabled(which != "forward"):
             timer = _Timer(self.device, self.clock)
             return replace(fitted(list(timer.points(op, which, dtype)), usual), spread=timer.spread)

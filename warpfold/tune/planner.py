@@ -12,6 +12,7 @@ from typing import Any
 
 from warpfold.errors import UserError
 from warpfold.parallel.plan import CACHED, DTYPES, Plan, Recompute
+from warpfold.progress import Progress, no_progress, within
 from warpfold.tune.job import Job
 from warpfold.tune.machine import Machine, in_gb
 from warpfold.tune.memory import MemoryEstimate, estimate_memory, with_margin
@@ -24,6 +25,7 @@ FEWEST = 4  # rows of a slice: with fewer, calls cost more than what they comput
 EQUAL = 1.1  # plans whose times differ by less are equally fast, as far as anybody knows; the simplest is taken
 STEPS = 16  # sizes between a power of two and the next for which memory is estimated: at most 6 % too many residues
 NEARLY = 1.3  # what needs so many times what is free, for rounded sizes, does not fit for its own sizes either
+LOOKS = 8  # estimates, at most, that the longest protein is looked for with
 CHOSEN = ("data", "axial", "chunk", "in_place", "offload")  # keys of the plan of a prediction that are chosen
 CHOSEN_IN_TRAINING = ("data", "axial", "recompute", "keep_blocks", "offload")
 
@@ -67,7 +69,12 @@ class Choice:
 
 
 def choose(
-    job: Job, machine: Machine, fixed: Mapping[str, Any] | None = None, every: bool = False, examples: int = 1
+    job: Job,
+    machine: Machine,
+    fixed: Mapping[str, Any] | None = None,
+    every: bool = False,
+    examples: int = 1,
+    tell: Progress = no_progress,
 ) -> Choice:
     """Return the fastest plan that fits, the simplest of those that are equally fast.
 
@@ -83,19 +90,20 @@ def choose(
     if all(lacking(lower_bound(job, plan), machine) for plan in plans):  # nor is it of interest how long they take
         bounds = [(plan, lower_bound(job, plan)) for plan in plans]
         too_large = [Considered(plan, bound, None, lacking(bound, machine)) for plan, bound in bounds]
-        raise NothingFitsError(job, machine, fixed or {}, too_large)
-    plans = candidates(job, machine, fixed or {}) if job.training else plans
-    looked, chosen = [], None
-    for plan, seconds in _by_time(job, machine, plans, examples):
+        raise NothingFitsError(job, machine, fixed or {}, too_large, tell)
+    plans = candidates(job, machine, fixed or {}, tell=within(tell, 0, 3)) if job.training else plans
+    looked, chosen = list[Considered](), None
+    for plan, seconds in _by_time(job, machine, plans, examples, within(tell, 1, 3)):
         if chosen is not None and not every:
             looked.append(Considered(plan, None, seconds))
             continue
+        within(tell, 2, 3)(len(looked), len(plans), f"estimating memory: {describe_plan(plan, job.training)}")
         memory = estimate(job, plan, machine, rounded=not every)
         looked.append(Considered(plan, memory, seconds, lacking(memory, machine)))
         if chosen is None and not looked[-1].reason:
             chosen = looked[-1]
     if chosen is None or chosen.memory is None:
-        raise NothingFitsError(job, machine, fixed or {}, looked)
+        raise NothingFitsError(job, machine, fixed or {}, looked, tell)
     return Choice(job, machine, chosen.plan, chosen.memory, chosen.seconds, tuple(looked))
 
 
@@ -116,15 +124,17 @@ def tighter(choice: Choice) -> Choice | None:
 # Which plans there are
 
 
-def candidates(job: Job, machine: Machine, fixed: Mapping[str, Any], kept: bool = True) -> list[Plan]:
+def candidates(
+    job: Job, machine: Machine, fixed: Mapping[str, Any], kept: bool = True, tell: Progress = no_progress
+) -> list[Plan]:
     """Return the plans that could run a job, the simplest first; none has another value of a fixed key.
 
     kept: find out how many blocks of a training can keep everything, which needs estimates.
     """
     found: list[Plan] = []
     for devices in _grids(job, machine, fixed):
-        ways = _training_ways(job, machine, devices, fixed, kept) if job.training else _prediction_ways(job, machine)
-        for way in ways:
+        ways = _prediction_ways(job, machine)
+        for way in _training_ways(job, machine, devices, fixed, kept, tell) if job.training else ways:
             keys = devices | {key: value for key, value in way.items() if key not in fixed} | dict(fixed)
             if not job.training and "in_place" not in fixed:
                 keys["in_place"] = keys.get("chunk") is not None
@@ -174,7 +184,7 @@ def cached_rows(job: Job) -> int:
 
 
 def _training_ways(
-    job: Job, machine: Machine, devices: Mapping[str, int], fixed: Mapping[str, Any], kept: bool
+    job: Job, machine: Machine, devices: Mapping[str, int], fixed: Mapping[str, Any], kept: bool, tell: Progress
 ) -> Iterator[dict[str, Any]]:
     """Yield everything kept; recomputed but for as many blocks as fit; all of it; what is kept in host memory."""
     yield {"recompute": None}
@@ -183,25 +193,31 @@ def _training_ways(
         keys: dict[str, Any] = {"recompute": kind}
         plan = possible({**devices, **keys, **fixed}) if kept else None
         counts = plan is not None and plan.recompute == kind and "keep_blocks" not in fixed
-        if plan is not None and counts and (most := most_kept(job, machine, plan)):
+        if plan is not None and counts and (most := most_kept(job, machine, plan, tell)):
             yield keys | {"keep_blocks": most}
         yield keys
     yield from ({"recompute": kind, "offload": True} for kind in kinds)
 
 
-def most_kept(job: Job, machine: Machine, plan: Plan) -> int:
+def most_kept(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress) -> int:
     """Return how many of the last blocks can keep everything: memory grows by the same with each of them.
 
     0 also where all can, and nothing need be computed again.
     """
+
+    def needs(plan: Plan, rounded: bool = False) -> MemoryEstimate:
+        """Return the estimate of a plan, and say so before."""
+        tell(0, 1, f"estimating memory: {describe_plan(plan, job.training)}")
+        return estimate(job, plan, machine, rounded)
+
     blocks = job.model.evoformer.blocks
-    if blocks < 2 or not lacking(estimate(job, replace(plan, recompute=None), machine), machine):
+    if blocks < 2 or not lacking(needs(replace(plan, recompute=None), rounded=True), machine):
         return 0
-    first, second = (estimate(job, replace(plan, keep_blocks=count), machine, rounded=False) for count in (0, 1))
+    first, second = (needs(replace(plan, keep_blocks=count)) for count in (0, 1))
     one = with_margin(second.peak, machine.kind) - with_margin(first.peak, machine.kind)
     left = machine.free - needed_bytes(first, machine)
     most = min(blocks - 1, left // max(one, 1)) if left > 0 else 0
-    while most > 0 and lacking(estimate(job, replace(plan, keep_blocks=most), machine, rounded=False), machine):
+    while most > 0 and lacking(needs(replace(plan, keep_blocks=most)), machine):
         most -= max(1, most // 8)
     return max(0, most)
 
@@ -325,14 +341,22 @@ def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
 
 
 def _by_time(
-    job: Job, machine: Machine, plans: Sequence[Plan], examples: int
+    job: Job, machine: Machine, plans: Sequence[Plan], examples: int, tell: Progress
 ) -> list[tuple[Plan, TimeEstimate | None]]:
     """Return plans from the fastest on; of those that are equally fast the simplest first; as they are without rates.
 
     The time is that of all examples, of which `data` are at work at once.
     """
-    rates = machine.rates(DTYPES[plans[0].precision]) if len(plans) > 1 else None
-    left = [(plan, seconds(job, plan, rates)) for plan in plans]
+    left = list[tuple[Plan, TimeEstimate | None]]()
+
+    def told(what: str) -> None:
+        """Say what is measured."""
+        tell(len(left), len(plans), what)
+
+    rates = machine.rates(DTYPES[plans[0].precision], told) if len(plans) > 1 else None
+    for plan in plans:
+        told(f"estimating time: {describe_plan(plan, job.training)}")
+        left.append((plan, seconds(job, plan, rates)))
     if job.training and job.optim is not None:
         examples = job.optim.accumulate
     found: list[tuple[Plan, TimeEstimate | None]] = []
@@ -358,45 +382,53 @@ def seconds(job: Job, plan: Plan, rates: Rates | None) -> TimeEstimate | None:
 class NothingFitsError(UserError):
     """No plan fits: a message that says what the tightest needs, and what would fit."""
 
-    def __init__(self, job: Job, machine: Machine, fixed: Mapping[str, Any], looked: Sequence[Considered]) -> None:
+    def __init__(
+        self, job: Job, machine: Machine, fixed: Mapping[str, Any], looked: Sequence[Considered],
+        tell: Progress = no_progress,
+    ) -> None:  # fmt: skip
         self.looked = looked
         least = min((one for one in looked if one.memory is not None), key=lambda one: one.memory.peak)  # type: ignore[union-attr]
         what = "a training on" if job.training else "folding"
         sizes = f"{job.sizes.residues:,} residues with {job.sizes.sequences + job.sizes.extra:,} alignment rows"
-        would = "; ".join(_cures(job, machine, least.plan))
+        would = "; ".join(_cures(job, machine, least.plan, tell))
         cure = f"what would fit: {would}" if would else "not even a few residues fit; give more memory"
         super().__init__(f"{what} {sizes}, {describe_plan(least.plan, job.training)}, {least.reason}; {cure}")
 
 
-def _cures(job: Job, machine: Machine, tightest: Plan) -> Iterator[str]:
+def _cures(job: Job, machine: Machine, tightest: Plan, tell: Progress) -> Iterator[str]:
     """Yield what would make a job fit: more devices, 16 bits, fewer residues."""
+    tell(0, 1, "what would fit")
     one = estimate(job, tightest, machine)
     shared = (one.peak - one.weights) * tightest.axial  # at best each of p devices holds 1/p of it
     recompute: Recompute | None = "block" if job.training else None
 
     def enough(devices: int) -> bool:
         plan = replace(tightest, data=1, axial=devices, offload=False, recompute=recompute)
-        return one.weights + shared // devices <= machine.free and not lacking(estimate(job, plan, machine), machine)
+        if one.weights + shared // devices > machine.free:
+            return False
+        tell(0, 1, f"whether {devices} devices are enough")
+        return not lacking(estimate(job, plan, machine), machine)
 
     more = [devices for devices in (2, 4, 8, 16, 32, 64) if devices > machine.devices and tightest.branch == 1]
     if (least := bisect_left(more, True, key=enough)) < len(more):
         yield f"{more[least]} devices"
-    if tightest.precision == "fp32" and not lacking(
-        estimate(job, replace(tightest, precision="bf16"), machine), machine
-    ):
-        yield "bf16 (plan.precision)"
-    if most := longest(job, machine, tightest):
+    if tightest.precision == "fp32":
+        tell(0, 1, "whether it fits in bf16")
+        if not lacking(estimate(job, replace(tightest, precision="bf16"), machine), machine):
+            yield "bf16 (plan.precision)"
+    if most := longest(job, machine, tightest, tell):
         yield f"at most {most:,} residues"
 
 
-def longest(job: Job, machine: Machine, plan: Plan) -> int:
+def longest(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress) -> int:
     """Return how many residues fit with a plan, to about one in fifty; of a slice, rows in proportion.
 
     Memory grows with a power of them, which two sizes tell: a few estimates find it.  0: nothing fits.
     """
 
-    def room(residues: int) -> tuple[int, bool]:
+    def room(residues: int, turn: int = 0) -> tuple[int, bool]:
         """Return the bytes that are left free, and whether so many residues fit."""
+        tell(turn, LOOKS + 1, f"whether {residues:,} residues fit: {describe_plan(plan, job.training)}")
         one = replace(job, sizes=replace(job.sizes, residues=residues))
         chunk = None if plan.chunk is None else max(FEWEST, math.ceil(plan.chunk * residues / job.sizes.residues))
         memory = estimate(one, replace(plan, chunk=chunk), machine, rounded=False)
@@ -409,8 +441,8 @@ def longest(job: Job, machine: Machine, plan: Plan) -> int:
     while lacking(lower_bound(replace(job, sizes=replace(job.sizes, residues=at)), plan), machine):
         at = max(at - at // 8 - 1, FEWEST)  # without an estimate
     power, before = 2.0, None
-    for _ in range(8):
-        left, possible = room(at)
+    for turn in range(LOOKS):
+        left, possible = room(at, turn + 1)
         fits, fails = (at, fails) if possible else (fits, at)
         step = max(1, fits // 100)
         if fails and fails - fits <= 2 * step:

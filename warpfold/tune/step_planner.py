@@ -13,11 +13,13 @@ from typing import Any, Literal
 from warpfold.data.load.schedule import share_of
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.plan import DTYPES, Plan, Recompute
+from warpfold.progress import Progress, no_progress, within
 from warpfold.tune.cluster.links import Cluster
 from warpfold.tune.gradient_traffic import data_ranks_on_node
 from warpfold.tune.job import Job
 from warpfold.tune.machine import Machine
 from warpfold.tune.memory import MemoryEstimate
+from warpfold.tune.plan_words import describe_plan
 from warpfold.tune.planner import (
     CHOSEN_IN_TRAINING,
     Considered,
@@ -102,6 +104,7 @@ def choose_step(
     rates: Rates,
     fixed: Mapping[str, Any] | None = None,
     sync: Mapping[str, Any] | None = None,
+    tell: Progress = no_progress,
 ) -> StepChoice:
     """Return the fastest plan that fits, the simplest of those that take at most `EQUAL` times as long.
 
@@ -110,12 +113,12 @@ def choose_step(
     Errors: UserError where nothing fits, saying what would; ValueError for keys that no plan can have together, ranks
     that no plan can use, and rates that do not have the precision.
     """
-    search = _Search(job, machine, cluster, rates, fixed or {}, sync or {})
+    search = _Search(job, machine, cluster, rates, fixed or {}, sync or {}, tell)
     looked = search.run()
     fitting = [one for one in looked if one.memory is not None and not one.reason]
     if not fitting:
         raise NothingFitsError(
-            job, machine, fixed or {}, [Considered(one.plan, one.memory, None, one.reason) for one in looked]
+            job, machine, fixed or {}, [Considered(one.plan, one.memory, None, one.reason) for one in looked], tell
         )
     chosen = simplest(fitting)
     by_itself = example_seconds(job, alone(chosen.plan), rates, None).total
@@ -258,10 +261,10 @@ class _Search:
 
     def __init__(
         self, job: Job, machine: Machine, cluster: Cluster, rates: Rates, fixed: Mapping[str, Any],
-        sync: Mapping[str, Any],
+        sync: Mapping[str, Any], tell: Progress,
     ) -> None:  # fmt: skip
         self.job, self.machine, self.cluster, self.rates = job, machine, cluster, rates
-        self.fixed, self.sync = fixed, sync
+        self.fixed, self.sync, self.tell = fixed, sync, tell
         self._examples: dict[Plan, ExampleTime] = {}
         self._times: dict[Plan, StepTime] = {}
         self._left: list[tuple[float, int, Candidate]] = []
@@ -269,13 +272,18 @@ class _Search:
 
     def run(self) -> list[Candidate]:
         """Return plans from the fastest on; of those that differ in how things travel alone, the best."""
-        for group in rough_plans(self.job, self.cluster, self.fixed, self.sync):
+        groups = rough_plans(self.job, self.cluster, self.fixed, self.sync)
+        for done, group in enumerate(groups):
+            within(self.tell, 0, 2)(done, len(groups), f"estimating time: {_described(group[0])}")
             self._add_best(group)
         found: list[Candidate] = []
         best = float("inf")
         while self._left:
             _, _, one = heapq.heappop(self._left)
             if one.time.total <= LOOKED * best:
+                within(self.tell, 1, 2)(
+                    len(found), len(found) + len(self._left) + 1, f"estimating memory: {_described(one.plan)}"
+                )
                 memory = estimate(self.job, _of_memory(self.job, one.plan), self.machine)
                 one = replace(one, memory=memory, reason=lacking(memory, self.machine))
                 best = best if one.reason else min(best, one.time.total)
@@ -330,7 +338,9 @@ class _Search:
                 kinds = ()
             for kind in kinds:
                 tighter = possible({**vars(plan), "recompute": kind})
-                if tighter is not None and (most := most_kept(self.job, self.machine, _of_memory(self.job, tighter))):
+                if tighter is not None and (
+                    most := most_kept(self.job, self.machine, _of_memory(self.job, tighter), within(self.tell, 1, 2))
+                ):
                     self._add([replace(tighter, keep_blocks=most)])
         can_share = {one.sync.shard_state for one in travelling(self.job, plan, self.cluster, {}, self.sync)} == {0, 1}
         lacks = needed_bytes(memory, self.machine) - self.machine.free
@@ -347,3 +357,7 @@ def _of_memory(job: Job, plan: Plan) -> Plan:
     if job.optim is not None and job.optim.compression.method == "topk":
         few = plan.data
     return replace(plan, data=min(plan.data, few), sync=SyncConfig(shard_state=plan.sync.shard_state))
+
+
+def _described(plan: Plan) -> str:
+    return f"data {plan.data}, {describe_plan(plan, training=True)}"

@@ -14,11 +14,15 @@ from warpfold.model.pair import PairConfig
 from warpfold.model.structure import StructureConfig
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.plan import Plan
+from warpfold.tune.cluster.links import Cluster, Link
 from warpfold.tune.example import ExampleSizes, ModelBench, shortened
 from warpfold.tune.job import Job
-from warpfold.tune.rates import TORCH
+from warpfold.tune.rates import TORCH, of_gpu
 from warpfold.tune.seconds import parameters
+from warpfold.tune.simulate import simulation
 from warpfold.tune.simulate.record import Await, Begin, Operation, RecordedStep, record, traffic
+from warpfold.tune.simulate.replay import Span
+from warpfold.tune.simulate.simulation import Scenario, simulate
 from warpfold.tune.step_profile import counted_work
 from warpfold.tune.traffic import TrafficBlock, moves, total
 
@@ -131,3 +135,30 @@ def test_kernels_that_a_gpu_would_launch_are_counted() -> None:
 def test_what_is_no_training_is_refused() -> None:
     with pytest.raises(ValueError, match="training"):
         record(replace(job(), loss=None), Plan())
+
+
+def test_progress_turns_with_each_recorded_part_and_each_step_is_replayed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[float, int, str]] = []
+    spans: list[Span] = []
+    passes: list[int] = []
+    replayed = simulation.replay_longest
+
+    def counted(halves, recycles, *more):
+        passes.append(recycles)
+        return replayed(halves, recycles, *more)
+
+    monkeypatch.setattr(simulation, "replay_longest", counted)
+    link = Link(1e-6, 1e9)
+    cluster = Cluster(ranks=2, per_node=2, within=link, between=link)
+    given = Scenario(job=job(), plan=Plan(data=2), cluster=cluster, rates=of_gpu("H100"), examples=4, steps=9, drawn=9)
+    simulate(given, lambda *now: said.append(now), spans.append)
+    example = ["a pass without gradient", "the last pass", "the backward pass"]
+    assert [what for _, _, what in said] == [
+        *(f"recording {part}" for part in (*example, *example, "the update")),
+        *(f"recording, on one device: {part}" for part in (*example, "the update")),
+        *(f"replaying a step with {recycles} recycling passes" for recycles in (0, 1)),
+    ]
+    assert [done for done, _, _ in said] == sorted({done for done, _, _ in said})
+    assert said[-1][0] < said[-1][1] == 3
+    assert passes == [0, 1]
+    assert spans

@@ -28,6 +28,7 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.waits import Event, Work, watched
+from warpfold.progress import Progress, no_progress
 from warpfold.tune.fake import META, Memory, fake_mesh, tensors_in
 from warpfold.tune.job import Job
 from warpfold.tune.launches import ALLOCATE, products
@@ -301,7 +302,13 @@ def _listening(kernels: list[Any]) -> Iterator[_Recorder]:
 
 
 def record(
-    job: Job, plan: Plan, examples: int = 1, per_node: int | None = None, gpu: bool = True, branch: int = 0
+    job: Job,
+    plan: Plan,
+    examples: int = 1,
+    per_node: int | None = None,
+    gpu: bool = True,
+    branch: int = 0,
+    tell: Progress = no_progress,
 ) -> RecordedStep:
     """Record the first rank of a plan, or of one of its branches, in a step of training; no other holds more.
 
@@ -323,7 +330,7 @@ def record(
             if optimizer.reducer._thread is not None:
                 optimizer.reducer._thread = recorder  # type: ignore[assignment]
             with recorder:
-                found = _parts(job, plan, model, optimizer, recorder, min(turns, 2))
+                found = _parts(job, plan, model, optimizer, recorder, min(turns, 2), tell)
         del memory
     return replace(found, examples=turns)
 
@@ -340,28 +347,32 @@ def _optimizer(
 
 
 def _parts(
-    job: Job, plan: Plan, model: AlphaFold, optimizer: Optimizer, recorder: _Recorder, turns: int
+    job: Job, plan: Plan, model: AlphaFold, optimizer: Optimizer, recorder: _Recorder, turns: int, tell: Progress
 ) -> RecordedStep:
     """Run and record a step of `turns` examples or batches, with one pass without gradient."""
     assert job.loss is not None
     model.noise.seed(0)
-    parts: list[list[Entry]] = []
+    parts, steps = list[list[Entry]](), 3 * turns + 1
     early: list[Entry] = []
     batch = features_of(job, 2 * job.model.ensemble)
     features = batch if plan.batch == 1 else stack([batch] * plan.batch)
     recorder.taken()
-    for _ in range(turns):
+    for turn in range(turns):
+        tell(3 * turn, steps, "a pass without gradient")
         recorder.phase = "early"
         recycled, done = model.recycle(features, 1)
         early = recorder.taken()
+        tell(3 * turn + 1, steps, "the last pass")
         recorder.phase = "forward"
         output = model.last_pass(model.inputs_of_pass(features, done, recycled))
         outputs = [output] if plan.batch == 1 else output.unbind()
         losses = [total_loss(one, batch, job.loss, residues=model.residues)[0] for one in outputs]
+        tell(3 * turn + 2, steps, "the backward pass")
         torch.stack(losses).sum().backward()
         recorder.phase = "backward"
         optimizer.collect()
         parts.append(recorder.taken())
+    tell(steps - 1, steps, "the update")
     recorder.phase = "update"
     optimizer.update()
     return RecordedStep(early, parts[0], parts[-1], recorder.taken())

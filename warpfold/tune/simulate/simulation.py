@@ -6,7 +6,7 @@ from typing import Any
 
 from warpfold.data.load.schedule import share_of
 from warpfold.parallel.plan import Plan
-from warpfold.progress import Progress, no_progress
+from warpfold.progress import Progress, no_progress, within
 from warpfold.tune.cluster.links import Cluster
 from warpfold.tune.job import Job
 from warpfold.tune.rates import Rates
@@ -115,17 +115,24 @@ def simulate(
     pace = Pace.of(given.rates, given.cluster, given.graphs)
     gpu = given.rates.device != "cpu"
     share = share_of(given.examples, plan.data, 0)  # of the ranks that have most
-    tell(0, 3, "recording a step")
-    halves = [record(given.job, plan, share, given.cluster.per_node, gpu, branch) for branch in range(plan.branch)]
+    items = plan.branch + 2
+    halves = [
+        record(given.job, plan, share, given.cluster.per_node, gpu, branch, within(tell, branch, items, "recording "))
+        for branch in range(plan.branch)
+    ]
     schedule = halves[0]
-    tell(1, 3, "recording it on one device")
     single = Plan(precision=plan.precision, recompute=plan.recompute, keep_blocks=plan.keep_blocks)
-    lone = schedule if given.ranks == 1 else record(given.job, single, 1, None, gpu)
-    tell(2, 3, "replaying it")
+    lone = (
+        schedule
+        if given.ranks == 1
+        else record(given.job, single, 1, None, gpu, tell=within(tell, items - 2, items, "recording, on one device: "))
+    )
     passes = range(given.job.recycles + 1)
-    times = {n: replay_longest(halves, n, plan, pace) for n in passes}
-    replay_longest(halves, 0, plan, pace, seen)
-    alone = [_alone(lone, single, n, pace) * (1 if given.ranks == 1 else given.examples) for n in passes]
+    times, alone = {}, []
+    for n in passes:
+        tell(items - 1 + n / len(passes), items, f"replaying a step with {n} recycling passes")
+        times[n] = replay_longest(halves, n, plan, pace, *([seen] if n == 0 else []))
+        alone.append(_alone(lone, single, n, pace) * (1 if given.ranks == 1 else given.examples))
     drawn = draw_steps(
         times, plan.data, plan.axial * plan.branch, given.chance, schedule.examples, given.drawn, given.seed
     )
