@@ -39,7 +39,7 @@ def test_what_does_not_fit_together_is_refused(capsys: pytest.CaptureFixture[str
     assert "not a network" in refused(run(capsys, "simulate", "tiny", "--link", "wifi"))
     assert "is not known" in refused(run(capsys, "simulate", "tiny", "--device", "GTX 480"))
     assert "ends in .svg or .png" in refused(run(capsys, "simulate", "tiny", "--figure", tmp_path / "a.pdf"))
-    assert "cannot share" in refused(run(capsys, "simulate", "tiny", "--devices", 64))
+    assert "does not fill 64 devices; give --devices 1" in refused(run(capsys, "simulate", "tiny", "--devices", 64))
 
 
 def test_plan_and_simulate_take_devices_to_be_joined_alike() -> None:

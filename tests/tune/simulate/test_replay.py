@@ -16,7 +16,7 @@ from warpfold.tune.rates import TORCH, PassName, Rate, of_gpu
 from warpfold.tune.simulate.record import Await, Begin, Entry, Operation, Phase
 from warpfold.tune.simulate.replay import Pace, Span, latest, replay
 
-FREE, SLOW = Link(0.0, math.inf), Link(1e-6, 1e9)
+FREE, SLOW = Link(0.0, 1e30), Link(1e-6, 1e9)
 PLAN = Plan(data=2, axial=2)
 
 
