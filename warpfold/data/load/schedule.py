@@ -120,9 +120,8 @@ def deal(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """
     sizes = [share_of(len(costs), ranks, rank) for rank in range(ranks)]
     dealt: list[list[int]] = [[] for _ in range(ranks)]
-    heap = [
-        (0.0, rank) for rank in range(ranks) if sizes[rank]
-    ]  # sums of the ranks that are not full: every rank deals every step
+    # Sums of the ranks that are not full: every rank deals every step, so a heap, for thousands of ranks.
+    heap = [(0.0, rank) for rank in range(ranks) if sizes[rank]]
     for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
         total, rank = heap[0]
         dealt[rank].append(index)
