@@ -111,7 +111,7 @@ def outcome(run: Callable[..., Tensor], given: Sequence[Tensor], wanted: Sequenc
     leaves = [t.detach().requires_grad_(name in wanted) for name, t in zip(names, given)]
     try:
         out = run(*leaves)
-    except (RuntimeError, ValueError, IndexError) as error:
+    except (RuntimeError, ValueError, IndexError, ZeroDivisionError) as error:  # the last: heads without width
         return error
     towards = torch.linspace(-1, 1, max(out.numel(), 1), dtype=out.dtype)[: out.numel()].view(out.shape)
     return [out.detach(), *torch.autograd.grad(out, [t for t in leaves if t.requires_grad], towards)]

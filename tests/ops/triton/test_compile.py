@@ -13,6 +13,7 @@ from functools import cache
 
 import pytest
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 
@@ -40,7 +41,7 @@ pytestmark = pytest.mark.timeout(900)
 INITIAL = {"res": 256, "seq": 128, "extra": 1024, "tmpl": 4}
 TABLES = sorted(path.stem for path in SHIPPED.glob("*.json"))
 # Launches by the default table that spill, and always did.  A smaller tile would change the order of sums.
-KNOWN = (
+KNOWN: tuple[str, ...] = (
     "attention_dkdv (8, 1, 8, 1024) BLOCK_Q 16, BLOCK_K 64, ROWS 1, 2 warps, 2 stages on sm_90"
     ": 8 bytes of a thread are spilled",
     "attention_dkdv_fp32 (32, 2, 256, 256) BLOCK_Q 32, BLOCK_K 32, ROWS 1, 4 warps, 2 stages on sm_80"
@@ -65,6 +66,21 @@ KNOWN = (
         for spilled in (8, 24)
     ),
 )
+# By Triton 3.6 alone, of a model that is wider than AlphaFold2.
+if triton.__version__.startswith("3.6."):
+    KNOWN += (
+        "tail_backward (512, 512) BLOCK_M 64, BLOCK_K 32, BLOCK_I 256, 8 warps, 2 stages on sm_80"
+        ": 8 bytes of a thread are spilled",
+        "outer_product_factor (1024, 32, 256) TILE_I 16, TILE_J 4, TILE_C 4, BLOCK_S 64, BLOCK_Z 128, 8 warps, 2 stages"
+        " on sm_80: 8 bytes of a thread are spilled",
+        *(
+            f"triangle_factors_backward (256,) BLOCK_M 32, BLOCK_O 16, 8 warps, 2 stages on {arch}"
+            ": 16 bytes of a thread are spilled"
+            for arch in ("sm_90", "sm_100")
+        ),
+        "triangle_factors_weight (256,) BLOCK_M 32, BLOCK_O 16, 8 warps, 2 stages on gfx942"
+        ": 40 bytes of a thread are spilled",
+    )
 
 
 @cache
