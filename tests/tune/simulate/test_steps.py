@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from warpfold.errors import UserError
@@ -56,6 +56,7 @@ def test_one_slow_example_in_twenty_stops_a_step_of_many_ranks_unless_workers_ar
 
 
 @given(st.floats(0.1, 20), st.floats(0, 30), st.floats(1, 3), st.integers(1, 5000))
+@example(0.375, 2.2250738585e-313, 1.5, 1)
 def test_more_failures_never_shorten_a_training(step: float, failures: float, more: float, every: int) -> None:
     def days(number: float) -> float:
         try:

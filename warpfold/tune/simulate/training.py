@@ -73,9 +73,13 @@ def whole_training(step: float, steps: int, told: Interruptions) -> WholeTrainin
             f"checkpoints, {told.restart:.0f} s of restart aside, so the training would not end; save more often "
             "(train.save_every)"
         )
-    again = math.expm1(rate * work)
-    repeated = max(0.0, max(1.0, saves) * (again / rate - work)) if rate else 0.0
-    begun = max(1.0, saves) * again  # restarts, each until one is not interrupted
-    restarting = begun * math.expm1(rate * told.restart) / rate if rate else 0.0
+    repeated = max(0.0, max(1.0, saves) * work * (_stretched(rate * work) - 1))
+    begun = max(1.0, saves) * math.expm1(rate * work)  # restarts, each until one is not interrupted
+    restarting = begun * told.restart * _stretched(rate * told.restart)
     failed = begun * math.exp(rate * told.restart)
     return WholeTraining(steps * step, saving, validating, repeated, restarting, failed)
+
+
+def _stretched(failures: float) -> float:
+    """Return how many times as long work takes that so many failures are expected in: (exp(r W) - 1) / (r W)."""
+    return math.expm1(failures) / failures if failures else 1.0
