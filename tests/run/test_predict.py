@@ -254,7 +254,7 @@ def test_names_that_the_run_needs_itself_are_refused_before_anything_is_folded(
     tmp_path: Path, tiny_params: Path, name: str
 ) -> None:
     (tmp_path / "q.fasta").write_text(f">{name}\n{ONE}\n")
-    with pytest.raises(UserError, match=f"{name}: a protein cannot be called so"):
+    with pytest.raises(UserError, match=f"{name}: no protein can have this name"):
         predict(tmp_path / "q.fasta", [], tiny_params, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

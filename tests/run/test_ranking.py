@@ -127,7 +127,7 @@ def test_what_pdb_cannot_hold_is_said(tmp_path: Any) -> None:
     ("plddt", "ptm", "iptm", "words"),
     [
         ([90] * 4, 0.9, None, []),
-        ([69] * 4, 0.9, None, ["low confidence: mean pLDDT 69, below 70"]),
+        ([69] * 4, 0.9, None, ["low confidence: mean pLDDT 69.0, below 70"]),
         ([49] * 4, None, None, ["very low confidence: mean pLDDT 49"]),
         ([49, 95, 95, 95], None, None, ["25% of the residues"]),
         ([90] * 31, 0.49, None, ["pTM 0.49, below 0.5"]),

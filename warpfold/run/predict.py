@@ -217,7 +217,7 @@ def _check_name(name: str) -> None:
     """Raise UserError for a name whose folder would be where the run itself writes."""
     if file_name(name).lower() in RESERVED:
         raise UserError(
-            f"{name}: a protein cannot be called so, as the output has {', '.join(RESERVED)} of its own; "
+            f"{name}: no protein can have this name, because the output has {', '.join(RESERVED)} of its own; "
             "give the record another name"
         )
 

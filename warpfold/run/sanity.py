@@ -99,9 +99,9 @@ def warn_of_confidence(plddt: np.ndarray, ptm: float | None = None, iptm: float 
     mean, lowest = float(plddt.mean()), float((plddt < 50).mean())
     found = []
     if mean < 50:
-        found.append(f"very low confidence: mean pLDDT {mean:.0f}, below 50; the structure should not be interpreted")
+        found.append(f"very low confidence: mean pLDDT {mean:.1f}, below 50; the structure should not be interpreted")
     elif mean < 70:
-        found.append(f"low confidence: mean pLDDT {mean:.0f}, below 70")
+        found.append(f"low confidence: mean pLDDT {mean:.1f}, below 70")
     if mean >= 50 and lowest >= 0.25:
         found.append(
             f"{lowest:.0%} of the residues have a pLDDT below 50: they may be disordered; where they lie says nothing"
