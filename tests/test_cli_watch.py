@@ -88,8 +88,7 @@ from warpfold.data.synthetic import folder
 
 def stuck(*_, **__):
     with ThreadPoolExecutor(1, "features") as maker:
-        maker.submit(print, "at work", flush=True)
-        maker.submit(threading.Event().wait).result()
+        maker.submit(lambda: (print("at work", flush=True), threading.Event().wait())).result()
 
 folder.generate = stuck
 cli.main(["sample", "--out", "out"])
