@@ -139,17 +139,20 @@ def test_a_failure_is_named_and_leaves_the_others_be(
     assert again["predictions"][1] == summary["predictions"][0]
 
 
+def stopped_at_two(
+    self: Predictor, prepared: Prepared, *args: object, compute: Callable[..., warpfold.Prediction] = Predictor.compute
+) -> warpfold.Prediction:
+    """`Predictor.compute`, until a protein called "two" comes."""
+    if prepared.assembly.name == "two":
+        raise KeyboardInterrupt
+    return compute(self, prepared, *args)
+
+
 def test_a_stopped_run_continues(
     tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, one, options = tmp_path / "out", Predictor.compute, PredictOptions(batch=1)
-
-    def stopped(self: Predictor, prepared: Prepared, *args: object) -> warpfold.Prediction:
-        if prepared.assembly.name == "two":
-            raise KeyboardInterrupt
-        return one(self, prepared, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Predictor, "compute", stopped)
+    monkeypatch.setattr(Predictor, "compute", stopped_at_two)
     with pytest.raises(KeyboardInterrupt):
         predict(fasta, [], tiny_params, out, options)
     assert json.loads((out / "summary.json").read_text())["status"] == "running"
@@ -206,13 +209,7 @@ def test_any_bytes_in_summary_or_journal_are_one_line_or_a_result(
     one, rng, refused, options = Predictor.compute, np.random.default_rng(0), list[str](), PredictOptions(batch=1)
     predict(fasta, [], tiny_params, tmp_path / "whole", options)
     whole = contents(tmp_path / "whole")
-
-    def stopped(self: Predictor, prepared: Prepared, *args: object) -> warpfold.Prediction:
-        if prepared.assembly.name == "two":
-            raise KeyboardInterrupt
-        return one(self, prepared, *args)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Predictor, "compute", stopped)
+    monkeypatch.setattr(Predictor, "compute", stopped_at_two)
     with pytest.raises(KeyboardInterrupt):
         predict(fasta, [], tiny_params, tmp_path / "stopped", options)
     monkeypatch.setattr(Predictor, "compute", one)

@@ -26,7 +26,8 @@ PARTICULAR = re.compile(r" ?\([^)]*\)|(?<![\w./-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w
 def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
     """Return the report of `warpfold predict`, from its summary and the files that it names."""
     entries, failures = summary["predictions"], summary["failures"]
-    best, labels = _best(summary), {entry["name"]: _label(entry) for entry in _best(summary)}
+    best = _best(summary)
+    labels = {entry["name"]: _label(entry) for entry in best}
     alone = len(best) == 1 and not failures
     sections = [Section("All proteins", table=_all_proteins(best))] if best and not alone else []
     if len(entries) > len(best):
