@@ -110,7 +110,8 @@ def test_a_second_ctrl_c_ends_at_once_whatever_a_thread_waits_for(tmp_path: Path
         with pytest.raises(subprocess.TimeoutExpired):  # the thread goes on
             child.wait(0.2)
         child.send_signal(signal.SIGINT)
-        assert child.wait(60) == -signal.SIGINT  # which a shell calls 130
+        # A shell calls both 130; the second is Python's, if the first came before the pool waited for its thread.
+        assert child.wait(60) in (-signal.SIGINT, 130)
     finally:
         child.kill()
         child.communicate()

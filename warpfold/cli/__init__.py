@@ -5,6 +5,7 @@ On SIGTERM, `train` exits with 0, since its work is saved and the same command c
 A command is a file; heavy imports are inside its function, so that `--help` answers at once.
 """
 
+import atexit
 import errno
 import os
 import re
@@ -154,8 +155,11 @@ def _check_not_empty(arguments: Sequence[str]) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    if code and is_one_of_several(os.environ):
-        # Without cleaning up: torch's threads would wait for other processes, and those for this one.
+    if is_one_of_several(os.environ):
+        # Without Python's own end: after a failure torch's threads would wait for other processes, and those for this
+        # one; and a thread that comes back from torch's C++ while the interpreter ends would abort the process.
+        if not code:
+            atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
