@@ -101,7 +101,7 @@ def compare(make: Callable[[int], tuple[Any, tuple[Any, ...], dict[str, Any]]], 
 
     from warpfold.adapt.accelerate import accelerate
     from warpfold.adapt.verify import redrawn
-    from warpfold.tune.timing import Subject, measure
+    from warpfold.bench.timing import Subject, measure
 
     torch.manual_seed(0)
     theirs, args, kwargs = make(n)

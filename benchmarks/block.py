@@ -24,10 +24,10 @@ from pathlib import Path
 
 import torch
 
+from warpfold.cost.example import BlockSizes, RandomBlock
 from warpfold.device import keep_memory
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.parallel.plan import DTYPES, Plan
-from warpfold.tune.example import BlockSizes, RandomBlock
 
 SEQUENCES, RESIDUES, C_M, C_Z = 128, 256, 256, 128  # with true channels, as others report theirs
 # What the products of the block alone cost, counted: the backward pass twice the forward, and the weights of attention

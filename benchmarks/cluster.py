@@ -24,6 +24,8 @@ import torch.distributed as dist
 from link import Shape, over_the_link, refusal, run_ranks
 from torch import Tensor, nn
 
+from warpfold.cost.links import Link
+from warpfold.cost.traffic import Move, Traffic, TrafficBlock, moves, seconds
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.evoformer import Evoformer
 from warpfold.parallel.collectives import all_gather_flat
@@ -32,8 +34,6 @@ from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan
-from warpfold.tune.cluster.links import Link
-from warpfold.tune.traffic import Move, Traffic, TrafficBlock, moves, seconds
 
 RANKS, RANKS_PER_NODE = 4, 2
 SHAPES = [Shape(10, 0.1), Shape(1, 0.1), Shape(10, 5), Shape(1, 5)]

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from benchmarks.traffic import count
+from warpfold.cost.fake import MemoryPiece, memory_of
+from warpfold.cost.links import LINKS
+from warpfold.cost.traffic import Move, TrafficBlock, moves, seconds, total
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
-from warpfold.tune.cluster.links import LINKS
-from warpfold.tune.fake import MemoryPiece, memory_of
-from warpfold.tune.traffic import Move, TrafficBlock, moves, seconds, total
 
 # FastFold's placement (Cheng et al. 2022; fastfold/model/fastnn): its number, what moves, how, whether it is waited for
 # at once, and the moves here that stand for it.  Rows 3, 4 and 14 move nothing.

@@ -2,9 +2,9 @@
 
     python -m benchmarks.far --out benchmarks/results/NAME.json         (minutes)
 
-Peaks are counted on tensors without memory, as a GPU's kernels would allocate (tune/memory.py): one block of each stack
+Peaks are counted on tensors without memory, as a GPU's kernels would allocate (cost/memory.py): one block of each stack
 (blocks are alike), m, z, factors, biases and slices; weights, features and what lies outside the trunk apart.  Seconds
-are modelled from data sheets (tune/seconds.py), never measured.
+are modelled from data sheets (cost/seconds.py), never measured.
 """
 
 import argparse
@@ -15,6 +15,12 @@ from typing import Any
 
 import torch
 
+from warpfold.cost.example import ExampleSizes
+from warpfold.cost.fake import Memory, fake_ranks
+from warpfold.cost.job import Job
+from warpfold.cost.memory import UNIT
+from warpfold.cost.rates import of_gpu
+from warpfold.cost.seconds import estimate_seconds
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.ops.dispatch import standing_for
@@ -22,12 +28,6 @@ from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
-from warpfold.tune.example import ExampleSizes
-from warpfold.tune.fake import Memory, fake_ranks
-from warpfold.tune.job import Job
-from warpfold.tune.memory import UNIT
-from warpfold.tune.rates import of_gpu
-from warpfold.tune.seconds import estimate_seconds
 
 SEQUENCES, EXTRA, C_Z = 512, 1024, 128
 SLICES = 16  # of a shard: rows of each are `chunk`

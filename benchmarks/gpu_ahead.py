@@ -14,13 +14,13 @@ from dataclasses import replace
 import torch
 
 from warpfold import settings
+from warpfold.bench.ahead import AheadJob, compile_shares
+from warpfold.bench.doctor import cases_of, cut
+from warpfold.bench.kernel_bench import Workload
+from warpfold.check.sizes import shapes
 from warpfold.cli.common import measured
+from warpfold.cost.example import ExampleSizes, ModelBench
 from warpfold.ops.triton.launch import SHIPPED, table_for
-from warpfold.tune.ahead import AheadJob, compile_shares
-from warpfold.tune.doctor import cases_of, cut
-from warpfold.tune.example import ExampleSizes, ModelBench
-from warpfold.tune.kernel_bench import Workload
-from warpfold.tune.sizes import shapes
 
 
 def graph_tests() -> list[ModelBench]:

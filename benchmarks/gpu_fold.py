@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from warpfold.cli.common import measured
+from warpfold.cost.example import ModelBench, random_example, random_model, shortened
+from warpfold.cost.machine import describe
+from warpfold.cost.measured_memory import most_allocated
+from warpfold.cost.memory import TRUTH, predict_example
 from warpfold.engine.packed import PackedWeights
 from warpfold.files import row_file
 from warpfold.parallel.plan import DTYPES, Plan
-from warpfold.tune.example import ModelBench, random_example, random_model, shortened
-from warpfold.tune.machine import describe
-from warpfold.tune.measured_memory import most_allocated
-from warpfold.tune.memory import TRUTH, predict_example
 
 CHUNK = 128  # rows of z
 PLANS: dict[str, dict[str, Any]] = {

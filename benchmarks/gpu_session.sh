@@ -171,7 +171,7 @@ if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi  # most of t
 readonly tiny_step='
 import torch
 from warpfold.cli.common import measured
-from warpfold.tune.example import TrainingStep
+from warpfold.cost.example import TrainingStep
 device = "cuda" if torch.cuda.is_available() else "cpu"
 step = TrainingStep(measured("tiny", ["plan.precision=bf16"], {"residues": 24}, 1, 1), device)
 step()

@@ -27,6 +27,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.length_figure import picture
+from warpfold.cost.example import ExampleSizes, random_example, shortened
+from warpfold.cost.job import Job
+from warpfold.cost.machine import describe
+from warpfold.cost.measured_rates import measured
+from warpfold.cost.memory import TRUTH, estimate_memory, predict_example
+from warpfold.cost.rates import of_gpu
+from warpfold.cost.seconds import estimate_seconds
 from warpfold.device import keep_memory
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
@@ -37,13 +44,6 @@ from warpfold.model.structure import StructureConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.plan import DTYPES, Plan
-from warpfold.tune.example import ExampleSizes, random_example, shortened
-from warpfold.tune.job import Job
-from warpfold.tune.machine import describe
-from warpfold.tune.measured_rates import measured
-from warpfold.tune.memory import TRUTH, estimate_memory, predict_example
-from warpfold.tune.rates import of_gpu
-from warpfold.tune.seconds import estimate_seconds
 
 PTM = ModelConfig(heads=HeadsConfig(pae=True), recycles=0)
 BLOCKS = replace(shortened(PTM, 2), extra_blocks=1, templates=replace(PTM.templates, enabled=False))

@@ -8,7 +8,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from warpfold.run.figures import CHAIN_COLORS, GREY, RULE, STYLE
+from warpfold.report.figures import CHAIN_COLORS, GREY, RULE, STYLE
 
 TITLES = {
     "blocks": "two blocks, true width: measured, lines: planned",

@@ -1,4 +1,4 @@
-"""Compare the memory that a plan is said to need (tune/memory.py) with what it takes: `python benchmarks/memory.py`.
+"""Compare the memory that a plan is said to need (cost/memory.py) with what it takes: `python benchmarks/memory.py`.
 
 Each case runs in a process of its own.  Tensor bytes are those that torch's allocator gives, of operations and of what
 they need inside: on a CPU by torch's profiler, on a GPU (`--device cuda`) as torch counts them.  Process memory, on a
@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
+from warpfold.cost.example import ExampleSizes, shortened
+from warpfold.cost.job import Job
+from warpfold.cost.machine import describe
+from warpfold.cost.measured_memory import measured_memory, resident_memory, work
+from warpfold.cost.memory import estimate_memory, with_margin
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
 from warpfold.settings import build, load
-from warpfold.tune.example import ExampleSizes, shortened
-from warpfold.tune.job import Job
-from warpfold.tune.machine import describe
-from warpfold.tune.measured_memory import measured_memory, resident_memory, work
-from warpfold.tune.memory import estimate_memory, with_margin
 
 LOSSES = LossConfig(violation=1.0, experimentally_resolved=0.01)
 SIZES = [(96, 128, 256, 2), (192, 32, 64, 1), (384, 16, 32, 0)]

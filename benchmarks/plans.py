@@ -27,25 +27,25 @@ import torch.distributed as dist
 from link import Shape, refusal, run_ranks
 
 from warpfold.batch import Batch
+from warpfold.cluster.probe import measure_cluster
+from warpfold.cost.example import random_example
+from warpfold.cost.job import Job
+from warpfold.cost.machine import this_machine
+from warpfold.cost.memory import train_on_example
+from warpfold.cost.planner import NothingFitsError
+from warpfold.cost.rates import of_gpu
+from warpfold.cost.step_planner import choose_step, ranks_of, rough_plans, travelling
+from warpfold.cost.step_seconds import example_seconds, step_seconds
+from warpfold.cost.step_words import choice_in_words, describe_ranks_plan
 from warpfold.engine.optim import Optimizer
 from warpfold.model.alphafold import AlphaFold
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.run.config import load_settings
-from warpfold.run.planning import training_job
 from warpfold.settings import plain
-from warpfold.tune.cluster.probe import measure_cluster
-from warpfold.tune.example import random_example
-from warpfold.tune.job import Job
-from warpfold.tune.machine import this_machine
-from warpfold.tune.memory import train_on_example
-from warpfold.tune.planner import NothingFitsError
-from warpfold.tune.rates import of_gpu
-from warpfold.tune.step_planner import choose_step, ranks_of, rough_plans, travelling
-from warpfold.tune.step_seconds import example_seconds, step_seconds
-from warpfold.tune.step_words import choice_in_words, describe_ranks_plan
+from warpfold.training.config import load_settings
+from warpfold.training.planning import training_job
 
 SHAPES = {"fast": Shape(10, 0.1), "slow": Shape(0.1, 0.1), "delayed": Shape(1, 5)}
 FIXED: dict[str, Any] = {"recompute": None, "offload": False}

@@ -24,9 +24,9 @@ from warpfold import settings
 from warpfold.geometry.residue import RESTYPES
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights import save_params
-from warpfold.run.config import RunConfig
-from warpfold.run.predict import PredictOptions, predict
-from warpfold.run.share import Share
+from warpfold.prediction.predict import PredictOptions, predict
+from warpfold.prediction.share import Share
+from warpfold.training.config import RunConfig
 
 SHORTEST, MEDIAN, LONGEST, SPREAD = 30, 100, 400, 0.5
 SMALLER = ("model.evoformer.blocks=1", "model.structure.layers=1", "model.c_m=16", "model.c_z=16")

@@ -20,17 +20,17 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from warpfold.cost.machine import planned_cluster, planned_machine
+from warpfold.cost.rates import of_gpu
+from warpfold.cost.record import Await, Begin, RecordedStep, record
+from warpfold.cost.replay import Pace, ReplayedStep, replay
+from warpfold.cost.steps import Chance, Steps, draw_steps
+from warpfold.cost.training import Interruptions, whole_training
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.plan import Plan
-from warpfold.run.config import load_settings
-from warpfold.run.figures import AMBER, BLUE, GREY, INK, STYLE
-from warpfold.run.planning import training_job
-from warpfold.tune.machine import planned_cluster, planned_machine
-from warpfold.tune.rates import of_gpu
-from warpfold.tune.simulate.record import Await, Begin, RecordedStep, record
-from warpfold.tune.simulate.replay import Pace, ReplayedStep, replay
-from warpfold.tune.simulate.steps import Chance, Steps, draw_steps
-from warpfold.tune.simulate.training import Interruptions, whole_training
+from warpfold.report.figures import AMBER, BLUE, GREY, INK, STYLE
+from warpfold.training.config import load_settings
+from warpfold.training.planning import training_job
 
 EXAMPLES, AXIAL, DEVICES = 256, (1, 2, 4, 8), (256, 512, 1024, 2048)
 LINKS = ("eth25", "eth100", "ib100", "ib200", "ib400")

@@ -17,18 +17,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from warpfold.cost.collectives import Placement, collective_seconds
+from warpfold.cost.example import ExampleSizes, shortened
+from warpfold.cost.job import Job
+from warpfold.cost.links import LINKS, Cluster, Link, network
+from warpfold.cost.rates import KERNEL, of_gpu
+from warpfold.cost.record import Operation, RecordedStep, record
+from warpfold.cost.replay import Pace, ReplayedStep, replay
+from warpfold.cost.simulation import replay_longest
 from warpfold.model.alphafold import ModelConfig
 from warpfold.parallel.plan import Plan
-from warpfold.run.config import load_settings
-from warpfold.run.planning import training_job
-from warpfold.tune.cluster.collectives import Placement, collective_seconds
-from warpfold.tune.cluster.links import LINKS, Cluster, Link, network
-from warpfold.tune.example import ExampleSizes, shortened
-from warpfold.tune.job import Job
-from warpfold.tune.rates import KERNEL, of_gpu
-from warpfold.tune.simulate.record import Operation, RecordedStep, record
-from warpfold.tune.simulate.replay import Pace, ReplayedStep, replay
-from warpfold.tune.simulate.simulation import replay_longest
+from warpfold.training.config import load_settings
+from warpfold.training.planning import training_job
 
 BAR = 0.2  # of a measured figure, by which a prediction may be off
 PASSES = range(4)  # without gradient, drawn evenly

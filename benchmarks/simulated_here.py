@@ -24,6 +24,14 @@ import torch
 import torch.distributed as dist
 from link import Shape, refusal, run_ranks
 
+from warpfold.cluster.probe import measure_cluster
+from warpfold.cost.example import ExampleSizes, random_example, shortened
+from warpfold.cost.job import Job
+from warpfold.cost.links import Cluster, one_node
+from warpfold.cost.measured_rates import measured
+from warpfold.cost.memory import train_on_example
+from warpfold.cost.record import Operation, RecordedStep, record
+from warpfold.cost.replay import Pace, replay
 from warpfold.device import keep_memory
 from warpfold.engine.optim import Optimizer
 from warpfold.model.alphafold import AlphaFold
@@ -31,17 +39,9 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.run.config import load_settings
-from warpfold.run.planning import training_job
 from warpfold.settings import plain
-from warpfold.tune.cluster.links import Cluster, one_node
-from warpfold.tune.cluster.probe import measure_cluster
-from warpfold.tune.example import ExampleSizes, random_example, shortened
-from warpfold.tune.job import Job
-from warpfold.tune.measured_rates import measured
-from warpfold.tune.memory import train_on_example
-from warpfold.tune.simulate.record import Operation, RecordedStep, record
-from warpfold.tune.simulate.replay import Pace, replay
+from warpfold.training.config import load_settings
+from warpfold.training.planning import training_job
 
 BAR = 0.15  # of a measured step, by which the simulated one may be off
 SHAPES = [Shape(10, 0.1), Shape(1, 0.1), Shape(1, 5)]

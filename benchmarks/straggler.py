@@ -17,9 +17,9 @@ from typing import Any
 
 def measure(store: Path | None) -> dict[str, Any]:
     """Measure everything, and print the figures as they come."""
+    from warpfold.bench.loader import Simulation, epoch_gap, footprint, straggler
     from warpfold.data.features.choose import SampleConfig
     from warpfold.data.store.store import Store
-    from warpfold.tune.bench_loader import Simulation, epoch_gap, footprint, straggler
 
     found: dict[str, Any] = {}
     if store is not None:  # first of all: the libraries are not loaded yet where processes are forked

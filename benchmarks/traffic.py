@@ -1,6 +1,6 @@
 """What the ranks of a plan send each other in an Evoformer block, counted: one runs on fake ranks, and this listens.
 
-`warpfold/tune/traffic.py` says the same in closed form (a law test compares the two), so that a plan can be judged
+`warpfold/cost/traffic.py` says the same in closed form (a law test compares the two), so that a plan can be judged
 without running anything, and what it costs: what `Plan.by_channels` is held to when it chooses how products are cut.
 """
 
@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
+from warpfold.cost.fake import fake_ranks
+from warpfold.cost.traffic import PHASES, Move, Traffic, TrafficBlock
 from warpfold.model.evoformer import Evoformer
 from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.waits import Event, watched
-from warpfold.tune.fake import fake_ranks
-from warpfold.tune.traffic import PHASES, Move, Traffic, TrafficBlock
 
 
 def count(plan: Plan, block: TrafficBlock, branch_rank: int = 0) -> list[Move]:

@@ -146,7 +146,7 @@ def test_predict_and_score(capsys: pytest.CaptureFixture[str], tmp_path: Path, t
 def test_predict_exits_with_1_when_one_fails(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warpfold.run.predictor import Predictor
+    from warpfold.prediction.predictor import Predictor
 
     def fail(*args: object, **more: object) -> None:
         raise MemoryError("too long")
@@ -162,7 +162,7 @@ def test_predict_exits_with_1_when_one_fails(
 def test_ctrl_c_exits_with_130(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from warpfold.run import score
+    from warpfold.scoring import score
 
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
@@ -174,7 +174,7 @@ def test_ctrl_c_exits_with_130(
 
 
 def test_bugs_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warpfold.run import score
+    from warpfold.scoring import score
 
     def broken(*args: object) -> None:
         raise ZeroDivisionError

@@ -35,7 +35,7 @@ def test_doctor_alone_says_what_is_here_and_what_it_could_do(capsys: pytest.Capt
 
 def test_it_needs_no_parser() -> None:
     code = f"import sys; sys.modules.update(dict.fromkeys({PARSERS}))\n"
-    code += "from warpfold import cli, settings\nfrom warpfold.tune import bench_ops, doctor\n"
+    code += "from warpfold import cli, settings\nfrom warpfold.bench import doctor, ops\n"
     code += "assert doctor.cases_of(settings.load('monomer'), 'monomer')\n"
     code += "cli.main(['doctor', '--kernels', '--settings', 'nowhere'])"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.cluster.wards import quick  # noqa: F401
 from tests.test_cli import refused, run
-from tests.tune.cluster.wards import quick  # noqa: F401
+from warpfold.cluster import doctor
+from warpfold.cluster.direct import free_port
+from warpfold.cluster.findings import ClusterFinding
 from warpfold.parallel.team import TeamError
-from warpfold.tune.cluster import doctor
-from warpfold.tune.cluster.direct import free_port
-from warpfold.tune.cluster.findings import ClusterFinding
 
 CLUSTER = ("doctor", "--cluster", "--device", "cpu")
 
@@ -98,10 +98,10 @@ def test_a_doctor_that_has_to_end_says_what_it_knows(
 
 
 def test_links_are_drawn_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from tests.tune.cluster.test_judge_links import healthy
+    from tests.cluster.test_judge_links import healthy
     from warpfold.cli.doctor_cluster import ResultFiles, _say
-    from warpfold.tune.cluster.judge_links import cluster_of, judge_links
-    from warpfold.tune.cluster.links import read_cluster
+    from warpfold.cluster.judge_links import cluster_of, judge_links
+    from warpfold.cost.links import read_cluster
 
     links = healthy(2, 4)
     found = doctor.Examined(list(links.nodes), "H100", judge_links(links), links=links,

@@ -7,8 +7,8 @@ import pytest
 
 from tests.test_cli import refused, run
 from warpfold.cli.plan import _Asked
-from warpfold.run.simulating import known_cluster
-from warpfold.tune.step_words import joined
+from warpfold.cost.step_words import joined
+from warpfold.training.simulating import known_cluster
 
 
 def test_a_step_and_a_training_are_said_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

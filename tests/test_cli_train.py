@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.runs import make_store, rows, tiny_run
+from tests.training.runs import make_store, rows, tiny_run
 from warpfold import settings
 from warpfold.cli import main
 from warpfold.cli.common import this_process
+from warpfold.commands import sources_of
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
-from warpfold.run.commands import sources_of
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_ctrl_c_ends_with_the_command_that_goes_on(
         if row["step"] == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr("warpfold.run.watching.TrainingProgress.on_metrics", stop)
+    monkeypatch.setattr("warpfold.training.watching.TrainingProgress.on_metrics", stop)
     with pytest.raises(SystemExit) as end:
         main(command)
     assert end.value.code == 130

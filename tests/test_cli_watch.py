@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import warpfold
-from tests.run.test_curves import make_run
+from tests.report.test_curves import make_run
 from tests.test_cli import refused, run
 from warpfold.cli import common, main
 

@@ -93,7 +93,7 @@ def test_a_precision_that_a_cpu_only_imitates_is_said(tmp_path: Path, monkeypatc
 
 
 def test_whoever_asks_for_a_cpu_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warpfold.run import arguments
+    from warpfold import arguments
 
     called: list[int] = []
     monkeypatch.setattr("warpfold.device.keep_memory", lambda: called.append(1))

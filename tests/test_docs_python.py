@@ -53,7 +53,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_page_in_a_frame_cannot_leave_it() -> None:
     """What a user named goes into the page, and the page into its frame, as text."""
-    from warpfold.run.notebook import in_notebook
+    from warpfold.prediction.notebook import in_notebook
 
     inner = in_notebook(made('x"><script>alert(1)</script>')).removeprefix('<iframe srcdoc="')
     page, _, rest = inner.partition('"')
@@ -65,6 +65,6 @@ def test_a_page_in_a_frame_cannot_leave_it() -> None:
 def made(name: str) -> Any:
     import numpy as np
 
-    from warpfold.run.outputs import Prediction
+    from warpfold.prediction.outputs import Prediction
 
     return Prediction(name, "GGG", np.zeros((3, 37, 3)), np.zeros((3, 37)), np.full(3, 50.0), None, None, None)

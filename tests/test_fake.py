@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from tests.helpers import tiny_config
 from warpfold.batch import FEATURES
+from warpfold.cost.fake import Memory, fake_batch, fake_ranks, memory_of
 from warpfold.model.losses import LossConfig
 from warpfold.ops.noise import kept_factor
 from warpfold.parallel.plan import Plan
-from warpfold.tune.fake import Memory, fake_batch, fake_ranks, memory_of
 
 N = 29  # residues: a prime, so that no other size is taken for it
 SIZES = {"res": N, "seq": 4, "extra": 5, "tmpl": 1}

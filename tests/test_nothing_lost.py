@@ -14,13 +14,13 @@ import pytest
 
 import warpfold
 from tests.helpers import tiny_model
-from tests.run.runs import make_store, tiny_run
-from tests.run.test_curves import make_run
+from tests.report.test_curves import make_run
 from tests.test_cli import SEQUENCE, run, structure
+from tests.training.runs import make_store, tiny_run
+from warpfold.bench import kernels
 from warpfold.errors import UserError
 from warpfold.model.weights import save_params
-from warpfold.run.train import train
-from warpfold.tune import kernels
+from warpfold.training.train import train
 
 PACKAGE = Path(warpfold.__file__).parent
 
@@ -39,7 +39,7 @@ SAFE = {
     "data/store/store.py:StoreWriter.add": "a store's own names, in a folder that holds nothing else",
     "data/store/store.py:StoreWriter.finish": "a store's own names; then it is renamed to where nothing is",
     "files.py:write_new": "links a draft to where nothing is: " + OWN_DRAFT,
-    "run/params_file.py:_write": "a draft of `write_new`",
+    "params_file.py:_write": "a draft of `write_new`",
     "files.py:row_file": "a file that was not there: opened only to make it",
     "files.py:lock_file": "opens to append, and appends nothing",
     "files.py:wait_for_lock": "replaces the line in which it said who held the lock before, and no other",
@@ -57,31 +57,31 @@ SAFE = {
     "engine/step_folders.py:StepFolders.save": OWN_DRAFT + ", renamed where nothing is",
     "engine/checkpoint.py:RunFolder.save_failure": "a folder of its own; " + OWN_FOLDER,
     "engine/checkpoint.py:RunFolder.write_settings": OWN_FOLDER + ", and of the same settings",
-    "run/outputs.py:clear_damaged": "what is not as it was written gets a name that is free; the rest is as it was",
-    "run/demo.py:_put_aside": "renames into a folder that is new",
-    "run/figures.py:_svg": "into memory",
-    "run/figures.py:draw_links": "into memory",
-    "run/figures.py:draw_memory": "into memory",
-    "run/timeline.py:draw_timeline": "into memory",
-    "run/journal.py:Journal.__init__": "cuts off half a line, of a journal of its own name in a folder of predictions",
-    "run/journal.py:_appending": "adds to what is there",
-    "run/journal.py:remove_journals": "journals by their names, when the summary has what they had",
-    "run/share.py:_fold_with_workers": "moves a progress bar",
-    "run/share.py:fold_shared.record": "moves a progress bar",
+    "prediction/outputs.py:clear_damaged": "what is not as it was written gets a free name; the rest is as it was",
+    "demo.py:_put_aside": "renames into a folder that is new",
+    "report/figures.py:_svg": "into memory",
+    "report/figures.py:draw_links": "into memory",
+    "report/figures.py:draw_memory": "into memory",
+    "report/timeline.py:draw_timeline": "into memory",
+    "prediction/journal.py:Journal.__init__": "cuts off half a line of a journal of its own name",
+    "prediction/journal.py:_appending": "adds to what is there",
+    "prediction/journal.py:remove_journals": "journals by their names, when the summary has what they had",
+    "prediction/share.py:_fold_with_workers": "moves a progress bar",
+    "prediction/share.py:fold_shared.record": "moves a progress bar",
     "engine/checkpoint.py:AppendedFile.__init__": "takes away a line that a kill left torn; " + OWN_FOLDER,
-    "run/outputs.py:Prediction.save": OWN_DRAFT,
-    "run/outputs.py:_draft": OWN_DRAFT,
-    "run/outputs.py:_move_into": "names that were free, or files of the same prediction, asked to",
-    "run/confidence_files.py:write_pae": OWN_DRAFT,
-    "run/confidence_files.py:write_scores": OWN_DRAFT,
-    "run/outputs.py:remove_prediction": "files of a prediction by their names, and the folder if it is empty then",
-    "run/outputs.py:thin_prediction": "matrices of a prediction, by their names, asked to; its arrays appear whole",
-    "run/relax_files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
-    "run/ranking.py:remove_copies": "copies by the names that the summary has, and their folder if it is empty then",
-    "tune/bench_ops.py:picture": "into memory",
-    "tune/cluster/measure_files.py": "a folder of mkdtemp's, in the one to try; that one if it made it and it is empty",
-    "tune/measured_memory.py:resident_memory": "writes to the system: forget the largest size of this process",
-    "tune/timing.py:without_stderr": "opens the null device",
+    "prediction/outputs.py:Prediction.save": OWN_DRAFT,
+    "prediction/outputs.py:_draft": OWN_DRAFT,
+    "prediction/outputs.py:_move_into": "names that were free, or files of the same prediction, asked to",
+    "prediction/confidence_files.py:write_pae": OWN_DRAFT,
+    "prediction/confidence_files.py:write_scores": OWN_DRAFT,
+    "prediction/outputs.py:remove_prediction": "files of a prediction by name, and the folder if it is then empty",
+    "prediction/outputs.py:thin_prediction": "matrices of a prediction, by name, asked to; its arrays appear whole",
+    "relax/files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
+    "prediction/ranking.py:remove_copies": "copies by the names that the summary has, and their empty folder",
+    "bench/ops.py:picture": "into memory",
+    "cluster/measure_files.py": "a folder of mkdtemp's, in the one to try; that one if it made it and it is empty",
+    "cost/measured_memory.py:resident_memory": "writes to the system: forget the largest size of this process",
+    "bench/timing.py:without_stderr": "opens the null device",
 }
 
 WRITES = ("write_text", "write_bytes", "truncate", "ftruncate", "savez", "savez_compressed", "savefig", "save_file")

@@ -133,7 +133,7 @@ PRESETS = Path(__file__).parents[1] / "settings"
 
 @pytest.mark.parametrize("path", sorted(PRESETS.glob("*.toml")), ids=lambda path: path.stem)
 def test_every_preset_is_found_by_name_and_complete(path: Path) -> None:
-    from warpfold.run.config import RunConfig
+    from warpfold.training.config import RunConfig
 
     run = settings.build(RunConfig, settings.load(path.stem), path.name)
     assert settings.build(RunConfig, settings.tomllib.loads(settings.to_toml(run))) == run
@@ -147,7 +147,7 @@ def test_the_supplements_values_have_their_source() -> None:
 
 @pytest.mark.parametrize("name", ["monomer", "finetune"])
 def test_the_monomer_leaves_out_no_rows_clusters_chains_and_weighs_by_length(name: str) -> None:
-    from warpfold.run.config import RunConfig
+    from warpfold.training.config import RunConfig
 
     run = settings.build(RunConfig, settings.load(name))
     assert (run.data.clustering, run.data.max_cost) == ("chain", 0)  # Supp. 1.2.7 and 1.2.8

@@ -81,7 +81,7 @@ def test_what_is_loaded_from_elsewhere_is_found(text: str, kind: str, found: lis
 
 def test_every_setting_is_on_its_page() -> None:
     from warpfold import settings
-    from warpfold.run.config import RunConfig
+    from warpfold.training.config import RunConfig
 
     page = site_module("reference").settings_reference()
     keys = [key for key in settings.plain(RunConfig()) if f"\n## {key}\n" not in page]

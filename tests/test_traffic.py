@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.traffic import count
+from warpfold.cost.fake import fake_ranks
+from warpfold.cost.links import LINKS
+from warpfold.cost.traffic import Phase, Traffic, TrafficBlock, moves, seconds, swaps, total
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.model.pair import PairConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.waits import Event, watched
-from warpfold.tune.cluster.links import LINKS
-from warpfold.tune.fake import fake_ranks
-from warpfold.tune.traffic import Phase, Traffic, TrafficBlock, moves, seconds, swaps, total
 
 SMALL = EvoformerConfig(blocks=2, heads=2, c_outer=4, pair=PairConfig(heads=2, c_triangle=6))
 

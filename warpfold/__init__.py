@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
+    from warpfold.commands import pack, sample, score, search, train
     from warpfold.data.store.store import Store
     from warpfold.engine.flat import Flat
     from warpfold.engine.one_step import OneStep
@@ -14,12 +15,11 @@ if TYPE_CHECKING:
     from warpfold.engine.resume import Checkpoints
     from warpfold.engine.watch import CsvFile, Phase, TensorBoard, Watcher, WeightsAndBiases
     from warpfold.errors import UserError
-    from warpfold.run.commands import pack, sample, score, search, train
-    from warpfold.run.fold_many import FoldResult
-    from warpfold.run.outputs import Prediction
-    from warpfold.run.params_file import ParamsFile, params
-    from warpfold.run.predict_command import predict
-    from warpfold.run.predictor import Predictor, load
+    from warpfold.params_file import ParamsFile, params
+    from warpfold.predict_command import predict
+    from warpfold.prediction.fold_many import FoldResult
+    from warpfold.prediction.outputs import Prediction
+    from warpfold.prediction.predictor import Predictor, load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -59,16 +59,16 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
-    **dict.fromkeys(("Predictor", "load"), "warpfold.run.predictor"),
-    **dict.fromkeys(("pack", "sample", "score", "search", "train"), "warpfold.run.commands"),
+    **dict.fromkeys(("Predictor", "load"), "warpfold.prediction.predictor"),
+    **dict.fromkeys(("pack", "sample", "score", "search", "train"), "warpfold.commands"),
     "Checkpoints": "warpfold.engine.resume",
     **dict.fromkeys(("CsvFile", "Phase", "TensorBoard", "Watcher", "WeightsAndBiases"), "warpfold.engine.watch"),
     "Flat": "warpfold.engine.flat",
-    "FoldResult": "warpfold.run.fold_many",
+    "FoldResult": "warpfold.prediction.fold_many",
     "OneStep": "warpfold.engine.one_step",
-    **dict.fromkeys(("ParamsFile", "params"), "warpfold.run.params_file"),
-    "Prediction": "warpfold.run.outputs",
-    "predict": "warpfold.run.predict_command",
+    **dict.fromkeys(("ParamsFile", "params"), "warpfold.params_file"),
+    "Prediction": "warpfold.prediction.outputs",
+    "predict": "warpfold.predict_command",
     "Ready": "warpfold.engine.ready",
     "Replicas": "warpfold.engine.replicas",
     "Store": "warpfold.data.store.store",

@@ -2,7 +2,7 @@
 
 A settings file is TOML.  Its `base` key, if any, names a preset or another file, whose values it overrides.
 Dataclasses declare the settings: each is beside what it describes (`ModelConfig` in model/alphafold.py), larger ones
-are composed of them (`RunConfig` in run/config.py), and `build` fills them.
+are composed of them (`RunConfig` in training/config.py), and `build` fills them.
 
 TOML has no null: the string "none" stands for None.
 """

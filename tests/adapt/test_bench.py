@@ -10,7 +10,7 @@ import torch
 
 from tests.test_cli import refused, run
 from warpfold.adapt.bench import bench_foreign, foreign_model, table
-from warpfold.tune.timing import Times
+from warpfold.bench.timing import Times
 
 # A file in the current folder: plain torch, named by --only.
 MINE = """

@@ -13,8 +13,8 @@ from tests.adapt.stand_in import KNOWN, TheirModel, inputs
 from warpfold.adapt import accelerate as subject
 from warpfold.adapt import slices
 from warpfold.adapt.adapter import Adapter
+from warpfold.bench.timing import peak
 from warpfold.memory import memory_in_use
-from warpfold.tune.timing import peak
 
 CPU = torch.device("cpu")
 N = 96

@@ -14,7 +14,7 @@ import pytest
 
 from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, structure
 from tests.helpers import tiny_model
-from tests.run.runs import tiny_run
+from tests.training.runs import tiny_run
 from warpfold import cli, settings
 from warpfold.bulk import JobPart
 from warpfold.data.pack.pack import pack

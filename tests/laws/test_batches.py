@@ -17,7 +17,7 @@ from warpfold.model.losses import LossConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
-from warpfold.run.config import RunConfig
+from warpfold.training.config import RunConfig
 
 LOSSES = LossConfig(violation=1.0, experimentally_resolved=0.01, predicted_aligned_error=0.1, scale_by_length=True)
 WORK = Work(residues=7, sequences=3, extra=4, templates=1, recycles=1)

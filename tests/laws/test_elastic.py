@@ -16,14 +16,14 @@ import pytest
 import torch.distributed as dist
 
 from tests.laws.test_resume import descendants
-from tests.run.runs import equal_tensors, make_store, rows
-from tests.run.test_train_ranks import assert_alike, config_for, train_on_ranks
+from tests.training.runs import equal_tensors, make_store, rows
+from tests.training.test_train_ranks import assert_alike, config_for, train_on_ranks
 from warpfold import settings
 from warpfold.data.store.store import Store
 from warpfold.parallel.plan import Plan
-from warpfold.run.config import RunConfig
-from warpfold.run.launch import SOON, LaunchJob, torchrun_script
-from warpfold.run.train import train
+from warpfold.training.config import RunConfig
+from warpfold.training.launch import SOON, LaunchJob, torchrun_script
+from warpfold.training.train import train
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="the processes of a run are found in /proc, which is not here"

@@ -13,10 +13,15 @@ FLOORS = {
     **dict.fromkeys(("model", "data"), 2),
     "parallel": 3,
     "engine": 4,
-    **dict.fromkeys(("tune", "adapt", "golden"), 5),
-    "run": 6,
-    "cli": 7,
-    **dict.fromkeys(("__init__", "__main__"), 8),  # the doors; `import warpfold` itself loads nothing (below)
+    **dict.fromkeys(("check", "scoring", "golden"), 5),
+    "cost": 6,
+    **dict.fromkeys(("bench", "cluster"), 7),
+    **dict.fromkeys(("adapt", "arguments", "profile", "report", "training"), 8),
+    "prediction": 9,
+    **dict.fromkeys(("relax", "params_file"), 10),
+    **dict.fromkeys(("commands", "predict_command", "demo", "demo_report"), 11),
+    "cli": 12,
+    **dict.fromkeys(("__init__", "__main__"), 13),  # the doors; `import warpfold` itself loads nothing (below)
 }
 
 # The way of one protein from file to batch; what stands beside it (pack, search, synthetic) serves none of it.
@@ -85,7 +90,9 @@ def test_the_model_knows_no_kernel() -> None:
 
 def test_parsers_and_compressors_are_not_needed_to_compute() -> None:
     rooms = {"model", "ops", "geometry", "parallel", "batch", "settings"}
-    assert not _packages(rooms, {"gemmi", "zstandard", "pyhmmer", "matplotlib", "warpfold.run"})
+    assert not _packages(
+        rooms, {"gemmi", "zstandard", "pyhmmer", "matplotlib", "warpfold.training", "warpfold.prediction"}
+    )
 
 
 def test_tables_need_no_torch() -> None:
@@ -98,10 +105,10 @@ def test_tables_need_no_torch() -> None:
         ("warpfold", {"torch", "numpy", "gemmi", "matplotlib"}),
         ("warpfold.model.alphafold", {"gemmi", "zstandard", "matplotlib", "typer"}),
         ("warpfold.cli", {"torch"}),
-        ("warpfold.run.config", {"gemmi", "matplotlib", "typer"}),
+        ("warpfold.training.config", {"gemmi", "matplotlib", "typer"}),
         # What measures runs on machines that have torch and little else.
-        ("warpfold.tune.ahead", {"gemmi", "zstandard", "pyhmmer", "matplotlib", "typer"}),
-        ("warpfold.tune.step_profile", {"gemmi", "zstandard", "pyhmmer", "matplotlib", "typer"}),
+        ("warpfold.bench.ahead", {"gemmi", "zstandard", "pyhmmer", "matplotlib", "typer"}),
+        ("warpfold.profile.step_profile", {"gemmi", "zstandard", "pyhmmer", "matplotlib", "typer"}),
         ("warpfold.data.load.loader", {"gemmi", "matplotlib", "typer"}),
     ],
 )
@@ -121,7 +128,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-for room in ("ops", "model", "parallel", "engine", "tune"):
+for room in ("ops", "model", "parallel", "engine", "check", "cost", "bench", "profile", "cluster"):
     package = importlib.import_module(f"warpfold.{room}")
     for module in pkgutil.walk_packages(package.__path__, f"warpfold.{room}."):
         importlib.import_module(module.name)

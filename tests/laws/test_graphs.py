@@ -9,7 +9,7 @@ import torch
 from tests.helpers import as_multimer, filled_model, random_batch, tiny_config
 from tests.laws.test_plans import Work, example
 from tests.recorder import OperationRecorder
-from tests.run.runs import equal_tensors, make_store, rows, tiny_run
+from tests.training.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold import device
 from warpfold.batch import Batch, passes
 from warpfold.data.load.loader import Sample
@@ -22,7 +22,7 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
-from warpfold.run.train import train
+from warpfold.training.train import train
 
 WORK = Work(residues=8, sequences=3, extra=3, templates=1, recycles=2)
 LOSSES = LossConfig(violation=1.0, experimentally_resolved=0.01, predicted_aligned_error=0.1)

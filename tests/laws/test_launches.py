@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.helpers import tiny_config
+from warpfold.cost.example import BlockSizes, ExampleSizes
+from warpfold.cost.launches import LaunchCount, block_launches, counting
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.gate import gate
-from warpfold.tune.example import BlockSizes, ExampleSizes
-from warpfold.tune.launches import LaunchCount, block_launches, counting
 
 SIZES = ExampleSizes(residues=256, sequences=128, extra=1, templates=0)
 BLOCK = BlockSizes.of(ModelConfig(), SIZES)

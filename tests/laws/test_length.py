@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import random_batch, tiny_config, tiny_model
+from warpfold.cost.fake import Memory
 from warpfold.host import HostTensor, fetch
 from warpfold.model.evoformer import Evoformer, EvoformerBlock, EvoformerConfig
 from warpfold.ops import dispatch
@@ -17,7 +18,6 @@ from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan, Precision
 from warpfold.parallel.slices import slices
-from warpfold.tune.fake import Memory
 
 ROWS, COLS = -3, -2
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config
 from tests.ranks import run_ranks
 from warpfold.batch import Batch, at_pass
+from warpfold.cost.fake import Memory, fake_batch, fake_ranks
 from warpfold.host import fetch
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
@@ -24,7 +25,6 @@ from warpfold.parallel.collectives import local_shard
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
-from warpfold.tune.fake import Memory, fake_batch, fake_ranks
 
 LIMIT = 1e-10  # relative, in fp64: rounding, and nothing else
 CHAINS = (5, 4)

@@ -16,6 +16,12 @@ from torch import Tensor
 
 from tests.laws.test_plans import LIMIT, LOSSES, STOPPED, Work, above, compare, example, model_for
 from tests.ranks import run_ranks
+from warpfold.cost import planner
+from warpfold.cost.example import ExampleSizes
+from warpfold.cost.job import Job
+from warpfold.cost.links import Cluster, Link
+from warpfold.cost.machine import Machine
+from warpfold.cost.step_planner import rough_plans, travelling
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.confidence import predicted_errors
 from warpfold.parallel.collectives import local_shard
@@ -23,12 +29,6 @@ from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.plan import Plan
-from warpfold.tune import planner
-from warpfold.tune.cluster.links import Cluster, Link
-from warpfold.tune.example import ExampleSizes
-from warpfold.tune.job import Job
-from warpfold.tune.machine import Machine
-from warpfold.tune.step_planner import rough_plans, travelling
 
 CUT = {"msa": -2, "pair": -3, "msa_first_row": -2, "distogram": -3, "pae": -2}
 PAE_LIMIT = 1e-6  # it is kept in fp32

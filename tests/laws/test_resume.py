@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.run.runs import equal_tensors, make_store, rows, tiny_run
-from warpfold.run.train import train
+from tests.training.runs import equal_tensors, make_store, rows, tiny_run
+from warpfold.training.train import train
 
 ROOT = Path(__file__).parents[2]
 STEPS = 12
@@ -19,7 +19,7 @@ STEPS = 12
 
 def begin(store: Path, out: Path, workers: int, window: int = 0) -> subprocess.Popen:
     arguments = [store, out, STEPS, torch.get_num_threads(), workers, window]
-    return subprocess.Popen([sys.executable, "-m", "tests.run.runs", *map(str, arguments)], cwd=ROOT)
+    return subprocess.Popen([sys.executable, "-m", "tests.training.runs", *map(str, arguments)], cwd=ROOT)
 
 
 def descendants(pid: int | str) -> list[Path]:

@@ -11,21 +11,21 @@ import torch
 
 from tests.helpers import as_multimer, tiny_config
 from tests.ops.triton.model_launches import one_block
-from tests.run.runs import make_store, rows, tiny_run
 from tests.stalls import Stalls
+from tests.training.runs import make_store, rows, tiny_run
+from warpfold.cost.fake import fake_batch
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.losses import LossConfig, ca_lddt, total_loss
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
-from warpfold.run import metrics
-from warpfold.run.train import train
-from warpfold.tune.fake import fake_batch
+from warpfold.scoring import metrics
+from warpfold.training.train import train
 
 SIZES = {"pass": 1, "res": 9, "seq": 4, "extra": 5, "tmpl": 2}
 LOSSES = LossConfig(predicted_aligned_error=0.1, experimentally_resolved=0.01, violation=1.0, scale_by_length=True)
 AT_THE_END = {  # of a step, whatever the number of its examples
-    "run/results.py: a tensor is read": 1,  # losses, terms, norms and lDDT of its examples, for the log
+    "training/results.py: a tensor is read": 1,  # losses, terms, norms and lDDT of its examples, for the log
 }
 
 
@@ -78,7 +78,9 @@ def test_examples_of_a_complex_wait_for_nothing_once_it_is_known_whose_truth_is_
 def test_a_step_of_training_waits_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count the loop itself, from one row of metrics.jsonl to the next."""
     config = tiny_run(steps=2, validation=0.0, save_every=9)
-    monkeypatch.setattr("warpfold.run.train.save", lambda *_: None)  # a thread writes, where there is no such device
+    monkeypatch.setattr(
+        "warpfold.training.train.save", lambda *_: None
+    )  # a thread writes, where there is no such device
     seen: list[dict[str, int]] = []
     with Stalls() as stalls:
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from warpfold.check.checks import DRAWS, Jitter, compare
 from warpfold.ops.adam import adam_step
-from warpfold.tune.checks import DRAWS, Jitter, compare
 
 FACTORS = (0.9, 0.999, 1e-6, 0.99)  # beta1, beta2, eps, decay
 NAMES = ("weights", "moment1", "moment2", "average", "packed")
@@ -40,7 +40,7 @@ def taken(
 def wrong(
     ours: Sequence[Tensor], given: Sequence[Tensor | None], of: Sequence[Tensor], factors: Sequence[float] = FACTORS
 ) -> list[str]:
-    """Say which results are farther from fp64 than draws of the definition allow (tune/checks.py)."""
+    """Say which results are farther from fp64 than draws of the definition allow (check/checks.py)."""
     exact = taken(adam_step.definition, [None if t is None else t.double() for t in given], of, factors)
     draws = []
     for seed in range(DRAWS):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from warpfold.check.checks import answer, wrong
 from warpfold.ops.dispatch import Op
-from warpfold.tune.checks import answer, wrong
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "in order": lambda t: t,
@@ -29,7 +29,7 @@ def given(*shapes: Sequence[int], seed: int = 0) -> list[Tensor]:
 def mistakes(
     op: Op[..., Tensor], arguments: Sequence[Tensor | None], parameters: int, dtype: torch.dtype, **fixed: object
 ) -> list[str]:
-    """What is wrong (tune/checks.py) with the output of the fast way, or with a gradient.
+    """What is wrong (check/checks.py) with the output of the fast way, or with a gradient.
 
     The last `parameters` arguments stay in fp32 where the others are in bf16.
     """

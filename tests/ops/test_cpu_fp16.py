@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from warpfold.tune import checks
-from warpfold.tune.cases import PROFILES
-from warpfold.tune.profile import OpCase
+from warpfold.check import checks
+from warpfold.check.cases import PROFILES
+from warpfold.check.op_profile import OpCase
 
 FIRST = [profile.odd[0] for profile in PROFILES.values()]
 

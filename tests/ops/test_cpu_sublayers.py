@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tests.ops.cpu_cases import DTYPES, LAYOUTS, Largest, given, mistakes
 from tests.ops.wrong_shapes import check, operands
+from warpfold.check.checks import answer, wrong
 from warpfold.ops.cpu import gated_attention as cpu_attention
 from warpfold.ops.cpu import triangle_multiplication as cpu_triangle
 from warpfold.ops.dispatch import Op
 from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.noise import Noise
 from warpfold.ops.triangle_multiplication import triangle_multiplication
-from warpfold.tune.checks import answer, wrong
 
 N, C, H = 7, 12, 3  # positions in a row, channels, heads
 

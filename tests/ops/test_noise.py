@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from warpfold.check.checks import answer, wrong
 from warpfold.ops.gate import gated_linear_residual
 from warpfold.ops.noise import DropoutFactors, Noise, dropout, dropout_factors
-from warpfold.tune.checks import answer, wrong
 
 
 def drawn(factors):

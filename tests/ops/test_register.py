@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from warpfold.check.checks import answer, wrong
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
@@ -14,7 +15,6 @@ from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.triangle_multiplication import triangle_multiplication
-from warpfold.tune.checks import answer, wrong
 
 Arguments = tuple[Tensor | None, ...]
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from tests.ranks import run_ranks
+from warpfold.cost.fake import Memory, fake_ranks
 from warpfold.engine.packed import PackedWeights
 from warpfold.model.axial import COLS, ROWS
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
@@ -21,7 +22,6 @@ from warpfold.parallel.mesh import Group, make_mesh
 from warpfold.parallel.pieces import join_pieces, pieces
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.sharded_tensor import ShardedTensor
-from warpfold.tune.fake import Memory, fake_ranks
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,11 @@ from warpfold.adapt.report import NO_OPERATION, Acceleration, LayerKind
 from warpfold.adapt.slices import SlicedExecution, on_meta
 from warpfold.adapt.speed import gain, measured_speed
 from warpfold.adapt.verify import compare
+from warpfold.cost.machine import in_gb, parse_memory
 from warpfold.device import keep_memory, spinning_threads
 from warpfold.errors import UserError
 from warpfold.memory import memory_in_use
 from warpfold.ops.dispatch import unsupported_device
-from warpfold.tune.machine import in_gb, parse_memory
 
 PACKAGES: tuple[str, ...] = (  # modules of warpfold.adapt, with adapters
     "plain",

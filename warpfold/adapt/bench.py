@@ -22,12 +22,12 @@ from torch.utils import _pytree as pytree
 from warpfold.adapt.accelerate import accelerate, acceleration
 from warpfold.adapt.speed import SLOWER, subject
 from warpfold.adapt.verify import tensors_of
+from warpfold.bench.timing import Times, measure
+from warpfold.cost.machine import describe
 from warpfold.errors import UserError
 from warpfold.memory import is_out_of_memory
 from warpfold.ops.dispatch import refusals
 from warpfold.progress import Progress, no_progress
-from warpfold.tune.machine import describe
-from warpfold.tune.timing import Times, measure
 
 REPEATS = {"cpu": 5, "cuda": 20}
 BUDGET = {"cpu": 120.0, "cuda": 20.0}  # seconds for each way, without its warm-up

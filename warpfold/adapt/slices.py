@@ -1,6 +1,6 @@
 """Layers of other people's models in slices: as their caller chose, or so that they fit into the memory that is left.
 
-What a layer needs in slices of so many rows is not guessed: a twin of it without memory is run (tune/fake.py), once for
+What a layer needs in slices of so many rows is not guessed: a twin of it without memory is run (cost/fake.py), once for
 each shape.
 """
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from warpfold.adapt.adapter import Adapter
+from warpfold.cost.fake import Memory
 from warpfold.memory import memory_in_use
 from warpfold.model.axial import AxialUpdate
 from warpfold.model.execution import PlainExecution
 from warpfold.ops.dispatch import Kernels, standing_for
 from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.slices import cut_axes, delta_in_slices, longest_axis
-from warpfold.tune.fake import Memory
 
 UNIT = {"cpu": 1, "cuda": 512}  # bytes: torch's allocator gives multiples of these
 ROOM = 1.05  # of what tensors need, for workspaces of torch's libraries

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from warpfold.adapt.adapter import Adapter, RandomInputs, swap
 from warpfold.adapt.report import LayerSpeed
 from warpfold.adapt.verify import copy_of, inputs_of, narrowest, redrawn, tensors_of, their_own_code
-from warpfold.tune.timing import Subject, Times, measure
+from warpfold.bench.timing import Subject, Times, measure
 
 SIZE = {"cpu": 128, "cuda": 256}  # residues or tokens
 REPEATS = {"cpu": 5, "cuda": 20}

@@ -39,7 +39,7 @@ from warpfold.files import check_new, row_file, write_atomically
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
-    from warpfold.tune.example import ModelBench
+    from warpfold.cost.example import ModelBench
 
 
 Operations = Annotated[
@@ -189,7 +189,9 @@ def _operations(
     """Check the operations, and time them."""
     import torch
 
-    from warpfold.tune import bench_ops, cases, checks, peers, sizes
+    from warpfold.bench import ops as bench_ops
+    from warpfold.bench import peers
+    from warpfold.check import cases, checks, sizes
 
     ops = chosen("--op", op, cases.BENCHED)
     where = torch.device(device)
@@ -212,8 +214,9 @@ def _models(given: "ModelBench", wanted: list[bool], device: str, ways: list[str
     """Time a block, a step, or both; wanted: which of the two."""
     import torch
 
-    from warpfold.tune import bench_model, bench_ops
-    from warpfold.tune.model_peers import NAMES
+    from warpfold.bench import model as bench_model
+    from warpfold.bench import ops as bench_ops
+    from warpfold.bench.model_peers import NAMES
 
     more: dict[str, Any] = {"ways": chosen("--ways", ways, NAMES), "repeats": repeats}
     with progress_bar(narrate=True) as progress, row_file(to.rows) as sink:
@@ -245,7 +248,7 @@ def _foreign(
     import torch
 
     from warpfold.adapt.bench import COLUMNS, HEADS, bench_foreign, foreign_model, table
-    from warpfold.tune.bench_ops import write_csv
+    from warpfold.bench.ops import write_csv
 
     where = torch.device(device)
     with progress_bar(narrate=True) as progress:
@@ -267,7 +270,7 @@ def _foreign(
 
 def _say(found: dict[str, Any], to: _Output) -> None:
     """Write and print the figures as asked for."""
-    from warpfold.tune.bench_ops import HEADS, picture, table, write_csv
+    from warpfold.bench.ops import HEADS, picture, table, write_csv
 
     if to.csv is not None:
         write_csv(found, to.csv)
@@ -304,9 +307,9 @@ def data(
     as_json: AsJson = False,
 ) -> None:
     """Measure features per second, reading, memory, what slow examples cost a step, packing.  Takes some minutes."""
+    from warpfold.bench.data import bench_data, rows
+    from warpfold.bench.loader import Simulation
     from warpfold.data.store.store import Store
-    from warpfold.tune.bench_data import bench_data, rows
-    from warpfold.tune.bench_loader import Simulation
 
     if out is not None:
         check_new(out)

@@ -25,8 +25,8 @@ def say_ranks(report: dict[str, Any]) -> None:
 
 def _table(plans: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the heads and rows of the table; what a million examples cost, or how many hours of devices they take."""
-    from warpfold.tune.machine import in_gb
-    from warpfold.tune.step_words import sent, step_time
+    from warpfold.cost.machine import in_gb
+    from warpfold.cost.step_words import sent, step_time
 
     priced = plans[0]["cost_per_million"] is not None
     rows = []

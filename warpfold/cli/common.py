@@ -22,9 +22,9 @@ from warpfold.parallel.srun import is_one_of_several
 from warpfold.progress import no_bars
 
 if TYPE_CHECKING:
+    from warpfold.cost.example import ModelBench
     from warpfold.data.search.server import AlignmentServer
     from warpfold.parallel.team import ProcessInfo
-    from warpfold.tune.example import ModelBench
 
 
 class StoppedByUser(Exception):
@@ -210,8 +210,8 @@ class Lists(TyperCommand):
 
 
 def name_operations(command: Any, attribute: str) -> None:
-    """Put the operations of tune/cases.py into a command's --help: only --help loads torch for their names."""
-    from warpfold.tune import cases
+    """Put the operations of check/cases.py into a command's --help: only --help loads torch for their names."""
+    from warpfold.check import cases
 
     for parameter in command.params:
         if parameter.name == "op":
@@ -277,7 +277,7 @@ def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:
 
     Errors: UserError for one that torch does not know or this machine lacks.
     """
-    from warpfold.run import arguments
+    from warpfold import arguments
 
     return arguments.device_of(name, process.local_rank if process is not None and process.ranks > 1 else None)
 
@@ -330,7 +330,7 @@ def measured(
     from dataclasses import replace
 
     from warpfold import settings as toml
-    from warpfold.tune.example import bench_of, shortened
+    from warpfold.cost.example import bench_of, shortened
 
     given = bench_of(toml.load(settings, changes), settings, blocks)
     chosen = {name: value for name, value in sizes.items() if value is not None}

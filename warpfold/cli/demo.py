@@ -21,7 +21,7 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     """Make proteins, train a small AlphaFold2 on them, fold ones it never saw, and show it all in report.html."""
-    from warpfold.run.demo import run_demo
+    from warpfold.demo import run_demo
 
     device_of("cpu")
     changes = [] if steps is None else [f"train.steps={steps}"]

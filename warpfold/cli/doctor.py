@@ -16,7 +16,7 @@ from warpfold.progress import progress_bar
 if TYPE_CHECKING:
     import torch
 
-    from warpfold.tune.doctor import Finding
+    from warpfold.bench.doctor import Finding
 
 HINT = (
     "warpfold doctor --kernels checks every operation on this device against its definition; under torchrun or srun "
@@ -83,8 +83,8 @@ def doctor(
         raise UserError("--data, --folder, --link, --out and --figure are of --cluster; add it")
     import torch
 
-    from warpfold.tune.machine import describe
-    from warpfold.tune.verdict import of_machine
+    from warpfold.bench.verdict import of_machine
+    from warpfold.cost.machine import describe
 
     if any([settings, dtype, rows]) and not kernels:
         raise UserError("--settings gives the sizes for --kernels, and --dtype and --rows are for it; add --kernels")
@@ -104,9 +104,9 @@ def doctor(
 def _check_kernels(source: str, where: "torch.device", dtype: list[str], rows: Path | None, as_json: bool) -> None:
     """Check every operation for the sizes of some settings, say what was found, and exit with 1 if one is wrong."""
     from warpfold import settings as toml
-    from warpfold.tune import doctor as checks
-    from warpfold.tune.measured_memory import check_memory
-    from warpfold.tune.verdict import of_findings, of_machine
+    from warpfold.bench import doctor as checks
+    from warpfold.bench.verdict import of_findings, of_machine
+    from warpfold.cost.measured_memory import check_memory
 
     cases = checks.cases_of(toml.load(source), source)
     dtypes = chosen("--dtype", dtype, checks.DTYPES) or list(checks.DTYPES)
@@ -144,7 +144,7 @@ def _verdict(sentences: list[str]) -> None:
 
 
 def _print(findings: "list[Finding]", kind: str, source: str) -> None:
-    from warpfold.tune.doctor import HEADS, table
+    from warpfold.bench.doctor import HEADS, table
 
     if kind != "cuda":
         typer.echo("\nNo GPU is checked: these are the CPU's fast ways.")

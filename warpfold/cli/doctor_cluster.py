@@ -18,8 +18,8 @@ from warpfold.files import check_new, write_atomically
 from warpfold.progress import are_hidden
 
 if TYPE_CHECKING:
-    from warpfold.tune.cluster.doctor import Examined
-    from warpfold.tune.cluster.findings import ClusterFinding
+    from warpfold.cluster.doctor import Examined
+    from warpfold.cluster.findings import ClusterFinding
 
 FIGURES = (".png", ".svg")
 COLORS = {"wrong": typer.colors.RED, "note": typer.colors.YELLOW, "ok": typer.colors.GREEN}
@@ -48,9 +48,9 @@ def check_cluster(
     """Check the cluster with all processes, print from the first what was found, and exit on all: 1 if it is wrong."""
     import torch
 
+    from warpfold.cluster.doctor import LIMIT, Asked, Examined, examine_cluster
+    from warpfold.cost.links import network
     from warpfold.parallel.team import TeamError, distributed_context
-    from warpfold.tune.cluster.doctor import LIMIT, Asked, Examined, examine_cluster
-    from warpfold.tune.cluster.links import network
 
     began, process = time.monotonic(), this_process()
     where = torch.device(device_of(device, process))
@@ -81,7 +81,7 @@ def check_cluster(
 
 def _lost(error: UserError) -> "ClusterFinding":
     """Return the finding that a rank was lost, or did not come."""
-    from warpfold.tune.cluster.findings import ClusterFinding
+    from warpfold.cluster.findings import ClusterFinding
 
     cure = "see what that process and its node say (its log, dmesg); leave the node out"
     return ClusterFinding("ranks", "all ranks answer", "wrong", str(error), cure)
@@ -111,8 +111,8 @@ def _say(found: "Examined", to: ResultFiles) -> None:
     if to.cluster and found.cluster:
         found.cluster.save(to.cluster)
     if to.figure and found.links:
-        from warpfold.run.figures import draw_links
-        from warpfold.tune.cluster.drawn import matrices
+        from warpfold.cluster.drawn import matrices
+        from warpfold.report.figures import draw_links
 
         write_atomically(to.figure, draw_links(matrices(found.links), to.figure.suffix[1:]))
     if to.as_json:
@@ -130,7 +130,7 @@ def _say(found: "Examined", to: ResultFiles) -> None:
 
 
 def _tables(found: "Examined") -> None:
-    from warpfold.tune.cluster.drawn import draw, link_rows, matrices, rank_table
+    from warpfold.cluster.drawn import draw, link_rows, matrices, rank_table
 
     ranks = sum(map(len, found.nodes))
     typer.echo(

@@ -78,8 +78,8 @@ def launch(
     submit: Submit = False,
 ) -> None:
     """Write the script that starts a command on the nodes of a cluster; nothing is started unless asked."""
-    from warpfold.run.launch import LaunchJob, slurm_script, torchrun_script
-    from warpfold.run.launch_kubernetes import kubernetes_manifest
+    from warpfold.training.launch import LaunchJob, slurm_script, torchrun_script
+    from warpfold.training.launch_kubernetes import kubernetes_manifest
 
     if slurm + torchrun + kubernetes != 1:
         raise UserError("launch: give one of --slurm, --torchrun and --kubernetes")
@@ -126,8 +126,8 @@ def _place(
     cluster: Path | None, findings: Path | None, nodes: int | None, per_node: int | None, gpus: bool | None
 ) -> dict[str, Any]:
     """Return nodes, ranks and devices, and what the doctor says, as fields of a `LaunchJob`."""
-    from warpfold.run.launch import cures_of, has_gpus
-    from warpfold.tune.cluster.links import read_cluster
+    from warpfold.cost.links import read_cluster
+    from warpfold.training.launch import cures_of, has_gpus
 
     known = read_cluster(cluster) if cluster is not None else None
     found: dict[str, Any] = {

@@ -67,8 +67,8 @@ def pack(
     as_json: AsJson = False,
 ) -> None:
     """Make the store that `train` reads from structures, alignments and template hits, and report on every entry."""
+    from warpfold import commands
     from warpfold.bulk import JobPart
-    from warpfold.run import commands
 
     _one_of({"--structures": structures, "--merge": merge, "--verify": verify, "--info": info})
     if verify is not None:

@@ -23,7 +23,7 @@ def params(
     as_json: AsJson = False,
 ) -> None:
     """Inspect a parameter file, check it, and write it in another format."""
-    from warpfold.run.params_file import params as read
+    from warpfold.params_file import params as read
 
     found = read(file, check=check, out=out)
     if as_json:

@@ -26,9 +26,9 @@ from warpfold.files import check_new, write_atomically
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
-    from warpfold.run.plan_report import PlanTarget
-    from warpfold.tune.cluster.links import Cluster
-    from warpfold.tune.machine import Machine
+    from warpfold.cost.links import Cluster
+    from warpfold.cost.machine import Machine
+    from warpfold.prediction.plan_report import PlanTarget
 
 PICTURES = (".png", ".svg")
 
@@ -104,8 +104,8 @@ def plan(
     devices the best dozen.
     """
     from warpfold.data.example.query_files import is_sequence
-    from warpfold.run.config import load_settings
-    from warpfold.run.plan_report import with_sizes
+    from warpfold.prediction.plan_report import with_sizes
+    from warpfold.training.config import load_settings
 
     if figure is not None:
         if figure.suffix not in PICTURES:
@@ -148,8 +148,8 @@ class _Asked:
 
         Errors: UserError for what contradicts itself, is not known, or is not a cluster.
         """
-        from warpfold.tune.cluster.links import read_cluster
-        from warpfold.tune.machine import of_sheet, parse_memory, planned_cluster, planned_machine
+        from warpfold.cost.links import read_cluster
+        from warpfold.cost.machine import of_sheet, parse_memory, planned_cluster, planned_machine
 
         for name, value in (("--devices", self.devices), ("--node", self.node), ("--link", self.link)):
             if self.cluster is not None and value is not None:
@@ -175,12 +175,12 @@ def _report(found: "list[PlanTarget]", given: Any, asked: _Asked, of_training: b
 
     Errors: UserError for options that do not go together.
     """
+    from warpfold.cost.planner import CHOSEN, CHOSEN_IN_TRAINING
+    from warpfold.cost.step_planner import CHOSEN_ON_RANKS
     from warpfold.device import slow_precision
     from warpfold.parallel.plan import DTYPES
-    from warpfold.run.plan_report import plan_report
-    from warpfold.run.step_report import step_report
-    from warpfold.tune.planner import CHOSEN, CHOSEN_IN_TRAINING
-    from warpfold.tune.step_planner import CHOSEN_ON_RANKS
+    from warpfold.prediction.plan_report import plan_report
+    from warpfold.training.step_report import step_report
 
     machine, there = asked.machine_and_cluster()
     own = {} if asked.precision is None else {"precision": asked.precision.value}
@@ -205,7 +205,7 @@ def _report(found: "list[PlanTarget]", given: Any, asked: _Asked, of_training: b
 
 def _draw(report: dict[str, Any], figure: Path) -> None:
     """Write the picture of the largest target, or of a rank.  Errors: UserError where nothing fits."""
-    from warpfold.run.figures import draw_memory
+    from warpfold.report.figures import draw_memory
 
     largest = report.get("largest", report)
     if not largest["course"]:
@@ -224,9 +224,9 @@ def _targets(
     """Return what is to be planned: queries, proteins of some length, or the training of the settings."""
     from dataclasses import replace
 
-    from warpfold.run.params import read_params
-    from warpfold.run.plan_report import PlanTarget, folding, full_sizes, targets_of_queries
-    from warpfold.run.planning import training_job
+    from warpfold.prediction.params import read_params
+    from warpfold.prediction.plan_report import PlanTarget, folding, full_sizes, targets_of_queries
+    from warpfold.training.planning import training_job
 
     config = given.config()
     model, sample = config.model, replace(config.data, crop=None)
@@ -247,7 +247,7 @@ def _targets(
 
 def _say(report: dict[str, Any]) -> None:
     """Print the machine, a line for each target, every plan of the largest, and how long a protein can be."""
-    from warpfold.tune.machine import in_gb
+    from warpfold.cost.machine import in_gb
 
     typer.echo(f"on {report['machine']}")
     for row in report["targets"]:
@@ -271,7 +271,7 @@ def _say(report: dict[str, Any]) -> None:
 
 def _table(plans: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return the heads and rows of the table of plans; host memory where one of them needs it."""
-    from warpfold.tune.machine import in_gb
+    from warpfold.cost.machine import in_gb
 
     of_host = any(one["host_bytes"] for one in plans)
     rows = []
@@ -284,6 +284,6 @@ def _table(plans: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
 
 
 def _time(seconds: float | None) -> str:
-    from warpfold.tune.plan_words import in_words
+    from warpfold.cost.plan_words import in_words
 
     return "not measured" if seconds is None else in_words(seconds)

@@ -213,8 +213,8 @@ def _run(
     """Have the processes meet and fold, relax what was predicted, and say how it went; ends the command."""
     from warpfold.parallel.plan import Plan
     from warpfold.parallel.team import distributed_context
-    from warpfold.run.predict_command import predict as fold
-    from warpfold.run.predict_command import relax_predictions
+    from warpfold.predict_command import predict as fold
+    from warpfold.predict_command import relax_predictions
 
     process = this_process()
     where, server = device_of(device, process), alignment_server(msa_server, msa_cache, out / "alignments")
@@ -249,7 +249,7 @@ def _lacks_templates(entry: dict[str, Any]) -> bool:
 
 def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
     """Print the summary, or a line for each prediction; and in any case what is to be known of the input or failed."""
-    from warpfold.run.predict_report import warnings_of
+    from warpfold.report.predictions import warnings_of
 
     say_refused(summary["refused"])
     if as_json:

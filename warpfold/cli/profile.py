@@ -58,7 +58,7 @@ def profile(
     """
     import torch
 
-    from warpfold.tune.step_profile import profile_model
+    from warpfold.profile.step_profile import profile_model
 
     if out is not None:
         check_new(out)
@@ -73,8 +73,8 @@ def profile(
     if out is not None:
         write_atomically(out / "profile.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
         # Only now: where matplotlib is missing, the figures are there all the same.
-        from warpfold.run.profile_report import profile_page
-        from warpfold.run.report import write_report
+        from warpfold.report.profile_report import profile_page
+        from warpfold.report.report import write_report
 
         write_report(out / "profile.html", profile_page(found))
     if as_json:
@@ -87,7 +87,7 @@ def profile(
 
 def _say(found: dict[str, Any]) -> None:
     """Print the longest rows of each table."""
-    from warpfold.run.profile_report import profile_page
+    from warpfold.report.profile_report import profile_page
 
     page = profile_page(found)
     typer.echo(page.lead)

@@ -20,7 +20,7 @@ class Relax(StrEnum):
 
 def _check(which: Relax) -> Relax:
     """Raise UserError where OpenMM is missing: before hours of work, not after them."""
-    from warpfold.run.amber import require_openmm
+    from warpfold.relax.amber import require_openmm
 
     if which != Relax.none:
         require_openmm()
@@ -44,7 +44,7 @@ def relax(
     as_json: AsJson = False,
 ) -> None:
     """Remove clashes and broken bonds with Amber's force field; needs OpenMM: pip install "warpfold\\[relax]"."""
-    from warpfold.run.relax_files import relax_paths
+    from warpfold.relax.files import relax_paths
 
     with progress_bar() as progress:
         done = relax_paths(paths, device_of(device), "best" if best else "all", force, progress)

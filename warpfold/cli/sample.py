@@ -20,7 +20,7 @@ def sample(
     as_json: AsJson = False,
 ) -> None:
     """Make sample proteins with alignments, to try a pipeline or a cluster without downloading anything."""
-    from warpfold.run import commands
+    from warpfold import commands
 
     sizes = {"proteins": proteins, "dimers": dimers, "min_length": min_length, "max_length": max_length}
     with progress_bar() as progress:

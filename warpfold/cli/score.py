@@ -19,8 +19,8 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Compare a structure with its reference: lDDT, GDT, TM-score, RMSD; of complexes also DockQ and other scores."""
-    from warpfold.run import commands
-    from warpfold.run.score_complex import HEADS
+    from warpfold import commands
+    from warpfold.scoring.score_complex import HEADS
 
     result = commands.score(predicted, reference, chains=chains, assembly=assembly)
     if as_json:

@@ -78,7 +78,7 @@ def search(
     as_json: AsJson = False,
 ) -> None:
     """Find alignments and template hits for proteins, in databases that you have, or on a server if you name one."""
-    from warpfold.run import commands
+    from warpfold import commands
 
     if out is None:
         raise UserError("search: --out is missing; name the folder for what is found")

@@ -25,7 +25,7 @@ from warpfold.files import check_new, write_atomically
 from warpfold.progress import as_time, progress_bar, within
 
 if TYPE_CHECKING:
-    from warpfold.tune.simulate.simulation import SimulatedTraining
+    from warpfold.cost.simulation import SimulatedTraining
 
 Settings = Annotated[str, argument("What `train` reads: a TOML file or a preset.")]
 Devices = Annotated[int | None, runs("How many there are in all; default: 1, or those of --cluster.", min=1)]
@@ -87,8 +87,8 @@ def simulate(
 
     The schedule is the code's own, recorded; times are of data sheets, or measured where this machine is the cluster's.
     """
-    from warpfold.run.config import load_settings
-    from warpfold.run.simulating import chance_of, interruptions_of, known_cluster, run_scenario, scenario_of
+    from warpfold.training.config import load_settings
+    from warpfold.training.simulating import chance_of, interruptions_of, known_cluster, run_scenario, scenario_of
 
     _check(figure)
     given = load_settings(settings, change or [])
@@ -112,7 +112,7 @@ def simulate(
     else:
         _say(result, price)
     if figure is not None:
-        from warpfold.run.timeline import draw_timeline
+        from warpfold.report.timeline import draw_timeline
 
         write_atomically(figure, draw_timeline(spans, found.job.model.evoformer.blocks, figure.suffix[1:]))
         typer.echo(f"wrote {figure}", err=as_json)
@@ -128,7 +128,7 @@ def _check(figure: Path | None) -> None:
 
 def _say(found: "SimulatedTraining", price: float | None) -> None:
     """Print a step, where its time goes, and the whole training."""
-    from warpfold.tune.step_words import joined
+    from warpfold.cost.step_words import joined
 
     given, steps, whole = found.scenario, found.steps, found.training
     plan, cluster = given.plan, given.cluster

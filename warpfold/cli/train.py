@@ -32,7 +32,7 @@ from warpfold.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from warpfold.run.train import Summary
+    from warpfold.training.train import Summary
 
 
 @app.command(cls=Lists, epilog="Example:  warpfold train tiny --data store --out run --set train.steps=500")
@@ -67,10 +67,10 @@ def train(
 
     On several processes, under torchrun: docs/parallel.md.
     """
+    from warpfold import commands
     from warpfold.parallel.team import distributed_context
-    from warpfold.run import commands
-    from warpfold.run.spare import set_apart
-    from warpfold.run.watching import training_progress
+    from warpfold.training.spare import set_apart
+    from warpfold.training.watching import training_progress
 
     chosen = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch, "train.spare": spare}
     changes = [*(change or []), *(f"{key}={value}" for key, value in chosen.items() if value is not None)]

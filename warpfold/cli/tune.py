@@ -22,7 +22,7 @@ from warpfold.cli.common import (
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
-    from warpfold.tune.kernel_bench import TuningTask
+    from warpfold.bench.kernel_bench import TuningTask
 
 
 class _Tune(TyperCommand):
@@ -54,10 +54,10 @@ def tune(
     """
     import torch
 
+    from warpfold.bench.kernel_bench import tuning_tasks
+    from warpfold.bench.kernels import choose, head, report, tune_on, workloads, write
+    from warpfold.check.cases import TUNED
     from warpfold.ops.triton.launch import home
-    from warpfold.tune.cases import TUNED
-    from warpfold.tune.kernel_bench import tuning_tasks
-    from warpfold.tune.kernels import choose, head, report, tune_on, workloads, write
 
     ops = chosen("--op", op or ["all"], ("all", *TUNED))
     ops = list(TUNED) if "all" in ops else ops

@@ -31,8 +31,8 @@ def watch(
     from rich.live import Live
     from rich.text import Text
 
-    from warpfold.run.curves import WIDTH, as_text, open_runs
-    from warpfold.run.curves_page import write_page
+    from warpfold.report.curves import WIDTH, as_text, open_runs
+    from warpfold.report.curves_page import write_page
 
     logs, console = open_runs(folders), Console()
     if threading.current_thread() is threading.main_thread():

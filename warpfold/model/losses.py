@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from warpfold.model.structure import StructureOutput
 
 CA_ATOM = residue.ATOM_ORDER["CA"]  # in atom37
-LDDT_RADIUS, LDDT_TOLERANCES = 15.0, (0.5, 1.0, 2.0, 4.0)  # angstrom, as in run/metrics.py (Mariani et al. 2013)
+LDDT_RADIUS, LDDT_TOLERANCES = 15.0, (0.5, 1.0, 2.0, 4.0)  # angstrom, as in scoring/metrics.py (Mariani et al. 2013)
 # Square angstrom.  A residue's own Ca has no error in its own frame, and the first bin is for exactly that; but in
 # DeepMind's compiled code rounding lifts it off zero, so that training has only ever seen it in the second bin.
 OWN_ERROR = 1e-12

@@ -176,5 +176,5 @@ def _cheapest(cost: Tensor) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _ways(copies: int, chains: int) -> Tensor:
     """Return all ways to give each of some chains a copy of its own: int64 [ways, chains]."""
-    with _disable_current_modes():  # what is kept must be numbers, also where tensors have no memory (tune/fake.py)
+    with _disable_current_modes():  # what is kept must be numbers, also where tensors have no memory (cost/fake.py)
         return torch.tensor(list(itertools.permutations(range(copies), chains)), device="cpu")

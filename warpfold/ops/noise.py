@@ -73,7 +73,7 @@ def _mix(x: Tensor) -> Tensor:
 @functools.cache
 def kept_factor(rate: float, dtype: torch.dtype) -> float:
     """Return the factor of kept elements, 1 / (1 - rate), rounded as the definition rounds it."""
-    with _disable_current_modes():  # what is kept must be the number, also where tensors have no memory (tune/fake.py)
+    with _disable_current_modes():  # what is kept must be the number, also where tensors have no memory (cost/fake.py)
         return float(torch.ones((), dtype=dtype, device="cpu") / (1 - rate))
 
 

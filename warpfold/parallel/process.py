@@ -18,7 +18,7 @@ class ProcessInfo:
     address: str = ""  # of the store where they meet
     port: int = 0
     agent_keeps_store: bool = False  # torchrun's agent does, and not rank 0
-    spares: int = 0  # more processes, after these ranks, that do not work with them (run/spare.py)
+    spares: int = 0  # more processes, after these ranks, that do not work with them (training/spare.py)
 
     @property
     def is_spare(self) -> bool:

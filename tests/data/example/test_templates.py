@@ -25,7 +25,7 @@ from warpfold.data.structure.mmcif import read_release_date, read_structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER, GAP, RESTYPES
-from warpfold.run.predict_templates import TemplateSources, find_templates
+from warpfold.prediction.templates import TemplateSources, find_templates
 
 REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
 RNG = np.random.default_rng(0)

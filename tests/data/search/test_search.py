@@ -22,7 +22,7 @@ from warpfold.data.search.database import Database
 from warpfold.data.search.hmmer import Jackhmmer
 from warpfold.data.search.search import SearchOptions, search
 from warpfold.errors import UserError
-from warpfold.run.queries import read_queries as predict_reads
+from warpfold.prediction.queries import read_queries as predict_reads
 
 REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
 needs_realdata = pytest.mark.skipif(not REALDATA.is_dir(), reason="../shared/realdata is not here")

@@ -109,10 +109,10 @@ TEXT = {
     ),
     *("data/pack/inputs.py: released_after", "data/pack/inputs.py: released_before"),
     *("data/pack/inputs.py: max_template_date", "cli/pack.py: released_after", "cli/pack.py: released_before"),
-    *("cli/pack.py: max_template_date", "cli/predict.py: max_template_date", "run/predict_templates.py: max_date"),
-    *("run/commands.py: max_template_date", "run/commands.py: released_after", "run/commands.py: released_before"),
-    *("run/predictor.py: max_template_date", "run/fold_input.py: max_date"),
-    "run/predict_command.py: max_template_date",
+    *("cli/pack.py: max_template_date", "cli/predict.py: max_template_date", "prediction/templates.py: max_date"),
+    *("commands.py: max_template_date", "commands.py: released_after", "commands.py: released_before"),
+    *("prediction/predictor.py: max_template_date", "prediction/fold_input.py: max_date"),
+    "predict_command.py: max_template_date",
 }
 WORDS = {"date", "dates", "day", "days", "released"}  # of a name that is a date's
 

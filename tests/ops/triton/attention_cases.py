@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from warpfold.check.checks import truth
 from warpfold.ops.attention import attention
-from warpfold.tune.checks import truth
 
 GUARD = 512  # elements of NaN around a tensor, and where it has them between its vectors
 
@@ -103,7 +103,7 @@ def answers(op: Callable[..., Tensor], given: Inputs) -> dict[str, Tensor]:
 
 
 def mistakes(given: Inputs, found: dict[str, Tensor]) -> list[str]:
-    """What is wrong (tune/checks.py) with the results found, of `answers` or some of them."""
+    """What is wrong (check/checks.py) with the results found, of `answers` or some of them."""
     args = [None if t is None else t.detach().requires_grad_() for t in (given.q, given.k, given.v, given.bias)]
     names = ("dq", "dk", "dv", "dbias")[: 3 if given.bias is None else 4]
     true = truth(_mask_last, [*args, given.mask], given.grad, names)

@@ -12,6 +12,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from warpfold.bench.kernel_bench import launching
+from warpfold.cost.fake import memory_of
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.attention import Transition
 from warpfold.model.axial import AxialUpdate
@@ -24,8 +26,6 @@ from warpfold.ops import dispatch
 from warpfold.ops.adam import adam_step
 from warpfold.ops.triton.launch import KernelLaunch
 from warpfold.parallel.plan import DTYPES, Plan
-from warpfold.tune.fake import memory_of
-from warpfold.tune.kernel_bench import launching
 
 
 def wider() -> ModelConfig:

@@ -26,18 +26,18 @@ from tests.ops.triton.budgets import BUDGETS, SM_80, front_end
 from tests.ops.triton.model_launches import FOREIGN, foreign_launches, launches_of, one_block
 from tests.ops.triton.toy_kernels import COPY, UNEVEN, copy_launch
 from warpfold import settings
+from warpfold.bench.doctor import cases_of, cut
+from warpfold.bench.kernel_bench import Workload, launching
+from warpfold.bench.kernel_bench import launches_of as launches_of_workload
+from warpfold.check.cases import ODD, OPS, inputs
+from warpfold.check.checks import DTYPES, run
+from warpfold.check.op_profile import OpCase
+from warpfold.cost.example import ExampleSizes, TrainingStep, bench_of
+from warpfold.cost.fake import Memory
 from warpfold.ops import triton as package
 from warpfold.ops.triton.compile import compiled, identity, reason
 from warpfold.ops.triton.launch import KernelLaunch, kernels
 from warpfold.parallel.plan import Plan, Precision
-from warpfold.tune.cases import ODD, OPS, inputs
-from warpfold.tune.checks import DTYPES, run
-from warpfold.tune.doctor import cases_of, cut
-from warpfold.tune.example import ExampleSizes, TrainingStep, bench_of
-from warpfold.tune.fake import Memory
-from warpfold.tune.kernel_bench import Workload, launching
-from warpfold.tune.kernel_bench import launches_of as launches_of_workload
-from warpfold.tune.profile import OpCase
 
 pytestmark = pytest.mark.timeout(900)
 # What 16 divides, what it does not, and what is one: Triton makes other code of each.

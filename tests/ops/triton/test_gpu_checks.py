@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from warpfold.tune.bench_ops import bench
-from warpfold.tune.cases import ODD
-from warpfold.tune.checks import DTYPES, check
-from warpfold.tune.profile import OpCase
-from warpfold.tune.roofline import ceilings
-from warpfold.tune.timing import CudaTimer, Subject, Times, measure
+from warpfold.bench.ops import bench
+from warpfold.bench.timing import CudaTimer, Subject, Times, measure
+from warpfold.check.cases import ODD
+from warpfold.check.checks import DTYPES, check
+from warpfold.check.op_profile import OpCase
+from warpfold.cost.roofline import ceilings
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

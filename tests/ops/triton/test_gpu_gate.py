@@ -6,11 +6,11 @@ from torch import Tensor
 
 from tests.ops.triton.gate_cases import FACTORS, GATES, TAILS, factor_case, gate_case, tail_case
 from tests.ops.triton.layouts import laid, poisoned, within
+from warpfold.check.checks import answer, wrong
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.noise import dropout_factors
 from warpfold.ops.tensors import empty_like
 from warpfold.ops.triangle import triangle_factor
-from warpfold.tune.checks import answer, wrong
 
 pytestmark = pytest.mark.gpu
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

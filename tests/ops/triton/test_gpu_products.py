@@ -8,10 +8,10 @@ from torch import Tensor
 
 from tests.ops.triton.layouts import laid, poisoned, within
 from tests.ops.triton.product_cases import OUTERS, TRANSITIONS, dtypes, outer_case, transition_case
+from warpfold.check.checks import answer, wrong
 from warpfold.ops.outer import outer_product
 from warpfold.ops.tensors import empty_like
 from warpfold.ops.transition import HALVES, transition
-from warpfold.tune.checks import answer, wrong
 
 pytestmark = pytest.mark.gpu
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from warpfold.bench.kernel_bench import GpuBench, Workload, launches_of, tuning_tasks
+from warpfold.bench.kernels import choose, head, timed, write
+from warpfold.check.cases import inputs
+from warpfold.check.op_profile import OpCase
 from warpfold.ops.gate import gate
 from warpfold.ops.triton import launch as launches
 from warpfold.ops.triton.launch import config_for, recorded, table_for
-from warpfold.tune.cases import inputs
-from warpfold.tune.kernel_bench import GpuBench, Workload, launches_of, tuning_tasks
-from warpfold.tune.kernels import choose, head, timed, write
-from warpfold.tune.profile import OpCase
 
 pytestmark = pytest.mark.gpu
 GATE = Workload("gate", OpCase(op="gate", where="toy", rows=64, length=64, channels=64), "bf16")

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from tests.ops.triton.budgets import BUDGETS, Figures, figures
+from warpfold.bench.kernel_bench import Workload, launches_of
+from warpfold.check.op_profile import OpCase
 from warpfold.ops import dispatch
 from warpfold.ops.triton.launch import KernelLaunch
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
-from warpfold.tune.kernel_bench import Workload, launches_of
-from warpfold.tune.profile import OpCase
 
 
 @pytest.fixture(autouse=True)

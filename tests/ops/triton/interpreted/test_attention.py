@@ -5,11 +5,11 @@ import torch
 
 from tests.ops.triton.attention_cases import Case, answers, guarded, inputs, mistakes
 from tests.ops.triton.layouts import poisoned
+from warpfold.check.checks import answer, wrong
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.triton import attention_short
 from warpfold.ops.triton.launch import configs, forced
-from warpfold.tune.checks import answer, wrong
 
 ROWS, TILES = ("attention_forward", "attention_dq", "attention_dkdv"), ("attention_dbias", "attention_short")
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.ops.triton.layouts import exact_bf16, laid, poisoned, within
+from warpfold.check.checks import Argument, answer, wrong
 from warpfold.ops import dispatch
 from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.noise import Noise
 from warpfold.ops.triton.launch import recorded
-from warpfold.tune.checks import Argument, answer, wrong
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from tests.ops.triton.layouts import exact_bf16, laid, poisoned, within
+from warpfold.check.checks import answer
 from warpfold.ops.gate import gated_linear_residual
 from warpfold.ops.noise import DropoutFactors, dropout_factors
-from warpfold.tune.checks import answer
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 KEY = torch.tensor([0xF0E1D2C3, 0xFFFFFFFF + 5 * 0x85EBCA6B])  # the second word of a later pass is longer than 32 bits

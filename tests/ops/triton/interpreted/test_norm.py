@@ -5,11 +5,11 @@ import torch
 
 from tests.ops.triton.layouts import exact_bf16, laid, poisoned, within
 from tests.ops.triton.norm_cases import LINEARS, NORMS, linear_case, norm_case, of_dtype
+from warpfold.check.checks import answer, wrong
 from warpfold.ops.norm import empty_projected, layer_norm, norm_linear
 from warpfold.ops.tensors import empty_like
 from warpfold.ops.triton import norm, sums
 from warpfold.ops.triton import norm_linear as norm_linear_launcher
-from warpfold.tune.checks import answer, wrong
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.ops.triton.layouts import laid, poisoned, within
+from warpfold.check.checks import answer, wrong
 from warpfold.ops.overlaps import overlaps
-from warpfold.tune.checks import answer, wrong
 
 
 @pytest.mark.parametrize("residues", [1, 6])

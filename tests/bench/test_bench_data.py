@@ -1,0 +1,55 @@
+"""`bench data`: every figure is there, of the user's own store, and sources that are not the store's are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from warpfold.bench.data import bench_data, rows, source_files, spread_out
+from warpfold.bench.loader import Simulation
+from warpfold.data.pack.pack import pack
+from warpfold.data.store.store import Store
+from warpfold.data.synthetic.folder import generate
+from warpfold.errors import UserError
+
+FAST = Simulation(ranks=2, steps=4, step=0.002, making=0.002, workers=1, ahead=2, window=2, examples=10)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Path]:
+    folder = tmp_path_factory.mktemp("bench")
+    generate(folder / "proteins", 6, seed=1)
+    pack([folder / "proteins"], [folder / "proteins"], folder / "store")
+    return Store(folder / "store"), folder
+
+
+def test_all_is_measured(packed: tuple[Store, Path]) -> None:
+    store, folder = packed
+    found = bench_data(store, folder, entries=2, case=FAST)
+    json.dumps(found, allow_nan=False)
+    figures = found["features"]["1 pass"]
+    assert figures["store, exact"] > figures["source files, exact"] > 0
+    assert set(found["straggler"]) == {"without slow examples", "window", "in order"}
+    assert found["size"]["source files MB"] > 0
+    assert len(found["pack"]) >= 2
+    assert len(rows(found)) > 20
+
+
+def test_without_sources_what_needs_them_is_not_measured(packed: tuple[Store, Path]) -> None:
+    found = bench_data(packed[0], entries=2, case=FAST)
+    assert "pack" not in found
+    assert found["features"]["1 pass"]["source files, exact"] is None
+    assert "not measured" in {figure for *_, figure in rows(found)}
+
+
+def test_entries_are_spread_over_depths(packed: tuple[Store, Path]) -> None:
+    store, _ = packed
+    depth = dict(zip(store.keys, store.column("depth")))
+    chosen = [depth[key] for key in spread_out(store, 3)]
+    assert chosen == sorted(set(chosen))
+    assert max(chosen) == max(depth.values())
+
+
+def test_sources_of_another_store_are_refused(packed: tuple[Store, Path], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--sources"):
+        source_files(packed[0], tmp_path, packed[0].keys[:1])

@@ -1,0 +1,147 @@
+"""The doctor: its sizes are those of the settings, its rows say what ran and how far off it was."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.test_cli import refused, run
+from warpfold import settings
+from warpfold.bench import doctor
+from warpfold.bench.doctor import HEADS, LOGITS, SECTIONS, cases_of, cut, examine, report, table
+from warpfold.check import checks
+from warpfold.check.cases import OPS, size_in_words
+from warpfold.check.checks import Verdict
+from warpfold.check.op_profile import OpCase
+from warpfold.check.sizes import DataSizes
+from warpfold.cost.machine import describe, version
+from warpfold.data.features.choose import SampleConfig
+from warpfold.errors import UserError
+from warpfold.ops.gate import gate
+from warpfold.ops.norm import layer_norm
+from warpfold.training.config import RunConfig
+
+CPU = torch.device("cpu")
+GATE = OpCase(op="gate", where="triangle factor", rows=6, length=5, channels=16)
+
+
+def test_defaults_are_those_of_the_data() -> None:
+    for name in DataSizes.__dataclass_fields__:
+        assert getattr(DataSizes(), name) == getattr(SampleConfig(), name)
+    assert set(SECTIONS) == set(RunConfig.__dataclass_fields__)
+
+
+@pytest.mark.parametrize("preset", sorted(settings.presets()))
+def test_every_preset_has_its_cases(preset: str) -> None:
+    values = settings.load(preset)
+    cases = cases_of(values, preset)
+    crop = values["data"]["crop"]
+    row = next(case for case in cases if case.where == "msa row" and case.op == "attention")
+    assert row.length == crop
+    assert row.width == values["model"]["c_m"] // row.heads
+    templates = values["model"]["templates"]["enabled"]
+    assert any(case.where.startswith("template") for case in cases) is templates
+    assert {case.op for case in cases} == set(OPS)
+
+
+def test_monomer_by_the_supplement() -> None:
+    cases = {(case.op, case.where): case for case in cases_of(settings.load("monomer"), "monomer")}
+    row, extra = cases["attention", "msa row"], cases["attention", "extra msa row"]
+    assert (row.rows, row.length, row.heads, row.width) == (128 + 4, 256, 8, 32)
+    assert (extra.rows, extra.length, extra.width) == (1024, 256, 8)
+    assert cases["global_attention", "global column"].keys == 1024
+    assert cases["attention", "template pointwise"].keys == 4
+    assert cases["norm_linear", "triangle starting"].outputs == 4 * 128 + 4
+    assert [cases["tail", where].drawn for where in ("msa row", "msa column", "triangle ending")] == [True, False, True]
+
+
+def test_settings_that_are_none() -> None:
+    with pytest.raises(UserError, match="modle is not a section"):
+        cases_of({"modle": {}}, "x.toml")
+    with pytest.raises(UserError, match="did you mean"):
+        cases_of({"model": {"c_n": 3}}, "x.toml")
+
+
+def test_rows_are_cut_and_lengths_stay() -> None:
+    big = OpCase(op="attention", where="", rows=512, length=384, heads=2, width=32, bias=True)
+    small = cut(big, CPU)
+    assert small.logits <= LOGITS["cpu"]
+    assert (small.length, small.heads, small.full_rows) == (384, 2, 512)
+    assert "of 512 rows" in size_in_words(small)
+    pointwise = OpCase(op="attention", where="", rows=256 * 256, batches=256, length=1, keys=4, heads=4, width=16)
+    assert cut(pointwise, CPU).rows % 256 == 0
+    assert cut(GATE, CPU) is GATE
+    deep = OpCase(op="attention", where="", rows=9, length=4096, heads=8, width=32)
+    assert cut(deep, CPU).rows == 2  # one to compute, one that is masked throughout
+
+
+def test_findings_say_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    norm = OpCase(op="layer_norm", where="pair transition", rows=6, length=5, channels=16)
+    monkeypatch.setattr(layer_norm, "unsupported_reason", lambda *_: "no")
+    monkeypatch.setattr(gate, "prefer_definition", lambda x, g: x.shape[0] < 6)
+    found = examine([GATE, norm], CPU, progress=lambda done, total, what: seen.append(what))
+    assert [f.says for f in found] == ["ok", "ok", "not fast: no", "not fast: no"]
+    assert [f.verdict.way for f in found] == ["cpu", "cpu", "definition", "definition"]
+    assert found[0].speed is not None
+    assert found[2].speed is None
+    assert seen[0] == "gate triangle factor fp32"
+    lines = table(found)
+    assert all(len(line) == len(HEADS) for line in lines)
+    assert lines[0][:5] == ("gate", "triangle factor", "6 rows of 5, 16 channels", "fp32", "cpu")
+    held = report(found, CPU, "tiny")
+    assert held["red"] == 0
+    json.dumps(held, allow_nan=False)
+
+
+def test_what_is_small_is_checked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it is small is asked of the model's size, not of the one that was cut for the check."""
+    monkeypatch.setattr(gate, "prefer_definition", lambda x, g: x.shape[0] <= 6)
+    (small,) = examine([GATE], CPU, ["fp32"])
+    assert small.says == "ok; small, so its definition is chosen"
+    assert small.verdict.errors
+    monkeypatch.setattr(gate, "prefer_definition", lambda x, g: x.shape[0] <= 5000)
+    large = replace(GATE, rows=5001, length=300)
+    assert cut(large, CPU).rows < 5000
+    assert examine([large], CPU, ["fp32"])[0].says == "ok"
+    monkeypatch.setattr(gate, "fast", lambda x, g: x * g)
+    assert examine([GATE], CPU, ["fp32"])[0].says == "RED"
+
+
+def test_what_is_wrong_is_red_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate, "fast", lambda x, g: x / 0 * g)
+    found = examine([GATE], CPU)
+    assert [f.says for f in found] == ["RED", "RED"]
+    assert [f.speed for f in found] == [None, None]
+    held = report(found, CPU, "tiny")
+    assert held["red"] == 2
+    assert held["ops"][0]["errors"]["output"]["ours"] == "not finite"
+    json.dumps(held, allow_nan=False)
+
+
+def test_the_machine_is_named() -> None:
+    machine = describe(CPU)
+    assert machine["torch"] == torch.__version__
+    assert "cores" in machine["device"]
+    assert version("no_such_package_here") == "not installed"
+
+
+def test_findings_are_written_as_they_come(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One is on the disk before the next is looked for, so that what is stopped keeps what it has."""
+    rows, seen = tmp_path / "rows.jsonl", []
+
+    def check(case: OpCase, dtype: str, device: torch.device) -> Verdict:
+        seen.append(len(rows.read_text().splitlines()))
+        return checks.check(case, dtype, device)
+
+    monkeypatch.setattr(doctor, "check", check)
+    monkeypatch.setattr(doctor, "cases_of", lambda values, source: [GATE, replace(GATE, rows=3)])
+    monkeypatch.setattr(doctor, "_speed", lambda case, dtype, device: None)
+    code, _, _ = run(capsys, "doctor", "--kernels", "--device", "cpu", "--dtype", "bf16", "--rows", rows)
+    assert (code, seen) == (0, [0, 1])
+    assert [json.loads(line)["dtype"] for line in rows.read_text().splitlines()] == ["bf16", "bf16"]
+    assert "add --kernels" in refused(run(capsys, "doctor", "--rows", tmp_path / "more.jsonl"))

@@ -1,0 +1,131 @@
+"""The GPU's clock, by a stand-in for torch.cuda: what is queued, in which order, and what is counted."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from warpfold.bench import timing
+from warpfold.bench.timing import CudaTimer, Subject, Times, kernels_launched, measure, wall_times
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was queued on a device that counts a millisecond for each entry."""
+    done: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: object) -> None:
+            self.at = len(done)
+            done.append("mark")
+
+        def query(self) -> bool:
+            """Whether the device has come to it, before anybody waited."""
+            return "late" in done
+
+        def elapsed_time(self, end: "Event") -> float:
+            return float(end.at - self.at)
+
+    stand_ins = {
+        "Event": Event,
+        "current_stream": lambda device: None,
+        "synchronize": lambda device: done.append("wait"),
+        "_sleep": lambda cycles: done.append(f"busy {cycles}"),
+        "reset_peak_memory_stats": lambda device: None,
+        "memory_allocated": lambda device: 100,
+        "max_memory_allocated": lambda device: 164,
+    }
+    for name, function in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(timing, "FLUSH", 16)
+    return done
+
+
+def subject(queue: list[str]) -> Subject:
+    class Noted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):  # type: ignore[no-untyped-def]
+            queue.append("forward")
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            queue.extend(["backward", "backward"])
+            return grad
+
+    x = torch.ones(4, requires_grad=True)
+    return Subject("it", lambda: Noted.apply(x), [x], torch.ones(4))
+
+
+def test_only_what_runs_between_two_marks_counts(queue: list[str]) -> None:
+    clock, times = CudaTimer(torch.device("cpu")), Times()
+    assert clock.cycles_per_second == 10_000_000 / (2 / 1e3)  # the mark and the wait of the first kernel
+    queue.clear()
+    clock.once(subject(queue), times)
+    kinds = [entry.split()[0] for entry in queue]
+    assert kinds == [
+        *("busy", "mark", "forward", "mark", "wait"),
+        *("busy", "mark", "forward", "mark", "backward", "backward", "mark", "wait"),
+    ]
+    assert (times.forward, times.training, times.backward) == ([2e-3], [2e-3], [3e-3])
+    assert clock.queueing["it"] > 0
+
+
+def test_a_clock_is_calibrated_when_it_is_warm(monkeypatch: pytest.MonkeyPatch, queue: list[str]) -> None:
+    """A cold device waits longer for the same number of cycles; what counts is the rate that no longer changes."""
+    milliseconds = iter([8.0, 4.0, 3.0, 2.5, 2.01, 2.0, 1.0])
+    monkeypatch.setattr(torch.cuda.Event, "elapsed_time", lambda self, end: next(milliseconds))
+    assert CudaTimer(torch.device("cpu")).cycles_per_second == 10_000_000 / 2.0e-3
+
+
+def test_a_run_that_the_device_began_too_early_is_counted(queue: list[str]) -> None:
+    clock, times = CudaTimer(torch.device("cpu")), Times()
+    one = subject(queue)
+    clock.once(one, times)
+    assert times.late == 0
+    queue.append("late")
+    clock.once(one, times)
+    assert (times.late, len(times.forward)) == (1, 2)
+
+
+def test_walls_are_taken_in_turns_and_prepared_outside_of_the_clock() -> None:
+    order: list[str] = []
+
+    def wrong() -> None:
+        raise RuntimeError("no such kernel\nmore")
+
+    runs = {"a": lambda: order.append("a"), "wrong": wrong, "b": lambda: order.append("b")}
+    found = wall_times(runs, torch.device("cpu"), repeats=2, prepare=lambda name: order.append(f"for {name}"))
+    assert order[-8:] == ["for a", "a", "for b", "b"] * 2
+    assert len(found["a"].wall) == len(found["b"].wall) == 2
+    assert found["a"].median("host") is None
+    assert found["wrong"].failed == "failed: RuntimeError: no such kernel"
+
+
+def test_a_device_on_which_nothing_was_seen_has_no_count(queue: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: nullcontext(SimpleNamespace(profiler=None)))
+    with pytest.raises(RuntimeError, match="saw no kernel"):
+        kernels_launched(lambda: None, torch.device("cpu"))
+
+
+def test_the_device_is_kept_busy_longer_than_queueing_takes_but_not_for_ever(queue: list[str]) -> None:
+    clock = CudaTimer(torch.device("cpu"))
+    one = subject(queue)
+    for seconds, expected in ((1e-3, 2e-3), (10.0, 0.05)):
+        clock.queueing["it"] = seconds
+        queue.clear()
+        clock._ready(one)
+        assert int(queue[-1].split()[1]) == int(clock.cycles_per_second * expected)
+
+
+def test_peaks_are_the_allocators(queue: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    times = Times()
+    CudaTimer(torch.device("cpu")).peaks(subject(queue), times)
+    assert (times.forward_peak, times.backward_peak) == (64, 64)
+    monkeypatch.setattr(timing, "CpuTimer", lambda: CudaTimer(torch.device("cpu")))
+    found = measure([subject(queue)], torch.device("cpu"), repeats=4)["it"]
+    assert len(found.forward) == len(found.backward) == 4

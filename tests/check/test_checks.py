@@ -1,0 +1,366 @@
+"""The check finds what is wrong with a fast way, and nothing where nothing is."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config
+from warpfold.batch import Batch
+from warpfold.check.cases import ODD, OPS, inputs
+from warpfold.check.checks import Error, check, compare, failures, odd, run, truth
+from warpfold.check.op_profile import OpCase
+from warpfold.check.sizes import DataSizes, of_settings
+from warpfold.model.alphafold import ModelConfig
+from warpfold.model.axial import AxialUpdate
+from warpfold.ops.dispatch import Op
+from warpfold.ops.noise import DropoutFactors, dropout_factors
+
+ATTENTION = ODD[0]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[Tensor], Tensor]], None]:
+    """Makes an operation's fast way the definition with something wrong in the result."""
+
+    def spoil(name: str, wrong: Callable[[Tensor], Tensor]) -> None:
+        op = OPS[name]
+        monkeypatch.setattr(op, "fast", lambda *args: wrong(op.definition(*args)))
+
+    return spoil
+
+
+class OnlyGradient(torch.autograd.Function):
+    """Right in its value, wrong in its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):  # type: ignore[no-untyped-def]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        return grad * 1.05
+
+
+def one_element(x: Tensor) -> Tensor:
+    wrong = torch.zeros_like(x)
+    wrong[-1, -1, -1, -1] = 0.5
+    return x + wrong
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: x * 1.05,
+        lambda x: x.roll(1, 0),
+        lambda x: torch.where(torch.arange(x.shape[0])[:, None, None, None] == 2, x.new_full((), torch.nan), x),
+        one_element,
+        OnlyGradient.apply,
+    ],
+    ids=["scaled", "rows mixed up", "NaN", "one number", "gradient"],
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_is_wrong_is_red(spoiled: Callable[..., None], wrong: Callable[[Tensor], Tensor], dtype: str) -> None:
+    spoiled("attention", wrong)
+    verdict = check(ATTENTION, dtype, CPU)
+    assert verdict.red
+    assert "from fp64" in verdict.says()
+    assert dtype in verdict.says()
+
+
+def test_a_kernel_that_draws_other_noise_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the draw by itself is as wrong: the truth is of the definition's draw."""
+    fast = dropout_factors.fast
+    case = next(case for case in ODD if case.op == "tail" and case.drawn)
+
+    def wrong(key: Tensor, stream: int, *rest: Any) -> Tensor:
+        return fast(key, stream + 1, *rest)
+
+    assert not check(case, "fp32", CPU).red
+    monkeypatch.setattr(dropout_factors, "fast", wrong)
+    monkeypatch.setattr(dropout_factors, "prefer_definition", None)
+    monkeypatch.setattr(OPS["tail"], "fast", lambda *args: OPS["tail"].definition(*args[:5], args[5].draw()))
+    assert check(case, "fp32", CPU).red
+
+
+def test_what_does_not_repeat_is_red(spoiled: Callable[..., None]) -> None:
+    calls = iter((1.0, 1.0 + 2e-7, 1.0))
+    spoiled("gate", lambda x: x * next(calls))
+    verdict = check(next(case for case in ODD if case.op == "gate"), "fp32", CPU)
+    assert verdict.red
+    assert "two runs differ" in verdict.says()
+
+
+@pytest.mark.parametrize("name", sorted(OPS))
+def test_the_definition_passes_its_own_check(spoiled: Callable[..., None], name: str) -> None:
+    spoiled(name, lambda x: x)
+    assert failures([case for case in ODD if case.op == name], CPU) == []
+
+
+def test_a_refusal_is_no_error() -> None:
+    op = OPS["gate"]
+    case = next(case for case in ODD if case.op == "gate")
+    given = inputs(case, torch.float32, CPU)
+    assert op.unsupported_reason(*given.args) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(op, "unsupported_reason", lambda *_: "not on Fridays")
+        verdict = check(case, "fp32", CPU)
+    assert (verdict.red, verdict.way, verdict.reason) == (False, "definition", "not on Fridays")
+
+
+def test_errors_are_relative_and_rounding_is_nobodys_fault() -> None:
+    exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
+
+    def error(off: float, drawn: float, exact: Tensor = exact, floor: float = 0.0) -> Error:
+        draws = [(drawn / 2, drawn / 2), (drawn * 2**0.5, drawn)]  # together, at most
+        return compare("output", (exact + off).float(), exact, draws, torch.float32, floor)
+
+    def about(value: float) -> object:
+        return pytest.approx(value, rel=1e-5)  # what is off by 0.05 is rounded to fp32
+
+    found = error(0.05, 0.05)
+    assert found.ours == about(0.05 * 2**0.5 / 5)
+    assert found.ours_worst == about(0.05 / 4)
+    assert found.definition == about(found.ours)
+    assert not found.red
+    assert error(0.5, 0.05).red
+    assert not error(1e-7, 0.0).red  # less than the roundoff of 4 in fp32
+    assert error(5e-6, 0.0).red
+    nothing = torch.zeros(2, dtype=torch.float64)  # a gradient that cancels is measured against what came in
+    assert not error(1e-8, 0.0, nothing, 1.0).red
+    assert error(1e-3, 0.0, nothing, 1.0).red
+    assert compare("output", exact.float()[:1], exact, [(0, 0)], torch.float32).red
+    assert compare("output", exact.half(), exact, [(0, 0)], torch.float32).red
+
+
+# ---- mistakes that kernels make
+
+
+def attended(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None, narrow: torch.dtype | None = None
+) -> Tensor:
+    """Attention as a kernel computes it: in fp32, over keys one after another, rounded at the end."""
+    s = torch.einsum("...qhd,...khd->...hqk", q.float(), k.float()) * q.shape[-1] ** -0.5
+    s = s if bias is None else s + bias.float()
+    s = s.masked_fill(mask[..., None, None, :] == 0, -1e9)
+    p = (s - s.amax(-1, keepdim=True)).exp()
+    total, sums = torch.zeros_like(p[..., 0]), torch.zeros_like(p[..., :1] * v[..., :1, 0, 0, None, None])
+    for j in range(p.shape[-1]):
+        total = total + p[..., j]
+        sums = sums + p[..., j, None] * v[..., j, :, None, :].float()
+        sums = sums if narrow is None else sums.to(narrow).float()
+    return (sums / total[..., None]).transpose(-2, -3).to(q.dtype)
+
+
+def without_the_last_key(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
+    return attended(q, k[..., :-1, :, :], v[..., :-1, :, :], mask[..., :-1], None if bias is None else bias[..., :-1])
+
+
+MISTAKES: dict[str, Callable[..., Tensor]] = {
+    "the last key dropped": without_the_last_key,
+    "no mask": lambda q, k, v, mask, bias: attended(q, k, v, torch.ones_like(mask), bias),
+    "the scale off by 1e-3": lambda q, k, v, mask, bias: attended(q * 1.001, k, v, mask, bias),
+    "sums in bf16": lambda q, k, v, mask, bias: attended(q, k, v, mask, bias, torch.bfloat16),
+    "values in bf16": lambda q, k, v, mask, bias: attended(q, k, v.bfloat16().to(v.dtype), mask, bias),
+}
+LONG = OpCase(op="attention", where="triangle", rows=3, length=90, heads=2, width=16, bias=True)
+# In bf16 the definition rounds logits, which costs a percent of every weight: these cost less, or nothing.
+HIDDEN_IN_BF16 = ("the scale off by 1e-3", "sums in bf16", "values in bf16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [ATTENTION, LONG], ids=["short", "long"])
+def test_mistakes_of_kernels_are_found(case: OpCase, dtype: torch.dtype) -> None:
+    given = inputs(case, dtype, CPU, masked=True)
+    true = truth(OPS["attention"].definition, given.args, given.grad, given.names)
+    assert [str(e) for e in true.errors(run(attended, given)) if e.red] == []
+    for name, way in MISTAKES.items():
+        if dtype == torch.float32 or name not in HIDDEN_IN_BF16:
+            found = [e for e in true.errors(run(way, given)) if e.red]
+            assert found, name
+
+
+def norm_linear_case() -> OpCase:
+    return next(case for case in ODD if case.op == "norm_linear")
+
+
+def test_mistakes_in_other_operations_are_found() -> None:
+    given = inputs(norm_linear_case(), torch.float32, CPU)
+    definition = OPS["norm_linear"].definition
+    true = truth(definition, given.args, given.grad, given.names)
+    assert not [e for e in true.errors(run(definition, given)) if e.red]
+    for way in (
+        lambda x, *rest: definition(x.bfloat16().float(), *rest),
+        lambda x, nw, nb, w, b: definition(x, nw, nb, w * (1 + 1e-5), b),
+        lambda x, *rest: definition(x, *rest, eps=1e-4),
+    ):
+        assert [e for e in true.errors(run(way, given)) if e.red]
+
+
+def test_sums_in_bf16_are_found() -> None:
+    given = inputs(replace(norm_linear_case(), channels=256), torch.bfloat16, CPU)
+    definition = OPS["norm_linear"].definition
+    true = truth(definition, given.args, given.grad, given.names)
+
+    def summed(x: Tensor, nw: Tensor, nb: Tensor, w: Tensor, b: Tensor, narrow: torch.dtype) -> Tensor:
+        n = OPS["layer_norm"].definition(x, nw, nb)
+        total = torch.nn.functional.pad(b.bfloat16(), (0, len(w) - len(b))).to(narrow)  # of the first outputs
+        for c in range(n.shape[-1]):
+            total = (total + n[..., c, None].float() * w[:, c].bfloat16().float()).to(narrow)
+        return total.bfloat16()
+
+    for narrow in (torch.float32, torch.bfloat16):
+        found = true.errors([summed(*given.args, narrow), *run(definition, given)[1:]])  # type: ignore[arg-type]
+        assert found[0].red == (narrow == torch.bfloat16)
+
+
+def test_the_bar_is_of_the_arithmetic_and_not_of_the_machine() -> None:
+    """What is drawn is more than what the machine's own order of summation costs, and hardly depends on the seed."""
+    given = inputs(LONG, torch.float32, CPU, masked=True)
+    definition = OPS["attention"].definition
+    true = truth(definition, given.args, given.grad, given.names)
+    own = true.errors(run(definition, given))
+    assert all(e.ours < 0.75 * e.definition for e in own)
+    few = truth(definition, given.args, given.grad, given.names, draws=1).errors(run(definition, given))
+    assert all(0.7 < a.definition / b.definition <= 1 for a, b in zip(few, own))
+
+
+@pytest.mark.parametrize(("dtype", "times"), [(torch.float32, 2.0), (torch.float64, 3.0)])
+def test_a_truth_of_the_same_dtype_is_off_by_a_draw_itself(dtype: torch.dtype, times: float) -> None:
+    exact = torch.ones(10**6, dtype=torch.float64)
+    error = 64 * torch.finfo(dtype).eps
+    draws = [(error * 10**3, 10 * error)]
+
+    def red(factor: float) -> bool:
+        return compare("output", (exact + factor * error).to(dtype), exact, draws, dtype).red
+
+    assert not red(0.95 * times)
+    assert red(1.05 * times)
+
+
+def test_odd_sizes_hold_every_operation_and_the_hard_cases() -> None:
+    assert {case.op for case in ODD} == set(OPS)
+    assert {case.width for case in ODD if case.op == "attention"} == {8, 16, 24, 32, 48, 64}
+    assert {case.op for case in odd(["attention"])} == {"attention", "global_attention"}
+    hard = [case for case in ODD if case.op == "attention"]
+    assert any(case.keys for case in hard)
+    assert any(case.batches > 1 and case.bias for case in hard)
+    for case in hard:
+        mask = inputs(case, torch.float32, CPU, masked=True).args[3]
+        assert mask is not None
+        assert (mask.sum(-1) == 0).any()  # a row of masked keys alone
+        assert (mask.sum(-1) > 0).any()
+
+
+@pytest.mark.parametrize("case", ODD, ids=lambda case: f"{case.op} {case.where}")
+def test_inputs_are_strided_as_the_model_has_them(case: OpCase) -> None:
+    given = inputs(case, torch.bfloat16, CPU)
+    first = given.args[0]
+    assert first is not None
+    if case.transposed and case.op != "global_attention":
+        assert first.stride(0) < first.stride(1)
+    if case.op in ("attention", "gate"):
+        assert not first.is_contiguous() or first.shape[0] == 1
+    args = zip(inspect.signature(OPS[case.op].definition).parameters, given.args)
+    wanted = [name for name, t in args if isinstance(t, Tensor) and t.requires_grad]
+    assert list(given.names) == wanted
+    assert all(t.is_leaf for t in given.wanted)
+    again = inputs(case, torch.bfloat16, CPU)
+    for a, b in zip(given.args, again.args):
+        x, y = (t.draw() if isinstance(t, DropoutFactors) else t for t in (a, b))
+        assert torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
+
+
+# ---- the list of places
+
+
+NAMES = {op.name: name for name, op in OPS.items()}  # --op and tables call gated_linear_residual "tail"
+
+
+def key_of_call(op: Op[..., Tensor], args: tuple[Any, ...]) -> tuple[object, ...]:
+    name, x = NAMES.get(op.name, op.name), args[0]
+    assert x is not None
+    if name == "attention":
+        q, k, bias = x, args[1], args[4] if len(args) > 4 else None
+        assert k is not None
+        return name, q.shape[:-3].numel(), q.shape[-3], k.shape[-3], *q.shape[-2:], bias is not None
+    if name == "global_attention":
+        k = args[1]
+        assert k is not None
+        return name, k.shape[:-2].numel(), k.shape[-2], *x.shape[-2:]
+    if name == "outer_product":
+        b, weight = args[1], args[2]
+        assert b is not None
+        assert weight is not None
+        return name, *x.shape[-3:], b.shape[-2], weight.shape[0]
+    places, c = x.shape[:-1].numel(), x.shape[-1]
+    if name == "norm_linear":
+        weight = args[3]
+        assert weight is not None
+        return name, places, c, weight.shape[0]
+    if name == "transition":
+        up, down = args[3], args[5]
+        assert up is not None
+        assert down is not None
+        return name, places, c, down.shape[1], up.shape[0] > down.shape[1]
+    if name == "triangle_multiplication":
+        return name, places, c, args[8].shape[1], type(args[12])
+    if name == "tail":
+        o = args[1]
+        assert o is not None
+        return name, places, c, o.shape[-1], type(args[5])
+    return name, places, c
+
+
+def key_of_case(case: OpCase) -> tuple[object, ...]:
+    if case.op == "attention":
+        return case.op, case.rows, case.length, case.attended, case.heads, case.width, case.bias
+    if case.op == "global_attention":
+        return case.op, case.rows, case.attended, case.heads, case.width
+    if case.op == "outer_product":
+        return case.op, case.length, case.rows, case.channels, case.attended, case.outputs
+    more: tuple[object, ...] = (case.outputs,) if case.op in ("norm_linear", "tail", "transition") else ()
+    if case.op == "triangle_multiplication":
+        more = (case.outputs,)
+    if case.op == "transition":
+        more = (*more, case.gated)
+    if case.op in ("tail", "triangle_multiplication"):
+        more = (*more, DropoutFactors if case.drawn else Tensor if case.dropped else type(None))
+    return (case.op, case.rows * case.length, case.channels, *more)
+
+
+MONOMER = tiny_config(recycles=0), random_batch(residues=9, sequences=5, extra=6, templates=2)
+MULTIMER = as_multimer(MONOMER[0]), random_complex((4, 5), rows=12, sequences=5, extra=6, templates=2)
+
+
+@pytest.mark.parametrize(("config", "batch"), [MONOMER, MULTIMER], ids=["monomer", "multimer"])
+def test_the_list_is_what_the_model_calls(config: ModelConfig, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call in the trunk in training is a case, and every case is called, by layers that are one operation or by
+    their parts, as plans that cut them call those.  Norms and noise stand elsewhere too."""
+    model = filled_model(config).train()
+    model.noise.seed(0)
+    called = set()
+    before = Op.__call__
+
+    def noting(self: Op[..., Tensor], *args: Tensor, **more: object) -> Tensor:
+        called.add(key_of_call(self, args))
+        return before(self, *args, **more)
+
+    monkeypatch.setattr(Op, "__call__", noting)
+    with torch.no_grad():
+        model(batch, 0)
+        for layer in {type(m) for m in model.modules() if isinstance(m, AxialUpdate)}:
+            monkeypatch.setattr(layer, "whole", AxialUpdate.whole)
+        model(batch, 0)
+    listed = {
+        key_of_case(case)
+        for case in of_settings(config, DataSizes(crop=9, max_msa=5, max_extra=6, max_templates=2))
+        if case.op not in ("aligned_errors", "overlaps")  # of the losses
+    }
+    assert listed <= called
+    assert {key for key in called - listed if key[0] not in ("layer_norm", "dropout_factors")} == set()

@@ -1,0 +1,169 @@
+"""A cluster of two nodes with two GPUs each, in files: what `/sys` and `/proc` of a healthy one say, to be broken."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warpfold.cluster.facts import Facts
+from warpfold.cluster.limits import limit_facts
+from warpfold.cluster.rdma import rdma_facts
+from warpfold.cluster.software import software_facts
+from warpfold.cluster.variables import variable_facts
+
+NODES, PER_NODE = 2, 2
+# Of each GPU and the adapter at its switch: host bridge, root port, the switch's ports, and the two devices.
+TREES = (
+    ("pci0000:16", "0000:16:01.0/0000:17:00.0", "0000:18:00.0", "0000:19:00.0", "0000:18:01.0", "0000:1a:00.0"),
+    ("pci0000:a0", "0000:a0:01.0/0000:a1:00.0", "0000:a2:00.0", "0000:a3:00.0", "0000:a2:01.0", "0000:a4:00.0"),
+)
+GPUS = tuple(tree[3] for tree in TREES)
+ADAPTERS = tuple(tree[5] for tree in TREES)
+CORES = ("0-7", "8-15")
+
+
+def config(relaxed: bool = True, acs: int | None = 0, size: int = 4096) -> bytes:
+    """A configuration space: power management (1), then PCI Express; extended: error reporting (1), then ACS.
+
+    acs: the control register; None: no such capability.
+    """
+    data = bytearray(4096)
+    data[0x34] = 0x40
+    data[0x40:0x42] = bytes([0x01, 0x60])
+    data[0x60:0x62] = bytes([0x10, 0x00])
+    data[0x68:0x6A] = (0x2810 if relaxed else 0x2800).to_bytes(2, "little")
+    following = 0x150 if acs is not None else 0
+    data[0x100:0x104] = (0x0001 | 2 << 16 | following << 20).to_bytes(4, "little")
+    if acs is not None:
+        data[0x150:0x154] = (0x000D | 1 << 16).to_bytes(4, "little")
+        data[0x156:0x158] = acs.to_bytes(2, "little")
+    return bytes(data[:size])
+
+
+class FakeNode:
+    """The files of one node, below a folder."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for number, (bridge, top, to_gpu, gpu, to_adapter, adapter) in enumerate(TREES):
+            switch = f"sys/devices/{bridge}/{top}"
+            for path in (f"{switch}/{to_gpu}/{gpu}", f"{switch}/{to_adapter}/{adapter}"):
+                self._device(path, number)
+            self.adapter(f"mlx5_{number}", adapter)
+        for number, cores in enumerate(CORES):
+            self.write(f"sys/devices/system/node/node{number}/cpulist", cores)
+        self._system()
+
+    def _device(self, path: str, numa: int) -> None:
+        """Write a device, and the bridges above it."""
+        for part in [*Path(path).parents][:-3] + [Path(path)]:
+            if part.name.startswith("pci"):
+                continue
+            self.write(f"{part}/numa_node", str(numa))
+            (self.root / part / "config").write_bytes(config())
+            self._link(f"sys/bus/pci/devices/{part.name}", str(part))
+        for name, text in {
+            "current_link_width": "16", "max_link_width": "16",
+            "current_link_speed": "32.0 GT/s PCIe", "max_link_speed": "32.0 GT/s PCIe",
+            "iommu_group/type": "identity",
+        }.items():  # fmt: skip
+            self.write(f"{path}/{name}", text)
+
+    def adapter(self, name: str, address: str, layer: str = "InfiniBand", mtu: int = 9000) -> None:
+        """Write an adapter of InfiniBand, or of RoCE with the GIDs that a card with an IPv4 address has."""
+        device = next(self.root.glob(f"sys/devices/**/{address}"))
+        folder = f"sys/class/infiniband/{name}"
+        self._link(f"{folder}/device", str(device.relative_to(self.root)))
+        self.write(f"{folder}/ports/1/state", "4: ACTIVE")
+        self.write(f"{folder}/ports/1/rate", "400 Gb/sec (4X NDR)")
+        self.write(f"{folder}/ports/1/link_layer", layer)
+        gids = {"0": ("fe80:0000:0000:0000:0ac0:ebff:fe00:0001", "IB/RoCE v1")}
+        if layer == "Ethernet":
+            gids["3"] = ("0000:0000:0000:0000:0000:ffff:0a00:0001", "RoCE v2")
+            self.write(f"sys/class/infiniband/{name}/device/net/eth{name[-1]}/mtu", str(mtu))
+        for index, (gid, kind) in gids.items():
+            self.write(f"{folder}/ports/1/gids/{index}", gid)
+            self.write(f"{folder}/ports/1/gid_attrs/types/{index}", kind)
+
+    def _system(self) -> None:
+        for module in ("ib_core", "nvidia_peermem"):
+            (self.root / "sys/module" / module).mkdir(parents=True)
+        for card in ("eth0", "ib0", "lo"):
+            (self.root / "sys/class/net" / card).mkdir(parents=True)
+        (self.root / "dev/shm").mkdir(parents=True)
+        for path, text in {
+            "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu",
+            "proc/driver/nvidia/gpus/0000:19:00.0/information": "Model: NVIDIA H100",
+            "proc/driver/nvidia/gpus/0000:a3:00.0/information": "Model: NVIDIA H100",
+            "proc/cpuinfo": "flags\t\t: fpu sse2",
+            "proc/sys/kernel/osrelease": "5.15.0",
+            "proc/sys/kernel/numa_balancing": "0",
+            "proc/sys/vm/swappiness": "10",
+            "proc/self/limits": "Max open files            65536                1048576              files\n"
+            "Max locked memory         unlimited            unlimited            bytes",
+            "proc/self/status": "CapEff:\t0000000000000000\nCpus_allowed_list:\t0-7",
+            "proc/meminfo": "MemTotal:  1000000 kB\nSwapTotal: 100000 kB\nSwapFree:  100000 kB",
+            "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
+            "sys/kernel/mm/transparent_hugepage/defrag": "always defer defer+madvise [madvise] never",
+        }.items():
+            self.write(path, text)
+
+    def write(self, path: str, text: str) -> None:
+        """Write a file below the root."""
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+
+    def _link(self, path: str, to: str) -> None:
+        link = self.root / path
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(self.root / to)
+
+    def device(self, address: str) -> str:
+        """Return where a PCI device's files are, below the root."""
+        return f"sys/bus/pci/devices/{address}"
+
+
+class FakeCluster:
+    """Two nodes, and what their ranks have set; `facts()` reads all of it as ranks would."""
+
+    def __init__(self, folder: Path, gpus: bool = True) -> None:
+        self.nodes = [FakeNode(folder / f"gpu-{'ab'[i]}") for i in range(NODES)]
+        self.gpus = gpus
+        ranks = NODES * PER_NODE
+        self.environ: list[dict[str, str]] = [{"NCCL_DEBUG": "WARN", "PATH": "/bin"} for _ in range(ranks)]
+        self.software: list[dict[str, str]] = [
+            {"NCCL": "2.27.5", "CUDA": "12.8", "GPU": "NVIDIA H100", "launch table": "NVIDIA-H100.json 0a1b2c3d"}
+            for _ in range(ranks)
+        ]
+        self.shared = [16 * 10**9] * NODES
+        self.threads = 4
+        self.gpu_of: list[str] = [GPUS[rank % PER_NODE] for rank in range(ranks)]
+        self.cores: list[str] = [CORES[rank % PER_NODE] for rank in range(ranks)]
+
+    def facts(self) -> list[Facts]:
+        """Return the facts of all ranks."""
+        return [self._facts(rank) for rank in range(len(self.environ))]
+
+    def _facts(self, rank: int) -> Facts:
+        node, local = divmod(rank, PER_NODE)
+        at = self.nodes[node]
+        status = at.root / "proc/self/status"
+        kept = [line for line in status.read_text().splitlines() if not line.startswith("Cpus_allowed_list")]
+        status.write_text("\n".join([*kept, f"Cpus_allowed_list:\t{self.cores[rank]}"]) + "\n")
+        software: dict[str, Any] = software_facts(torch.device("cpu"), at.root)
+        if self.gpus:
+            software |= self.software[rank]
+        return {
+            "rank": rank,
+            "node": node,
+            "local_rank": local,
+            "per_node": PER_NODE,
+            "host": at.root.name,
+            "kind": "cuda" if self.gpus else "cpu",
+            "software": software,
+            "variables": {**variable_facts(self.environ[rank], at.root), "threads": self.threads},
+            "limits": limit_facts(at.root, lambda path: self.shared[node]),
+            "rdma": rdma_facts(self.gpu_of[rank] if self.gpus else None, at.root, whole_node=local == 0),
+        }

@@ -1,0 +1,108 @@
+"""Processes that a doctor examines: ranks on made-up nodes, sound ones, ill ones, and ones that die."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # before the forks, which would each load it
+import torch.distributed as dist
+
+from warpfold.cluster import doctor, measure_files, measure_links, measure_ranks, probe
+from warpfold.parallel.team import ProcessInfo, Team, TeamError, distributed_context
+
+WAITED = 100.0  # seconds until a process counts as one that would not end
+
+QUICK: dict[Any, dict[str, Any]] = {
+    doctor: {"RATE_SECONDS": 0.12, "READ_SECONDS": 0.1, "TRIES": 1},
+    probe: {"TRIES": 1},
+    measure_links: {
+        "PINGS": 6, "PING_SECONDS": 0.05, "REPEATS": 2, "CARRY": 0.002, "MOST": {"cpu": 2**19},
+        "AT_ONCE": 0.002, "COLLECTIVE_REPEATS": 2, "COLLECTIVE_SECONDS": 0.002, "CALLS": 3,
+    },
+    measure_ranks: {"SIDE": {"cpu": 64}, "BYTES": {"cpu": 2**20}, "WINDOW": 0.005},
+    measure_files: {"TURNS": 0.1},
+}  # fmt: skip
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a doctor measure for moments only: what it says of speeds is worth nothing."""
+    for module, values in QUICK.items():
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
+
+
+def examine(
+    function: Callable[[Team], Any],
+    nodes: int = 2,
+    per_node: int = 2,
+    limit: float = 60.0,
+    address: str = "127.0.0.1",
+    enter: Callable[[int], None] | None = None,
+    lost: tuple[int, ...] = (),
+    sizes: tuple[int, ...] = (),
+) -> list[Any]:
+    """`function(team)` on each rank -> what it returned, JSON-able; "error: ..." where another rank failed.
+
+    enter: called by each process with its node, first.  lost: ranks that die or freeze, which nobody waits for.
+    sizes: of nodes that are not equal.
+    """
+    context, pipes, processes = get_context("fork"), [], []
+    places = [(local, size) for size in sizes or (per_node,) * nodes for local in range(size)]
+    for rank, (local, size) in enumerate(places):
+        ours, theirs = context.Pipe()
+        info = ProcessInfo(rank, len(places), local, size, address, agent_keeps_store=enter is None)
+        processes.append(context.Process(target=_live, args=(function, info, limit, enter, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    store = None if enter else dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    found = []
+    try:
+        for pipe in pipes:
+            pipe.send(29_777 if store is None else store.port)
+        for rank, pipe in enumerate(pipes):
+            found.append(_answer(pipe) if rank not in lost else None)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return found
+
+
+def _answer(pipe: Connection) -> Any:
+    assert pipe.poll(WAITED), "a rank did not come back in time"
+    try:
+        return json.loads(pipe.recv())
+    except EOFError:
+        return "error: it has ended without a word"
+
+
+def _live(
+    function: Callable[[Team], Any],
+    info: ProcessInfo,
+    limit: float,
+    enter: Callable[[int], None] | None,
+    pipe: Connection,
+) -> None:
+    torch.set_num_threads(1)
+    if enter is None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # whatever this machine's name resolves to
+    else:
+        enter(info.rank // info.ranks_per_node)
+    info = ProcessInfo(**{**vars(info), "port": pipe.recv()})
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            with distributed_context(info, None, "cpu", limit) as team:
+                found = function(team)
+            pipe.send(json.dumps(found))
+        except TeamError as error:
+            pipe.send(json.dumps(f"error: {error}"))
+    pipe.close()
+    os._exit(0)

@@ -1,0 +1,164 @@
+"""Records: they hold what the closed forms say that moves, what the counts say is done, and the order of the code."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from warpfold.cost import simulation
+from warpfold.cost.example import ExampleSizes, ModelBench, shortened
+from warpfold.cost.job import Job
+from warpfold.cost.links import Cluster, Link
+from warpfold.cost.rates import TORCH, of_gpu
+from warpfold.cost.record import Await, Begin, Operation, RecordedStep, record, traffic
+from warpfold.cost.replay import Span
+from warpfold.cost.seconds import parameters
+from warpfold.cost.simulation import Scenario, simulate
+from warpfold.cost.traffic import TrafficBlock, moves, total
+from warpfold.engine.optim import OptimConfig
+from warpfold.model.alphafold import ModelConfig
+from warpfold.model.evoformer import EvoformerConfig
+from warpfold.model.losses import LossConfig
+from warpfold.model.pair import PairConfig
+from warpfold.model.structure import StructureConfig
+from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.plan import Plan
+from warpfold.profile.step_profile import counted_work
+
+SIZES = ExampleSizes(residues=16, sequences=8, extra=8, templates=1)
+NARROW = replace(
+    shortened(ModelConfig(), 1),
+    c_m=16, c_z=8, c_e=8,
+    structure=StructureConfig(layers=1),
+    evoformer=EvoformerConfig(blocks=1, heads=2, c_outer=4, pair=PairConfig(heads=2, c_triangle=8)),
+)  # fmt: skip
+
+
+TRUNK = replace(NARROW, templates=replace(NARROW.templates, enabled=False), extra_blocks=0)  # quick to record
+
+
+def job(blocks: int = 1, model: ModelConfig = TRUNK) -> Job:
+    model = replace(model, evoformer=replace(model.evoformer, blocks=blocks))
+    return Job(model=model, sizes=SIZES, recycles=1, loss=LossConfig(), optim=OptimConfig())
+
+
+@cache
+def recorded(
+    plan: Plan, blocks: int = 1, examples: int = 1, per_node: int | None = None, gpu: bool = False
+) -> RecordedStep:
+    return record(job(blocks), plan, examples, per_node, gpu)
+
+
+@pytest.mark.parametrize("triangle", ["gather", "channels"])
+def test_recorded_moves_are_the_closed_form(triangle) -> None:
+    plan = Plan(axial=4, triangle=triangle)
+    block = TrafficBlock(sequences=8, residues=16, c_m=16, c_z=8, evoformer=NARROW.evoformer)
+    less, more = (traffic(recorded(plan, blocks).last) for blocks in (1, 2))
+    said = moves(block, 4, triangle == "channels", itemsize=4)
+    for phase in ("forward", "backward"):
+        calls, sent = (b - a for a, b in zip(less["axial", phase], more["axial", phase]))
+        assert (calls, sent) == (total(said, phase).calls, total(said, phase).bytes)
+
+
+def test_every_collective_is_awaited_once_and_after_it_began() -> None:
+    for plan in (Plan(data=2, axial=2, recompute="block"), Plan(data=4)):
+        begun: set[int] = set()
+        awaited: Counter[int] = Counter()
+        for entry in recorded(plan).step(recycles=2):
+            if isinstance(entry, Begin):
+                assert entry.number not in begun
+                assert begun.issuperset(entry.after)
+                begun.add(entry.number)
+                awaited.update(entry.after)
+            elif isinstance(entry, Await):
+                assert entry.number in begun
+                awaited[entry.number] += 1
+        assert begun == set(awaited)
+
+
+def test_gradients_begin_while_the_backward_pass_runs_and_are_summed_over_the_model_ranks_first() -> None:
+    plan = Plan(data=2, axial=2, sync=SyncConfig(bucket=0.05))
+    entries = recorded(plan).last
+    at = {e.number: i for i, e in enumerate(entries) if isinstance(e, Begin) and e.kind != "all_reduce"}
+    model = [e for e in entries if isinstance(e, Begin) and e.group == "model" and e.kind == "reduce_scatter"]
+    data = [e for e in entries if isinstance(e, Begin) and e.group == "data" and e.kind == "all_to_all"]
+    assert len(model) == len(data) > 2
+    assert [e.after for e in data] == [(e.number,) for e in model]
+    last = max(i for i, e in enumerate(entries) if isinstance(e, Operation) and e.op != TORCH)
+    assert at[data[0].number] < last
+    # The update gathers as many bytes, of every rank's piece, as were sent to be added up.
+    assert traffic(entries)["data", "backward"][1] == pytest.approx(
+        traffic(recorded(plan).update)["data", "update"][1], rel=0.01
+    )
+
+
+def test_the_gradients_of_all_parameters_travel() -> None:
+    sent = traffic(recorded(Plan(data=4)).last)["data", "backward"][1]
+    assert sent == pytest.approx(4 * parameters(job().model) * 3 / 4, rel=0.02)
+    assert sent >= 4 * parameters(job().model) * 3 / 4
+
+
+def test_only_the_last_example_of_a_rank_sends_gradients() -> None:
+    found = recorded(Plan(data=2), examples=3)
+    assert not traffic(found.example)
+    assert traffic(found.last)["data", "backward"]
+    one, three = (Counter(type(e) for e in s.step(0)) for s in (recorded(Plan(data=2)), found))
+    assert three[Operation] > 2.5 * one[Operation]
+
+
+def test_hierarchical_sums_go_within_nodes_first() -> None:
+    found = recorded(Plan(data=4, sync=SyncConfig(strategy="hierarchical")), per_node=2)
+    assert {group for group, _ in traffic([*found.last, *found.update])} == {"node", "nodes", "data"}
+
+
+def test_recorded_products_are_those_that_are_counted() -> None:
+    """Of the forward pass: backward, an operation that is fused computes some of it again."""
+    whole = job(model=NARROW)
+    bench = ModelBench(model=whole.model, loss=LossConfig(), optim=OptimConfig(), plan=Plan(), sizes=SIZES)
+    counted = sum(one.flops for key, one in counted_work(bench, training=True).items() if not key.backward)
+    last = [e for e in record(whole, Plan(), gpu=False).last if isinstance(e, Operation) and e.phase == "forward"]
+    products = sum(e.cost.flops for e in last if e.op not in ("aligned_errors", "overlaps"))
+    assert products == pytest.approx(counted, rel=0.02)
+
+
+def test_kernels_that_a_gpu_would_launch_are_counted() -> None:
+    pytest.importorskip("triton")
+    found = recorded(Plan(recompute="block", precision="bf16"), gpu=True)
+    kernels = Counter[str]()
+    for entry in found.last:
+        if isinstance(entry, Operation):
+            kernels[entry.phase] += entry.launches
+    assert kernels["backward"] > kernels["forward"] > kernels["recomputed"] > 20
+
+
+def test_what_is_no_training_is_refused() -> None:
+    with pytest.raises(ValueError, match="training"):
+        record(replace(job(), loss=None), Plan())
+
+
+def test_progress_turns_with_each_recorded_part_and_each_step_is_replayed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[tuple[float, int, str]] = []
+    spans: list[Span] = []
+    passes: list[int] = []
+    replayed = simulation.replay_longest
+
+    def counted(halves, recycles, *more):
+        passes.append(recycles)
+        return replayed(halves, recycles, *more)
+
+    monkeypatch.setattr(simulation, "replay_longest", counted)
+    link = Link(1e-6, 1e9)
+    cluster = Cluster(ranks=2, per_node=2, within=link, between=link)
+    given = Scenario(job=job(), plan=Plan(data=2), cluster=cluster, rates=of_gpu("H100"), examples=4, steps=9, drawn=9)
+    simulate(given, lambda *now: said.append(now), spans.append)
+    example = ["a pass without gradient", "the last pass", "the backward pass"]
+    assert [what for _, _, what in said] == [
+        *(f"recording {part}" for part in (*example, *example, "the update")),
+        *(f"recording, on one device: {part}" for part in (*example, "the update")),
+        *(f"replaying a step with {recycles} recycling passes" for recycles in (0, 1)),
+    ]
+    assert [done for done, _, _ in said] == sorted({done for done, _, _ in said})
+    assert said[-1][0] < said[-1][1] == 3
+    assert passes == [0, 1]
+    assert spans

@@ -1,0 +1,275 @@
+"""Predictions as files: their contents, that other programs read them, and that none is half-written."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import gemmi
+import numpy as np
+import pytest
+
+from warpfold.errors import UserError
+from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
+from warpfold.prediction.outputs import Prediction, claim_folder, remove_prediction, write_summary
+from warpfold.prediction.sanity import check_geometry
+
+SEQUENCE = "ACDEFGHIKLMNPQRSTVWYX"
+
+
+def prediction(name: str = "test", pae: bool = True) -> Prediction:
+    rng = np.random.default_rng(0)
+    n = len(SEQUENCE)
+    mask = ATOM37_MASK[[(RESTYPES + "X").index(letter) for letter in SEQUENCE]]
+    return Prediction(
+        name=name,
+        sequence=SEQUENCE,
+        positions=rng.normal(0, 20, (n, 37, 3)).astype(np.float32) * mask[..., None],
+        mask=mask,
+        plddt=rng.uniform(0, 100, n).astype(np.float32),
+        pae=rng.uniform(0, 31.75, (n, n)).astype(np.float32) if pae else None,
+        max_pae=31.75 if pae else None,
+        ptm=0.5 if pae else None,
+        single=np.ones((n, 4), np.float32),
+        pair=np.ones((n, n, 2), np.float32),
+        msa=np.ones((3, n, 5), np.float32),
+    )
+
+
+@pytest.mark.parametrize("kind", ["mmcif", "pdb"])
+def test_structures_read_back_with_gemmi(tmp_path: Path, kind: str) -> None:
+    p = prediction()
+    files = p.save(tmp_path / "out")
+    chain = gemmi.read_structure(str(tmp_path / "out" / files[kind]))[0]["A"]
+    assert gemmi.one_letter_code([residue.name for residue in chain]) == SEQUENCE[:-1]  # X has no atoms
+    ca = np.array([residue["CA"][0].pos.tolist() for residue in chain])
+    np.testing.assert_allclose(ca, p.ca[:-1], atol=6e-4)
+    b = [residue["CA"][0].b_iso for residue in chain]
+    np.testing.assert_allclose(b, p.plddt[:-1], atol=6e-3)
+    assert sum(len(residue) for residue in chain) == int(p.mask.sum())
+
+
+def test_confidence_files_have_alphafold_db_layout(tmp_path: Path) -> None:
+    p = prediction()
+    files = p.save(tmp_path / "out")
+    plddt = json.loads((tmp_path / "out" / files["plddt"]).read_text())
+    assert plddt["residueNumber"] == list(range(1, len(SEQUENCE) + 1))
+    np.testing.assert_allclose(plddt["confidenceScore"], p.plddt, atol=6e-3)
+    expected = ["H" if v >= 90 else "M" if v >= 70 else "L" if v >= 50 else "D" for v in p.plddt]
+    assert plddt["confidenceCategory"] == expected
+    rows = np.rint(p.pae).astype(int).tolist()
+    text = json.dumps([{"predicted_aligned_error": rows, "max_predicted_aligned_error": 31.75}])
+    assert (tmp_path / "out" / files["pae"]).read_text() == text  # it is written row by row
+    (pae,) = json.loads((tmp_path / "out" / files["pae"]).read_text())
+    assert pae["max_predicted_aligned_error"] == 31.75
+    np.testing.assert_array_equal(pae["predicted_aligned_error"], np.rint(p.pae).astype(int))
+
+
+def test_scores_have_colabfold_layout(tmp_path: Path) -> None:
+    """Text as `json.dumps` writes numbers rounded by NumPy to two decimals."""
+    p = prediction()
+    assert p.pae is not None
+    files = p.save(tmp_path / "out")
+    text = (tmp_path / "out" / files["scores"]).read_text()
+    expected = {
+        "plddt": np.around(p.plddt.astype(float), 2).tolist(),
+        "max_pae": float(p.pae.max()),
+        "pae": np.around(p.pae.astype(float), 2).tolist(),
+        "ptm": 0.5,
+    }
+    assert text == json.dumps(expected)
+    complexes = json.loads((tmp_path / "out" / files["scores"]).read_text()) | {"iptm": 0.25}
+    replace(p, iptm=0.251).save(tmp_path / "complex")
+    assert json.loads((tmp_path / "complex" / "test_scores.json").read_text()) == complexes
+    prediction(pae=False).save(tmp_path / "without")
+    assert set(json.loads((tmp_path / "without" / "test_scores.json").read_text())) == {"plddt"}
+
+
+def test_arrays_hold_what_there_is(tmp_path: Path) -> None:
+    p = replace(prediction(pae=False), single=None, pair=None, msa=None)
+    files = p.save(tmp_path / "a")
+    with np.load(tmp_path / "a" / files["arrays"], allow_pickle=False) as arrays:
+        assert set(arrays.files) == {"positions", "mask", "plddt"}
+        np.testing.assert_array_equal(arrays["positions"], p.positions)
+    assert "pae" not in files
+    p = prediction()
+    files = p.save(tmp_path / "b")
+    with np.load(tmp_path / "b" / files["arrays"], allow_pickle=False) as arrays:
+        assert arrays["pair"].shape == p.pair.shape
+        assert arrays["msa"].shape == p.msa.shape
+
+
+def test_what_pdb_cannot_hold_is_left_out(tmp_path: Path) -> None:
+    p = prediction()
+    far = replace(p, positions=p.positions + 1e5)
+    files = far.save(tmp_path / "out")
+    assert "pdb" not in files
+    assert not list((tmp_path / "out").glob("*.pdb"))
+    assert gemmi.read_structure(str(tmp_path / "out" / files["mmcif"]))[0]["A"]
+
+
+def test_a_failed_save_leaves_nothing_and_keeps_what_was_there(tmp_path: Path) -> None:
+    good, bad = prediction(), prediction()
+    bad.positions[0, 0] = np.nan
+    with pytest.raises(ValueError, match="not finite"):
+        bad.save(tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+    good.save(tmp_path / "old")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()}
+    with pytest.raises(ValueError, match="not finite"):
+        bad.save(tmp_path / "old", overwrite=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["old"]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_with_a_thesis_keeps_it(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "chapters").mkdir(parents=True)
+    (tmp_path / "mine" / "thesis.txt").write_text("years")
+    (tmp_path / "mine" / "chapters" / "1.txt").write_text("of work")
+    before = contents(tmp_path / "mine")
+    files = prediction().save(tmp_path / "mine")
+    after = contents(tmp_path / "mine")
+    assert {name: after[name] for name in before} == before
+    assert after.keys() - before.keys() == set(files.values())
+
+
+def test_a_loop_into_one_folder_keeps_every_protein(tmp_path: Path) -> None:
+    files = [prediction(name).save(tmp_path / "out") for name in ("one", "two")]
+    assert contents(tmp_path / "out").keys() == {name for one in files for name in one.values()}
+
+
+def test_nothing_is_replaced_unasked(tmp_path: Path) -> None:
+    prediction().save(tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(UserError, match=r"test\.npz: exists already; .*overwrite=True"):
+        replace(prediction(), plddt=prediction().plddt / 2).save(tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+
+
+def test_asked_to_it_replaces_its_own_files_and_those_it_has_not_any_more(tmp_path: Path) -> None:
+    prediction().save(tmp_path / "out")
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    prediction(pae=False).save(tmp_path / "out", overwrite=True)
+    assert contents(tmp_path / "out").keys() == {
+        "test.cif", "test.npz", "test.pdb", "test_plddt.json", "test_scores.json", "notes.txt"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["test.cif", "test.pdb", "test.npz", "test_pae.json"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_of_that_name_that_is_no_predictions_stays(tmp_path: Path, name: str, overwrite: bool) -> None:
+    (tmp_path / name).write_text("a structure of my own")
+    with pytest.raises(UserError, match=rf"{name}: "):
+        prediction().save(tmp_path, overwrite=overwrite)
+    assert contents(tmp_path) == {name: b"a structure of my own"}
+
+
+def test_what_a_link_leads_to_stays(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    prediction().save(tmp_path / "out")
+    (tmp_path / "out" / "test.cif").unlink()
+    (tmp_path / "out" / "test.cif").symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match=r"test\.cif: does not belong to a prediction"):
+        prediction().save(tmp_path / "out", overwrite=True)
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+def test_saving_needs_a_place_that_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for place in ("file", "file/out"):
+        with pytest.raises(UserError, match=r"cannot be written"):
+            prediction().save(tmp_path / place)
+    assert contents(tmp_path) == {"file": b"mine"}
+
+
+def test_removing_a_prediction_removes_that_alone(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        prediction("test").save(tmp_path / name)
+    (tmp_path / "b" / "notes.txt").write_text("mine")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "test.cif").write_text("mine")
+    for name in ("a", "b", "c", "none"):
+        remove_prediction(tmp_path / name, "test")
+    assert contents(tmp_path) == {"b/notes.txt": b"mine", "c/test.cif": b"mine"}
+    assert not (tmp_path / "a").exists()
+
+
+def test_claim_tells_ours_from_others(tmp_path: Path) -> None:
+    assert claim_folder(tmp_path / "new", "kind", "run") is None
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    assert claim_folder(ours, "kind", "run") is None
+    (ours / ".summary.json.0a1b2c3d").touch()  # of a run that was killed while it wrote its first file
+    assert claim_folder(ours, "kind", "run") is None
+    written = write_summary(ours, {"format": "kind", "run": "run"})
+    assert claim_folder(ours, "kind", "run") == written
+    with pytest.raises(UserError, match="another run"):
+        claim_folder(ours, "kind", "other")
+    assert claim_folder(ours, "kind", "other", force=True) is not None
+    with pytest.raises(UserError, match="something else"):
+        claim_folder(ours, "other kind", "run", force=True)
+    with pytest.raises(UserError, match="is a file"):
+        claim_folder(ours / "summary.json", "kind", "run")
+
+
+# ---- geometry
+
+
+def ideal_chain(n: int) -> tuple[np.ndarray, np.ndarray]:
+    """A straight chain of alanines: Cα 3.8 angstrom apart, every residue a translated copy of the first."""
+    alanine = np.zeros((37, 3), np.float32)
+    alanine[0], alanine[2], alanine[3] = (-0.525, 1.363, 0), (1.526, 0, 0), (-0.529, -0.774, -1.205)
+    mask = np.zeros((n, 37), np.float32)
+    mask[:, [0, 1, 2, 3]] = 1
+    return alanine[None] + np.arange(n)[:, None, None] * np.array([3.8, 0, 0], np.float32), mask
+
+
+def test_a_sound_chain_has_no_warnings() -> None:
+    positions, mask = ideal_chain(300)
+    assert check_geometry(positions, mask).warnings() == []
+
+
+def test_breaks_clashes_and_mirrors_are_counted() -> None:
+    positions, mask = ideal_chain(300)
+    positions[10:] += 5  # one break
+    mirrored = positions.copy()
+    mirrored[20:23, :, 2] = 10 - mirrored[20:23, :, 2]
+    found = check_geometry(mirrored, mask)
+    assert (found.chain_breaks, found.clashes, found.mirrored) == (1, 0, 3)
+    positions[290] = positions[10] + 0.1
+    found = check_geometry(positions, mask)
+    assert found.clashes >= 4
+    assert found.chain_breaks == 3
+    assert len(found.warnings()) == 2
+
+
+def test_positions_that_are_not_finite_are_an_error() -> None:
+    positions, mask = ideal_chain(3)
+    positions[1, 36] = np.nan  # no atom there
+    check_geometry(positions, mask)
+    positions[1, 0] = np.inf
+    with pytest.raises(FloatingPointError, match="not finite"):
+        check_geometry(positions, mask)
+
+
+def test_the_distogram_lies_beside_the_arrays_and_goes_with_the_prediction(tmp_path: Path) -> None:
+    n, rng = len(SEQUENCE), np.random.default_rng(1)
+    distogram = rng.uniform(0, 1, (n, n, 64)).astype(np.float16)
+    contacts, edges = distogram[..., :19].sum(-1), np.linspace(2.3125, 21.6875, 63, dtype=np.float32)
+    p = replace(prediction(), distogram=distogram, contacts=contacts, distogram_edges=edges)
+    files = p.save(tmp_path / "test")
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "test" / files["distogram"], mmap_mode="r", allow_pickle=False), distogram
+    )
+    arrays = np.load(tmp_path / "test" / files["arrays"], allow_pickle=False)
+    np.testing.assert_array_equal(arrays["contacts"], contacts)
+    assert len(arrays["distogram_edges"]) == 63
+    assert "distogram" not in arrays
+    assert "distogram" not in prediction().save(tmp_path / "test", overwrite=True)
+    assert not (tmp_path / "test" / files["distogram"]).exists()
+    p.save(tmp_path / "test", overwrite=True)
+    remove_prediction(tmp_path / "test", "test")
+    assert not (tmp_path / "test").exists()

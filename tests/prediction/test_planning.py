@@ -1,0 +1,441 @@
+"""Chosen plans: what runs out of memory goes on with a tighter one, what cannot fit is refused at once."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import tiny_model
+from tests.ranks import RankError, run_ranks
+from tests.training.runs import tiny_run
+from warpfold import settings
+from warpfold.cli import main
+from warpfold.cost import planner
+from warpfold.cost.job import Job
+from warpfold.cost.links import Cluster, Link
+from warpfold.cost.machine import Machine
+from warpfold.cost.memory import MemoryEstimate
+from warpfold.cost.rates import Rates, of_gpu
+from warpfold.cost.step_seconds import example_seconds
+from warpfold.data.example.raw_example import from_sequence
+from warpfold.errors import UserError
+from warpfold.memory import free_memory, host_memory, is_out_of_memory
+from warpfold.model.alphafold import AlphaFold
+from warpfold.model.weights import save_params
+from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.mesh import make_mesh
+from warpfold.parallel.plan import Plan
+from warpfold.parallel.team import ProcessInfo, Team
+from warpfold.prediction.predict import PredictOptions, predict
+from warpfold.prediction.predictor import Predictor
+from warpfold.training import planning
+from warpfold.training.config import load_settings
+from warpfold.training.planning import sizes_of_batch
+
+LONG, SHORT = "MKTAYIAKQRQISFVKSHFSR", "GSHMLEERLG"
+NO_MEMORY = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+
+@pytest.fixture(scope="module")
+def params(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("planning") / "params.safetensors"
+    save_params(path, tiny_model())
+    return path
+
+
+@pytest.fixture
+def fasta(tmp_path: Path) -> Path:
+    (tmp_path / "q.fasta").write_text(f">long\n{LONG}\n>short\n{SHORT}\n")
+    return tmp_path / "q.fasta"
+
+
+@pytest.fixture
+def formulas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A protein of n residues needs n x 1 MB whole, and half of it as rows that are computed at a time."""
+
+    def memory(job: Any, plan: Any, kind: str = "cpu") -> MemoryEstimate:
+        n = job.sizes.residues
+        peak = n * 10**6 * (1 if plan.chunk is None else 0.5 + 0.5 * plan.chunk / n) * (0.5 if plan.offload else 1)
+        return MemoryEstimate(peak=int(peak), weights=0, features=0)
+
+    monkeypatch.setattr(planner, "estimate_memory", memory)
+    monkeypatch.setattr(planner, "upper_bound", lambda job, plan: memory(job, plan))
+    nothing = MemoryEstimate(peak=0, weights=0, features=0)
+    monkeypatch.setattr(planner, "lower_bound", lambda job, plan: nothing)
+    monkeypatch.setattr(planner, "with_margin", lambda size, kind: size)
+    monkeypatch.setattr(Machine, "rates", lambda *given: None)
+
+
+class Failing:
+    """Stands before `AlphaFold.fold`, and runs out of memory for plans with more rows at a time than `fits`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, fits: int, error: Exception = NO_MEMORY) -> None:
+        self.fold, self.fits, self.error, self.tried = AlphaFold.fold, fits, error, list[int | None]()
+        monkeypatch.setattr(AlphaFold, "fold", lambda model, *given: self(model, *given))
+
+    def __call__(self, model: AlphaFold, *given: Any) -> Any:
+        chunk = model.execution.plan.chunk  # type: ignore[attr-defined]
+        self.tried.append(chunk)
+        if (chunk or 1000) > self.fits:
+            raise self.error
+        return self.fold(model, *given)
+
+
+@pytest.mark.parametrize("error", [NO_MEMORY, MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_what_runs_out_of_memory_goes_on_with_a_tighter_plan(
+    params: Path, formulas: None, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    predictor = Predictor(tiny_model())
+    whole = predictor.fold(LONG)
+    failing = Failing(monkeypatch, fits=4, error=error)
+    prediction = predictor.fold(LONG)
+    assert failing.tried == [None, 6, 4]
+    assert prediction.details["plan"]["ran_out"] == ["whole", "slices of 6 rows, in place"]
+    assert prediction.details["plan"]["chunk"] == 4
+    assert abs(prediction.plddt - whole.plddt).max() < 1e-2
+    failing.tried.clear()
+    assert predictor.fold(LONG).details["plan"]["ran_out"] == []
+    assert failing.tried == [4], "it was not remembered"
+    failing.fits = 10**6
+    assert predictor.fold(SHORT).details["plan"]["chunk"] is None, "a shorter protein has room"
+
+
+def test_what_fails_at_the_tightest_leaves_the_others_be(
+    params: Path, fasta: Path, tmp_path: Path, formulas: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = Failing(monkeypatch, fits=0)
+    fold = failing.fold
+    monkeypatch.setattr(
+        AlphaFold,
+        "fold",
+        lambda model, batch, *rest: (failing if batch["aatype"].shape[-1] > 12 else fold)(model, batch, *rest),
+    )
+    summary = predict(fasta, [], params, tmp_path / "out", PredictOptions(device="cpu", batch=1))
+    assert [entry["name"] for entry in summary["predictions"]] == ["short"]
+    (failure,) = summary["failures"]
+    assert (failure["name"], "out of memory even with the tightest plan" in failure["error"]) == ("long", True)
+
+
+def test_a_run_at_its_limit_makes_the_files_of_one_with_room(
+    tmp_path: Path, params: Path, fasta: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for rounding; with what fits the longest protein exactly: in slices, and with z in host memory."""
+    monkeypatch.setattr(planner, "with_margin", lambda size, kind: size)
+    monkeypatch.setattr(Machine, "rates", lambda *given: None)
+    predictor = Predictor(tiny_model())
+    prepared = predictor.prepare(from_sequence(LONG, name="long"), recycles=1)
+    job = Job(model=predictor.model.config, sizes=sizes_of_batch(prepared.batch), recycles=1, representations=True)
+    machine = Machine(kind="cpu", free=10**12, loaded=True)
+    needs: dict[bool, list[int]] = {False: [], True: []}
+    for plan in planner.candidates(job, machine, {}):
+        memory = planner.estimate(job, plan, machine, rounded=False)
+        needs[plan.offload].append(planner.needed_bytes(memory, machine))
+    found = []
+    for memory in (None, min(needs[False]), min(needs[True])):
+        out = tmp_path / str(memory)
+        options = PredictOptions(device="cpu", recycles=1, memory=memory, batch=1, representations=True, distogram=True)
+        summary = predict(fasta, [], params, out, options)
+        (entry,) = (one for one in summary["predictions"] if one["name"] == "long")
+        found.append((entry["plan"], numbers_in(out)))
+    room, limit, tightest = (plan for plan, _ in found)
+    assert (room["chunk"], room["in_place"]) == (None, False)
+    assert (limit["in_place"], limit["offload"]) == (True, False)
+    assert tightest["offload"]
+    for _, numbers in found[1:]:
+        assert numbers.keys() == found[0][1].keys()
+        for name, expected in found[0][1].items():
+            np.testing.assert_allclose(numbers[name], expected, rtol=2e-3, atol=2e-3, err_msg=name)
+
+
+def numbers_in(out: Path) -> dict[str, Any]:
+    """All numbers in the files of predictions."""
+    found: dict[str, Any] = {}
+    for path in sorted(path for path in out.rglob("*") if path.is_file() and path.parent != out):
+        name = str(path.relative_to(out))
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as arrays:
+                found |= {f"{name} {key}": arrays[key] for key in arrays.files if arrays[key].dtype.kind in "fiu"}
+        elif path.suffix == ".npy":
+            found[name] = np.load(path, allow_pickle=False)
+        else:
+            found[name] = np.array([float(x) for x in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", path.read_text())])
+    return found
+
+
+def test_other_errors_are_not_tried_again(params: Path, formulas: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Failing(monkeypatch, fits=0, error=RuntimeError("a bug"))
+    with pytest.raises(RuntimeError, match="a bug"):
+        Predictor(tiny_model()).fold(LONG)
+    assert len(failing.tried) == 1
+    assert not is_out_of_memory(RuntimeError("a bug"))
+
+
+def refused(command: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    return int(end.value.code or 0), capsys.readouterr().err
+
+
+def test_what_fits_nowhere_is_refused_before_anything_is_computed(
+    params: Path,
+    fasta: Path,
+    tmp_path: Path,
+    formulas: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(AlphaFold, "fold", lambda *given: pytest.fail("it ran"))
+    command = ["predict", str(fasta), "--params", str(params), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    code, said = refused([*command, "--memory", "2MB"], capsys)
+    assert code == 2
+    assert said.splitlines()[-1].startswith("error: folding 10 residues")
+    assert "what would fit: " in said
+    assert "residues" in said.partition("what would fit")[2]
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_protein_of_many_that_is_too_long_is_its_own_failure(
+    params: Path, fasta: Path, tmp_path: Path, formulas: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["predict", str(fasta), "--params", str(params), "--out", str(out), "--device", "cpu", "--batch", "1"]
+    code, said = refused([*command, "--memory", "5MB"], capsys)
+    summary = json.loads((out / "summary.json").read_text())
+    assert code == 1
+    assert [entry["name"] for entry in summary["predictions"]] == ["short"]
+    assert "what would fit" in summary["failures"][0]["error"]
+    assert "plan for 10 residues: slices of" in said
+
+
+@pytest.mark.parametrize("given", [["--memory", "24"], ["--memory=-1GB"], ["--memory", "0GB"], ["--memory", "lots"]])
+def test_what_is_no_memory_is_refused_in_one_line(
+    params: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str]
+) -> None:
+    for command in (
+        ["plan", "tiny"],
+        ["predict", str(fasta), "--params", str(params), "--out", str(tmp_path / "out")],
+        ["train", "tiny", "--data", "nowhere", "--out", str(tmp_path / "run")],
+    ):
+        code, said = refused([*command, *given], capsys)
+        assert (code, len(said.splitlines())) == (2, 1), said
+        assert "not an amount of memory" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["--device", "Voodoo 2"], "--device Voodoo 2: not known; give cpu, cuda or one of A100"),
+        (["--device", "cuda"], "this machine has none; say what it has: --memory 24GB"),
+        (["--residues", "0"], "a protein has at least 1"),
+        (["--figure", "x.pdf"], "ends in .png or .svg"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_bad_input_of_plan_is_one_line(given: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = refused(["plan", "tiny", *given], capsys)
+    assert (code, len(said.splitlines())) == (2, 1), said
+    assert why in said
+
+
+def test_plan_says_what_a_query_needs(
+    params: Path, fasta: Path, tmp_path: Path, formulas: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "plan",
+        str(fasta),
+        "--params",
+        str(params),
+        "--memory",
+        "6MB",
+        "--device",
+        "H100",
+        "--devices",
+        "2",
+        "--json",
+    ]
+    with pytest.raises(SystemExit) as end:
+        main(command)
+    found = json.loads(capsys.readouterr().out)
+    assert end.value.code == 1  # one does not fit
+    assert ["refused" in row for row in found["targets"]] == [True, False]
+    assert found["largest"]["name"] == "long"
+    assert {"whole", "in slices", "in slices, z in host memory", "in slices, on 2 devices"} == set(found["longest"])
+    assert found["longest"]["whole"] < found["longest"]["in slices"]
+    assert all(one["lacks"] for one in found["largest"]["plans"])
+
+
+# ---- trainings
+
+
+def given_settings(folder: Path, text: str, *changes: str) -> Any:
+    (folder / "given.toml").write_text(f'base = "monomer"\n{text}')
+    return load_settings(folder / "given.toml", changes)
+
+
+def test_keys_of_a_preset_are_suggestions_and_those_of_the_user_stay(tmp_path: Path) -> None:
+    chosen = planner.CHOSEN_IN_TRAINING
+    assert load_settings("monomer").fixed(chosen) == {"precision": "bf16"}
+    assert load_settings("monomer").config().plan.recompute == "block"
+    assert load_settings("monomer", ["plan.recompute=none"]).fixed(chosen) == {"precision": "bf16", "recompute": None}
+    assert given_settings(tmp_path, 'plan = "auto"').fixed(chosen) == {"precision": "bf16"}
+    assert given_settings(tmp_path, '[plan]\nrecompute = "layer"').fixed(chosen)["recompute"] == "layer"
+    assert not given_settings(tmp_path, "[plan]\nauto = false").auto
+    assert given_settings(tmp_path, "", "plan=auto", "plan.axial=2").fixed(chosen)["axial"] == 2
+
+
+def test_a_run_goes_on_with_the_plan_it_began_with(
+    tmp_path: Path, formulas: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings.to_dict(tiny_run(steps=1, validation=0.0))
+    del config["plan"]
+    lines = settings.to_toml(tiny_run(steps=1, validation=0.0)).partition("[plan]")[0]
+    (tmp_path / "tiny.toml").write_text(lines + "\n[train]\nsteps = 1\nvalidation = 0.0\n")
+    given, free = load_settings(tmp_path / "tiny.toml"), {"free": 10**12}
+
+    def machine(device: Any, loaded: bool = False, memory: int | None = None) -> Machine:
+        return Machine(kind="cpu", free=free["free"])
+
+    monkeypatch.setattr(planning, "this_machine", machine)
+    first, said = planning.plan_training(given, tmp_path / "run", "cpu")
+    assert (first.plan.recompute, said) == (None, "")  # of a small one nothing is said
+    monkeypatch.setattr(
+        planner,
+        "estimate_memory",
+        lambda job, plan, kind: MemoryEstimate(peak=9 if plan.recompute else 10**6, weights=0, features=0),
+    )
+    monkeypatch.setattr(planner, "upper_bound", lambda job, plan: MemoryEstimate(peak=10**6, weights=0, features=0))
+    free["free"] = 100
+    tight, _ = planning.plan_training(given, tmp_path / "run", "cpu")
+    assert tight.plan.recompute == "block"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/settings.toml").write_text(settings.to_toml(tight))
+    free["free"] = 10**12
+    again, said = planning.plan_training(given, tmp_path / "run", "cpu")
+    assert (again, said) == (tight, f"blocks recomputed, as in {tmp_path / 'run/settings.toml'}")
+    other, _ = planning.plan_training(
+        load_settings(tmp_path / "tiny.toml", ["plan.recompute=layer"]), tmp_path / "run", "cpu"
+    )
+    assert other.plan.recompute == "layer"
+
+
+@pytest.fixture
+def rates(monkeypatch: pytest.MonkeyPatch) -> Rates:
+    """A GPU's rates, and no estimates of memory; what is outside of the trunk is counted before there are ranks."""
+    memory, found = MemoryEstimate(peak=10**6, weights=0, features=0), of_gpu("A100")
+    monkeypatch.setattr(Machine, "rates", lambda *given: found)
+    monkeypatch.setattr(planner, "estimate_memory", lambda *given: memory)
+    config = tiny_run(steps=1, validation=0.0)
+    given = load_settings(config)
+    example_seconds(planning.training_job(given, config), Plan(), found, None)
+    return found
+
+
+def on_ranks(folder: Path, changes: Sequence[str]) -> tuple[Plan, str]:
+    """The plan of a run on the ranks that are there, each on a node of its own."""
+    ranks = dist.get_world_size()
+    cluster = Cluster(ranks=ranks, per_node=1, within=Link(1e-5, 1e11), between=Link(1e-4, 1e9))
+    lines = settings.to_toml(tiny_run(steps=1, validation=0.0)).partition("[plan]")[0]
+    (folder / f"{dist.get_rank()}.toml").write_text(lines + "\n[train]\nsteps = 1\nvalidation = 0.0\n")
+    given = load_settings(folder / f"{dist.get_rank()}.toml", changes)
+    team = Team(ProcessInfo(dist.get_rank(), ranks), make_mesh(data=ranks))
+    config, said = planning.plan_training(given, folder / "run", "cpu", None, team, cluster)
+    return config.plan, said
+
+
+def test_ranks_get_the_plan_that_the_first_chooses(tmp_path: Path, rates: Rates) -> None:
+    changes = ["optim.accumulate=4", "plan.sync.check_every=7", "plan.triangle=channels"]
+    (plan, said), other = run_ranks(on_ranks, 2, tmp_path, changes)
+    assert other == (plan, said)
+    assert (plan.data, plan.axial, plan.sync.check_every, plan.triangle) == (2, 1, 7, "channels")
+    assert said.startswith("data 2, everything kept")
+    assert "2 nodes of 1" in said
+    ((plan, said), (other, _)) = run_ranks(on_ranks, 2, tmp_path, ["optim.accumulate=1"])
+    assert plan == other
+    assert (plan.data, plan.axial) == (1, 1)  # sharing it would take longer
+    assert "everything kept, 1 of 2 devices idle" in said
+    with pytest.raises(RankError, match="2 ranks cannot share a step of 1 so"):
+        run_ranks(on_ranks, 2, tmp_path, ["plan.axial=3", "optim.accumulate=1"])
+
+
+def test_a_run_with_idle_devices_goes_on_with_its_plan(tmp_path: Path, rates: Rates) -> None:
+    """On as many processes; on others it is chosen anew."""
+    (tmp_path / "run").mkdir()
+    began = replace(tiny_run(steps=1, validation=0.0, spare=1), plan=Plan(recompute="block"))
+    (tmp_path / "run/settings.toml").write_text(settings.to_toml(began))
+    (plan, said), _ = run_ranks(on_ranks, 2, tmp_path, ["optim.accumulate=2"])
+    assert (plan, "as in " in said) == (began.plan, True)
+    (plan, said), *_ = run_ranks(on_ranks, 3, tmp_path, ["optim.accumulate=3"])
+    assert (plan.data, "as in " in said) == (3, False)
+
+
+def test_a_run_on_ranks_goes_on_with_its_plan(tmp_path: Path, rates: Rates) -> None:
+    """Whatever the links are by then; not where other keys are given."""
+    (tmp_path / "run").mkdir()
+    sync = SyncConfig(bucket=0.5, shard_state=True)
+    began = replace(
+        tiny_run(steps=1, validation=0.0), plan=Plan(axial=2, recompute="block", triangle="gather", sync=sync)
+    )
+    (tmp_path / "run/settings.toml").write_text(settings.to_toml(began))
+    (plan, said), _ = run_ranks(on_ranks, 2, tmp_path, ["optim.accumulate=2"])
+    assert plan == began.plan
+    assert said == (
+        'axial 2, blocks recomputed, products by "gather", sharded state, buckets of 0.5 MiB, as in '
+        f"{tmp_path / 'run/settings.toml'}"
+    )
+    (plan, _), _ = run_ranks(on_ranks, 2, tmp_path, ["optim.accumulate=2", "plan.sync.check_every=3"])
+    assert plan.sync == replace(sync, check_every=3)
+    (plan, _), _ = run_ranks(on_ranks, 2, tmp_path, ["optim.accumulate=2", "plan.sync.bucket=2.0"])
+    assert (plan.data, plan.sync.bucket) == (2, 2.0)
+
+
+def test_a_cluster_of_other_ranks_is_refused(tmp_path: Path) -> None:
+    cluster = Cluster(ranks=4, per_node=2, within=Link(1e-5, 1e11), between=Link(1e-5, 1e9))
+    with pytest.raises(UserError, match="the cluster has 4 ranks, and 1 is training; measure it with as many"):
+        planning.plan_training(load_settings("tiny"), tmp_path, "cpu", cluster=cluster)
+
+
+# ---- what is free
+
+
+def cgroup(folder: Path, lines: str, files: dict[str, str]) -> int:
+    proc, groups = folder / "proc", folder / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 9000000 kB\nMemAvailable: 8000000 kB\n")
+    (proc / "self/cgroup").write_text(lines)
+    for name, text in files.items():
+        (groups / name).parent.mkdir(parents=True, exist_ok=True)
+        (groups / name).write_text(text)
+    return host_memory(proc, groups)
+
+
+@pytest.mark.parametrize(
+    ("lines", "files", "expected"),
+    [
+        ("", {}, 8_192_000_000),
+        ("0::/\n", {"memory.max": "max\n", "memory.current": "5\n"}, 8_192_000_000),
+        ("0::/a/b\n", {"a/memory.max": "5000", "a/memory.current": "2000",
+                       "a/memory.stat": "anon 1\ninactive_file 300\n"}, 3300),
+        ("0::/elsewhere\n", {"memory.max": "5000", "memory.current": "2000"}, 3000),
+        ("4:memory:/x\n", {"memory/memory.limit_in_bytes": "7000", "memory/memory.usage_in_bytes": "1000",
+                           "memory/memory.stat": "total_inactive_file 500\n"}, 6500),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": str(2**63),
+                          "memory/memory.usage_in_bytes": "1"}, 8_192_000_000),
+    ],
+)  # fmt: skip
+def test_the_limit_of_a_cgroup_counts(tmp_path: Path, lines: str, files: dict[str, str], expected: int) -> None:
+    assert cgroup(tmp_path, lines, files) == expected
+
+
+def test_this_machine_has_free_memory() -> None:
+    assert free_memory("cpu") > 0
+
+
+def test_devices_without_a_name_have_no_rates() -> None:
+    assert Machine(kind="cuda", free=1).rates(torch.float32) is None

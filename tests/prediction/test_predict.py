@@ -1,0 +1,584 @@
+"""`predict` as a function: what it writes, which alignment goes where, how it continues, what it refuses."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import warpfold
+from tests.helpers import tiny_model
+from warpfold import cli
+from warpfold.data.example.templates import template_from_file
+from warpfold.data.structure.chain import Chain
+from warpfold.data.structure.write import write_mmcif
+from warpfold.errors import UserError
+from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
+from warpfold.model.weights import save_params
+from warpfold.parallel.team import ProcessInfo, Team
+from warpfold.prediction.predict import PredictOptions, predict
+from warpfold.prediction.predictor import Predictor, Prepared, load
+from warpfold.prediction.queries import read_queries
+from warpfold.prediction.templates import TemplateSources, find_templates
+
+ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
+FASTA = f">one first\n{ONE}\n>two\n{TWO}\n"
+A3M = f">one\n{ONE}\n>a\nMKTAYIAKQRQaaISFVK--\n>b\n-KTAYLAKQRQISFVRSH\n"
+
+
+@pytest.fixture
+def fasta(tmp_path: Path) -> Path:
+    path = tmp_path / "q.fasta"
+    path.write_text(FASTA)
+    return path
+
+
+@pytest.fixture
+def a3m(tmp_path: Path) -> Path:
+    path = tmp_path / "one.a3m"
+    path.write_text(A3M)
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment(
+    tmp_path: Path, tiny_params: Path
+) -> None:
+    """As in the official code, from files and from Python; the alignment is found for either letter."""
+    (tmp_path / "q.fasta").write_text(">one\nMKTAYIUKQRQISFVKSH\n")
+    for letter in "UC":
+        (tmp_path / f"{letter}.a3m").write_text(f">one\nMKTAYI{letter}KQRQISFVKSH\n>b\n-KTAYLUKQRQISFVRSH\n")
+        (query,) = read_queries(tmp_path / "q.fasta", [tmp_path / f"{letter}.a3m"])
+        assert query.sequence == "MKTAYIUKQRQISFVKSH"
+        assert query.alignment.query == "MKTAYICKQRQISFVKSH"
+        assert len(query.alignment) == 2
+    entry = predict(tmp_path / "q.fasta", [tmp_path / "U.a3m"], tiny_params, tmp_path / "o")["predictions"][0]
+    assert (entry["sequence"], entry["msa_depth"]) == ("MKTAYIXKQRQISFVKSH", 2)
+    assert "not one of the twenty amino acids, so without atoms: 1 (X at 7)" in entry["warnings"][0]
+    prediction = load(tiny_params, device="cpu").fold(query.sequence, ["-KTAYLUKQRQISFVRSH"], name="one")
+    with np.load(tmp_path / "o/one/one.npz", allow_pickle=False) as arrays:
+        np.testing.assert_array_equal(prediction.positions, arrays["positions"])
+        assert not arrays["mask"][6].any()
+
+
+def test_alignments_are_stacked_in_the_official_order_whatever_the_shell_gives(tmp_path: Path, fasta: Path) -> None:
+    files = [tmp_path / f"{name}.a3m" for name in ("z", "a", "mgnify_hits", "bfd_uniclust_hits", "uniref90_hits")]
+    for file in files:
+        file.write_text(f">one\n{ONE}\n>{file.stem}\n{ONE[:-1]}A\n")
+    names = read_queries(fasta, files)[0].alignment.names
+    assert names[1:] == ["uniref90_hits", "bfd_uniclust_hits", "mgnify_hits", "z", "a"]  # the last two as given
+
+
+def test_every_record_is_folded(tmp_path: Path, fasta: Path, a3m: Path, tiny_params: Path) -> None:
+    out = tmp_path / "out"
+    seen: list[tuple[int, int, str]] = []
+    summary = predict(fasta, [a3m], tiny_params, out, progress=lambda *at: seen.append(at))
+    assert summary == json.loads((out / "summary.json").read_text())
+    assert (summary["status"], summary["failures"]) == ("complete", [])
+    assert [(e["name"], e["length"], e["msa_depth"]) for e in summary["predictions"]] == [
+        ("one", 18, 3),
+        ("two", 11, 1),
+    ]
+    for entry in summary["predictions"]:
+        assert set(entry["files"]) == {"mmcif", "pdb", "plddt", "pae", "scores", "arrays"}
+        assert all((out / entry["folder"] / name).stat().st_size for name in entry["files"].values())
+    assert {p.name for p in out.iterdir()} == {"one", "two", "summary.json", "report.html"}
+    assert seen[-1][:2] == (2, 2)
+
+
+def test_same_seed_same_files_other_seed_others(tmp_path: Path, a3m: Path, tiny_params: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        predict(a3m, [], tiny_params, tmp_path / name, PredictOptions(seed=seed))
+    a, b, c = (contents(tmp_path / name / "one") for name in "abc")
+    assert a == b
+    assert a["one.cif"] != c["one.cif"]
+
+
+def test_recycles_ensemble_and_representations(tmp_path: Path, a3m: Path, tiny_params: Path) -> None:
+    options = PredictOptions(recycles=0, ensemble=2, representations=True)
+    entry = predict(a3m, [], tiny_params, tmp_path / "out", options)["predictions"][0]
+    assert (entry["recycles"], entry["ensemble"]) == (0, 2)
+    with np.load(tmp_path / "out" / "one" / "one.npz", allow_pickle=False) as arrays:
+        assert arrays["single"].shape == (18, 20)
+        assert arrays["pair"].shape == (18, 18, 12)
+        assert arrays["msa"].shape == (3, 18, 16)
+
+
+def test_a_failure_is_named_and_leaves_the_others_be(
+    tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fold = Predictor.compute
+
+    def failing(self: Predictor, prepared: Prepared, *args: object) -> warpfold.Prediction:
+        if prepared.assembly.name == "one":
+            raise RuntimeError("out of\nmemory")
+        return fold(self, prepared, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Predictor, "compute", failing)
+    monkeypatch.setattr(Predictor, "compute_together", lambda *args: failing(args[0], args[1][0]))
+    out = tmp_path / "out"
+    summary = predict(fasta, [], tiny_params, out)
+    assert summary["failures"] == [{"name": "one", "error": "RuntimeError: out of memory"}]
+    assert summary["status"] == "failed"
+    assert [e["name"] for e in summary["predictions"]] == ["two"]
+    assert not (out / "one").exists()
+    assert "out of memory" in (out / "report.html").read_text()
+
+    monkeypatch.setattr(Predictor, "compute", fold)
+    again = predict(fasta, [], tiny_params, out)  # only what failed is folded
+    assert again["status"] == "complete"
+    assert [e["name"] for e in again["predictions"]] == ["one", "two"]  # in the order of the query
+    assert again["predictions"][1] == summary["predictions"][0]
+
+
+def stopped_at_two(
+    self: Predictor, prepared: Prepared, *args: object, compute: Callable[..., warpfold.Prediction] = Predictor.compute
+) -> warpfold.Prediction:
+    """`Predictor.compute`, until a protein called "two" comes."""
+    if prepared.assembly.name == "two":
+        raise KeyboardInterrupt
+    return compute(self, prepared, *args)
+
+
+def test_a_stopped_run_continues(
+    tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, one, options = tmp_path / "out", Predictor.compute, PredictOptions(batch=1)
+    monkeypatch.setattr(Predictor, "compute", stopped_at_two)
+    with pytest.raises(KeyboardInterrupt):
+        predict(fasta, [], tiny_params, out, options)
+    assert json.loads((out / "summary.json").read_text())["status"] == "running"
+    before = (out / "one" / "one.cif").stat().st_mtime_ns
+    monkeypatch.setattr(Predictor, "compute", one)
+    assert len(predict(fasta, [], tiny_params, out, options)["predictions"]) == 2
+    assert (out / "one" / "one.cif").stat().st_mtime_ns == before
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
+def test_damaged_results_are_folded_again(
+    tmp_path: Path, fasta: Path, tiny_params: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+) -> None:
+    """Each kind of file; what is damaged is kept beside, for somebody may have edited it."""
+    out = tmp_path / "out"
+    files = predict(fasta, [], tiny_params, out)["predictions"][0]["files"]
+    before, other = contents(out / "one"), (out / "two/two.cif").stat().st_mtime_ns
+    for file in files.values():
+        caplog.clear()
+        damage(out / "one" / file)
+        left = contents(out / "one").get(file)
+        summary = predict(fasta, [], tiny_params, out)
+        assert summary["status"] == "complete"
+        after = contents(out / "one")
+        assert after.pop(f"damaged-{file}", None) == left
+        (out / "one" / f"damaged-{file}").unlink(missing_ok=True)
+        assert after == before
+        assert f"{file}: missing, or not what was written; it is predicted again" in caplog.text
+    assert (out / "two/two.cif").stat().st_mtime_ns == other
+
+
+def test_thinned_results_are_whole(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
+    options = PredictOptions(seeds=2, keep=1)
+    predict(fasta, [], tiny_params, tmp_path / "out", options)
+    before = contents(tmp_path / "out")
+    predict(fasta, [], tiny_params, tmp_path / "out", options)
+    assert {path for path in contents(tmp_path / "out")} == before.keys()
+    assert all(data == before[path] for path, data in contents(tmp_path / "out").items() if path.endswith(".npz"))
+
+
+def test_any_bytes_in_summary_or_journal_are_one_line_or_a_result(
+    tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, rng, refused, options = Predictor.compute, np.random.default_rng(0), list[str](), PredictOptions(batch=1)
+    predict(fasta, [], tiny_params, tmp_path / "whole", options)
+    whole = contents(tmp_path / "whole")
+    monkeypatch.setattr(Predictor, "compute", stopped_at_two)
+    with pytest.raises(KeyboardInterrupt):
+        predict(fasta, [], tiny_params, tmp_path / "stopped", options)
+    monkeypatch.setattr(Predictor, "compute", one)
+    journal = contents(tmp_path / "stopped")
+    odd = [b"", b"{}", b"[]", b"null", b"[" * 100_000, b"\xff", b'{"format": "warpfold-predictions-1"}']
+    places = (whole, "summary.json"), (journal, "journal/1-of-1.jsonl")
+    cases = [(*place, content) for place in places for content in [*odd, *[None] * 6]]
+    for number, (files, name, content) in enumerate(cases):
+        if content is None:
+            data = bytearray(files[name])
+            begin, size = int(rng.integers(len(data))), int(rng.integers(1, 20))
+            data[begin : begin + size] = rng.integers(32, 127, int(rng.integers(0, 20)), dtype=np.uint8).tobytes()
+            content = bytes(data)
+        folder = tmp_path / str(number)
+        for path, data in {**files, name: content}.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(data)
+        try:
+            assert predict(fasta, [], tiny_params, folder, options)["status"] == "complete"
+        except UserError as error:
+            refused.append(str(error))
+    assert 12 < len(refused) < len(cases)
+    assert not any("\n" in line for line in refused)
+    assert predict(fasta, [], tiny_params, tmp_path / "6", replace(options, force=True))["status"] == "complete"
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    predict(fasta, [], tiny_params, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/one")
+    (tmp_path / "out/one").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match="one: is a symbolic link"):
+        predict(fasta, [], tiny_params, tmp_path / "out")
+    assert not contents(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("name", ["alignments", "journal", "Summary.json", "report.html"])
+def test_names_that_the_run_needs_itself_are_refused_before_anything_is_folded(
+    tmp_path: Path, tiny_params: Path, name: str
+) -> None:
+    (tmp_path / "q.fasta").write_text(f">{name}\n{ONE}\n")
+    with pytest.raises(UserError, match=f"{name}: no protein can have this name"):
+        predict(tmp_path / "q.fasta", [], tiny_params, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_run_is_refused_and_replaced_by_force(
+    tmp_path: Path, fasta: Path, a3m: Path, tiny_params: Path
+) -> None:
+    out = tmp_path / "out"
+    predict(fasta, [], tiny_params, out)
+    before = contents(out)
+    with pytest.raises(UserError, match="another run"):
+        predict(a3m, [], tiny_params, out)
+    assert contents(out) == before
+    predict(a3m, [], tiny_params, out, PredictOptions(force=True))
+    assert {p.name for p in out.iterdir()} == {"one", "summary.json", "report.html"}
+    with pytest.raises(UserError, match="something else"):
+        predict(a3m, [], tiny_params, tmp_path, PredictOptions(force=True))
+
+
+def test_alignments_find_their_records(tmp_path: Path, fasta: Path, a3m: Path) -> None:
+    more = tmp_path / "more.sto"
+    more.write_text(f"# STOCKHOLM 1.0\none {ONE}\nz   MKTAYIAKQRQISFVKSA\n//\n")
+    queries = read_queries(fasta, [more, a3m])
+    assert [(q.name, len(q.alignment)) for q in queries] == [("one", 4), ("two", 1)]
+    (own,) = read_queries(a3m, [more])
+    assert (own.name, own.sequence, len(own.alignment)) == ("one", ONE, 4)
+
+
+@pytest.mark.parametrize(
+    ("query", "msa", "message"),
+    [
+        (">a\nMKT\n>A\nGSH\n", None, "a record is called A twice"),
+        (">a\nMKT1\n", None, "'1'"),
+        (">a\n\n", None, "no sequence"),
+        ("", None, "is empty"),
+        ("MKT\n", None, "does not start with a '>'"),
+        (">a\nMKT\n", ">b\nMKV\n", "differs from the query"),
+        (">a\nMKT\n", ">a\nMKT\n>b\nMK\n", "row 2"),
+        (FASTA, ">b\nMKV\n", "not the sequence of any record"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    tmp_path: Path, tiny_params: Path, query: str, msa: str | None, message: str
+) -> None:
+    (tmp_path / "q.fasta").write_text(query)
+    msas = [tmp_path / "q.a3m"] if msa else []
+    if msa:
+        msas[0].write_text(msa)
+    with pytest.raises(UserError, match=message) as error:
+        predict(tmp_path / "q.fasta", msas, tiny_params, tmp_path / "out")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_processes_do_not_share_a_pipe(tmp_path: Path, a3m: Path, tiny_params: Path) -> None:
+    """Each process would read only what the others left in the pipe."""
+    read, write = os.pipe()
+    pipe, team = Path(f"/dev/fd/{read}"), Team(ProcessInfo(rank=0, ranks=2))
+    for query, msas in ((pipe, []), (a3m, [pipe])):
+        with pytest.raises(UserError, match=rf"{pipe}: is a pipe, which several processes cannot share"):
+            predict(query, msas, tiny_params, tmp_path / "out", team=team)
+    os.close(read), os.close(write)
+
+
+def test_parameters_that_are_none(tmp_path: Path, fasta: Path) -> None:
+    wrong = tmp_path / "params.npz"
+    np.savez(wrong, a=np.zeros(3))
+    for params, message in (
+        (tmp_path / "missing", "missing: no such file"),
+        (fasta, "safetensors"),
+        (wrong, "params.npz"),
+    ):
+        with pytest.raises(UserError, match=message):
+            predict(fasta, [], params, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+# ---- from Python
+
+
+def test_folding_in_memory(tiny_params: Path) -> None:
+    predictor = load(tiny_params, device="cpu")
+    rows = ["MKTAYIAKQRQaaISFVK--", "-KTAYLAKQRQISFVRSH"]
+    p = predictor.fold(ONE, rows)
+    n = len(ONE)
+    assert (p.positions.shape, p.mask.shape, p.plddt.shape) == ((n, 37, 3), (n, 37), (n,))
+    assert p.pae is not None
+    assert p.single is not None
+    assert p.details["msa_depth"] == 3
+    assert 0 <= p.plddt.min() <= p.plddt.max() <= 100
+    assert p.max_pae is not None
+    assert 0 <= p.pae.min() <= p.pae.max() <= p.max_pae
+    with_query = predictor.fold(ONE.lower(), [ONE, *rows])
+    np.testing.assert_array_equal(p.positions, with_query.positions)
+    assert predictor.fold(ONE, rows, representations=False).pair is None
+
+
+def test_unusual_letters_are_what_the_alphabet_says(tiny_params: Path) -> None:
+    predictor = load(tiny_params, device="cpu")
+    assert predictor.fold("MUBZX").sequence == "MXXXX"
+    with pytest.raises(UserError, match="not an amino acid"):
+        predictor.fold("MK*")
+
+
+def test_chunks_change_rounding_alone(tiny_params: Path) -> None:
+    whole = load(tiny_params, device="cpu", chunk=0).fold(ONE, ["-KTAYLAKQRQISFVRSH"])
+    sliced = load(tiny_params, device="cpu", chunk=5).fold(ONE, ["-KTAYLAKQRQISFVRSH"])
+    np.testing.assert_allclose(whole.plddt, sliced.plddt, atol=1e-2)
+    np.testing.assert_allclose(whole.pair, sliced.pair, atol=1e-3)
+
+
+def test_the_settings_of_the_model_stay(tiny_params: Path) -> None:
+    predictor = load(tiny_params, device="cpu")
+    before = replace(predictor.model.config)
+    predictor.fold(TWO, recycles=0, ensemble=3)
+    assert predictor.model.config == before
+    with pytest.raises(UserError, match="recycles"):
+        predictor.fold(TWO, recycles=-1)
+
+
+def test_folding_samples_the_alignment_as_training_did(tmp_path: Path) -> None:
+    path = tmp_path / "p.safetensors"
+    save_params(path, tiny_model(), {"max_msa": 7, "max_extra": 3, "empty_extra": "query"})
+    sample = load(path).sample
+    assert (sample.max_msa, sample.max_extra, sample.empty_extra) == (7, 3, "query")
+    save_params(path, tiny_model())
+    assert (load(path).sample.max_msa, load(path).sample.max_extra) == (512, 5120)
+
+
+# ---- templates
+
+
+@pytest.fixture(scope="module")
+def template_params(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random parameters of a model that takes templates."""
+    path = tmp_path_factory.mktemp("params") / "templates.safetensors"
+    save_params(path, tiny_model())
+    return path
+
+
+@pytest.fixture
+def structures(tmp_path: Path) -> Path:
+    """A library of two entries, each with chain A of ONE's length and B, another protein."""
+    folder = tmp_path / "mmcif"
+    folder.mkdir()
+    for seed, (name, date) in enumerate((("1abc", "2010-01-01"), ("2xyz", "2020-01-01"))):
+        rng = np.random.default_rng(seed)
+        chains = [
+            Chain(
+                chain,
+                sequence,
+                rng.normal(scale=9, size=(len(sequence), 37, 3)).astype(np.float32),
+                ATOM37_MASK[[RESTYPES.index(letter) for letter in sequence]],
+                np.arange(len(sequence)),
+                tuple(str(i + 1) for i in range(len(sequence))),
+            )
+            for chain, sequence in (("A", ONE[:9] + "WWW" + ONE[12:]), ("B", TWO * 2))
+        ]
+        (folder / f"{name}.cif").write_text(write_mmcif(name, chains, release_date=date))
+    return folder
+
+
+def a3m_hits(tmp_path: Path, name: str = "one.hits.a3m", entries: Sequence[str] = ("9not", "1abc", "2xyz")) -> Path:
+    """Hits in hmmsearch's A3M: the two entries' chains A, and one whose file is not there."""
+    sequence = ONE[:9] + "WWW" + ONE[12:]
+    path = tmp_path / name
+    path.write_text("".join(f">{entry}_A/1-18 mol:protein\n{sequence}\n" for entry in entries))
+    return path
+
+
+def test_a_template_is_used_reported_and_counts(
+    tmp_path: Path, a3m: Path, structures: Path, template_params: Path
+) -> None:
+    sources = TemplateSources(files=[f"{structures / '1abc.cif'}:A"])
+    entry = predict(a3m, [], template_params, tmp_path / "with", templates=sources)["predictions"][0]
+    assert (entry["templates"], entry["templates_unused"]) == (["1abc_A"], 0)
+    (outcome,) = json.loads((tmp_path / "with" / "one" / entry["files"]["templates"]).read_text())
+    assert (outcome["name"], outcome["used"], outcome["residues"]) == ("1abc_A", True, 18)
+    assert outcome["identity"] == pytest.approx(15 / 18, abs=1e-4)
+    assert "1abc_A" in (tmp_path / "with" / "report.html").read_text()
+    without = predict(a3m, [], template_params, tmp_path / "without")["predictions"][0]
+    assert (without["templates"], without["templates_unused"]) == ([], 0)
+    assert "templates" not in without["files"]
+    assert (tmp_path / "with/one/one.cif").read_bytes() != (tmp_path / "without/one/one.cif").read_bytes()
+    with pytest.raises(UserError, match="another run"):  # templates decide the result
+        predict(a3m, [], template_params, tmp_path / "with")
+
+
+def test_hits_come_after_the_users_files_and_refusals_are_written(
+    tmp_path: Path, a3m: Path, structures: Path, template_params: Path
+) -> None:
+    sources = TemplateSources(
+        files=[f"{structures / '2xyz.cif'}:A"], hits=[a3m_hits(tmp_path)], structures=structures, max_date="2015-01-01"
+    )
+    entry = predict(a3m, [], template_params, tmp_path / "out", templates=sources)["predictions"][0]
+    assert (entry["templates"], entry["templates_unused"]) == (["2xyz_A", "1abc_A"], 2)
+    outcomes = json.loads((tmp_path / "out/one/one_templates.json").read_text())
+    notes = {outcome["name"]: outcome["note"] for outcome in outcomes if not outcome["used"]}
+    assert "has no 9not.cif" in notes["9not_A"]
+    assert "came out 2020-01-01, after 2015-01-01" in notes["2xyz_A"]
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["predict", *map(str, arguments), "--device", "cpu"])
+    return int(stopped.value.code or 0), *capsys.readouterr()
+
+
+def test_a_wrong_folder_of_structures_ends_the_run_before_it_writes(
+    tmp_path: Path, a3m: Path, template_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wrong").mkdir()
+    hits = ["--hits", a3m_hits(tmp_path), "--template-structures", tmp_path / "wrong"]
+    code, out, err = run_cli(capsys, a3m, "--params", template_params, *hits, "--out", tmp_path / "out")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "wrong: has the structures of none of the 3 hits (9not.cif, 1abc.cif, 2xyz.cif ...); give the folder" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_protein_without_templates_for_want_of_structures_is_said_and_exits_with_1(
+    tmp_path: Path, fasta: Path, structures: Path, template_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some structures are there, but none for this protein.  Hits that are refused by the rules are no failure."""
+
+    def folded(*entries: str, date: str = "2030-01-01") -> tuple[int, str, dict[str, Any]]:
+        a3m_hits(tmp_path, "one.a3m", entries)
+        out = tmp_path / "-".join([*entries, date])
+        hits = ["--hits", tmp_path / "one.a3m", "--template-structures", structures, "--max-template-date", date]
+        code, _, err = run_cli(capsys, fasta, "--params", template_params, *hits, "--out", out)
+        first, *lines = err.splitlines()
+        assert first == "one, two: no alignment: folded by the sequence alone"
+        *said, last = [line for line in lines if "templates" in line]  # and not what is wrong with the structures
+        assert last == "two: 0 templates used: no hit for it in the files given"
+        entry = json.loads((out / "summary.json").read_text())["predictions"][0]
+        assert [f"one: {warning}" for warning in entry["warnings"][1:] if "templates" in warning] == said
+        return code, "".join(f"{line}\n" for line in said), entry
+
+    code, err, entry = folded("8not", "9not", "2xyz", date="2015-01-01")
+    assert code == 1
+    reasons = f"2 have no structure in {structures} (8not, 9not); 1 x came out N, after N"
+    assert err == f"one: 0 of 3 templates used: {reasons}\n"
+    assert (entry["templates"], entry["templates_missing"], entry["templates_unused"]) == ([], 2, 3)
+    assert list(entry["templates_refused"].values()) == [2, 1]
+
+    code, err, entry = folded("9not", "1abc")
+    assert (code, entry["templates"]) == (0, ["1abc_A"])
+    assert err == f"one: 1 of 2 templates used: 1 has no structure in {structures} (9not)\n"
+
+    code, err, entry = folded("2xyz", date="2015-01-01")  # refused by its date, as was asked
+    assert (code, err) == (0, "one: 0 of 1 templates used: 1 x came out N, after N\n")
+
+
+def test_hits_without_a_date_are_used_and_it_is_said(
+    tmp_path: Path, fasta: Path, structures: Path, template_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hits = ["--hits", a3m_hits(tmp_path, "one.a3m"), "--template-structures", structures]
+    _, _, err = run_cli(capsys, fasta, "--params", template_params, *hits, "--out", tmp_path / "out")
+    said = "no template date is given (--max-template-date): hits of any date are used, even a protein's own structure"
+    assert f"warning: {said}\n" in err
+    assert json.loads((tmp_path / "out/summary.json").read_text())["warnings"] == [said]
+    predictor = load(template_params, device="cpu")
+    assert said in predictor.fold(ONE, hits=hits[1], template_structures=structures).details["warnings"]
+
+
+def test_of_several_queries_hits_go_by_name_and_files_to_all(tmp_path: Path, fasta: Path, structures: Path) -> None:
+    queries = {"one": ONE, "two": TWO}
+    sources = TemplateSources(
+        files=[str(structures / "1abc.cif")], hits=[a3m_hits(tmp_path, "one.a3m")], structures=structures
+    )
+    found = find_templates(queries, sources, most=4)
+    assert found["one"][0] is not None
+    assert found["one"][0].names == ("1abc_A", "1abc_A")  # B is the other protein, 2xyz_A a copy
+    assert found["two"][0] is not None
+    assert found["two"][0].names == ("1abc_B",)
+    with pytest.raises(UserError, match=r"three\.a3m: there is no query three"):
+        find_templates(queries, replace(sources, hits=[a3m_hits(tmp_path, "three.a3m")]), most=4)
+    only_one, outcomes = find_templates(queries, sources, most=1)["one"]
+    assert only_one is not None
+    assert len(only_one) == 1
+    assert {outcome.note for outcome in outcomes[1:]} == {"enough better ones are used"}
+
+
+def test_templates_from_python(structures: Path, template_params: Path, tmp_path: Path) -> None:
+    predictor = load(template_params, device="cpu")
+    file = f"{structures / '1abc.cif'}:A"
+    by_name = predictor.fold(ONE, templates=[file])
+    ready, _ = template_from_file(ONE, structures / "1abc.cif", "A")
+    np.testing.assert_array_equal(by_name.positions, predictor.fold(ONE, templates=ready).positions)
+    assert by_name.details["templates"] == ["1abc_A"]
+    assert not np.array_equal(by_name.positions, predictor.fold(ONE).positions)
+    with pytest.raises(UserError, match="templates given: 5, the model takes 4"):
+        predictor.fold(ONE, templates=[file] * 5)
+    date = {"max_template_date": "2015-01-01"}
+    by_hits = predictor.fold(ONE, hits=a3m_hits(tmp_path), template_structures=structures, **date)
+    assert by_hits.details["templates"] == ["1abc_A"]
+    assert [outcome["used"] for outcome in by_hits.templates].count(True) == 1
+    assert by_hits.details["warnings"][0].startswith("1 of 3 templates used: ")
+    (many,) = predictor.fold_many({"one": ONE}, templates={"one": [file]}, representations=True)
+    assert many.prediction is not None
+    np.testing.assert_array_equal(many.prediction.positions, by_name.positions)
+
+
+def test_templates_that_cannot_be_used_end_the_run_before_it_writes(
+    tmp_path: Path, a3m: Path, structures: Path, template_params: Path, tiny_params: Path
+) -> None:
+    good = str(structures / "1abc.cif")
+    for params, files, message in (
+        (tiny_params, [good], "no template parts"),
+        (template_params, [good + ":Z"], "no protein chain Z"),
+        (template_params, [str(tmp_path / "none.cif")], "no such file"),
+        (template_params, [good] * 5, "the model takes 4"),
+    ):
+        with pytest.raises(UserError, match=message):
+            predict(a3m, [], params, tmp_path / "out", templates=TemplateSources(files=files))
+    with pytest.raises(UserError, match="no template parts"):
+        load(tiny_params, device="cpu").fold(ONE, templates=[good])
+    assert not (tmp_path / "out").exists()
+
+
+def test_sources_that_make_no_sense(tmp_path: Path) -> None:
+    for message, arguments in (
+        ("hits need the mmCIF files", {"hits": [tmp_path / "a.hhr"]}),
+        ("has no effect without hits", {"structures": tmp_path}),
+        ("has no effect without hits", {"files": ["a.cif"], "max_date": "2020-01-01"}),
+        ("14.5.2020: is not a date", {"hits": [tmp_path], "structures": tmp_path, "max_date": "14.5.2020"}),
+    ):
+        with pytest.raises(UserError, match=message):
+            TemplateSources(**arguments)
+    assert not TemplateSources()

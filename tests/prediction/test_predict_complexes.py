@@ -1,0 +1,549 @@
+"""`predict` on complexes: the user's chains in the output, several models and seeds ranked, what is refused."""
+
+import html
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gemmi
+import numpy as np
+import pytest
+
+from tests.helpers import tiny_config, tiny_model
+from warpfold import cli
+from warpfold.data.formats.alignment import decode
+from warpfold.data.formats.sequences import parse_a3m
+from warpfold.data.structure.chain import Chain
+from warpfold.data.structure.write import write_mmcif
+from warpfold.errors import UserError
+from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
+from warpfold.model.embed import MultimerConfig
+from warpfold.model.weights import save_params
+from warpfold.prediction.fold_input import query_of
+from warpfold.prediction.params import read_params
+from warpfold.prediction.predict import PredictOptions, predict
+from warpfold.prediction.predictor import Predictor, Prepared, load
+from warpfold.prediction.queries import ComplexQuery, FoldQuery, read_queries, with_templates
+from warpfold.prediction.sanity import Geometry, warn_of_confidence
+from warpfold.prediction.templates import TemplateSources, files_of_chains
+from warpfold.relax import files as relax_files
+from warpfold.report.predictions import warnings_of
+from warpfold.report.report import Warned
+
+ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
+RECORDS = f">H heavy\n{ONE}\n>L\n{TWO}\n>x\n{ONE}\n"  # two entities, three chains
+PAIRED = (
+    f">one\n{ONE}\n>tr|A0A000|A0A000_HUMAN/1-18\n-KTAYLAKQRQISFVRSH\n>tr|A0A001|A0A001_MOUSE/1-18\nMKTAYIAKQRQISF----\n"
+)
+PARTNER = f">two\n{TWO}\n>tr|A0A002|A0A002_MOUSE/1-11\nGSHMLEERLG-\n"
+
+
+def multimer(seed: int = 0, **changes: Any) -> Any:
+    heads = replace(tiny_config().heads, msa_classes=22)
+    return tiny_model(seed=seed, **{"multimer": MultimerConfig(), "heads": heads} | changes)
+
+
+@pytest.fixture(scope="module")
+def params(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Random parameters: two multimers, and a monomer."""
+    folder = tmp_path_factory.mktemp("params")
+    models = {"first": multimer(0), "second": multimer(1), "monomer": tiny_model()}
+    for name, model in models.items():
+        save_params(folder / f"{name}.safetensors", model)
+    return {name: folder / f"{name}.safetensors" for name in models}
+
+
+@pytest.fixture
+def fasta(tmp_path: Path) -> Path:
+    path = tmp_path / "trio.fasta"
+    path.write_text(RECORDS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranked(tmp_path_factory: pytest.TempPathFactory, params: dict[str, Path]) -> tuple[Path, Path, dict[str, Any]]:
+    """A complex folded by two models with two seeds each: query, folder, summary."""
+    folder = tmp_path_factory.mktemp("ranked")
+    (folder / "trio.fasta").write_text(RECORDS)
+    (folder / "h.a3m").write_text(PAIRED)
+    (folder / "l.a3m").write_text(PARTNER)
+    return folder, folder / "out", fold_ranked(folder, params)
+
+
+def fold_ranked(folder: Path, params: dict[str, Path], **options: Any) -> dict[str, Any]:
+    msas, models = [folder / "h.a3m", folder / "l.a3m"], [params["first"], params["second"]]
+    given = PredictOptions(**{"seed": 7, "seeds": 2, "recycles": 0} | options)
+    return predict(folder / "trio.fasta", msas, models, folder / "out", given)
+
+
+def written(folder: Path) -> dict[str, int]:
+    return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+
+
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["predict", *map(str, arguments), "--device", "cpu"])
+    return int(stopped.value.code or 0), *capsys.readouterr()
+
+
+def test_the_users_chains_in_their_order_are_in_every_file(ranked: tuple[Path, Path, dict[str, Any]]) -> None:
+    _, out, summary = ranked
+    entry = summary["predictions"][0]
+    assert (entry["name"], entry["length"], entry["sequence"]) == ("trio", 47, f"{ONE}:{TWO}:{ONE}")
+    assert [(c["id"], c["length"], c["msa_depth"]) for c in entry["chains"]] == [
+        ("H", 18, 3),
+        ("L", 11, 2),
+        ("x", 18, 3),
+    ]
+    assert (entry["msa_depth"], entry["msa_given"]) == (3, 5)
+    assert entry["paired_rows"] == 1  # MOUSE in all three; HUMAN in the copies of H alone
+    assert re.fullmatch(r"chain breaks, neighbouring Cα too near or too far: \d+", entry["warnings"][0])
+    folder = out / entry["folder"]
+    for kind in ("mmcif", "pdb"):
+        model = gemmi.read_structure(str(folder / entry["files"][kind]))[0]
+        assert [chain.name for chain in model] == ["H", "L", "x"]
+        assert [[residue.seqid.num for residue in chain] for chain in model] == [
+            [*range(1, n + 1)] for n in (18, 11, 18)
+        ]
+    block = gemmi.cif.read(str(folder / entry["files"]["mmcif"])).sole_block()
+    assert list(block.find_values("_struct_asym.entity_id")) == ["1", "2", "1"]
+    with np.load(folder / entry["files"]["arrays"], allow_pickle=False) as arrays:
+        assert np.bincount(arrays["asym_id"]).tolist() == [0, 18, 11, 18]
+        pairs = arrays["chain_pair_iptm"]
+        np.testing.assert_allclose(pairs, entry["chain_pair_iptm"], atol=1e-4)
+        assert arrays["pae"].shape == (47, 47)
+    assert (pairs == pairs.T).all()
+    np.testing.assert_allclose(pairs.diagonal(), [chain["ptm"] for chain in entry["chains"]], atol=1e-4)
+    scores = json.loads((folder / entry["files"]["scores"]).read_text())
+    np.testing.assert_allclose(scores["chain_pair_iptm"], pairs, atol=0.0051)
+    np.testing.assert_allclose(scores["chain_ptm"], pairs.diagonal(), atol=0.0051)
+    assert pairs.diagonal().all()
+    assert "pTM of each chain" in (out / "report.html").read_text()
+    plddt = json.loads((folder / entry["files"]["plddt"]).read_text())
+    assert plddt["chainId"] == list("H" * 18 + "L" * 11 + "x" * 18)
+    assert plddt["residueNumber"] == [*range(1, 19), *range(1, 12), *range(1, 19)]
+    names = {tuple(one["chains"]) for one in entry["interfaces"]}
+    assert names <= {("H", "L"), ("H", "x"), ("L", "x")}
+
+
+def test_predictions_are_ranked_best_first(ranked: tuple[Path, Path, dict[str, Any]]) -> None:
+    _, out, summary = ranked
+    assert summary == json.loads((out / "summary.json").read_text())
+    entries, ranking = summary["predictions"], summary["ranking"]["trio"]
+    assert ranking["by"] == "0.8 ipTM + 0.2 pTM"
+    assert [entry["rank"] for entry in entries] == [1, 2, 3, 4]
+    assert {(entry["model"], entry["seed"]) for entry in entries} == {
+        (m, s) for m in ("first", "second") for s in (7, 8)
+    }
+    scores = [entry["ranking_confidence"] for entry in entries]
+    assert scores == sorted(scores, reverse=True)
+    for entry in entries:
+        assert entry["ranking_confidence"] == pytest.approx(0.8 * entry["iptm"] + 0.2 * entry["ptm"], abs=1e-4)
+        assert entry["folder"] == f"trio/{entry['model']}_seed_{entry['seed']}"
+        for kind, copy in entry["ranked"].items():
+            original = out / entry["folder"] / entry["files"][kind]
+            assert (out / copy).read_bytes() == original.read_bytes()
+        assert entry["ranked"]["mmcif"] == f"trio/trio_rank_{entry['rank']}.cif"
+    assert [one["folder"] for one in ranking["order"]] == [entry["folder"] for entry in entries]
+    assert [(model["name"], model["file"]) for model in summary["models"]] == [
+        ("first", "first.safetensors"),
+        ("second", "second.safetensors"),
+    ]
+    page = (out / "report.html").read_text()
+    for text in ("Ranking", "trio, rank 4", "colour by chain", "H-L", "seeds 7 to 8", "interface pLDDT"):
+        assert text in page
+
+
+def test_a_ranked_run_continues_where_it_was_stopped(
+    ranked: tuple[Path, Path, dict[str, Any]], params: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out, summary = ranked
+    before, one, lost = written(out), Predictor.compute, summary["predictions"][2]
+    (out / lost["folder"] / lost["files"]["mmcif"]).unlink()
+    folded = []
+
+    def counted(predictor: Predictor, prepared: Prepared, *args: Any) -> Any:
+        folded.append(prepared.seed)
+        return one(predictor, prepared, *args)
+
+    monkeypatch.setattr(Predictor, "compute", counted)
+    again = fold_ranked(folder, params)
+    assert folded == [lost["seed"]]
+    assert [entry["folder"] for entry in again["predictions"]] == [entry["folder"] for entry in summary["predictions"]]
+    kept = [name for name in before if "_seed_" in name and lost["folder"] not in name]
+    assert {name: written(out)[name] for name in kept} == {name: before[name] for name in kept}
+
+
+def test_force_takes_away_all_that_a_ranked_run_made(tmp_path: Path, fasta: Path, params: dict[str, Path]) -> None:
+    predict(fasta, [], params["first"], tmp_path / "out", PredictOptions(recycles=0, seeds=2))
+    (tmp_path / "out/trio/notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="another run"):
+        predict(fasta, [], params["first"], tmp_path / "out", PredictOptions(recycles=0))
+    predict(fasta, [], params["first"], tmp_path / "out", PredictOptions(recycles=0, force=True))
+    stem = {f"trio/trio{end}" for end in (".cif", ".pdb", ".npz", "_plddt.json", "_pae.json", "_scores.json")}
+    assert set(written(tmp_path / "out")) == {"summary.json", "report.html", "trio/notes.txt", *stem}
+
+
+def test_one_prediction_failing_leaves_the_others_ranked(
+    tmp_path: Path, fasta: Path, params: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    fold = Predictor.compute
+
+    def failing(self: Predictor, prepared: Prepared, *args: Any) -> Any:
+        if prepared.seed == 1:
+            raise RuntimeError("out of memory")
+        return fold(self, prepared, *args)
+
+    monkeypatch.setattr(Predictor, "compute", failing)
+    arguments = [fasta, "--params", params["first"], "--seeds", 2, "--recycles", 0, "--out", tmp_path / "out"]
+    code, out, err = run_cli(capsys, *arguments)
+    assert code == 1
+    assert out.startswith("trio (3 chains), rank 1: mean pLDDT ")
+    assert "ipTM" in out
+    assert err.startswith("trio: no alignment for chains H, L, x: folded by the sequence alone\n")
+    assert err.endswith("\nfailed trio (first, seed 1): RuntimeError: out of memory\n")
+
+
+def test_a_homodimer_uses_rows_that_are_named_as_serving_to_pair(tmp_path: Path, params: dict[str, Path]) -> None:
+    (tmp_path / "q.fasta").write_text(f">dimer\n{ONE}:{ONE}\n")
+    folded = {}
+    for name in ("", "mine", "uniprot_hits", "x_paired"):
+        msas = [tmp_path / f"{name}.a3m"] if name else []
+        for path in msas:
+            path.write_text(PAIRED)
+        summary = predict(
+            tmp_path / "q.fasta", msas, params["first"], tmp_path / f"out{name}", PredictOptions(recycles=0)
+        )
+        (entry,) = summary["predictions"]
+        with np.load(
+            tmp_path / f"out{name}" / entry["folder"] / entry["files"]["arrays"], allow_pickle=False
+        ) as arrays:
+            folded[name] = arrays["positions"]
+        assert entry["msa_depth"] == entry["chains"][0]["msa_depth"] == (3 if name else 1)
+        assert sum("folded by the sequence alone" in warning for warning in entry["warnings"]) == (not name)
+    assert not np.array_equal(folded["mine"], folded[""])
+    for name in ("uniprot_hits", "x_paired"):
+        np.testing.assert_array_equal(folded[name], folded["mine"])
+
+
+def test_rows_that_serve_pairing_alone_are_in_no_alignment_of_one_chain(tmp_path: Path) -> None:
+    def rows(**names: str) -> list[str]:
+        folder = tmp_path / "-".join(names)
+        folder.mkdir()
+        for name, row in names.items():
+            (folder / f"{name}.a3m").write_text(f">q\n{ONE}\n>tr|A0A000|A0A000_RAT/1-9\n{row}\n")
+        (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n")
+        (one,) = read_queries(tmp_path / "q.fasta", [folder])
+        assert isinstance(one, FoldQuery)
+        assert len(one.warnings) == len(names) - 1
+        assert all(warning.startswith("1 row of alignments that are named as") for warning in one.warnings)
+        return [decode(row) for row in one.alignment.rows[1:]]
+
+    pair, other = "W" * len(ONE), "G" * len(ONE)
+    assert rows(uniprot_hits=pair, uniref90_hits=other) == [other]
+    assert rows(uniprot_hits=pair) == [pair]  # better than nothing
+
+
+def test_files_that_python_gives_and_nothing_uses_are_said(tmp_path: Path) -> None:
+    (tmp_path / "h.a3m").write_text(PAIRED)
+    (tmp_path / "other.a3m").write_text(">q\nMKV\n")
+    for sequence, given in ((ONE, tmp_path), ([ONE, TWO], tmp_path), ([ONE, TWO], [tmp_path, PARTNER.split()[3:4]])):
+        said = query_of(sequence, given, "query").warnings
+        assert sum("of none of the sequences, left out" in one and "other.a3m" in one for one in said) == 1
+
+
+def test_what_is_said_of_several_queries_is_said_once(
+    tmp_path: Path, params: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n")
+    (tmp_path / "msas").mkdir()
+    for name in "abcd":
+        (tmp_path / f"msas/{name}.a3m").write_text(">q\nMKV\n")
+    arguments = ["--params", params["first"], "--msa", tmp_path / "msas", "--no-complex", "--recycles", 0]
+    _, _, err = run_cli(capsys, tmp_path / "q.fasta", *arguments, "--out", tmp_path / "out")
+    said = "4 alignments of none of the sequences, left out: msas/a.a3m, msas/b.a3m, msas/c.a3m ..."
+    assert err.splitlines()[:2] == [f"warning: {said}", "one, two: no alignment: folded by the sequence alone"]
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["warnings"] == [said]
+    assert [entry["warnings"][0] for entry in summary["predictions"]] == [
+        "no alignment: folded by the sequence alone"
+    ] * 2
+
+
+def test_every_warning_is_on_the_terminal_and_in_the_report(
+    tmp_path: Path, params: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever it is about: the run, what was given, or what was predicted; of those that failed, too; each once."""
+    (tmp_path / "q.fasta").write_text(f">one\nMKUOBZ{ONE}\n>two\nMKUOBZ{ONE}\n")
+    arguments = [tmp_path / "q.fasta", "--params", params["first"], "--no-complex", "--recycles", 0, "--seeds", 2]
+    _, _, err = run_cli(capsys, *arguments, "--out", tmp_path / "out")
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    best = [entry for entry in summary["predictions"] if entry["rank"] == 1]
+    wanted = {warning for entry in best for warning in entry["warnings"]}
+    assert any("not one of the twenty amino acids" in warning for warning in wanted)
+    page = (tmp_path / "out/report.html").read_text().replace("&#x27;", "'")
+    for warning in wanted:
+        assert err.count(f": {warning}\n") == 1, warning
+        assert f": {html.escape(warning)}<" in page, warning
+    assert "mean pLDDT</dt>" not in page.split("</header>")[0]  # of different proteins
+    given = summary | {"predictions": [], "warnings": ["of the run"], "input_warnings": {"lost": ["no alignment"]}}
+    assert warnings_of(given) == [Warned("of the run"), Warned("no alignment", {"lost": ""})]
+
+
+def test_warnings_of_a_kind_are_one() -> None:
+    """Numbers become ranges, parentheses go; names with digits make no kind; each protein keeps what is its own."""
+    said: dict[str, list[str]] = {
+        "one": ["pLDDT 49, below 50", "0 of 1,024 used: none in x (1abc, 2xyz)", "2 rows of chain A1", "a/1.a3m left"],
+        "two": ["pLDDT 9.5, below 50", "0 of 30 used: none in x (3abc)", "3 rows of chain B2", "a/2.a3m left"],
+        "six": ["pLDDT 9.5, below 50", "25% of 2022-01-02 (b)", "26% of 2022-01-02 (b)"],
+    }
+    entries = [{"name": name, "warnings": warnings} for name, warnings in said.items()]
+    given = {"input_warnings": {"one": said["one"][:1]}, "predictions": entries}
+    found = {one.said: dict(one.about) for one in warnings_of(given)}
+    assert found == {
+        "pLDDT 9.5 to 49, below 50": {"one": "49", "two": "9.5", "six": "9.5"},
+        "0 of 30 to 1,024 used: none in x": {"one": "1,024, 1abc, 2xyz", "two": "30, 3abc"},
+        **{said[name][i]: {name: ""} for i in (2, 3) for name in ("one", "two")},
+        **{text: {"six": ""} for text in said["six"][1:]},
+    }
+
+
+def test_forty_proteins_have_few_lines_of_warnings() -> None:
+    """Whatever a folded protein is warned of, its counts and scores make no kinds of their own."""
+    entries = []
+    for i in range(40):
+        geometry = Geometry(chain_breaks=i + 1, clashes=3 * i + 1, mirrored=i + 1)
+        plddt = np.full(50, 20 + i % 29, np.float32)
+        entries.append({"name": f"p{i}", "warnings": geometry.warnings() + warn_of_confidence(plddt, 0.01 * i)})
+    found = warnings_of({"input_warnings": {}, "predictions": entries})
+    assert [len(one.about) for one in found] == [40] * 5
+    assert found[1].heading("proteins") + found[1].said == (
+        "40 proteins: clashes between atoms of different residues: 1 to 118"
+    )
+
+
+def test_the_report_shows_what_was_relaxed(
+    tmp_path: Path, fasta: Path, params: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relaxed = {
+        "violations_before": {"residues": 76},
+        "violations_after": {"residues": 3},
+        "energy_before": None,
+        "energy_after": -1027.25,
+        "ca_rmsd": 0.1,
+    }
+    monkeypatch.setattr(relax_files, "require_openmm", lambda: None)
+    monkeypatch.setattr(relax_files, "relax_file", lambda *_: relaxed)
+    out = tmp_path / "out"
+    predict(fasta, [], params["first"], out, PredictOptions(recycles=0))
+    (done,) = relax_files.relax_paths([out])["relaxed"]
+    assert done["violations_after"]["residues"] == 3
+    page = (out / "report.html").read_text()
+    for shown in ("76 → 3", "infinite → -1027", "0.10"):
+        assert shown in page
+    (out / "trio/trio.npz").unlink()  # then it cannot be drawn again
+    relax_files.relax_paths([out])
+    assert (out / "report.html").read_text() == page
+
+
+# ---- which records are a complex
+
+
+def test_records_are_chains_with_a_multimers_parameters_and_proteins_otherwise(tmp_path: Path, fasta: Path) -> None:
+    (complex,) = read_queries(fasta, [], together=True)
+    assert isinstance(complex, ComplexQuery)
+    assert (complex.name, complex.assembly.ids) == ("trio", ("H", "L", "x"))
+    assert complex.assembly.entity_id.tolist() == [1, 2, 1]
+    fasta.write_text(f">H\n{ONE}\n>L\n{TWO}:{TWO}\n")
+    for together in (False, True):  # A:B is a complex of its own
+        single, pair = read_queries(fasta, [], together)
+        assert (single.name, pair.name) == ("H", "L")
+        assert isinstance(pair, ComplexQuery)
+        assert pair.assembly.ids == ("A", "B")
+
+
+def test_a_multimer_folds_one_sequence_as_chain_a(tmp_path: Path, params: dict[str, Path]) -> None:
+    """Also several of them, each alone, if the user says so."""
+    (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n")
+    options = PredictOptions(recycles=0, together=False)
+    entry, other = predict(tmp_path / "q.fasta", [], params["first"], tmp_path / "o", options)["predictions"]
+    assert other["name"] == "two"
+    assert (entry["folder"], entry["rank"]) == ("one", 1)
+    assert not {"iptm", "chains", "interfaces", "ranked"} & set(entry)
+    assert entry["ranking_confidence"] == pytest.approx(entry["mean_plddt"], abs=0.01)
+    model = gemmi.read_structure(str(tmp_path / "o/one/one.cif"))[0]
+    assert [chain.name for chain in model] == ["A"]
+
+
+@pytest.mark.parametrize(
+    ("records", "msa", "model", "flags", "message"),
+    [
+        (RECORDS, None, "monomer", ["--complex"], "monomer.safetensors: parameters for single chains, but trio is a"),
+        (f">a\n{ONE}:{TWO}\n", None, "monomer", [], "parameters for single chains, but a is a complex"),
+        (f">H\n{ONE}\n>H\n{TWO}\n", None, "first", [], "two chains called H; give each chain a name of its own"),
+        (RECORDS, ">z\nMKVWW\n>b\nMKVWA\n", "first", [], "not the sequence of any record"),
+        (f">a\n{ONE}:\n", None, "first", [], "chain without residues"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path,
+    params: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    records: str,
+    msa: str | None,
+    model: str,
+    flags: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "trio.fasta").write_text(records)
+    (tmp_path / "m.a3m").write_text(msa or "")
+    given = ["--msa", tmp_path / "m.a3m"] if msa else []
+    arguments = [tmp_path / "trio.fasta", *given, *flags, "--params", params[model], "--out", tmp_path / "out"]
+    code, out, err = run_cli(capsys, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_parameters_have_names_of_their_own(tmp_path: Path, params: dict[str, Path]) -> None:
+    paths = []
+    for run, source in (("run_a", "first"), ("run_b", "second")):
+        (tmp_path / run).mkdir()
+        paths.append(tmp_path / run / "params.safetensors")
+        paths[-1].write_bytes(params[source].read_bytes())
+    assert [one.name for one in read_params(paths)] == ["run_a_params", "run_b_params"]
+    assert [one.name for one in read_params([paths[0], params["monomer"]])] == ["params", "monomer"]
+    assert [one.multimer for one in read_params([paths[0], params["monomer"]])] == [True, False]
+    with pytest.raises(UserError, match=r"the same parameters as .*; give each file once"):
+        read_params([paths[0], params["first"]])
+
+
+# ---- from Python
+
+
+def test_folding_chains_in_memory(
+    tmp_path: Path, ranked: tuple[Path, Path, dict[str, Any]], params: dict[str, Path]
+) -> None:
+    _, out, summary = ranked
+    entry = next(e for e in summary["predictions"] if (e["model"], e["seed"]) == ("first", 8))
+    predictor = load(params["first"], device="cpu")
+    chains = {"H": ONE, "L": TWO, "x": ONE}
+    alignments = {"H": parse_a3m(PAIRED), "L": parse_a3m(PARTNER)}
+    p = predictor.fold(chains, alignments, name="trio", seed=8, recycles=0)
+    with np.load(out / entry["folder"] / entry["files"]["arrays"], allow_pickle=False) as arrays:
+        np.testing.assert_array_equal(p.positions, arrays["positions"])
+    assert p.spans == {"H": slice(0, 18), "L": slice(18, 29), "x": slice(29, 47)}
+    assert p.iptm is not None
+    assert p.ptm is not None
+    assert p.ranking_confidence == pytest.approx(0.8 * p.iptm + 0.2 * p.ptm)
+    by_place = predictor.fold([ONE, TWO.lower()], [["-KTAYLAKQRQISFVRSH"], []], recycles=0, representations=False)
+    assert by_place.chain_ids == ("A", "B")
+    assert by_place.details["chain_depths"] == {"A": 2, "B": 1}
+
+
+def test_what_cannot_be_folded_in_memory(params: dict[str, Path]) -> None:
+    predictor = load(params["first"], device="cpu")
+    given: tuple[tuple[str, tuple[Any, ...]], ...] = (
+        ("an alignment for chain Z, but the chains are A, B", ({"A": ONE, "B": TWO}, {"Z": [ONE]})),
+        ("2 chains and 3 alignments; give one for each, or none", ([ONE, TWO], [[ONE], [TWO], [TWO]])),
+        ("has no chains; give one at least", ([],)),
+        (r"query B: has '\*' at position 3, which is not an amino acid", ([ONE, "MK*"],)),
+        ("fits no chain", ([ONE, TWO], (), ["Z=some.cif"])),
+    )
+    for message, arguments in given:
+        with pytest.raises(UserError, match=message):
+            predictor.fold(*arguments)
+    with pytest.raises(
+        UserError, match="a complex, but these parameters are for single chains; give AlphaFold-Multimer"
+    ):
+        load(params["monomer"], device="cpu").fold([ONE, TWO])
+
+
+# ---- templates
+
+
+@pytest.fixture
+def structure(tmp_path: Path) -> Path:
+    """An entry with chain A like ONE and B like TWO."""
+    rng = np.random.default_rng(0)
+    chains = [
+        Chain(
+            chain,
+            sequence,
+            rng.normal(scale=9, size=(len(sequence), 37, 3)).astype(np.float32),
+            ATOM37_MASK[[RESTYPES.index(letter) for letter in sequence]],
+            np.arange(len(sequence)),
+            tuple(str(i + 1) for i in range(len(sequence))),
+        )
+        for chain, sequence in (("A", ONE[:9] + "WWW" + ONE[12:]), ("B", TWO))
+    ]
+    path = tmp_path / "1abc.cif"
+    path.write_text(write_mmcif("1abc", chains, release_date="2010-01-01"))
+    return path
+
+
+def test_a_template_goes_to_the_chains_that_it_fits(structure: Path) -> None:
+    chains = {"H": ONE, "L": TWO, "x": ONE}
+    for file, one, two in (
+        (f"{structure}", [str(structure)], [str(structure)]),
+        (f"{structure}:A", [f"{structure}:A"], []),
+        (f"{structure}:B", [], [f"{structure}:B"]),
+        (f"x={structure}:B", [f"{structure}:B"], []),  # as the user says
+        (f"Q={structure}", [], []),  # a chain of another complex
+    ):
+        assert files_of_chains([file], chains) == {ONE: one, TWO: two}
+    with pytest.raises(UserError, match="no such file"):
+        files_of_chains([f"{structure}x"], chains)
+
+
+def test_templates_of_complexes_are_found_used_and_reported(
+    tmp_path: Path, fasta: Path, structure: Path, params: dict[str, Path]
+) -> None:
+    (tmp_path / "L.a3m").write_text(f">1abc_B/1-11 mol:protein\n{TWO}\n")
+    sources = TemplateSources(files=[f"{structure}:A"], hits=[tmp_path / "L.a3m"], structures=tmp_path)
+    entry = predict(fasta, [], params["first"], tmp_path / "out", PredictOptions(recycles=0), templates=sources)[
+        "predictions"
+    ][0]
+    assert (entry["templates"], entry["templates_unused"]) == (["1abc_A"], 1)  # the hit is the query's own sequence
+    outcomes = json.loads((tmp_path / "out/trio" / entry["files"]["templates"]).read_text())
+    assert [(one["name"], one["chains"], one["used"]) for one in outcomes] == [
+        ("1abc_A", ["H", "x"], True),
+        ("1abc_B", ["L"], False),
+    ]
+    assert "1abc_A on H, x" in (tmp_path / "out/report.html").read_text()
+    without = predict(fasta, [], params["first"], tmp_path / "without", PredictOptions(recycles=0))["predictions"][0]
+    assert without["folder"] == entry["folder"]
+    assert (tmp_path / "out/trio/trio.cif").read_bytes() != (tmp_path / "without/trio/trio.cif").read_bytes()
+    p = load(params["first"], device="cpu").fold(
+        {"H": ONE, "L": TWO, "x": ONE}, templates=[f"H={structure}:A"], name="trio", recycles=0
+    )
+    with np.load(tmp_path / "out/trio/trio.npz", allow_pickle=False) as arrays:
+        np.testing.assert_array_equal(p.positions, arrays["positions"])
+
+
+def test_hits_are_known_by_the_folders_that_a_search_makes(
+    tmp_path: Path, structure: Path, params: dict[str, Path]
+) -> None:
+    (tmp_path / "q.fasta").write_text(f">sp|P1|H\n{ONE}\n>L\n{TWO}\n")
+    queries, models = read_queries(tmp_path / "q.fasta", [], together=True), read_params([params["first"]])
+    for folder in ("sp_P1_H", "q_sp_P1_H"):
+        hits = tmp_path / folder / "templates.a3m"
+        hits.parent.mkdir()
+        hits.write_text(f">1abc_A/1-{len(ONE)} mol:protein\n{ONE}\n")
+        (found,) = with_templates(queries, TemplateSources(hits=[hits], structures=tmp_path), models)
+        assert [one.chains for one in found.outcomes] == [("sp|P1|H",)]
+
+
+def test_templates_that_fit_no_chain_are_refused(
+    tmp_path: Path, fasta: Path, structure: Path, params: dict[str, Path]
+) -> None:
+    queries, models = read_queries(fasta, [], together=True), read_params([params["first"]])
+    with pytest.raises(UserError, match=r"Q=.*: fits no chain, as none is Q; .* which chain it is for: H=[^=]*$"):
+        with_templates(queries, TemplateSources(files=[f"Q={structure}:A"]), models)
+    with pytest.raises(UserError, match="templates given: 5, the model takes 4"):
+        with_templates(queries, TemplateSources(files=[f"{structure}:A"] * 5), models)
+    (tmp_path / "Q.a3m").write_text(f">1abc_B/1-11\n{TWO}\n")
+    with pytest.raises(UserError, match=r"there is no query Q; .* \(H\.hhr\)"):
+        with_templates(queries, TemplateSources(hits=[tmp_path / "Q.a3m"], structures=tmp_path), models)

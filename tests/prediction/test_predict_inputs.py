@@ -1,0 +1,358 @@
+"""What `predict` is given by a user: text, folders, models, a server; what it keeps; and what it says of all that."""
+
+import html
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.search.alignment_server import Server, packed, serving
+from tests.helpers import tiny_model
+from tests.prediction.test_predict_complexes import multimer, run_cli
+from tests.test_cli import run
+from warpfold.bulk import JobPart
+from warpfold.data.example.templates import TemplateOutcome
+from warpfold.data.search.server import AlignmentServer, ServerLimits
+from warpfold.errors import UserError
+from warpfold.model.template import TemplateConfig
+from warpfold.model.weights import save_params
+from warpfold.prediction.params import params_files
+from warpfold.prediction.predict import PredictOptions, predict
+from warpfold.prediction.predictor import load
+from warpfold.prediction.queries import read_given
+from warpfold.prediction.share import Share
+from warpfold.prediction.templates import (
+    TemplateQuery,
+    TemplateSources,
+    find_templates,
+    find_templates_of,
+    template_warnings,
+)
+
+ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two single-chain models and a multimer."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed in (0, 1):
+        save_params(folder / f"single_{seed}.safetensors", tiny_model(seed, templates=TemplateConfig(enabled=False)))
+    (folder / "multimer").mkdir()
+    save_params(folder / "multimer/multimer.safetensors", multimer())
+    return folder
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    with serving() as server:
+        yield server
+
+
+def client(host: Server, cache: Path) -> AlignmentServer:
+    return AlignmentServer(host.url, cache, ServerLimits(between=0.0, tries=2), wait=lambda seconds: None)
+
+
+def options(**changes: Any) -> PredictOptions:
+    return PredictOptions(**{"device": "cpu", "recycles": 0} | changes)
+
+
+# ---- one bad record among others
+
+GOOD = {"q.fasta": f">one\n{ONE}\n>two\n{TWO}\n", "q.csv": f"id,sequence\none,{ONE}\ntwo,{TWO}\n"}
+BAD = f">one\n{ONE}\n>bad\nMK1V\n>two\n{TWO}\n"
+WRONG = "record 2, 'bad', position 3 has '1', which is not an amino acid; correct or remove it"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "bad", "said"),
+    [
+        ("q.fasta", BAD, "bad", WRONG),
+        ("q.fasta", f">one\n{ONE}\n>bad\n\n>two\n{TWO}\n", "bad", "record 'bad' has no sequence; remove it or"),
+        ("q.fasta", f">one\n{ONE}\n>bad\n{'ACGT' * 9}\n>two\n{TWO}\n", "bad", "bad: looks like nucleic acid"),
+        ("q.fasta", f">one\n{ONE}\n>Journal\n{ONE}\n>two\n{TWO}\n", "Journal", "give the record another name"),
+        ("q.csv", f"id,sequence\none,{ONE}\nbad,{ONE}:\ntwo,{TWO}\n", "bad", ">bad has a chain without residues; wr"),
+        ("q.csv", f"id,sequence\none,{ONE}\nbad,{ONE}:{TWO}\ntwo,{TWO}\n", "bad", "but bad is a complex; give Alph"),
+    ],
+)
+def test_a_bad_record_fails_and_the_others_are_folded(
+    tmp_path: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, bad: str, said: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    arguments = [tmp_path / name, "--params", tiny_params, "--out", tmp_path / "out"]
+    code, out, err = run_cli(capsys, *arguments)
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    (failure,) = summary["failures"]
+    assert (code, summary["status"], failure["name"]) == (1, "failed", bad)
+    assert said in failure["error"]
+    assert f"failed {bad}: {failure['error']}\n" in err
+    assert [entry["name"] for entry in summary["predictions"]] == ["one", "two"]
+    assert failure["error"] in html.unescape((tmp_path / "out/report.html").read_text())
+    # The same command has nothing to do, and says the same; without the record it is the same run.
+    modified = (tmp_path / "out/one/one.cif").stat().st_mtime_ns
+    code, out, _ = run_cli(capsys, *arguments, "--json")
+    assert (code, json.loads(out)["failures"]) == (1, [failure])
+    (tmp_path / name).write_text(GOOD[name])
+    assert run_cli(capsys, *arguments)[0] == 0
+    assert json.loads((tmp_path / "out/summary.json").read_text())["status"] == "complete"
+    assert (tmp_path / "out/one/one.cif").stat().st_mtime_ns == modified
+
+
+def test_records_that_are_all_bad_are_refused_in_one_line(
+    tmp_path: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "q.fasta").write_text(f">bad\nMK1V\n>summary.json\n{ONE}\n>pair\n{ONE}:{TWO}\n")
+    code, out, err = run_cli(capsys, tmp_path / "q.fasta", "--params", tiny_params, "--out", tmp_path / "out")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "record 1, 'bad', position 3" in err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_bad_record_among_the_parts_of_a_run(tmp_path: Path, tiny_params: Path) -> None:
+    (tmp_path / "q.fasta").write_text(BAD)
+    found = [
+        predict(tmp_path / "q.fasta", [], tiny_params, tmp_path / "out", options(), share=Share(part=JobPart(i, 2)))
+        for i in (2, 1)
+    ]
+    assert [[one["name"] for one in summary["failures"]] for summary in found] == [[], ["bad"]]
+    assert [summary["status"] for summary in found] == ["running", "failed"]
+
+
+def test_files_of_a_bad_record_are_not_anothers(tmp_path: Path) -> None:
+    """The only record that is left has not become the only one that was meant."""
+    (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>bad\nMK1V\n")
+    (tmp_path / "bad.a3m").write_text(">bad\nMKTV\n>r\nMKTA\n")
+    read = read_given(tmp_path / "q.fasta", [tmp_path / "bad.a3m"])
+    assert [*read.found] == ["one", "bad"]
+    assert read.warnings == [f"1 alignment of none of the sequences, left out: {tmp_path / 'bad.a3m'}"]
+    beside = read_given(tmp_path, [])
+    assert ([*beside.found], [query.name for query in beside.queries]) == (["one", "bad"], ["one"])
+    (tmp_path / "bad.hhr").write_text("no hits at all")
+    (tmp_path / "mmcif").mkdir()
+    sources = TemplateSources(hits=[tmp_path / "bad.hhr"], structures=tmp_path / "mmcif")
+    query = TemplateQuery(ONE, ("one",), ())
+    assert find_templates_of([query], sources, 4, refused=["bad"]) == [(None, [])]
+    with pytest.raises(UserError, match=r"bad\.hhr"):
+        find_templates_of([query], sources, 4)
+
+
+def test_a_complex_with_a_bad_chain_fails_as_a_whole(tmp_path: Path) -> None:
+    (tmp_path / "x.fasta").write_text(BAD)
+    (tmp_path / "y.fasta").write_text(GOOD["q.fasta"])
+    read = read_given([tmp_path / "x.fasta", tmp_path / "y.fasta"], [], together=True)
+    assert ([*read.found], [*read.errors]) == (["x", "y"], ["x"])
+    assert WRONG in str(read.errors["x"])
+
+
+def test_from_python_a_bad_record_is_a_result_in_its_place(tmp_path: Path, tiny_params: Path) -> None:
+    (tmp_path / "q.fasta").write_text(f"{BAD}>pair\n{ONE}:{TWO}\n")
+    found = load(tiny_params, device="cpu").fold_many(tmp_path / "q.fasta", recycles=0)
+    assert [(one.name, bool(one.prediction)) for one in found] == [
+        ("one", True), ("bad", False), ("two", True), ("pair", False),
+    ]  # fmt: skip
+    assert WRONG in found[1].error
+    assert "pair: a complex, but these parameters are for single chains" in found[3].error
+
+
+def test_an_alignment_called_fasta_is_no_proteins(tmp_path: Path) -> None:
+    (tmp_path / "q.fasta").write_text(">q\nMKTV\n>r\nM-TV\n>s\nMK-V\n")
+    with pytest.raises(UserError, match=r"it is an alignment; call it \.a3m"):
+        read_given(tmp_path / "q.fasta", [])
+
+
+# ---- folders, models, servers
+
+
+def test_a_folder_of_parameters_and_the_best_kept_whole(tmp_path: Path, models: Path) -> None:
+    def fold(**changes: Any) -> list[dict[str, Any]]:
+        return predict([ONE], [], models, tmp_path / "out", options(**changes))["predictions"]
+
+    def modified() -> list[int]:
+        return [path.stat().st_mtime_ns for path in sorted((tmp_path / "out/query").rglob("query.cif"))]
+
+    best, other = fold(keep=1)
+    folder = tmp_path / "out"
+    assert "thinned" not in best
+    assert (folder / best["folder"] / best["files"]["pae"]).is_file()
+    assert other["thinned"]
+    assert set(other["files"]) == set(best["files"]) - {"pae", "scores"}
+    assert {path.name for path in (folder / other["folder"]).iterdir()} == set(other["files"].values())
+    with np.load(folder / other["folder"] / other["files"]["arrays"], allow_pickle=False) as arrays:
+        assert {name for name in arrays.files if not name.startswith("coverage_")} == {"positions", "mask", "plddt"}
+    assert json.loads((folder / "summary.json").read_text())["predictions"] == [best, other]
+    mine, before = folder / other["folder"] / "query_pae.txt", modified()
+    mine.write_text("mine")
+    assert fold(keep=1) == [best, other]
+    assert modified() == before  # nothing is folded again
+    again = fold()  # the second best is, for what it lost
+    assert [set(entry["files"]) for entry in again] == [set(best["files"])] * 2
+    assert sum(a != b for a, b in zip(before, modified())) == 1
+    assert mine.read_text() == "mine"
+
+
+def test_a_folder_of_deepminds_parameters_is_one_family(tmp_path: Path) -> None:
+    names = [
+        f"params_model_{i}{kind}.npz" for kind in ("", "_ptm", "_multimer_v2", "_multimer_v3") for i in range(1, 6)
+    ]
+    for name in [*names, "LICENSE"]:
+        (tmp_path / name).touch()
+
+    def chosen(*given: Any, **more: Any) -> list[str]:
+        return [path.name for path in params_files([tmp_path], *given, **more)]
+
+    assert chosen() == [f"params_model_{i}_ptm.npz" for i in range(1, 6)]
+    assert chosen(2, complexes=True) == ["params_model_1_multimer_v3.npz", "params_model_2_multimer_v3.npz"]
+    with pytest.raises(UserError, match=r"--num-models 6: .* has 5 that fit"):
+        chosen(6)
+    (tmp_path / "mine.safetensors").touch()
+    with pytest.raises(UserError, match=r"has parameters of several kinds .*; name the files"):
+        chosen()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty: has no parameters"):
+        params_files([tmp_path / "empty"])
+
+
+def test_a_server_is_asked_for_what_has_no_alignment(host: Server, tmp_path: Path, models: Path) -> None:
+    query, out = tmp_path / "q.fasta", tmp_path / "out"
+    query.write_text(f">one\n{ONE}\n>two\n{TWO}\n")
+    (tmp_path / "one.a3m").write_text(f">one\n{ONE}\n>x\n-{ONE[1:]}\n")
+    params = models / "single_0.safetensors"
+
+    def fold(**more: Any) -> dict[str, Any]:
+        return predict(query, [tmp_path / "one.a3m"], params, out, options(), **more)
+
+    summary = fold(server=client(host, out / "alignments"))
+    assert host.sequences == [(TWO,)]
+    assert [entry["msa_depth"] for entry in summary["predictions"]] == [2, 2]
+    assert (summary["msa_server"], summary["input_warnings"]) == (host.url, {})
+    asked = len(host.asked)
+    assert fold(server=client(host, out / "alignments"))["run"] == summary["run"]
+    assert len(host.asked) == asked
+    with pytest.raises(UserError, match="another run"):
+        fold()  # by the sequence alone
+
+
+def test_of_bad_records_nothing_is_sent(host: Server, tmp_path: Path, models: Path) -> None:
+    (tmp_path / "q.fasta").write_text(f"{BAD}>dna\n{'ACGT' * 9}\n>pair\n{ONE}:{TWO[3:]}\n>journal\n{ONE[4:]}\n")
+    params, server = models / "single_0.safetensors", client(host, tmp_path / "cache")
+    summary = predict(tmp_path / "q.fasta", [], params, tmp_path / "out", options(), server=server)
+    assert host.sequences == [(ONE,), (TWO,)]
+    assert [one["name"] for one in summary["failures"]] == ["bad", "dna", "pair", "journal"]
+
+
+def test_a_complex_gets_alignments_and_pairs(host: Server, tmp_path: Path, models: Path) -> None:
+    params, out = models / "multimer/multimer.safetensors", tmp_path / "out"
+    summary = predict([f"{ONE}:{TWO}:{ONE}"], [], params, out, options(), server=client(host, out / "alignments"))
+    assert host.sequences == [(ONE,), (TWO,), (ONE, TWO)]
+    (entry,) = summary["predictions"]
+    assert entry["paired_rows"] == 1
+    assert [chain["msa_depth"] for chain in entry["chains"]] == [3, 3, 3]
+
+
+def test_nothing_is_sent_for_a_run_that_cannot_be(host: Server, tmp_path: Path, models: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/thesis.txt").touch()
+    params = models / "single_0.safetensors"
+    with pytest.raises(UserError, match="holds something else"):
+        predict([ONE], [], params, tmp_path / "out", options(), server=client(host, tmp_path / "cache"))
+    with pytest.raises(UserError, match="parameters for single chains, but query is a complex"):
+        predict([f"{ONE}:{TWO}"], [], params, tmp_path / "new", options(), server=client(host, tmp_path / "cache"))
+    assert host.asked == []
+
+
+def test_a_sequence_without_an_answer_ends_the_run_and_keeps_the_others(
+    host: Server, tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host.faults["ticket/msa"] = ["ERROR"]
+    arguments = ["--params", models / "single_0.safetensors", "--recycles", 0, "--out", tmp_path / "out"]
+    code, out, err = run_cli(capsys, ONE, TWO, *arguments, "--msa-server", host.url)
+    assert (code, out) == (2, "")
+    first, last = err.splitlines()
+    assert first.startswith(f"sending 2 sequences to {host.url} (query_1, query_2)")
+    assert last.startswith(f"error: query_1: {host.url}: answers ERROR")
+    code, out, err = run_cli(capsys, ONE, TWO, *arguments, "--msa-server", host.url)
+    assert (code, out.count("mean pLDDT")) == (0, 2)
+    assert host.sequences == [(ONE,), (TWO,), (ONE,)]
+
+
+def test_a_search_on_a_server(host: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["search", ONE, "--out", tmp_path / "found"]
+    code, out, err = run(capsys, *arguments, "--msa-server", host.url)
+    assert code == 0, err
+    assert out.startswith("query: 1 in uniref, 1 in bfd.mgnify30.metaeuk30.smag30, 1 in pdb70\n")
+    assert (tmp_path / "found/query/uniref.a3m").is_file()
+    host.answer = lambda endpoint, sequences: packed({"uniref.a3m": f">101\n{sequences[0]}\n", "pdb70.m8": "x\ty\n"})
+    code, _, err = run(capsys, "search", TWO, "--out", tmp_path / "thin", "--msa-server", host.url)
+    assert (code, err.splitlines()[-1]) == (0, "warning: no hit in any database, an alignment of one row: query")
+    for wrong, said in (
+        ([], "--database is missing; name one that you have, or a server with --msa-server"),
+        (["--msa-server", host.url, "--e-value", 1], "--e-value: has no effect with --msa-server"),
+        (["--msa-server", "host"], "is no http or https address"),
+    ):
+        code, _, err = run(capsys, *arguments, *wrong)
+        assert (code, err.count("\n")) == (2, 1)
+        assert said in err
+
+
+def test_input_that_is_thin_is_said_of_each_prediction(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n>both\n{ONE}:{TWO}\n")
+    (tmp_path / "in/ranked_0.pdb").touch()
+    (tmp_path / "in/pdb70_hits.hhr").touch()
+    (tmp_path / "one.a3m").write_text(f">one\n{ONE}\n>again\n{ONE}\n>nothing\n{'-' * len(ONE)}\n")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/x.a3m").write_text(">x\nMKVVVV\n")
+    read = read_given(tmp_path / "in", [tmp_path / "one.a3m", tmp_path / "other"])
+    assert [[*query.warnings] for query in read.queries] == [
+        ["its alignment has one row, its own: folded by the sequence alone"],
+        ["no alignment: folded by the sequence alone"],
+        [
+            "no alignment for chain B: folded by the sequence alone",
+            "the alignment of chain A has one row, its own: folded by the sequence alone",
+        ],
+    ]
+    assert read.warnings == [
+        "1 alignment of none of the sequences, left out: other/x.a3m",
+        "structures that were predicted are not folded anew: in/ranked_0.pdb",
+    ]
+    assert read.hits == ["in/pdb70_hits.hhr"]
+
+
+def test_templates_that_were_not_used_are_said(tmp_path: Path) -> None:
+    sources = TemplateSources(hits=[tmp_path / "x.hhr"], structures=tmp_path / "mmcif")
+
+    def said(*outcomes: TemplateOutcome) -> list[str]:
+        return [text.replace(str(tmp_path), "") for text in template_warnings(outcomes, sources)]
+
+    missing = [TemplateOutcome(f"{name}_A", False, f"x: has no {name}.cif", missing=True) for name in ("1abc", "2XYZ")]
+    used, late = TemplateOutcome("3aaa_A", True, ""), TemplateOutcome("4bbb_A", False, "came out 2020-01-01, after x")
+    assert said(*missing) == ["0 of 2 templates used: no structure in /mmcif (1abc, 2xyz)"]
+    assert said(*missing * 200, TemplateOutcome("5ccc_B", False, "", missing=True)) == [
+        "0 of 401 templates used: no structure in /mmcif (1abc, 2xyz, 5ccc)"
+    ]
+    assert said(late) == ["0 of 1 templates used: 1 x came out N, after x"]
+    assert said(missing[0], late) == [
+        "0 of 2 templates used: 1 has no structure in /mmcif (1abc); 1 x came out N, after x"
+    ]
+    assert said(used, *missing) == ["1 of 3 templates used: 2 have no structure in /mmcif (1abc, 2xyz)"]
+    assert said(used, late) == []
+    assert said() == ["0 templates used: no hit for it in the files given"]
+
+
+def test_a_folder_of_hits(tmp_path: Path) -> None:
+    """OpenProteinSet's, by the folder above `hhr`; what is of no query is left out, but not all of it."""
+    for name, sequence in (("1abc_A", ONE), ("9zzz_Z", TWO)):
+        (tmp_path / f"set/{name}/hhr").mkdir(parents=True)
+        (tmp_path / f"set/{name}/hhr/pdb70_hits.hhr").write_text(f">2xyz_A/1-{len(sequence)} mol:protein\n{sequence}\n")
+    (tmp_path / "mmcif").mkdir()
+    (tmp_path / "mmcif/2xyz.cif").write_text("data_x\n")
+    sources = TemplateSources(hits=[tmp_path / "set"], structures=tmp_path / "mmcif")
+    found = find_templates({"1abc_A": ONE, "other": TWO}, sources, most=4)
+    assert [len(outcomes) for _, outcomes in found.values()] == [1, 0]
+    with pytest.raises(UserError, match=r"has no hits that are named after a query; call them other\.hhr"):
+        find_templates({"other": TWO}, sources, most=4)

@@ -1,0 +1,151 @@
+"""An alignment server from Python: asked only if it is named, for what is missing, once, and not for a refused run."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import warpfold
+from tests.data.search.alignment_server import Server, serving
+from tests.helpers import tiny_multimer
+from warpfold.data.search.server import AlignmentServer, ServerLimits
+from warpfold.errors import UserError
+from warpfold.prediction.predictor import Predictor, load
+
+ONE, TWO, ROW = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ", "-KTAYLAKQRQISFVRSH"
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.chdir(tmp_path)
+    with serving() as server:
+        yield server
+
+
+def quick(host: Server, cache: Path) -> AlignmentServer:
+    return AlignmentServer(host.url, cache, ServerLimits(between=0.0, tries=1), wait=lambda seconds: None)
+
+
+def test_one_sequence_is_sent_if_a_server_is_named(host: Server, tiny_params: Path, tmp_path: Path) -> None:
+    predictor = load(tiny_params, "cpu")
+    assert predictor.fold(ONE).details["msa_depth"] == 1
+    assert not host.asked
+    found = predictor.fold(ONE, msa_server=quick(host, tmp_path / "kept"))
+    assert found.details["msa_depth"] > 1
+    assert "warnings" not in found.details
+    assert host.sequences == [(ONE,)]
+    with_rows = predictor.fold(ONE, [ROW], msa_server=quick(host, tmp_path / "kept"))
+    assert with_rows.details["msa_depth"] == 2
+    assert host.sequences == [(ONE,)]  # it has an alignment
+
+
+def test_an_address_is_enough_and_answers_are_kept_here(host: Server, tiny_params: Path, tmp_path: Path) -> None:
+    predictor = load(tiny_params, "cpu", msa_server=host.url, msa_cache=tmp_path / "kept")
+    assert predictor.fold(ONE).details["msa_depth"] > 1
+    assert len(list((tmp_path / "kept").glob("*/uniref.a3m"))) == 1
+    again = load(tiny_params, "cpu")
+    assert again.fold(ONE, msa_server=host.url, msa_cache=tmp_path / "kept").details["msa_depth"] > 1
+    assert host.sequences == [(ONE,)]
+
+
+def test_chains_without_alignment_are_sent_and_pairs_if_none_has(host: Server, tmp_path: Path) -> None:
+    folder, server = Predictor(tiny_multimer(recycles=0)), quick(host, tmp_path / "kept")
+    both = folder.fold([ONE, TWO], msa_server=server)
+    assert host.sequences == [(ONE,), (TWO,), (ONE, TWO)]
+    assert min(both.details["chain_depths"].values()) > 1
+    host.sequences.clear()
+    folder.fold([ONE, TWO[::-1]], [[ROW], None], msa_server=server)
+    assert host.sequences == [(TWO[::-1],)]
+
+
+def test_what_cannot_be_folded_is_not_sent(host: Server, tiny_params: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="for single chains"):
+        load(tiny_params, "cpu").fold([ONE, TWO], msa_server=quick(host, tmp_path / "kept"))
+    assert not host.asked
+
+
+def test_of_many_each_fails_alone_but_a_server_that_is_gone_ends_it(
+    host: Server, tiny_params: Path, tmp_path: Path
+) -> None:
+    predictor, server = load(tiny_params, "cpu", recycle_tolerance=None), quick(host, tmp_path / "kept")
+    host.faults["ticket/msa"] = ["ERROR"]
+    first, second = predictor.fold_many({"a": ONE, "b": TWO}, msa_server=server, recycles=0)
+    assert "answers ERROR" in first.error
+    assert second.prediction is not None
+    assert second.prediction.details["msa_depth"] > 1
+    host.faults["ticket/msa"] = [(503, {})]
+    with pytest.raises(UserError, match="503"):
+        predictor.fold_many([ONE, TWO[::-1]], msa_server=server)
+    (tmp_path / "two.fasta").write_text(f">x\n{ONE}\n>y\n{TWO}\n")
+    found = predictor.fold_many(tmp_path / "two.fasta", msa_server=server, recycles=0)
+    assert [one.prediction.details["msa_depth"] > 1 for one in found if one.prediction] == [True, True]
+
+
+def test_many_are_names_sequences_and_files_in_any_mixture(tiny_params: Path, tmp_path: Path) -> None:
+    predictor = load(tiny_params, "cpu")
+    (tmp_path / "two.fasta").write_text(f">x\n{TWO}\n")
+    found = predictor.fold_many([ONE, str(tmp_path / "two.fasta")], recycles=0)
+    assert [(one.name, bool(one.prediction)) for one in found] == [("query", True), ("x", True)]
+
+
+# ---- the command as a function
+
+
+def test_a_run_is_that_of_the_command(tiny_params: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.test_cli import run
+
+    (tmp_path / "q.fasta").write_text(f">a\n{ONE}\n>b\n{TWO}\n")
+    (tmp_path / "a.a3m").write_text(f">a\n{ONE}\n>r\n{ROW}\n")
+    told: list[tuple[float, int, str]] = []
+    summary = warpfold.predict(
+        tmp_path / "q.fasta", tiny_params, tmp_path / "python", msa=tmp_path / "a.a3m", recycles=0, device="cpu",
+        progress=lambda *now: told.append(now),
+    )  # fmt: skip
+    assert (summary["status"], [one["name"] for one in summary["predictions"]]) == ("complete", ["a", "b"])
+    assert told[-1][:2] == (2, 2)
+    assert summary == json.loads((tmp_path / "python/summary.json").read_text())
+    code, *_ = run(
+        capsys, "predict", tmp_path / "q.fasta", "--msa", tmp_path / "a.a3m", "--params", tiny_params, "--recycles", 0,
+        "--device", "cpu", "--out", tmp_path / "shell",
+    )  # fmt: skip
+    assert code == 0
+    other = json.loads((tmp_path / "shell/summary.json").read_text())
+    assert (other["run"], other["settings"]) == (summary["run"], summary["settings"])
+    for name in ("a/a.cif", "b/b.pdb"):
+        assert (tmp_path / "python" / name).read_bytes() == (tmp_path / "shell" / name).read_bytes()
+    again = warpfold.predict(str(tmp_path / "q.fasta"), [str(tiny_params)], str(tmp_path / "python"),
+        msa=[str(tmp_path / "a.a3m")], recycles=0, device="cpu")  # fmt: skip
+    assert [one["seconds"] for one in again["predictions"]] == [one["seconds"] for one in summary["predictions"]]
+    with pytest.raises(UserError, match=r"another run; name a new folder, or replace it with force$"):
+        warpfold.predict(tmp_path / "q.fasta", tiny_params, tmp_path / "python", recycles=0, seed=1, device="cpu")
+
+
+def test_nothing_is_sent_for_a_run_that_is_refused(host: Server, tiny_params: Path, tmp_path: Path) -> None:
+    out, asked = tmp_path / "out", {"device": "cpu", "recycles": 0}
+    server = quick(host, out / "alignments")
+    warpfold.predict(ONE, tiny_params, out, msa_server=server, **asked)
+    assert host.sequences == [(ONE,)]
+    warpfold.predict(ONE, tiny_params, out, msa_server=server, **asked)  # the same once more
+    for query, more in ((TWO, {}), (ONE[::-1], {}), ([ONE, TWO], {}), (TWO, {"seed": 1})):
+        with pytest.raises(UserError, match="another run"):
+            warpfold.predict(query, tiny_params, out, msa_server=server, **asked, **more)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "thesis.tex").write_text("mine")
+    with pytest.raises(UserError, match="something else"):
+        warpfold.predict(TWO, tiny_params, other, msa_server=server, **asked)
+    with pytest.raises(UserError, match="something else"):
+        warpfold.search(TWO, out=other, msa_server=server)
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(UserError, match="is a file"):
+        warpfold.predict(TWO, tiny_params, file, msa_server=server, **asked)
+    alone = tmp_path / "alone"
+    warpfold.predict(TWO, tiny_params, alone, **asked)
+    with pytest.raises(UserError, match="another run"):  # it was folded by the sequence alone
+        warpfold.predict(TWO, tiny_params, alone, msa_server=server, **asked)
+    assert host.sequences == [(ONE,)]
+    warpfold.predict(TWO, tiny_params, alone, msa_server=server, force=True, **asked)
+    assert host.sequences == [(ONE,), (TWO,)]

@@ -1,0 +1,167 @@
+"""Ranking, and what it ranks by: interfaces of complexes, contacts, geometry across chains."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.training.runs import helix
+from warpfold.data.structure.chain import Chain
+from warpfold.errors import UserError
+from warpfold.prediction.interfaces import find_interfaces
+from warpfold.prediction.outputs import Prediction
+from warpfold.prediction.predict import keep
+from warpfold.prediction.ranking import copy_by_rank, rank_predictions
+from warpfold.prediction.sanity import check_geometry, warn_of_confidence
+from warpfold.scoring.dockq import residue_pairs
+
+
+def entry(name: str, model: str, plddt: float, score: float, **more: Any) -> dict[str, Any]:
+    given = {"name": name, "model": model, "seed": 0, "folder": f"{name}/{model}", "mean_plddt": plddt}
+    return given | {"ranking_confidence": score} | more
+
+
+def helices(count: int, apart: float, ids: tuple[str, ...] | None = None) -> Prediction:
+    """Parallel helices of 10 residues, a chain each, so many angstrom from one to the next."""
+    raw = helix("one", 10, 0)
+    assert raw.positions is not None
+    assert raw.mask is not None
+    move = np.zeros((count, 1, 1, 3), np.float32)
+    move[:, 0, 0, 0] = apart * np.arange(count)
+    mask = np.tile(raw.mask, (count, 1)).astype(np.float32)
+    return Prediction(
+        name="helices",
+        sequence=raw.sequence * count,
+        positions=(raw.positions + move).reshape(-1, 37, 3) * mask[..., None],
+        mask=mask,
+        plddt=np.arange(10.0 * count, dtype=np.float32),
+        pae=np.zeros((10 * count, 10 * count), np.float32),
+        max_pae=31.75,
+        ptm=0.5,
+        chain_ids=ids or tuple(f"C{i}" for i in range(count)),
+        asym_id=np.repeat(np.arange(count, dtype=np.int32) + 1, 10),
+        iptm=0.25,
+        chain_pair_iptm=np.full((count, count), 0.75, np.float32),
+    )
+
+
+def test_complexes_are_ranked_by_tm_and_chains_by_plddt() -> None:
+    entries = [
+        entry("dimer", "a", 90, 0.2, iptm=0.2),
+        entry("dimer", "b", 50, 0.7, iptm=0.7),
+        entry("one", "a", 60, 60.0),
+        entry("one", "b", 70, 70.0),
+    ]
+    ranked, ranking = rank_predictions(entries)
+    assert [(e["name"], e["model"], e["rank"]) for e in ranked] == [
+        ("dimer", "b", 1),
+        ("dimer", "a", 2),
+        ("one", "b", 1),
+        ("one", "a", 2),
+    ]
+    assert [ranking[name]["by"] for name in ("dimer", "one")] == ["0.8 ipTM + 0.2 pTM", "mean pLDDT"]
+    again, _ = rank_predictions(ranked[::-1])
+    assert [e["folder"] for e in again[2:]] == [e["folder"] for e in ranked[:2]]
+
+
+def test_where_a_model_says_no_iptm_all_are_ranked_by_plddt() -> None:
+    entries = [entry("dimer", "a", 90, 0.2, iptm=0.2), entry("dimer", "b", 50, 50.0, iptm=None)]
+    ranked, ranking = rank_predictions(entries)
+    assert [(e["model"], e["ranking_confidence"]) for e in ranked] == [("a", 90), ("b", 50)]
+    assert ranking["dimer"]["by"] == "mean pLDDT"
+
+
+def test_contacts_are_those_of_all_distances() -> None:
+    rng = np.random.default_rng(0)
+    sizes = (13, 9)
+    one, other = (rng.normal(0, 12, (n, 37, 3)) for n in sizes)
+    masks = [rng.permuted(np.tile(np.arange(37) < 8, (n, 1)), axis=1) for n in sizes]
+    masks[0][4] = False  # a residue without atoms
+    distance = np.linalg.norm(one[:, :, None, None] - other[None, None], axis=-1)
+    distance[~(masks[0][:, :, None, None] & masks[1][None, None])] = np.inf
+    expected = np.argwhere(distance.min((1, 3)) <= 8)
+    chains = [
+        Chain(name, "A" * n, positions, mask.astype(np.float32), np.arange(n), ("",) * n)
+        for name, n, positions, mask in zip("AB", sizes, (one, other), masks)
+    ]
+    assert 0 < len(expected) < 13 * 9
+    np.testing.assert_array_equal(residue_pairs(*chains, masks[0], masks[1], 8.0).indices, expected)
+
+
+def test_interfaces_are_where_chains_meet() -> None:
+    first, second = find_interfaces(helices(3, 9.0))  # the outer two are too far apart
+    assert (first.chains, second.chains) == (("C0", "C1"), ("C1", "C2"))
+    assert first.contacts == second.contacts > 0
+    assert first.iptm == 0.75
+    assert first.plddt == pytest.approx(9.5)  # all of both: 0 to 19
+    assert find_interfaces(helices(2, 60.0)) == []
+
+
+def test_a_chain_ends_where_the_next_begins() -> None:
+    p = helices(2, 10.0)
+    assert check_geometry(p.positions, p.mask, p.asym_id).chain_breaks == 0
+    assert check_geometry(p.positions, p.mask).chain_breaks == 1
+    touching = helices(2, 10.0)
+    touching.positions[10:, 0] += touching.positions[9, 2] - touching.positions[10, 0]  # N of the one on C of the other
+    apart = check_geometry(touching.positions, touching.mask, touching.asym_id).clashes
+    assert apart == check_geometry(touching.positions, touching.mask).clashes + 1
+
+
+def test_what_pdb_cannot_hold_is_said(tmp_path: Any) -> None:
+    """Chains of several letters, and more than 62, are in the mmCIF file alone."""
+    kept = keep(helices(2, 10.0), tmp_path)
+    assert "pdb" not in kept["files"]
+    assert (
+        "no PDB file: chain name 'C0' is not one letter or digit; the PDB format cannot hold it" in kept["warnings"][0]
+    )
+    kept = keep(helices(63, 10.0), tmp_path / "many")
+    assert kept["warnings"][0].startswith("no PDB file: 63 chains, more than 62;")
+    assert [chain["id"] for chain in kept["chains"]][-1] == "C62"
+    assert "pdb" in keep(helices(2, 10.0, ("A", "b")), tmp_path / "letters")["files"]
+    with pytest.raises(UserError, match="63 chains"):
+        helices(63, 10.0).pdb()
+
+
+@pytest.mark.parametrize(
+    ("plddt", "ptm", "iptm", "words"),
+    [
+        ([90] * 4, 0.9, None, []),
+        ([69] * 4, 0.9, None, ["low confidence: mean pLDDT 69.0, below 70"]),
+        ([49] * 4, None, None, ["very low confidence: mean pLDDT 49"]),
+        ([49, 95, 95, 95], None, None, ["25% of the residues"]),
+        ([90] * 31, 0.49, None, ["pTM 0.49, below 0.5"]),
+        ([90] * 30, 0.1, None, []),  # too short for a pTM to mean anything
+        ([90] * 4, 0.9, 0.79, ["ipTM 0.79, below 0.8: how the chains meet may be right or wrong"]),
+        ([90] * 4, 0.3, 0.59, ["ipTM 0.59, below 0.6: how the chains meet is probably wrong"]),
+        ([90] * 4, 0.9, 0.81, []),
+    ],
+)
+def test_doubts_are_said(plddt: list[float], ptm: float | None, iptm: float | None, words: list[str]) -> None:
+    found = warn_of_confidence(np.array(plddt, np.float32), ptm, iptm)
+    assert len(found) == len(words)
+    assert all(text.startswith(word) for text, word in zip(found, words))
+
+
+def test_copies_of_what_was_thinned_go(tmp_path: Path) -> None:
+    entries = []
+    for rank, model in enumerate("ab", 1):
+        folder = tmp_path / "one" / model
+        folder.mkdir(parents=True)
+        files = {"mmcif": "one.cif", "scores": "one_scores.json"}
+        for name in files.values():
+            (folder / name).write_text(f"{model} {name}")
+        entries.append(entry("one", model, 90 - rank, 90 - rank, rank=rank, files=files))
+    ranked = copy_by_rank(tmp_path, entries)
+    (tmp_path / "one" / "notes_scores.json").write_text("mine")
+    assert ranked[1]["ranked"] == {"mmcif": "one/one_rank_2.cif", "scores": "one/one_rank_2_scores.json"}
+    swapped = [ranked[1] | {"rank": 1}, ranked[0] | {"rank": 2, "files": {"mmcif": "one.cif"}}]  # thinned
+    again = copy_by_rank(tmp_path, swapped)
+    assert [one["ranked"].get("scores") for one in again] == ["one/one_rank_1_scores.json", None]
+    found = {path.name: path.read_text() for path in (tmp_path / "one").iterdir() if path.is_file()}
+    assert found == {
+        "one_rank_1.cif": "b one.cif",
+        "one_rank_2.cif": "a one.cif",
+        "one_rank_1_scores.json": "b one_scores.json",
+        "notes_scores.json": "mine",
+    }

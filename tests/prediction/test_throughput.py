@@ -1,0 +1,393 @@
+"""Predictions by the thousand: order, groups, parts and processes change no result, and a kill loses none."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import random_batch, tiny_model
+from tests.ranks import run_ranks
+from warpfold import cli
+from warpfold.batch import stack
+from warpfold.bulk import JobPart
+from warpfold.data.example.raw_example import from_sequence
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.formats.alignment import Alignment
+from warpfold.data.formats.sequences import parse_a3m
+from warpfold.errors import UserError
+from warpfold.model.alphafold import HeadsConfig
+from warpfold.model.template import TemplateConfig
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.mesh import make_mesh
+from warpfold.parallel.plan import Plan
+from warpfold.parallel.team import ProcessInfo, Team
+from warpfold.prediction.folding import FoldItem, Group, cost_of, in_groups, part_of
+from warpfold.prediction.journal import Journal, read_journals
+from warpfold.prediction.params import Params, read_params
+from warpfold.prediction.predict import PredictOptions, Share, predict
+from warpfold.prediction.predictor import Predictor, Prepared
+from warpfold.prediction.queries import FoldQuery
+from warpfold.prediction.share import _Bar, as_time, in_jobs
+from warpfold.report.predictions import prediction_report
+from warpfold.report.report import render
+from warpfold.training.passes import PassPlace
+
+SEQUENCES = ("MKTAYIAKQRQISFVKSH", "GSHMLEERLGL", "MKTAYIAKQRQIS", "GSHML", "AVRQISFVKMKTAYIAKQ", "GGSHMLEE")
+FASTA = "".join(f">p{i}\n{sequence}\n" for i, sequence in enumerate(SEQUENCES))
+A3M = ">p0\nMKTAYIAKQRQISFVKSH\n>a\nMKTAYIAKQRQaaISFVK--\n>b\n-KTAYLAKQRQISFVRSH\n"
+
+
+@pytest.fixture(autouse=True)
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Structures are not drawn in reports: that takes longer than all else here."""
+    monkeypatch.setattr("warpfold.report.predictions.DRAWN", 0)
+
+
+@pytest.fixture
+def fasta(tmp_path: Path) -> Path:
+    (tmp_path / "q.fasta").write_text(FASTA)
+    return tmp_path / "q.fasta"
+
+
+def times_of(out: Path, names: Sequence[str]) -> dict[str, int]:
+    """When the predictions of these proteins were written."""
+    return {name: (out / name / f"{name}.npz").stat().st_mtime_ns for name in names}
+
+
+def predictions(out: Path) -> dict[str, bytes]:
+    """All files of predictions, without what has seconds in it."""
+    files = [path for path in sorted(out.rglob("*")) if path.is_file() and path.parent != out]
+    return {str(path.relative_to(out)): path.read_bytes() for path in files}
+
+
+def options(**more: Any) -> PredictOptions:
+    return PredictOptions(**({"device": "cpu", "recycles": 0} | more))
+
+
+def items(params: Path, lengths: Sequence[int]) -> list[FoldItem]:
+    (model,) = read_params([params])
+    return [FoldItem(model, query, 0) for query in made(lengths)]
+
+
+def made(lengths: Sequence[int]) -> list[Any]:
+    return [FoldQuery(f"q{i}", "A" * n, Alignment.of_query("A" * n, f"q{i}")) for i, n in enumerate(lengths)]
+
+
+# ---- order, groups, parts
+
+
+def test_costly_ones_come_first_and_tiny_ones_together(tiny_params: Path) -> None:
+    lengths = [10, 200, 30, 28, 90, 12, 11, 10]
+    given = items(tiny_params, lengths)
+    groups = in_groups(given, None, "cpu")
+    assert [[lengths[given.index(item)] for item in group] for group in groups] == [
+        [200], [90], [30, 28, 12, 11, 10, 10]
+    ]  # fmt: skip
+    assert in_groups(given, None, "cuda:1") == in_groups(given, 1, "cpu")  # on a GPU nobody has measured it
+    assert [len(group) for group in in_groups(given, 2, "cuda")] == [1, 1, 2, 2, 2]
+    assert sorted(item.key for group in groups for item in group) == sorted(item.key for item in given)
+
+
+def test_what_ends_early_or_is_a_complex_shares_no_pass(tiny_params: Path) -> None:
+    given = items(tiny_params, [10, 10])
+
+    def of(**config: Any) -> list[Group]:
+        return in_groups([replace(one, model=changed(one.model, **config)) for one in given], 2, "cpu")
+
+    def changed(model: Params, **config: Any) -> Params:
+        return replace(model, config=replace(model.config, **config))
+
+    assert [len(group) for group in of()] == [2]
+    assert [len(group) for group in of(recycle_tolerance=0.5)] == [1, 1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_parts_are_a_partition_of_about_equal_cost(tiny_params: Path, count: int) -> None:
+    groups = in_groups(items(tiny_params, [20 + 7 * i for i in range(40)]), None, "cpu")
+    parts = [part_of(groups, JobPart(i + 1, count)) for i in range(count)]
+    assert sorted(id(group) for part in parts for group in part) == sorted(map(id, groups))
+    costs = [cost_of(part) for part in parts]
+    assert max(costs) - min(costs) <= cost_of([groups[0]])
+    jobs = list(in_jobs(groups, count))
+    assert [group for job in jobs for group in job] == groups
+    assert len(jobs) <= 2 * count + 1
+
+
+# ---- a batch is its examples
+
+
+def test_what_shares_a_pass_is_as_it_is_alone() -> None:
+    """Of different lengths and depths, in fp64, with recycling and ensembles, confidences and representations too."""
+    model = tiny_model(heads=HeadsConfig(plddt_c=8, pae=True), templates=TemplateConfig(enabled=False)).double()
+    predictor = Predictor(model, precision="fp64", sample=SampleConfig(max_msa=3, max_extra=2))
+    deep = from_sequence(SEQUENCES[0], [parse_a3m(A3M, "p0", SEQUENCES[0])], "p0")
+    examples = [deep, *(from_sequence(sequence, name=f"p{i}") for i, sequence in enumerate(SEQUENCES[1:4], 1))]
+    several = [predictor.prepare(one, seed=i, recycles=1, ensemble=2) for i, one in enumerate(examples)]
+    together = predictor.compute_together(several)
+    for prepared, found in zip(several, together):
+        alone = predictor.compute(prepared)
+        for name in ("positions", "mask", "plddt", "pae", "single", "pair", "msa"):
+            one, other = getattr(found, name), getattr(alone, name)
+            assert one.shape == other.shape
+            np.testing.assert_allclose(one, other, rtol=2e-7, atol=1e-6, err_msg=name)  # results are kept in fp32
+        assert found.ptm == pytest.approx(alone.ptm, abs=1e-6)
+        assert found.details["together"] == 4
+        kept = {"seed", "recycles", "ensemble", "msa_depth"}
+        assert {key: found.details[key] for key in kept} == {key: alone.details[key] for key in kept}
+    with pytest.raises(ValueError, match="same recycles"):
+        predictor.compute_together([several[0], replace(several[1], recycles=0)])
+
+
+@pytest.mark.parametrize("plan", [{}, {"chunk": 2, "in_place": True}], ids=str)
+def test_the_last_pass_of_what_shares_one_is_that_of_each_alone(plan: dict[str, Any]) -> None:
+    """To 1e-10 in fp64: representations and atoms, with templates, recycling and ensembles."""
+    model = tiny_model().double()
+    Execution(Plan(**plan, precision="fp64")).bind(model)
+    model.config = replace(model.config, ensemble=2)
+    examples = []
+    for seed, (residues, sequences, extra, templates) in enumerate([(7, 3, 2, 2), (5, 4, 1, 1)]):
+        one = random_batch(residues, sequences, extra, templates, 4, seed)
+        examples.append({name: x.double() if x.is_floating_point() else x for name, x in one.items()})
+    with torch.no_grad():
+        together = model.fold(stack(examples), 1).unbind()
+        for batch, found in zip(examples, together):
+            found = found.without_padding(*batch["msa_mask"].shape[-2:])
+            alone = model.fold(batch, 1)
+            for name in ("msa", "pair", "single", "msa_first_row"):
+                one, other = getattr(found.representations, name), getattr(alone.representations, name)
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+            atoms = found.structure.final_atom37, alone.structure.final_atom37
+            torch.testing.assert_close(*atoms, rtol=1e-10, atol=1e-10)
+
+
+def test_one_that_fails_in_a_group_leaves_the_others_be(
+    tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = Predictor.prepare
+
+    def failing(self: Predictor, example: Any, **more: Any) -> Prepared:
+        if example.name == "p3":
+            raise UserError("p3: cannot be")
+        return prepare(self, example, **more)
+
+    monkeypatch.setattr(Predictor, "prepare", failing)
+    monkeypatch.setattr(Predictor, "compute_together", lambda *_: (_ for _ in ()).throw(MemoryError("no memory")))
+    summary = predict(fasta, [], tiny_params, tmp_path / "out", options())
+    assert summary["failures"] == [{"name": "p3", "error": "p3: cannot be"}]
+    assert [entry["name"] for entry in summary["predictions"]] == ["p0", "p1", "p2", "p4", "p5"]  # one by one
+
+
+# ---- shared by processes
+
+
+def test_parts_make_the_files_of_one_process(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
+    """To the bit; the last part writes summary and report, in the order of the query."""
+    alone = predict(fasta, [], tiny_params, tmp_path / "alone", options(batch=2))
+    out = tmp_path / "parts"
+    for number in (3, 1):
+        found = predict(fasta, [], tiny_params, out, options(batch=2), share=Share(part=JobPart(number, 3)))
+        assert found["status"] == "running"
+        assert not (out / "report.html").exists()
+    whole = predict(fasta, [], tiny_params, out, options(batch=2), share=Share(part=JobPart(2, 3)))
+    assert whole == json.loads((out / "summary.json").read_text())
+    assert (whole["status"], [e["name"] for e in whole["predictions"]]) == ("complete", [f"p{i}" for i in range(6)])
+    assert {one["part"] for one in whole["processes"]} == {"1/3", "2/3", "3/3"}
+    assert predictions(out) == predictions(tmp_path / "alone")
+    assert {path.name for path in out.iterdir()} == {path.name for path in (tmp_path / "alone").iterdir()}
+    assert whole["run"] == alone["run"]
+
+
+def test_the_command_without_a_part_ends_what_parts_began(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
+    out = tmp_path / "out"
+    found = predict(fasta, [], tiny_params, out, options(batch=1), share=Share(part=JobPart(1, 2)))
+    times = {
+        name: (out / name / f"{name}.npz").stat().st_mtime_ns for name in [e["name"] for e in found["predictions"]]
+    }
+    assert 0 < len(times) < 6
+    assert predict(fasta, [], tiny_params, out, options(batch=1))["status"] == "complete"
+    assert times_of(out, list(times)) == times  # none is made again
+
+
+def test_a_part_is_folded_by_one_process_at_a_time(
+    tmp_path: Path, fasta: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, part = tmp_path / "out", JobPart(1, 2)
+    run = predict(fasta, [], tiny_params, out, options(), share=Share(part=part))["run"]
+    journal = Journal(out, run, part)
+    for argument, message in (("1/2", "on part 1/2"), ("1/3", "on part 1/2"), ("1/1", "on part 1/2")):
+        with pytest.raises(UserError, match=f"another process is at work there {message}"):
+            predict(fasta, [], tiny_params, out, options(), share=Share(part=JobPart.parse(argument)))
+    with pytest.raises(UserError, match="another process is at work there"):
+        predict(fasta, [], tiny_params, out, options(seed=1, force=True))
+    second = predict(fasta, [], tiny_params, out, options(), share=Share(part=JobPart(2, 2)))
+    assert second["status"] == "running"  # though all is done: the first is still at work
+    journal.close()
+    assert predict(fasta, [], tiny_params, out, options())["status"] == "complete"
+
+
+@pytest.mark.slow
+def test_workers_make_the_files_of_one_process(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
+    predict(fasta, [], tiny_params, tmp_path / "alone", options(batch=2))
+    summary = predict(fasta, [], tiny_params, tmp_path / "two", options(batch=2), share=Share(workers=2))
+    assert summary["status"] == "complete"
+    assert predictions(tmp_path / "two") == predictions(tmp_path / "alone")
+    with pytest.raises(UserError, match=r"--workers 2: more than --device cuda:1 has GPUs \(1\); give 1"):
+        Share(workers=2).check(Team(), "cuda:1")
+    with pytest.raises(UserError, match="without torchrun"):
+        Share(workers=2).check(Team(ProcessInfo(0, 2)), "cpu")
+
+
+def test_ranks_with_examples_of_their_own_share_the_queries(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
+    predict(fasta, [], tiny_params, tmp_path / "alone", options(batch=1))
+
+    def on_a_rank() -> dict[str, Any]:
+        mesh = make_mesh(2, 1)
+        return predict(
+            fasta, [], tiny_params, tmp_path / "ranks", options(), team=Team(ProcessInfo(mesh.world.rank, 2), mesh)
+        )
+
+    first, second = run_ranks(on_a_rank, 2)
+    assert first == second
+    assert (first["status"], len(first["predictions"])) == ("complete", 6)
+    assert predictions(tmp_path / "ranks") == predictions(tmp_path / "alone")
+
+
+# ---- stopped at any moment
+
+
+def test_a_killed_run_continues_and_makes_nothing_twice(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
+    """kill -9 as soon as something is there; what a line of the journal lacks is predicted again."""
+    out, program = tmp_path / "out", (
+        "import sys; from pathlib import Path; from warpfold.prediction.predict import *\n"
+        "q, p, o = map(Path, sys.argv[1:]); predict(q, [], p, o, PredictOptions(device='cpu', recycles=0, batch=1))"
+    )  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", program, str(fasta), str(tiny_params), str(out)])
+    journal = out / "journal" / "1-of-1.jsonl"
+    end = time.monotonic() + 120
+    while not (journal.is_file() and journal.read_text().count('"entry"')) and time.monotonic() < end:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    there = [row["entry"]["name"] for row in read_journals(out, json.loads((out / "summary.json").read_text())["run"])]
+    assert there
+    with open(journal, "a") as file:
+        file.write('{"of": ["p5", "tiny", 0], "ent')  # a line that was cut off
+    times = times_of(out, there)
+    assert predict(fasta, [], tiny_params, out, options(batch=1))["status"] == "complete"
+    assert times_of(out, there) == times
+    predict(fasta, [], tiny_params, tmp_path / "alone", options(batch=1))
+    assert predictions(out) == predictions(tmp_path / "alone")
+    assert {path.name for path in out.iterdir() if path.is_file()} == {"summary.json", "report.html"}
+
+
+def test_failures_of_other_parts_stay_and_own_ones_are_tried_again(
+    tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, prepare = tmp_path / "out", Predictor.prepare
+    monkeypatch.setattr(Predictor, "prepare", lambda *_, **__: (_ for _ in ()).throw(UserError("no")))
+    shares = [Share(part=JobPart(i, 2)) for i in (1, 2)]
+    for share in shares:
+        summary = predict(fasta, [], tiny_params, out, options(batch=1), share=share)
+    assert (summary["status"], len(summary["failures"])) == ("failed", 6)
+    monkeypatch.setattr(Predictor, "prepare", prepare)
+    summary = predict(fasta, [], tiny_params, out, options(batch=1), share=shares[0])
+    assert (summary["status"], len(summary["predictions"]), len(summary["failures"])) == ("failed", 3, 3)
+    assert predict(fasta, [], tiny_params, out, options(batch=1), share=shares[1])["status"] == "complete"
+
+
+def test_a_folder_of_somebody_else_stays_as_it_is(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/notes").write_text("mine")
+    with pytest.raises(UserError, match="something else"):
+        predict(fasta, [], tiny_params, tmp_path / "mine", options())
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes"]
+
+
+# ---- thousands
+
+
+def test_many_are_begun_and_ended_at_once(tmp_path: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but the model, for 3,000: no step's time is a square of their number, the journal is linear."""
+    count = 3000
+    groups = in_groups(items(tiny_params, [20 + i % 50 for i in range(count)]), 1, "cpu")
+    start = time.process_time()
+    assert sum(len(part_of(groups, JobPart(i, 4))) for i in range(1, 5)) == count
+    assert sum(map(len, in_jobs(groups, 32))) == count
+    assert time.process_time() - start < 5
+    journal = Journal(tmp_path, "run")
+    start = time.process_time()
+    for i in range(count):
+        journal.add((f"p{i}", "m", 0), {"name": "p", "folder": "p", "files": {}})
+    rows = list(read_journals(tmp_path, "run"))
+    assert (len(rows), list(read_journals(tmp_path, "other"))) == (count, [])
+    assert time.process_time() - start < 5
+
+
+# ---- what is said
+
+
+def test_what_is_written_late_takes_nothing_back_of_what_was_told(tiny_params: Path) -> None:
+    """The model is nearly through the second group when the files of the first are done, one after another."""
+    told: list[float] = []
+    a, b, c, d = items(tiny_params, (4, 4, 5, 5))
+    bar = _Bar(lambda done, total, _: told.append(done), 4, [(a, b), (c, d)])
+    bar.follow((c, d), PassPlace(1, 1, 9, 10, 0.8))
+    bar.move([a])
+    bar.move([b])
+    bar.follow((c, d), PassPlace(1, 1, 10, 10, 0.9))
+    assert told == pytest.approx([0, 1.6, 1.6, 2, 3.8])
+
+
+def test_the_report_draws_time_against_length(
+    tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("warpfold.report.predictions.LENGTHS", 3)
+    out = tmp_path / "out"
+    told: list[tuple[int, int, str]] = []
+    summary = predict(fasta, [], tiny_params, out, options(), lambda *at: told.append(at))
+    page = render(prediction_report(out, summary))
+    assert "seconds of each protein against its residues" in page
+    assert "and waited" in page
+    (process,) = summary["processes"]
+    assert 0 <= process["waiting"] <= 1
+    assert process["computing"] > 0
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert [as_time(seconds) for seconds in (3, 200, 7200)] == ["3 s", "3 min", "2.0 h"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shard", "0/4"], "--shard 0/4: expected I/N with I from 1 to N, for example 3/8"),
+        (["--shard", "5/4"], "--shard 5/4: expected I/N"),
+        (["--shard", "a/b"], "--shard a/b: expected I/N"),
+        (["--shard", ""], "--shard: the value is empty"),
+        (["--batch", "0"], "--batch 0: a number from 1 on, or auto"),
+        (["--batch", "many"], "--batch many: a number from 1 on, or auto"),
+    ],
+)
+def test_bad_options_are_one_line(
+    tmp_path: Path,
+    fasta: Path,
+    tiny_params: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    call = ["predict", str(fasta), "--params", str(tiny_params), "--out", str(tmp_path / "out"), "--device", "cpu"]
+    with pytest.raises(SystemExit) as stopped:
+        cli.main([*call, *arguments])
+    err = capsys.readouterr().err
+    assert (stopped.value.code, err.count("\n")) == (2, 1)
+    assert message in err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,434 @@
+"""The Python interface: its names, that it is the command line's, what it refuses at the call, lists and files."""
+
+import ast
+import collections.abc
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import numpy as np
+import pytest
+import torch
+
+import warpfold
+from tests.helpers import tiny_multimer
+from warpfold import cli
+from warpfold.data.formats.sequences import read_alignment
+from warpfold.errors import UserError
+from warpfold.model.confidence import pae as expected_error
+from warpfold.model.confidence import plddt as expected_lddt
+from warpfold.model.heads import pae_breaks
+from warpfold.prediction.predictor import Predictor, load
+from warpfold.training.config import load_settings
+
+ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMKTAYIAK"
+ROW = "-KTAYLAKQRQISFVRSH"
+SOURCE = ast.parse(Path(warpfold.__file__).read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def predictor(tiny_params: Path) -> Predictor:
+    return load(tiny_params, device="cpu")
+
+
+# ---- names
+
+
+def test_editors_and_the_module_know_the_same_names() -> None:
+    (block,) = (node for node in SOURCE.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    imported = {
+        alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert imported == warpfold._MODULES
+    assert set(warpfold.__all__) == {*imported, "__version__"}
+    assert set(warpfold.__all__) <= set(dir(warpfold))
+    assert Path(warpfold.__file__).with_name("py.typed").is_file()  # PEP 561: checkers read the types
+    for name in warpfold.__all__:
+        assert getattr(warpfold, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'fold'"):
+        warpfold.fold  # noqa: B018  # type: ignore[attr-defined]
+
+
+# ---- one interface: names and defaults of the command line
+
+SHELL = {"json", "toml", "quiet", "verbose"}  # what a shell prints
+STRICT = 'kernels="strict"'
+ELSEWHERE = {  # options that are something else in Python
+    "pack": {"verify": "Store.verify", "info": "Store"},
+    "train": {"plan.data": "set", "plan.axial": "set", "plan.branch": "set", "train.spare": "set"},
+    "predict": {"plan.axial": "team", "plan.branch": "team"},
+}
+
+
+def options_of(command: str) -> dict[str, Any]:
+    """Return the options of a command as Python has them, with their defaults; a required one has `...`."""
+    found = cli.typer.main.get_command(cli.app).commands[command]  # type: ignore[attr-defined]
+    values = inspect.signature(found.callback.__wrapped__ if hasattr(found.callback, "__wrapped__") else found.callback)
+    options = {}
+    for parameter in found.params:
+        name = parameter.name
+        if name in values.parameters:
+            default = values.parameters[name].default
+            option = parameter.opts[0].lstrip("-").replace("-", "_")
+            options[option] = ... if default is inspect.Parameter.empty else getattr(default, "value", default)
+    return {name: value for name, value in options.items() if name not in SHELL}
+
+
+@pytest.mark.parametrize("command", ["sample", "search", "pack", "params", "train", "score", "predict"])
+def test_functions_have_the_names_and_defaults_of_commands(command: str) -> None:
+    options = options_of(command)
+    for name in ELSEWHERE.get(command, {}):
+        options.pop(name)
+    python = {
+        name: ... if p.default is p.empty else p.default
+        for name, p in inspect.signature(getattr(warpfold, command)).parameters.items()
+    }
+    assert set(python) - set(options) <= {"progress", "watch", "team"}
+    assert {name: python[name] for name in options} == options
+
+
+def test_folding_has_the_names_and_defaults_of_predict() -> None:
+    options = options_of("predict")
+    for function in (load, Predictor.fold, Predictor.fold_many):
+        for name, parameter in inspect.signature(function).parameters.items():
+            kept = (function, name) == (Predictor.fold, "representations")  # of one, in memory, they are kept
+            if options.get(name, ...) is not ... and not kept:
+                assert parameter.default == options[name], (function, name)
+    known = {name for f in (load, Predictor.fold) for name in inspect.signature(f).parameters}
+    assert {"max_msa", "max_extra", "recycle_tolerance", "max_recycles", "hits", "template_structures"} <= known
+
+
+def ranges_of(command: str) -> list[tuple[str, str, float]]:
+    """Return each option of a command that has a range, with a number outside of it."""
+    callback = cli.typer.main.get_command(cli.app).commands[command].callback  # type: ignore[attr-defined]
+    found = []
+    for name, parameter in inspect.signature(callback).parameters.items():
+        for info in getattr(parameter.annotation, "__metadata__", ()):
+            low, high = getattr(info, "min", None), getattr(info, "max", None)
+            if low is not None or high is not None:
+                found.append((command, name, low - 1 if high is None else high + 1))
+    return found
+
+
+RANGED = [one for command in ("sample", "search", "pack", "predict") for one in ranges_of(command)]
+
+
+@pytest.mark.parametrize(("command", "name", "beyond"), RANGED)
+def test_ranges_are_those_of_the_command_line(command: str, name: str, beyond: float, tmp_path: Path) -> None:
+    assert len(RANGED) > 12
+    if name in ("axial", "branch"):  # a team has them
+        return
+    first = {"sample": (), "search": ("q.fasta", "db.fasta"), "pack": ("mmcif", None), "predict": ("q.fasta", "p.npz")}
+    given = first[command]
+    with pytest.raises(UserError, match=f"{name}|{name.replace('_', '-')}"):
+        getattr(warpfold, command)(*given, tmp_path / "out", **{name: beyond})
+    assert not list(tmp_path.iterdir())
+
+
+# ---- wrong arguments, at the call
+
+
+WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
+    "device": (lambda p, path: load(path, device="gpu"), "gpu"),
+    "no device": (lambda p, path: load(path, device=3), "device = 3: a name is needed"),
+    "cuda": (lambda p, path: p.to("cuda:99"), "cuda:99"),
+    "precision": (lambda p, path: load(path, "cpu", precision="half"), "precision = 'half': not one of fp32, bf16"),
+    "kernels": (lambda p, path: load(path, "cpu", kernels="quick"), "kernels = 'quick': not one of fast, strict"),
+    "chunk": (lambda p, path: load(path, "cpu", chunk=-1), "chunk = -1: at least 0"),
+    "memory": (lambda p, path: load(path, "cpu", memory="lots"), "lots"),
+    "offload": (lambda p, path: load(path, "cpu", offload="yes"), "offload = 'yes': True or False"),
+    "max_msa": (lambda p, path: load(path, "cpu", max_msa=0), "max_msa = 0: at least 1"),
+    "max_recycles": (lambda p, path: load(path, "cpu", max_recycles="3"), "is not LENGTH:RECYCLES"),
+    "two numbers": (lambda p, path: load(path, "cpu", max_recycles=3), "max_recycles = 3: two numbers"),
+    "tolerance": (lambda p, path: load(path, "cpu", recycle_tolerance="0.5"), "recycle_tolerance = '0.5': a number"),
+    "params": (lambda p, path: load(5), "params = 5: a path is needed"),
+    "folder": (lambda p, path: load(path.parent), "is a folder"),
+    "seed": (lambda p, path: p.fold(ONE, seed=1.5), "seed = 1.5: a whole number"),
+    "bool": (lambda p, path: p.fold(ONE, seed=True), "seed = True: a whole number"),
+    "recycles": (lambda p, path: p.fold(ONE, recycles="3"), "recycles = '3': a whole number"),
+    "ensemble": (lambda p, path: p.fold(ONE, ensemble=0), "ensemble = 0: at least 1"),
+    "distogram": (lambda p, path: p.fold(ONE, distogram=1), "distogram = 1: True or False"),
+    "name": (lambda p, path: p.fold(ONE, name=""), "name = '': a text is needed"),
+    "sequence": (lambda p, path: p.fold(ONE.encode()), "sequence = b'MKTAY.*: a text is needed"),
+    "chain": (lambda p, path: p.fold([ONE, 5]), "chain B = 5: a text is needed"),
+    "alignment": (lambda p, path: p.fold(ONE, 5), "alignment = 5: rows, an Alignment, or files"),
+    "rows": (lambda p, path: p.fold(ONE, [ROW, 5]), "rows, an Alignment, or files"),
+    "no file": (lambda p, path: p.fold(ONE, "none.a3m"), "none.a3m: no such file"),
+    "templates": (lambda p, path: p.fold(ONE, templates=7), "templates = 7: a path or a list of paths"),
+    "hits": (lambda p, path: p.fold(ONE, hits="h.hhr"), "hits need the mmCIF files"),
+    "complex": (lambda p, path: p.fold([ONE, TWO]), "for single chains; .*fold_many"),
+    "a text for a list": (lambda p, path: p.fold_many(ONE), "no such file; give a list"),
+    "a number for a list": (lambda p, path: p.fold_many(5), "a list, name -> sequence, or a file"),
+    "one of many": (lambda p, path: p.fold_many([ONE, 5]), "sequence = 5"),
+    "names": (lambda p, path: p.fold_many({1: ONE}), "the name 1: a text is needed"),
+    "alignments": (lambda p, path: p.fold_many([ONE, TWO], [[ROW]]), "1 for 2 sequences"),
+    "unknown": (lambda p, path: p.fold_many({"a": ONE}, {"b": [ROW]}), "there is no b among the sequences"),
+    "batch": (lambda p, path: p.fold_many([ONE], batch="many"), "batch many: a number from 1 on, or auto"),
+    "settings": (lambda p, path: warpfold.train(5, "store", "out"), "settings = 5: a preset's name"),
+    "set": (lambda p, path: warpfold.train("tiny", "store", "out", set="train.steps=5"), "a list or a mapping"),
+    "setting": (
+        lambda p, path: warpfold.train("tiny", "store", "out", set={"train.stepz": 5}),
+        "stepz is not a setting",
+    ),
+    "data": (lambda p, path: warpfold.train("tiny", 5, "out", device="cpu"), "data = 5: a path is needed"),
+    "watch": (lambda p, path: warpfold.train("tiny", "store", "out", watch=5), "watch: 5 is neither"),
+    "no data": (lambda p, path: warpfold.train("tiny", [], "out", device="cpu"), "data: is empty"),
+    "no store": (lambda p, path: warpfold.train("tiny", str(path.parent), "out", device="cpu"), "not a store"),
+    "out": (lambda p, path: warpfold.pack("mmcif", out=None), "out is missing"),
+    "structures": (lambda p, path: warpfold.pack(out="store"), "give structures, or parts to merge"),
+    "pack": (
+        lambda p, path: warpfold.pack("mmcif", out="store", min_length="ten"),
+        'min_length = "ten": a whole number',
+    ),
+    "engine": (lambda p, path: warpfold.search("q.fasta", "db.fasta", "out", engine="blast"), "engine = 'blast'"),
+    "max_hits": (lambda p, path: warpfold.search("q.fasta", "db.fasta", "out", max_hits=1), "a number from 2"),
+    "proteins": (lambda p, path: warpfold.sample("out", proteins=1.0), "proteins = 1.0: a whole number"),
+    "chains": (lambda p, path: warpfold.score("a.cif", "b.cif", chains="A"), "pairs of predicted:reference"),
+    "predicted": (lambda p, path: warpfold.score(5, "b.cif"), "predicted = 5: a path is needed"),
+    "progress": (lambda p, path: p.fold_many([ONE], progress=5), "progress = 5: a function"),
+    "model": (lambda p, path: Predictor(path), "an AlphaFold is needed; files: load"),
+    "sample": (lambda p, path: load(path, "cpu", sample=5), "sample = 5: a SampleConfig"),
+    "shard": (lambda p, path: warpfold.pack("mmcif", out="store", shard=1), "shard = 1: a text"),
+    "date": (
+        lambda p, path: p.fold(ONE, hits=["a.hhr"], template_structures=".", max_template_date=2020),
+        "2020: a text",
+    ),
+    "server": (lambda p, path: p.fold(ONE, msa_server="host"), "msa_server host: is no http or https address"),
+    "server of many": (lambda p, path: p.fold_many([ONE], msa_server=5), "msa_server = 5: a text is needed"),
+    "server to load": (lambda p, path: load(path, "cpu", msa_server="ftp://host"), "msa_server ftp://host: is no http"),
+    "cache": (lambda p, path: p.fold(ONE, msa_cache="answers"), "msa_cache has no effect without msa_server"),
+    "server to search": (lambda p, path: warpfold.search(ONE, out="out", msa_server="host"), "^msa_server host: is no"),
+    "server and database": (
+        lambda p, path: warpfold.search(ONE, "db.fasta", "out", msa_server="http://host"),
+        "^database: has no effect with msa_server",
+    ),
+    "no database": (lambda p, path: warpfold.search(ONE, out="out"), "database is missing; .* with msa_server"),
+    "name of a database": (lambda p, path: warpfold.search(ONE, ["a b="], "out"), "^database a b=: "),
+    "too few": (lambda p, path: warpfold.pack("mmcif", out="store", max_file_gb=0), "^pack: max_file_gb 0: expected"),
+    "date of pack": (
+        lambda p, path: warpfold.pack("mmcif", out="store", released_after="May"),
+        "^released_after May: ",
+    ),
+    "memory of train": (
+        lambda p, path: warpfold.train("tiny", "a", "out", memory="lots"),
+        "^memory lots: not an amount",
+    ),
+    "team": (lambda p, path: load(path, "cpu", team=2), "team = 2: a Team is needed"),
+    "team of predict": (lambda p, path: warpfold.predict(ONE, path, "out", team="x"), "team = 'x': a Team is needed"),
+    "team of train": (lambda p, path: warpfold.train("tiny", "store", "out", team="x"), "team = 'x': a Team"),
+    "no such device": (lambda p, path: p.to("tpu"), "^device tpu: not known; give cpu, cuda"),
+    "no chains": (lambda p, path: p.fold([]), "has no chains"),
+    "no letters": (lambda p, path: p.fold(" "), "has no residues; give a letter for each"),
+    "a file to fold": (lambda p, path: p.fold("q.fasta"), "sequence = 'q.fasta': is no sequence; .* fold_many"),
+    "a path to fold": (lambda p, path: p.fold(Path("q.fasta")), "a text is needed, .* files: fold_many"),
+    "alignment of many": (lambda p, path: p.fold_many([ONE], "a.a3m"), "alignments = 'a.a3m': a list is needed"),
+    "e_value": (lambda p, path: warpfold.search(ONE, "d.fasta", "out", e_value=-1), "^e_value -1: a number over 0"),
+    "words for max_hits": (lambda p, path: warpfold.search(ONE, "d.fasta", "out", max_hits="many"), "^max_hits many: "),
+    "cluster": (
+        lambda p, path: warpfold.predict(ONE, path, "out", device="cpu", cluster="nowhere"),
+        "^cluster nowhere: ",
+    ),
+    "no template database": (
+        lambda p, path: warpfold.search(ONE, "d.fasta", "out", template_database="gone"),
+        "^gone: no such file; name a FASTA file",
+    ),
+    "stdin": (lambda p, path: p.fold_many("-"), "-: nothing is piped in"),
+    "a file that is not there": (lambda p, path: p.fold_many([ONE, "none.fasta"]), "none.fasta: .*no such file"),
+    "a path that is not there": (lambda p, path: p.fold_many([Path("none.fasta")]), "none.fasta: .*no such file"),
+    "predict": (
+        lambda p, path: warpfold.predict("none.fasta", path, "out", device="cpu"),
+        "none.fasta: .*no such file",
+    ),
+    "no query": (lambda p, path: warpfold.predict([], path, "out", device="cpu"), "query: is empty"),
+    "no params": (lambda p, path: warpfold.predict(ONE, [], "out", device="cpu"), "params: is empty"),
+    "predict's device": (lambda p, path: warpfold.predict(ONE, path, "out", device="gpu"), "^device gpu: "),
+    "predict's precision": (
+        lambda p, path: warpfold.predict(ONE, path, "out", device="cpu", precision="fp64"),
+        "precision = 'fp64': not one of fp32, bf16, bf16_all, fp16$",
+    ),
+    "relax": (
+        lambda p, path: warpfold.predict(ONE, path, "out", relax=True),
+        "relax = True: not one of all, best, none",
+    ),
+    "whether a complex": (lambda p, path: warpfold.predict(ONE, path, "out", complex=1), "complex = 1: True or False"),
+    "seeds": (lambda p, path: warpfold.predict(ONE, path, "out", seeds=None), "seeds = None: a whole number"),
+    "models": (
+        lambda p, path: warpfold.predict(ONE, path, "out", device="cpu", num_models=2),
+        "^num_models 2: .* has 1 that fit",
+    ),
+    "hits of predict": (lambda p, path: warpfold.predict(ONE, path, "out", hits="a.hhr"), r"\(template_structures\)"),
+    "shard of predict": (lambda p, path: warpfold.predict(ONE, path, "out", shard="9/8"), "^shard 9/8: expected I/N"),
+    "cache of predict": (lambda p, path: warpfold.predict(ONE, path, "out", msa_cache="a"), "msa_cache has no effect"),
+    "recycling": (
+        lambda p, path: warpfold.predict(ONE, path, "out", recycle_tolerance=-1.0),
+        "^recycle_tolerance -1: angstrom",
+    ),
+    "ending": (lambda p, path: warpfold.params(path, out="x.pt"), "x.pt: .safetensors or .npz is written"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_arguments_are_errors_at_the_call(
+    case: str, predictor: Predictor, tiny_params: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, says = WRONG[case]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(predictor, "prepare", None)  # before anything is computed
+    with pytest.raises(UserError, match=says) as error:
+        call(predictor, tiny_params)
+    assert "\n" not in str(error.value)
+    assert "--" not in str(error.value)  # nobody here has given an option
+    assert not list(tmp_path.iterdir())
+
+
+# ---- alignments and complexes, however they are given
+
+
+def test_an_alignment_is_rows_a_file_or_an_object(predictor: Predictor, tmp_path: Path) -> None:
+    path = tmp_path / "q.a3m"
+    path.write_text(f">q\n{ONE}\n>r\n{ROW}\n")
+    rows = predictor.fold(ONE, [ROW])
+    for given in (str(path), path, [path], tmp_path, read_alignment(path), (ONE, ROW)):
+        np.testing.assert_array_equal(predictor.fold(ONE, given).positions, rows.positions)
+    with pytest.raises(UserError, match="first row has 18 residues, the query has 11"):
+        predictor.fold(TWO, path)
+    with pytest.raises(UserError, match="first row has 18 residues, the query has 11"):
+        predictor.fold(TWO, read_alignment(path))
+
+
+def test_a_complex_is_a_text_a_list_or_a_mapping(tmp_path: Path) -> None:
+    folder = Predictor(tiny_multimer(recycles=0))
+    (tmp_path / "q.a3m").write_text(f">q\n{ONE}\n>r\n{ROW}\n")
+    first = folder.fold([ONE, TWO], [[ROW], None])
+    assert first.chain_ids == ("A", "B")
+    for chains, alignment in (
+        (f"{ONE}:{TWO}", tmp_path / "q.a3m"),
+        ({"A": ONE, "B": TWO}, {"A": tmp_path / "q.a3m"}),
+        ([ONE, TWO], [str(tmp_path / "q.a3m")]),
+    ):
+        np.testing.assert_array_equal(folder.fold(chains, alignment).positions, first.positions)
+    assert re.fullmatch(r"<Prediction query: 29 residues in 2 chains, pLDDT .*, ipTM .*, pTM .*>", repr(first))
+
+
+# ---- many
+
+
+def test_many_are_folded_as_each_alone_and_failures_are_results(predictor: Predictor) -> None:
+    told: list[tuple[float, int, str]] = []
+    given = {"long": ONE, "bad": "MK*", "short": TWO, "empty": "", "mid": ONE[:14]}
+    found = predictor.fold_many(
+        given, {"long": [ROW], "mid": ["AC"]}, seed=3, progress=lambda *now: told.append(now), logits=True
+    )
+    assert [one.name for one in found] == list(given)
+    assert [bool(one.prediction) for one in found] == [True, False, True, False, False]
+    assert "not an amino acid" in found[1].error
+    assert "bad" in repr(found[1])
+    alone = predictor.fold(ONE, [ROW], seed=3, representations=False)
+    together = found[0].prediction
+    assert together is not None
+    assert together.pair is None
+    # They shared a pass: other products of the same numbers, rounded otherwise (of these filled models, some 1e-3 Å).
+    np.testing.assert_allclose(together.plddt, alone.plddt, atol=1e-3)
+    assert told[0][:2] == (3, 5)  # what cannot be read has failed before
+    assert told[-1][:2] == (5, 5)
+
+
+def test_many_from_a_file(predictor: Predictor, tmp_path: Path) -> None:
+    (tmp_path / "all.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n")
+    (tmp_path / "one.a3m").write_text(f">q\n{ONE}\n>r\n{ROW}\n")
+    found = predictor.fold_many(tmp_path / "all.fasta", tmp_path / "one.a3m", batch=1)
+    assert [one.name for one in found] == ["one", "two"]
+    assert found[0].prediction is not None
+    np.testing.assert_array_equal(found[0].prediction.positions, predictor.fold(ONE, [ROW]).positions)
+
+
+# ---- what a prediction holds
+
+
+def test_logits_are_what_the_confidences_are_made_of(predictor: Predictor) -> None:
+    found = predictor.fold(ONE, [ROW], logits=True, distogram=True)
+    logits = {name: torch.from_numpy(np.array(array)) for name, array in found.logits.items()}
+    np.testing.assert_allclose(expected_lddt(logits["plddt"]), found.plddt, rtol=1e-5)
+    np.testing.assert_allclose(expected_error(logits["pae"], pae_breaks()), found.pae, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(logits["distogram"].softmax(-1), found.distogram, atol=2**-11)
+    assert logits["masked_msa"].shape == (2, 18, 23)
+    assert logits["resolved"].shape == (18, 37)
+    assert not predictor.fold(ONE).logits
+
+
+def test_a_predictor_moves_and_computes_the_same(tiny_params: Path) -> None:
+    predictor = load(tiny_params, device="cpu", precision="bf16")
+    before = predictor.fold(ONE)
+    assert predictor.to("cpu") is predictor
+    np.testing.assert_array_equal(predictor.fold(ONE).positions, before.positions)
+    assert re.fullmatch(r"<Predictor of single chains: [\d,]+ parameters, bf16 on cpu>", repr(predictor))
+    assert len(repr(before)) < 100
+
+
+def test_what_load_is_told_of_the_alignment_and_recycling(tiny_params: Path) -> None:
+    told = load(tiny_params, "cpu", max_msa=2, max_extra=0, max_recycles="17:0", recycle_tolerance=0)
+    assert (told.sample.max_msa, told.sample.max_extra) == (2, 0)
+    assert told.fold(ONE).details["recycles"] == 0
+    assert told.fold(ONE[:17]).details["recycles"] == 1
+
+
+# ---- settings and stores
+
+
+def test_settings_by_name_values_or_object() -> None:
+    named = load_settings("tiny", ["train.steps=5"]).config()
+    assert load_settings({"base": "tiny", "train": {"steps": 5}}).config() == named
+    assert load_settings(named).config() == named
+    assert load_settings(named, ["train.steps=6"]).config() == replace(named, train=replace(named.train, steps=6))
+    with pytest.raises(UserError, match=r"settings: train\.stepz is not a setting; did you mean train\.steps"):
+        load_settings({"base": "tiny", "train": {"stepz": 5}}).config()
+
+
+def test_defaults_that_are_words_are_words() -> None:
+    assert not [value for value in options_of("search").values() if isinstance(value, Enum)]
+
+
+# ---- paths
+
+
+def words_of(annotation: Any) -> set[str]:
+    """The names of the types that an annotation is made of; not of what a function in it takes."""
+    if isinstance(annotation, str):
+        return set(re.findall(r"\w+", annotation))
+    if isinstance(annotation, list) or get_origin(annotation) is collections.abc.Callable:
+        return set()
+    own = get_origin(annotation) or annotation
+    return {getattr(own, "__name__", str(own))}.union(*map(words_of, get_args(annotation)))
+
+
+def callables() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Every function of the interface, and the methods of its classes; results are made by us."""
+    from warpfold.model import weights
+
+    for name in (*warpfold.__all__, "save_params"):
+        found = getattr(weights if name == "save_params" else warpfold, name)
+        if inspect.isclass(found):
+            yield from (
+                (f"{name}.{one}", method)
+                for one, method in inspect.getmembers(found)
+                if ((one == "__init__" and name != "ParamsFile") or not one.startswith("_"))
+                and inspect.isfunction(method)
+            )
+        elif callable(found):
+            yield name, found
+
+
+def test_whatever_takes_a_path_takes_text_too() -> None:
+    walked, narrow = set(), []
+    for name, function in callables():
+        for parameter in inspect.signature(function).parameters.values():
+            words = words_of(parameter.annotation)
+            if words & {"Path", "PathLike", "Paths", "StoreLike"}:
+                walked.add(name)
+                narrow += [] if words & {"str", "PathLike", "Paths", "StoreLike"} else [f"{name}: {parameter}"]
+    assert not narrow
+    assert {"load", "pack", "predict", "save_params", "Checkpoints.__init__", "Prediction.save"} <= walked

@@ -1,0 +1,365 @@
+"""The training loop: what it writes, what it refuses, how it stops."""
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.runs import equal_tensors, make_store, rows, tiny_run
+from warpfold import settings
+from warpfold.data.load.order import Source
+from warpfold.data.store.store import Store
+from warpfold.engine import checkpoint, step_folders
+from warpfold.engine import learn as learning
+from warpfold.errors import UserError
+from warpfold.model.weights import load_model
+from warpfold.training import examples as chosen
+from warpfold.training.config import RunConfig
+from warpfold.training.examples import draw_recycles, split
+from warpfold.training.results import ExampleResult, SkippedExamples
+from warpfold.training.train import Summary, train
+from warpfold.training.validation import Validation
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return make_store(tmp_path_factory.mktemp("train") / "store")
+
+
+@pytest.fixture(scope="module")
+def unbroken(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("train") / "run"
+    train(tiny_run(), store, out)
+    return out
+
+
+def test_what_a_run_leaves(unbroken: Path) -> None:
+    found = rows(unbroken)
+    assert [(r["kind"], r["step"]) for r in found if r["kind"] == "validation"] == [
+        ("validation", s) for s in (0, 3, 6)
+    ]
+    steps = [r for r in found if r["kind"] == "step"]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
+    assert [r["learning_rate"] for r in steps[:3]] == [0.0005, 0.001, 0.001]
+    assert all(len(r["examples"]) == 2 and np.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in steps)
+    held_out = set(found[0]["examples"])
+    assert len(held_out) == 2
+    assert not held_out & {name for r in steps for name in r["examples"]}
+    assert {p.name for p in (unbroken / "checkpoints").iterdir()} >= {"step-00000004", "step-00000006"}
+    assert settings.build(RunConfig, settings.load(unbroken / "settings.toml")) == tiny_run()
+
+
+def test_the_saved_parameters_are_the_averaged_ones(unbroken: Path) -> None:
+    with checkpoint.RunFolder(unbroken) as run:
+        tensors = run.load(6).tensors
+    for name, value in load_model(unbroken / "params.safetensors").named_parameters():
+        assert torch.equal(value, tensors[f"average.{name}"]), name
+    changed = [name for name, t in tensors.items() if name.startswith("weights.") and "norm" not in name]
+    assert any(not torch.equal(tensors[name], tensors["average." + name[8:]]) for name in changed)
+
+
+def test_sigterm_saves_and_the_same_command_continues(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    def stop_after_three(row: dict) -> None:
+        if row["kind"] == "step" and row["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    stopped = train(tiny_run(), store, tmp_path / "run", watch=stop_after_three)
+    assert (stopped.steps, stopped.finished) == (3, False)
+    assert signal.getsignal(signal.SIGTERM) == before
+    done = train(tiny_run(), store, tmp_path / "run")
+    assert (done.steps, done.finished) == (6, True)
+    assert rows(tmp_path / "run") == rows(unbroken)
+    assert equal_tensors(tmp_path / "run/params.safetensors", unbroken / "params.safetensors")
+    assert train(tiny_run(), store, tmp_path / "run") == done  # nothing is left to do
+
+
+def test_on_a_full_disk_the_run_ends_and_continues_later(
+    store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        original = step_folders.save_file
+
+        def full(tensors: dict, path: Path) -> None:
+            if "00000004" in str(path):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            original(tensors, path)
+
+        patch.setattr(step_folders, "save_file", full)
+        with pytest.raises(UserError, match=r"No space left on device.*step 3 is safe"):
+            train(tiny_run(), store, tmp_path / "run")
+    train(tiny_run(), store, tmp_path / "run")
+    assert rows(tmp_path / "run") == rows(unbroken)
+
+
+def test_another_runs_folder_is_refused(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    config = tiny_run(seed=1)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, c_z=8))
+    with pytest.raises(UserError, match=r"other settings \(model.c_z: 8, not 12; train.seed: 1, not 0\)"):
+        train(config, store, unbroken)
+    with pytest.raises(UserError, match="another store"):
+        train(tiny_run(), make_store(tmp_path / "other", proteins=7), unbroken)
+    with pytest.raises(UserError, match="another init"):
+        train(tiny_run(), store, unbroken, init=unbroken / "params.safetensors")
+    assert rows(unbroken)[-1]["step"] == 6
+
+
+def test_how_a_run_is_executed_may_change(store: Store, unbroken: Path) -> None:
+    assert train(tiny_run(keep=1, save_every=1), store, unbroken) == Summary(
+        steps=6, finished=True, lddt_ca=rows(unbroken)[-1]["lddt_ca"], params=unbroken / "params.safetensors"
+    )
+
+
+def poison(patch: pytest.MonkeyPatch, call: int) -> None:
+    """The loss of one example, given by its position, becomes NaN."""
+    original = learning.total_loss
+    calls: list[None] = []
+
+    def poisoned(*args: Any, **more: Any) -> Any:
+        calls.append(None)
+        loss, terms = original(*args, **more)
+        return (loss * float("nan") if len(calls) == call else loss), terms
+
+    patch.setattr(learning, "total_loss", poisoned)
+
+
+def test_a_loss_that_is_not_finite_stops_with_what_reproduces_it(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, call=4)
+    with pytest.raises(UserError, match=r"step 1: .* is not finite") as error:
+        train(tiny_run(), store, tmp_path / "run")
+    folder = tmp_path / "run/failures/example-00000003"
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+    notes = json.loads((folder / "failure.json").read_text())
+    assert (notes["seed"], notes["step"], notes["index"], notes["loss"]) == (0, 1, 3, None)
+    with np.load(folder / "batch.npz", allow_pickle=False) as arrays:
+        assert len(arrays["aatype"]) == notes["length"]
+    assert (folder / "state.safetensors").is_file()
+
+
+def test_or_it_is_skipped(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, call=4)
+    train(tiny_run(steps=2, on_nonfinite="skip", validation=0.0), store, tmp_path / "run")
+    assert [(r["skipped"], np.isfinite(r["loss"])) for r in rows(tmp_path / "run")] == [(0, True), (1, True)]
+    assert all(p.isfinite().all() for p in load_model(tmp_path / "run/params.safetensors").parameters())
+
+
+def test_a_run_can_begin_from_other_parameters(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    init = unbroken / "params.safetensors"
+    train(tiny_run(steps=1), store, tmp_path / "run", init=init)
+    assert rows(tmp_path / "run")[0]["lddt_ca"] == rows(unbroken)[-1]["lddt_ca"]
+    config = tiny_run()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, c_m=8))
+    with pytest.raises(UserError, match=r"params.safetensors"):
+        train(config, store, tmp_path / "other", init=init)
+
+
+def test_held_out_examples_by_name_or_from_another_store(store: Store, tmp_path: Path) -> None:
+    training, held_out = split(store, tiny_run(validation=("helix3",)))
+    assert [key for _, key in held_out] == ["helix3"]
+    assert "helix3" not in training
+    other = make_store(tmp_path / "other", proteins=2)
+    training, held_out = split(store, tiny_run(validation=str(other.path), validation_examples=1))
+    assert training == store.keys
+    assert [s.path for s, _ in held_out] == [other.path]
+    with pytest.raises(UserError, match="helix9 is not in"):
+        split(store, tiny_run(validation=("helix9",)))
+
+
+def test_held_out_features_are_made_one_ahead_and_always_alike(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    original = chosen.make_features
+
+    def noted(entry: Any, config: Any, seed: int, key: tuple[str, str], passes: int, **rest: Any) -> Any:
+        features = original(entry, config, seed, key, passes, **rest)
+        made.append(key[0])
+        return features
+
+    monkeypatch.setattr(chosen, "make_features", noted)
+    keys = sorted(store.keys)[:4]
+    held_out, config = [(store, key) for key in keys], tiny_run()
+    first = []
+    for number, example in enumerate(chosen.held_out_features(held_out, config)):
+        end = time.monotonic() + 20
+        while len(made) < min(number + 2, 4) and time.monotonic() < end:
+            time.sleep(0.001)  # as a model that folds this one
+        assert made == keys[: number + 2]  # the next is there, and not the one after it
+        first.append(example)
+    assert [example.key for example in first] == keys
+    for example, again in zip(first, chosen.held_out_features(held_out, config), strict=True):
+        one, other = example.features, again.features
+        assert all(np.array_equal(one[name], other[name], equal_nan=one[name].dtype.kind == "f") for name in other)
+
+
+def test_what_fails_while_a_held_out_example_is_made_is_raised(store: Store) -> None:
+    with pytest.raises(KeyError, match="nobody"):
+        list(chosen.held_out_features([(store, "nobody")], tiny_run()))
+
+
+def test_recycles_are_uniform_and_a_function_of_the_step() -> None:
+    config = tiny_run()
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, recycles=3))
+    drawn = [draw_recycles(config, step) for step in range(4000)]
+    assert drawn == [draw_recycles(config, step) for step in range(4000)]
+    assert np.abs(np.bincount(drawn, minlength=4) / 4000 - 0.25).max() < 0.03
+
+
+def test_a_plan_that_cannot_be_trained_is_refused_as_a_setting() -> None:
+    values = settings.load("tiny", ["plan.in_place=true", "plan.chunk=8"])
+    with pytest.raises(UserError, match=r"plan\.in_place is for inference"):
+        settings.build(RunConfig, values, "tiny")
+
+
+def damage(store: Store, key: str, path: Path) -> Store:
+    """A copy of a store, in which the alignment of an entry is damaged."""
+    shutil.copytree(store.path, path)
+    stored = store.record(key).arrays["msa"]
+    shard = path / f"shard-{stored.shard:05d}.wfs"
+    data = bytearray(shard.read_bytes())
+    data[stored.starts[0]] ^= 1
+    shard.write_bytes(data)
+    return Store(path)
+
+
+def test_a_damaged_entry_is_set_aside_and_named(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    used = next(row["examples"][0] for row in rows(unbroken) if row["kind"] == "step")
+    damaged = damage(store, used, tmp_path / "damaged")
+    result = train(tiny_run(workers=1), damaged, tmp_path / "run")
+    assert (result.finished, result.quarantined) == (True, (used,))
+    found = rows(tmp_path / "run")
+    [told] = [row for row in found if row["kind"] == "quarantine"]
+    assert (told["step"], told["example"]) == (0, used)
+    assert "damaged" in told["reason"]
+    assert used not in {name for row in found if row["kind"] == "step" for name in row["examples"]}
+    assert train(tiny_run(workers=1), damaged, tmp_path / "run") == result
+    train(tiny_run(), damaged, tmp_path / "follower", replay=tmp_path / "run/order.txt")
+    steps = [[row for row in rows(tmp_path / name) if row["kind"] == "step"] for name in ("run", "follower")]
+    assert steps[0] == steps[1]
+    with pytest.raises(UserError, match=r"more than 0 stop a run \(train.quarantine\)"):
+        train(tiny_run(quarantine=0.0), damaged, tmp_path / "strict")
+
+
+def test_a_mixture_of_stores(store: Store, tmp_path: Path) -> None:
+    other = make_store(tmp_path / "other", proteins=3)
+    sources = [Source(store, weight=1), Source(other, weight=3)]
+    train(tiny_run(steps=3), sources, tmp_path / "run")
+    train(tiny_run(steps=6), sources, tmp_path / "run")
+    train(tiny_run(steps=6), [Source(store, weight=0.25), Source(other, weight=0.75)], tmp_path / "unbroken")
+    steps = [[row for row in rows(tmp_path / name) if row["kind"] == "step"] for name in ("run", "unbroken")]
+    assert steps[0] == steps[1]
+    names = {name for row in steps[0] for name in row["examples"]}
+    assert {name.partition(":")[0] for name in names} == {"store", "other"}
+    held_out = set(rows(tmp_path / "run")[0]["examples"])
+    assert not held_out & {name.removeprefix("store:") for name in names}
+    with pytest.raises(UserError, match="began with another store"):
+        train(tiny_run(), [Source(store), Source(other)], tmp_path / "run")
+
+
+def test_the_row_of_a_step_says_how_long_it_waited(unbroken: Path) -> None:
+    lines = map(json.loads, (unbroken / "metrics.jsonl").read_text().splitlines())
+    steps = [line for line in lines if line["kind"] == "step"]
+    assert all(0 < line["waiting"] < 1 and 0 < line["waiting_so_far"] < 1 for line in steps)
+    assert steps[0]["waiting_so_far"] == steps[0]["waiting"]
+
+
+def last_loses_a_bit(run: Path) -> None:
+    state = max((run / "checkpoints").glob("step-*")) / "state.safetensors"
+    data = bytearray(state.read_bytes())
+    data[-1] ^= 1
+    state.write_bytes(data)
+
+
+def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(
+    store: Store, unbroken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tiny_run(steps=4), store, tmp_path / "run")
+    last_loses_a_bit(tmp_path / "run")
+    done = train(tiny_run(), store, tmp_path / "run")
+    assert done.finished
+    assert [r.getMessage().rsplit("; ")[-1] for r in caplog.records] == ["the run continues from step 3"]
+    assert rows(tmp_path / "run") == rows(unbroken)
+    assert equal_tensors(tmp_path / "run/params.safetensors", unbroken / "params.safetensors")
+
+
+def test_a_step_is_safe_before_it_is_validated(
+    store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run(validate_every=2)
+    train(config, store, tmp_path / "unbroken")
+    with monkeypatch.context() as patch:
+        original = Validation.__call__
+
+        def killed(validation: Validation, step: int, rounds: int) -> int:
+            if step == 4:
+                raise KeyboardInterrupt
+            return original(validation, step, rounds)
+
+        patch.setattr(Validation, "__call__", killed)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, store, tmp_path / "run")
+    with checkpoint.RunFolder(tmp_path / "run") as run:
+        assert run.latest() == 4
+    train(config, store, tmp_path / "run")
+    assert rows(tmp_path / "run") == rows(tmp_path / "unbroken")
+
+
+def poison_all(patch: pytest.MonkeyPatch, bad: set[int]) -> None:
+    """The losses of these calls, counted from 0, are NaN; their gradients are finite."""
+    original = learning.total_loss
+    calls: list[None] = []
+
+    def poisoned(*args: Any, **more: Any) -> Any:
+        calls.append(None)
+        loss, terms = original(*args, **more)
+        return (loss + float("nan") if len(calls) - 1 in bad else loss), terms
+
+    patch.setattr(learning, "total_loss", poisoned)
+
+
+def test_a_run_that_skips_too_much_stops_and_keeps_what_was_good(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison_all(monkeypatch, set(range(4, 100)))
+    config = tiny_run(steps=50, on_nonfinite="skip", max_skipped=7, save_every=1, validation=0.0)
+    with pytest.raises(UserError, match=r"step 6: .* 8 of the last 12 .*train\.max_skipped = 7") as error:
+        train(config, store, tmp_path / "run")
+    assert "\n" not in str(error.value)
+    with checkpoint.RunFolder(tmp_path / "run") as run:
+        assert run.steps() == [1, 2, 4, 5]  # the last ones, and the last without a skipped example
+        states = [run.load(step) for step in (2, 5)]
+    assert [state.notes["skipped"] for state in states] == [[], [4, 5, 6, 7, 8, 9]]
+    assert all(torch.equal(states[0].tensors[name], states[1].tensors[name]) for name in states[0].tensors)
+    found = rows(tmp_path / "run")
+    assert [(row["skipped"], row["learning_rate"] > 0) for row in found] == [(0, True)] * 2 + [(2, False)] * 4
+    poison_all(monkeypatch, {0})  # the window is the checkpoint's
+    with pytest.raises(UserError, match=r"step 6: .* 7 of the last 11 .*train\.max_skipped = 6"):
+        train(
+            tiny_run(steps=50, on_nonfinite="skip", max_skipped=6, save_every=1, validation=0.0),
+            store,
+            tmp_path / "run",
+        )
+
+
+def test_few_in_a_thousand_may_be_skipped_however_long_it_takes() -> None:
+    def results(*losses: float) -> list[ExampleResult]:
+        return [ExampleResult(key="", length=1, loss=loss, norm=1.0, lddt_ca=0.0, terms={}) for loss in losses]
+
+    skipped = SkippedExamples(most=2)
+    for step in range(1, 3_001):
+        skipped.add(step, results(math.nan if step % 600 == 0 else 1.0))
+    with pytest.raises(UserError, match=r"step 3001: .* 3 of the last 1000"):
+        skipped.add(3_001, results(math.nan))
+    with pytest.raises(UserError, match="3 of the last 3 "):
+        SkippedExamples(most=2).add(1, results(*[math.nan] * 3, *[1.0] * 5_000))  # the rest of the step comes after

@@ -1,0 +1,254 @@
+"""Validations: what they cost, whom they fold, how they are interrupted; that they change nothing that is trained."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.runs import equal_tensors, helix, make_store, rows, tiny_run
+from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.data.store.stored_example import example_arrays, example_notes
+from warpfold.engine.checkpoint import RunFolder
+from warpfold.engine.watch import Phase, Watcher
+from warpfold.errors import UserError
+from warpfold.model.alphafold import AlphaFold
+from warpfold.training.config import TrainConfig
+from warpfold.training.examples import split
+from warpfold.training.train import train
+from warpfold.training.validation import Spending, Validation
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return make_store(tmp_path_factory.mktemp("validation") / "store")
+
+
+@pytest.fixture(scope="module")
+def unbroken(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("validation") / "run"
+    train(tiny_run(), store, out)
+    return out
+
+
+# What it costs
+
+
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
+@pytest.mark.parametrize(("steps", "each", "rounds"), [(100, 0.2, 12), (100, 3.0, 12), (1000, 0.01, 5), (20, 9.0, 2)])
+def test_the_time_of_validations_is_bounded(share: float, steps: int, each: float, rounds: int) -> None:
+    """A run of steps of a second that could validate after each; whole validations take rounds x each seconds."""
+    spent = Spending(round=each)
+    ratio = share / (1 - share)
+    counts = []
+    for step in range(1, steps + 1):
+        spent = dataclasses.replace(spent, training=float(step))
+        counts.append(spent.affords(share, rounds, step / steps))
+        spent = dataclasses.replace(spent, validation=spent.validation + counts[-1] * each)
+        slack = each if step == steps else 0.0  # at the end one is always folded
+        assert spent.validation <= ratio * step + slack + 1e-9
+    assert set(counts[:-1]) <= {0, rounds}
+    if ratio * steps >= rounds * each:  # the last can be whole, so it is
+        assert counts[-1] == rounds
+        whole = rounds * each  # what there is time for is done
+        assert spent.validation >= min(ratio * (steps - 1) - 2 * whole, (steps - 2) * whole) - 1e-9
+    else:
+        assert counts[-1] == max(1, int(ratio * steps / each + 1e-6))
+
+
+def test_a_share_that_is_none_is_refused() -> None:
+    for share in (0.0, 1.5):
+        with pytest.raises(ValueError, match="validation_share must be above 0"):
+            TrainConfig(validation_share=share)
+
+
+class Slow(Watcher):
+    """Validations as they are told."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+
+    def on_phase(self, phase: Phase) -> None:
+        self.phases.append(phase)
+
+
+def test_what_is_validated_changes_no_bit_that_is_trained(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    watcher = Slow()
+    train(tiny_run(validation_share=0.1, validate_every=2), store, tmp_path / "bounded", watch=watcher)
+    train(tiny_run(validate_every=1, csv=True), store, tmp_path / "all")
+    steps = [
+        [r for r in rows(out) if r["kind"] == "step"] for out in (unbroken, tmp_path / "bounded", tmp_path / "all")
+    ]
+    assert steps[0] == steps[1] == steps[2]
+    for name in ("bounded", "all"):
+        last = "checkpoints/step-00000006/state.safetensors"
+        assert equal_tensors(tmp_path / name / last, unbroken / last)
+    told = [(p.name, p.step, p.done, p.total) for p in watcher.phases if p.name == "validating"]
+    assert told[-1][:2] == ("validating", 6)
+    assert {"saving", "training", "validating"} <= {p.name for p in watcher.phases}
+    ends = [p.left for p in watcher.phases if p.name == "training" and p.step > 1]
+    assert all(left is not None and left >= 0 for left in ends)
+    table = (tmp_path / "all/metrics.csv").read_text().splitlines()
+    assert len(table) == 1 + len(rows(tmp_path / "all"))
+
+
+def test_a_short_run_with_little_time_folds_one_and_says_of_how_many(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Spending, "affords", lambda *_: 1)
+    train(tiny_run(steps=2, validation_share=0.001), store, tmp_path / "run")
+    [row] = [row for row in rows(tmp_path / "run") if row["kind"] == "validation"]
+    assert (row["step"], row["of"], len(row["examples"])) == (2, 2, 1)
+    with RunFolder(tmp_path / "run", score="lddt_ca") as run:
+        run.open_log(2)
+        assert not run.scores  # what is measured on some says nothing about which checkpoint is best
+
+
+@pytest.mark.parametrize("times", [1, 10**9])
+def test_where_memory_runs_out_in_a_validation_the_training_goes_on(
+    store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+    times: int,
+) -> None:  # fmt: skip
+    """The next tighter plan is tried; what none fits is left out, in words, and no restart tries it again."""
+    held_out = {len(row["examples"]): row for row in rows(unbroken) if row["kind"] == "validation"}[2]["examples"]
+    longest = max(held_out)  # the name of the longest
+    forward, failed = AlphaFold.forward, 0
+
+    def stub(model: AlphaFold, batch: dict, *more: Any, **named: Any) -> Any:
+        nonlocal failed
+        if not model.training and batch["aatype"].shape[-1] == 10 + int(longest[-1]) and failed < times:
+            failed += 1
+            raise torch.OutOfMemoryError("out of memory")
+        return forward(model, batch, *more, **named)
+
+    monkeypatch.setattr(AlphaFold, "forward", stub)
+    out = tmp_path / "run"
+    assert train(tiny_run(), store, out).finished
+    assert equal_tensors(out / "params.safetensors", unbroken / "params.safetensors")
+    found = [row for row in rows(out) if row["kind"] == "validation"]
+    assert [row["step"] for row in found] == [0, 3, 6]
+    if times == 1:
+        assert all(row["examples"].keys() == held_out.keys() and "left_out" not in row for row in found)
+        return
+    for row in found:
+        assert (len(row["examples"]), row["of"], row["left_out"].keys()) == (1, 2, {longest})
+        assert "out of memory even with the tightest plan" in row["left_out"][longest]
+    assert f"the validation after step 3 leaves out {longest}" in caplog.text
+    before = failed
+    assert train(tiny_run(), store, out).finished
+    assert failed == before
+
+
+# Whom it folds
+
+
+def families(path: Path) -> Store:
+    """Eight helices: five copies of one, and three of their own."""
+    with StoreWriter(path) as writer:
+        for i in range(8):
+            raw = helix(f"helix{i}", 10 + i, seed=i)
+            meta = {"length": raw.length, "depth": raw.depth, "cluster": str(max(i - 4, 0))}
+            writer.add(raw.name, pack_record(example_arrays(raw), example_notes(raw)), meta)
+        writer.finish()
+    return Store(path)
+
+
+def test_a_family_is_validated_once(tmp_path: Path) -> None:
+    other = families(tmp_path / "families")
+    clusters = dict(zip(other.keys, other.column("cluster")))
+    for seed in range(4):
+        training, held_out = split(other, tiny_run(validation=0.2, seed=seed))
+        found = [clusters[key] for _, key in held_out]
+        assert len(set(found)) == len(found)
+        assert not set(found) & {clusters[key] for key in training}
+    _, held_out = split(make_store(tmp_path / "one"), tiny_run(validation=str(other.path)))
+    assert len(held_out) == 4
+    named = tuple(other.keys[:3])
+    assert [key for _, key in split(other, tiny_run(validation=named))[1]] == list(named)  # as asked
+
+
+# How it is interrupted
+
+
+class Stops(Watcher):
+    """Sends a signal when the first of the held-out examples of a step is to be folded."""
+
+    def __init__(self, step: int, number: int = signal.SIGINT) -> None:
+        self.step, self.number, self.answered = step, number, False
+
+    def on_phase(self, phase: Phase) -> None:
+        self.answered = self.answered or phase.name == "stopping"
+        if (phase.name, phase.step, phase.done) == ("validating", self.step, 0):
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.parametrize("step", [0, 3, 6])
+def test_a_signal_ends_a_validation_which_is_made_up_for(
+    store: Store, unbroken: Path, tmp_path: Path, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folded: list[Any] = []
+    original = Validation._fold
+
+    def noted(validation: Validation, *arguments: Any) -> Any:
+        folded.append(original(validation, *arguments))
+        return folded[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, "_fold", noted)
+        watcher = Stops(step)
+        stopped = train(tiny_run(), store, tmp_path / "run", watch=watcher)
+    assert (stopped.steps, stopped.finished, stopped.signal) == (step, False, signal.SIGINT)
+    assert watcher.answered
+    assert folded[-1] is None  # its example did not come to its end
+    assert train(tiny_run(), store, tmp_path / "run").finished
+    assert rows(tmp_path / "run") == rows(unbroken)
+    assert equal_tensors(tmp_path / "run/params.safetensors", unbroken / "params.safetensors")
+
+
+def test_kill_9_in_a_validation_loses_no_step(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, signal; from tests.training.runs import tiny_run; "
+        "from tests.training.test_validation import Stops; "
+        "from warpfold.data.store.store import Store; from warpfold.training.train import train; "
+        "train(tiny_run(save_every=100), Store(sys.argv[1]), sys.argv[2], watch=Stops(3, signal.SIGKILL))"
+    )
+    killed = subprocess.run([sys.executable, "-c", code, store.path, tmp_path / "run"], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    with RunFolder(tmp_path / "run") as run:
+        assert run.latest() == 3
+    train(tiny_run(save_every=100), store, tmp_path / "run")
+    assert rows(tmp_path / "run") == rows(unbroken)
+    assert equal_tensors(tmp_path / "run/params.safetensors", unbroken / "params.safetensors")
+
+
+def test_what_a_run_spent_is_known_when_it_continues(store: Store, tmp_path: Path) -> None:
+    train(tiny_run(steps=3), store, tmp_path / "run")
+    with RunFolder(tmp_path / "run") as run:
+        before = run.load(3).notes["seconds"]
+    assert before["training"] > 0
+    train(tiny_run(steps=6), store, tmp_path / "run")
+    with RunFolder(tmp_path / "run") as run:
+        after = run.load(6).notes["seconds"]
+    spent = [row["seconds"] for row in map(_parsed, (tmp_path / "run/metrics.jsonl").read_text().splitlines()) if row]
+    assert after["training"] > before["training"]
+    assert np.isclose(after["validation"], sum(spent[:-1]), atol=0.01)  # the last is after the last checkpoint
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    row: dict[str, Any] = json.loads(line)
+    return row if row["kind"] == "validation" else {}
+
+
+def test_a_watcher_that_is_none_is_refused_before_anything_is_done(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="neither a Watcher nor a function"):
+        train(tiny_run(), store, tmp_path / "run", watch="tensorboard")  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()

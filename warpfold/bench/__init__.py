@@ -1,0 +1,1 @@
+"""Time operations, models and loaders, and tell what a machine can do."""

@@ -1,0 +1,218 @@
+"""Measure how fast data is here: `warpfold bench data`.
+
+Everything is measured on the user's own store and machine, in one run: read the figures as ratios.
+"""
+
+import json
+import os
+import platform
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from warpfold import __version__
+from warpfold.batch import to_tensors
+from warpfold.bench.loader import Simulation, epoch_gap, footprint, straggler
+from warpfold.data.example.raw_example import RawExample, from_chain
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.features.make import make_features
+from warpfold.data.formats.sequences import read_alignment
+from warpfold.data.store.store import Store
+from warpfold.data.store.stored_assembly import chain_keys
+from warpfold.data.store.stored_example import StoredExample
+from warpfold.errors import UserError
+from warpfold.progress import Progress, no_progress
+
+INITIAL = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # Supp. table 4
+ROW_BUDGET = 8.0  # `max_cost`
+PASSES = (1, 4)  # without recycling, and with three recycles
+DRAWS = 3  # of each entry
+
+
+def bench_data(
+    store: Store,
+    sources: Path | None = None,
+    entries: int = 48,
+    case: Simulation | None = None,
+    progress: Progress = no_progress,
+) -> dict[str, Any]:
+    """Return all figures of a store, by name.
+
+    sources: the folder that holds what the store was packed from; without it, what needs the files is left out.
+    entries: how many, spread over the alignment depths.  case: what the simulated ranks do.
+    Errors: UserError for sources that are not the store's.
+    """
+    case = case or Simulation()
+    chosen = spread_out(store, entries)
+    files = source_files(store, sources, chosen) if sources is not None else {}
+    parts: dict[str, Callable[[], Any]] = {
+        "features": lambda: features(store, chosen, files),
+        "reading": lambda: reading(store),
+        "size": lambda: sizes(store),
+        "processes": lambda: footprint(store, INITIAL, workers=2),
+        "straggler": lambda: straggler(case)["results"],
+        "epoch gap": lambda: epoch_gap(case),
+    }
+    if sources is not None:
+        parts["pack"] = lambda: packing(store, sources)
+    found: dict[str, Any] = {}
+    for done, (name, measure) in enumerate(parts.items()):
+        progress(done, len(parts), name)
+        found[name] = measure()
+    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "python": platform.python_version()}
+    versions = {"warpfold": __version__, "torch": torch.__version__, "numpy": np.__version__}
+    return {"date": date.today().isoformat(), **machine, **versions, "store": store.path.name, **found}
+
+
+def spread_out(store: Store, entries: int) -> list[str]:
+    """Return at most `entries` keys, spread evenly over the depths of the alignments; the deepest is among them."""
+    depths = dict(zip(store.keys, store.column("depth")))
+    ranked = sorted({depths[key]: key for key in chain_keys(store)}.items())  # one chain of each depth
+    chosen = np.unique(np.linspace(0, len(ranked) - 1, min(entries, len(ranked))).round().astype(int))
+    return [ranked[index][1] for index in chosen]
+
+
+def source_files(store: Store, folder: Path, keys: Sequence[str]) -> dict[str, tuple[Path, list[Path]]]:
+    """Return the structure file and the alignment files of each entry, as the store's pack.json names them.
+
+    Errors: UserError if one of them is not there.
+    """
+    entries = {entry["name"]: entry for entry in _kept(store)}
+    found = {}
+    for key in keys:
+        paths = [folder / name for name in (entries[key]["file"], *entries[key]["alignments"])]
+        if missing := [path for path in paths if not path.is_file()]:
+            raise UserError(
+                f"{missing[0]}: no such file; --sources is the folder that holds what the store was made of"
+            )
+        found[key] = paths[0], paths[1:]
+    return found
+
+
+def _kept(store: Store) -> list[dict[str, Any]]:
+    """Return the entries of the store's pack.json, with the files that each was made of."""
+    report: dict[str, Any] = json.loads((store.path / "pack.json").read_text(encoding="utf-8"))
+    kept: list[dict[str, Any]] = report["kept"]
+    return kept
+
+
+def features(
+    store: Store, keys: Sequence[str], files: dict[str, tuple[Path, list[Path]]]
+) -> dict[str, dict[str, float | None]]:
+    """Return the samples per second of one core, from the store or the source files to tensors of the feature table.
+
+    Seconds are the thread's CPU time, and each entry is drawn equally often.  "exact": all rows that block deletion
+    leaves, as in the paper.
+    """
+    torch.set_num_threads(1)
+    exact, budget = INITIAL, replace(INITIAL, max_cost=ROW_BUDGET)
+
+    def stored(config: SampleConfig, passes: int) -> float:
+        return _rate(lambda key: StoredExample(store, key), keys, config, passes, DRAWS)
+
+    def parsed(key: str) -> RawExample:
+        from warpfold.data.structure.mmcif import read_structure
+
+        structure, alignments = files[key]
+        whole = read_structure(structure)
+        chain = whole.chains[key.removeprefix(f"{whole.id}_")]
+        return from_chain(key, whole, chain, [read_alignment(path) for path in alignments])
+
+    return {
+        f"{passes} {'passes' if passes > 1 else 'pass'}": {
+            "store, row budget": stored(budget, passes),
+            "store, exact": stored(exact, passes),
+            "source files, exact": _rate(parsed, keys, exact, passes, 1) if files else None,
+        }
+        for passes in PASSES
+    }
+
+
+def _rate(
+    read: Callable[[str], StoredExample | RawExample],
+    keys: Sequence[str],
+    config: SampleConfig,
+    passes: int,
+    draws: int,
+) -> float:
+    def one(key: str, draw: int) -> None:
+        to_tensors(make_features(read(key), config, 0, (key, draw), passes, train=True))
+
+    one(keys[-1], draws)  # warm up
+    began = time.thread_time()
+    for key in keys:
+        for draw in range(draws):
+            one(key, draw)
+    return round(len(keys) * draws / (time.thread_time() - began), 2)
+
+
+def reading(store: Store, seconds: float = 2.0) -> dict[str, float]:
+    """Read whole records in random order, check their checksums, and return MB/s and records/s, cold and warm.
+
+    Cold: the kernel is first asked to drop the shards from its cache, which some file systems ignore.
+    """
+    order = random.Random(0).sample(store.keys, len(store.keys))
+    rates = {}
+    for state in ("cold", "warm"):
+        if state == "cold":
+            for shard in store.path.glob("*.wfs"):
+                with open(shard, "rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        count = size = 0
+        began = time.perf_counter()
+        for key in order:
+            record = store.record(key)
+            size += sum(record.read(name).nbytes for name in record.arrays)
+            count += 1
+            if (taken := time.perf_counter() - began) > seconds:
+                break
+        rates[f"{state}, records per second"] = round(count / taken, 1)
+        rates[f"{state}, MB/s unpacked"] = round(size / taken / 1e6, 1)
+    return rates
+
+
+def sizes(store: Store) -> dict[str, float]:
+    """Return the MB of the store, and of the files that it was packed from."""
+    plan = json.loads((store.path / "sources.json").read_text(encoding="utf-8"))
+    source = sum(kind["bytes"] for kind in plan["inputs"].values())
+    own = sum(file.stat().st_size for file in store.path.iterdir())
+    return {"store MB": round(own / 1e6, 1), "source files MB": round(source / 1e6, 1), "ratio": round(own / source, 2)}
+
+
+def packing(store: Store, folder: Path) -> dict[str, float]:
+    """Return the seconds to pack the store's sources again, with one, two and one process for each core."""
+    from warpfold.data.pack.pack import pack
+
+    kept = _kept(store)
+    structures = sorted({folder / entry["file"] for entry in kept})
+    alignments = sorted({folder / name for entry in kept for name in entry["alignments"]})
+    cores = os.cpu_count() or 1
+    seconds = {}
+    for workers in sorted({1, 2, cores}):
+        with tempfile.TemporaryDirectory() as scratch:
+            began = time.perf_counter()
+            pack(structures, alignments, Path(scratch) / "store", workers=workers)
+            seconds[f"workers {workers}, seconds"] = round(time.perf_counter() - began, 1)
+    return seconds
+
+
+def rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the rows of a table: what was measured, under which conditions, and the figure."""
+    lines = []
+    for part, figures in found.items():
+        if isinstance(figures, dict):
+            for name, figure in figures.items():
+                inner = figure.items() if isinstance(figure, dict) else [("", figure)]
+                for sub, value in inner:
+                    shown = f"{value:g}" if isinstance(value, int | float) else str(value)
+                    shown = "not measured" if value is None else shown
+                    lines.append((part, f"{name}, {sub}" if sub else name, shown))
+    return lines

@@ -1,0 +1,151 @@
+"""Check that this device computes what it should: every operation, at the sizes of given settings.
+
+Each runs as dispatch chooses here: in its fast way, or by its definition, with the reason.  Errors are against the
+definition in fp64; speeds come from a few passes and are rough.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from warpfold import settings
+from warpfold.bench.peers import DEFINITION, OURS
+from warpfold.bench.timing import measure
+from warpfold.check.cases import OPS, PROFILES, inputs, size_in_words
+from warpfold.check.checks import DTYPES, Verdict, check
+from warpfold.check.op_profile import OpCase
+from warpfold.check.sizes import DataSizes, of_settings
+from warpfold.cost.example import SECTIONS
+from warpfold.cost.machine import describe
+from warpfold.errors import UserError
+from warpfold.model.alphafold import ModelConfig
+from warpfold.progress import Progress, no_progress
+
+LOGITS = {"cpu": 2**21, "cuda": 2**27}  # the most logits, or numbers in keys, of a case: it gets fewer rows
+NUMBERS = {"cpu": 2**20, "cuda": 2**27}  # likewise, of a case that is not attention
+REPEATS = 3
+BUDGET = 0.6  # seconds of timing for a case
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found about one operation in one layer of the model."""
+
+    verdict: Verdict
+    speed: float | None  # the definition's time over ours, forward and backward; None where it is the definition
+    small: bool = False  # at the model's own size the definition is faster, and chosen
+
+    @property
+    def says(self) -> str:
+        """The verdict in a few words."""
+        if self.verdict.red:
+            return "RED"
+        if self.verdict.reason:
+            return f"not fast: {self.verdict.reason}"
+        return "ok; small, so its definition is chosen" if self.small else "ok"
+
+
+def cases_of(values: Mapping[str, Any], source: str) -> list[OpCase]:
+    """Return every operation that a model of these settings calls, at the sizes of its training examples.
+
+    Errors: UserError for sections that are not settings.
+    """
+    for key in values:
+        if key not in SECTIONS:
+            raise UserError(f"{source}: {key} is not a section of the settings; known: {', '.join(SECTIONS)}")
+    model = settings.build(ModelConfig, values.get("model", {}), source)
+    sizes = {key: value for key, value in values.get("data", {}).items() if key in DataSizes.__dataclass_fields__}
+    return of_settings(model, settings.build(DataSizes, sizes, source))
+
+
+def cut(case: OpCase, device: torch.device) -> OpCase:
+    """Return the case with as many rows as the device checks in a moment; lengths stay."""
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    room = (LOGITS if case.logits else NUMBERS)[kind]
+    return case.with_rows(max(2, case.rows * room // PROFILES[case.op].numbers(case)))
+
+
+def examine(
+    cases: Sequence[OpCase],
+    device: torch.device,
+    dtypes: Sequence[str] = tuple(DTYPES),
+    progress: Progress = no_progress,
+    sink: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[Finding]:
+    """Check every case in every dtype, and time those that have a fast way; sink: gets each finding at once."""
+    found = []
+    todo = [(whole, cut(whole, device), dtype) for whole in cases for dtype in dtypes]
+    for done, (whole, case, dtype) in enumerate(todo):
+        progress(done, len(todo), f"{case.op} {case.where} {dtype}")
+        verdict = check(case, dtype, device)
+        speed = _speed(case, dtype, device) if verdict.errors and not verdict.red else None
+        found.append(Finding(verdict, speed, _is_small(whole, dtype, device)))
+        sink(_plain(found[-1]))
+    return found
+
+
+def _is_small(case: OpCase, dtype: str, device: torch.device) -> bool:
+    prefer = OPS[case.op].prefer_definition
+    # On "meta", as sizes alone decide; and only for a CPU, as a GPU always takes the fast way.
+    return device.type == "cpu" and prefer is not None and prefer(*inputs(case, DTYPES[dtype], "meta").args)
+
+
+def _speed(case: OpCase, dtype: str, device: torch.device) -> float | None:
+    given = inputs(case, DTYPES[dtype], device)
+    times = measure([DEFINITION.make(given), OURS.make(given)], device, REPEATS, BUDGET / 2, peaks=False)
+    seconds = {name: (t.median("training"), t.median("backward")) for name, t in times.items()}
+    if any(None in pair for pair in seconds.values()):
+        return None  # out of memory
+    total = {name: sum(s for s in pair if s) for name, pair in seconds.items()}
+    return total["definition"] / total["ours"]
+
+
+def report(findings: Sequence[Finding], device: torch.device, source: str) -> dict[str, Any]:
+    """Return the findings and the machine, for JSON."""
+    return {
+        "machine": describe(device),
+        "settings": source,
+        "red": sum(f.verdict.red for f in findings),
+        "ops": [_plain(f) for f in findings],
+    }
+
+
+def _plain(finding: Finding) -> dict[str, Any]:
+    v = finding.verdict
+    errors = {e.name: {"ours": _number(e.ours), "definition": _number(e.definition)} for e in v.errors}
+    return {
+        "op": v.case.op,
+        "where": v.case.where,
+        "shape": size_in_words(v.case),
+        "dtype": v.dtype,
+        "way": v.way,
+        "reason": v.reason,
+        "errors": errors,
+        "repeats": v.repeats,
+        "speed": finding.speed,
+        "small": finding.small,
+        "verdict": finding.says,
+    }
+
+
+def _number(error: float) -> float | str:
+    return error if error < float("inf") else "not finite"
+
+
+HEADS = ("op", "where", "shape", "dtype", "way", "output", "worst gradient", "x definition", "verdict")
+
+
+def table(findings: Sequence[Finding]) -> list[tuple[str, ...]]:
+    """Return the rows of a table; errors are "ours / definition's"."""
+    lines: list[tuple[str, ...]] = []
+    for f in findings:
+        v = f.verdict
+        output = gradient = ""
+        if v.errors:
+            output, gradient = (f"{e.ours:.1e} / {e.definition:.1e}" for e in (v.errors[0], v.worst))
+            gradient = f"{v.worst.name} {gradient}"
+        speed = "" if f.speed is None else f"{f.speed:.1f}"
+        lines.append((v.case.op, v.case.where, size_in_words(v.case), v.dtype, v.way, output, gradient, speed, f.says))
+    return lines

@@ -1,0 +1,247 @@
+"""Time an operation on this device, beside what the device allows.
+
+Rows are dictionaries, which become a table, a CSV file, JSON or a picture.
+"""
+
+import csv
+import datetime
+import io
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warpfold.bench.peers import WAYS, Way, too_large
+from warpfold.bench.timing import Times, measure
+from warpfold.check.cases import inputs
+from warpfold.check.checks import DTYPES
+from warpfold.check.op_profile import OpCase, OpInputs
+from warpfold.check.sizes import shapes
+from warpfold.cost.machine import describe
+from warpfold.cost.roofline import Ceilings, Pass, ceilings, cost
+from warpfold.errors import UserError
+from warpfold.files import write_atomically
+from warpfold.progress import Progress, no_progress
+
+LARGEST = {"cpu": 2**28, "cuda": 2**36}  # the most logits of a shape that is timed without being named
+NUMBERS = {"cpu": 2**24, "cuda": 2**31}  # likewise, the most numbers in x
+REPEATS = {"cpu": 5, "cuda": 30}
+BUDGET = {"cpu": 20.0, "cuda": 2.0}  # seconds for a way at a shape, without its warm-up
+
+Row = dict[str, Any]
+COLUMNS = (
+    "op", "shape", "dtype", "way", "pass", "ms", "times_definition", "tflops", "gb_per_s", "limit_ms", "share_of_limit",
+    "peak_mib", "repeats", "note",
+)  # fmt: skip
+
+
+def bench(
+    ops: Sequence[str],
+    device: torch.device,
+    dtypes: Sequence[str],
+    wanted: Sequence[str] = (),
+    *,
+    quick: bool = False,
+    repeats: int = 0,
+    ways: Sequence[str] = (),
+    progress: Progress = no_progress,
+    sink: Callable[[Row], None] = lambda row: None,
+) -> dict[str, Any]:
+    """Time every way to compute the operations, forward and backward.
+
+    wanted: shapes (`sizes.shapes`); ways: names, all by default; repeats: 0 for the device's own number; sink: gets
+    each row as soon as it is measured.  Returns the device, its ceilings for each dtype, the rows, and the shapes left
+    out because they are too large for the device.
+    Errors: UserError for shapes that the operations do not have.
+    """
+    kind = "cuda" if device.type == "cuda" else "cpu"
+    named = [(op, name, case) for op in ops for name, case in shapes(op, wanted, quick)]
+    cases = [(op, name, case) for op, name, case in named if name in wanted or _fits(case, kind)]
+    if not cases:
+        raise UserError(f"--shapes {', '.join(wanted)}: none is a shape of {', '.join(ops)}")
+    tops = {dtype: ceilings(device, DTYPES[dtype]) for dtype in dtypes}
+    rows: list[Row] = []
+    todo = [(*one, dtype) for one in cases for dtype in dtypes]
+    for done, (op, name, case, dtype) in enumerate(todo):
+        progress(done, len(todo), f"{op} {name} {dtype}")
+        if kind == "cuda":
+            torch.cuda.empty_cache()  # which holds what the last shape used
+        given, chosen = inputs(case, DTYPES[dtype], device), [way for way in WAYS[op] if not ways or way.name in ways]
+        head = {"op": op, "shape": name, "dtype": dtype}
+        for row in _rows(given, chosen, repeats or REPEATS[kind], BUDGET[kind], tops[dtype]):
+            rows.append(head | row)
+            sink(rows[-1])
+        del given  # before the next shape's are made
+    return {
+        "what": "WarpFold operations: ms are medians, interleaved; backward is the backward pass alone",
+        "date": datetime.date.today().isoformat(),
+        "machine": describe(device),
+        "ceilings": {
+            dtype: {
+                "tflops": top.flops / 1e12,
+                "gb_per_s": top.bytes / 1e9,
+                "gexp_per_s": top.exps and top.exps / 1e9,
+                "how": top.how,
+            }
+            for dtype, top in tops.items()
+        },
+        "rows": rows,
+        "left_out": [f"{op} {name}" for op, name, case in named if (op, name, case) not in cases],
+    }
+
+
+def _fits(case: OpCase, kind: str) -> bool:
+    return case.logits <= LARGEST[kind] and case.rows * case.length * (case.channels or 1) <= NUMBERS[kind]
+
+
+def _rows(given: OpInputs, ways: Sequence[Way], repeats: int, budget: float, top: Ceilings) -> Iterator[Row]:
+    """Time the ways for these inputs, and yield their rows."""
+    notes = {way.name: way.unsupported_reason(given) or too_large(way, given) for way in ways}
+    subjects = [way.make(given) for way in ways if notes[way.name] is None]
+    times = measure(subjects, given.grad.device, repeats, budget)
+    for way in ways:
+        if note := notes[way.name] or times[way.name].failed:
+            yield {"way": way.name, "note": note}
+        else:
+            yield from (
+                {"way": way.name} | row for row in _figures(times[way.name], times.get("definition"), given, top)
+            )
+
+
+def _figures(times: Times, base: Times | None, given: OpInputs, top: Ceilings) -> Iterator[Row]:
+    """Yield the figures of one way for each pass that was timed; base: the times of the definition."""
+    passes: tuple[Pass, ...] = ("forward", "backward")
+    for direction in passes:
+        seconds = times.median(direction)
+        if seconds is None:
+            continue
+        ideal = cost(given.case, direction, given.grad.element_size())
+        plain = base.median(direction) if base else None
+        peak = times.forward_peak if direction == "forward" else times.backward_peak
+        yield {
+            "pass": direction,
+            "ms": seconds * 1e3,
+            "times_definition": plain / seconds if plain else None,
+            "tflops": ideal.flops / seconds / 1e12,
+            "gb_per_s": ideal.bytes / seconds / 1e9,
+            "limit_ms": top.limit(ideal) * 1e3,
+            "share_of_limit": top.limit(ideal) / seconds,
+            "peak_mib": None if peak is None else peak / 2**20,
+            "repeats": len(times.forward),
+            "note": "",
+        }
+
+
+def table(rows: Iterable[Row]) -> list[tuple[str, ...]]:
+    """Return the rows as figures for people; what did not run says why."""
+    lines = []
+    for row in rows:
+        line = [row["op"], row["shape"], row["dtype"], row["way"]]
+        if "ms" in row:
+            plain, peak = row["times_definition"], row["peak_mib"]
+            line += [row["pass"], f"{row['ms']:.4g}", "" if plain is None else f"{plain:.2f}"]
+            line += [f"{row['tflops']:.3g}", f"{row['gb_per_s']:.4g}", f"{row['limit_ms']:.3g}"]
+            line += [f"{row['share_of_limit']:.0%}", "" if peak is None else f"{peak:.0f}", ""]
+        else:
+            line += [*[""] * 8, row["note"]]
+        lines.append(tuple(line))
+    return lines
+
+
+HEADS = (
+    "op", "shape", "dtype", "way", "pass", "ms", "x definition", "TFLOP/s", "GB/s", "limit ms", "of limit", "MiB", "",
+)  # fmt: skip
+
+
+def write_csv(found: dict[str, Any], path: Path, columns: Sequence[str] = COLUMNS) -> None:
+    """Write the rows as CSV, with the machine and the date in columns of their own.
+
+    Errors: UserError when it cannot be written.
+    """
+    machine = "; ".join(f"{key} {value}" for key, value in found["machine"].items())
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, (*columns, "date", "machine"), restval="")
+    writer.writeheader()
+    writer.writerows(row | {"date": found["date"], "machine": machine} for row in found["rows"])
+    write_atomically(path, text.getvalue())
+
+
+# Okabe and Ito's colours, which the colour-blind can tell apart; the markers serve prints without colour.
+STYLES = {
+    "definition": ("#000000", "o"),
+    "compile": ("#E69F00", "s"),
+    "sdpa": ("#56B4E9", "^"),
+    "sdpa-materialised": ("#0072B2", "v"),
+    "trifast": ("#009E73", "P"),
+    "cuequivariance": ("#CC79A7", "X"),
+    "flash-attn": ("#8C6BB1", "D"),
+    "ours": ("#D55E00", "*"),
+}
+PANEL = (3.6, 2.9)  # inches
+
+
+def picture(found: dict[str, Any], path: Path) -> None:
+    """Draw milliseconds over size, a panel for each kind of shape and pass; the file's ending says which format.
+
+    Errors: UserError where nothing was measured, or for an ending that matplotlib does not know.
+    """
+    from matplotlib.figure import Figure
+
+    rows = [row for row in found["rows"] if "ms" in row]
+    panels = list(dict.fromkeys((r["op"], r["shape"].partition(":")[0], r["dtype"]) for r in rows))
+    if not panels:
+        raise UserError("nothing was measured, so there is nothing to draw")
+    height = PANEL[1] * len(panels) + 1.3
+    figure = Figure(figsize=(2 * PANEL[0], height), layout="constrained")
+    ending = path.suffix.lstrip(".").lower()
+    if ending not in figure.canvas.get_supported_filetypes():
+        raise UserError(f"--plot {path}: the name must end in .png, .pdf or .svg")
+    axes = figure.subplots(len(panels), 2, squeeze=False, sharey="row")
+    for line, panel in zip(axes, panels):
+        for axis, direction in zip(line, ("forward", "backward")):
+            _panel(axis, [r for r in rows if _of(r) == (*panel, direction)], *panel, direction)
+        line[0].set_ylabel("milliseconds")
+    handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    machine = found["machine"]
+    figure.suptitle(f"{machine['device']}, torch {machine['torch']}, {found['date']}", fontsize=9)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150, format=ending)
+    write_atomically(path, drawn.getvalue())
+
+
+def _of(row: Row) -> tuple[str, str, str, str]:
+    return row["op"], row["shape"].partition(":")[0], row["dtype"], row["pass"]
+
+
+def _panel(axis: Any, rows: list[Row], op: str, kind: str, dtype: str, direction: str) -> None:
+    from matplotlib.ticker import LogLocator
+
+    sizes = {_number(r["shape"]): r["shape"].partition(":")[2] for r in rows}
+    for way, (colour, marker) in STYLES.items():
+        points = sorted((_number(r["shape"]), r["ms"]) for r in rows if r["way"] == way)
+        if points:
+            top = 3 if way == "ours" else 2
+            size = 9 if way == "ours" else 5
+            axis.plot(*zip(*points), color=colour, marker=marker, markersize=size, linewidth=1.3, label=way, zorder=top)
+    limits = sorted({(_number(r["shape"]), r["limit_ms"]) for r in rows})
+    axis.plot(*zip(*limits), color="0.45", linestyle="--", marker="_", linewidth=1, label="limit of the device")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(list(sizes), list(sizes.values()), fontsize=8)
+    axis.minorticks_off()
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1,) if high > 300 * low else (1, 2, 5)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.tick_params(labelsize=8)
+    axis.grid(alpha=0.3)
+    across = "sequences x residues" if any("x" in s for s in sizes.values()) else "N"
+    axis.set_xlabel(across, fontsize=8)
+    axis.set_title(f"{op}, {kind}, {dtype}: {direction}", fontsize=9)
+
+
+def _number(shape: str) -> float:
+    """Return a size as the axis has it: N, or sequences times residues."""
+    return math.prod(int(part) for part in shape.partition(":")[2].split("x"))

@@ -1,0 +1,199 @@
+"""The ways to compute an operation that the bench compares: its definition, torch's, ours and other packages'.
+
+Other packages are imported only if they are installed and asked for.  Each gets its arguments in the layout that it
+wants, made before timing starts; the signatures come from their public documentation.
+"""
+
+import importlib
+import importlib.util
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from warpfold.bench.timing import Subject
+from warpfold.check.cases import BENCHED, OPS, PROFILES
+from warpfold.check.op_profile import Argument, OpInputs
+
+PER_LOGIT = 20  # bytes that the definition has at its peak, forward and backward, in fp32 and bf16 alike
+
+
+@dataclass(frozen=True)
+class Way:
+    """A column of the bench.
+
+    unsupported_reason: says why it cannot compute these inputs; None if it can.  make: binds it to inputs.
+    materialises: it holds all logits at once.
+    """
+
+    name: str
+    unsupported_reason: Callable[[OpInputs], str | None]
+    make: Callable[[OpInputs], Subject]
+    materialises: bool = False
+
+
+def _call(name: str, function: Callable[..., Tensor], given: OpInputs) -> Subject:
+    return Subject(name, lambda: function(*given.args), given.wanted, given.grad)
+
+
+def _dense(t: Tensor) -> Tensor:
+    """Return a dense copy that has a gradient of its own."""
+    return t.detach().contiguous().requires_grad_(t.requires_grad)
+
+
+def _tensor(x: Argument) -> Tensor:
+    assert isinstance(x, Tensor)
+    return x
+
+
+# ---- torch
+
+
+def _compiled(given: OpInputs) -> Subject:
+    torch._dynamo.reset()  # compile each size for itself, without coming to torch's limit of recompilations
+    return _call("compile", torch.compile(OPS[given.case.op].definition, dynamic=False), given)
+
+
+def _compile_unsupported(given: OpInputs) -> str | None:
+    if given.grad.device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
+        return "no C++ compiler"
+    return None
+
+
+def _heads_first(given: OpInputs) -> tuple[Tensor, ...]:
+    """Return q, k, v as SDPA takes them, [*, h, n, d]; in global attention, heads are the queries of one head."""
+    q, k, v = map(_tensor, given.args[:3])
+    if given.case.op == "global_attention":
+        return q[..., None, :, :], k[..., None, :, :], v[..., None, :, :]
+    return q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
+
+
+def _back(given: OpInputs, out: Tensor) -> Tensor:
+    return out[..., 0, :, :] if given.case.op == "global_attention" else out.transpose(-2, -3)
+
+
+def _sdpa(given: OpInputs, materialised: bool) -> Subject:
+    """Bind SDPA with a bias that the rows share; without a mask, as the bench masks nothing.
+
+    materialised: with bias and mask added up in one tensor of all rows, as a model with masks needs it.
+    """
+    mask, bias = _tensor(given.args[3]), _tensor(given.args[4]) if given.case.bias else None
+
+    def forward() -> Tensor:
+        """Compute attention; the mask is made each time, as in a model."""
+        q, k, v = _heads_first(given)
+        attn_mask = None
+        if bias is not None and materialised:
+            logits = (1 - mask[..., None, None, :]) * -1e9 + bias
+            attn_mask = logits.to(q.dtype).expand(*q.shape[:-1], k.shape[-2]).contiguous()
+        elif bias is not None:
+            attn_mask = bias.contiguous().expand(*q.shape[:-1], k.shape[-2])
+        return _back(given, F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask))
+
+    return Subject("sdpa-materialised" if materialised else "sdpa", forward, given.wanted, given.grad)
+
+
+def _materialised_unsupported(given: OpInputs) -> str | None:
+    return None if given.case.bias else "without a bias there is nothing to add the mask to"
+
+
+# ---- others
+
+
+def _package_unsupported(package: str, given: OpInputs) -> str | None:
+    if given.case.op != "attention" or given.case.keys:
+        return "not its kind of attention"
+    if given.grad.device.type != "cuda":
+        return "for GPUs only"
+    return None if importlib.util.find_spec(package) else "not installed"
+
+
+def _trifast_unsupported(given: OpInputs) -> str | None:
+    c = given.case
+    if not c.bias or c.rows != c.length:
+        return "for triangles only"
+    return _package_unsupported("trifast", given)
+
+
+def _trifast(given: OpInputs) -> Subject:
+    """Bind triangle_attention(q, k, v, bias, mask): q [h, n, n, d], bias [h, n, n], mask [n, n], True if hidden."""
+    package: Any = importlib.import_module("trifast")
+    q, k, v = (_dense(_tensor(t).movedim(-2, 0)) for t in given.args[:3])
+    mask, bias = map(_tensor, given.args[3:5])
+    b = _dense(bias[..., 0, :, :, :])
+    hidden, grad = mask == 0, given.grad.movedim(-2, 0).contiguous()
+    return Subject("trifast", lambda: package.triangle_attention(q, k, v, b, hidden), [q, k, v, b], grad)
+
+
+def _cuequivariance_unsupported(given: OpInputs) -> str | None:
+    return _package_unsupported("cuequivariance_torch", given) if given.case.bias else "for attention with a bias only"
+
+
+def _cuequivariance(given: OpInputs) -> Subject:
+    """Bind triangle_attention(q, k, v, bias, mask): q [1, r, h, n, d], bias [1, 1, h, n, n], mask [1, r, 1, 1, n]."""
+    package: Any = importlib.import_module("cuequivariance_torch")
+    q, k, v = (_dense(_tensor(t).transpose(-2, -3)[None]) for t in given.args[:3])
+    mask, bias = map(_tensor, given.args[3:5])
+    b, kept = _dense(bias[None]), (mask != 0)[None, :, None, None, :]
+    grad = given.grad.transpose(-2, -3)[None].contiguous()
+    return Subject("cuequivariance", lambda: package.triangle_attention(q, k, v, b, kept), [q, k, v, b], grad)
+
+
+def _flash_unsupported(given: OpInputs) -> str | None:
+    if given.case.bias:
+        return "takes no bias"
+    if given.grad.dtype == torch.float32:
+        return "for bf16 and fp16 only"
+    return _package_unsupported("flash_attn", given)
+
+
+def _flash(given: OpInputs) -> Subject:
+    """Bind flash_attn_func(q, k, v): q [r, n, h, d]; it takes no mask."""
+    package: Any = importlib.import_module("flash_attn")
+    q, k, v = (_dense(_tensor(t)) for t in given.args[:3])
+    return Subject("flash-attn", lambda: package.flash_attn_func(q, k, v), [q, k, v], given.grad.contiguous())
+
+
+# ---- all of them
+
+
+DEFINITION = Way(
+    "definition", lambda _: None, lambda given: _call("definition", OPS[given.case.op].definition, given), True
+)
+COMPILED = Way("compile", _compile_unsupported, _compiled, True)
+OURS = Way(
+    "ours",
+    lambda given: OPS[given.case.op].unsupported_reason(*given.args),
+    lambda given: _call("ours", OPS[given.case.op].fast, given),
+)
+PEERS = (
+    Way("sdpa", lambda _: None, lambda given: _sdpa(given, False), True),
+    Way("sdpa-materialised", _materialised_unsupported, lambda given: _sdpa(given, True), True),
+    Way("trifast", _trifast_unsupported, _trifast),
+    Way("cuequivariance", _cuequivariance_unsupported, _cuequivariance),
+    Way("flash-attn", _flash_unsupported, _flash),
+)
+WAYS: Mapping[str, tuple[Way, ...]] = {
+    op: (DEFINITION, COMPILED, *(way for way in PEERS if way.name in PROFILES[op].peers), OURS) for op in BENCHED
+}
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that can still be allocated there."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo", encoding="ascii") as file:
+        lines = dict(line.split(":") for line in file)
+    return int(lines["MemAvailable"].split()[0]) * 1024
+
+
+def too_large(way: Way, given: OpInputs) -> str | None:
+    """Return why a way that holds all logits at once is not tried; None if it is."""
+    needs = PER_LOGIT * given.case.logits
+    if way.materialises and needs > 0.8 * free_memory(given.grad.device):
+        return f"would need {needs / 2**30:.0f} GiB"
+    return None

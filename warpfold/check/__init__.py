@@ -1,0 +1,1 @@
+"""Check operations against their definitions: cases of every operation, and the errors of the fast paths."""

@@ -1,0 +1,382 @@
+"""The profiles of the operations: the one place where the bench, the doctor and tuning learn of an operation."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from warpfold.check.layer_cases import GatedAttentionProfile, TriangleMultiplicationProfile
+from warpfold.check.loss_cases import AlignedErrors, Overlaps
+from warpfold.check.op_profile import (
+    ALIGNMENTS,
+    Argument,
+    Cost,
+    Kinds,
+    LayerKind,
+    LayerSizes,
+    OpCase,
+    OpInputs,
+    OpProfile,
+    RandomTensors,
+    attention_cost,
+)
+from warpfold.ops.attention import attention, global_attention
+from warpfold.ops.dispatch import Op
+from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.norm import EPS, layer_norm, norm_linear
+from warpfold.ops.outer import outer_product
+from warpfold.ops.transition import transition
+from warpfold.ops.triangle import triangle_factor
+
+TRIANGLES = ("64", "128", "256", "384", "512", "1024", "2048")
+PAIRS = TRIANGLES[2:6]
+DEEP = ("1024x256", "5120x384")  # of the extra MSA
+
+
+def _attention(where: str, rows: int, length: int, heads: int, width: int, **more: Any) -> OpCase:
+    return OpCase(op="attention", where=where, rows=rows, length=length, heads=heads, width=width, **more)
+
+
+def _global_attention(rows: int, keys: int, heads: int, width: int) -> OpCase:
+    at = OpCase(op="global_attention", where="global column", rows=rows, length=1, transposed=True)
+    return replace(at, keys=keys, heads=heads, width=width)
+
+
+def _at(op: str, where: str, rows: int, length: int, channels: int, outputs: int = 0, **more: Any) -> OpCase:
+    return OpCase(op=op, where=where, rows=rows, length=length, channels=channels, outputs=outputs, **more)
+
+
+class _Attention(OpProfile):
+    name, op = "attention", attention
+    layers = ("attention", "pointwise attention")
+    peers = ("sdpa", "sdpa-materialised", "trifast", "cuequivariance", "flash-attn")
+    kinds: ClassVar[Kinds] = {
+        "row": ALIGNMENTS,
+        "column": ALIGNMENTS,
+        "global": DEEP,
+        "starting": TRIANGLES,
+        "ending": TRIANGLES,
+    }
+    # Every width, rows more and fewer than a program takes, keys that are not the queries, batches.
+    odd = (
+        _attention("msa row", 5, 33, 4, 32, bias=True),
+        _attention("msa column", 33, 7, 2, 16, transposed=True),
+        _attention("triangle starting", 65, 65, 4, 8, bias=True),
+        _attention("triangle ending", 17, 17, 2, 64, bias=True, transposed=True),
+        _attention("two batches", 6, 40, 2, 32, bias=True, batches=2),
+        _attention("other keys", 3, 5, 2, 16, keys=131, bias=True),
+        _attention("template pointwise", 25, 1, 4, 16, keys=4, batches=5),
+        _attention("longer than a tile", 2, 150, 1, 32, bias=True),
+        _attention("longer than a short row", 2, 390, 1, 8, bias=True),
+        _attention("between powers of two", 3, 33, 2, 24, bias=True),
+        _attention("between others", 3, 40, 1, 48, transposed=True),
+    )
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        sizes = {"keys": layer.keys, "heads": layer.heads, "width": layer.width}
+        return sizes | {"bias": layer.bias, "batches": layer.batches}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        """Draw q, k, v as slices of one projection, and the bias too where z itself is what attends."""
+        inner, h = case.heads * case.width, case.heads
+        from_z = case.bias and case.where != "msa row" and case.rows == case.length and not case.keys
+        y = draw.positions(case, 4 * inner + (h if from_z else 0))
+        q, k, v = (y[..., i * inner : (i + 1) * inner].unflatten(-1, (h, case.width)).detach() for i in range(3))
+        if case.keys:  # other positions than the queries'
+            y = draw.positions(replace(case, length=case.keys), 2 * inner)
+            k, v = (y[..., i * inner : (i + 1) * inner].unflatten(-1, (h, case.width)).detach() for i in range(2))
+        bias = None
+        if from_z:
+            bias = y[..., 4 * inner :].movedim(-1, -3)[..., None, :, :, :].detach()
+        elif case.bias:
+            square = replace(case, rows=case.batches * case.length)
+            z = draw.positions(square, h)[..., : case.attended, :]
+            if case.keys:
+                z = draw.normal(*z.shape[:-2], case.keys, h)
+            bias = z.movedim(-1, -3)[..., None, :, :, :].detach()
+        return q, k, v, draw.mask(case, masked), bias
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        return attention_cost(case, forward, itemsize, case.heads)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        if kind == "row":
+            return _attention("msa row", s, r, 8, 32, bias=True)
+        if kind == "column":
+            return _attention("msa column", r, s, 8, 32, transposed=True)
+        if kind == "global":
+            return _global_attention(r, s, 8, 8)
+        return _attention(f"triangle {kind}", s, s, 4, 32, bias=True, transposed=kind == "ending")
+
+    def numbers(self, case: OpCase) -> int:
+        return max(case.logits, case.rows * case.attended * case.width * case.heads)
+
+    def size(self, case: OpCase) -> str:
+        return f"{case.row_count}, {case.heads} heads, {case.length} x {case.attended}, width {case.width}"
+
+
+class _GlobalAttention(OpProfile):
+    name, op, part_of = "global_attention", global_attention, "attention"
+    layers = ("global attention",)
+    odd = (_global_attention(9, 77, 4, 8), _global_attention(3, 130, 8, 32))
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"length": 1, "keys": layer.length, "heads": layer.heads, "width": layer.width}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        w = case.width  # keys, values and gates are one projection
+        y = draw.positions(replace(case, length=case.attended), (2 + case.heads) * w)
+        k, v = y[..., :w].detach(), y[..., w : 2 * w].detach()
+        return draw.normal(*k.shape[:-2], case.heads, case.width), k, v, draw.mask(case, masked)
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        return attention_cost(case, forward, itemsize, 1)
+
+    def numbers(self, case: OpCase) -> int:
+        return max(case.logits, case.rows * case.attended * case.width)
+
+    def size(self, case: OpCase) -> str:
+        return f"{case.row_count}, {case.heads} heads, {case.attended} keys, width {case.width}"
+
+
+class _LayerNorm(OpProfile):
+    name = "layer_norm"
+    op: ClassVar[Op[..., Tensor]] = layer_norm
+    layers: ClassVar[tuple[LayerKind, ...]] = ("global attention",)
+    kinds: ClassVar[Kinds] = {"pair": PAIRS, "msa": ALIGNMENTS}
+    odd: ClassVar[tuple[OpCase, ...]] = (
+        _at("layer_norm", "rows", 7, 19, 128),
+        _at("layer_norm", "transposed", 5, 11, 64, transposed=True),
+        _at("layer_norm", "odd channels", 3, 5, 41),
+        _at("layer_norm", "many channels", 1, 3, 1024),
+    )
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.channels}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        c = case.channels
+        return draw.positions(case, c), draw.parameter(c, mean=1.0), draw.parameter(c)
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count bytes alone.  Backward reads the gradient and x, and writes the gradient of x."""
+        return Cost(0, 0, case.rows * case.length * case.channels * itemsize * (2 if forward else 3))
+
+
+class _NormLinear(_LayerNorm):
+    name, op = "norm_linear", norm_linear
+    layers = (
+        "attention", "global attention", "projection", "outer product", "triangle product", "triangle output",
+    )  # fmt: skip
+    odd = (
+        _at("norm_linear", "rows", 7, 19, 64, 132),
+        _at("norm_linear", "transposed", 5, 21, 128, 8, transposed=True),
+        _at("norm_linear", "odd channels", 3, 5, 24, 37),
+    )
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.channels, "outputs": layer.projected}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        norm = super().arguments(case, draw, masked)
+        weight = draw.parameter(case.outputs, case.channels, scale=case.channels**-0.5)
+        return *norm, weight, draw.parameter(max(1, case.outputs // 4))  # of the gate, beside q, k and v
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        positions = case.rows * case.length
+        through = 2 * positions * case.channels * case.outputs
+        moved = case.channels + case.outputs if forward else 2 * case.channels + case.outputs
+        return Cost(through * (1 if forward else 2), 0, positions * moved * itemsize)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        return replace(super().example(kind, s, r), outputs=1024 if kind == "msa" else 516)
+
+    def size(self, case: OpCase) -> str:
+        return f"{case.row_count} of {case.length}, {case.channels} -> {case.outputs}"
+
+
+class _Gate(OpProfile):
+    name = "gate"
+    op: ClassVar[Op[..., Tensor]] = gate
+    layers: ClassVar[tuple[LayerKind, ...]] = ("triangle output",)
+    kinds: ClassVar[Kinds] = {"pair": PAIRS}
+    odd: ClassVar[tuple[OpCase, ...]] = (
+        _at("gate", "views of a projection", 7, 19, 24),
+        _at("gate", "transposed", 5, 131, 32, transposed=True),
+    )
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.projected}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        y = draw.positions(case, 2 * case.channels)  # two projections of one tensor
+        return y[..., : case.channels].detach(), y[..., case.channels :].detach()
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        numbers = case.rows * case.length * case.channels
+        return Cost(0, numbers, numbers * itemsize * (3 if forward else 5))
+
+
+class _GatedLinearResidual(OpProfile):
+    name, op = "tail", gated_linear_residual
+    layers = ("attention", "global attention")
+    kinds: ClassVar[Kinds] = {
+        "pair": PAIRS,
+        "msa": ALIGNMENTS,
+        "dropout": PAIRS,
+    }  # the last: of a pair, drawn by the operation
+    odd = (
+        _at("tail", "rows, dropout", 7, 19, 64, 32, dropped=True),
+        _at("tail", "transposed, dropout", 5, 33, 32, 64, transposed=True, dropped=True),
+        _at("tail", "rows", 7, 19, 64, 32, dropped=True, drawn=True),
+        _at("tail", "transposed", 5, 33, 32, 64, transposed=True, dropped=True, drawn=True),
+        _at("tail", "global column", 9, 21, 32, 32, transposed=True, expanded=True),
+        _at("tail", "odd channels", 3, 5, 24, 40),
+    )
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        sizes = {"channels": layer.channels, "outputs": layer.heads * layer.width}
+        dropout = {"dropped": layer.dropped, "drawn": layer.dropped}
+        return sizes | dropout | {"expanded": layer.kind == "global attention"}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        x, o = draw.positions(case, case.channels), draw.positions(case, case.outputs)
+        if case.expanded:
+            o = o[..., :1, :].expand(o.shape).detach()
+        g = draw.positions(case, 4 * case.outputs)[..., 3 * case.outputs :].detach()
+        weight = draw.parameter(case.channels, case.outputs, scale=case.outputs**-0.5)
+        factors = draw.factors(1, case.length, case.channels, drawn=case.drawn) if case.dropped else None
+        return x, o, g, weight, draw.parameter(case.channels), factors
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Backward reads the gradient, o and g, and writes those of o and g; that of x is the gradient itself."""
+        positions = case.rows * case.length
+        through = 2 * positions * case.channels * case.outputs
+        moved = 2 * case.channels + 2 * case.outputs if forward else case.channels + 4 * case.outputs
+        return Cost(through * (1 if forward else 2), positions * case.outputs, positions * moved * itemsize)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        case, drawn = super().example(kind, s, r), kind == "dropout"
+        return replace(case, outputs=case.channels, dropped=drawn, drawn=drawn)
+
+    def size(self, case: OpCase) -> str:
+        dropout = ", dropout drawn" if case.drawn else ", dropout" if case.dropped else ""
+        return f"{super().size(case)}, inner {case.outputs}{dropout}"
+
+
+class _Transition(_LayerNorm):
+    name, op = "transition", transition
+    layers = ("transition",)
+    odd = (
+        _at("transition", "rows", 7, 19, 32, 128),
+        _at("transition", "odd channels", 3, 5, 24, 56),
+        _at("transition", "transposed, SwiGLU", 5, 21, 40, 72, transposed=True, gated=True),
+    )
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.channels, "outputs": layer.hidden, "gated": layer.gated}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        """Draw a layer's arguments: SwiGLU has no biases."""
+        norm, c, n = super().arguments(case, draw, masked), case.channels, case.outputs
+        down = draw.parameter(c, n, scale=n**-0.5)
+        if case.gated:
+            return *norm, draw.parameter(2 * n, c, scale=c**-0.5), None, down, None, True, EPS, "swiglu"
+        return *norm, draw.parameter(n, c, scale=c**-0.5), draw.parameter(n), down, draw.parameter(c)
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count two products; backward four, and the first recomputed rather than its result read."""
+        up, down = (2 if case.gated else 1), 1
+        products = up + down if forward else 3 * up + 2 * down
+        flops = 2 * case.rows * case.length * case.channels * case.outputs * products
+        return replace(super().cost(case, forward, itemsize), flops=flops)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        case = super().example(kind, s, r)
+        return replace(case, outputs=4 * case.channels)
+
+    def size(self, case: OpCase) -> str:
+        return f"{super().size(case)}, inner {case.outputs}{', SwiGLU' if case.gated else ''}"
+
+
+class _TriangleFactor(_Gate):
+    name, op = "triangle_factor", triangle_factor
+    layers = ("triangle product",)
+    odd = (_at("triangle_factor", "rows", 7, 19, 24), _at("triangle_factor", "odd channels", 33, 5, 41))
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        return {"channels": layer.hidden}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        return *super().arguments(case, draw, masked), draw.mask(case, masked)
+
+
+class _OuterProduct(OpProfile):
+    name, op = "outer_product", outer_product
+    layers = ("outer product",)
+    kinds: ClassVar[Kinds] = {"msa": ALIGNMENTS}
+    odd = (
+        _at("outer_product", "rows and columns", 9, 33, 8, 24, keys=19),
+        _at("outer_product", "odd channels", 17, 3, 7, 11, keys=5),
+        _at("outer_product", "more than a tile", 19, 70, 16, 136, keys=18),
+    )
+
+    def sizes(self, layer: LayerSizes) -> dict[str, int]:
+        s, r = layer.rows, layer.length
+        return {"rows": r, "keys": r, "length": s, "channels": layer.hidden, "outputs": layer.outputs}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        s, c, z = case.length, case.channels, case.outputs
+        a, b = draw.normal(s, case.rows, c), draw.normal(s, case.attended, c)
+        weight = draw.parameter(z, c * c, scale=1 / c)
+        count = torch.full((case.rows, case.attended, 1), s + 1e-3, device=draw.device, dtype=draw.dtype)
+        return a, b, weight, draw.parameter(z), count
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count the product and its projection; backward three of the former (one recomputed), two of the latter."""
+        pairs, c = case.rows * case.attended, case.channels
+        read, written = case.length * (case.rows + case.attended) * c, pairs * case.outputs
+        flops = 2 * pairs * c**2 * (case.length + case.outputs if forward else 3 * case.length + 2 * case.outputs)
+        return Cost(flops, 0, (read + written if forward else 2 * read + written) * itemsize)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        return _at(self.name, kind, r, s, 32, 128, keys=r)
+
+    def numbers(self, case: OpCase) -> int:
+        products = case.rows * case.attended * case.channels**2  # the definition has all of them in memory
+        return max(super().numbers(case), products)
+
+    def size(self, case: OpCase) -> str:
+        return f"{case.row_count}, {case.attended} columns, {case.length} sequences, {case.channels} -> {case.outputs}"
+
+
+PROFILES: Mapping[str, OpProfile] = {
+    profile.name: profile
+    for profile in (
+        _Attention(), _GlobalAttention(), GatedAttentionProfile(), _LayerNorm(), _NormLinear(), _Gate(),
+        _GatedLinearResidual(), _Transition(), _TriangleFactor(), _OuterProduct(), TriangleMultiplicationProfile(),
+        AlignedErrors(), Overlaps(),
+    )
+}  # fmt: skip
+OPS = {name: profile.op for name, profile in PROFILES.items()}
+BENCHED = tuple(name for name, profile in PROFILES.items() if profile.kinds)  # what --op takes
+TUNED = tuple(name for name in BENCHED if PROFILES[name].tuned)
+ODD = tuple(case for profile in PROFILES.values() for case in profile.odd)
+
+
+def meant_by(ops: Iterable[str]) -> list[str]:
+    """Return the operations that --op means: "attention" includes global attention, of the same kernels."""
+    ops = set(ops)
+    return [name for name, profile in PROFILES.items() if ops & {name, profile.part_of}]
+
+
+def size_in_words(case: OpCase) -> str:
+    """Return "256 rows, 4 heads, 256 x 256, width 32"."""
+    return PROFILES[case.op].size(case)
+
+
+def inputs(case: OpCase, dtype: torch.dtype, device: torch.device | str, *, masked: bool = False) -> OpInputs:
+    """Draw the inputs of a case, the same each time; masked: with some keys masked, and all keys of one row."""
+    return PROFILES[case.op].inputs(case, dtype, torch.device(device), masked)

@@ -1,0 +1,1 @@
+"""Count what steps and predictions cost, and plan them."""

@@ -1,0 +1,283 @@
+"""Random training examples, blocks and whole models at any size: what is timed, profiled and counted.
+
+Numbers are random and times do not depend on them; sizes, dtypes and the way through the model are those of training.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from warpfold import settings
+from warpfold.batch import FEATURES, Batch
+from warpfold.check.sizes import DataSizes
+from warpfold.data.load.loader import Sample
+from warpfold.engine.learn import DeviceResult, Learner
+from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.engine.packed import PackedWeights
+from warpfold.errors import UserError
+from warpfold.geometry.labels import structure_labels
+from warpfold.model.alphafold import AlphaFold, ModelConfig
+from warpfold.model.evoformer import Evoformer, EvoformerConfig
+from warpfold.model.losses import LossConfig
+from warpfold.ops.noise import Noise
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import DTYPES, Plan
+from warpfold.parallel.team import Team
+
+SECTIONS = ("model", "loss", "data", "optim", "plan", "train")  # of a settings file
+T = TypeVar("T")
+UNCROPPED = 256  # residues, where the settings crop nothing
+STEP = 3.8  # angstrom between neighbouring residues
+ROWS = 2  # alignment rows of a complex beyond those that are used
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleSizes:
+    """The sizes of one example: residues, alignment rows, rows of the extra MSA, templates."""
+
+    residues: int
+    sequences: int
+    extra: int
+    templates: int
+
+    def __str__(self) -> str:
+        """ "256 residues, 128 sequences, 1024 extra, 4 templates"."""
+        parts = ("residues", "sequences", "extra", "templates")
+        return ", ".join(f"{getattr(self, name)} {name}" for name in parts)
+
+
+def sizes_of(values: Mapping[str, Any], source: str) -> ExampleSizes:
+    """Return the sizes of the training examples of settings, as `settings.load` returns them."""
+    data = {key: value for key, value in values.get("data", {}).items() if key in DataSizes.__dataclass_fields__}
+    found = settings.build(DataSizes, data, source)
+    return ExampleSizes(
+        residues=found.crop or UNCROPPED,
+        sequences=found.max_msa,
+        extra=found.max_extra,
+        templates=found.max_templates,
+    )
+
+
+def random_example(model: ModelConfig, sizes: ExampleSizes, device: torch.device | str, passes: int = 1) -> Batch:
+    """Return one example with all labels, for a monomer or a complex of two equal chains; on "meta": shapes alone."""
+    axes = {"res": sizes.residues, "seq": sizes.sequences, "extra": sizes.extra, "pass": passes}
+    if model.templates.enabled:
+        axes["tmpl"] = sizes.templates
+    if model.multimer is not None:
+        axes["row"] = sizes.sequences + sizes.extra + ROWS
+    draw = torch.Generator().manual_seed(0)
+    batch: Batch = {}
+    for name, feature in FEATURES.items():
+        if name in left_out(model) or not {axis for axis in feature.axes if isinstance(axis, str)} <= set(axes):
+            continue
+        shape = [axes[axis] if isinstance(axis, str) else axis for axis in feature.axes]
+        batch[name] = _drawn(name, shape, getattr(torch, feature.dtype), draw)
+    batch["residue_index"] = torch.arange(sizes.residues)
+    if model.multimer is not None:
+        _as_complex(batch, sizes)
+    batch |= structure_labels(batch["aatype"], batch["all_atom_positions"], batch["all_atom_mask"])
+    return {name: x.to(device) for name, x in batch.items()}
+
+
+def left_out(model: ModelConfig) -> set[str]:
+    """Return the features that this kind of model does not read."""
+    chains = {"asym_id", "entity_id", "sym_id"}
+    made_in_the_model = {"msa_feat", "msa_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"}
+    drawn = {"alignment", "alignment_mask", "alignment_deletions", "centre_rows", "extra_rows", "masked_msa"}
+    return chains | drawn if model.multimer is None else made_in_the_model | {"extra_msa_mask"}
+
+
+def _drawn(name: str, shape: list[int], dtype: torch.dtype, draw: torch.Generator) -> Tensor:
+    """Draw one feature: masks of ones but for the masked places of the alignment, positions along a random walk."""
+    if name == "bert_mask":
+        return (torch.rand(shape, generator=draw) < 0.15).to(dtype)
+    if "mask" in name or "exist" in name or name in ("extra_has_deletion", "resolution", "use_clamped_fape"):
+        return torch.ones(shape, dtype=dtype)
+    if name in ("all_atom_positions", "template_all_atom_positions"):
+        *_, residues, atoms, _ = shape
+        walk = torch.randn(*shape[:-2], 1, 3, generator=draw)
+        steps = STEP * walk / walk.norm(dim=-1, keepdim=True)
+        return steps.cumsum(-3) + torch.randn(residues, atoms, 3, generator=draw)
+    if not dtype.is_floating_point:
+        return torch.randint(20, shape, generator=draw).to(dtype)
+    return torch.randn(shape, generator=draw).to(dtype)
+
+
+def _as_complex(batch: Batch, sizes: ExampleSizes) -> None:
+    """Make two equal chains of the residues, and say which rows of the alignment are centres."""
+    second = (torch.arange(sizes.residues) >= sizes.residues // 2).long()
+    batch["asym_id"] = batch["sym_id"] = second + 1
+    batch["entity_id"] = torch.ones_like(second)
+    batch["residue_index"] = torch.arange(sizes.residues) - second * (sizes.residues // 2)
+    passes = batch["centre_rows"].shape[0]
+    rows = torch.arange(sizes.sequences + sizes.extra).expand(passes, -1)
+    batch["centre_rows"], batch["extra_rows"] = rows[:, : sizes.sequences], rows[:, sizes.sequences :]
+
+
+def shortened(model: ModelConfig, blocks: int | None) -> ModelConfig:
+    """Return the model with at most so many blocks in each stack; None: as it is."""
+    if blocks is None:
+        return model
+    return replace(
+        model,
+        evoformer=replace(model.evoformer, blocks=min(blocks, model.evoformer.blocks)),
+        extra_blocks=min(blocks, model.extra_blocks),
+        templates=replace(model.templates, blocks=min(blocks, model.templates.blocks)),
+    )
+
+
+def random_model(config: ModelConfig, plan: Plan, device: torch.device | str) -> AlphaFold:
+    """Return a model with random weights that a plan runs there, in training, its dropout seeded as in training."""
+    torch.manual_seed(0)
+    model = AlphaFold(config).to(device).train()
+    Execution(plan).bind(model)
+    model.noise.seed(0)
+    return model
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSizes:
+    """One Evoformer block: its sequences and residues, its channels and settings."""
+
+    sequences: int
+    residues: int
+    c_m: int
+    c_z: int
+    config: EvoformerConfig
+
+    @classmethod
+    def of(cls, model: ModelConfig, sizes: ExampleSizes) -> "BlockSizes":
+        """Return the size of a model's blocks, those of its main stack."""
+        config = replace(model.evoformer, blocks=1)
+        return cls(sequences=sizes.sequences, residues=sizes.residues, c_m=model.c_m, c_z=model.c_z, config=config)
+
+    def __str__(self) -> str:
+        return f"{self.sequences} sequences, {self.residues} residues, c_m {self.c_m}, c_z {self.c_z}"
+
+
+class RandomBlock:
+    """A block and its inputs as in training: m and z have gradients, weights are packed, dropout has seeded noise."""
+
+    def __init__(self, sizes: BlockSizes, plan: Plan, device: torch.device | str) -> None:
+        self.sizes = sizes
+        torch.manual_seed(0)
+        self.stack = Evoformer(sizes.c_m, sizes.c_z, sizes.config).to(device)
+        for p in self.stack.parameters():  # no zeros, so that nothing is a special case
+            torch.nn.init.normal_(p, std=0.02)
+        for module in self.stack.modules():
+            if isinstance(module, Noise):
+                module.seed(0)
+        Execution(plan).bind(self.stack)
+        s, r, dtype = sizes.sequences, sizes.residues, DTYPES[plan.precision]
+        self.packed = PackedWeights(self.stack, dtype, trained=True)
+        self.m = torch.randn(s, r, sizes.c_m, device=device).to(dtype).requires_grad_()
+        self.z = torch.randn(r, r, sizes.c_z, device=device).to(dtype).requires_grad_()
+        self.masks = torch.ones(s, r, device=device), torch.ones(r, r, device=device)
+        self.grads = torch.randn_like(self.m), torch.randn_like(self.z)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return m and z after the block."""
+        m, z = self.stack(self.m, self.z, *self.masks)
+        return m, z
+
+    @cached_property
+    def wanted(self) -> list[Tensor]:
+        """The tensors whose gradients a training step computes: m, z, joined weights, and parameters read alone."""
+        with torch.enable_grad():
+            self.forward()  # only this makes the joined weights
+        joined = self.packed.leaves()
+        places = [(leaf.grad.storage_offset(), leaf.numel()) for leaf in joined if leaf.grad is not None]
+        alone = [
+            p
+            for p in self.stack.parameters()
+            if p.grad is None or not any(at <= p.grad.storage_offset() < at + size for at, size in places)
+        ]
+        return [self.m, self.z, *joined, *alone]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelBench:
+    """What is timed: the settings of a model and the sizes of its examples."""
+
+    model: ModelConfig
+    loss: LossConfig
+    optim: OptimConfig
+    plan: Plan
+    sizes: ExampleSizes
+    recycles: int = 0
+
+    @property
+    def block(self) -> BlockSizes:
+        """The size of one block of the main stack."""
+        return BlockSizes.of(self.model, self.sizes)
+
+
+def bench_of(values: Mapping[str, Any], source: str, blocks: int | None = None) -> ModelBench:
+    """Return what settings measure, as `settings.load` returns them; blocks: of each stack, at most.
+
+    What only data and runs need is not looked at, nor imported: a machine may have torch and little else.
+    Errors: UserError for settings that are wrong, or that are for several processes.
+    """
+    for section in values:
+        if section not in SECTIONS:
+            raise UserError(f"{source}: {section} is not a section of the settings; known: {', '.join(SECTIONS)}")
+
+    def built(cls: type[T], section: str) -> T:
+        found = values.get(section, {})
+        if section == "plan":  # what is left to the planner has the defaults of `Plan` here
+            found = {} if found == "auto" else {key: value for key, value in found.items() if key != "auto"}
+        return settings.build(cls, found, source, f"{section}.")
+
+    plan = replace(built(Plan, "plan"), data=1)
+    if plan.axial * plan.branch > 1:
+        raise UserError(
+            f"{source}: plan.axial and plan.branch share an example among processes, and here is one: leave them at 1"
+        )
+    return ModelBench(
+        model=shortened(built(ModelConfig, "model"), blocks),
+        loss=built(LossConfig, "loss"),
+        optim=built(OptimConfig, "optim"),
+        plan=plan,
+        sizes=sizes_of(values, source),
+    )
+
+
+class TrainingStep:
+    """A whole training step on one example, by the code of training (`Learner`): recycling, model, losses, backward
+    pass, clipping, optimizer, averaged weights.
+
+    The example lies on the device already, and there is one for each step.  `bind` changes how the step runs.
+    """
+
+    def __init__(self, given: ModelBench, device: torch.device | str) -> None:
+        self.recycles, self.device = given.recycles, torch.device(device)
+        self.model = random_model(given.model, given.plan, device)
+        one, precision = replace(given.optim, accumulate=1), given.plan.precision
+        optimizer = Optimizer(self.model, one, dtype=DTYPES[precision], scaling=precision == "fp16")
+        self.learner = Learner(self.model, optimizer, given.loss, 0, Team())
+        self.batch = random_example(given.model, given.sizes, device, (given.recycles + 1) * given.model.ensemble)
+        self.executions: dict[Plan, Execution] = {}
+        self.step = 0
+
+    def bind(self, plan: Plan) -> Execution:
+        """Run as the plan says from now on: by the execution, and so the graphs, that it had for this plan before."""
+        execution = self.executions.setdefault(plan, Execution(plan))
+        execution.bind(self.model)
+        return execution
+
+    def learn(self) -> DeviceResult:
+        """Run the model forward and backward, and collect the gradient; with another draw of dropout each time."""
+        return self.learner.learn([Sample(self.step, "random", self.batch)], self.recycles)[0]
+
+    def update(self) -> None:
+        """Apply the gradient."""
+        self.learner.step(self.step)
+        self.step += 1
+
+    def __call__(self) -> None:
+        self.learn()
+        self.update()

@@ -1,0 +1,133 @@
+"""Count what a GPU would be told to launch, on a machine that has none: tensors have shapes and no memory.
+
+Triton's kernels are noted where they would be launched (ops/triton/launch.py); of torch's own operations each counts as
+one launch, but for views and allocations, which launch nothing.  A few of torch's launch more than one kernel, so that
+a GPU's own count may be a little higher; a profile made there says by how much.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from warpfold.cost.example import BlockSizes, RandomBlock, TrainingStep
+from warpfold.ops import dispatch
+from warpfold.ops.triton.launch import recorded
+from warpfold.parallel.plan import Plan, Precision
+
+ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+
+
+@dataclass(frozen=True)
+class LaunchCount:
+    """How often each kernel of Triton and each operation of torch was launched."""
+
+    triton: Counter[str] = field(default_factory=Counter)
+    torch: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        """All launches.  Errors: RuntimeError where there was none: whoever counts has then seen nothing."""
+        total = self.triton.total() + self.torch.total()
+        if total == 0:
+            raise RuntimeError("no launch was seen: nothing ran within the count")
+        return total
+
+    def __str__(self) -> str:
+        """ "104: 26 of Triton, 78 of torch"."""
+        return f"{self.total}: {self.triton.total()} of Triton, {self.torch.total()} of torch"
+
+
+class _Counting(TorchDispatchMode):
+    """Count torch's operations; make registered ones call their launchers, whose own operations count as well."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "warpfold":
+            with self:
+                return dispatch.implementation(func._opname, args[0])(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if launches(func, (args, kwargs), out):
+            self.found[func._opname] += 1
+        return out
+
+
+def launches(func: Any, given: Any, out: Any, on_cpu: bool = False) -> bool:
+    """Return whether one of torch's operations launches a kernel: neither a view of what it was given nor memory.
+
+    on_cpu: on a CPU it would, as everything is there.
+    """
+    results = [
+        t for t in tree_leaves(out) if isinstance(t, Tensor) and (on_cpu or not t.is_cpu)
+    ]  # numbers of the host: nothing
+    if func._opname in ALLOCATE or not results:
+        return False
+    if func._schema.is_mutable:
+        return True
+    storages = {t.untyped_storage()._cdata for t in tree_leaves(given) if isinstance(t, Tensor)}
+    return any(t.untyped_storage()._cdata not in storages for t in results if t.numel())
+
+
+class Products(TorchDispatchMode):
+    """Count the floating point operations of matrix products within it, by torch's own formulas: `flops`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.flops += products(func, args, kwargs, out)
+        return out
+
+
+def products(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return the floating point operations of one of torch's operations, if it is a matrix product; else 0."""
+    formula = flop_registry.get(func._overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
+
+
+@contextmanager
+def counting() -> Iterator[LaunchCount]:
+    """Count the launches of what runs within the context, on tensors of the device "meta"."""
+    count = LaunchCount()
+    with dispatch.interpreting(), recorded() as made, _Counting(count.torch):
+        yield count
+    count.triton.update(launch.kernel.name for launch in made)
+
+
+def block_launches(
+    sizes: BlockSizes, precision: Precision = "bf16", kernels: dispatch.Kernels = "fast"
+) -> dict[str, LaunchCount]:
+    """Count the launches of an Evoformer block: "forward" without gradient, "training" (a forward pass that keeps what
+    its gradient needs) and "backward", with the gradients of m, z and every parameter.
+    """
+    with torch.device("meta"):
+        block = RandomBlock(sizes, Plan(precision=precision, kernels=kernels), "meta")
+        wanted = block.wanted
+        with counting() as forward, torch.no_grad():
+            block.forward()
+        with counting() as training:
+            out = block.forward()
+        with counting() as backward:
+            torch.autograd.grad(out, wanted, block.grads)
+    return {"forward": forward, "training": training, "backward": backward}
+
+
+def step_launches(step: TrainingStep) -> LaunchCount:
+    """Count the launches of a training step on "meta", as it is bound."""
+    with torch.device("meta"), counting() as count:
+        step()
+    return count

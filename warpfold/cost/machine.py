@@ -1,0 +1,203 @@
+"""Describe the machine that a figure was measured on, or that a plan is made for."""
+
+import importlib
+import importlib.util
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from warpfold.cost.links import LINKS, Cluster, network
+from warpfold.cost.measured_rates import measured
+from warpfold.cost.rates import SHEETS, Rates, of_gpu
+from warpfold.errors import UserError
+from warpfold.memory import free_memory, host_memory
+from warpfold.ops.triton.launch import table_for
+
+UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+# Of the makers' data sheets, as in cost/rates.py: bytes of a device; an A100 and an L4 or A10 also come with less.
+SOLD_WITH = {
+    "A100": 80 * 10**9,
+    "H100": 80 * 10**9,
+    "H200": 141 * 10**9,
+    "B200": 180 * 10**9,
+    "RTX 4090": 24 * 10**9,
+    "A10": 24 * 10**9,
+    "L4": 24 * 10**9,
+}
+NODE, BETWEEN = 8, "ib400"  # devices of a node and its link to others, where nothing else is said: as of a DGX H100
+HOST_SHARE = 0.8  # of the host's free memory that a run may fill with what it takes off the device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a plan is made for: so many devices of one kind; of devices that differ, the smallest.
+
+    kind: "cpu" or "cuda".  free: bytes that a run may take on each.  host: bytes of host
+    memory, or of a CPU on disk, for what is taken off the device; None: not known.  loaded: the model's weights lie
+    there already, and are not in `free`.  name: of the device.  how: it is known.
+    here: whether it is this machine, so that its rates can be measured.
+    """
+
+    kind: Literal["cpu", "cuda"]
+    free: int
+    devices: int = 1
+    host: int | None = None
+    loaded: bool = False
+    name: str = ""
+    how: str = "given"
+    here: bool = False
+
+    def rates(self, dtype: torch.dtype, tell: Callable[[str], None] = lambda what: None) -> Rates | None:
+        """Return how fast a device is: measured if it is here, else of its data sheet; None where neither is known.
+
+        tell: called with what is measured, before it is.
+        """
+        if self.here and self.name:
+            return measured(self.kind, dtype, tell=tell)
+        if any(name.lower() in self.name.lower() for name in SHEETS):
+            return of_gpu(self.name)
+        return None
+
+    def __str__(self) -> str:
+        """ "4 x H100, 80.0 GB each (data sheet)"."""
+        many = f"{self.devices} x " if self.devices > 1 else ""
+        each = " each" if self.devices > 1 else ""
+        return f"{many}{self.name or self.kind}, {in_gb(self.free)}{each} ({self.how})"
+
+
+def this_machine(device: torch.device | str, loaded: bool = False, memory: int | None = None) -> Machine:
+    """Return one device of this machine, with what is free on it now.
+
+    memory: bytes that may be used at most.  Errors: UserError where the system does not say what is free.
+    """
+    device = torch.device(device)
+    kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
+    free = free_memory(device)
+    host = int(HOST_SHARE * host_memory()) if kind == "cuda" else shutil.disk_usage(tempfile.gettempdir()).free
+    how = "free now" if memory is None or free <= memory else "given"
+    return Machine(kind=kind, free=free if memory is None else min(free, memory), host=host, loaded=loaded,
+                   name=name(device), how=how, here=True)  # fmt: skip
+
+
+def planned_machine(device: str | None, memory: int | None, devices: int) -> Machine:
+    """Return the machine that is only planned for: a device of this one, or one that is not here, by its name.
+
+    device: "cpu", "cuda", or the name of a GPU; None: what is here.  memory: of each, in bytes.
+    Errors: UserError for a name that is not known, or a device that is not here and whose memory is not given.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cpu" or (device.startswith("cuda") and torch.cuda.is_available()):
+        try:
+            here = this_machine(device)
+        except (RuntimeError, AssertionError) as error:
+            raise UserError(f"--device {device}: {str(error).splitlines()[0]}; give another, or cpu") from error
+        free, how = (here.free, here.how) if memory is None else (memory, "given")
+        return Machine(kind=here.kind, free=free, devices=devices, host=here.host, name=here.name, how=how, here=True)
+    if device.startswith("cuda"):
+        if memory is None:
+            raise UserError(f"--device {device}: this machine has none; say what it has: --memory 24GB")
+        return Machine(kind="cuda", free=memory, devices=devices)
+    if of_sheet(device) is None:
+        raise UserError(
+            f"--device {device}: not known; give cpu, cuda or one of {', '.join(SHEETS)}; for another GPU, "
+            "--device cuda --memory 24GB"
+        )
+    sheet = of_gpu(device).name
+    how = "data sheet" if memory is None else "given"
+    return Machine(kind="cuda", free=memory or SOLD_WITH[sheet], devices=devices, name=sheet, how=how)
+
+
+def planned_cluster(machine: Machine, per_node: int | None = None, link: str | None = None) -> Cluster:
+    """Return how devices that are only planned for are joined, if not said otherwise: nodes of `NODE`, by `BETWEEN`.
+
+    link: between nodes, as of `network`.  Errors: UserError for a link that is not known.
+    """
+    within = LINKS["gloo" if machine.kind == "cpu" else "NVLink 4"]
+    if of_sheet(machine.name):
+        within = of_gpu(machine.name).link
+    each = min(per_node or NODE, machine.devices)
+    between = network(link or BETWEEN, each)
+    return Cluster(ranks=machine.devices, per_node=each, within=within, between=between, device=machine.name)
+
+
+def of_sheet(device: str) -> str | None:
+    """Return a device's name if its data sheet is known, else None."""
+    return device if any(known.lower() in device.lower() for known in SHEETS) else None
+
+
+def parse_memory(text: str) -> int:
+    """Return the bytes of "24GB", "24 GiB" or "24000MB".
+
+    Errors: UserError for what has no unit, is not a number, or is not positive.
+    """
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?b)", text.strip(), flags=re.IGNORECASE)
+    size = 0
+    if found is not None and found[2].upper() in UNITS:
+        size = int(float(found[1]) * UNITS[found[2].upper()])
+    if size <= 0:
+        raise UserError(f"--memory {text}: not an amount of memory; give a number with its unit, as in 24GB or 24GiB")
+    return size
+
+
+def in_gb(size: float) -> str:
+    """Return bytes as "3.1 GB"; what is less than 1 GB in MB."""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.0f} MB"
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """Return the device, the driver, versions, and the launch table in use."""
+    found = {"device": name(device)}
+    if device.type == "cuda":
+        found["driver"] = driver()
+        properties = torch.cuda.get_device_properties(device)
+        found["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
+        found["capability"] = f"{properties.major}.{properties.minor}"
+    else:
+        found["threads"] = str(torch.get_num_threads())
+    found["torch"] = torch.__version__
+    found["triton"] = version("triton")
+    found["python"] = platform.python_version()
+    if device.type == "cuda":
+        table, why = table_for(device)
+        found["launches"] = f"{table.path.name} ({why})"
+    return found
+
+
+def name(device: torch.device) -> str:
+    """Return the GPU's name, "NVIDIA H200", or the processor's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.processor() or platform.machine()}, {len(models) or '?'} cores"
+
+
+def driver() -> str:
+    """Return the version of the GPU's driver; "not known" where nvidia-smi does not say."""
+    try:
+        said = subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "not known"
+    return said.stdout.split()[0] if said.stdout.split() else "not known"
+
+
+def version(package: str) -> str:
+    """Import a package and return its version; "not installed" if it is not."""
+    if importlib.util.find_spec(package) is None:
+        return "not installed"
+    return str(getattr(importlib.import_module(package), "__version__", "not known"))

@@ -1,0 +1,134 @@
+"""What a job really takes: on a CPU what torch's allocator gives and how the process grows, on a GPU what torch counts.
+
+To hold `estimate_memory` against.
+"""
+
+import gc
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+from warpfold import settings
+from warpfold.cost.example import ExampleSizes, random_example, shortened
+from warpfold.cost.job import Job
+from warpfold.cost.memory import MARGIN, TRUTH, estimate_memory, predict_example, train_on_example
+from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.engine.packed import PackedWeights
+from warpfold.errors import UserError
+from warpfold.model.alphafold import AlphaFold, ModelConfig
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import DTYPES, Plan
+
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def work(job: Job, plan: Plan, device: torch.device | str = "cpu") -> None:
+    """Do a job once on one device, with random numbers: load the model, and fold an example or train on it."""
+    ensemble = job.model.ensemble
+    batch = random_example(job.model, job.sizes, device, (job.recycles + 1) * ensemble)
+    if not job.training:
+        batch = {name: x for name, x in batch.items() if name not in TRUTH}
+    torch.manual_seed(0)
+    model = AlphaFold(job.model).to(device).train(job.training)
+    Execution(plan).bind(model)
+    model.noise.seed(0)
+    if job.loss is None:
+        packed = PackedWeights(model, DTYPES[plan.precision])
+        with torch.no_grad():
+            predict_example(model, batch, job.recycles)
+        del packed
+        return
+    scaling = plan.precision == "fp16"
+    optimizer = Optimizer(model, job.optim or OptimConfig(), dtype=DTYPES[plan.precision], scaling=scaling)
+    train_on_example(model, batch, job.recycles, job.loss)
+    optimizer.collect()
+    optimizer.step(0)
+
+
+def measured_memory(job: Job, plan: Plan, device: torch.device | str = "cpu") -> int:
+    """Return the most bytes that torch's allocator has given at one time while a job was done, by one process."""
+    return most_allocated(lambda: work(job, plan, device), device)
+
+
+def most_allocated(run: Callable[[], object], device: torch.device | str = "cpu") -> int:
+    """Return the most bytes that torch's allocator has given at one time while a function ran, beyond those before.
+
+    Of operations and of what they need inside.
+    """
+    gc.collect()  # else what is garbage already may be given back meanwhile, and would count as less
+    if torch.device(device).type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=False) as found:
+        run()
+    assert found.profiler is not None
+    changes = sorted(_changes(found.profiler.kineto_results.experimental_event_tree()))
+    now = most = 0
+    for _, size in changes:
+        now += size
+        most = max(most, now)
+    return most
+
+
+@dataclass(frozen=True)
+class MemoryCheck:
+    """Bytes that a small job was said to need on a device, and those it took."""
+
+    device: str
+    estimated: int
+    measured: int
+
+    def says(self) -> str:
+        """ "memory: estimated 15.7 MB, measured 15.6 MB; a plan leaves 5 % and 268 MB more free"."""
+        share, fixed = MARGIN["cuda" if self.device.startswith("cuda") else "cpu"]
+        return (
+            f"memory: estimated {self.estimated / 1e6:.1f} MB, measured {self.measured / 1e6:.1f} MB; "
+            f"a plan leaves {share:.0%} and {fixed / 1e6:.0f} MB more free"
+        )
+
+
+def check_memory(device: torch.device, plan: Plan | None = None) -> MemoryCheck:
+    """Fold a small random example with the tiny preset on a device, and compare what it takes with the estimate."""
+    given = plan or Plan()
+    model = settings.build(ModelConfig, settings.load("tiny").get("model", {}), "tiny")
+    sizes = ExampleSizes(residues=64, sequences=16, extra=32, templates=0)
+    job = Job(model=shortened(model, 2), sizes=sizes, recycles=1)
+    return MemoryCheck(device.type, estimate_memory(job, given, device.type).peak, measured_memory(job, given, device))
+
+
+def _changes(events: Iterable[Any]) -> Iterable[tuple[int, int]]:
+    """Yield when the CPU's allocator gave bytes, or took them back (negative)."""
+    left = list(events)
+    while left:
+        event = left.pop()
+        left.extend(event.children)
+        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
+            yield event.start_time_ns, event.extra_fields.alloc_size
+
+
+def resident_memory(job: Job, plan: Plan, run: Callable[[Job, Plan], None] = work) -> int:
+    """Return by how many bytes the resident memory of this process grew, at most, while a job was done on the CPU.
+
+    Errors: UserError where the system does not say (other than Linux).
+    """
+    try:
+        CLEAR.write_text("5", encoding="ascii")  # the peak begins anew
+    except OSError as error:
+        raise UserError(
+            f"{CLEAR}: cannot be written ({error.strerror}): resident memory is measured on Linux"
+        ) from None
+    before = _status("VmRSS")
+    run(job, plan)
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    line = next(line for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1]) * 1024

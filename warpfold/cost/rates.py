@@ -1,0 +1,152 @@
+"""How fast a device is, operation by operation: measured (cost/measured_rates.py), or modelled from a data sheet.
+
+One pass of an operation takes so long for each call, floating point operation, exponential and byte, and more for bytes
+that do not fit into the caches.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+
+from warpfold.check.op_profile import Cost
+from warpfold.cost.layer_work import COPY, PRODUCT
+from warpfold.cost.links import LINKS, Link
+from warpfold.cost.roofline import EXPS_PER_CLOCK, Ceilings
+from warpfold.errors import UserError
+
+# forward: without gradient; training: a forward pass that keeps what its gradient needs; backward: what follows it.
+PassName = Literal["forward", "training", "backward"]
+RateKey = tuple[str, PassName, torch.dtype]  # an operation, its pass, and the dtype
+NEAR = 2**20  # bytes of a call that the caches hold
+TORCH = "torch"  # the name of torch's own operations, element by element
+HOST = {"cpu": Link(0.0, 1e12), "cuda": Link(10e-6, 20e9)}  # to host memory; PCIe 4 x16, 80 % of 25 GB/s
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Seconds of each call, floating point operation, exponential and byte; `far`: of bytes beyond the caches, more.
+
+    spread: the standard deviation of a run, of its seconds.
+    """
+
+    call: float
+    flop: float = 0.0
+    exp: float = 0.0
+    byte: float = 0.0
+    far: float = 0.0
+    spread: float = 0.0
+
+    def seconds(self, cost: Cost, calls: float = 1.0) -> float:
+        """Return what so many calls take that share a cost evenly."""
+        beyond = max(0.0, cost.bytes - NEAR * calls)
+        computing = self.flop * cost.flops + self.exp * cost.exps
+        return self.call * calls + computing + self.byte * cost.bytes + self.far * beyond
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does per second, and how that is known.
+
+    tops: what it can do at best, by dtype.  ops: of an operation, pass and dtype.  efficiency: the share of `tops` that
+    an operation without a rate of its own reaches; call: seconds of a call of torch's, which `ops` have in them.
+    link: between ranks, host: between the device and host memory.
+    """
+
+    name: str
+    how: Literal["measured", "modelled"]
+    device: str
+    tops: Mapping[torch.dtype, Ceilings]
+    call: float
+    link: Link
+    host: Link
+    efficiency: float = 1.0
+    ops: Mapping[RateKey, Rate] = field(default_factory=dict)
+
+    def seconds(self, op: str, which: PassName, cost: Cost, calls: float, dtype: torch.dtype) -> float:
+        """Return what so many calls of an operation take that share a cost evenly, once they have begun.
+
+        Errors: ValueError for a dtype for which nothing is known.
+        """
+        rate = self.ops.get((TORCH if op == COPY else op, which, dtype))
+        if rate is not None:
+            return rate.seconds(cost, calls)
+        if self.how == "measured":
+            raise ValueError(f"no rate of {op}, {which}, {dtype} of {self.name}")
+        if dtype not in self.tops:
+            known = ", ".join(sorted(str(one).removeprefix("torch.") for one in self.tops))
+            raise ValueError(f"the rates of {self.name} are of {known}, not of {str(dtype).removeprefix('torch.')}")
+        return KERNEL * kernels_of(op, which) * calls + self.tops[dtype].limit(cost) / self.efficiency
+
+    def spread(self, op: str, which: PassName, dtype: torch.dtype) -> float:
+        """Return the standard deviation of an operation's run, of its seconds; 0 where nothing is measured."""
+        rate = self.ops.get((TORCH if op == COPY else op, which, dtype))
+        return 0.0 if rate is None else rate.spread
+
+    def launching(self, op: str, which: PassName, calls: float) -> float:
+        """Return how long the host launches so many calls, while the device works; 0 where measured rates have it."""
+        return 0.0 if self.how == "measured" else self.call * kernels_of(op, which) * calls
+
+
+class Sheet(NamedTuple):
+    """What a maker states: dense products per second by dtype, memory, multiprocessors, clock, links."""
+
+    fp32: float
+    tf32: float
+    half: float  # bf16 and fp16, summed in fp32
+    bytes: float
+    units: int
+    clock: float
+    link: str
+    host: float  # bytes per second and direction
+
+    @property
+    def exps(self) -> float:
+        """Exponentials per second."""
+        return self.units * EXPS_PER_CLOCK * self.clock
+
+
+# Of the makers' data sheets and architecture papers: NVIDIA A100 (SXM 80 GB), H100 (SXM), H200 (SXM), B200 (HGX, half
+# of a GB200's two), GeForce RTX 4090 (Ada architecture, appendix A), A10, L4.  TFLOP/s without sparsity; the
+# exponentials' clock is the boost clock.
+SHEETS = {
+    "A100": Sheet(19.5e12, 156e12, 312e12, 2.04e12, 108, 1.41e9, "NVLink 3", 25e9),
+    "H100": Sheet(67e12, 494e12, 989e12, 3.35e12, 132, 1.98e9, "NVLink 4", 50e9),
+    "H200": Sheet(67e12, 494e12, 989e12, 4.8e12, 132, 1.98e9, "NVLink 4", 50e9),
+    "B200": Sheet(75e12, 1.1e15, 2.25e15, 8e12, 148, 1.965e9, "NVLink 4", 50e9),
+    "RTX 4090": Sheet(82.6e12, 82.6e12, 165e12, 1.01e12, 128, 2.52e9, "PCIe 4", 25e9),
+    "A10": Sheet(31.2e12, 62.5e12, 125e12, 0.6e12, 72, 1.695e9, "PCIe 4", 25e9),
+    "L4": Sheet(30.3e12, 60e12, 121e12, 0.3e12, 58, 2.04e9, "PCIe 4", 25e9),
+}
+REACHED = 0.4  # of what a data sheet says; a guess, between 0.98 of FlashAttention's best and small layers' 0.2
+KERNEL = 2e-6  # seconds that a kernel takes however little it does: until all its programs run, and until they end
+# Kernels of a call of our operations, forward and backward, with what torch does in them; all others are torch's, one
+# kernel each.  A test counts them (tests/cost/test_one_count.py).
+KERNELS = {
+    "gated_attention": (4, 9), "attention": (2, 3), "global_attention": (2, 3), "transition": (1, 4),
+    "triangle_multiplication": (3, 7), "projected_factor": (2, 8), "triangle_slice": (4, 12), "gate": (1, 1),
+    "outer_product": (2, 5), "norm_linear": (1, 4), "layer_norm": (1, 4), "tail": (1, 3), "aligned_errors": (3, 3),
+    PRODUCT: (1, 2),
+}  # fmt: skip
+LAUNCH = 8e-6  # seconds until one more operation of torch's has begun, from Python
+
+
+def of_gpu(name: str) -> Rates:
+    """Return the rates of a GPU by its name, "A100" or "NVIDIA H100 80GB HBM3", modelled from the data sheet.
+
+    Errors: UserError for one that is not known.
+    """
+    found = next((key for key in sorted(SHEETS, key=len, reverse=True) if key.lower() in name.lower()), None)
+    if found is None:
+        raise UserError(f"{name}: how fast this GPU is, is not known; known are {', '.join(SHEETS)}")
+    sheet = SHEETS[found]
+    products = {torch.float32: sheet.fp32, torch.bfloat16: sheet.half, torch.float16: sheet.half}
+    tops = {dtype: Ceilings(flops, sheet.bytes, sheet.exps, "data sheet") for dtype, flops in products.items()}
+    link, host = LINKS[sheet.link], Link(10e-6, 0.8 * sheet.host)
+    return Rates(found, "modelled", "cuda", tops, LAUNCH, link, host, REACHED)
+
+
+def kernels_of(op: str, which: PassName) -> int:
+    """Return how many kernels of a GPU a call launches."""
+    return KERNELS.get(op, (1, 1))[which == "backward"]

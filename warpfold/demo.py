@@ -1,0 +1,203 @@
+"""Run all of WarpFold on two CPU cores: make proteins or dimers, train, fold, and report what the model learned.
+
+    OUT/proteins/      mmCIF and A3M files, made here
+    OUT/store/         the same, packed
+    OUT/run/           the training run (docs/training.md)
+    OUT/predictions/   held-out proteins, folded (docs/outputs.md)
+    OUT/report.html    the result, for people
+    OUT/summary.json   the same, for programs
+
+Each part is finished before the next begins, and is kept: the same command continues a demo that was stopped.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import platform
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warpfold import __version__, settings
+from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.pack.pack import pack
+from warpfold.data.store.store import Store
+from warpfold.data.store.stored_assembly import entry_keys, read_assembly
+from warpfold.data.synthetic.folder import generate
+from warpfold.demo_report import DIMERS, LDDT, PROTEINS, DemoSubject, Measured, compare, demo_report, means
+from warpfold.engine.watch import Row
+from warpfold.prediction.outputs import claim_folder, write_summary
+from warpfold.prediction.predict import keep
+from warpfold.prediction.predictor import Predictor, load
+from warpfold.progress import Progress, no_progress
+from warpfold.report.report import write_report
+from warpfold.training.config import RunConfig
+from warpfold.training.examples import split
+from warpfold.training.train import initial_model, train
+
+FORMAT = "warpfold-demo-1"
+MEASURED = 12  # proteins of each kind, trained on and held out, whose accuracy is measured before and after
+PARTS = ("proteins", "store", "run", "predictions", "report.html")
+
+# Where each stage ends on the progress bar, in percent of the usual time.
+PERCENT = {"making proteins": 5, "packing": 6, "training": 94, "folding": 98, "writing the report": 100}
+
+
+def run_demo(
+    out: Path,
+    *,
+    multimer: bool = False,
+    seed: int = 0,
+    force: bool = False,
+    proteins: int | None = None,
+    changes: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Make proteins, train, fold, report; return what is in `out/summary.json`.
+
+    multimer: make dimers, and train a multimer on them.  proteins: how many to make, or how many dimers (default: the
+    subject's number).  changes: settings over those of the preset, "train.steps=10".
+    A demo that was stopped is continued; with `force`, one with other settings is moved to OUT/earlier-1.
+    Errors: UserError for an `out` that holds something else; KeyboardInterrupt when training is stopped by a signal.
+    """
+    tell, subject = Stages(progress), DIMERS if multimer else PROTEINS
+    count = subject.count if proteins is None else proteins
+    config = settings.build(RunConfig, settings.load(subject.preset, [f"train.seed={seed}", *changes]), subject.preset)
+    run = hashlib.sha256(json.dumps([settings.to_dict(config), count, __version__]).encode()).hexdigest()
+    earlier = claim_folder(out, FORMAT, run, force)
+    if earlier is not None and force:
+        _put_aside(out)
+    write_summary(out, {"format": FORMAT, "run": run, "status": "running"})
+
+    tell("making proteins")
+    if not (out / "proteins").is_dir():
+        generate(
+            out / "proteins",
+            0 if multimer else count,
+            seed,
+            dimers=count if multimer else 0,
+            max_length=subject.longest,
+            progress=lambda done, total, _: tell.part(done / total),
+        )
+    tell("packing")
+    if not (out / "store").is_dir():
+        options = PackOptions(assemblies="first" if multimer else "none")
+        pack([out / "proteins"], [out / "proteins"], out / "store", options)
+    store = Store(out / "store")
+    tell("training")
+    summary = train(config, store, out / "run", watch=lambda row: tell.training(row, config.train.steps))
+    if not summary.finished:
+        raise KeyboardInterrupt
+    tell("folding")
+    measured = measure(config, store, summary.params, tell)
+    tell("writing the report")
+    entries = [keep(m.after.prediction, out / "predictions") for m in measured["held_out"]]
+    result = _result(config, run, subject, len(entry_keys(store, multimer)), measured, entries, tell)
+    write_report(out / "report.html", demo_report(out, result, measured, subject))
+    result = write_summary(out, result)
+    tell.done()
+    return result
+
+
+class Stages:
+    """Turn stages, and the steps of training, into percents of the whole, and time each stage."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.progress = progress or no_progress
+        self.seconds: dict[str, float] = {}
+        self.stage, self.news, self.percent, self.began = "", "", 0, time.perf_counter()
+
+    def __call__(self, stage: str) -> None:
+        self._close()
+        self.stage, self.news = stage, ""
+        self.part(0.0)
+
+    def training(self, row: Row, steps: int) -> None:
+        """Show a row of the training's log."""
+        if row["kind"] == "validation":
+            self.news = f", lDDT-Cα of held-out proteins {row['lddt_ca']:.2f}"
+        self.part(row["step"] / steps)
+
+    def part(self, share: float) -> None:
+        """Show how much of the current stage is done, 0 to 1."""
+        end = PERCENT[self.stage]
+        self.progress(int(self.percent + share * (end - self.percent)), 100, self.stage + self.news)
+
+    def done(self) -> None:
+        self._close()
+        self.progress(100, 100, "done")
+
+    def _close(self) -> None:
+        now = time.perf_counter()
+        if self.stage:
+            self.seconds[self.stage] = round(now - self.began, 1)
+            self.percent = PERCENT[self.stage]
+        self.began = now
+
+
+def measure(config: RunConfig, store: Store, params: Path, tell: Stages) -> dict[str, list[Measured]]:
+    """Fold examples of the training set and held-out ones with the first and with the last parameters."""
+    trained_on, held_out = split(store, config)
+    keys = {"training": trained_on[:MEASURED], "held_out": [key for _, key in held_out][:MEASURED]}
+    models = Predictor(initial_model(config, None), sample=config.data), load(params, "cpu")
+    total, found = sum(map(len, keys.values())), 0
+    measured: dict[str, list[Measured]] = {}
+    for kind, names in keys.items():
+        measured[kind] = []
+        for key in names:
+            assembly = read_assembly(store, key)  # of a chain: of one
+            chains = tuple(chain.take(0, chain.length) for chain in assembly.chains)
+            example = replace(assembly, chains=chains) if config.model.multimer else chains[0]
+            before, after = (
+                model.fold_example(example, seed=config.train.seed, representations=False) for model in models
+            )
+            measured[kind].append(compare(assembly, before, after))
+            found += 1
+            tell.part(found / total)
+    return measured
+
+
+def _result(
+    config: RunConfig,
+    run: str,
+    subject: DemoSubject,
+    count: int,
+    measured: dict[str, list[Measured]],
+    entries: list[dict[str, Any]],
+    tell: Stages,
+) -> dict[str, Any]:
+    model = initial_model(config, None)
+    return {
+        "format": FORMAT,
+        "run": run,
+        "status": "complete",
+        "seed": config.train.seed,
+        "proteins": count,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": config.train.steps,
+        **{
+            kind: {"proteins": len(found), **LDDT.means(found), **means(subject.interface, found)}
+            for kind, found in measured.items()
+        },
+        "predictions": [
+            {**means([LDDT, *subject.interface], [m]), **entry} for entry, m in zip(entries, measured["held_out"])
+        ],
+        "seconds": tell.seconds,  # of each finished stage, in this run
+        "threads": torch.get_num_threads(),
+        "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _put_aside(out: Path) -> None:
+    """Move the output of an earlier demo into OUT/earlier-N: somebody may have put files into its folders."""
+    made = [out / name for name in PARTS if os.path.lexists(out / name)]
+    if made:
+        aside = next(path for n in itertools.count(1) if not os.path.lexists(path := out / f"earlier-{n}"))
+        aside.mkdir()
+        for path in made:
+            path.rename(aside / path.name)

@@ -1,0 +1,431 @@
+"""A prediction, and how it becomes files: structures, confidence, arrays; all of them or none."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+
+from warpfold.data.structure.chain import Chain, Structure
+from warpfold.errors import UserError
+from warpfold.files import checksum, file_name, sealed, write_atomically, writing
+from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.model import confidence
+from warpfold.prediction.confidence_files import plddt_json, write_pae, write_scores
+from warpfold.report.coverage import Coverage
+
+RESERVED = ("alignments", "journal", "report.html", "summary.json")  # in an output folder: no protein's folder
+# Arrays that stay when a prediction is thinned.
+SMALL = (
+    *("positions", "mask", "plddt", "asym_id", "chain_pair_iptm"),
+    *("coverage_depth", "coverage_rows", "coverage_total"),
+)
+
+
+@dataclass(frozen=True)
+class PassStructure:
+    """What a pass before the last had found, of N residues, and how sure the model was of it; as in `Prediction`."""
+
+    positions: np.ndarray
+    plddt: np.ndarray
+    ptm: float | None
+    iptm: float | None
+
+
+@dataclass(frozen=True, repr=False)
+class Prediction:
+    """One folded protein of N residues, or a complex of K chains with N residues in all; float32 NumPy, angstrom.
+
+    Representations, None unless asked for: single [N, c_s], pair [N, N, c_z], msa [S, N, c_m].
+    """
+
+    name: str
+    sequence: str  # of a complex, that of its chains, one after another
+    positions: np.ndarray  # [N, 37, 3], atoms in the order of geometry.residue.ATOM_TYPES
+    mask: np.ndarray  # [N, 37], 1 where the residue type has the atom
+    plddt: np.ndarray  # [N], 0 to 100
+    pae: np.ndarray | None  # [N, N]: error of residue j when aligned on residue i; None without the PAE head
+    max_pae: float | None  # the largest value that pae can take
+    ptm: float | None  # 0 to 1; None without the PAE head
+    single: np.ndarray | None = None
+    pair: np.ndarray | None = None
+    msa: np.ndarray | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)  # for summary.json: seed, recycles, seconds, ...
+    templates: Sequence[Mapping[str, Any]] = ()  # the outcome of each template that was offered
+    chain_ids: tuple[str, ...] = ("A",)  # [K]
+    asym_id: np.ndarray | None = (
+        None  # int32 [N], the place of each residue's chain in `chain_ids`, from 1; None: K = 1
+    )
+    iptm: float | None = None  # 0 to 1, of a complex
+    # [K, K], 0 to 1: the ipTM of each two chains alone; on the diagonal the pTM of each chain alone
+    chain_pair_iptm: np.ndarray | None = None
+    # Where asked for: probabilities that beta carbons are nearer than 8 angstrom, and of their distances.
+    contacts: np.ndarray | None = None  # float16 [N, N]
+    distogram: np.ndarray | None = None  # float16 [N, N, 64]; it may lie in a temporary file
+    distogram_edges: np.ndarray | None = None  # float32 [63], angstrom: between its bins
+    coverage: Coverage | None = None  # of the alignment
+    # Where asked for: of the heads, float32: plddt [N, 50], resolved [N, 37], masked_msa [S, N, 23 or 22], distogram
+    # and, if there is that head, pae [N, N, 64]; the last two may lie in temporary files.
+    logits: Mapping[str, np.ndarray] = field(default_factory=dict)
+    recycled: Sequence[PassStructure] = ()  # of the passes before the last, where asked for
+
+    def __repr__(self) -> str:
+        """Return it in one line, without the arrays."""
+        chains = f" in {len(self.chain_ids)} chains" if len(self.chain_ids) > 1 else ""
+        known = ("ipTM", self.iptm), ("pTM", self.ptm)
+        scores = "".join(f", {title} {score:.2f}" for title, score in known if score is not None)
+        return f"<Prediction {self.name}: {len(self.sequence)} residues{chains}, pLDDT {self.mean_plddt:.1f}{scores}>"
+
+    def _repr_html_(self) -> str:
+        """Return the page of the report with this prediction alone, as notebooks show it."""
+        from warpfold.prediction.notebook import in_notebook
+
+        return in_notebook(self)
+
+    @property
+    def ca(self) -> np.ndarray:
+        """Return the Cα positions [N, 3], angstrom."""
+        return self.positions[:, ATOM_ORDER["CA"]]
+
+    @property
+    def mean_plddt(self) -> float:
+        return float(self.plddt.mean())
+
+    @property
+    def chain_ptm(self) -> np.ndarray | None:
+        """Return the pTM of each chain of a complex alone [K], 0 to 1; None without the PAE head."""
+        return None if self.chain_pair_iptm is None else self.chain_pair_iptm.diagonal()
+
+    @property
+    def ranking_confidence(self) -> float:
+        """Return what predictions are ranked by: 0.8 ipTM + 0.2 pTM of a complex, 0 to 1, or the mean pLDDT."""
+        tm = () if self.iptm is None or self.ptm is None else (torch.tensor(self.ptm), torch.tensor(self.iptm))
+        return float(confidence.ranking_confidence(torch.from_numpy(self.plddt), *tm))
+
+    @property
+    def spans(self) -> dict[str, slice]:
+        """Return where each chain's residues are: id -> slice of the N residues, in the user's order."""
+        if self.asym_id is None:
+            return {self.chain_ids[0]: slice(0, len(self.sequence))}
+        starts = np.searchsorted(self.asym_id, np.arange(1, len(self.chain_ids) + 2)).tolist()
+        return {chain: slice(*span) for chain, span in zip(self.chain_ids, pairwise(starts))}
+
+    def chains(self) -> list[Chain]:
+        """Return the predicted chains, each numbered from 1."""
+        found = []
+        for chain, span in self.spans.items():
+            sequence = self.sequence[span]
+            index = np.arange(len(sequence))
+            numbers = tuple(str(i + 1) for i in index)
+            found.append(Chain(chain, sequence, self.positions[span], self.mask[span], index, numbers))
+        return found
+
+    def structure(self) -> Structure:
+        """Return the predicted structure as that of a file that was read."""
+        return Structure(self.name, None, None, None, {chain.id: chain for chain in self.chains()})
+
+    def mmcif(self) -> str:
+        """Return ModelCIF text, pLDDT in the B column too."""
+        from warpfold.data.structure.write import Modelling, write_mmcif
+
+        known = {name: self.details[name] for name in ("recycles", "templates") if self.details.get(name)}
+        facts = [f"{name}: {', '.join(one) if isinstance(one, list) else one}" for name, one in known.items()]
+        scores = {name: one for name, one in (("pTM", self.ptm), ("ipTM", self.iptm)) if one is not None}
+        how = Modelling("; ".join(facts) or None, scores)
+        return write_mmcif(self.name, self.chains(), b_factors=self._plddt_by_chain, predicted=how)
+
+    def pdb(self) -> str:
+        """Return PDB text, pLDDT in the B column.  Errors: UserError where the format cannot hold the structure."""
+        from warpfold.data.structure.write import write_pdb
+
+        return write_pdb(self.name, self.chains(), b_factors=self._plddt_by_chain)
+
+    @property
+    def _plddt_by_chain(self) -> list[np.ndarray]:
+        return [self.plddt[span] for span in self.spans.values()]
+
+    def save(self, folder: Path | str, overwrite: bool = False) -> dict[str, str]:
+        """Write all files of this prediction into `folder` (docs/outputs.md lists them); return kind -> file name.
+
+        The files are named after the protein, so a folder may hold many predictions, and whatever else is in it is
+        left alone.  A new folder appears complete or not at all; in one that exists, each file does.
+        overwrite: replace an earlier prediction of a protein of this name.  The PDB file is left out where the format
+        cannot hold the structure.
+        Errors: UserError where a file of such a name exists (with `overwrite`, one that does not belong to a
+        prediction), or when the folder cannot be written.
+        """
+        folder = Path(folder)
+        names = _names_in(folder, self.name, len(self.recycled))
+        _check_free(folder, names, overwrite)
+        known = ["positions", "mask", "plddt", "pae", "single", "pair", "msa", "asym_id", "chain_pair_iptm"]
+        known += ["contacts", "distogram_edges"]
+        arrays = {name: getattr(self, name) for name in known if getattr(self, name) is not None}
+        arrays |= self.coverage.arrays() if self.coverage else {}
+        texts = {"mmcif": self.mmcif(), "plddt": json.dumps(plddt_json(self.plddt, self.spans))}
+        for number, earlier in enumerate(self.recycled):
+            texts[f"recycle_{number}"] = replace(self, **vars(earlier), details={"recycles": number}).mmcif()
+        with contextlib.suppress(UserError):
+            texts["pdb"] = self.pdb()
+        if self.templates:
+            texts["templates"] = json.dumps(list(self.templates), indent=1)
+        try:
+            with _draft(folder) as draft:
+                np.savez_compressed(draft / names["arrays"], **arrays)
+                for kind, text in texts.items():
+                    (draft / names[kind]).write_text(text, encoding="utf-8")
+                if self.pae is not None and self.max_pae is not None:
+                    write_pae(draft / names["pae"], self.pae, self.max_pae)
+                scores = self.plddt, self.pae, self.ptm, self.iptm, self.chain_pair_iptm
+                write_scores(draft / names["scores"], *scores)
+                if self.distogram is not None:
+                    np.save(draft / names["distogram"], self.distogram, allow_pickle=False)
+                written = {kind: name for kind, name in names.items() if (draft / name).exists()}
+                _move_into(draft, folder, names)
+        except OSError as error:
+            why = error.strerror or error
+            raise UserError(f"{folder}: cannot be written: {why}; name another folder") from error
+        return written
+
+
+def file_names(protein: str, recycles: Iterable[int] = ()) -> dict[str, str]:
+    """Return the names of a prediction's files, by kind; the arrays first, by which a prediction is recognized.
+
+    recycles: the passes before the last whose structures are kept, from 0.
+    """
+    stem = file_name(protein)
+    endings = {
+        "arrays": ".npz",
+        "mmcif": ".cif",
+        "plddt": "_plddt.json",
+        "pdb": ".pdb",
+        "pae": "_pae.json",
+        "scores": "_scores.json",
+        "distogram": "_distogram.npy",
+        "templates": "_templates.json",
+        "relaxed": "_relaxed.json",  # of relax/files.py; they go when the prediction goes
+        "relaxed_mmcif": "_relaxed.cif",
+        "relaxed_pdb": "_relaxed.pdb",
+        **{f"recycle_{number}": f"_recycle_{number}.cif" for number in recycles},
+    }
+    return {kind: stem + ending for kind, ending in endings.items()}
+
+
+def _names_in(folder: Path, protein: str, recycles: int = 0) -> dict[str, str]:
+    """Return `file_names` with all passes whose structures are in a prediction's folder, and so many in any case."""
+    name = re.compile(re.escape(file_name(protein)) + r"_recycle_(\d+)\.cif")
+    files = folder.iterdir() if folder.is_dir() else ()
+    found = {int(match[1]) for file in files if (match := name.fullmatch(file.name))}
+    return file_names(protein, found.union(range(recycles)))
+
+
+def remove_prediction(folder: Path, protein: str) -> None:
+    """Delete the files of a prediction from its folder, and the folder if nothing else is in it.
+
+    Whatever is not a prediction of this name stays.  Errors: UserError when something cannot be removed.
+    """
+    if folder.is_symlink() or not _is_prediction(folder / file_names(protein)["arrays"]):
+        return
+    names = _names_in(folder, protein)
+    try:
+        for name in reversed(names.values()):
+            if (folder / name).is_file():
+                (folder / name).unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be removed: {error.strerror or error}") from error
+
+
+def checksums_of(folder: Path, files: Mapping[str, str]) -> dict[str, list[Any]]:
+    """Return kind -> size in bytes and digest of a prediction's files, by which `damaged_files` knows them."""
+    return {kind: [(folder / file).stat().st_size, checksum(folder / file)] for kind, file in files.items()}
+
+
+def damaged_files(out: Path, entry: Mapping[str, Any], thorough: bool = True) -> list[Path]:
+    """Return which files of an entry of the summary are missing or, bit for bit, not what was written.
+
+    thorough: False looks whether they are there, and reads none.
+    """
+    known = entry.get("checksums", {})
+
+    def is_whole(kind: str, path: Path) -> bool:
+        if not thorough or not path.is_file():
+            return path.is_file()
+        return [path.stat().st_size] == known.get(kind, [])[:1] and checksum(path) == known[kind][1]
+
+    with writing(out / entry["folder"]):
+        paths = {kind: out / entry["folder"] / file for kind, file in entry["files"].items()}
+        return [path for kind, path in paths.items() if not is_whole(kind, path)]
+
+
+def clear_damaged(out: Path, entry: Mapping[str, Any], damaged: Sequence[Path]) -> None:
+    """Make room for a prediction that is made again: rename what is damaged, which somebody may have edited.
+
+    Its other files are deleted: they are what was written, and are written again.
+    """
+    folder = out / entry["folder"]
+    with writing(folder):
+        for path in damaged:
+            if path.is_file():
+                names = (f"damaged-{path.name}{end}" for end in ("", *(f"-{n}" for n in range(2, 10_000))))
+                path.rename(next(aside for aside in map(folder.joinpath, names) if not aside.exists()))
+        for file in _names_in(folder, entry["name"]).values():
+            if (folder / file).is_file():
+                (folder / file).unlink()
+
+
+def refuse_links(out: Path, folder: str) -> None:
+    """Raise UserError where a prediction's folder, or that of its protein, is a link to somewhere else."""
+    for place in (out / folder, *(out / folder).parents):
+        if place == out:
+            return
+        if place.is_symlink():
+            raise UserError(
+                f"{place}: is a symbolic link, and nothing is written through it; remove it, or name another folder"
+            )
+
+
+def thin_prediction(folder: Path, protein: str, files: Mapping[str, str]) -> dict[str, str]:
+    """Take away what grows with the square of the length: PAE, representations, distogram; return the files that stay.
+
+    files: kind -> file name, of a prediction of this name.  Whatever else is in the folder stays.
+    Errors: UserError when something cannot be written or removed.
+    """
+    names = file_names(protein)
+    path = folder / names["arrays"]
+    gone = {kind for kind in ("pae", "scores", "distogram") if files.get(kind) == names[kind]}
+    if folder.is_symlink() or not _is_prediction(path):
+        return dict(files)
+    with writing(folder):
+        with np.load(path, allow_pickle=False) as arrays:
+            kept = {name: arrays[name] for name in arrays.files if name in SMALL}
+        content = io.BytesIO()
+        np.savez_compressed(content, **kept)
+        write_atomically(path, content.getvalue())
+        for kind in gone:
+            (folder / names[kind]).unlink(missing_ok=True)
+    return {kind: name for kind, name in files.items() if kind not in gone}
+
+
+def _check_free(folder: Path, names: Mapping[str, str], overwrite: bool) -> None:
+    """Raise UserError unless all of `names` are free in `folder`, or belong to a prediction that may be replaced."""
+    taken = [folder / name for name in names.values() if os.path.lexists(folder / name)]
+    if not taken:
+        return
+    if not overwrite:
+        raise UserError(
+            f"{taken[0]}: exists already; fold with another name=, save into another folder, or replace it with "
+            "overwrite=True"
+        )
+    links = [path for path in taken if path.is_symlink() or not path.is_file()]
+    if links or not _is_prediction(folder / names["arrays"]):
+        raise UserError(
+            f"{(links or taken)[0]}: does not belong to a prediction and is left alone; save into another "
+            "folder, or fold with another name="
+        )
+
+
+def _is_prediction(path: Path) -> bool:
+    """Return whether this is a prediction's file of arrays."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            return {"positions.npy", "mask.npy", "plddt.npy"} <= set(file.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
+@contextlib.contextmanager
+def _draft(folder: Path) -> Iterator[Path]:
+    """Make an empty folder on the same disk as `folder`; it is deleted afterwards."""
+    beside = folder if folder.is_dir() else folder.parent
+    beside.mkdir(parents=True, exist_ok=True)
+    draft = beside / f".{folder.name}.{uuid4().hex}.partial"
+    draft.mkdir()
+    try:
+        yield draft
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _move_into(draft: Path, folder: Path, names: Mapping[str, str]) -> None:
+    """Move a prediction's files to where they belong, and delete those that only the earlier prediction had.
+
+    The arrays go first and are never deleted: what a kill leaves half-replaced is still recognized as a prediction.
+    """
+    if not folder.is_dir():
+        os.rename(draft, folder)  # fails where another process has made it meanwhile
+        return
+    for name in names.values():
+        if (draft / name).exists():
+            os.replace(draft / name, folder / name)
+        elif (folder / name).is_file():
+            (folder / name).unlink()
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UserError for a file where a folder for the output is to be, or one above it."""
+    for place in (folder, *folder.parents):
+        if place.exists():
+            if not place.is_dir():
+                raise UserError(f"{place}: is a file; name a folder for the output")
+            return
+
+
+def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict[str, Any] | None:
+    """Check that an output folder is ours to write: return None for a new or empty one, else the summary in it.
+
+    `kind` is the summary's "format", `run` the digest of a run's inputs.  With `force`, a folder of another run of
+    that kind is accepted.  Nothing is written.
+    Errors: UserError for a file in its place, or for a folder that holds something else.
+    """
+    check_folder(folder)
+    # All that a run leaves that is killed at once: drafts of `write_atomically`, the journal, answers of a server.
+    first = (".summary.json.", "journal", "alignments")
+    if not folder.is_dir() or all(f.name in first or f.name.startswith(first[0]) for f in folder.iterdir()):
+        return None
+    try:
+        found = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("format") != kind:
+        raise UserError(
+            f"{folder}: holds something else, or a summary.json that is damaged, and is left alone; name a new or an "
+            "empty folder"
+        )
+    if found != sealed(found):
+        if not force:
+            raise UserError(
+                f"{folder / 'summary.json'}: does not fit its checksum: it was changed or damaged, or another version "
+                "of WarpFold wrote it; put a copy back, name a new folder, or have everything done again with --force"
+            )
+        return {"format": kind}
+    if found.get("run") != run and not force:
+        raise UserError(f"{folder}: holds the output of another run; name a new folder, or replace it with --force")
+    return found
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Write `summary.json`, by which `claim_folder` recognizes a folder, and make the folder where it is missing.
+
+    Returns what is in it: the summary, with its checksum.
+
+    Errors: UserError when it cannot be written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be made: {error.strerror}; name another folder") from error
+    summary = sealed(summary)
+    write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    return summary

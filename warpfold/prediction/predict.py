@@ -1,0 +1,405 @@
+"""Fold queries with each of the parameters and seeds, into a folder that is never half-written (docs/outputs.md)."""
+
+import hashlib
+import json
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from warpfold import __version__
+from warpfold.data.example.complexes import Complex
+from warpfold.data.example.query_files import Given
+from warpfold.data.example.templates import TemplateOutcome, count_refusals
+from warpfold.errors import UserError
+from warpfold.files import file_name, is_given_pipe
+from warpfold.ops.dispatch import Kernels
+from warpfold.parallel.team import Team
+from warpfold.prediction.fold_options import Kept, Recycling
+from warpfold.prediction.folder import PredictionFolder
+from warpfold.prediction.folding import FoldItem, ModelInMemory, in_groups, one_line
+from warpfold.prediction.interfaces import describe, find_interfaces
+from warpfold.prediction.outputs import RESERVED, PassStructure, Prediction, checksums_of, claim_folder, refuse_links
+from warpfold.prediction.params import MULTIMERS, Params, families_in, params_files, read_params
+from warpfold.prediction.plan_report import check_fits, sizes_of_query
+from warpfold.prediction.queries import ComplexQuery, Query, ReadQueries, read_given, with_templates
+from warpfold.prediction.sanity import check_geometry, warn_of_confidence
+from warpfold.prediction.servers import fetching
+from warpfold.prediction.share import Share, fold_shared
+from warpfold.prediction.templates import TemplateSources
+from warpfold.progress import Progress, no_progress
+from warpfold.training.planning import grid_for, log
+
+if TYPE_CHECKING:
+    from warpfold.data.search.server import AlignmentServer
+
+FORMAT = "warpfold-predictions-1"
+LONG = 1000  # residues, from which on planning takes long enough to be said
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions:
+    """How to fold.  Whatever changes the result is part of the run's identity; device, chunk and kernels are not."""
+
+    seed: int = 0
+    seeds: int = 1  # how many, counted on from `seed`: a prediction with each, which are ranked
+    together: bool | None = (
+        None  # records of a FASTA file are chains of one complex; None: with a multimer's parameters
+    )
+    recycles: int | None = None  # None: the model's own
+    recycling: Recycling = field(default_factory=Recycling)
+    ensemble: int | None = None
+    dropout: bool = False  # of the trunk, as in training
+    max_msa: int | None = None  # rows of the clustered and of the extra alignment; None: as the parameters were trained
+    max_extra: int | None = None
+    device: str | None = None  # None: the first GPU, or the CPU
+    batch: int | None = None  # queries in one pass, at most; None: where it is faster (prediction/folding.py)
+    chunk: int | None = None  # rows computed at a time; None: what fits, 0: all
+    offload: bool | None = None  # whether z lies in host memory; None: where nothing else fits
+    memory: int | None = None  # bytes of the device that may be used at most; None: what is free
+    precision: Literal["fp32", "bf16", "bf16_all", "fp16"] = "fp32"
+    kernels: Kernels = "fast"  # as Plan.kernels
+    representations: bool = False  # keep them in the .npz
+    distogram: bool = False  # write contacts and the distogram too
+    save_recycles: bool = False  # write the structures of the passes before the last too
+    num_models: int | None = None  # of the parameters, at most
+    keep: int | None = None  # of each query's ranked predictions, those that keep all files; None: all of them
+    force: bool = False
+
+    @property
+    def kept(self) -> Kept:
+        """Return what a prediction keeps in memory until it is written."""
+        return Kept(self.representations, self.distogram, save_recycles=self.save_recycles)
+
+    @property
+    def alone(self) -> bool:
+        """Return whether no two proteins may share a pass, since what is drawn, kept or when it ends is each's own."""
+        return self.recycling.ends_early or self.dropout or self.save_recycles
+
+    def of(self, model: Params) -> dict[str, Any]:
+        """Return what decides a model's results, beside parameters, queries and seeds, as it is in the end."""
+        config, sample = model.config, model.sample
+        # Named only if given: folders of earlier versions can be continued.
+        given = {"recycle_tolerance": self.recycling.tolerance, "max_recycles": self.recycling.long}
+        given |= {name: getattr(self, name) or None for name in ("distogram", "dropout", "save_recycles")}
+        return {
+            "recycles": config.recycles if self.recycles is None else self.recycles,
+            "ensemble": config.ensemble if self.ensemble is None else self.ensemble,
+            "max_msa": sample.max_msa if self.max_msa is None else self.max_msa,
+            "max_extra": sample.max_extra if self.max_extra is None else self.max_extra,
+            "precision": self.precision,
+            "representations": self.representations,
+            **{name: value for name, value in given.items() if value is not None},
+        }
+
+
+def predict(
+    query: Given | Sequence[Given],
+    msas: Sequence[Path],
+    params: Path | Sequence[Path],
+    out: Path,
+    options: PredictOptions | None = None,
+    progress: Progress | None = None,
+    templates: TemplateSources | None = None,
+    team: Team | None = None,
+    share: Share | None = None,
+    server: "AlignmentServer | None" = None,
+) -> dict[str, Any]:
+    """Fold every query into `out`, with each of the parameters and seeds; return `out/summary.json`.
+
+    query: files, folders or text (`read_query_files`).  params: files, or folders of them.
+    A record that cannot be folded, or a prediction that fails, is named under "failures" and the others go on.  A run
+    that was stopped continues: what is done is kept.  team: processes that share each protein; all call this, and rank
+    0 writes.  An error on one of them, other than bad input, ends the run.
+    share: who folds.  As long as others have parts to fold, what is returned is "running", and not that in the folder:
+    its predictions and failures are those of this part.
+    server: is asked for alignments of sequences that have none; without it nothing is sent anywhere.
+    Errors: UserError for bad input, or if no record can be folded (nothing is written), and for an `out` with something
+    else, or where another one works.
+    """
+    options, tell, team, share = options or PredictOptions(), progress or no_progress, team or Team(), share or Share()
+    start = time.perf_counter()
+    _check_pipes([*([query] if isinstance(query, Given) else query), *msas], team)
+    share.check(team, options.device)
+    server = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
+    read, models, asked = _read(query, msas, params, out, options, server, tell)
+    queries = read.queries
+    total = len(models) * len(queries) * options.seeds
+    if team.mesh.data.size > 1:
+        _share_out(models, queries, options, team)
+    memory = ModelInMemory(options, team)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if share.is_here:
+        shortest = min((query.residues for query in queries), default=0)
+        if shortest >= LONG and team.is_rank_zero:
+            log.info("planning for %d residues", shortest)
+        tell(0, total, "loading the parameters")
+        predictor = memory.load(models[0])
+        device = str(predictor.device)
+        check_fits(queries, models[0], options.recycles, predictor.planner.check)
+    if templates:
+        tell(0, total, "looking at the templates")
+        queries = with_templates(queries, templates, models, read.errors)
+    seeds = range(options.seed, options.seed + options.seeds)
+    items = [FoldItem(*one) for one in product(models, queries, seeds)]
+    new = _new_summary(queries, models, options, device)
+    new |= {"warnings": _warnings(read, models, templates), "msa_server": server and server.url, "asked": asked}
+    new["failures"] = [{"name": name, "error": one_line(error)} for name, error in read.errors.items()]
+    folder = PredictionFolder(out, new, items, share.part, options.keep)
+    with closing(folder):
+        todo = None
+        if team.is_rank_zero:
+            batch = 1 if team.process.ranks > 1 or options.alone else options.batch
+            todo = folder.begin(in_groups(items, batch, device), options.force)
+        todo = team.broadcast(todo, "the beginning of the run")
+        clock, refused = fold_shared(memory, folder.groups_of(todo), folder, share, keep, tell)
+        tell(total, total, "writing the report")
+        process = {"device": device, "seconds": round(time.perf_counter() - start, 3), **clock.summary()}
+        summary = folder.finish(process, refused) if team.is_rank_zero else None
+    return team.broadcast(summary, "the end of the run")
+
+
+def _check_pipes(files: Sequence[Given], team: Team) -> None:
+    """Raise UserError for a pipe that several processes would share."""
+    for file in files if team.process.ranks > 1 else []:
+        if file == "-" or (isinstance(file, Path) and is_given_pipe(file)):
+            raise UserError(f"{file}: is a pipe, which several processes cannot share; give a regular file")
+
+
+def _read(
+    given: Given | Sequence[Given],
+    msas: Sequence[Path],
+    params: Path | Sequence[Path],
+    out: Path,
+    options: PredictOptions,
+    server: "AlignmentServer | None",
+    tell: Progress,
+) -> tuple[ReadQueries, list[Params], str | None]:
+    """Read queries and parameters; of a folder with parameters of several kinds, those that the queries need.
+
+    Returns a digest of what a server was asked, too; None if it was not.
+    """
+    asked: str | None = None
+    params = [params] if isinstance(params, Path) else params
+    waiting = any(path.is_dir() and len(families_in(path)) > 1 for path in params)
+    models = [] if waiting else read_params(params_files(params, options.num_models))
+
+    def check(one: Complex) -> None:
+        _check_name(one.name)
+        _check_complexes([one.name] if len(one.ids) > 1 else [], models)
+
+    def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
+        nonlocal asked
+        assert server is not None
+        asked = _asked_digest(lacking, models, options, server.url)
+        _check_before_sending(out, asked, options.force)
+        return fetching(server, check, tell)(lacking)
+
+    together = bool(options.together) if waiting else _together(models, options)
+    read = read_given(given, msas, together, fetch if server is not None else None, check)
+    if not read.queries:
+        raise next(iter(read.errors.values()))
+    if waiting:
+        complexes = [query.name for query in read.queries if isinstance(query, ComplexQuery)]
+        models = read_params(params_files(params, options.num_models, complexes=bool(complexes)))
+        _check_complexes(complexes, models)
+    return read, models, asked
+
+
+def _check_name(name: str) -> None:
+    """Raise UserError for a name whose folder would be where the run itself writes."""
+    if file_name(name).lower() in RESERVED:
+        raise UserError(
+            f"{name}: no protein can have this name, because the output has {', '.join(RESERVED)} of its own; "
+            "give the record another name"
+        )
+
+
+def _check_before_sending(out: Path, asked: str, force: bool) -> None:
+    """Raise UserError, before anything is sent, for a folder that would be refused afterwards."""
+    earlier = claim_folder(out, FORMAT, "", force=True) or {"asked": asked}
+    known = asked if earlier.get("msa_server") else None  # of a version that did not note it
+    if earlier.get("asked", known) != asked:
+        claim_folder(out, FORMAT, "another", force)
+
+
+def _asked_digest(
+    lacking: Sequence[tuple[Complex, list[str]]], models: Sequence[Params], options: PredictOptions, url: str
+) -> str:
+    """Return a digest of what decides the result and is known before a server has answered."""
+    asked = [[one.name, [*one.ids], [*one.sequences], without] for one, without in lacking]
+    deciding = [options.seed, options.seeds, [[model.digest, options.of(model)] for model in models], url, asked]
+    return hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
+
+
+def _warnings(read: ReadQueries, models: Sequence[Params], templates: TemplateSources | None) -> list[str]:
+    """Return what is to be said of the run as a whole: what was asked for and not used."""
+    found = [*read.warnings, *(templates.warnings if templates else ())]
+    if read.hits and not (templates and templates.hits):
+        some = ", ".join(read.hits[:3]) + (" ..." if len(read.hits) > 3 else "")
+        found.append(f"template hits are not used unless --hits names them: {some}")
+    if templates and (without := [model.path.name for model in models if not model.config.templates.enabled]):
+        found.append(f"no template is used with {', '.join(without)}, which take none")
+    return found
+
+
+def _share_out(models: Sequence[Params], queries: Sequence[Query], options: PredictOptions, team: Team) -> None:
+    """Have the processes share each protein, or fold others, as is fastest; they have met without a plan."""
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    config, sample, recycles = models[0].config, models[0].sample, options.recycles
+    sizes = [sizes_of_query(query, config, sample, whole=False) for query in queries] * (len(models) * options.seeds)
+    fixed: dict[str, Any] = {"precision": options.precision, "kernels": options.kernels}
+    fixed |= {} if options.chunk is None else {"chunk": options.chunk or None}
+    recycles = config.recycles if recycles is None else recycles
+    team.remesh(grid_for(config, sizes, recycles, device, fixed, options.memory, team))
+
+
+def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[str] = ()) -> dict[str, Any]:
+    """Check a prediction's geometry, write it into its own folder in `out`, and return its entry in the summary.
+
+    below: the folder in that of the protein, where it has several predictions.  warnings: what else is to be said.
+    """
+    outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
+    details = dict(prediction.details)
+    chains, lost = _of_complex(prediction, details.pop("chain_depths", {})), details.pop("warnings", ())
+    geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
+    doubts = warn_of_confidence(prediction.plddt, prediction.ptm, prediction.iptm)
+    folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
+    refuse_links(out, folder)
+    files = prediction.save(out / folder, overwrite=True)  # the earlier run was killed, or is replaced with --force
+    return {
+        "name": prediction.name,
+        "folder": folder,
+        "files": files,
+        "checksums": checksums_of(out / folder, files),
+        "length": len(prediction.sequence),
+        "sequence": ":".join(prediction.sequence[span] for span in prediction.spans.values()),
+        "mean_plddt": round(prediction.mean_plddt, 2),
+        "ptm": None if prediction.ptm is None else round(prediction.ptm, 4),
+        **chains,
+        "ranking_confidence": round(prediction.ranking_confidence, 6),
+        **details,
+        **({"recycled": [_of_pass(one) for one in prediction.recycled]} if prediction.recycled else {}),
+        "templates_unused": sum(not outcome.used for outcome in outcomes),
+        "templates_refused": count_refusals(outcomes),
+        "templates_missing": sum(outcome.missing for outcome in outcomes),
+        "geometry": asdict(geometry),
+        "warnings": [
+            *warnings,
+            *lost,
+            *_unknown(prediction),
+            *_without_pdb(prediction, files),
+            *geometry.warnings(),
+            *doubts,
+        ],
+    }
+
+
+def _of_pass(found: PassStructure) -> dict[str, Any]:
+    """Return what the summary has of a pass before the last."""
+    scores = {name: None if one is None else round(one, 4) for name, one in (("ptm", found.ptm), ("iptm", found.iptm))}
+    return {"mean_plddt": round(float(found.plddt.mean()), 2), **scores}
+
+
+def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, Any]:
+    """Return what the summary has of complexes alone.  depths: rows of each chain's alignment."""
+    if prediction.asym_id is None:
+        return {}
+    pairs = prediction.chain_pair_iptm
+    ptm = [None] * len(prediction.spans) if pairs is None else pairs.diagonal().astype(float).round(4).tolist()
+    return {
+        "iptm": None if prediction.iptm is None else round(prediction.iptm, 4),
+        "chains": [
+            {
+                "id": chain,
+                "length": span.stop - span.start,
+                "mean_plddt": round(float(prediction.plddt[span].mean()), 2),
+                "ptm": one,
+                "msa_depth": depths.get(chain),
+            }
+            for (chain, span), one in zip(prediction.spans.items(), ptm)
+        ],
+        "chain_pair_iptm": None if pairs is None else np.round(pairs.astype(float), 4).tolist(),
+        "interfaces": describe(find_interfaces(prediction)),
+    }
+
+
+def _unknown(prediction: Prediction) -> list[str]:
+    """Return a sentence about residues that are X, if there are any: they have no atoms."""
+    several = prediction.asym_id is not None
+    places = [
+        f"{chain} {place}" if several else str(place)
+        for chain, span in prediction.spans.items()
+        for place, letter in enumerate(prediction.sequence[span], 1)
+        if letter == "X"
+    ]
+    if not places:
+        return []
+    some = ", ".join(places[:5]) + (" ..." if len(places) > 5 else "")
+    what = f"not one of the twenty amino acids, so without atoms: {len(places)} (X at {some})"
+    return [f"{what}; write C for U to get cysteine"]
+
+
+def _without_pdb(prediction: Prediction, files: Mapping[str, str]) -> list[str]:
+    """Return why there is no PDB file, if there is none."""
+    if "pdb" in files:
+        return []
+    try:
+        prediction.pdb()
+    except UserError as error:
+        return [f"no PDB file: {str(error).removeprefix(prediction.name + ': ').removesuffix('; write mmCIF')}"]
+    return []
+
+
+def _together(models: Sequence[Params], options: PredictOptions) -> bool:
+    """Return whether the records of a FASTA file are the chains of one complex."""
+    return all(model.multimer for model in models) if options.together is None else options.together
+
+
+def _check_complexes(found: Sequence[str], models: Sequence[Params]) -> None:
+    """Raise UserError if there is a complex, and a model that folds single chains alone.  found: names of complexes."""
+    unable = [model.path for model in models if not model.multimer]
+    if found and unable:
+        raise UserError(
+            f"{unable[0]}: parameters for single chains, but {found[0]} is a complex; give AlphaFold-Multimer's "
+            f"({MULTIMERS}), or fold each chain alone"
+        )
+
+
+def _new_summary(
+    queries: Sequence[Query], models: Sequence[Params], options: PredictOptions, device: str
+) -> dict[str, Any]:
+    settings = {"seed": options.seed, "seeds": options.seeds, **options.of(models[0])}
+    return {
+        "format": FORMAT,
+        "status": "running",
+        "run": _run_digest(queries, models, options),
+        "params": models[0].summary(),
+        "models": [{"name": model.name, **model.summary(), **options.of(model)} for model in models],
+        "settings": settings,
+        "device": device,
+        "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "input_warnings": {query.name: list(query.warnings) for query in queries if query.warnings},
+        "predictions": [],
+        "failures": [],
+        "ranking": {},
+        "refused": {},  # why fast operations were not used, and how often
+        "seconds": 0.0,
+    }
+
+
+def _run_digest(queries: Sequence[Query], models: Sequence[Params], options: PredictOptions) -> str:
+    """Return a digest of everything that decides the result."""
+    deciding = [options.seed, options.seeds, [[model.digest, options.of(model)] for model in models]]
+    digest = hashlib.sha256(json.dumps(deciding).encode())
+    for query in queries:
+        for part in query.parts():
+            digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,441 @@
+"""Fold from Python: parameters stay loaded, sequences go in, predictions come out."""
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+
+from warpfold import arguments
+from warpfold.arguments import PathLike, Paths
+from warpfold.batch import stack, to_tensors
+from warpfold.cost.machine import parse_memory
+from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.complexes import Complex
+from warpfold.data.example.raw_example import RawExample
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.features.make import make_features
+from warpfold.device import slow_precision
+from warpfold.engine.packed import PackedWeights
+from warpfold.errors import UserError
+from warpfold.memory import release_memory
+from warpfold.model.alphafold import AlphaFold, Recycled
+from warpfold.model.weights import assumed_settings, data_settings, load_model
+from warpfold.ops.dispatch import Kernels
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import DTYPES, Plan, Precision
+from warpfold.parallel.team import Team
+from warpfold.prediction.fold_input import (
+    Alignments,
+    Sequences,
+    TemplatesLike,
+    add_templates,
+    details_of,
+    query_of,
+    said_of,
+    without_atoms,
+)
+from warpfold.prediction.fold_options import Kept, Recycling, batch_of, kept_of, passes_of
+from warpfold.prediction.outputs import PassStructure, Prediction
+from warpfold.prediction.params import MULTIMERS, Params
+from warpfold.prediction.queries import ComplexQuery, FetchAlignments, Query
+from warpfold.prediction.read_out import Prepared, ReadOut
+from warpfold.prediction.servers import ServerLike, fetching, server_of
+from warpfold.progress import Progress
+from warpfold.report.coverage import coverage_of, seen_rows
+from warpfold.settings import build
+from warpfold.training.planning import FoldPlan, FoldPlanner, sizes_of_batch
+
+if TYPE_CHECKING:
+    from warpfold.data.search.server import AlignmentServer
+    from warpfold.prediction.fold_many import FoldResult
+
+log = logging.getLogger("warpfold")
+NAMES = arguments.names_arguments(msa="alignment", template="templates", strict='kernels="strict"')
+
+
+class Predictor:
+    """A model ready to fold; make one with `load`, or from a model in memory.
+
+    How each protein is folded is chosen for what is free on the device at that moment (training/planning.py), unless it
+    is given: chunk: rows computed at a time, 0 for all.  offload: whether z lies in host memory.  memory: bytes that
+    may be used on the device at most.
+    precision: of the trunk's activations.  sample: how the alignment is sampled, by default as AlphaFold2 does.  team:
+    processes that share each protein; all call everything here, and only rank 0 gets the large arrays of a prediction.
+    kernels: as `Plan.kernels`.
+    Errors: UserError for a model that such a team cannot share.
+    """
+
+    @NAMES
+    def __init__(
+        self,
+        model: AlphaFold,
+        device: str | torch.device = "cpu",
+        chunk: int | None = None,
+        precision: Precision = "fp32",
+        sample: SampleConfig | None = None,
+        team: Team | None = None,
+        kernels: Kernels = "fast",
+        offload: bool | None = None,
+        memory: str | int | None = None,
+    ) -> None:
+        if not isinstance(model, AlphaFold):
+            what = arguments.shown(model)
+            raise arguments.WrongArgument(f"model = {what}: an AlphaFold is needed; files: load(FILE)")
+        self.team = arguments.team_of(team)
+        axial, branch = self.team.mesh.axial.size, self.team.mesh.branch.size
+        if reason := Plan(axial=axial, branch=branch).unsupported_reason(model.config.evoformer.outer):
+            raise UserError(reason)
+        fixed: dict[str, Any] = {"precision": arguments.one_of("precision", precision, DTYPES)}
+        fixed["kernels"] = arguments.one_of("kernels", kernels, get_args(Kernels))
+        if arguments.whole_or_none("chunk", chunk, 0) is not None:
+            fixed["chunk"] = chunk or None
+        if offload is not None:
+            fixed["offload"] = arguments.flag("offload", offload)
+        size = parse_memory(memory) if isinstance(memory, str) else arguments.whole_or_none("memory", memory, 1)
+        self._fixed, self._memory, self.precision = fixed, size, precision
+        self.model = model
+        self.sample = sample or SampleConfig()
+        self.recycling = Recycling()
+        self.dropout = False  # of the trunk, as in training, drawn by a prediction's seed
+        self.msa_server: AlignmentServer | None = None
+        self.to(device)
+        if self.team.is_rank_zero and (slow := slow_precision(precision, self.device)):
+            log.warning("%s", slow)
+
+    @NAMES
+    def to(self, device: str | torch.device) -> "Predictor":
+        """Move the model to another device; it folds there from now on.  Returns itself."""
+        self.device = torch.device(arguments.device_of(device))
+        self.model.to(self.device).eval()
+        PackedWeights(self.model, DTYPES[self.precision])
+        self.planner = FoldPlanner(self.model.config, self.device, self._fixed, self._memory, self.team)
+        return self
+
+    def __repr__(self) -> str:
+        """Return it in one line."""
+        kind = "single chains" if self.model.config.multimer is None else "complexes"
+        count = sum(p.numel() for p in self.model.parameters())
+        return f"<Predictor of {kind}: {count:,} parameters, {self.precision} on {self.device}>"
+
+    @NAMES
+    def fold(
+        self,
+        sequence: Sequences,
+        alignment: Alignments = (),
+        templates: TemplatesLike = None,
+        *,
+        name: str = "query",
+        seed: int = 0,
+        recycles: int | None = None,
+        ensemble: int | None = None,
+        representations: bool = True,
+        distogram: bool = False,
+        logits: bool = False,
+        save_recycles: bool = False,
+        hits: Paths | None = None,
+        template_structures: PathLike | None = None,
+        max_template_date: str | None = None,
+        msa_server: ServerLike = None,
+        msa_cache: PathLike | None = None,
+    ) -> Prediction:
+        """Fold `sequence` (one letter per residue), given an alignment of it: rows as in A3M, a file, an `Alignment`.
+
+        A complex: the sequences of its chains, which are then A, B and so on, or chain -> sequence; and likewise their
+        alignments, or chain -> alignment of those that have one, or files, each of the chain that is its first row.
+        Rows are paired by the organisms that an alignment's names give (docs/multimer.md).
+        In rows lower case is an insertion, and the query's own row may be among them or not.  templates: mmCIF or PDB
+        files, FILE or FILE:CHAIN, aligned here (of a complex to the chains that they fit, or ID=FILE for chain ID); or,
+        for a single sequence, `Templates` that are aligned already, best first.  hits: files of HHsearch or hmmsearch,
+        with the folder of the structures that they point to.  msa_server: the address of an alignment server, to which
+        sequences without an alignment are sent; without it, here or in `load`, nothing is.  msa_cache: the folder for
+        its answers, `alignments` by default.  seed: of the alignment's sampling and masking; the same
+        seed gives the same prediction.  recycles, ensemble: default to the model's settings.  Without `representations`
+        single, pair and msa of the result are None, without `distogram` contacts, distogram and its edges; without
+        `logits` those of the heads are not there, and without `save_recycles` the structures of the passes before the
+        last.
+        Errors: UserError for letters that are not residues, rows that do not fit the sequence, templates that cannot
+        be used, or more of them than the model takes; and for arguments of another kind.
+        """
+        kept = kept_of(representations, distogram, logits, save_recycles)
+        numbers = passes_of(seed, recycles, ensemble)
+        fetch = self._fetching(msa_server, msa_cache)
+        query = query_of(sequence, alignment, arguments.text("name", name), fetch)
+        query = self.with_templates(query, templates, hits, template_structures, max_template_date)
+        prediction = self.compute(self.prepare(query.example(), **numbers), **asdict(kept))
+        return said_of(query, prediction)
+
+    def _fetching(self, server: ServerLike, cache: PathLike | None) -> FetchAlignments | None:
+        """Return what gets alignments from the server that the user has named, here or in `load`; None without one."""
+        named = server_of(server, cache, Path("alignments")) or self.msa_server
+        return None if named is None else fetching(named, self.check)
+
+    def with_templates(
+        self,
+        query: Query,
+        templates: TemplatesLike = None,
+        hits: Paths | None = None,
+        template_structures: PathLike | None = None,
+        max_template_date: str | None = None,
+    ) -> Query:
+        """Return a query with its templates.  Errors: UserError as of `fold`, and for what the model cannot fold."""
+        if isinstance(query, ComplexQuery):
+            self._check_complex(query.name)
+        return add_templates(query, self.as_params, templates, hits, template_structures, max_template_date)
+
+    @NAMES
+    def fold_many(
+        self,
+        sequences: Mapping[str, Sequences] | Sequence[Sequences] | PathLike,
+        alignments: Any = (),
+        templates: Any = (),
+        *,
+        seed: int = 0,
+        recycles: int | None = None,
+        ensemble: int | None = None,
+        representations: bool = False,
+        distogram: bool = False,
+        logits: bool = False,
+        save_recycles: bool = False,
+        batch: int | str = "auto",
+        msa_server: ServerLike = None,
+        msa_cache: PathLike | None = None,
+        progress: Progress | None = None,
+    ) -> "list[FoldResult]":
+        """Fold many proteins and complexes; return a result for each, in their order, also for those that failed.
+
+        sequences: a list, or name -> sequence, each as `fold` takes it; or a file or a folder, as `warpfold predict`
+        takes it, or "-" for standard input, or a list of these.  alignments, templates: likewise a list or name -> what
+        `fold` takes; of files paths.  msa_server, msa_cache: as of `fold`.
+        The costly are folded first, and short single chains share a pass of the model: batch, at most so many; "auto":
+        where that was measured to help.  Features are made while another one computes.  progress: called with the
+        number that is done, the number of all, and what is at work.
+        Errors: UserError for arguments of a wrong kind; what is wrong with one protein is in its result.
+        """
+        from warpfold.prediction.fold_many import fold_many
+
+        kept = kept_of(representations, distogram, logits, save_recycles)
+        numbers = passes_of(seed, recycles, ensemble)
+        most, fetch = batch_of(batch), self._fetching(msa_server, msa_cache)
+        return fold_many(self, sequences, alignments, templates, numbers, kept, most, fetch, progress)
+
+    @property
+    def as_params(self) -> Params:
+        """Return what the model is, as of a file of parameters."""
+        return Params("model", Path(), "", self.model.config, self.sample)
+
+    def fold_example(
+        self,
+        example: RawExample | Assembly,
+        *,
+        seed: int = 0,
+        recycles: int | None = None,
+        ensemble: int | None = None,
+        representations: bool = True,
+        distogram: bool = False,
+        logits: bool = False,
+        save_recycles: bool = False,
+    ) -> Prediction:
+        """Fold an example that is encoded already, as `fold` does; coordinates that it has are ignored."""
+        prepared = self.prepare(example, seed=seed, recycles=recycles, ensemble=ensemble)
+        return self.compute(prepared, representations, distogram, logits, save_recycles)
+
+    def prepare(
+        self, example: RawExample | Assembly, *, seed: int = 0, recycles: int | None = None, ensemble: int | None = None
+    ) -> Prepared:
+        """Make the features of an example, in host memory; a thread may do it while another example computes."""
+        start, settings = time.perf_counter(), self.model.config
+        recycles = settings.recycles if recycles is None else recycles
+        ensemble = settings.ensemble if ensemble is None else ensemble
+        if recycles < 0 or ensemble < 1:
+            raise UserError(f"recycles = {recycles}, ensemble = {ensemble}: at least 0 and 1 are needed")
+        if isinstance(example, Assembly):
+            self._check_complex(example.name)
+            assembly = replace(example, chains=tuple(map(without_atoms, example.chains)))
+        else:
+            example = replace(example, positions=None, mask=None)
+            assembly = Assembly(example.name, ("A",), (example,))
+        recycles = self.recycling.at_most(recycles, assembly.length)
+        given = example if isinstance(example, RawExample) and settings.multimer is None else assembly
+        features = make_features(given, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
+        batch = to_tensors(features, widen=False)
+        seconds = time.perf_counter() - start
+        return Prepared(assembly, batch, seed, recycles, ensemble, seconds, coverage_of(seen_rows(batch), assembly))
+
+    def compute(
+        self,
+        prepared: Prepared,
+        representations: bool = True,
+        distogram: bool = False,
+        logits: bool = False,
+        save_recycles: bool = False,
+    ) -> Prediction:
+        """Run the model on features as the plan says, and say how sure it is.
+
+        Where memory runs out, the next tighter plan is tried.
+        Errors: UserError where nothing fits, or even the tightest plan runs out.
+        """
+        start, planned = time.perf_counter(), self.plan(prepared, representations)
+        kept = Kept(representations, distogram, logits, save_recycles)
+        while True:
+            try:
+                recycles, prediction = self._fold(prepared, planned.plan, kept)
+                break
+            except (RuntimeError, MemoryError) as error:
+                planned = self.planner.after(planned, error)
+            release_memory(self.device)  # the error, and what it held, is gone
+        details = self._details(prepared, recycles, time.perf_counter() - start) | {"plan": dict(planned.details)}
+        return replace(prediction, details=details)
+
+    def compute_together(
+        self,
+        several: Sequence[Prepared],
+        representations: bool = True,
+        distogram: bool = False,
+        logits: bool = False,
+        save_recycles: bool = False,
+    ) -> list[Prediction]:
+        """Run the model once on single chains, padded to the largest; each has the result that it has alone.
+
+        To rounding: products of other sizes may sum in another order.
+        Errors: ValueError for complexes, for other recycles or ensembles, where recycling may end early, where each
+        draws dropout or keeps what it recycles, and where z must lie in host memory.
+        """
+        start, first, settings = time.perf_counter(), several[0], self.model.config
+        if settings.multimer is not None or self._tolerance is not None or self.dropout or save_recycles:
+            raise ValueError("complexes, recycling that ends early or is kept, and dropout cannot share a pass")
+        if len({(one.recycles, one.ensemble) for one in several}) > 1:
+            raise ValueError("what shares a pass needs the same recycles and ensemble")
+        batch = stack([one.batch for one in several])
+        planned = self.plan(replace(first, batch=batch), representations)
+        if planned.plan.offload:
+            raise ValueError("with z in host memory each is folded alone")
+        found, kept = [], Kept(representations, distogram, logits)
+        with self._running(planned.plan, first):
+            folded = self.model.fold(batch, first.recycles)
+            for one, part in zip(several, folded.unbind()):
+                alone = part.without_padding(*one.batch["msa_mask"].shape[-2:])
+                found.append(self._read_out.prediction(one, alone, kept))
+        seconds = (time.perf_counter() - start) / len(several)
+        more = {"together": len(several), "plan": dict(planned.details)}
+        details = [self._details(one, folded.recycles, seconds) | more for one in several]
+        return [replace(prediction, details=one) for prediction, one in zip(found, details)]
+
+    def _details(self, prepared: Prepared, recycles: int, seconds: float) -> dict[str, Any]:
+        found = details_of(prepared, recycles, seconds, None if self.model.templates is None else self.sample)
+        return found | ({"dropout": True} if self.dropout else {})
+
+    def _fold(self, prepared: Prepared, plan: Plan, kept: Kept) -> tuple[int, Prediction]:
+        recycled: list[PassStructure] = []
+
+        def watch(handed_on: Recycled, activations: torch.Tensor) -> None:
+            recycled.append(self._read_out.of_pass(prepared, handed_on, activations))
+
+        with self._running(plan, prepared):
+            folded = self.model.fold(prepared.batch, prepared.recycles, watch if kept.save_recycles else None)
+            prediction = self._read_out.prediction(prepared, folded, kept)
+        return folded.recycles, replace(prediction, recycled=recycled)
+
+    @property
+    def _read_out(self) -> ReadOut:
+        return ReadOut(self.model, self.team)
+
+    @property
+    def _tolerance(self) -> float | None:
+        own = self.model.config.recycle_tolerance
+        return own if self.recycling.tolerance is None else self.recycling.tolerance
+
+    @contextmanager
+    def _running(self, plan: Plan, prepared: Prepared) -> Iterator[None]:
+        """Have the model run as a plan says, with the settings of a prediction, and without gradients.
+
+        Dropout is that of the trunk and of its template stack, as where AlphaFold's `eval_dropout` and ColabFold's
+        `--use-dropout` are set: the structure module has none.
+        """
+        Execution(plan, self.team.mesh).bind(self.model)
+        model, settings = self.model, self.model.config
+        model.config = replace(settings, ensemble=prepared.ensemble, recycle_tolerance=self._tolerance)
+        if self.dropout:
+            model.noise.seed(prepared.seed)
+            for stack in (model.templates, model.extra_stack, model.evoformer):
+                if stack is not None:
+                    stack.train()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            model.config = settings
+            model.eval()
+
+    def plan(self, prepared: Prepared, representations: bool = True) -> FoldPlan:
+        """Return how an example is folded now.  Errors: UserError where nothing fits, saying what would."""
+        sizes = sizes_of_batch(prepared.batch)
+        return self.planner.choose(sizes, prepared.recycles, prepared.ensemble, representations)
+
+    def check(self, query: Complex) -> None:
+        """Raise UserError for a complex that the model cannot fold."""
+        if len(query.ids) > 1:
+            self._check_complex(query.name)
+
+    def _check_complex(self, name: str) -> None:
+        """Raise UserError unless the model folds complexes."""
+        if self.model.config.multimer is None:
+            raise UserError(
+                f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
+                f"({MULTIMERS}), or fold each chain alone (from Python: fold_many)"
+            )
+
+
+@arguments.names_arguments(strict='kernels="strict"')
+def load(
+    params: PathLike,
+    device: str | torch.device | None = None,
+    chunk: int | None = None,
+    precision: Precision = "fp32",
+    sample: SampleConfig | None = None,
+    team: Team | None = None,
+    kernels: Kernels = "fast",
+    offload: bool | None = None,
+    memory: str | int | None = None,
+    *,
+    max_msa: int | None = None,
+    max_extra: int | None = None,
+    recycle_tolerance: float | None = None,
+    max_recycles: str | tuple[int, int] | None = None,
+    dropout: bool = False,
+    msa_server: ServerLike = None,
+    msa_cache: PathLike | None = None,
+) -> Predictor:
+    """Load parameters from a file: WarpFold's safetensors, DeepMind's params_model_*.npz, or OpenFold's .pt.
+
+    device: by default the first GPU if there is one.  sample: by default as the parameters were trained; for
+    DeepMind's this follows from their arrays and name (`model.weights.data_settings`), and what has to be assumed is
+    logged.  max_msa, max_extra: rows of the clustered and of the extra alignment, in place of the sample's.
+    recycle_tolerance, max_recycles: when recycling ends early (`Recycling`).  dropout: of the
+    trunk, as in training, drawn by a prediction's seed: seeds then differ more.  memory: bytes, or "24GB".
+    msa_server, msa_cache: for all that it folds, as of `Predictor.fold`.  The rest is as in `Predictor`.
+    Errors: UserError for a file that is none of these, or whose arrays do not fit, and for wrong arguments.
+    """
+    path, where = arguments.path("params", params), arguments.device_of(device)
+    recycling = Recycling.of(recycle_tolerance, max_recycles)
+    server = server_of(msa_server, msa_cache, Path("alignments"))
+    if sample is not None and not isinstance(sample, SampleConfig):
+        raise arguments.WrongArgument(f"sample = {arguments.shown(sample)}: a SampleConfig is needed")
+    rows: dict[str, Any] = {
+        "max_msa": arguments.whole_or_none("max_msa", max_msa, 1),
+        "max_extra": arguments.whole_or_none("max_extra", max_extra, 0),
+    }
+    model = load_model(path)
+    if sample is None:
+        sample = build(SampleConfig, data_settings(path), str(path))
+        if (assumed := assumed_settings(path)) and (team is None or team.is_rank_zero):
+            log.warning("%s", assumed)
+    sample = replace(sample, **{name: count for name, count in rows.items() if count is not None})
+    predictor = Predictor(model, where, chunk, precision, sample, team, kernels, offload, memory)
+    predictor.recycling, predictor.msa_server = recycling, server
+    predictor.dropout = arguments.flag("dropout", dropout)
+    return predictor

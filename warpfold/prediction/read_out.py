@@ -1,0 +1,165 @@
+"""Make a prediction of a model's last pass: structure, confidence, what else is asked for; some rows of z at a time."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from warpfold.batch import Batch
+from warpfold.data.example.assembly import Assembly
+from warpfold.host import HostTensor, in_file
+from warpfold.model import confidence
+from warpfold.model.alphafold import AlphaFold, LastPass, Recycled
+from warpfold.model.heads import distogram_breaks
+from warpfold.ops.dispatch import alike
+from warpfold.parallel.team import Team
+from warpfold.prediction.fold_options import Kept
+from warpfold.prediction.outputs import PassStructure, Prediction
+from warpfold.report.coverage import Coverage
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An example as the model gets it: features in host memory, those of all passes."""
+
+    assembly: Assembly
+    batch: Batch
+    seed: int
+    recycles: int
+    ensemble: int
+    seconds: float  # that it took
+    coverage: Coverage | None = None  # of the alignment
+
+
+@dataclass(frozen=True)
+class ReadOut:
+    """Makes predictions of a model's last passes; all processes of the team that share an example call it."""
+
+    model: AlphaFold
+    team: Team
+
+    def prediction(self, prepared: Prepared, folded: LastPass, kept: Kept) -> Prediction:
+        """Return a prediction, and how sure the model is of it."""
+        model, (r, structure, _), assembly = self.model, folded, prepared.assembly
+        asym_id, length = self._asym_id(prepared), assembly.length
+        logits: dict[str, np.ndarray | None] = {}
+        with model.computing():
+            of_plddt = model.plddt(structure.single)
+            plddt = confidence.plddt(of_plddt)
+            errors = None
+            if model.pae is not None:
+                errors = confidence.predicted_errors(model.pae, r.pair, model.execution, asym_id)
+            distances = self._distances(r.pair, length, kept)
+            if kept.logits:
+                logits = {"plddt": _numpy(of_plddt), "resolved": _numpy(model.resolved(r.single))}
+                logits["masked_msa"] = self._whole(model.masked_msa(r.msa), -2, length)
+                logits["distogram"] = distances.pop("logits")
+                if model.pae is not None:
+                    logits["pae"] = self._pae_logits(model.pae, r.pair, length)
+        pairs = None if errors is None else errors.chain_pair_iptm
+        return Prediction(
+            name=assembly.name,
+            sequence="".join(chain.sequence for chain in assembly.chains),
+            positions=_numpy(structure.final_atom37),
+            mask=_numpy(prepared.batch["atom37_atom_exists"]),
+            plddt=_numpy(plddt),
+            pae=None if errors is None else self._whole(errors.pae, -2, length),
+            max_pae=None if errors is None else errors.max_pae,
+            ptm=None if errors is None else errors.ptm,
+            single=_numpy(r.single) if kept.representations else None,
+            pair=self._whole(self._in_main_memory(r.pair), -3, length) if kept.representations else None,
+            msa=self._whole(r.msa, -2, length) if kept.representations else None,
+            chain_ids=assembly.ids,
+            asym_id=None if asym_id is None else asym_id.cpu().numpy().astype(np.int32),
+            iptm=None if errors is None else errors.iptm,
+            chain_pair_iptm=None if pairs is None else _numpy(pairs),
+            coverage=prepared.coverage,
+            logits={name: array for name, array in logits.items() if array is not None},
+            **distances,
+        )
+
+    def of_pass(self, prepared: Prepared, recycled: Recycled, activations: Tensor) -> PassStructure:
+        """Return what a pass before the last has found: what it hands on, and the structure module's activations."""
+        model, errors = self.model, None
+        with model.computing():
+            plddt = confidence.plddt(model.plddt(activations))
+            if model.pae is not None:
+                asym_id = self._asym_id(prepared)
+                errors = confidence.predicted_errors(model.pae, recycled.pair, model.execution, asym_id)
+        tm = (None, None) if errors is None else (errors.ptm, errors.iptm)
+        return PassStructure(_numpy(recycled.positions), _numpy(plddt), *tm)
+
+    def _asym_id(self, prepared: Prepared) -> Tensor | None:
+        """Return the chain of each residue of a complex; None of a single chain."""
+        several = len(prepared.assembly.chains) > 1
+        return prepared.batch["asym_id"].to(self.model.device, torch.int64) if several else None
+
+    def _whole(self, x: Tensor, axis: int, length: int, dtype: torch.dtype = torch.float32) -> np.ndarray | None:
+        """Collect a tensor that is sharded along residues; None on ranks other than 0."""
+        found = self.team.gather_shards(x, axis, length, dtype)
+        return None if found is None else found.numpy()
+
+    def _in_main_memory(self, z: Tensor) -> Tensor:
+        """Return z as an ordinary tensor where no operation can take it whole."""
+        if not isinstance(z, HostTensor):
+            return z
+        found = torch.empty(z.shape, dtype=z.dtype)
+        for rows in self.model.execution.rows(z.shape[-3]):
+            found[rows] = self.model.execution.fetch(z, rows).to("cpu")
+        return found
+
+    def _distances(self, z: Tensor, length: int, kept: Kept) -> dict[str, Any]:
+        """Return what is asked for of the distogram: its logits, probabilities, those of contacts, and the bins' edges.
+
+        What is of all pairs and bins lies in temporary files.
+        """
+        if not (kept.distogram or kept.logits):
+            return {}
+        shape = (*z.shape[:-1], self.model.config.heads.distogram_bins)
+        edges, of_contacts = distogram_breaks(shape[-1]), torch.empty(shape[:-1], dtype=torch.float16)
+        raw = _in_file(shape, torch.float32, "logits") if kept.logits else None
+        found = _in_file(shape, torch.float16, "--distogram") if kept.distogram else None
+        for rows, logits in self.model.distogram.in_slices(z):
+            if raw is not None:
+                raw[rows] = logits.to("cpu")
+            if found is not None:
+                probabilities = logits.softmax(-1)
+                found[rows] = probabilities.to("cpu", torch.float16)
+                of_contacts[rows] = confidence.contact_probabilities(probabilities, edges).to("cpu", torch.float16)
+        distances: dict[str, Any] = {} if raw is None else {"logits": self._gathered(raw, length, "logits")}
+        if found is not None:
+            distances["distogram"] = self._gathered(found, length, "--distogram")
+            distances["contacts"] = self._whole(of_contacts, -2, length, torch.float16)
+            distances["distogram_edges"] = edges.numpy()
+        return distances
+
+    def _pae_logits(self, head: nn.Module, z: Tensor, length: int) -> np.ndarray | None:
+        """Return the logits of the aligned error, in a temporary file."""
+        shape = (*z.shape[:-1], self.model.config.heads.pae_bins)
+        found = _in_file(shape, torch.float32, "logits")
+        for rows in self._rows(z):
+            found[rows] = head(self.model.execution.fetch(z, rows)).to("cpu")
+        return self._gathered(found, length, "logits")
+
+    def _rows(self, z: Tensor) -> Iterator[slice]:
+        yield from alike(self.model.execution.rows(z.shape[-3]))
+
+    def _gathered(self, x: Tensor, length: int, asked_by: str) -> np.ndarray | None:
+        """Collect what lies in files: rows of residues by residues by bins; None on ranks other than 0."""
+        whole = None
+        if self.team.mesh.axial.size > 1 and self.team.is_example_leader:
+            whole = _in_file((length, *x.shape[1:]), x.dtype, asked_by)
+        gathered = self.team.gather_shards(x, -3, length, out=whole)
+        return None if gathered is None else gathered.numpy()
+
+
+def _in_file(shape: tuple[int, ...], dtype: torch.dtype, asked_by: str) -> Tensor:
+    return in_file(math.prod(shape), dtype, asked_by).view(shape)
+
+
+def _numpy(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().float().cpu().numpy()

@@ -1,0 +1,1 @@
+"""Record where the time of a step goes."""

@@ -1,0 +1,1 @@
+"""Draw the pages and figures of runs; report.py makes the page from report.html."""

@@ -1,0 +1,251 @@
+"""Draw the figures of a report: each function returns one SVG text, to be put into an HTML page.
+
+Colours are safe for the colour-blind and get lighter in the order of what they mean, so that a grey print is legible.
+"""
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+if TYPE_CHECKING:
+    from warpfold.cluster.drawn import Matrix
+
+INK, GREY, RULE, BLUE, AMBER = "#1c2733", "#66717d", "#d5dbe1", "#1f6fb4", "#d9820f"
+
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["Helvetica Neue", "Helvetica", "Arial", "DejaVu Sans"],
+    "font.size": 9.5,
+    "svg.fonttype": "none",  # text stays text: sharp, small, and found by a search
+    "svg.hashsalt": "warpfold",  # the same figure gives the same bytes
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "text.color": INK,
+    "lines.linewidth": 1.6,
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a training figure: `x` and `y` of equal length; `points` draws markers at the measurements."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    points: bool = False
+
+
+@mpl.rc_context(STYLE)
+def draw_curves(curves: Sequence[Curve], y_label: str, y_range: tuple[float, float] | None = None) -> str:
+    """Draw quantities over training steps; a curve of many values is drawn faint, with its running mean over it."""
+    figure, axes = _canvas(4.7, 2.8)
+    for curve, color, dashes in zip(curves, (BLUE, AMBER, GREY, INK), ("-", "--", "-.", ":")):
+        x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
+        window = max(1, len(y) // 25)
+        if curve.points or window == 1:
+            axes.plot(x, y, dashes, color=color, marker="o", markersize=3.5, label=curve.label)
+        else:
+            axes.plot(x, y, color=color, alpha=0.22, linewidth=0.8)
+            mean = np.convolve(y, np.full(window, 1 / window), "valid")
+            axes.plot(x[window - 1 :], mean, dashes, color=color, label=f"{curve.label}, mean of {window}")
+    axes.set(xlabel="training step", ylabel=y_label)
+    if y_range:
+        axes.set_ylim(*y_range)
+    _legend(axes)
+    _grid(axes)
+    return _svg(figure, f"{y_label} over training steps")
+
+
+@mpl.rc_context(STYLE)
+def draw_improvement(
+    names: Sequence[str], before: Sequence[float], after: Sequence[float], score: str = "lDDT-Cα"
+) -> str:
+    """Draw a score (0 to 1) of each protein by the untrained and the trained model, as two dots and a line."""
+    order = np.argsort(after)
+    figure, axes = _canvas(4.7, 0.9 + 0.26 * len(names))
+    rows, b, a = np.arange(len(names)), np.asarray(before, float)[order], np.asarray(after, float)[order]
+    axes.hlines(rows, b, a, color=RULE, linewidth=3, zorder=1)
+    axes.scatter(b, rows, s=36, facecolor="white", edgecolor=GREY, linewidth=1.4, zorder=2, label="untrained")
+    axes.scatter(a, rows, s=40, color=BLUE, zorder=3, label="trained")
+    axes.set(xlabel=score, xlim=(0, 1), ylim=(-0.7, len(names) - 0.3))
+    axes.set_yticks(rows, [names[i] for i in order])
+    axes.tick_params(axis="y", length=0)
+    _legend(axes)
+    _grid(axes, "x")
+    return _svg(figure, f"{score} of each held-out example, untrained and trained")
+
+
+@mpl.rc_context(STYLE)
+def draw_calibration(plddt: Sequence[float], lddt: Sequence[float], each: str) -> str:
+    """Draw what the model expects (pLDDT) against the measured lDDT-Cα, both 0 to 100; `each` names what a dot is."""
+    figure, axes = _canvas(3.5, 2.9)
+    axes.plot([0, 100], [0, 100], ":", color=GREY, linewidth=1)
+    axes.text(6, 2, "as expected", rotation=45, rotation_mode="anchor", fontsize=8, color=GREY)
+    size, alpha = (34, 0.9) if len(plddt) <= 40 else (9, 0.45)
+    axes.scatter(plddt, lddt, s=size, color=BLUE, alpha=alpha, linewidth=0)
+    axes.set(xlabel=f"pLDDT of each {each}", ylabel="measured lDDT-Cα", xlim=(0, 100), ylim=(0, 100), aspect="equal")
+    axes.set_xticks(range(0, 101, 25))
+    axes.set_yticks(range(0, 101, 25))
+    _grid(axes)
+    return _svg(figure, f"pLDDT against measured lDDT of each {each}")
+
+
+# What holds memory, from the bottom of the picture: what stays, then what comes and goes; others are grey.
+OWNER_COLORS = {
+    "weights": "#5c6770",
+    "features": "#b4bbc3",
+    "z": "#0072b2",
+    "m": "#56b4e9",
+    "kept": "#1750ac",
+    "extra": "#009e73",
+    "templates": "#8a7500",
+    "factors": "#e69f00",
+    "slices": "#f7d9a0",
+    "structure": "#cc79a7",
+    "heads": "#d55e00",
+    "losses": "#9a3324",
+}
+
+
+@mpl.rc_context(STYLE)
+def draw_memory(course: Sequence[tuple[str, Mapping[str, int]]], free: int, form: str = "svg") -> bytes:
+    """Draw how many bytes each owner holds over a run, stacked, below the line of what is free; an SVG or a PNG.
+
+    course: moments in order, by name of what runs, with the bytes of each owner then.
+    """
+    figure, axes = _canvas(7.4, 3.6)
+    there = {name for _, owners in course for name, held in owners.items() if held}
+    names = [*(name for name in OWNER_COLORS if name in there), *sorted(there - set(OWNER_COLORS))]
+    moments = np.arange(len(course) + 1)
+    whole = max((sum(owners.values()) for _, owners in course), default=0)
+    size, unit = (1e9, "GB") if whole >= 1e8 else (1e6, "MB")
+    layers = np.array([[owners.get(name, 0) / size for _, owners in course] for name in names])
+    layers = np.concatenate([layers, layers[:, -1:]], 1)  # each moment lasts until the next
+    colors = [OWNER_COLORS.get(name, GREY) for name in names]
+    axes.stackplot(moments, layers, labels=names, colors=colors, step="post", linewidth=0)
+    top = float(layers.sum(0).max())
+    shown = free / size <= 3 * top
+    if shown:
+        axes.axhline(free / size, color=INK, linewidth=1, linestyle="--")
+        axes.text(moments[-1], free / size, "free ", ha="right", va="bottom", fontsize=8.5)
+    axes.set(
+        xlim=(0, max(1, len(course))),
+        ylim=(0, 1.08 * max(top, free / size if shown else 0)),
+        ylabel=f"{unit} of a device",
+    )
+    _name_moments(axes, [name for name, _ in course])
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _grid(axes, "y")
+    if form == "png":
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=160)
+        return buffer.getvalue()
+    return _svg(figure, "memory of a device over the run, by what holds it").encode()
+
+
+def _name_moments(axes: Axes, names: Sequence[str]) -> None:
+    """Write below a picture which stack or part of the model runs when: the longest first, where there is room."""
+    parts = [name.split(".")[0] for name in names]
+    starts = [0, *(i for i in range(1, len(parts)) if parts[i] != parts[i - 1])]
+    spans = list(zip(starts, [*starts[1:], len(parts)]))
+    places: dict[float, str] = {}
+    for start, end in sorted(spans, key=lambda span: span[0] - span[1]):
+        middle = (start + end) / 2
+        if parts[start] != "model" and all(abs(middle - other) > len(parts) / 24 for other in places):
+            places[middle] = parts[start].replace("_", " ")
+    axes.set_xticks(list(places), list(places.values()))
+    axes.tick_params(axis="x", labelrotation=40, labelsize=8)
+    for label in axes.get_xticklabels():
+        label.set_horizontalalignment("right")
+
+
+@mpl.rc_context(STYLE)
+def draw_seconds(residues: Sequence[int], seconds: Mapping[str, Sequence[float]]) -> str:
+    """Draw the seconds that each protein took against its residues, by what took them, both axes by powers."""
+    figure, axes = _canvas(4.7, 3.1)
+    for (what, taken), color, marker in zip(seconds.items(), (BLUE, AMBER), "os"):
+        at_least = np.maximum(np.asarray(taken, float), 1e-3)  # as they are rounded
+        axes.scatter(residues, at_least, s=11, color=color, alpha=0.55, linewidth=0, marker=marker, label=what)
+    axes.set(xlabel="residues", ylabel="seconds", xscale="log", yscale="log")
+    axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    _legend(axes)
+    _grid(axes)
+    return _svg(figure, "seconds of each protein against its residues")
+
+
+@mpl.rc_context(STYLE)
+def draw_links(matrices: Sequence["Matrix"], form: str = "svg") -> bytes:
+    """Draw quantities of each two ranks side by side, dark where they are slow; an SVG or a PNG.
+
+    A pair that was not measured, and a rank with itself, stay blank.
+    """
+    size = max(3.0, 0.12 * len(matrices[0].names))
+    figure = Figure(figsize=((size + 1.2) * len(matrices), size + 0.6), layout="constrained")
+    for number, matrix in enumerate(matrices):
+        axes = figure.add_subplot(1, len(matrices), number + 1)
+        values = np.asarray(matrix.values, float)
+        colors = "cividis_r" if matrix.slow_is_large else "cividis"
+        image = axes.imshow(values, cmap=colors, vmin=0, vmax=np.nanmax(values))
+        every = max(1, len(matrix.names) // 16)
+        ticks = range(0, len(matrix.names), every)
+        axes.set_xticks(ticks, matrix.names[::every])
+        axes.set_yticks(ticks, matrix.names[::every])
+        axes.set(title=matrix.title, xlabel="to", ylabel="from")
+        axes.title.set_fontsize(9.5)
+        figure.colorbar(image, ax=axes, shrink=0.85, label=matrix.unit)
+    if form == "png":
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=160)
+        return buffer.getvalue()
+    return _svg(figure, "links between ranks").encode()
+
+
+def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.add_subplot()
+
+
+def _legend(axes: Axes, above: float = 1.0) -> None:
+    """Put the key above the plot, where it covers nothing."""
+    place = (-0.01, above)
+    axes.legend(fontsize=8.5, ncols=3, frameon=False, loc="lower left", bbox_to_anchor=place, borderaxespad=0.2)
+
+
+def _grid(axes: Axes, axis: str = "both") -> None:
+    axes.grid(True, axis=axis, color=RULE, linewidth=0.5)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+
+
+def _svg(figure: Figure, label: str) -> str:
+    """Return the figure as an <svg> element that a screen reader can name; no XML prologue, no date."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
+    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+
+
+def follow_theme(svg: str) -> str:
+    """Return a figure for a page whose colours are variables (`report.css`): light or dark, as its reader prefers."""
+    for color, name in ((INK, "ink"), (GREY, "grey"), (RULE, "rule"), ("#ffffff", "paper")):
+        svg = svg.replace(f": {color}", f": var(--{name}, {color})")
+    return svg

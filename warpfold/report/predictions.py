@@ -1,0 +1,285 @@
+"""What the report of `warpfold predict` shows, from its summary and the files that it names."""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.report import figures
+from warpfold.report.coverage import Coverage
+from warpfold.report.report import ReportPage, ReportTable, Section, Target, Warned
+
+DRAWN = 40  # predictions that the report of `predict` draws; its table lists all
+DRAWN_OF_EACH = 5  # of one protein or complex, the best
+CHAINS = 6  # whose own pTM stands above a complex; summary.json has that of all
+LENGTHS = 10  # different ones, from which on time is drawn against length
+ENERGIES = ("energy_before", "energy_after")  # of a relaxation
+# In a warning, what differs between those of a kind: what is in parentheses, and numbers, but not those within names.
+PARTICULAR = re.compile(r" ?\([^)]*\)|(?<![\w./-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w/-]|\.\w)")
+
+
+def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
+    """Return the report of `warpfold predict`, from its summary and the files that it names."""
+    entries, failures = summary["predictions"], summary["failures"]
+    best = _best(summary)
+    labels = {entry["name"]: _label(entry) for entry in best}
+    alone = len(best) == 1 and not failures
+    sections = [Section("All proteins", table=_all_proteins(best))] if best and not alone else []
+    if len(entries) > len(best):
+        sections.append(_ranking(entries, summary["ranking"]))
+    if failures:
+        whats = [[_label(f), f["error"]] for f in failures]
+        sections.append(Section("Failed", table=ReportTable(["protein", "what went wrong"], whats)))
+    if offered := _template_rows(out, best):
+        text = "NAME_templates.json in the protein's folder has the outcome of every template that was offered."
+        header = ["protein", "template", "residues", "identity", "note"]
+        sections.append(Section("Templates", text, table=ReportTable(header, offered)))
+    if len({entry["length"] for entry in entries}) >= LENGTHS:
+        sections.append(_seconds(entries, summary.get("processes", ())))
+    facts = [] if alone else [("proteins folded", str(len(best)))]
+    if failures:
+        facts.append(("failed", str(len(failures))))
+    if alone:  # a mean over different proteins says nothing
+        facts.append(("mean pLDDT", f"{best[0]['mean_plddt']:.1f}"))
+        known = ((title, best[0].get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM")))
+        facts += [(title, f"{value:.2f}") for title, value in known if value is not None]
+    facts.append(("seconds in all", f"{summary['seconds']:.0f}"))
+    shown = [entry for entry in entries if entry.get("rank", 1) <= DRAWN_OF_EACH][:DRAWN]
+    names = ", ".join(model["file"] for model in summary["models"])
+    drawn = f", the {'first' if len(entries) == len(best) else 'best'} {len(shown)} drawn" if shown != entries else ""
+    versions, seeds = summary["versions"], _seeds(summary["settings"])
+    digests = ", ".join(model["sha256"] for model in summary["models"])
+    return ReportPage(
+        title=best[0]["name"] if alone else "Predicted structures",
+        lead=f"Folded by WarpFold with {names}{drawn}.",
+        facts=facts,
+        sections=sections,
+        # a single protein's warnings stand above the numbers already
+        targets=[target_of(out, e | ({"warnings": []} if alone and e is best[0] else {})) for e in shown],
+        warnings=[
+            Warned(one.said, {} if alone else {labels.get(name, name): own for name, own in one.about.items()})
+            for one in warnings_of(summary)
+        ],
+        footer=[
+            f"WarpFold {versions['warpfold']} · torch {versions['torch']} · {summary['device']} · "
+            f"{seeds} · parameters sha256 {digests}"
+        ],
+    )
+
+
+def _best(summary: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the entry of the best prediction of each protein."""
+    return [entry for entry in summary["predictions"] if entry.get("rank", 1) == 1]
+
+
+def warnings_of(summary: Mapping[str, Any]) -> list[Warned]:
+    """Return each kind of warning of a summary once, with the proteins that it is about.
+
+    Of the run, of what was given (of proteins that failed too), and of each protein's best prediction, in this order.
+    The terminal and the report both say these, and no others.
+    """
+    kinds: dict[str, dict[str, list[str]]] = {}  # what those of a kind share -> protein -> its sentences, each once
+    given = summary["input_warnings"].items()
+    for name, warnings in [*given, *((entry["name"], entry["warnings"]) for entry in _best(summary))]:
+        for said in warnings:
+            kind = PARTICULAR.sub(lambda found: "()" if found[0].endswith(")") else "0", said)
+            own = kinds.setdefault(kind, {}).setdefault(name, [])
+            own += [said] if said not in own else []
+    found = [Warned(said) for said in summary.get("warnings", ())]
+    for about in kinds.values():
+        if len(about) == 1:
+            found += [Warned(said, dict.fromkeys(about, "")) for said in next(iter(about.values()))]
+        else:
+            found.append(_of_one_kind(about))
+    return found
+
+
+def _of_one_kind(about: Mapping[str, Sequence[str]]) -> Warned:
+    """Return one sentence for those of several proteins: numbers that differ become a range, parentheses go."""
+    names, sentences = zip(*((name, said) for name, own in about.items() for said in own))
+    values = [*zip(*map(PARTICULAR.findall, sentences))]  # of each place the values in all sentences
+    common = ""
+    for text, found in zip(PARTICULAR.split(sentences[0]), [*values, ("",)]):
+        if len(set(found)) > 1:
+            numbers = sorted(found, key=lambda one: float(one.replace(",", ""))) if found[0][-1] != ")" else ()
+            common += text + (f"{numbers[0]} to {numbers[-1]}" if numbers else "")
+        else:
+            common += text + found[0]
+    differing = [[one.strip(" ()") for one in found] for found in values if len(set(found)) > 1]
+    own: dict[str, list[str]] = {name: [] for name in names}
+    for i, name in enumerate(names):
+        own[name] += [", ".join(found[i] for found in differing)] if differing else []
+    return Warned(common, {name: "; ".join(of) for name, of in own.items()})
+
+
+def _all_proteins(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
+    """Return a row for each protein or complex, its best prediction."""
+    complexes = any("chains" in entry for entry in entries)
+    header = ["protein", "residues", "alignment rows", "mean pLDDT", "pTM", "seconds", "warnings"]
+    if complexes:
+        header[1:1], header[5:5] = ["chains"], ["ipTM"]
+    rows = []
+    for e in entries:
+        row = [_label(e), f"{e['length']}", f"{e['msa_depth']}", f"{e['mean_plddt']:.1f}", _score(e["ptm"]),
+               f"{sum(e['seconds'].values()):.1f}", str(len(e["warnings"]))]  # fmt: skip
+        if complexes:
+            row[1:1], row[5:5] = [str(len(e.get("chains", "A")))], [_score(e.get("iptm"))]
+        rows.append(row)
+    return ReportTable(header, rows)
+
+
+def _ranking(entries: Sequence[Mapping[str, Any]], ranking: Mapping[str, Mapping[str, Any]]) -> Section:
+    """Return all predictions of each protein, best first."""
+    by_any = dict.fromkeys(one["by"] for one in ranking.values())
+    measures = [one for one in by_any if "pLDDT" not in one]  # that has a column of its own
+    header = ["prediction", "model", "seed", *measures, "mean pLDDT"]
+    complexes = any("iptm" in entry for entry in entries)
+    rows = []
+    for e in entries:
+        by = ranking[e["name"]]["by"]
+        values = [f"{e['ranking_confidence']:.3f}" if by == one else "" for one in measures]
+        row = [_label(e), e["model"], str(e["seed"]), *values, f"{e['mean_plddt']:.1f}"]
+        row += [_score(e.get("iptm"))] if complexes else []
+        rows.append([*row, _score(e["ptm"])])
+    text = f"Best first, by {' or '.join(by_any)}."
+    return Section("Ranking", text, table=ReportTable([*header, *(["ipTM"] if complexes else []), "pTM"], rows))
+
+
+def _seconds(entries: Sequence[Mapping[str, Any]], processes: Sequence[Mapping[str, Any]]) -> Section:
+    """Return how long predictions took, against their length, and what the devices waited for."""
+    seconds = {kind: [entry["seconds"][kind] for entry in entries] for kind in ("model", "features")}
+    residues = [entry["length"] for entry in entries]
+    each = 1e3 * sum(seconds["model"]) / sum(residues)
+    text = f"{sum(residues)} residues, {each:.3g} ms of the model each. "
+    text += "Proteins that shared a pass share its seconds alike. " if any("together" in e for e in entries) else ""
+    names = {"computing": "computing", "waiting_for_features": "for features", "waiting_for_files": "for files"}
+    total = {key: sum(one.get(key, 0.0) for one in processes) for key in names}
+    if whole := sum(total.values()):
+        waits = ", ".join(f"{total[key]:.1f} s {name}" for key, name in names.items() if key != "computing")
+        share = 1 - total["computing"] / whole
+        text += f"Of {whole:.0f} s in the last runs' loops the model computed {total['computing']:.0f} s "
+        text += f"and waited {share:.1%}: {waits}."
+    figure = figures.draw_seconds(residues, {"model": seconds["model"], "features": seconds["features"]})
+    return Section("Time", text, [(figure, "Each dot is a prediction; features are made while another one computes.")])
+
+
+def _relaxed(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return what is said of a relaxation: docs/relax.md."""
+    before, after = (report[f"violations_{when}"]["residues"] for when in ("before", "after"))
+    energies = " → ".join("infinite" if e is None else f"{e:.4g}" for e in map(report.get, ENERGIES))
+    return [
+        ("relaxed: residues with violations", f"{before} → {after}"),
+        ("energy, kcal/mol", energies),
+        ("Cα moved, Å", f"{report['ca_rmsd']:.2f}"),
+    ]
+
+
+def _label(entry: Mapping[str, Any]) -> str:
+    """Return how the page calls a prediction: by its protein, or by rank, model and seed too if there are several."""
+    if "ranked" in entry:
+        return f"{entry['name']}, rank {entry['rank']}"
+    failed = "error" in entry and "model" in entry
+    return f"{entry['name']} ({entry['model']}, seed {entry['seed']})" if failed else entry["name"]
+
+
+def _score(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _seeds(settings: Mapping[str, Any]) -> str:
+    first, last = settings["seed"], settings["seed"] + settings["seeds"] - 1
+    return f"seed {first}" if first == last else f"seeds {first} to {last}"
+
+
+def _template_rows(out: Path, entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Return a row for each template that a protein used, and one for how many it did not use."""
+    rows: list[list[str]] = []
+    for entry in (entry for entry in entries if "templates" in entry["files"]):
+        outcomes = json.loads((out / entry["folder"] / entry["files"]["templates"]).read_text(encoding="utf-8"))
+        rows += [
+            [_label(entry), _on_chains(one), f"{one['residues']}", f"{one['identity']:.0%}", one["note"]]
+            for one in outcomes
+            if one["used"]
+        ]
+        if unused := entry["templates_unused"]:
+            rows.append([_label(entry), f"{unused} not used", "", "", ""])
+    return rows
+
+
+def _on_chains(outcome: Mapping[str, Any]) -> str:
+    """Return a template's name and, of a complex, the chains that it is on."""
+    chains = outcome.get("chains")
+    return f"{outcome['name']} on {', '.join(chains)}" if chains else outcome["name"]
+
+
+def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
+    """Return an entry of the summary as the report draws it, read from its files in `out`.
+
+    `truth`: the fields of `Target` that compare it with a known structure; `numbers` among them come after its own.
+    """
+    folder, files = out / entry["folder"], entry["files"]
+    with np.load(folder / files["arrays"], allow_pickle=False) as arrays:
+        ca, plddt = arrays["positions"][:, ATOM_ORDER["CA"]], arrays["plddt"]
+        pae = arrays["pae"] if "pae" in arrays.files else None
+        coverage = None
+        if "coverage_rows" in arrays.files and entry.get("rank", 1) == 1:  # the others have the same alignment
+            depth, rows, total = (arrays[f"coverage_{name}"] for name in ("depth", "rows", "total"))
+            coverage = Coverage(depth, rows, int(total))
+    numbers = [("residues", str(entry["length"])), ("mean pLDDT", f"{entry['mean_plddt']:.1f}")]
+    if entry.get("iptm") is not None:
+        numbers.append(("ipTM", f"{entry['iptm']:.2f}"))
+    if entry["ptm"] is not None:
+        numbers.append(("pTM", f"{entry['ptm']:.2f}"))
+    depth, given = entry["msa_depth"], entry.get("msa_given", entry["msa_depth"])
+    of_chains = [(one["id"], one["ptm"]) for one in entry.get("chains", ()) if one.get("ptm") is not None]
+    if 0 < len(of_chains) <= CHAINS:
+        numbers.append(("pTM of each chain", ", ".join(f"{chain} {ptm:.2f}" for chain, ptm in of_chains)))
+    numbers.append(("alignment rows", str(depth) if depth == given else f"{depth} of {given}"))
+    if "paired_rows" in entry:
+        numbers.append(("paired rows", str(entry["paired_rows"])))
+    if "ranked" in entry:
+        numbers += [("model", entry["model"]), ("seed", str(entry["seed"]))]
+    if "templates" in files:
+        numbers.append(("templates", str(len(entry["templates"]))))
+    if "relaxed" in entry:
+        numbers += _relaxed(entry["relaxed"])
+    numbers += truth.pop("numbers", ())
+    return Target(
+        name=_label(entry),
+        sequence=entry["sequence"],
+        plddt=plddt,
+        ca=ca,
+        mmcif=(folder / files["mmcif"]).read_text(encoding="utf-8"),
+        pae=pae,
+        max_pae=_max_pae(folder / files["pae"]) if "pae" in files else 0.0,
+        has_pdb="pdb" in files,
+        numbers=numbers,
+        warnings=entry["warnings"],
+        chains=_chain_spans(entry),
+        coverage=coverage,
+        group=entry["name"] if "ranked" in entry else "",
+        note=f"rank {entry['rank']}: {entry['model']}, seed {entry['seed']}" if "ranked" in entry else "",
+        interfaces=[
+            ["-".join(one["chains"]), _score(one["iptm"]), f"{one['plddt']:.1f}", str(one["contacts"])]
+            for one in entry.get("interfaces", ())
+        ],
+        **truth,
+    )
+
+
+def _chain_spans(entry: Mapping[str, Any]) -> dict[str, slice]:
+    """Return where each chain of a complex is; nothing for a single chain."""
+    ends = np.cumsum([chain["length"] for chain in entry.get("chains", ())]).tolist()
+    return {chain["id"]: slice(end - chain["length"], end) for chain, end in zip(entry.get("chains", ()), ends)}
+
+
+def _max_pae(path: Path) -> float:
+    """Return the largest value that errors in a PAE file can take: at its end, so that the rest need not be read."""
+    with path.open("rb") as file:
+        file.seek(-min(100, path.stat().st_size), os.SEEK_END)
+        return float(file.read().decode().rpartition(":")[2].rstrip("}]"))

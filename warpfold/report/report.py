@@ -1,0 +1,316 @@
+"""Write a run as one HTML page that needs nothing else: figures, numbers, structures to turn with the mouse.
+
+The page contains its viewer (3Dmol.js, vendored) and makes no requests, so it opens from a disk, a mail or on
+an air-gapped machine.  `report.html`, `report.css` and `report.js` beside this file are its parts; without scripts it
+shows the same figures flat.
+"""
+
+import base64
+import html
+import itertools
+import json
+import string
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from warpfold.files import file_name, write_atomically
+from warpfold.report import charts, figures
+from warpfold.report.charts import CLASSES, ChartLine
+from warpfold.report.coverage import Coverage
+
+HERE = Path(__file__).parent
+INTERFACE_HEADER = ("interface", "ipTM", "interface pLDDT", "contacts")
+KEY = ("Very high (pLDDT > 90)", "High (90 > pLDDT > 70)", "Low (70 > pLDDT > 50)", "Very low (pLDDT < 50)")
+WARNED = 8  # warnings that stand open at the head of a page; it says how many more there are
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A warning, and the names of what it is about, each with what the sentence does not say of it; none: the run."""
+
+    said: str
+    about: Mapping[str, str] = field(default_factory=dict)
+
+    def heading(self, what: str) -> str:
+        """Return up to three names and a colon, or how many there are of `what`; nothing for a warning of the run."""
+        names = f"{len(self.about)} {what}" if len(self.about) > 3 else ", ".join(self.about)
+        return f"{names}: " if names else ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One predicted protein of a report.
+
+    plddt [N] 0..100; pae [N, N] angstrom or None; ca [N, 3] angstrom; mmcif: the structure, pLDDT as its B factors.
+    chains: of a complex, where each is; interfaces: a row of text for each, under INTERFACE_HEADER.
+    max_pae: the largest value that pae can take; has_pdb: whether the PDB format can hold it.
+    group: what it is a prediction of; targets of one group stand side by side, called by their notes.
+    With a known truth, superposed on the prediction: truth_mmcif, truth_ca [M, 3], lddt [N] 0..100 (NaN where unknown).
+    """
+
+    name: str
+    sequence: str
+    plddt: np.ndarray
+    ca: np.ndarray
+    mmcif: str
+    pae: np.ndarray | None = None
+    numbers: Sequence[tuple[str, str]] = ()
+    warnings: Sequence[str] = ()
+    truth_mmcif: str | None = None
+    truth_ca: np.ndarray | None = None
+    lddt: np.ndarray | None = None
+    chains: Mapping[str, slice] = field(default_factory=dict)
+    interfaces: Sequence[Sequence[str]] = ()
+    coverage: Coverage | None = None
+    max_pae: float = 31.75
+    has_pdb: bool = True
+    group: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """Rows of text under a header; the first column is the name, and links to the target of that name."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, a paragraph, figures (SVG and caption), a table: any of them may be empty."""
+
+    heading: str
+    text: str = ""
+    figures: Sequence[tuple[str, str]] = ()
+    table: ReportTable | None = None
+
+
+@dataclass(frozen=True)
+class ReportPage:
+    """Everything on the page; `facts` are the few numbers at its head, `footer` the lines at its foot.
+
+    warnings: what must be known before the facts are read; what they are about are targets.
+    """
+
+    title: str
+    lead: str
+    facts: Sequence[tuple[str, str]] = ()
+    sections: Sequence[Section] = ()
+    targets: Sequence[Target] = ()
+    footer: Sequence[str] = field(default_factory=tuple)
+    warnings: Sequence[Warned] = ()
+
+
+def write_report(path: Path, report: ReportPage) -> None:
+    """Write the page to `path`, whole or not at all."""
+    write_atomically(path, render(report))
+
+
+def render(report: ReportPage) -> str:
+    """Return the page as text.  Everything that came from a user (names, sequences, messages) is escaped."""
+    anchors = {target.name: f"target-{i}" for i, target in enumerate(report.targets)}
+    sections = [_section(section, anchors) for section in report.sections]
+    if report.targets:
+        sections.append("<section><h2>Structures</h2>\n")
+        numbered = enumerate(report.targets)
+        for _, together in itertools.groupby(numbered, lambda one: one[1].group or str(one[0])):
+            group = list(together)
+            sections += [_side_by_side(group)] if len(group) > 1 else []
+            sections += [_target(i, target) for i, target in group]
+        sections.append("</section>")
+    shows = bool(report.targets)
+    records = {"classes": CLASSES, "targets": [_record(target) for target in report.targets]}
+    return string.Template(_part("report.html")).substitute(
+        title=_text(report.title),
+        lead=_text(report.lead),
+        style=_part("report.css"),
+        warnings=_warnings(report.warnings, anchors),
+        facts="".join(f"<div><dt>{_text(label)}</dt><dd>{_text(value)}</dd></div>" for label, value in report.facts),
+        sections="\n".join(sections),
+        footer="".join(f"<p>{_text(line)}</p>" for line in report.footer),
+        viewer_library=_part("vendor/3dmol/3Dmol-min.js") if shows else "",
+        # "</script>" in a name must not end the script
+        structures=json.dumps(records).replace("<", "\\u003c"),
+        script=_part("report.js") if shows else "",
+    )
+
+
+def _part(name: str) -> str:
+    return (HERE / name).read_text(encoding="utf-8")
+
+
+def _record(target: Target) -> dict[str, Any]:
+    """Return what the page's script needs of a target.  Structures are compressed, whole: they can be downloaded."""
+    return {
+        "name": target.name,
+        "stem": file_name(target.name.replace(", ", "_").replace(" ", "_")),
+        "sequence": target.sequence.replace(":", ""),
+        "plddt": [round(float(value), 2) for value in target.plddt],
+        "chains": [[c, s.start, s.stop, charts.chain_color(i)] for i, (c, s) in enumerate(target.chains.items())],
+        "prediction": _packed(target.mmcif),
+        "maxPae": round(target.max_pae, 2),
+        "truth": _packed(target.truth_mmcif) if target.truth_mmcif is not None else None,
+    }
+
+
+def _packed(text: str) -> str:
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+
+def _section(section: Section, anchors: dict[str, str]) -> str:
+    parts = [f"<section><h2>{_text(section.heading)}</h2>"]
+    if section.text:
+        parts.append(f"<p>{_text(section.text)}</p>")
+    if section.figures:
+        drawn = (_figure(figures.follow_theme(svg), caption) for svg, caption in section.figures)
+        parts.append(f'<div class="figures">{"".join(drawn)}</div>')
+    if section.table:
+        parts.append(_table(section.table, anchors))
+    return "\n".join([*parts, "</section>"])
+
+
+def _table(table: ReportTable, anchors: dict[str, str]) -> str:
+    head = "".join(f'<th scope="col">{_text(name)}</th>' for name in table.header)
+    rows = []
+    for name, *values in table.rows:
+        rows.append(
+            f"<tr><td>{_link(name, anchors)}</td>{''.join(f'<td>{_text(value)}</td>' for value in values)}</tr>"
+        )
+    body = "\n".join(rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _link(name: str, anchors: Mapping[str, str]) -> str:
+    return f'<a href="#{anchors[name]}">{_text(name)}</a>' if name in anchors else _text(name)
+
+
+def _warnings(warnings: Sequence[Warned], anchors: Mapping[str, str]) -> str:
+    """Return a line for each warning; what opens has those beyond the first, and whom one is about if several."""
+    items = [f"<li>{_warning(one, anchors)}</li>" for one in warnings]
+    if len(items) > WARNED:
+        more = f"<summary>and {len(items) - WARNED} more</summary><ul>{''.join(items[WARNED:])}</ul>"
+        items[WARNED:] = [f"<li><details>{more}</details></li>"]
+    return f'<ul class="warnings" aria-label="warnings">{"".join(items)}</ul>' if items else ""
+
+
+def _warning(warning: Warned, anchors: Mapping[str, str]) -> str:
+    names = {name: _link(name, anchors) for name in warning.about}
+    if len(names) < 2:
+        return "".join(f"{name}: " for name in names.values()) + _text(warning.said)
+    each = (
+        f"<span>{name}{' ' + _text(own) if (own := warning.about[key]) else ''}</span>" for key, name in names.items()
+    )
+    line = _text(warning.heading("proteins") + warning.said)
+    return f"<details><summary>{line}</summary><p>{' '.join(each)}</p></details>"
+
+
+def _side_by_side(group: Sequence[tuple[int, Target]]) -> str:
+    """Return several predictions of one protein beside one another: pLDDT in one figure, PAE in a row."""
+    first = group[0][1]
+    lines = [ChartLine(t.note or t.name, t.plddt, charts.chain_color(i)) for i, (_, t) in enumerate(group)]
+    key = "".join(f'<span><i style="background:{line.color}"></i>{_text(line.label)}</span>' for line in lines)
+    small = ""
+    for i, target in group:
+        picture = charts.draw_small_pae(f"pae-{i}") if target.pae is not None else ""
+        numbers = f"pLDDT {float(np.mean(target.plddt)):.1f}"
+        small += (
+            f'<a href="#target-{i}">{picture}<b>{_text(target.note or target.name)}</b><small>{numbers}</small></a>'
+        )
+    figure = _figure(charts.draw_plddt(lines, first.chains), "")
+    name = _text(first.group)
+    return (
+        f'<div class="side-by-side"><h3>{name}: {len(group)} predictions</h3>\n'
+        f'<div>{figure}<div class="key">{key}</div></div><div class="small">{small}</div></div>'
+    )
+
+
+def _target(index: int, target: Target) -> str:
+    numbers = "".join(f"<div><dt>{_text(k)}</dt> <dd>{_text(v)}</dd></div>" for k, v in target.numbers)
+    ends = [span.stop - 1 for span in target.chains.values()]
+    trace = charts.draw_trace(target.ca, target.plddt, target.truth_ca, ends)
+    lines = [ChartLine("pLDDT", target.plddt)]
+    lines += [ChartLine("lDDT-Cα", target.lddt, "#d9820f", True)] if target.lddt is not None else []
+    caption = "Solid: pLDDT. Dashed: lDDT-Cα against the truth." if target.lddt is not None else ""
+    below = _figure(charts.draw_plddt(lines, target.chains), caption)
+    if (coverage := target.coverage) is not None:
+        drawn = charts.draw_coverage(coverage.depth, coverage.rows, coverage.total, target.chains)
+        below += _figure(drawn, "Alignment rows by identity; the line: how many have a residue there.")
+    pae = ""
+    if target.pae is not None:
+        drawn = charts.draw_pae(target.pae, target.chains, f"pae-{index}")
+        pae = _figure(drawn, "Dark: low expected error in relative position.")
+    interfaces = _table(ReportTable(INTERFACE_HEADER, target.interfaces), {}) if target.interfaces else ""
+    return f"""<article id="target-{index}" data-target="{index}">
+<h3>{_text(target.name)}</h3>
+{_warnings([Warned(warning) for warning in target.warnings], {})}
+<dl class="numbers">{numbers}</dl>
+<div class="target">
+<div>
+<div class="viewer">{trace}</div>
+<p class="readout" role="status"></p>
+{_controls(target)}
+</div>
+<div>{pae}{interfaces}</div>
+</div>
+<div class="figures">{below}</div>
+{_sequence(target)}
+</article>"""
+
+
+def _controls(target: Target) -> str:
+    """Return the switches below a structure, its key, and what can be downloaded; the script shows what it serves."""
+    key = "".join(
+        f'<span><i style="background:{color}"></i>{_text(KEY[i])}</span>' for i, (_, color, _) in enumerate(CLASSES)
+    )
+    switch = ""
+    if target.truth_mmcif is not None:
+        key += '<span><i style="background:#aab2bb"></i>truth</span>'
+        switch = '<label><input type="checkbox" name="truth" checked> truth</label>'
+    if target.chains:
+        switch += '<label><input type="checkbox" name="chains"> colour by chain</label>'
+        key += "".join(
+            f'<span class="chain"><i style="background:{charts.chain_color(i)}"></i>{_text(chain)}</span>'
+            for i, chain in enumerate(target.chains)
+        )
+    exact = target.pae is not None and len(target.pae) <= charts.LARGEST
+    offered = {"mmCIF": True, "PDB": target.has_pdb, "PAE": exact, "pLDDT": True, "FASTA": True, "picture": True}
+    buttons = "".join(
+        f'<button type="button" name="{file}">{file}</button>' for file, there in offered.items() if there
+    )
+    return f"""<div class="key">{key}</div>
+<div class="controls" hidden>{switch}<label><input type="checkbox" name="sidechains"> side chains</label>
+<button name="reset" type="button">reset the view</button>
+<button name="clear" type="button">clear the selection</button></div>
+<div class="downloads" hidden>Download {buttons}</div>"""
+
+
+def _sequence(target: Target) -> str:
+    """Return the sequence in tens with their numbers, each residue in the colour of its pLDDT."""
+    letters = target.sequence.replace(":", "")
+    lines = []
+    for name, span in (target.chains or {"": slice(0, len(letters))}).items():
+        tens = []
+        for start in range(span.start, span.stop, 10):
+            places = range(start, min(start + 10, span.stop))
+            residues = "".join(
+                f"<i class=p{charts.plddt_class(target.plddt[i])}>{_text(letters[i])}</i>" for i in places
+            )
+            number = f' data-n="{start - span.start + 10}"' if len(places) == 10 else ""
+            tens.append(f"<span{number}>{residues}</span>")
+        title = f"<b>{_text(name)}</b>" if name else ""
+        lines.append(f"<p>{title}{' '.join(tens)}</p>")
+    return f'<div class="sequence" data-kind="sequence">{"".join(lines)}</div>'
+
+
+def _figure(svg: str, caption: str) -> str:
+    return f"<figure>{svg}{f'<figcaption>{_text(caption)}</figcaption>' if caption else ''}</figure>"
+
+
+def _text(text: str) -> str:
+    return html.escape(text)

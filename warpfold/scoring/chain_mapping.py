@@ -1,0 +1,241 @@
+"""Find which predicted chain stands for which chain of the reference: by sequence, and among copies by the interfaces.
+
+Copies of one protein may have any names and any order.  The mapping is the one with the highest sum of DockQ over the
+reference's interfaces: all are tried where they are few; else the most promising, found from superpositions of one
+chain on another and by growing along the interfaces.  What DockQ leaves open, the superposition decides.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from warpfold.data.structure.chain import Chain
+from warpfold.errors import UserError
+from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.scoring import metrics
+from warpfold.scoring.dockq import Array, Chains, Docking, Pair
+
+CA = ATOM_ORDER["CA"]
+MIN_IDENTITY = 0.3  # of the shorter sequence; below it two chains are different proteins
+SAME_PROTEIN = 0.9  # chains this near to the best match are equally good, and position decides
+EXHAUSTIVE = 5040  # mappings are all tried up to this number: 7 copies
+PROMISING = 32  # where they are not, so many of those found by superposition are measured
+DISTANCES = 20_000_000  # computed in all superpositions together; beyond it only every second, third ... residue counts
+
+Mapped = dict[str, str]  # reference -> predicted
+
+
+def pair_residues(a: Chain, b: Chain) -> Array:
+    """Return pairs [K, 2] of residues that have atoms in both chains: by alignment, or by number if that fits as well.
+
+    Numbers decide where an alignment cannot, for example on which side of a gap a repeated residue stands.
+    """
+    seen_a, seen_b = (np.asarray(chain.mask.any(-1)) for chain in (a, b))
+
+    def seen(pairs: Array) -> tuple[Array, int]:
+        both = pairs[seen_a[pairs[:, 0]] & seen_b[pairs[:, 1]]]
+        return both, count_equal(a, b, both)
+
+    place = {number: j for j, number in enumerate(b.author_numbers) if number}
+    numbered, equal = seen(
+        np.array([(i, place[x]) for i, x in enumerate(a.author_numbers) if x in place], np.int64).reshape(-1, 2)
+    )
+    if equal == min(seen_a.sum(), seen_b.sum()):  # no alignment fits better
+        return numbered
+    aligned, aligned_equal = seen(_align(a.sequence, b.sequence))
+    return numbered if equal >= aligned_equal and len(numbered) >= len(aligned) else aligned
+
+
+@lru_cache(maxsize=1024)
+def _align(a: str, b: str) -> Array:
+    return metrics.align(a, b)
+
+
+def count_equal(a: Chain, b: Chain, pairs: Array) -> int:
+    """Return how many of the paired residues are the same amino acid."""
+    return sum(a.sequence[i] == b.sequence[j] for i, j in pairs.tolist())
+
+
+def with_ca(a: Chain, b: Chain, pairs: Array) -> Array:
+    """Return the pairs of residues that have Ca in both chains."""
+    return pairs[(a.mask[pairs[:, 0], CA] > 0) & (b.mask[pairs[:, 1], CA] > 0)]
+
+
+def similar_chains(predicted: Chains, reference: Chains) -> dict[Pair, Array]:
+    """Return for each predicted and each reference chain that may correspond, by sequence, their paired residues.
+
+    Errors: UserError if there are none.
+    """
+    pairs, identity = {}, {}
+    for p, a in predicted.items():
+        for r, b in reference.items():
+            pairs[p, r] = pair_residues(a, b)
+            shorter = min(np.sum(a.mask[:, CA] > 0), np.sum(b.mask[:, CA] > 0))
+            identity[p, r] = count_equal(a, b, with_ca(a, b, pairs[p, r])) / max(1, int(shorter))
+    best = {r: max(identity[p, r] for p in predicted) for r in reference}
+    similar = {k: pairs[k] for k, v in identity.items() if v >= MIN_IDENTITY and v >= SAME_PROTEIN * best[k[1]]}
+    if not similar:
+        most = max(identity.values(), default=0.0)
+        raise UserError(f"no chain of one is like a chain of the other (at best {most:.0%} of the residues are equal)")
+    return similar
+
+
+def named_chains(
+    predicted: Chains,
+    reference: Chains,
+    chains: Mapping[str, str],
+    called: Pair = ("the prediction", "the reference"),
+) -> dict[Pair, Array]:
+    """Return the paired residues of chains that a user named, predicted -> reference.
+
+    called: names of the two structures for errors.
+    Errors: UserError if a chain does not exist, or is named twice.
+    """
+    for structure, found, names in zip(called, (predicted, reference), ([*chains], [*chains.values()])):
+        for name in names:
+            if name not in found:
+                raise UserError(f"{structure} has no protein chain {name}; it has {', '.join(found)}")
+            if names.count(name) > 1:
+                raise UserError(f"chain {name} of {structure} is named twice; name each chain once")
+    return {(p, r): pair_residues(predicted[p], reference[r]) for p, r in chains.items()}
+
+
+def map_chains(docking: Docking, similar: Mapping[Pair, Array]) -> dict[str, str]:
+    """Return the best mapping, predicted -> reference, of chains that are `similar`; see above."""
+    superposed = _superposed(docking.predicted, docking.reference, similar)
+    options: dict[str, list[str]] = {r: [p for p, other in similar if other == r] for _, r in similar}
+    attempts = _every_mapping(options)
+    if attempts is None:
+        grown = (_grow(docking, options, superposed, start) for start in _starts(docking, similar))
+        attempts = itertools.chain((s.mapped for s in superposed[:PROMISING]), grown)
+    # Sums of DockQ that agree to rounding are decided by the best superposition.
+    terms = superposed[0].terms
+
+    def worth(mapped: Mapped) -> float:
+        near = sum(terms[p, r] for r, p in mapped.items()) / sum(len(b.sequence) for b in docking.reference.values())
+        return _sum_of_dockq(docking, mapped) + 1e-6 * near
+
+    best = max(itertools.chain([superposed[0].mapped], attempts), key=worth)
+    found = {p: r for r, p in best.items()}
+    return {p: found[p] for p in docking.predicted if p in found}
+
+
+def _sum_of_dockq(docking: Docking, mapped: Mapped) -> float:
+    return sum(
+        docking.measure((a, b), (mapped[a], mapped[b])).dockq for a, b in docking.native if a in mapped and b in mapped
+    )
+
+
+def _every_mapping(options: Mapping[str, list[str]]) -> Iterable[Mapped] | None:
+    """Return all mappings that leave out no more chains than they must; None if there are too many, or no simple rule.
+
+    Simple are groups of reference chains that all have the same options.
+    """
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for r, ps in options.items():
+        groups.setdefault(tuple(ps), []).append(r)
+    if len({p for ps in groups for p in ps}) < sum(map(len, groups.keys())):
+        return None
+    if math.prod(math.perm(max(len(ps), len(rs)), min(len(ps), len(rs))) for ps, rs in groups.items()) > EXHAUSTIVE:
+        return None
+    each = ([dict(pairs) for pairs in _injections(rs, ps)] for ps, rs in groups.items())
+    return ({r: p for part in parts for r, p in part.items()} for parts in itertools.product(*each))
+
+
+def _injections(rs: list[str], ps: tuple[str, ...]) -> Iterator[Iterable[Pair]]:
+    """Yield the ways to give each of the fewer names one of the more, as pairs (r, p)."""
+    if len(rs) <= len(ps):
+        return (zip(rs, chosen) for chosen in itertools.permutations(ps, len(rs)))
+    return (zip(chosen, ps) for chosen in itertools.permutations(rs, len(ps)))
+
+
+@dataclass(frozen=True)
+class _Superposed:
+    """What a superposition of one predicted chain on one of the reference says of all others."""
+
+    terms: dict[Pair, float]  # each pair's sum of TM-score terms
+    mapped: Mapped  # the nearest pairs, one by one
+    fit: float  # the sum of their terms
+
+
+def _superposed(predicted: Chains, reference: Chains, similar: Mapping[Pair, Array]) -> list[_Superposed]:
+    """Superpose each similar pair, then assign the nearest ones; return the distinct mappings, best fit first."""
+    points = {}
+    for (p, r), pairs in similar.items():
+        i, j = with_ca(predicted[p], reference[r], pairs).T
+        points[p, r] = (predicted[p].positions[i, CA].astype(np.float64), reference[r].positions[j, CA])
+    stride = 1 + len(points) * sum(len(b) for _, b in points.values()) // DISTANCES
+    mobile, target = (np.concatenate([both[side][::stride] for both in points.values()]) for side in (0, 1))
+    counts = [len(b[::stride]) for _, b in points.values()]
+    d0 = np.repeat([metrics.tm_d0(len(b)) for _, b in points.values()], counts)
+    owner = np.repeat(np.arange(len(points)), counts)
+    found: dict[tuple[Pair, ...], _Superposed] = {}
+    for seed, both in points.items():
+        rotation, translation = metrics.superpose(*both)
+        near = 1 / (1 + np.sum((mobile @ rotation.T + translation - target) ** 2, -1) / d0**2)
+        terms = dict(zip(points, (stride * np.bincount(owner, near, minlength=len(points))).tolist()))
+        mapped = _nearest({seed[1]: seed[0]}, terms)
+        fit = sum(terms[p, r] for r, p in mapped.items())
+        key = tuple(sorted(mapped.items()))
+        if key not in found or fit > found[key].fit:
+            found[key] = _Superposed(terms, mapped, fit)
+    return sorted(found.values(), key=lambda one: -one.fit)
+
+
+def _nearest(mapped: Mapped, terms: Mapping[Pair, float]) -> Mapped:
+    """Return the mapping completed with the nearest free pairs, one by one."""
+    mapped = dict(mapped)
+    taken = set(mapped.values())
+    for p, r in sorted(terms, key=lambda key: -terms[key]):
+        if r not in mapped and p not in taken:
+            mapped[r] = p
+            taken.add(p)
+    return mapped
+
+
+def _starts(docking: Docking, similar: Mapping[Pair, Array]) -> list[Pair]:
+    """Return the pairs to grow from: those of the chain with most neighbours, on either side."""
+    hubs = [_hub(names, touching) for names, touching in zip(zip(*similar), (docking.touching, docking.native))]
+    return [(p, r) for p, r in similar if p == hubs[0] or r == hubs[1]]
+
+
+def _hub(names: Iterable[str], touching: Iterable[Pair]) -> str:
+    touching = list(touching)
+    return max(dict.fromkeys(names), key=lambda name: sum(name in pair for pair in touching))
+
+
+def _grow(docking: Docking, options: Mapping[str, list[str]], superposed: list[_Superposed], start: Pair) -> Mapped:
+    """Map chain after chain to what continues the interfaces best, where the complex as a whole is bent or broken.
+
+    Next is the reference chain with most contacts to those that are mapped.  Only predicted chains that touch a
+    neighbour's counterpart come into question; where none does, the superposition fills in at the end.
+    """
+    mapped = {start[1]: start[0]}
+    passed: set[str] = set()
+    while True:
+        pull: dict[str, int] = {}
+        for (a, b), near in docking.native.items():
+            for here, there in ((a, b), (b, a)):
+                if here in mapped and there not in mapped and there not in passed and there in options:
+                    pull[there] = pull.get(there, 0) + len(near.indices)
+        if not pull:
+            return _nearest(mapped, superposed[0].terms)
+        r = max(pull, key=lambda name: pull[name])
+        neighbours = [mapped[x] for pair in docking.native if r in pair for x in pair if x in mapped]
+        free = [p for p in options[r] if p not in mapped.values()]
+        free = [p for p in free if any((p, n) in docking.touching or (n, p) in docking.touching for n in neighbours)]
+        if free:
+            mapped[r] = max(free, key=lambda p: _gain(docking, mapped, r, p))
+        else:
+            passed.add(r)
+
+
+def _gain(docking: Docking, mapped: Mapped, r: str, p: str) -> float:
+    """Return what mapping r to p would add to the sum of DockQ."""
+    with_r = {**mapped, r: p}
+    touched = (pair for pair in docking.native if r in pair and all(x in with_r for x in pair))
+    return sum(docking.measure((a, b), (with_r[a], with_r[b])).dockq for a, b in touched)

@@ -1,0 +1,207 @@
+"""Choose the examples of a run: which are held out, which it has used, and which come next."""
+
+import hashlib
+import math
+from collections.abc import Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from warpfold.batch import Arrays
+from warpfold.bulk import in_order
+from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.raw_example import RawExample
+from warpfold.data.features.crop import fixed_crop
+from warpfold.data.features.make import make_features
+from warpfold.data.load.loader import Loader, Maker, Quarantine
+from warpfold.data.load.order import Order, Source, costs, split_keys
+from warpfold.data.load.schedule import Schedule, State, share_of
+from warpfold.data.store.store import Store
+from warpfold.data.store.stored_assembly import entry_keys, open_entry
+from warpfold.data.store.stored_example import StoredExample
+from warpfold.device import default_workers
+from warpfold.engine.checkpoint import RunFolder
+from warpfold.engine.loop import Log
+from warpfold.engine.step_folders import Checkpoint
+from warpfold.errors import UserError
+from warpfold.files import opened
+from warpfold.keyed import keyed_rng
+from warpfold.parallel.team import Team
+from warpfold.training.config import RunConfig
+from warpfold.training.ledger import Ledger
+
+
+def fingerprint_origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str, str]:
+    """Return fingerprints of the data and of the first weights; a store's manifest holds checksums of its contents.
+
+    Rank 0 alone reads `init`.
+    """
+    data = b"".join((source.store.path / "store.json").read_bytes() for source in sources)
+    if len(sources) > 1:
+        total = sum(source.weight for source in sources)
+        data += repr([source.weight / total for source in sources]).encode()
+    first = "none"
+    if init and team.is_rank_zero:
+        with opened(init, unpack=False) as file:
+            first = fingerprint(file.read())
+    return {"store": fingerprint(data), "init": team.broadcast(first, "the first parameters")}
+
+
+def fingerprint(data: bytes) -> str:
+    """Return a short hash."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def hold_out(data: Store | Sequence[Source], config: RunConfig) -> tuple[list[Source], list[tuple[Store, str]]]:
+    """Return the sources to train on, and the examples held out of the first for validation.
+
+    A multimer is trained on the assemblies of the stores, or on chains where a store has none; a monomer on chains.
+    """
+    assemblies = config.model.multimer is not None
+    first, *others = [Source(data, assemblies=assemblies)] if isinstance(data, Store) else data
+    training, held_out = split(first.store, config)
+    return [Source(first.store, training, first.weight), *others], held_out
+
+
+def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store, str]]]:
+    """Return the keys to train on, and the examples held out for validation.
+
+    One example for each cluster, or for each set of clusters that meet in an assembly: of a family that is held out
+    every chain would say the same.  What the settings name is all validated, at most `validation_examples`.
+    """
+    wanted, assemblies = config.train.validation, config.model.multimer is not None
+    entries = entry_keys(store, assemblies)
+    if isinstance(wanted, str):
+        training, other = entries, Store(wanted)
+        held = entry_keys(other, assemblies)
+    elif isinstance(wanted, float):
+        other = store
+        training, held = split_keys(store, math.ceil(wanted * len(entries)), config.train.seed, assemblies)
+    else:
+        if unknown := [key for key in wanted if key not in store]:
+            raise UserError(f"train.validation: {unknown[0]} is not in {store.path}")
+        if not assemblies and (wrong := [key for key in wanted if key not in entries]):
+            raise UserError(f"train.validation: {wrong[0]} is an assembly; give chains, or train a multimer")
+        other, held = store, list(wanted)
+        training = [key for key in entries if key not in wanted]
+    drawn = keyed_rng(config.train.seed, "validation").permutation(len(held)).tolist()
+    if isinstance(wanted, float | str):
+        families, first = families_of(Source(other, held)) if held else [], dict[frozenset[str], int]()
+        for i in drawn:
+            first.setdefault(families[i], i)
+        drawn = list(first.values())
+    return training, [(other, held[i]) for i in sorted(drawn[: config.train.validation_examples])]
+
+
+def families_of(source: Source) -> list[frozenset[str]]:
+    """Return the clusters of each entry's chains."""
+    clusters = dict(zip(source.store.keys, source.store.column("cluster")))
+    return [frozenset(clusters[chain] for chain in chains) for chains in source.chains()]
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """A held-out example, or the part of it that is validated, which is always the same."""
+
+    key: str
+    features: Arrays
+    residues: int  # of the whole
+
+
+def held_out_features(held_out: Sequence[tuple[Store, str]], config: RunConfig) -> Generator[HeldOut, None, None]:
+    """Yield the held-out examples: of a long chain the first residues, of a large assembly those around an interface.
+
+    A thread makes the features of the next one while the caller uses these.
+    """
+    passes, most = (config.model.recycles + 1) * config.model.ensemble, config.train.validation_residues
+
+    def make(one: tuple[Store, str]) -> HeldOut:
+        """Read an example, cut it, and make its features."""
+        store, key = one
+        part: StoredExample | RawExample | Assembly = open_entry(store, key, config.model.multimer is not None)
+        whole, crops = part.length, None
+        if isinstance(part, Assembly):
+            crops = fixed_crop(part, most, config.data.interface_distance)
+        elif whole > most:
+            part = part.take(0, most)
+        drawn = config.train.seed, (key, "validation")
+        return HeldOut(key, make_features(part, config.data, *drawn, passes, crops=crops), whole)
+
+    with ThreadPoolExecutor(1, "held-out") as thread:
+        try:
+            yield from in_order(make, held_out, thread, ahead=2)
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)  # where the caller wants no more
+
+
+def draw_recycles(config: RunConfig, step: int) -> int:
+    """Draw how often the examples of a step are recycled: uniform from 0 to the model's number, one draw for all."""
+    return int(keyed_rng(config.train.seed, "recycles", step).integers(config.model.recycles + 1))  # Algorithm 31
+
+
+def open_ledger(
+    run: RunFolder, config: RunConfig, state: Checkpoint, origin: Mapping[str, str], replay: Path | None, team: Team
+) -> Ledger:
+    """Open the record of the examples used so far; those after the last checkpoint, or `replay`, are used again."""
+    decides = [origin["store"], config.train.seed, config.train.order, config.train.validation]
+    place = state.step * share_of(config.optim.accumulate, team.mesh.data.size, team.mesh.data.rank)
+    return Ledger(run.path, fingerprint(repr(decides).encode()), place, used(config, state), replay, team)
+
+
+def used(config: RunConfig, state: Checkpoint) -> State:
+    """Return which examples a run had used at a checkpoint."""
+    notes = state.notes.get("loader", {"first": state.step * config.optim.accumulate, "early": ()})
+    return State(notes["first"], tuple(notes["early"]))
+
+
+def load(
+    config: RunConfig,
+    sources: Sequence[Source],
+    state: Checkpoint,
+    ledger: Ledger,
+    log: Log,
+    device: torch.device | str,
+    team: Team,
+) -> Loader:
+    """Return this rank's examples of the steps that remain, on the device; ranks that share them make the same."""
+    order = Order(sources, config.train.seed, config.train.order)
+    ranks, steps = team.mesh.data, max(0, config.train.steps - state.step)
+    schedule = Schedule(
+        used(config, state),
+        steps,
+        config.optim.accumulate,
+        ranks.rank,
+        ranks.size,
+        costs(order, config.data) if ranks.size > 1 else None,
+        ledger.replay,
+    )
+
+    def set_aside(name: str, index: int, reason: str) -> None:
+        ledger.set_aside(name, index, reason)
+        log({"kind": "quarantine", "step": log.step, "example": name, "reason": reason})
+
+    def passes(step: int) -> int:
+        if not config.data.resample_msa:  # one sample serves every pass
+            return 1
+        return (draw_recycles(config, state.step + step) + 1) * config.model.ensemble
+
+    return Loader(
+        order,
+        Maker(
+            tuple(source.store for source in sources),
+            config.data,
+            config.train.seed,
+            assemblies=config.model.multimer is not None,
+            sizes=config.plan.sizes,
+        ),
+        schedule,
+        Quarantine(math.ceil(config.train.quarantine * len(order)), ledger.quarantined, set_aside),
+        passes=passes,
+        workers=default_workers(device) if config.train.workers is None else config.train.workers,
+        ahead=config.train.ahead,
+        window=config.train.window,
+        device=device,
+        used=ledger.use,
+    )

@@ -1,0 +1,317 @@
+"""Plans as they are made when the command line folds or trains: for what is free at that moment, and said in a line."""
+
+import logging
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warpfold.batch import Batch
+from warpfold.cluster.probe import measure_cluster
+from warpfold.cost.example import ExampleSizes, sizes_of
+from warpfold.cost.job import Job
+from warpfold.cost.links import Cluster, one_node
+from warpfold.cost.machine import Machine, this_machine
+from warpfold.cost.plan_words import describe_plan
+from warpfold.cost.planner import CHOSEN_IN_TRAINING, Choice, choose, needed_bytes, tighter
+from warpfold.cost.rates import Rates
+from warpfold.cost.step_planner import CHOSEN_ON_RANKS, choose_step, ranks_of, rough_plans, travelling
+from warpfold.cost.step_seconds import alone, example_seconds
+from warpfold.cost.step_words import choice_in_words, describe_ranks_plan, joined
+from warpfold.errors import UserError
+from warpfold.memory import is_out_of_memory
+from warpfold.model.alphafold import ModelConfig
+from warpfold.parallel.plan import DTYPES, Plan
+from warpfold.parallel.team import Team
+from warpfold.settings import build, plain, to_dict
+from warpfold.training.config import GivenSettings, RunConfig
+
+log = logging.getLogger("warpfold.plan")
+
+SAID = ("chunk", "in_place", "offload", "axial", "branch")  # keys of a plan that a summary names
+
+
+@dataclass(frozen=True)
+class FoldPlan:
+    """How an example is folded, and how that came about.
+
+    said: in words.  details: for the summary.  residues: of the example.  choice: where this process made it itself.
+    ran_out: the plans that were tried before and ran out of memory.
+    """
+
+    plan: Plan
+    said: str
+    details: Mapping[str, Any]
+    residues: int
+    choice: Choice | None = None
+    ran_out: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, choice: Choice, ran_out: tuple[str, ...] = ()) -> "FoldPlan":
+        """Return what is to be said of a choice."""
+        keys = {name: getattr(choice.plan, name) for name in SAID}
+        numbers = {"bytes": needed_bytes(choice.memory, choice.machine), "free": choice.machine.free}
+        seconds = None if choice.seconds is None else round(choice.seconds.total, 1)
+        details = {**keys, **numbers, "seconds": seconds, "said": str(choice), "ran_out": list(ran_out)}
+        return cls(choice.plan, str(choice), details, choice.job.sizes.residues, choice, ran_out)
+
+
+class FoldPlanner:
+    """Chooses how each example is folded, and remembers what ran out of memory.
+
+    fixed: keys of the plan that stay.  memory: bytes that may be used on the device at most.  team: all ranks that
+    share an example call everything here, and get the plan that suits the one with the least memory.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        device: torch.device | str,
+        fixed: Mapping[str, Any] | None = None,
+        memory: int | None = None,
+        team: Team | None = None,
+    ) -> None:
+        self.model, self.device, self.fixed, self.memory = model, torch.device(device), dict(fixed or {}), memory
+        self.team = team or Team()
+        self._limits: list[tuple[int, int]] = []  # residues, and bytes that were not there though they were said to be
+        self._last = ""
+
+    def choose(self, sizes: ExampleSizes, recycles: int, ensemble: int = 1, representations: bool = False) -> FoldPlan:
+        """Return the plan as `check` does, and say it where it is another than the last; nothing of small ones."""
+        found = self.check(sizes, recycles, ensemble, representations)
+        evident = found.choice is not None and found.choice.evident
+        if describe_plan(found.plan) != self._last and not (evident and not self._last):
+            self._last = describe_plan(found.plan)
+            log.info("plan for %d residues: %s", sizes.residues, found.said)
+        return found
+
+    def check(self, sizes: ExampleSizes, recycles: int, ensemble: int = 1, representations: bool = False) -> FoldPlan:
+        """Return the plan for an example of these sizes, for what is free now, and say nothing.
+
+        Errors: UserError where nothing fits, saying what would, or for keys that no plan can have together.
+        """
+        model = replace(self.model, ensemble=ensemble)
+        job = Job(model=model, sizes=sizes, recycles=recycles, representations=representations)
+        machine = self._machine(sizes.residues)
+        if self.team.mesh.model.size == 1:
+            return FoldPlan.of(self._choose(job, machine))
+        free = min(self.team.all_gather_object_of_example(machine.free, "free memory"))
+        return self._choose_together(job, replace(machine, free=free))
+
+    def _machine(self, residues: int) -> Machine:
+        """Return what is there to share an example of so many residues; where a shorter one has met less, that."""
+        machine = this_machine(self.device, loaded=True, memory=self.memory)
+        free = min([machine.free, *(limit for shorter, limit in self._limits if shorter <= residues)])
+        return replace(machine, free=free, devices=self.team.mesh.model.size)
+
+    def _choose(self, job: Job, machine: Machine) -> Choice:
+        grid = {"axial": self.team.mesh.axial.size, "branch": self.team.mesh.branch.size}
+        try:
+            return choose(job, machine, {**grid, **self.fixed})
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def _choose_together(self, job: Job, machine: Machine) -> FoldPlan:
+        """Have the first of the ranks that share an example choose, and tell the others."""
+        told: dict[str, Any] = {}
+        if self.team.is_example_leader:
+            try:
+                own = FoldPlan.of(self._choose(job, machine))
+                told = {"plan": to_dict(own.plan), "details": own.details}
+            except UserError as error:
+                told = {"refused": str(error)}
+        told = self.team.all_gather_object_of_example(told, "the plan")[0]
+        if "refused" in told:
+            raise UserError(told["refused"])
+        return FoldPlan(build(Plan, told["plan"], "plan"), told["details"]["said"], told["details"], job.sizes.residues)
+
+    def after(self, failed: FoldPlan, error: BaseException) -> FoldPlan:
+        """Return the next tighter plan where one ran out of memory, and remember that for examples as long or longer.
+
+        Errors: `error` itself if it is of another kind, or where several ranks share the example: the others wait for
+        this one in the middle of it; UserError where nothing is tighter.
+        """
+        if not is_out_of_memory(error) or failed.choice is None or self.team.process.ranks > 1:
+            raise error
+        what = describe_plan(failed.plan)
+        following = tighter(failed.choice)
+        if following is None:
+            raise UserError(f"{failed.residues} residues: out of memory even with the tightest plan ({what})") from None
+        needed = needed_bytes(failed.choice.memory, failed.choice.machine)
+        self._limits.append((failed.residues, needed - 1))
+        found = FoldPlan.of(following, (*failed.ran_out, what))
+        log.warning("%d residues: out of memory (%s); next plan: %s", failed.residues, what, found.said)
+        return found
+
+
+def sizes_of_batch(batch: Batch) -> ExampleSizes:
+    """Return the sizes of an example that is ready for the model; of several together, of one as large as all."""
+    clusters, residues = batch["bert_mask"].shape[-2:]
+    extra = batch["extra_rows"].shape[-1] if "extra_rows" in batch else batch["extra_msa"].shape[-2]
+    templates = batch["template_aatype"].shape[-2] if "template_aatype" in batch else 0
+    side = math.ceil(math.prod(batch["aatype"].shape[:-1]) ** 0.5)
+    return ExampleSizes(residues=side * residues, sequences=side * clusters, extra=side * extra, templates=templates)
+
+
+def grid_for(
+    model: ModelConfig,
+    jobs: Sequence[ExampleSizes],
+    recycles: int,
+    device: torch.device | str,
+    fixed: Mapping[str, Any],
+    memory: int | None,
+    team: Team,
+) -> Plan:
+    """Return how the processes of a run share out its examples: as few to one as the largest needs, and as is fast.
+
+    All ranks call this, and get what the first chooses for the smallest device.
+    """
+    machine = this_machine(device, loaded=True, memory=memory)
+    free = int(team.smallest(machine.free, "free memory"))
+    told: dict[str, Any] = {}
+    if team.is_rank_zero:
+        largest = max(jobs, key=lambda sizes: sizes.residues)
+        job = Job(model=model, sizes=largest, recycles=recycles)
+        there = replace(machine, free=free, devices=team.process.ranks)
+        try:
+            plan = choose(job, there, fixed, examples=len(jobs)).plan
+        except (
+            UserError
+        ):  # the largest fits nowhere; that is its own failure, and others have as many ranks as there are
+            plan = Plan(axial=team.process.ranks)
+        told = {"data": plan.data, "axial": plan.axial}
+        spare = plan.data - len(jobs)
+        if spare > 0:
+            log.warning(
+                "%d of %d processes have nothing to do: no protein is faster on more of them",
+                spare * plan.axial,
+                team.process.ranks,
+            )
+    return Plan(**team.broadcast(told, "the plan of the run"))
+
+
+def training_job(given: GivenSettings, config: RunConfig) -> Job:
+    """Return what one step of a training does with one example of its largest size."""
+    sizes = sizes_of(given.values, given.source)
+    return Job(model=config.model, sizes=sizes, recycles=config.model.recycles, loss=config.loss, optim=config.optim)
+
+
+def plan_training(
+    given: GivenSettings,
+    out: Path,
+    device: torch.device | str,
+    memory: int | None = None,
+    team: Team | None = None,
+    cluster: Cluster | None = None,
+) -> tuple[RunConfig, str]:
+    """Return the settings of a run with the plan that suits its devices, and what is to be said of it.
+
+    Of a small one on one device nothing is said.  A run that is continued on as many processes goes on with the plan
+    that stands in its folder, but for keys that are given.  All ranks call this and get what the first chooses, for the
+    smallest of their devices.  cluster: how they are joined; None: several measure it, if there is anything to choose.
+    Errors: UserError where nothing fits, saying what would, for a cluster of other ranks, and as of
+    `GivenSettings.config`.
+    """
+    team = team or Team()
+    ranks = team.process.ranks
+    if cluster is not None and cluster.ranks != ranks:
+        raise UserError(
+            f"the cluster has {cluster.ranks} ranks, and {ranks} {'is' if ranks == 1 else 'are'} training; "
+            "measure it with as many, or leave --cluster out"
+        )
+    if not given.auto:
+        return given.config(), ""
+    free = this_machine(device, memory=memory)
+    machine = replace(free, free=int(team.smallest(free.free, "free memory")), devices=ranks)
+    earlier = team.broadcast(_plan_of_run(given, out, ranks), "the plan of an earlier run")
+    told = earlier or _chosen(given, machine, torch.device(device), team, cluster)
+    said = told.pop("said")
+    config = given.config(**told)
+    if idle := ranks - ranks_of(config.plan):  # they validate; it stands in the run's folder how many there were
+        config = replace(config, train=replace(config.train, spare=config.train.spare + idle))
+    return config, said
+
+
+def _chosen(
+    given: GivenSettings, machine: Machine, device: torch.device, team: Team, cluster: Cluster | None
+) -> dict[str, Any]:
+    """Return the keys that are chosen, the same on all ranks, and what is to be said of them."""
+    config = given.config()
+    job, rates = training_job(given, config), None
+    fixed, sync = given.fixed_on_ranks(CHOSEN_ON_RANKS)
+    if config.train.window:  # examples come as they are ready, so none can be shared
+        fixed = {"axial": 1, "branch": 1, **fixed}
+    if machine.devices > 1 and _is_open(given, job, machine, fixed, sync):
+        cluster = cluster or measure_cluster(team, device)
+        rates = _rates(job, machine, cluster, fixed, sync)
+    told: dict[str, Any] = {}
+    if team.is_rank_zero:
+        try:
+            if rates is None or cluster is None:
+                choice = choose(job, machine, given.fixed(CHOSEN_IN_TRAINING))
+                said = "" if choice.evident else str(choice)
+                told = {name: getattr(choice.plan, name) for name in CHOSEN_IN_TRAINING} | {"said": said}
+            else:
+                of_ranks = choose_step(job, machine, cluster, rates, fixed, sync)
+                told = {name: plain(getattr(of_ranks.plan, name)) for name in CHOSEN_ON_RANKS}
+                told["said"] = f"{choice_in_words(of_ranks)}; {joined(cluster)}"
+        except ValueError as error:
+            raise UserError(f"{given.source}: {error}") from error
+    chosen: dict[str, Any] = team.broadcast(told, "the plan of the run")
+    return chosen
+
+
+def _is_open(
+    given: GivenSettings, job: Job, machine: Machine, fixed: Mapping[str, Any], sync: Mapping[str, Any]
+) -> bool:
+    """Return whether there is anything to choose.  Errors: UserError for keys and ranks that do not go together."""
+    try:
+        groups = rough_plans(job, one_node(machine.devices), fixed, sync)
+    except ValueError as error:
+        raise UserError(f"{given.source}: {error}") from error
+    kept = groups[0][0].recompute is not None and "keep_blocks" not in fixed
+    ways = travelling(job, groups[0][0], one_node(machine.devices), fixed, sync)
+    return len(groups) > 1 or len(groups[0]) > 1 or kept or any(True for _ in ways)
+
+
+def _rates(
+    job: Job, machine: Machine, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapping[str, Any]
+) -> Rates | None:
+    """Return how fast this device is, measured while all ranks do the same, as they will in the run; None: not known.
+
+    Rates are measured when they are first read, so plans are timed here that ask for most of them.
+    """
+    plans = [group[0] for group in rough_plans(job, cluster, fixed, sync)]
+    rates = machine.rates(DTYPES[plans[0].precision])
+    try:
+        for plan in (plans[0], plans[-1], alone(plans[0])):
+            if rates is not None:
+                example_seconds(job, plan, rates, cluster)
+    except ValueError:  # no rate of this dtype
+        return None
+    return rates
+
+
+def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
+    """Return the keys that were chosen when a run began, if it began on as many processes; else nothing."""
+    path, names = out / "settings.toml", CHOSEN_ON_RANKS if ranks > 1 else CHOSEN_IN_TRAINING
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        plan, spare = build(Plan, values["plan"], str(path), "plan."), int(values["train"]["spare"])
+    except (OSError, ValueError, KeyError, TypeError, UserError):
+        return {}  # there is none, or `train` will say what is wrong with it
+    fixed, sync = given.fixed_on_ranks(names)
+    if any(getattr(plan, name) != value for name, value in fixed.items() if name in names):
+        return {}
+    if any(getattr(plan.sync, name) != value for name, value in sync.items() if name != "check_every"):
+        return {}
+    idle = ranks - ranks_of(plan)
+    if idle < 0 or (idle and idle != spare - given.config().train.spare):
+        return {}
+    plan = replace(plan, **fixed, sync=replace(plan.sync, **sync))
+    words = describe_plan(plan, training=True) if ranks == 1 else describe_ranks_plan(plan)
+    return {name: plain(getattr(plan, name)) for name in names} | {"said": f"{words}, as in {path}"}

@@ -1,0 +1,323 @@
+"""Train: one flat loop, the supplement's recipe (Supp. 1.11).
+
+Everything random is keyed by (seed, step or example), never by a generator's state: a run that was killed continues
+from its last checkpoint and is, to the bit, the run that was not.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warpfold import settings
+from warpfold.data.load.loader import Loader
+from warpfold.data.load.order import Source
+from warpfold.data.store.store import Store
+from warpfold.device import Snapshot
+from warpfold.engine.checkpoint import RunFolder
+from warpfold.engine.learn import DeviceResult, Learner, in_batches
+from warpfold.engine.loop import Log, StopSignals
+from warpfold.engine.optim import Optimizer
+from warpfold.engine.step_folders import Checkpoint
+from warpfold.engine.watch import CsvFile, TensorBoard, Watching, WeightsAndBiases, as_watchers
+from warpfold.errors import UserError, listed
+from warpfold.model.alphafold import AlphaFold
+from warpfold.model.weights import load_model, save_params
+from warpfold.ops.dispatch import refusals
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import DTYPES
+from warpfold.parallel.team import Team
+from warpfold.training.config import RunConfig
+from warpfold.training.examples import (
+    draw_recycles,
+    fingerprint,
+    fingerprint_origin,
+    hold_out,
+    load,
+    open_ledger,
+)
+from warpfold.training.first_weights import start_from
+from warpfold.training.ranks import begin_end_step, end_step, next_examples, stop_requested
+from warpfold.training.results import (
+    ExampleResult,
+    SkippedExamples,
+    rate_taken,
+    read_results,
+    step_row,
+)
+from warpfold.training.spare import Spare, validations_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """How a run ended."""
+
+    steps: int  # done, including those before a resume
+    finished: bool  # False: stopped by a signal; the same command continues
+    lddt_ca: float | None  # held out, averaged weights, at the last validation, of all there was time for
+    params: Path  # the averaged weights
+    quarantined: tuple[str, ...] = ()  # entries that could not be used; quarantine.jsonl has the reasons
+    signal: int = 0  # the one that stopped it; 0: none
+    refused: Mapping[str, int] = field(default_factory=dict)  # why fast operations were not used, and how often
+    unrecorded: Mapping[str, int] = field(default_factory=dict)  # and why graphs were not (`plan.graph`)
+
+
+def train(
+    config: RunConfig,
+    data: Store | Sequence[Source],
+    out: Path | str,
+    *,
+    init: Path | None = None,
+    replay: Path | None = None,
+    device: torch.device | str = "cpu",
+    watch: Watching | None = None,
+    team: Team | None = None,
+) -> Summary:
+    """Train on a store, or on a mixture of several, into the folder `out`, or continue the run that is there.
+
+    Examples are held out of the first source.  init: parameters to start from, in any format that is read.  replay:
+    order.txt of a run of the same data and seed.  watch: who is told (engine/watch.py).  team: all ranks call this.
+    Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
+    """
+    team, (sources, held_out), before, watch = team or Team(), hold_out(data, config), refusals(), as_watchers(watch)
+    origin = fingerprint_origin(sources, init, team)
+    execution = Execution(config.plan, team.mesh)
+    model = execution.bind(initial_model(config, init, team).to(device))
+    optimizer = make_optimizer(config, model, team)
+    learner = Learner(model, optimizer, config.loss, config.train.seed, team)
+    with ExitStack() as stack:
+        run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
+        signals = stack.enter_context(StopSignals())
+        claim(run, config, origin, team)
+        state = restore(run, optimizer, origin, team)
+        skipped = SkippedExamples(config.train.max_skipped, state.notes.get("skipped", ()))
+        log = stack.enter_context(open_log(run, config, state, watch, team))
+        signals.answer = partial(log.phase, "stopping")
+        ledger = stack.enter_context(open_ledger(run, config, state, origin, replay, team))
+        examples = stack.enter_context(load(config, sources, state, ledger, log, device, team))
+        validation = validations_of(team)(model, optimizer, held_out, config, state, log, signals, team)
+        step, timer = state.step, validation.timer
+        stop = stop_requested(signals, team) or validation.catch_up(step)
+        log.phase("compiling" if compiles(config, device) else "training")
+        while step < config.train.steps and not stop:
+            recycles = draw_recycles(config, step)  # the same on every rank
+            on_device: list[DeviceResult] = []
+            for batch in in_batches(next_examples(examples, optimizer.share, timer, team), config.plan.batch):
+                on_device += learner.learn(batch, recycles)  # forward, losses, backward; clipped, added
+            results = read_results(on_device)  # here the host waits for the device, and nowhere before
+            save_failures(run, config, optimizer, on_device, results, step, recycles, team)
+            # It travels meanwhile.
+            end = begin_end_step(step + 1, results, timer, ledger, signals, team, log.on_all, optimizer.most)
+            learner.step(step)  # the mean over the examples; Adam; the moving average
+            results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks, on rank 0
+            log(step_row(step + 1, results, rate_taken(config.optim, step, results), recycles, timer))
+            skipped.add(step := step + 1, results, config.optim.accumulate)
+            stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
+            rounds = 0 if stop else validation.rounds_at(step)
+            if step == config.train.steps or stop or rounds or due(step, config.train.save_every):
+                notes = {"skipped": skipped.places, "seconds": asdict(validation.spending), **origin}
+                save(run, model, optimizer, step, examples, notes, config, log, team)
+            stop = validation(step, rounds) if rounds else stop
+            log.phase("training", left=validation.left(step))
+        log.finished = step >= config.train.steps and not (stop and validation.is_owed(step))
+    how = validation.end(step, stop)
+    slow: dict[str, Any] = {"refused": refusals(before), "unrecorded": execution.graphs.refused}
+    return Summary(**how, params=run.params, quarantined=tuple(ledger.quarantined), **slow)
+
+
+def stand_by(
+    data: Store | Sequence[Source], out: Path | str, init: Path | None, device: torch.device | str, team: Team
+) -> Summary:
+    """Validate, as a spare, beside the ranks that train, until they end; return how the run did."""
+    how = Spare(team, data, out, device).stand_by(lambda config: initial_model(config, init))
+    return Summary(**how, params=RunFolder(out, writes=False).params)
+
+
+def due(step: int, every: int) -> bool:
+    """Return whether something done every `every` steps is due after this one; never for 0."""
+    return every > 0 and step % every == 0
+
+
+def compiles(config: RunConfig, device: torch.device | str) -> bool:
+    """Return whether a run's first step may take minutes: the plan compiles layers, or a GPU's kernels are compiled."""
+    return config.plan.compile or torch.device(device).type == "cuda"
+
+
+# The beginning of a run
+
+
+def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Team) -> None:
+    """Write the resolved settings into the folder, on rank 0.
+
+    Errors: UserError if it holds another run, with the keys that differ, or if the ranks do not see the same.
+    """
+    own = identity(settings.to_dict(config))
+    if team.is_rank_zero:
+        text = run.settings_text()
+        try:
+            there = identity(tomllib.loads(text or ""))
+        except (tomllib.TOMLDecodeError, AttributeError) as error:
+            raise UserError(
+                f"{run.path / 'settings.toml'}: damaged ({error}); restore it or choose another --out"
+            ) from error
+        if text is not None and (differing := settings.differences(own, there)):
+            what = listed(differing, between="; ")
+            raise UserError(
+                f"{run.path}: holds a run with other settings ({what}); choose another --out, or its settings"
+            )
+        run.write_settings(settings.to_toml(config))
+    seen = {**origin, "settings": fingerprint(repr(own).encode()), "last checkpoint": run.latest()}
+    said = team.if_different(seen, "the beginning of the run")
+    for rank, there in enumerate(said):
+        if differing := [name for name, value in there.items() if value != said[0][name]]:
+            raise UserError(
+                f"rank {rank} and rank 0 differ in {' and '.join(differing)}; give all ranks the same, and put "
+                f"{run.path} on a file system that all machines share"
+            )
+
+
+def identity(values: settings.Mapped) -> settings.Mapped:
+    """Return the settings that must stay the same in a run; how it executes, saves and ends may change on resuming."""
+    fixed = {name: values.get(name, {}) for name in ("model", "loss", "data", "optim")}
+    return {**fixed, "train": {name: values.get("train", {}).get(name) for name in ("seed", "order", "validation")}}
+
+
+def initial_model(config: RunConfig, init: Path | None, team: Team | None = None) -> AlphaFold:
+    """Return the model with its first weights: drawn by the seed, or read from a file that must fit the settings.
+
+    Rank 0 alone reads the file; all call this.
+    """
+    team = team or Team()
+    torch.manual_seed(config.train.seed)
+    model = AlphaFold(config.model)
+    if init is not None:
+        if team.is_rank_zero:
+            start_from(model, load_model(init), str(init), config.train.new_heads)
+        model.load_state_dict(team.broadcast_tensors(model.state_dict(), "the first parameters"))
+    return model.train()
+
+
+def make_optimizer(config: RunConfig, model: AlphaFold, team: Team) -> Optimizer:
+    """Return the optimizer of a model; operations read its weights in the dtype that the plan computes in."""
+    plan = config.plan
+    dtype, scaling = DTYPES[plan.precision], plan.precision == "fp16"  # of losses
+    ranks_per_node = team.process.ranks_per_node
+    return Optimizer(model, config.optim, team.mesh, plan.sync, ranks_per_node, dtype, scaling, plan.batch)
+
+
+def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watching | None, team: Team) -> Log:
+    """Open the log: rank 0 writes it, and those listen who were given or are asked for by the settings."""
+    watchers = as_watchers(watch)
+    train = config.train
+    if team.is_rank_zero:
+        watchers += [TensorBoard(run.path / "tensorboard")] if train.tensorboard else []
+        watchers += [CsvFile(run.path / "metrics.csv")] if train.csv else []
+        if train.wandb != "off":
+            told = settings.to_dict(config)
+            watchers.append(WeightsAndBiases(run.path, online=train.wandb == "online", settings=told))
+    # Without a checkpoint the run begins again: even the validation of the untrained model, at step 0, is dropped.
+    validation = run.open_log(state.step or -1) if team.is_rank_zero else None
+    validation = team.broadcast(validation, "the log")
+    log = Log(run if team.is_rank_zero else None, state.step, train.steps, validation, watchers)
+    log.on_all = team.largest(bool(watchers) and not team.is_rank_zero, "who watches") > 0
+    return log
+
+
+# Checkpoints
+
+
+def restore(run: RunFolder, optimizer: Optimizer, origin: Mapping[str, str], team: Team) -> Checkpoint:
+    """Bring weights and optimizer to the last checkpoint that is whole, and return its notes; step 0 without one.
+
+    Rank 0 alone reads it; all call this.
+    Errors: UserError where the run began from other data or other weights, or where all checkpoints are damaged;
+    ReplicaError where the ranks' weights are not the same afterwards.
+    """
+    found = run.load_latest() if team.is_rank_zero else None
+    known = team.broadcast(found and [found.step, found.notes], "reading the last checkpoint")
+    if known is None:
+        return Checkpoint(0, {}, {})
+    state = Checkpoint(known[0], {}, known[1])
+    for name, value in origin.items():
+        if state.notes.get(name) != value:
+            raise UserError(f"{run.path}: its run began with another {name}; choose another --out, or give the same")
+    optimizer.restore(team.broadcast_tensors(found.tensors if found else None, "the last checkpoint"))
+    return state
+
+
+def save(
+    run: RunFolder,
+    model: AlphaFold,
+    optimizer: Optimizer,
+    step: int,
+    examples: Loader,
+    notes: dict[str, Any],
+    config: RunConfig,
+    log: Log,
+    team: Team,
+) -> None:
+    """Write params.safetensors (averaged weights), then the checkpoint: a run is finished only when both are there.
+
+    They are written from copies, while the next steps run; the one before must have been written.
+    """
+    log.phase("saving")
+    # What all ranks together have used: it lets any other number of ranks go on.
+    used = examples.state(team.of_example_leaders(team.gather_object(examples.exchanged(), "a checkpoint")))
+    with optimizer.averaged():
+        params = Snapshot.of(model.state_dict() if team.is_rank_zero else {})
+    state = optimizer.state()
+    tensors = Snapshot.of(state if team.is_rank_zero else {})
+
+    def write() -> None:
+        data = settings.to_dict(config.data)
+        run.replace_file("params.safetensors", lambda path: save_params(path, model, data, params.wait()))
+        run.save(Checkpoint(step, tensors.wait(), {"loader": asdict(used), **notes}), config.train.keep)
+
+    if team.is_rank_zero:
+        run.write_beside(write)
+
+
+def save_failures(
+    run: RunFolder,
+    config: RunConfig,
+    optimizer: Optimizer,
+    on_device: Sequence[DeviceResult],
+    results: Sequence[ExampleResult],
+    step: int,
+    recycles: int,
+    team: Team,
+) -> None:
+    """Save what reproduces a loss or gradient that is not finite; UserError unless the settings say to skip it.
+
+    Of the ranks that share an example, the first saves; the message of the UserError reaches all ranks.
+    """
+    size = config.plan.batch
+    for number, (example, one) in enumerate(zip((there.example for there in on_device), results)):
+        if one.finite:
+            continue
+        first = number - number % size
+        batch = [there.key for there in results[first : first + size]]  # their gradients cannot be told apart
+        notes = {
+            **asdict(one),
+            "step": step,
+            "index": example.index,
+            "seed": config.train.seed,
+            "recycles": recycles,
+            "plan": settings.to_dict(config.plan),
+            "batch": batch,
+        }
+        where = ""
+        if team.is_example_leader:
+            arrays = {name: tensor.numpy(force=True) for name, tensor in example.features.items()}
+            where = str(run.save_failure(example.index, arrays, optimizer.named_weights(), notes))
+        where = team.all_gather_object_of_example(where, "saving what is not finite")[0]
+        if config.train.on_nonfinite == "stop":
+            raise UserError(
+                f"step {step}: the loss or gradient of {' and '.join(batch)} is not finite; see {where} for what "
+                'reproduces it; train.on_nonfinite = "skip" goes on without such examples'
+            )

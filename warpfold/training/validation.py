@@ -1,0 +1,325 @@
+"""Validate a run: fold held-out examples now and then, for a bounded share of the time.
+
+Whether there is time is measured, and so no function of the settings; what is trained never depends on it.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from warpfold.batch import Batch, to_tensors
+from warpfold.data.store.store import Store
+from warpfold.data.structure.chain import Chain
+from warpfold.engine.loop import Log, StepTimer, StopSignals
+from warpfold.engine.optim import Optimizer
+from warpfold.engine.step_folders import Checkpoint, DamagedCheckpoint
+from warpfold.engine.watch import Row
+from warpfold.errors import UserError
+from warpfold.geometry.residue import RESTYPES
+from warpfold.memory import release_memory
+from warpfold.model.alphafold import AlphaFold
+from warpfold.model.losses import ca_lddt, total_loss
+from warpfold.model.permutation import with_truth
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.team import Team
+from warpfold.scoring.dockq import Docking
+from warpfold.training.config import RunConfig
+from warpfold.training.examples import HeldOut, held_out_features
+from warpfold.training.passes import PassPlace, followed
+from warpfold.training.planning import FoldPlanner, sizes_of_batch
+from warpfold.training.ranks import stop_requested
+from warpfold.training.results import validation_row
+
+logger = logging.getLogger("warpfold")
+
+
+class _Stopped(Exception):
+    """A signal came while an example was being folded."""
+
+
+Scores = dict[str, Any] | str  # what a `Judge` says of an example; or why it could not be folded
+ENOUGH = 100  # training examples of a process, in the time of which one that is folded does not count
+
+
+@dataclass(frozen=True)
+class Spending:
+    """What a run has spent, in seconds."""
+
+    training: float = 0.0  # in steps
+    validation: float = 0.0
+    round: float = 0.0  # of a validation: every rank folds an example; 0: not known yet
+
+    def affords(self, share: float, rounds: int, progress: float) -> int:
+        """Return for how many rounds of a validation there is time after some steps: all or none, at the end some.
+
+        share: of the time that validations may take, below 1.  progress: of the training, above 0; at 1 the run ends,
+        and one is always folded.  Before, so much is left that the last validation can be whole.
+        """
+        allowed, whole = share / (1 - share) * self.training, rounds * self.round
+        if progress < 1:
+            return rounds if self.validation + whole <= min(allowed, allowed / progress - whole) else 0
+        return min(rounds, max(1, int((allowed - self.validation) / self.round + 1e-6)))
+
+
+class Validation:
+    """The validations of a run: when they are due, what they measure, what they cost; and when the run will end."""
+
+    def __init__(
+        self,
+        model: AlphaFold,
+        optimizer: Optimizer,
+        held_out: Sequence[tuple[Store, str]],
+        config: RunConfig,
+        state: Checkpoint,
+        log: Log,
+        signals: StopSignals,
+        team: Team,
+    ) -> None:
+        self.model, self.optimizer, self.held_out, self.config = model, optimizer, held_out, config
+        self.log, self.signals, self.team = log, signals, team
+        self.timer = StepTimer()
+        self._earlier = Spending(**state.notes.get("seconds", {}))
+        self._validating, self._round = 0.0, self._earlier.round
+        if log.validation and log.validation["step"] == state.step:  # after its checkpoint was written
+            self._validating = log.validation.get("seconds") or 0.0
+
+    @property
+    def rounds(self) -> int:
+        """Return how many examples the first rank folds in a whole validation."""
+        return -(-len(self.held_out) // self.team.process.ranks)
+
+    @property
+    def spending(self) -> Spending:
+        """Return what the run has spent; part of a checkpoint."""
+        training = self._earlier.training + self.timer.seconds
+        return Spending(training, self._earlier.validation + self._validating, self._round)
+
+    def is_owed(self, step: int) -> bool:
+        """Return whether the settings ask for a validation after this step that the log does not have.
+
+        Before the first step, after the last, and every `validate_every`.
+        """
+        train = self.config.train
+        due = step in (0, train.steps) or (train.validate_every > 0 and step % train.validate_every == 0)
+        done = self.log.validation is not None and self.log.validation["step"] == step
+        return bool(self.held_out) and due and not done
+
+    def rounds_at(self, step: int) -> int:
+        """Return with how many rounds a validation begins after this step, the same on all ranks; 0: there is none."""
+        return int(self.team.broadcast(self._affordable(step), "whether to validate")) if self.is_owed(step) else 0
+
+    def _affordable(self, step: int) -> int:
+        """Return for how many rounds this rank finds the time; where it is not known what one takes, 1, to know it."""
+        config, now = self.config, self.spending
+        share, steps = config.train.validation_share, config.train.steps
+        if share >= 1:
+            return self.rounds
+        examples = steps * config.optim.accumulate // self.team.mesh.data.size  # of this process, in the whole run
+        if not now.round:
+            return int(step > 0 or examples >= ENOUGH)
+        if step == 0:  # paid in advance, if that is sure to be little: what a step takes is not known yet
+            size = min((config.data.crop or config.train.validation_residues) / config.train.validation_residues, 1.0)
+            paid = share / (1 - share) * examples * now.round * size**2
+            return self.rounds if 2 * self.rounds * now.round <= paid else 0
+        return now.affords(share, self.rounds, step / steps)
+
+    def catch_up(self, step: int) -> int:
+        """Validate where a run begins: the first weights, or what a kill came before; return as a call does.
+
+        And what spares had not folded when the run was stopped (training/spare.py), if there is time for it.
+        """
+        run = self.log.run
+        for owed in self.team.broadcast([] if run is None else sorted(run.owed), "what spares left"):
+            averages = self._averages(owed) if 0 < owed < step else None
+            rounds = self.team.broadcast(self._affordable(owed), "whether to validate") if averages else 0
+            if rounds and (stop := self(owed, rounds, averages)):
+                return stop
+        if run is not None and run.owed:
+            run.owe(())
+        rounds = self.rounds_at(step)
+        return self(step, rounds) if rounds else 0
+
+    def _averages(self, step: int) -> dict[str, Tensor]:
+        """Return the averaged weights of a checkpoint, on all ranks; nothing where it is damaged or gone."""
+        found: dict[str, Tensor] = {}
+        if self.log.run is not None:
+            try:
+                found = averages_of(self.log.run.load(step))
+            except DamagedCheckpoint as error:
+                logger.warning("step %d is not validated: %s", step, error)
+        return self.team.broadcast_tensors(found, f"the weights of step {step}")
+
+    def end(self, step: int, stop: int) -> dict[str, Any]:
+        """Return how the run ended, after a step and by a signal or none, as a `Summary` has it."""
+        lddt_ca = (self.log.validation or {}).get("lddt_ca")
+        return {"steps": step, "finished": self.log.finished, "lddt_ca": lddt_ca, "signal": stop}
+
+    def __call__(self, step: int, rounds: int, averages: Mapping[str, Tensor] | None = None) -> int:
+        """Validate, beginning with so many rounds; return the signal that stops the run, or 0.
+
+        What a signal interrupts is not logged, and is owed when the run continues.
+
+        lDDT-Ca of held-out examples with the averaged weights (Supp. 1.11.7) and all recycles, of complexes also that
+        of the pairs between chains.  The examples are dealt out to the ranks; each folds its own.  The processes of the
+        loader go on meanwhile.  averages: the weights of a step before the last one.
+        """
+        if self.log.run is not None:
+            self.log.run.wait_for_writing()  # a kill in a validation loses no step
+        began, own = time.perf_counter(), self.model.execution
+        self.model.eval()
+        with torch.no_grad(), self.optimizer.averaged(averages):
+            rounds, found = self._measure(step, rounds, began)
+        assert isinstance(own, Execution)
+        own.bind(self.model).train()  # it has graphs
+        parts = self.team.all_gather_object([found, self.signals.received], "validation")
+        seconds = time.perf_counter() - began
+        self._validating += seconds
+        every = {key: scores for part, _ in parts for key, scores in part.items()}
+        asked = [key for _, key in self.held_out[: rounds * self.team.process.ranks]]
+        if every.keys() >= set(asked):
+            part = {"of": len(self.held_out)} if len(asked) < len(self.held_out) else {}
+            self.log({**scores_row(step, asked, every), **part, "seconds": round(seconds, 3)})
+        return max(received for _, received in parts)
+
+    def _measure(self, step: int, rounds: int, began: float) -> tuple[int, dict[str, Scores]]:
+        """Return how many rounds were asked for, and the scores of what this rank folded; all stop together."""
+        ranks, rank = self.team.process.ranks, self.team.process.rank
+        found: dict[str, Scores] = {}
+        device = self.optimizer.weights.device
+        judge, left, known = Judge(self.model, self.config, device, self._check), self.left(step), bool(self._round)
+        features = held_out_features(self.held_out[rank::ranks], self.config)
+        done = 0
+        while done < rounds and not stop_requested(self.signals, self.team):
+            self.log.phase("validating", done * ranks, min(rounds * ranks, len(self.held_out)), left)
+            if done * ranks + rank < len(self.held_out):
+                example = next(features)
+                if scores := self._fold(judge, example):
+                    found[example.key] = scores
+            done += 1
+            self._round = (time.perf_counter() - began) / done
+            if not known and done == 1:
+                rounds = max(1, int(self.team.broadcast(self._affordable(step), "how much to validate")))
+        features.close()
+        return rounds, found
+
+    def _fold(self, judge: "Judge", example: HeldOut) -> Scores | None:
+        """Return the scores of an example; None if a signal came meanwhile."""
+        try:
+            return judge.scores(example)
+        except _Stopped:
+            return None
+
+    def _check(self, _: PassPlace) -> None:
+        if self.signals.received:
+            raise _Stopped
+
+    def left(self, step: int) -> float | None:
+        """Return the seconds until the run will have ended, its validations included; None before two steps."""
+        train = self.config.train
+        if self.timer.count < 2:  # the first takes longer than the others
+            return None
+        training = (train.steps - step) * self.timer.mean
+        every = train.validate_every or train.steps
+        validating = self.rounds * self._round * (-(-train.steps // every) - step // every)
+        if train.validation_share < 1:
+            now, ratio = self.spending, train.validation_share / (1 - train.validation_share)
+            validating = min(validating, max(ratio * (now.training + training) - now.validation, self._round))
+        return training + validating
+
+
+class Judge:
+    """Folds held-out examples with a model as it is, and scores them.
+
+    check: called between the blocks of the model; what it raises ends the folding.
+    """
+
+    def __init__(
+        self, model: AlphaFold, config: RunConfig, device: torch.device, check: Callable[[PassPlace], object]
+    ) -> None:
+        self.model, self.loss, self.device, self._check = model, config.loss, device, check
+        plan = config.plan
+        fixed = {"precision": plan.precision, "kernels": plan.kernels, "tf32": plan.tf32}
+        self._planner = FoldPlanner(model.config, device, fixed)
+
+    def scores(self, example: HeldOut) -> Scores:
+        """Return lDDT-Ca of all pairs of an example and of those between chains, DockQ, the loss and its terms.
+
+        What there is none of is NaN.  And how many residues were folded, of how many.  Where memory runs out, the next
+        tighter plan is tried; where nothing fits, why it is left out is returned: the training goes on, and each
+        restart would validate first.
+        """
+        model, asks = self.model, self.model.config
+        batch = to_tensors(example.features, self.device)
+        try:
+            chosen = self._planner.choose(sizes_of_batch(batch), asks.recycles, asks.ensemble)
+            while True:
+                try:
+                    Execution(chosen.plan).bind(model)
+                    with followed(model, (asks.recycles + 1) * asks.ensemble, self._check):
+                        output = model(batch)
+                    truth = with_truth(batch, output.structure.final_atom37)
+                    loss, terms = total_loss(output, truth, self.loss, output.recycles * asks.ensemble)
+                    break
+                except (RuntimeError, MemoryError) as error:
+                    chosen = self._planner.after(chosen, error)
+                release_memory(self.device)  # the error, and what it held, is gone
+        except UserError as error:
+            return str(error)
+        return {
+            "lddt_ca": float(ca_lddt(output, truth)),
+            "interface_lddt": float(ca_lddt(output, truth, between=True)),
+            "dockq": mean_dockq(output.structure.final_atom37, truth),
+            "loss": float(loss),
+            "terms": {name: float(term) for name, term in terms.items()},
+            "residues": [int(batch["seq_mask"].sum()), example.residues],
+        }
+
+
+def mean_dockq(atoms: Tensor, truth: Batch) -> float:
+    """Return the mean DockQ over the interfaces of the truth, chain by chain; NaN where no two chains touch.
+
+    atoms [N, 37, 3]: the prediction, angstrom; atoms that are not finite are none.  truth: a batch with labels, in
+    which each chain has its own copy.
+    """
+    if "asym_id" not in truth:
+        return math.nan
+    found = atoms.float().cpu().numpy()
+    finite = np.isfinite(found).all(-1)
+    names = ("asym_id", "aatype", "residue_index", "atom37_atom_exists", "all_atom_positions", "all_atom_mask")
+    chain, aatype, index, exists, positions, mask = (truth[name].cpu().numpy() for name in names)
+    predicted, reference = dict[str, Chain](), dict[str, Chain]()
+    for number in np.unique(chain[chain > 0]).tolist():  # 0: padding
+        rows, name = chain == number, str(number)
+        sequence = "".join((*RESTYPES, "X")[code] for code in aatype[rows])
+        for chains, x, seen in ((predicted, found, exists * finite), (reference, positions, mask)):
+            chains[name] = Chain(name, sequence, x[rows], seen[rows], index[rows], ("",) * len(sequence))
+    same = {(name, name): np.arange(len(one.sequence))[:, None].repeat(2, 1) for name, one in reference.items()}
+    docking = Docking(predicted, reference, same)
+    scores = [docking.measure(pair, pair).dockq for pair in docking.native]
+    return float(np.mean(scores)) if scores else math.nan
+
+
+def averages_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return the averaged weights that a checkpoint holds, by parameter."""
+    whole = checkpoint.tensors.items()
+    return {name.removeprefix("average."): x for name, x in whole if name.startswith("average.")}
+
+
+def scores_row(step: int, keys: Sequence[str], scores: Mapping[str, Scores]) -> Row:
+    """Return the row of a validation of these examples; scores: what a `Judge` said of each.
+
+    Of what was left out the row has the reasons, and `of` how many there were: it is not compared with whole ones.
+    """
+    folded = {key: found for key in keys if not isinstance(found := scores[key], str)}
+    row = validation_row(step, folded)
+    left_out = {key: scores[key] for key in keys if key not in folded}
+    for key, why in left_out.items():
+        logger.warning("the validation after step %d leaves out %s: %s", step, key, why)
+    return {**row, "of": len(keys), "left_out": left_out} if left_out else row
