@@ -13,7 +13,7 @@ FLOORS = {
     **dict.fromkeys(("model", "data"), 2),
     "parallel": 3,
     "engine": 4,
-    **dict.fromkeys(("check", "scoring", "golden"), 5),
+    **dict.fromkeys(("check", "scoring"), 5),
     "cost": 6,
     **dict.fromkeys(("bench", "cluster"), 7),
     **dict.fromkeys(("adapt", "arguments", "profile", "report", "training"), 8),

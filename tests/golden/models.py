@@ -23,14 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.golden.config import is_multimer, loss_config, model_config
+from tests.golden.geometry import true_distances
+from tests.golden.layers import pairs
+from tests.golden.multimer import clustered, matrices, with_template_names
+from tests.golden.reference import BrokenCase, CaseOutputs, ReferenceCase, Tensors, load
 from warpfold.batch import FEATURES, Arrays, Batch, at_pass, to_tensors
 from warpfold.geometry.rigid import Rigid
-from warpfold.golden.compare import CaseOutputs, Tensors, load
-from warpfold.golden.config import is_multimer, loss_config, model_config
-from warpfold.golden.geometry import true_distances
-from warpfold.golden.layers import pairs
-from warpfold.golden.multimer import clustered, matrices, with_template_names
-from warpfold.golden.read import BrokenCase, ReferenceCase
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.deepmind import PREFIX
 from warpfold.model.heads import distogram_breaks, pae_breaks

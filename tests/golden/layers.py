@@ -5,10 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from warpfold.geometry.atoms import frames_to_atom14, torsions_to_frames
-from warpfold.geometry.rigid import Rigid
-from warpfold.golden.compare import CaseOutputs, Compute, Tensors, load
-from warpfold.golden.config import (
+from tests.golden.config import (
     Official,
     evoformer_config,
     head_width,
@@ -16,7 +13,7 @@ from warpfold.golden.config import (
     template_config,
     template_stack_config,
 )
-from warpfold.golden.multimer import (
+from tests.golden.multimer import (
     matrices,
     msa_processing,
     relative_positions,
@@ -24,7 +21,9 @@ from warpfold.golden.multimer import (
     template_mean,
     template_rows,
 )
-from warpfold.golden.read import ReferenceCase
+from tests.golden.reference import CaseOutputs, Compute, ReferenceCase, Tensors, load
+from warpfold.geometry.atoms import frames_to_atom14, torsions_to_frames
+from warpfold.geometry.rigid import Rigid
 from warpfold.model.attention import Transition
 from warpfold.model.axial import AxialUpdate
 from warpfold.model.evoformer import EvoformerBlock

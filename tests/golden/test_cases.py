@@ -1,23 +1,22 @@
-"""WarpFold against DeepMind's official code: the cases of tests/golden, and of ../shared/golden where it lies there."""
+"""WarpFold against DeepMind's official code: the cases beside this file, and in ../shared/golden if that is there."""
 
 from pathlib import Path
 
 import pytest
 
-from warpfold import golden
-from warpfold.golden import run_case
-from warpfold.golden.read import CaseFiles, find
+from tests.golden.reference import CaseFiles, find
+from tests.golden.run import PASS, run_case
 
-ROOT = Path(__file__).parents[2]
-HERE, ALL = ROOT / "tests" / "golden", ROOT.parent / "shared" / "golden"
+HERE = Path(__file__).parent
+ALL = HERE.parents[2] / "shared" / "golden"
 SELECTED = find(HERE)
 OTHERS = [p for p in find(ALL) if p.name not in {s.name for s in SELECTED}] if ALL.is_dir() else []
 
 
 def _check(files: CaseFiles) -> None:
     result = run_case(files)
-    bad = "; ".join(f"{c.what}: {c.error:.3g} > {c.bound:.3g}" for c in golden.failures(result)[:5])
-    assert result.verdict == golden.PASS, f"{result.case} {result.verdict}: {result.reason or bad}"
+    bad = "; ".join(f"{c.what}: {c.error:.3g} > {c.bound:.3g}" for c in result.worst_first[:5] if not c.ok)
+    assert result.verdict == PASS, f"{result.case} {result.verdict}: {result.reason or bad}"
 
 
 @pytest.mark.parametrize("files", SELECTED, ids=lambda files: files.name)

@@ -5,14 +5,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.golden.config import template_config
+from tests.golden.reference import CaseOutputs, ReferenceCase, Tensors, load
 from warpfold.batch import at_pass, to_tensors
 from warpfold.data.example.raw_example import profile_of
 from warpfold.geometry import atoms
 from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.rigid import Rigid
-from warpfold.golden.compare import CaseOutputs, Tensors, load
-from warpfold.golden.config import template_config
-from warpfold.golden.read import ReferenceCase
 from warpfold.model.clusters import CLASSES, cluster_features
 from warpfold.model.embed import ChainRelativePosition
 from warpfold.model.template import ChainTemplateEmbedder, ChiTemplateRows

@@ -6,13 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tests.golden.config import POSITION_SCALE
+from tests.golden.multimer import frames_and_chi, matrices, rigid_of
+from tests.golden.reference import CaseOutputs, Compute, ReferenceCase, Tensors
 from warpfold.geometry import atoms, residue
 from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.rigid import Rigid, rotation_to_quaternion, update_affine
-from warpfold.golden.compare import CaseOutputs, Compute, Tensors
-from warpfold.golden.config import POSITION_SCALE
-from warpfold.golden.multimer import frames_and_chi, matrices, rigid_of
-from warpfold.golden.read import ReferenceCase
 from warpfold.model import confidence, losses
 from warpfold.model.fape import backbone_fape, frame_aligned_point_error
 from warpfold.model.violations import Code, Violations, find_violations, violation_metrics
