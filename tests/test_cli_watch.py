@@ -21,7 +21,7 @@ def test_curves_as_text_and_as_a_page(capsys: pytest.CaptureFixture[str], tmp_pa
     code, out, err = run(capsys, "watch", folder)  # no terminal: once
     assert (code, err) == (0, "")
     assert out.startswith("run  step 40 of 100  no news for")
-    assert "lDDT-Cα:" in out
+    assert "held-out lDDT-Cα 0.400" in out
     code, out, _ = run(capsys, "watch", folder, "--html", tmp_path / "page.html", "--once")
     assert (code, out) == (0, f"{tmp_path / 'page.html'}: open it in a browser\n")
     assert "<svg" in (tmp_path / "page.html").read_text()

@@ -18,23 +18,21 @@ from warpfold.cli.common import app, argument, runs, writes
 def watch(
     folders: Annotated[list[Path], argument("Folders of `warpfold train`, its --out; several are compared.")],
     html: Annotated[
-        Path | None, writes("Draw an HTML page instead, which reloads itself; open it in a browser.")
+        Path | None, writes("Draw the curves in an HTML page, which reloads itself; open it in a browser.")
     ] = None,
-    once: Annotated[bool, runs("Draw once and end; so it does where there is no terminal.", "--once")] = False,
-    every: Annotated[float, runs("Seconds between two drawings.", min=0.5)] = 5.0,
+    once: Annotated[bool, runs("Show it once and end; so it does where there is no terminal.", "--once")] = False,
+    every: Annotated[float, runs("Seconds between two looks.", min=0.5)] = 5.0,
 ) -> None:
-    """Draw the curves of training runs while they go on: loss, held-out lDDT-Cα, speed, what is left.
+    """Show how training runs stand while they go on: loss, held-out lDDT-Cα, speed, what is left; curves with --html.
 
     It changes nothing in their folders, and ends when they have finished, or with Ctrl-C.
     """
-    from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
-    from warpfold.report.curves import WIDTH, as_text, open_runs
-    from warpfold.report.curves_page import write_page
+    from warpfold.report.curves import as_text, open_runs, write_page
 
-    logs, console = open_runs(folders), Console()
+    logs = open_runs(folders)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)  # that is how one leaves: nothing is to be said
 
@@ -46,9 +44,6 @@ def watch(
                 log.read()
             yield
 
-    def drawn() -> Text:
-        return Text(as_text(logs, min(console.width, WIDTH)))
-
     with suppress(KeyboardInterrupt):
         if html is not None:
             write_page(html, logs, every)
@@ -59,6 +54,6 @@ def watch(
         elif once or not sys.stdout.isatty():
             typer.echo(as_text(logs))
         else:
-            with Live(drawn(), console=console, auto_refresh=False) as live:
+            with Live(Text(as_text(logs)), auto_refresh=False) as live:
                 for _ in news():
-                    live.update(drawn(), refresh=True)
+                    live.update(Text(as_text(logs)), refresh=True)

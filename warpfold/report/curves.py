@@ -1,4 +1,4 @@
-"""Read the log of training runs while they go on, and draw its curves as text.
+"""Read the log of training runs while they go on: how they stand in a few lines, and their curves as a page.
 
 Nothing is asked of a run but the files in its folder, so one on another machine can be watched through a shared disk.
 """
@@ -7,21 +7,40 @@ import json
 import os
 import time
 import tomllib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeGuard
 
 from warpfold import settings
 from warpfold.errors import UserError
+from warpfold.files import writing
 from warpfold.progress import as_time
+from warpfold.report import figures
+from warpfold.report.report import ReportPage, ReportTable, Section, write_report
 
-MARKS = "•+×o*#"  # of runs, in turn
-WIDTH, HEIGHT = 80, 9  # characters of the text, and lines of a plot
+FINE = 400  # points of a curve that is drawn
+MADE_BY = "warpfold watch"  # near the beginning of a page that may be replaced
 QUIET = 60.0  # seconds without a row, after which a run that usually writes more often is said to be quiet
 RECENT = 200  # steps of which the speed is taken
 MEAN_OF = 20  # steps of which the loss is said
+
+# What is drawn, if it is there: the name in the log, and on the page.
+OF_STEPS = {
+    "loss": "loss",
+    "lddt_ca": "lDDT-Cα of the crops trained on",
+    "grad_norm": "gradient norm, before clipping",
+    "learning_rate": "learning rate",
+    "samples_per_second": "samples per second",
+    "waiting": "share of time waiting for data",
+}
+HELD_OUT = {
+    "loss": "loss of held-out examples",
+    "lddt_ca": "lDDT-Cα of held-out examples",
+    "interface_lddt": "lDDT-Cα between chains, held out",
+    "dockq": "DockQ of held-out interfaces",
+}
 
 Points = list[tuple[float, float]]
 
@@ -196,82 +215,72 @@ def means(points: Points, bins: int, low: float, high: float) -> Points:
     return [(x / count, y / count) for _, (x, y, count) in sorted(sums.items())]
 
 
-@dataclass(frozen=True)
-class TextCurve:
-    """A curve of a plot: its mark, and its points."""
-
-    mark: str
-    points: Points
-
-
-def plot(title: str, curves: Sequence[TextCurve], steps: int, width: int = WIDTH, height: int = HEIGHT) -> list[str]:
-    """Return a plot over the steps as lines of at most `width` characters; none where there is nothing to draw."""
-    margin, columns = 9, width - 10
-    binned = [TextCurve(c.mark, means(c.points, columns, 0.0, max(steps, 1))) for c in curves]
-    values = [y for curve in binned for _, y in curve.points]
-    if not values:
-        return []
-    low, high = min(values), max(values)
-    if high - low < 1e-9 * max(abs(high), 1e-9):
-        low, high = low - 0.5 * (abs(low) or 1.0), high + 0.5 * (abs(high) or 1.0)
-    cells = [[" "] * columns for _ in range(height)]
-    for curve in binned:
-        for x, y in curve.points:
-            column = min(int(x / max(steps, 1) * columns), columns - 1)
-            cells[round((high - y) / (high - low) * (height - 1))][column] = curve.mark
-    lines = [title]
-    for number, row in enumerate(cells):
-        value = high - (high - low) * number / (height - 1)
-        label = f"{value:.4g}" if number in (0, height // 2, height - 1) else ""
-        lines.append(f"{label:>{margin - 1}} {'┤' if label else '│'}{''.join(row)}".rstrip())
-    lines.append(" " * margin + "└" + "─" * columns)
-    lines.append(" " * margin + f"0{f'{steps:,} steps':>{columns}}")
-    return lines
+def as_text(runs: Sequence[RunLog], now: float | None = None) -> str:
+    """Return how runs stand, two lines for each, and how their settings differ."""
+    lines = []
+    for run in runs:
+        state, numbers = run.state(now), _numbers(run)
+        lines.append(f"{run.name}  step {run.step:,} of {run.steps:,}{f'  {state}' if state else ''}")
+        lines += ["  ".join(f"{name} {value}".strip() for name, value in numbers.items())] if numbers else []
+    return "\n".join([*lines, *(f"{name}: {what}" for name, what in differing(runs)), *left_out(runs)])
 
 
-def as_text(runs: Sequence[RunLog], width: int = WIDTH, now: float | None = None) -> str:
-    """Return how runs stand, two lines of numbers for each; then loss and lDDT-Cα over the steps, all in one plot."""
-    steps, lines = max(run.steps for run in runs), list[str]()
-    for run, mark in zip(runs, _marks(len(runs))):
-        mark = f"{mark} " if len(runs) > 1 else ""
-        state = run.state(now)
-        lines.append(f"{mark}{run.name}  step {run.step:,} of {run.steps:,}{f'  {state}' if state else ''}")
-        lines.append("  ".join(_numbers(run)))
-    lines += [f"{name}: {what}" for name, what in differing(runs)] + left_out(runs)
-    lines = [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines if line]
-    for title, part in _plots(runs):
-        drawn = plot(title, part, steps, width)
-        lines += ["", *drawn] if drawn else []
-    return "\n".join(lines)
+def page(runs: Sequence[RunLog], every: float) -> ReportPage:
+    """Return the curves of runs, all in one figure each; every: seconds until the page reloads itself."""
+    names = ["loss", "held-out lDDT-Cα", "samples/s", "waiting"]
+    rows = []
+    for run in runs:
+        numbers = _numbers(run)
+        rows.append([run.name, f"{run.step:,} of {run.steps:,}", *(numbers.get(n, "-") for n in names), run.state()])
+    of_steps = [(title, [(run.name, run.curve(name)) for run in runs], False) for name, title in OF_STEPS.items()]
+    held_out = [(title, [(run.name, run.held_out(name)) for run in runs], True) for name, title in HELD_OUT.items()]
+    drawn = [*of_steps[:1], *held_out, *of_steps[1:]]
+    terms = dict.fromkeys(term for run in runs for row in run.rows[:1] for term in row.get("terms", {}))
+    drawn += [(f"loss term {t}", [(run.name, run.curve(f"terms/{t}")) for run in runs], False) for t in terms]
+    pictures = []
+    for title, curves, dots in drawn:
+        fine = [(name, means(points, FINE, 0.0, max(run.steps for run in runs))) for name, points in curves]
+        some = [figures.Curve(name, *map(list, zip(*points)), points=dots) for name, points in fine if points]
+        pictures += [(figures.draw_curves(some, title), "")] if some else []
+    goes_on = not all(run.is_finished for run in runs)
+    differs = [f"{name} differs from {runs[0].name}: {what}." for name, what in differing(runs)]
+    again = f", again every {max(int(every), 1)} s while `warpfold watch` runs" if goes_on else ""
+    return ReportPage(
+        title=", ".join(run.name for run in runs),
+        lead=" ".join([*differs, *left_out(runs)]),
+        sections=[
+            Section("Runs", table=ReportTable(["run", "step", *names, "state"], rows)),
+            Section("Curves", figures=pictures),
+        ],
+        footer=[f"{', '.join(str(run.path) for run in runs)}; drawn {datetime.now():%Y-%m-%d %H:%M:%S}{again}"],
+        made_by=MADE_BY,
+        reload=max(int(every), 1) if goes_on else None,
+    )
 
 
-def _plots(runs: Sequence[RunLog]) -> Iterator[tuple[str, list[TextCurve]]]:
-    marks = _marks(len(runs))
-    yield "loss", [TextCurve(mark, run.curve("loss")) for mark, run in zip(marks, runs)]
-    held_out = [TextCurve(mark, run.held_out()) for mark, run in zip(marks, runs)]
-    if len(runs) == 1:
-        crops = [TextCurve("·", runs[0].curve("lddt_ca"))]
-        yield "lDDT-Cα:  • held out  · crops trained on", [*crops, *held_out]
-    else:
-        yield "lDDT-Cα of held-out examples", held_out
+def write_page(path: Path, runs: Sequence[RunLog], every: float) -> None:
+    """Write the page, whole or not at all.  Errors: UserError where anything but an earlier page is there."""
+    if path.exists():
+        with writing(path):
+            begin = path.read_bytes()[:400] if path.is_file() else b""
+        if f'content="{MADE_BY}"'.encode() not in begin:
+            raise UserError(f"{path}: exists already, and is no page of `warpfold watch`; name another file")
+    write_report(path, page(runs, every))
 
 
-def _marks(count: int) -> str:
-    return "".join(MARKS[i % len(MARKS)] for i in range(count))
-
-
-def _numbers(run: RunLog) -> Iterator[str]:
-    """Yield what is to be said of the last step and validation."""
+def _numbers(run: RunLog) -> dict[str, str]:
+    """Return what is to be said of the last step and validation."""
+    found = {}
     if run.rows:
-        last = run.rows[-1]
         recent = [loss for _, loss in run.curve("loss")[-MEAN_OF:]]
-        yield f"loss {fmean(recent):.3f}" if recent else "loss -"
+        found["loss"] = f"{fmean(recent):.3f}" if recent else "-"
     if run.validations:
         row = run.validations[-1]
         of = f"{len(row['examples'])} of {row['of']} examples, " if "of" in row else ""
         score = f"{row['lddt_ca']:.3f}" if is_number(row.get("lddt_ca")) else "-"
         docked = f", DockQ {row['dockq']:.3f}" if is_number(row.get("dockq")) else ""
-        yield f"held-out lDDT-Cα {score}{docked} ({of}step {row['step']:,})"
+        found["held-out lDDT-Cα"] = f"{score}{docked} ({of}step {row['step']:,})"
     if run.rows:
-        yield f"{last['samples_per_second']:.3g} samples/s"
-        yield f"waiting {last['waiting_so_far']:.1%}"
+        found["samples/s"] = f"{run.rows[-1]['samples_per_second']:.3g}"
+        found["waiting"] = f"{run.rows[-1]['waiting_so_far']:.1%}"
+    return found

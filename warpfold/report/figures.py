@@ -7,6 +7,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -54,7 +55,7 @@ class Curve:
 def draw_curves(curves: Sequence[Curve], y_label: str, y_range: tuple[float, float] | None = None) -> str:
     """Draw quantities over training steps; a curve of many values is drawn faint, with its running mean over it."""
     figure, axes = _canvas(4.7, 2.8)
-    for curve, color, dashes in zip(curves, (BLUE, AMBER, GREY, INK), ("-", "--", "-.", ":")):
+    for curve, color, dashes in zip(curves, cycle((BLUE, AMBER, GREY, INK)), cycle(("-", "--", "-.", ":"))):
         x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
         window = max(1, len(y) // 25)
         if curve.points or window == 1:

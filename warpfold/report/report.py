@@ -96,6 +96,7 @@ class ReportPage:
     """Everything on the page; `facts` are the few numbers at its head, `footer` the lines at its foot.
 
     warnings: what must be known before the facts are read; what they are about are targets.
+    made_by: the command.  reload: seconds until a browser reads the page again.
     """
 
     title: str
@@ -105,6 +106,8 @@ class ReportPage:
     targets: Sequence[Target] = ()
     footer: Sequence[str] = field(default_factory=tuple)
     warnings: Sequence[Warned] = ()
+    made_by: str = "warpfold"
+    reload: int | None = None
 
 
 def write_report(path: Path, report: ReportPage) -> None:
@@ -128,6 +131,8 @@ def render(report: ReportPage) -> str:
     records = {"classes": CLASSES, "targets": [_record(target) for target in report.targets]}
     return string.Template(_part("report.html")).substitute(
         title=_text(report.title),
+        made_by=report.made_by,
+        reload=f'<meta http-equiv="refresh" content="{report.reload}">' if report.reload else "",
         lead=_text(report.lead),
         style=_part("report.css"),
         warnings=_warnings(report.warnings, anchors),
