@@ -24,7 +24,8 @@ from warpfold import settings
 from warpfold.geometry.residue import RESTYPES
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights import save_params
-from warpfold.prediction.predict import PredictOptions, predict
+from warpfold.prediction.fold_options import PredictOptions
+from warpfold.prediction.predict import predict
 from warpfold.prediction.share import Share
 from warpfold.training.config import RunConfig
 

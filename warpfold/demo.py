@@ -32,7 +32,7 @@ from warpfold.data.synthetic.folder import generate
 from warpfold.demo_report import DIMERS, LDDT, PROTEINS, DemoSubject, Measured, compare, demo_report, means
 from warpfold.engine.watch import Row
 from warpfold.prediction.outputs import claim_folder, write_summary
-from warpfold.prediction.predict import keep
+from warpfold.prediction.predict import write_prediction
 from warpfold.prediction.predictor import Predictor, load
 from warpfold.progress import Progress, no_progress
 from warpfold.report.report import write_report
@@ -96,7 +96,7 @@ def run_demo(
     tell("folding")
     measured = measure(config, store, summary.params, tell)
     tell("writing the report")
-    entries = [keep(m.after.prediction, out / "predictions") for m in measured["held_out"]]
+    entries = [write_prediction(m.after.prediction, out / "predictions") for m in measured["held_out"]]
     result = _result(config, run, subject, len(entry_keys(store, multimer)), measured, entries, tell)
     write_report(out / "report.html", demo_report(out, result, measured, subject))
     result = write_summary(out, result)

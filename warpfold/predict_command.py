@@ -10,8 +10,7 @@ from warpfold.arguments import PathLike, Paths
 from warpfold.bulk import JobPart
 from warpfold.commands import memory_of
 from warpfold.errors import UserError
-from warpfold.prediction.fold_options import Recycling, batch_of
-from warpfold.prediction.predict import PredictOptions
+from warpfold.prediction.fold_options import PredictOptions, Recycling, batch_of
 from warpfold.prediction.predict import predict as fold_all
 from warpfold.prediction.servers import ServerLike, server_of
 from warpfold.prediction.share import Share

@@ -18,7 +18,8 @@ from warpfold.model.alphafold import AlphaFold
 from warpfold.model.deepmind import PREFIX, arrays, from_deepmind, to_deepmind
 from warpfold.model.deepmind_config import config_from_deepmind
 from warpfold.model.weights import FORMAT, assumed_settings, data_settings, load_config, load_model, save_params
-from warpfold.prediction.predict import PredictOptions, predict
+from warpfold.prediction.fold_options import PredictOptions
+from warpfold.prediction.predict import predict
 
 CONFIG = tiny_config()
 FUSED = replace(CONFIG, evoformer=replace(CONFIG.evoformer, pair=replace(CONFIG.evoformer.pair, fused=True)))

@@ -21,7 +21,8 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.weights import save_params
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.prediction.predict import PredictOptions, predict
+from warpfold.prediction.fold_options import PredictOptions
+from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Prepared, load
 from warpfold.prediction.queries import read_queries
 from warpfold.prediction.templates import TemplateSources, find_templates

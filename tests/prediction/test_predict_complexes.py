@@ -22,8 +22,9 @@ from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights import save_params
 from warpfold.prediction.fold_input import query_of
+from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.params import read_params
-from warpfold.prediction.predict import PredictOptions, predict
+from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Prepared, load
 from warpfold.prediction.queries import ComplexQuery, FoldQuery, read_queries, with_templates
 from warpfold.prediction.sanity import Geometry, warn_of_confidence

@@ -19,8 +19,9 @@ from warpfold.data.search.server import AlignmentServer, ServerLimits
 from warpfold.errors import UserError
 from warpfold.model.template import TemplateConfig
 from warpfold.model.weights import save_params
+from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.params import params_files
-from warpfold.prediction.predict import PredictOptions, predict
+from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import load
 from warpfold.prediction.queries import read_given
 from warpfold.prediction.share import Share

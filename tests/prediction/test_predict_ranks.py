@@ -19,7 +19,8 @@ from warpfold.model.evoformer import EvoformerConfig
 from warpfold.model.weights import save_params
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.prediction.predict import PredictOptions, predict
+from warpfold.prediction.fold_options import PredictOptions
+from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Prepared
 
 LONG, SHORT = "MKTAYIAKQRQISFVKSHFSR", "GS"  # fewer residues than ranks

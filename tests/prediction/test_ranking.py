@@ -11,7 +11,7 @@ from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
 from warpfold.prediction.interfaces import find_interfaces
 from warpfold.prediction.outputs import Prediction
-from warpfold.prediction.predict import keep
+from warpfold.prediction.predict import write_prediction
 from warpfold.prediction.ranking import copy_by_rank, rank_predictions
 from warpfold.prediction.sanity import check_geometry, warn_of_confidence
 from warpfold.scoring.dockq import residue_pairs
@@ -110,15 +110,15 @@ def test_a_chain_ends_where_the_next_begins() -> None:
 
 def test_what_pdb_cannot_hold_is_said(tmp_path: Any) -> None:
     """Chains of several letters, and more than 62, are in the mmCIF file alone."""
-    kept = keep(helices(2, 10.0), tmp_path)
+    kept = write_prediction(helices(2, 10.0), tmp_path)
     assert "pdb" not in kept["files"]
     assert (
         "no PDB file: chain name 'C0' is not one letter or digit; the PDB format cannot hold it" in kept["warnings"][0]
     )
-    kept = keep(helices(63, 10.0), tmp_path / "many")
+    kept = write_prediction(helices(63, 10.0), tmp_path / "many")
     assert kept["warnings"][0].startswith("no PDB file: 63 chains, more than 62;")
     assert [chain["id"] for chain in kept["chains"]][-1] == "C62"
-    assert "pdb" in keep(helices(2, 10.0, ("A", "b")), tmp_path / "letters")["files"]
+    assert "pdb" in write_prediction(helices(2, 10.0, ("A", "b")), tmp_path / "letters")["files"]
     with pytest.raises(UserError, match="63 chains"):
         helices(63, 10.0).pdb()
 

@@ -16,7 +16,8 @@ from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.prediction.predict import PredictOptions, predict
+from warpfold.prediction.fold_options import PredictOptions
+from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Recycling, load
 
 SEQUENCE = "MKTAYIAKQRQISFVKSH"

@@ -31,13 +31,14 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
+from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.folding import FoldItem, Group, cost_of, in_groups, part_of
 from warpfold.prediction.journal import Journal, read_journals
 from warpfold.prediction.params import Params, read_params
-from warpfold.prediction.predict import PredictOptions, Share, predict
+from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Prepared
 from warpfold.prediction.queries import FoldQuery
-from warpfold.prediction.share import _Bar, as_time, in_jobs
+from warpfold.prediction.share import Share, _Bar, as_time, in_jobs
 from warpfold.report.predictions import prediction_report
 from warpfold.report.report import render
 from warpfold.training.passes import PassPlace

@@ -13,7 +13,7 @@ import pytest
 from tests.report.browser import CHROMIUM, Browser
 from tests.training.runs import helix
 from warpfold.prediction.outputs import Prediction
-from warpfold.prediction.predict import keep
+from warpfold.prediction.predict import write_prediction
 from warpfold.prediction.ranking import copy_by_rank, rank_predictions
 from warpfold.report.coverage import Coverage
 from warpfold.report.predictions import prediction_report
@@ -54,7 +54,10 @@ def prediction(name: str, lengths: dict[str, int], seed: int) -> Prediction:
 def write_page(out: Path, predictions: list[Prediction]) -> list[dict[str, Any]]:
     """Write predictions as `predict` does, with the report; return their entries."""
     several = len({one.name for one in predictions}) < len(predictions)
-    entries = [keep(one, out, f"m_seed_{i}" if several else "") | {"model": "m"} for i, one in enumerate(predictions)]
+    entries = [
+        write_prediction(one, out, f"m_seed_{i}" if several else "") | {"model": "m"}
+        for i, one in enumerate(predictions)
+    ]
     entries, ranking = rank_predictions(entries)
     summary = {
         "predictions": copy_by_rank(out, entries) if several else entries,

@@ -10,12 +10,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass
 from functools import cached_property, partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from warpfold.bulk import JobPart
 from warpfold.errors import UserError
 from warpfold.parallel.team import Team
-from warpfold.prediction.fold_options import Kept
+from warpfold.prediction.fold_options import Kept, PredictOptions
 from warpfold.prediction.journal import Key
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.params import Params
@@ -23,9 +23,6 @@ from warpfold.prediction.predictor import Predictor, load
 from warpfold.prediction.queries import FoldQuery, Query
 from warpfold.prediction.read_out import Prepared
 from warpfold.training.passes import PassPlace, followed
-
-if TYPE_CHECKING:
-    from warpfold.prediction.predict import PredictOptions
 
 # What may fail for one prediction while the others go on: numbers, memory (torch.OutOfMemoryError is a RuntimeError).
 FAILURES = (UserError, RuntimeError, MemoryError, ArithmeticError, ValueError)
@@ -160,7 +157,7 @@ class Loaded(Protocol):
 class ModelInMemory:
     """The model that folds: the parameters of one are given up before those of the next are loaded."""
 
-    def __init__(self, options: "PredictOptions", team: Team) -> None:
+    def __init__(self, options: PredictOptions, team: Team) -> None:
         self.options, self.team = options, team
         self._name: str | None = None
         self._predictor: Predictor | None = None

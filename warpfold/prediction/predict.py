@@ -6,10 +6,10 @@ import platform
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,9 +20,8 @@ from warpfold.data.example.query_files import Given
 from warpfold.data.example.templates import TemplateOutcome, count_refusals
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe
-from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.team import Team
-from warpfold.prediction.fold_options import Kept, Recycling
+from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.folder import PredictionFolder
 from warpfold.prediction.folding import FoldItem, ModelInMemory, in_groups, one_line
 from warpfold.prediction.interfaces import describe, find_interfaces
@@ -42,62 +41,6 @@ if TYPE_CHECKING:
 
 FORMAT = "warpfold-predictions-1"
 LONG = 1000  # residues, from which on planning takes long enough to be said
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictOptions:
-    """How to fold.  Whatever changes the result is part of the run's identity; device, chunk and kernels are not."""
-
-    seed: int = 0
-    seeds: int = 1  # how many, counted on from `seed`: a prediction with each, which are ranked
-    together: bool | None = (
-        None  # records of a FASTA file are chains of one complex; None: with a multimer's parameters
-    )
-    recycles: int | None = None  # None: the model's own
-    recycling: Recycling = field(default_factory=Recycling)
-    ensemble: int | None = None
-    dropout: bool = False  # of the trunk, as in training
-    max_msa: int | None = None  # rows of the clustered and of the extra alignment; None: as the parameters were trained
-    max_extra: int | None = None
-    device: str | None = None  # None: the first GPU, or the CPU
-    batch: int | None = None  # queries in one pass, at most; None: where it is faster (prediction/folding.py)
-    chunk: int | None = None  # rows computed at a time; None: what fits, 0: all
-    offload: bool | None = None  # whether z lies in host memory; None: where nothing else fits
-    memory: int | None = None  # bytes of the device that may be used at most; None: what is free
-    precision: Literal["fp32", "bf16", "bf16_all", "fp16"] = "fp32"
-    kernels: Kernels = "fast"  # as Plan.kernels
-    representations: bool = False  # keep them in the .npz
-    distogram: bool = False  # write contacts and the distogram too
-    save_recycles: bool = False  # write the structures of the passes before the last too
-    num_models: int | None = None  # of the parameters, at most
-    keep: int | None = None  # of each query's ranked predictions, those that keep all files; None: all of them
-    force: bool = False
-
-    @property
-    def kept(self) -> Kept:
-        """Return what a prediction keeps in memory until it is written."""
-        return Kept(self.representations, self.distogram, save_recycles=self.save_recycles)
-
-    @property
-    def alone(self) -> bool:
-        """Return whether no two proteins may share a pass, since what is drawn, kept or when it ends is each's own."""
-        return self.recycling.ends_early or self.dropout or self.save_recycles
-
-    def of(self, model: Params) -> dict[str, Any]:
-        """Return what decides a model's results, beside parameters, queries and seeds, as it is in the end."""
-        config, sample = model.config, model.sample
-        # Named only if given: folders of earlier versions can be continued.
-        given = {"recycle_tolerance": self.recycling.tolerance, "max_recycles": self.recycling.long}
-        given |= {name: getattr(self, name) or None for name in ("distogram", "dropout", "save_recycles")}
-        return {
-            "recycles": config.recycles if self.recycles is None else self.recycles,
-            "ensemble": config.ensemble if self.ensemble is None else self.ensemble,
-            "max_msa": sample.max_msa if self.max_msa is None else self.max_msa,
-            "max_extra": sample.max_extra if self.max_extra is None else self.max_extra,
-            "precision": self.precision,
-            "representations": self.representations,
-            **{name: value for name, value in given.items() if value is not None},
-        }
 
 
 def predict(
@@ -159,7 +102,7 @@ def predict(
             batch = 1 if team.process.ranks > 1 or options.alone else options.batch
             todo = folder.begin(in_groups(items, batch, device), options.force)
         todo = team.broadcast(todo, "the beginning of the run")
-        clock, refused = fold_shared(memory, folder.groups_of(todo), folder, share, keep, tell)
+        clock, refused = fold_shared(memory, folder.groups_of(todo), folder, share, write_prediction, tell)
         tell(total, total, "writing the report")
         process = {"device": device, "seconds": round(time.perf_counter() - start, 3), **clock.summary()}
         summary = folder.finish(process, refused) if team.is_rank_zero else None
@@ -235,7 +178,13 @@ def _asked_digest(
 ) -> str:
     """Return a digest of what decides the result and is known before a server has answered."""
     asked = [[one.name, [*one.ids], [*one.sequences], without] for one, without in lacking]
-    deciding = [options.seed, options.seeds, [[model.digest, options.of(model)] for model in models], url, asked]
+    deciding = [
+        options.seed,
+        options.seeds,
+        [[model.digest, options.identity_settings(model)] for model in models],
+        url,
+        asked,
+    ]
     return hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
 
 
@@ -261,7 +210,9 @@ def _share_out(models: Sequence[Params], queries: Sequence[Query], options: Pred
     team.remesh(grid_for(config, sizes, recycles, device, fixed, options.memory, team))
 
 
-def keep(prediction: Prediction, out: Path, below: str = "", warnings: Sequence[str] = ()) -> dict[str, Any]:
+def write_prediction(
+    prediction: Prediction, out: Path, below: str = "", warnings: Sequence[str] = ()
+) -> dict[str, Any]:
     """Check a prediction's geometry, write it into its own folder in `out`, and return its entry in the summary.
 
     below: the folder in that of the protein, where it has several predictions.  warnings: what else is to be said.
@@ -376,13 +327,13 @@ def _check_complexes(found: Sequence[str], models: Sequence[Params]) -> None:
 def _new_summary(
     queries: Sequence[Query], models: Sequence[Params], options: PredictOptions, device: str
 ) -> dict[str, Any]:
-    settings = {"seed": options.seed, "seeds": options.seeds, **options.of(models[0])}
+    settings = {"seed": options.seed, "seeds": options.seeds, **options.identity_settings(models[0])}
     return {
         "format": FORMAT,
         "status": "running",
         "run": _run_digest(queries, models, options),
         "params": models[0].summary(),
-        "models": [{"name": model.name, **model.summary(), **options.of(model)} for model in models],
+        "models": [{"name": model.name, **model.summary(), **options.identity_settings(model)} for model in models],
         "settings": settings,
         "device": device,
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -397,7 +348,7 @@ def _new_summary(
 
 def _run_digest(queries: Sequence[Query], models: Sequence[Params], options: PredictOptions) -> str:
     """Return a digest of everything that decides the result."""
-    deciding = [options.seed, options.seeds, [[model.digest, options.of(model)] for model in models]]
+    deciding = [options.seed, options.seeds, [[model.digest, options.identity_settings(model)] for model in models]]
     digest = hashlib.sha256(json.dumps(deciding).encode())
     for query in queries:
         for part in query.parts():

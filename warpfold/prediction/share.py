@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from warpfold.errors import UserError
 from warpfold.files import file_name
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.team import Team
+from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.folder import PredictionFolder
 from warpfold.prediction.folding import Clock, FoldItem, FoldOutcome, Group, ModelInMemory, cost_of, fold_groups, taken
 from warpfold.prediction.journal import WHOLE, Journal
@@ -25,12 +26,9 @@ from warpfold.prediction.outputs import Prediction
 from warpfold.progress import Progress, as_time
 from warpfold.training.passes import PassPlace
 
-if TYPE_CHECKING:
-    from warpfold.prediction.predict import PredictOptions
-
 JOBS = 16  # of each worker: so many that all end at about one time, so few that starting one costs nothing
 
-Keep = Callable[[Prediction, Path, str, Sequence[str]], dict[str, Any]]  # `run.predict.keep`
+Keep = Callable[[Prediction, Path, str, Sequence[str]], dict[str, Any]]  # `prediction.predict.write_prediction`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,7 @@ class FoldJob:
     run: str
     part: JobPart
     several: bool
-    options: "PredictOptions"
+    options: PredictOptions
     keep: Keep
     workers: int  # of this machine; 0: of a cluster
 
@@ -117,7 +115,7 @@ def _fold_with_workers(
     folder: PredictionFolder,
     share: Share,
     keep: Keep,
-    options: "PredictOptions",
+    options: PredictOptions,
     bar: "_Bar",
 ) -> tuple[Clock, dict[str, int]]:
     clock, refused = Clock(), dict[str, int]()
@@ -165,7 +163,7 @@ def fold_job(job: FoldJob) -> FoldJobResult:
 
 
 @lru_cache(maxsize=1)
-def _memory_of(options: "PredictOptions") -> ModelInMemory:
+def _memory_of(options: PredictOptions) -> ModelInMemory:
     """Return the worker's model, which stays."""
     return ModelInMemory(options, Team())
 

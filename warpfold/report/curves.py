@@ -240,7 +240,9 @@ def page(runs: Sequence[RunLog], every: float) -> ReportPage:
     pictures = []
     for title, curves, dots in drawn:
         fine = [(name, means(points, FINE, 0.0, max(run.steps for run in runs))) for name, points in curves]
-        some = [figures.Curve(name, *map(list, zip(*points)), points=dots) for name, points in fine if points]
+        some = [
+            figures.Curve(name, [x for x, _ in points], [y for _, y in points], dots) for name, points in fine if points
+        ]
         pictures += [(figures.draw_curves(some, title), "")] if some else []
     goes_on = not all(run.is_finished for run in runs)
     differs = [f"{name} differs from {runs[0].name}: {what}." for name, what in differing(runs)]

@@ -334,7 +334,8 @@ def test_a_search_writes_what_predict_reads(host: Server, tmp_path: Path) -> Non
 
 def test_nothing_is_sent_unasked(tmp_path: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No socket is opened by `predict`, whatever is missing, unless a server is named."""
-    from warpfold.prediction.predict import PredictOptions, predict
+    from warpfold.prediction.fold_options import PredictOptions
+    from warpfold.prediction.predict import predict
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a socket")
