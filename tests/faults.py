@@ -1,0 +1,104 @@
+"""Plant faults in the package, one at a time, and see whether the tests find them.
+
+    python tests/faults.py                        # all of tests/faults.toml, most of an hour; a table
+    python tests/faults.py --only gate mask       # those whose name has one of these words
+    python tests/faults.py --check                # only say whose source is no longer there
+    python tests/faults.py --root ../before       # another checkout
+
+A piece of source is looked for in every file of the package, so that a fault survives a move.  Where it is gone, the
+table says so: find what does its work now, and put that into tests/faults.toml.  What came of it: docs/decisions.md.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+OWN = Path(__file__).resolve()
+LIMIT = 900  # seconds for a file of tests
+GONE = ("missed", "source no longer there", "no such tests")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is planted, and the files of tests (by name, wherever they lie) that should find it."""
+
+    name: str
+    source: str
+    instead: str
+    tests: str
+    path: str = ""
+
+    def place(self, root: Path) -> Path | None:
+        """Return the one file of the package that holds the source, once; None: there is none, or several."""
+        files = (path for path in (root / "warpfold").rglob("*.py") if self.path in path.relative_to(root).as_posix())
+        found = [path for path in files for _ in range(path.read_text(encoding="utf-8").count(self.source))]
+        return found[0] if len(found) == 1 else None
+
+    def files(self, root: Path) -> list[Path]:
+        """Return the files of tests that are there, likeliest first."""
+        found = (path for name in self.tests.split() for path in sorted((root / "tests").rglob(f"{name}.py")))
+        return [path.relative_to(root) for path in found]
+
+
+def plant(fault: Fault, root: Path, copy: Path) -> str:
+    """Run a fault's tests in a copy that has it; return the test that fails, or why none does."""
+    where, tests = fault.place(root), fault.files(root)
+    if where is None or not tests:
+        return GONE[1] if where is None else GONE[2]
+    broken = copy / where.relative_to(root)
+    text = broken.read_text(encoding="utf-8")
+    broken.write_text(text.replace(fault.source, fault.instead), encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-xq", "-n0", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
+    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
+    try:
+        for test in tests:
+            try:
+                ran = subprocess.run(
+                    [*command, test], cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT
+                )
+            except subprocess.TimeoutExpired:
+                return f"{test.name}: does not end"
+            if ran.returncode not in (0, 5):  # 5: the file has slow tests alone
+                failed = re.search(r"^(?:FAILED|ERROR) \S*?([\w.]+\.py(?:::\w+)*)", ran.stdout, re.M)
+                return failed[1] if failed else f"{test.name}: exit code {ran.returncode}"
+        return GONE[0]
+    finally:
+        broken.write_text(text, encoding="utf-8")
+
+
+def main() -> int:
+    """Plant what was asked for; 1 where a fault was missed or could not be planted."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="faults whose name has one of these")
+    parser.add_argument("--root", type=Path, default=OWN.parents[1], help="the checkout to test (default: this one)")
+    parser.add_argument("--check", action="store_true", help="run no tests: name the faults whose source is gone")
+    given = parser.parse_args()
+    table = tomllib.loads(OWN.with_suffix(".toml").read_text(encoding="utf-8"))
+    faults = [Fault(name, **values) for name, values in table.items() if any(word in name for word in given.only)]
+    root, lost = given.root.resolve(), 0
+    if given.check:
+        gone = [fault.name for fault in faults if fault.place(root) is None or not fault.files(root)]
+        print("\n".join(gone) or f"all {len(faults)} are there")
+        return int(bool(gone))
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(root, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "site", "demo"))
+        for fault in faults:
+            begun = time.monotonic()
+            found = plant(fault, root, copy)
+            lost += found in GONE
+            print(f"| {fault.name} | {found} | {time.monotonic() - begun:.0f} s |", flush=True)
+    print(f"{len(faults) - lost} of {len(faults)} found")
+    return int(lost > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
