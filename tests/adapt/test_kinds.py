@@ -10,9 +10,8 @@ from torch import Tensor, nn
 import warpfold
 from tests.adapt.stand_in import KNOWN, ServesMlp, TheirModel
 from warpfold.adapt import accelerate as subject
-from warpfold.adapt.adapter import NotServed, adapter_of, swap
+from warpfold.adapt.adapter import NotServed, adapter_of, signature_of, swap
 from warpfold.adapt.kinds import SwigluAdapter, TriangleAttentionAdapter, TriangleProductAdapter, WithoutMask
-from warpfold.adapt.signature import signature_of
 from warpfold.adapt.verify import compare
 from warpfold.errors import UserError
 

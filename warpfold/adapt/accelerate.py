@@ -16,14 +16,13 @@ from functools import cache
 from typing import Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from warpfold.adapt.adapter import Adapter, NotServed, adapter_of, is_swapped, name_of, swap, swap_back, was_wrapped
-from warpfold.adapt.check import check_model, inside
 from warpfold.adapt.report import NO_OPERATION, Acceleration, LayerKind
 from warpfold.adapt.slices import SlicedExecution, on_meta
-from warpfold.adapt.speed import gain, measured_speed
-from warpfold.adapt.verify import compare
+from warpfold.adapt.verify import compare, gain, measured_speed
 from warpfold.cost.machine import in_gb, parse_memory
 from warpfold.device import keep_memory, spinning_threads
 from warpfold.errors import UserError
@@ -32,9 +31,7 @@ from warpfold.ops.dispatch import unsupported_device
 
 PACKAGES: tuple[str, ...] = (  # modules of warpfold.adapt, with adapters
     "plain",
-    "perceptron",
     "esmfold",
-    "esmfold2",
     "openfold3",
     "openfold",
     "boltz",
@@ -278,3 +275,60 @@ def _nothing(model: nn.Module, report: Acceleration) -> str:
     packages = Counter(name_of(type(module)).partition(".")[0] for module in model.modules())
     said = "; ".join(dict.fromkeys(known[:3])) or f"no layer of {packages.most_common(1)[0][0]} that is known here"
     return f"accelerate: nothing to swap in this {type(model).__name__}: {said}"
+
+
+# Which models are taken
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ("cpu", "cuda")
+QUANTISED = ("torch.ao.nn.", "torch.nn.quantized", "torch.nn.intrinsic")
+SHARDED = ("FullyShardedDataParallel", "FSDPModule")
+
+
+def check_model(model: nn.Module) -> None:
+    """Raise UserError for what `accelerate` does not take."""
+    if not isinstance(model, nn.Module):
+        raise UserError(f"accelerate: a {type(model).__name__} is no torch.nn.Module; give the model")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UserError("accelerate: this model is scripted; accelerate the Python module, before torch.jit.script")
+    if isinstance(model, torch.fx.GraphModule):
+        raise UserError("accelerate: this model is a traced graph; accelerate it before tracing")
+    if isinstance(model, DataParallel):
+        raise UserError("accelerate: this model is wrapped in DataParallel; accelerate what is inside, then wrap it")
+    for name, module in model.named_modules():
+        _check_module(name or type(module).__name__, module)
+    for name, p in model.named_parameters():
+        _check_parameter(name, p)
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    compiled = getattr(module, "_compiled_call_impl", None) is not None
+    if isinstance(module, torch._dynamo.OptimizedModule) or compiled:
+        raise UserError(f"accelerate: {name} is compiled; accelerate the model first, then torch.compile it")
+    if is_swapped(module):
+        raise UserError("accelerate: this model is accelerated already; warpfold.restore(model) undoes it")
+    if name_of(type(module)).startswith(QUANTISED):
+        raise UserError(f"accelerate: {name} is quantised: it computes by operations of its own; accelerate it before")
+    if {kind.__name__ for kind in type(module).__mro__} & set(SHARDED):
+        raise UserError(f"accelerate: {name} is sharded (FSDP); accelerate the model first, then shard it")
+
+
+def _check_parameter(name: str, p: Tensor) -> None:
+    if nn.parameter.is_lazy(p):
+        raise UserError(f"accelerate: {name} has no shape yet; run the model once before")
+    if type(p).__name__ == "DTensor":
+        raise UserError(f"accelerate: {name} is sharded (DTensor); accelerate the model first, then shard it")
+    if p.device.type == "meta":
+        raise UserError(f"accelerate: {name} has no memory (it is on meta); load the weights first")
+    if p.device.type not in DEVICES:
+        raise UserError(f"accelerate: {name} is on {p.device}; layers are swapped on {' and '.join(DEVICES)}")
+    if p.dtype not in DTYPES:
+        raise UserError(f"accelerate: {name} is {p.dtype}: a quantised model computes by operations of its own")
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """Return the model inside of DistributedDataParallel, whose names are those that its owner knows."""
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model

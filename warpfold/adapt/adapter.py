@@ -9,7 +9,8 @@ Nothing is imported from a package: its classes are known by name.  Our layer re
 modules that hold them, each time it computes, so a parameter may be moved, cast, frozen or replaced.
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, ClassVar, TypeVar
@@ -17,7 +18,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from warpfold.adapt.signature import in_place, places_of, signature_of
 from warpfold.errors import UserError
 from warpfold.model.axial import AxialUpdate
 from warpfold.model.execution import Executable, PlainExecution
@@ -368,3 +368,40 @@ def swap_back(module: nn.Module) -> None:
     """Have a swapped module, whose class was not changed since, compute as its own class does."""
     module.__class__ = type(module).original[0]  # type: ignore[attr-defined]
     del vars(module)[LAYER], vars(module)[PARTS]
+
+
+# Signatures of other people's functions, and arguments put in their places
+
+
+def signature_of(function: Callable[..., Any]) -> str:
+    """Return the signature of a function, without annotations."""
+    given = _unwrapped(function)
+    bare = [p.replace(annotation=p.empty) for p in given.parameters.values()]
+    return str(given.replace(parameters=bare, return_annotation=given.empty))
+
+
+def _unwrapped(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function, or of the only one that it wraps if it hands on whatever it is given."""
+    given = inspect.signature(function)
+    anything = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+    if [p.kind for p in given.parameters.values()] == anything:
+        wrapped = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        functions = [one for one in wrapped if inspect.isfunction(one)]
+        if len(functions) == 1:
+            return _unwrapped(functions[0])
+    return given
+
+
+def places_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a method's arguments that may be given by place, but for self."""
+    found = _unwrapped(function).parameters.values()
+    return tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
+
+
+def in_place(places: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return arguments of which those by name are in their places, up to the first that was not given."""
+    for name in places[len(args) :]:
+        if name not in kwargs:
+            break
+        args = (*args, kwargs.pop(name))
+    return args, kwargs

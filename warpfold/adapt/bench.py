@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from warpfold.adapt.accelerate import accelerate, acceleration
-from warpfold.adapt.speed import SLOWER, subject
-from warpfold.adapt.verify import tensors_of
+from warpfold.adapt.verify import SLOWER, subject, tensors_of
 from warpfold.bench.timing import Times, measure
 from warpfold.cost.machine import describe
 from warpfold.errors import UserError
