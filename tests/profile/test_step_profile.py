@@ -17,8 +17,8 @@ from tests.ops.triton.model_launches import one_block
 from tests.test_cli import refused, run
 from warpfold.cli.common import measured
 from warpfold.cost.example import ExampleSizes, ModelBench, TrainingStep, shortened
+from warpfold.cost.observe import MARK, OUTSIDE, Place, Spans
 from warpfold.cost.roofline import Ceilings
-from warpfold.cost.spans import MARK, OUTSIDE, Place, Spans
 from warpfold.cost.work import WorkKey
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.losses import LossConfig
@@ -112,7 +112,8 @@ def test_kernels_belong_to_what_launched_them_also_on_autograds_thread() -> None
     """As on a GPU: the host's two threads, and what ran on the device; one kernel was launched by nobody."""
     spans = Spans()
     layer, attention = spans.number(Place("blocks.3.row")), spans.number(Place("blocks.3.row", "attention", (2, 3)))
-    spans.owners[7] = attention
+    spans.made_at.since(7, attention)
+    spans.made_at.since(8, None)
     whole = event(WHOLE, 1.0)
     outer = event(f"{MARK}{layer}", 0.5, whole)
     ours = event("warpfold::attention", 0.1, event(f"{MARK}{attention}", 0.2, outer), kernels=(2.0, 1.0))

@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.bench.timing import FLUSH, SETTLE
 from warpfold.bulk import pool
 from warpfold.check.cases import OPS, PROFILES, inputs, size_in_words
 from warpfold.check.checks import DTYPES, run, truth
 from warpfold.check.op_profile import OpCase
+from warpfold.cost.observe import Operations
 from warpfold.ops import dispatch
 from warpfold.ops.triton.launch import KERNELS, KernelConfig, KernelLaunch, Key, forced, recorded
 from warpfold.progress import Progress
@@ -29,19 +29,10 @@ BUSY = 1_000_000  # cycles, half a millisecond, for which the GPU is kept busy w
 Seconds = dict[KernelConfig, list[float]]  # of each repeat
 
 
-class _Launching(TorchDispatchMode):
-    """Make registered operations on "meta" call their launchers, instead of returning shapes alone."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if func.namespace != "warpfold":
-            return func(*args, **(kwargs or {}))
-        return dispatch.implementation(func._opname, args[0])(*args, **(kwargs or {}))
-
-
 @contextmanager
 def launching() -> Iterator[list[KernelLaunch]]:
     """Note what registered operations on "meta" would launch within the context."""
-    with dispatch.interpreting(), recorded() as launches, _Launching():
+    with dispatch.interpreting(), recorded() as launches, Operations(lambda *_: None, launchers=True):
         yield launches
 
 

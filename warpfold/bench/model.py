@@ -19,7 +19,7 @@ import torch
 from warpfold.bench.model_peers import BLOCK_WAYS, STEP_WAYS
 from warpfold.bench.timing import Subject, Times, WallTimes, kernels_launched, measure, peak, wall_times
 from warpfold.cost.example import BlockSizes, ModelBench, RandomBlock, TrainingStep
-from warpfold.cost.launches import LaunchCount, Products, block_launches, step_launches
+from warpfold.cost.launches import LaunchCount, block_launches, counted_products, step_launches
 from warpfold.cost.machine import describe
 from warpfold.cost.roofline import ceilings
 from warpfold.ops.dispatch import Kernels, refusals
@@ -165,15 +165,15 @@ def block_flops(sizes: BlockSizes) -> dict[str, int]:
     with torch.device("meta"):
         block = RandomBlock(sizes, Plan(kernels="definition"), "meta")
         wanted = block.wanted
-        with Products() as forward:
+        with counted_products() as forward:
             out = block.forward()
-        with Products() as backward:
+        with counted_products() as backward:
             torch.autograd.grad(out, wanted, block.grads)
     return {
-        "forward": forward.flops,
-        "training": forward.flops,
-        "backward": backward.flops,
-        "both": forward.flops + backward.flops,
+        "forward": sum(forward),
+        "training": sum(forward),
+        "backward": sum(backward),
+        "both": sum(forward) + sum(backward),
     }
 
 
@@ -186,13 +186,13 @@ def step_counts(given: ModelBench) -> tuple[int, dict[str, int]]:
     step.bind(replace(plan, kernels="fast"))
     launches = {"ours": step_launches(step).total}
     step.bind(replace(plan, kernels="definition"))
-    with Products() as once:
+    with counted_products() as once:
         launches["definition"] = step_launches(step).total
     if plan.recompute:
         step.bind(replace(plan, kernels="definition", recompute=None))
-        with Products() as once:
+        with counted_products() as once:
             step.learn()
-    return once.flops, launches
+    return sum(once), launches
 
 
 def _run(subject: Subject, which: str) -> Callable[[], object]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from warpfold.check.cases import PROFILES
 from warpfold.check.op_profile import Cost, OpCase
 from warpfold.cost.layer_work import IN_PARTS, scaled
-from warpfold.cost.spans import size
+from warpfold.cost.observe import size
 from warpfold.ops.dispatch import Op
 
 Arguments = Mapping[str, Any]  # of a call, by the names that the definition gives them

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from warpfold.cost.example import BlockSizes, RandomBlock, TrainingStep
+from warpfold.cost.observe import Operations
 from warpfold.ops import dispatch
 from warpfold.ops.triton.launch import recorded
 from warpfold.parallel.plan import Plan, Precision
@@ -45,24 +45,6 @@ class LaunchCount:
         return f"{self.total}: {self.triton.total()} of Triton, {self.torch.total()} of torch"
 
 
-class _Counting(TorchDispatchMode):
-    """Count torch's operations; make registered ones call their launchers, whose own operations count as well."""
-
-    def __init__(self, found: Counter[str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "warpfold":
-            with self:
-                return dispatch.implementation(func._opname, args[0])(*args, **kwargs)
-        out = func(*args, **kwargs)
-        if launches(func, (args, kwargs), out):
-            self.found[func._opname] += 1
-        return out
-
-
 def launches(func: Any, given: Any, out: Any, on_cpu: bool = False) -> bool:
     """Return whether one of torch's operations launches a kernel: neither a view of what it was given nor memory.
 
@@ -79,20 +61,6 @@ def launches(func: Any, given: Any, out: Any, on_cpu: bool = False) -> bool:
     return any(t.untyped_storage()._cdata not in storages for t in results if t.numel())
 
 
-class Products(TorchDispatchMode):
-    """Count the floating point operations of matrix products within it, by torch's own formulas: `flops`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self.flops += products(func, args, kwargs, out)
-        return out
-
-
 def products(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
     """Return the floating point operations of one of torch's operations, if it is a matrix product; else 0."""
     formula = flop_registry.get(func._overloadpacket)
@@ -100,10 +68,23 @@ def products(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> int:
 
 
 @contextmanager
+def counted_products() -> Iterator[list[int]]:
+    """Return the floating point operations of each matrix product within the context."""
+    found: list[int] = []
+    with Operations(lambda *seen: found.append(products(*seen))):
+        yield found
+
+
+@contextmanager
 def counting() -> Iterator[LaunchCount]:
     """Count the launches of what runs within the context, on tensors of the device "meta"."""
     count = LaunchCount()
-    with dispatch.interpreting(), recorded() as made, _Counting(count.torch):
+
+    def seen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        if launches(func, (args, kwargs), out):
+            count.torch[func._opname] += 1
+
+    with dispatch.interpreting(), recorded() as made, Operations(seen, launchers=True):
         yield count
     count.triton.update(launch.kernel.name for launch in made)
 

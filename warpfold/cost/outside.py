@@ -16,8 +16,8 @@ from torch import Tensor
 
 from warpfold.check.op_profile import Cost
 from warpfold.cost.example import ExampleSizes, random_example, shortened
-from warpfold.cost.spans import OUTSIDE as PARAMETERS
-from warpfold.cost.spans import Place, Spans
+from warpfold.cost.observe import OUTSIDE as PARAMETERS
+from warpfold.cost.observe import Place, Spans
 from warpfold.cost.work import WorkKey, work_of
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.losses import LossConfig, total_loss

@@ -24,8 +24,8 @@ from warpfold.cost.fake import META, Memory, fake_mesh, tensors_in
 from warpfold.cost.job import Job
 from warpfold.cost.launches import ALLOCATE, products
 from warpfold.cost.memory import features_of
+from warpfold.cost.observe import size
 from warpfold.cost.rates import TORCH, PassName
-from warpfold.cost.spans import size
 from warpfold.cost.work import EXPONENTIALS
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.alphafold import AlphaFold

@@ -12,12 +12,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from warpfold.check.op_profile import Cost
 from warpfold.cost.launches import launches, products
-from warpfold.cost.spans import OpCall, Spans, size
+from warpfold.cost.observe import OpCall, Operations, Spans, size
 
 EXPONENTIALS = {"_softmax", "exp", "sigmoid", "softplus"}  # operations of torch that take one of each number
 
@@ -47,43 +46,6 @@ class CountedWork:
         return Cost(self.flops, self.exps, self.bytes)
 
 
-class _Counting(TorchDispatchMode):
-    def __init__(self, spans: Spans, device: Literal["meta", "cpu"]) -> None:
-        super().__init__()
-        self.spans, self.device = spans, device
-        self.found: dict[WorkKey, CountedWork] = defaultdict(CountedWork)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
-        place = self.spans.places[self.spans.current if node is None else self.spans.of_node(node._sequence_nr())]
-        flops = products(func, args, kwargs, out)
-        launched = launches(func, (args, kwargs), out, self.device == "cpu")
-        if not (flops or launched):
-            return out
-        op = place.op or func._opname
-        one = self.found[WorkKey(place.layer, op, place.shape, node is not None)]
-        one.flops += flops
-        if func._opname in EXPONENTIALS:
-            one.exps += sum(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
-        if not place.op:
-            one.bytes += sum(size(t) for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
-            one.calls += 1
-        return out
-
-    def called(self, call: OpCall) -> None:
-        """Count the bytes of one of our operations, and of its backward pass."""
-        place = self.spans.places[call.place]
-        one = self.found[WorkKey(place.layer, place.op, place.shape, False)]
-        one.bytes += call.bytes(False)
-        one.calls += 1
-        if isinstance(call.result, Tensor) and call.result.requires_grad:
-            back = self.found[WorkKey(place.layer, place.op, place.shape, True)]
-            back.bytes += call.bytes(True)
-            back.calls += 1
-
-
 def work_of(
     model: nn.Module, run: Callable[[Spans], object], device: Literal["meta", "cpu"] = "meta"
 ) -> dict[WorkKey, CountedWork]:
@@ -92,13 +54,34 @@ def work_of(
     run: is given the spans, to open some of its own.  device: "meta", where sizes cost nothing, or "cpu", where tiny
     ones are counted ten times as fast; there numbers of the host cannot be told from tensors, and count.
     """
-    spans = Spans()
-    counting = _Counting(spans, device)
-    spans.on_call = counting.called
-    with torch.device(device), spans.watching(model), counting:
+    spans, found = Spans(), defaultdict[WorkKey, CountedWork](CountedWork)
+
+    def seen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        flops = products(func, args, kwargs, out)
+        if not (flops or launches(func, (args, kwargs), out, device == "cpu")):
+            return
+        place, backward = spans.now()
+        one = found[WorkKey(place.layer, place.op or func._opname, place.shape, backward)]
+        one.flops += flops
+        if func._opname in EXPONENTIALS:
+            one.exps += sum(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))
+        if not place.op:
+            one.bytes += sum(size(t) for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
+            one.calls += 1
+
+    def called(call: OpCall) -> None:
+        """Count the bytes of one of our operations, and of its backward pass."""
+        place, differentiable = spans.places[call.place], isinstance(call.result, Tensor) and call.result.requires_grad
+        for backward in (False, True) if differentiable else (False,):
+            one = found[WorkKey(place.layer, place.op, place.shape, backward)]
+            one.bytes += call.bytes(backward)
+            one.calls += 1
+
+    spans.on_call = called
+    with torch.device(device), spans.watching(model), Operations(seen):
         run(spans)
-    for key, one in list(counting.found.items()):
+    for key, one in list(found.items()):
         if key.backward:  # an ideal backward pass takes its exponentials again, rather than keep them
-            forward = counting.found.get(WorkKey(key.layer, key.op, key.shape, False))
+            forward = found.get(WorkKey(key.layer, key.op, key.shape, False))
             one.exps = max(one.exps, forward.exps) if forward is not None else one.exps
-    return dict(counting.found)
+    return dict(found)

@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, record_function
 from warpfold.bench.timing import without_stderr
 from warpfold.cost.example import ModelBench, TrainingStep
 from warpfold.cost.machine import describe
+from warpfold.cost.observe import MODEL, Place, Spans
 from warpfold.cost.roofline import Ceilings, ceilings
-from warpfold.cost.spans import MODEL, Place, Spans
 from warpfold.cost.work import CountedWork, WorkKey, work_of
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.ops.dispatch import refusals

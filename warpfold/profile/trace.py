@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from warpfold.cost.launches import ALLOCATE
-from warpfold.cost.spans import MARK, MODEL, Place, Spans
+from warpfold.cost.observe import MARK, MODEL, Place, Spans
 from warpfold.cost.work import WorkKey
 
 NODE = "autograd::engine::evaluate_function: "  # how the event around a node of the backward pass is called
