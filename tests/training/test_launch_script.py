@@ -23,8 +23,16 @@ from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from tests.test_cli import refused, run
 from warpfold.cost.links import Cluster, Link
 from warpfold.errors import UserError
-from warpfold.training.launch import SOON, LaunchJob, cures_of, has_gpus, slurm_script, torchrun_script
-from warpfold.training.launch_kubernetes import kubernetes_manifest, to_yaml
+from warpfold.training.launch import (
+    SOON,
+    LaunchJob,
+    cures_of,
+    fill,
+    has_gpus,
+    kubernetes_manifest,
+    slurm_script,
+    torchrun_script,
+)
 
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="scripts are bash's, which is not here")
 STRANGE = (
@@ -240,12 +248,8 @@ def test_a_pod_starts_what_was_asked(tmp_path: Path) -> None:
     assert environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
-def test_yaml_of_nested_values() -> None:
-    made = to_yaml({"a": [{"b": "x: y", "c": [1, True]}, "two\nlines"], "d": {"e": "None"}})
-    assert made == [
-        *("a:", '  - b: "x: y"', "    c:", "      - 1", "      - true"),
-        *("  - |-", "    two", "    lines", "d:", '  e: "None"'),
-    ]
+def test_a_template_drops_what_is_not_given_and_indents_what_is() -> None:
+    assert fill("a @x@\n  @y@\n@z@\n", x="$1 @y@", y="1\n2", z=None) == "a $1 @y@\n  1\n  2"
 
 
 @pytest.mark.parametrize(

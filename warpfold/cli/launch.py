@@ -78,8 +78,7 @@ def launch(
     submit: Submit = False,
 ) -> None:
     """Write the script that starts a command on the nodes of a cluster; nothing is started unless asked."""
-    from warpfold.training.launch import LaunchJob, slurm_script, torchrun_script
-    from warpfold.training.launch_kubernetes import kubernetes_manifest
+    from warpfold.training.launch import LaunchJob, kubernetes_manifest, slurm_script, torchrun_script
 
     if slurm + torchrun + kubernetes != 1:
         raise UserError("launch: give one of --slurm, --torchrun and --kubernetes")

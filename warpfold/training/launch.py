@@ -1,13 +1,14 @@
-"""Scripts that start a command of WarpFold on the nodes of a cluster: for Slurm, and for torchrun alone.
+"""Scripts that start a command of WarpFold on the nodes of a cluster: for Slurm, Kubernetes, and torchrun alone.
 
 In each of them one torchrun on each node starts the node's ranks, restarts them when one dies, and hands SIGTERM on,
-at which `train` saves and ends (docs/parallel.md).  Kubernetes is in `training/launch_kubernetes.py`.
+at which `train` saves and ends (docs/parallel.md).  The scripts are templates, which `fill` fills in.
 """
 
+import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +20,8 @@ BEFORE_KILL = 30  # seconds that torchrun is given less than the whole, to end a
 THREADS_ON_GPU = 4  # of torch's, where a GPU computes: more cores serve the loaders, which are processes of their own
 # Of torchrun; by default a silent node counts as lost after 15 s, and others are waited for 30 s (docs/parallel.md).
 SOON = "last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=3"
-ELASTIC = (
-    "# After a lost node: by keep_alive torchrun knows it in 6 s, not 15; by last_call it waits for more nodes, where",
-    "# fewer will do, for 5 s, not 30; and with this it tells a node that comes in its place where the ranks meet.",
-    "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-)
+LABEL = re.compile(r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?")  # of a Service (RFC 1035), with room for a pod's number
+CLAIM = re.compile(r"([a-z0-9][a-z0-9.-]*):(/.*)")
 # What of a doctor's findings may stand in a script.
 CURES = re.compile(r"unset [A-Z_0-9]+|export [A-Z_0-9]+=[\w.,:/-]*|ulimit -[a-z] (\d+|unlimited)")
 # What Slurm reads after #SBATCH is no shell: no quotes, no spaces.
@@ -79,6 +77,11 @@ class LaunchJob:
                     f"{option}: {value!r} has characters that a scheduler does not take; use letters and digits"
                 )
 
+    @property
+    def in_apptainer(self) -> bool:
+        """Whether each node's ranks run in an Apptainer image."""
+        return self.image is not None and self.image.endswith(".sif")
+
 
 def has_gpus(device: str) -> bool:
     """Return whether a device's name, as `Cluster` has it, is a GPU's."""
@@ -104,61 +107,214 @@ def cures_of(report: Mapping[str, Any], where: str) -> tuple[tuple[str, ...], tu
     return tuple(dict.fromkeys(lines)), tuple(dict.fromkeys(others))
 
 
-def meeting_options(nodes: str, name: str, endpoint: str, is_first: str = "", own: str = "") -> list[str]:
-    """Return torchrun's options of where nodes meet, all of them shell.
-
-    nodes: how many.  name: of this meeting.  endpoint: of the first node.  is_first: "1" on it, "0" on others; by
-    default torchrun compares names.  own: this node's address, as others reach it; by default its host's name.
-    """
-    settings = f'"is_host={is_first},{SOON}"' if is_first else SOON
-    return [
-        f"--nnodes {nodes} --rdzv-backend c10d --rdzv-id {name} --rdzv-endpoint {endpoint}",
-        f"--rdzv-conf {settings}",
-        *([f"--local-addr {own}"] if own else []),
-    ]
+# ---- templates: @name@ is filled in
 
 
-def torchrun_lines(job: LaunchJob, meet: Sequence[str], logs: str) -> list[str]:
-    """Return the lines of shell that a node runs: limits, variables, threads, and torchrun in the shell's place.
+RANKS = r"""
+unset OMP_NUM_THREADS  # which nproc would believe
+OMP_NUM_THREADS=@threads@
+export OMP_NUM_THREADS=$((OMP_NUM_THREADS > 0 ? OMP_NUM_THREADS : 1)) PYTHONUNBUFFERED=1
+@elastic@
+@cures@
+exec @container@@python@ -m torch.distributed.run \
+    @meet@ \
+    --nproc-per-node @per_node@ --max-restarts @max_restarts@ \
+    --shutdown-timeout @shutdown@ \
+    @binding@ \
+    --log-dir @log_dir@ --redirects 3 --tee 0:3 --local-ranks-filter 0 \
+    -m warpfold @command@
+"""
+ELASTIC = """
+# After a lost node: by keep_alive torchrun knows it in 6 s, not 15; by last_call it waits for more nodes, where
+# fewer will do, for 5 s, not 30; and with this it tells a node that comes in its place where the ranks meet.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+"""
+REMARKS = """
+# The doctor found, and a script cannot cure:
+#   @remarks@
+"""
+TORCHRUN = """
+#!/bin/bash
+# Start it on @nodes@, in the same folder.  Logs of each rank: @logs@/.
+# SIGTERM, to this process: all ranks save and end; the same command continues.
+@remarks@
+set -u
+@ranks@
+"""
+# One task a node, asked to save before the time is over, and queued again.  A signal that has a trap interrupts `wait`.
+SLURM = r"""
+#!/bin/bash
+#SBATCH --job-name=@name@
+#SBATCH --nodes=@nodes@
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=@gpus@
+#SBATCH --cpus-per-task=@cores@
+#SBATCH --mem=@memory@
+#SBATCH --time=@time@
+#SBATCH --partition=@partition@
+#SBATCH --account=@account@
+#SBATCH --signal=B:USR1@@signal@
+#SBATCH --output=@name@-%j.out
+#SBATCH --open-mode=append
+#SBATCH --@requeue@
+@options@
 
-    meet: torchrun's options of where the nodes meet, as shell.  logs: a folder, as shell.
-    """
+@remarks@
+set -u
+# Names of nodes and their addresses, a line each, as names need not be known to all.
+addresses='s/^NodeName=\([^ ]*\) .*NodeAddr=\([^ ]*\).*/\1 \2/p'
+export WARPFOLD_NODES="$(scontrol -o show node "$SLURM_JOB_NODELIST" | sed -n "$addresses")"
+# The nodes meet at the first one; the port and the name are this job's, so that two jobs do not meet.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+address=$(sed -n "s/^$first //p" <<< "$WARPFOLD_NODES")
+export WARPFOLD_ADDRESS="${address:-$first}:$((@port@ + SLURM_JOB_ID % 10000))"
+export WARPFOLD_ATTEMPT="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+export WARPFOLD_LOGS=@logs@/"$WARPFOLD_ATTEMPT"
+mkdir -p "$WARPFOLD_LOGS"
+echo "$(date -Is) attempt $WARPFOLD_ATTEMPT on $SLURM_JOB_NODELIST; logs of each rank: $WARPFOLD_LOGS"
+
+read -r -d '' on_each_node <<'NODE'
+@ranks@
+NODE
+
+asked=
+save() { asked=1; echo "$(date -Is) asked to save"; scancel --signal=TERM "$SLURM_JOB_ID"; }
+trap save USR1
+# Since 22.05 srun does not take the number of cores over.
+srun --wait=@grace@ --export=ALL ${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"} \
+    @pyxis@ \
+    bash -c "$on_each_node" &
+step=$!
+wait "$step"; code=$?
+while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done
+
+@again@
+exit "$code"
+"""
+# torchrun ends with 1 at a signal, and with 0 when all is done.
+AGAIN = """
+if [ -n "$asked" ] && [ "$code" -ne 0 ]; then
+    echo "$(date -Is) saved; queued again"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
+# The Job is indexed: its pods are called NAME-0, NAME-1 ..., and the Service, which has no address of its own, makes
+# these names known, also before the pods are ready, so that all find NAME-0.
+KUBERNETES = """
+@remarks@
+apiVersion: v1
+kind: Service
+metadata:
+  name: @name@
+spec:
+  clusterIP: "None"
+  publishNotReadyAddresses: true
+  selector:
+    batch.kubernetes.io/job-name: @name@
+  ports:
+    - name: rendezvous
+      port: @port@
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: @name@
+spec:
+  completionMode: Indexed
+  completions: @nodes@
+  parallelism: @nodes@
+  backoffLimit: @failures@
+  podFailurePolicy:
+    rules:  # a pod that has to leave its node is made anew, and does not count as a failure
+      - action: Ignore
+        onPodConditions:
+          - type: DisruptionTarget
+            status: "True"
+  template:
+    spec:
+      subdomain: @name@
+      restartPolicy: Never
+      terminationGracePeriodSeconds: @grace@
+      containers:
+        - name: ranks
+          image: @image@
+          command:
+            - bash
+            - -c
+            - |-
+              set -u
+              mkdir -p @logs@
+              @ranks@
+          ports:
+            - containerPort: @port@
+          volumeMounts:
+            - name: shared-memory
+              mountPath: /dev/shm
+            @mount@
+          @place@
+          @limits@
+          @locked@
+      volumes:
+        - name: shared-memory
+          emptyDir:
+            medium: Memory
+            sizeLimit: 16Gi  # at most: memory that is used counts
+        @claim@
+"""
+
+
+def fill(template: str, **values: Any) -> str:
+    """Fill in a template: a line with a name that is None goes; each line of a value has the indentation of its own."""
+    filled = []
+    for line in template.strip("\n").split("\n"):
+        names = re.findall(r"@(\w+)@", line)
+        if all(values[name] is not None for name in names):
+            before = line[: len(line) - len(line.lstrip(" #"))]
+            parts = re.split(r"@(\w+)@", line)
+            parts[1::2] = [str(values[name]).replace("\n", "\n" + before) for name in names]
+            filled.append("".join(parts))
+    return "\n".join(filled)
+
+
+def _remarks(job: LaunchJob) -> str | None:
+    return fill(REMARKS, remarks="\n".join(job.remarks)) if job.remarks else None
+
+
+def _ranks(job: LaunchJob, meet: str, log_dir: str) -> str:
+    """Return what a node runs, as shell.  meet: torchrun's options of where the nodes meet.  log_dir: as shell."""
     threads = f"$(($(nproc) / {job.per_node}))" if job.cores is None else str(max(1, job.cores // job.per_node))
     if job.gpus and job.cores is not None:
         threads = str(min(THREADS_ON_GPU, int(threads)))
     elif job.gpus:
         threads = f"$(($(nproc) / {job.per_node} < {THREADS_ON_GPU} ? $(nproc) / {job.per_node} : {THREADS_ON_GPU}))"
-    options = [
-        f"--nproc-per-node {job.per_node} --max-restarts {job.max_restarts}",
-        f"--shutdown-timeout {job.grace - BEFORE_KILL}",
-        *(["--numa-binding node"] if job.gpus else []),  # each rank on the cores next to its GPU
-        f"--log-dir {logs} --redirects 3 --tee 0:3 --local-ranks-filter 0",
-    ]
-    python = "python3" if job.image else shlex.quote(job.python)
-    return [
-        "unset OMP_NUM_THREADS  # which nproc would believe",
-        f"OMP_NUM_THREADS={threads}",
-        "export OMP_NUM_THREADS=$((OMP_NUM_THREADS > 0 ? OMP_NUM_THREADS : 1)) PYTHONUNBUFFERED=1",
-        *(ELASTIC if job.nodes > 1 else ()),
-        *(f"{line} || echo 'refused: {line}' >&2" for line in job.lines),
-        f"exec {contained(job)}{python} -m torch.distributed.run \\",
-        *(f"    {option} \\" for option in [*meet, *options]),
-        f"    -m warpfold {shlex.join(job.command)}",
-    ]
-
-
-def contained(job: LaunchJob) -> str:
-    """Return what stands before a command that runs in an Apptainer image (.sif); nothing without one."""
-    if job.image is None or not job.image.endswith(".sif"):
-        return ""
-    return f"apptainer exec {'--nv ' if job.gpus else ''}{shlex.quote(job.image)} "
-
-
-def remarks(job: LaunchJob) -> list[str]:
-    """Return what the doctor found and no script can cure, as comments."""
-    return (
-        ["# The doctor found, and a script cannot cure:", *(f"#   {one}" for one in job.remarks)] if job.remarks else []
+    nvidia = "--nv " if job.gpus else ""
+    return fill(
+        RANKS,
+        threads=threads,
+        elastic=ELASTIC.strip() if job.nodes > 1 else None,
+        cures="\n".join(f"{line} || echo 'refused: {line}' >&2" for line in job.lines) or None,
+        container=f"apptainer exec {nvidia}{shlex.quote(str(job.image))} " if job.in_apptainer else "",
+        python="python3" if job.image else shlex.quote(job.python),
+        meet=meet,
+        per_node=job.per_node,
+        max_restarts=job.max_restarts,
+        shutdown=job.grace - BEFORE_KILL,
+        binding="--numa-binding node" if job.gpus else None,  # each rank on the cores next to its GPU
+        log_dir=log_dir,
+        command=shlex.join(job.command),
     )
+
+
+def _meeting(nodes: str, name: str, endpoint: str, is_first: str = "", own: str = "") -> str:
+    """Return torchrun's options of where nodes meet, all of them shell.
+
+    nodes: how many.  name: of this meeting.  endpoint: of the first node.  is_first: "1" on it, "0" on others; by
+    default torchrun compares names.  own: this node's address, as others reach it; by default its host's name.
+    """
+    conf = f'"is_host={is_first},{SOON}"' if is_first else SOON
+    address = f" --local-addr {own}" if own else ""
+    where = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-id {name} --rdzv-endpoint {endpoint}"
+    return f"{where} \\\n--rdzv-conf {conf}{address}"
 
 
 def torchrun_script(job: LaunchJob, address: str | None = None) -> str:
@@ -168,101 +324,89 @@ def torchrun_script(job: LaunchJob, address: str | None = None) -> str:
     """
     if job.nodes > 1 and not address:
         raise UserError(f"--torchrun: {job.nodes} nodes have to meet; name the first: --address node1")
-    if job.nodes > 1:
-        where = str(address) if ":" in str(address) else f"{address}:{PORT}"
-        meet = meeting_options(str(job.nodes), shlex.quote(job.name), shlex.quote(where))
-    else:
-        meet = ["--standalone"]
-    logs = f"{shlex.quote(job.logs)}/$(hostname)"
-    head = [
-        "#!/bin/bash",
-        f"# Start it on {'each of ' if job.nodes > 1 else ''}{job.nodes} node{'s' if job.nodes > 1 else ''}, in the "
-        f"same folder.  Logs of each rank: {one_line(job.logs)}/.",
-        "# SIGTERM, to this process: all ranks save and end; the same command continues.",
-    ]
-    return "\n".join([*head, *remarks(job), "set -u", *torchrun_lines(job, meet, logs)]) + "\n"
-
-
-def one_line(text: str) -> str:
-    """Return a text without line breaks, for a comment."""
-    return " ".join(text.split())
+    where = str(address) if ":" in str(address) else f"{address}:{PORT}"
+    meet = _meeting(str(job.nodes), shlex.quote(job.name), shlex.quote(where)) if job.nodes > 1 else "--standalone"
+    return (
+        fill(
+            TORCHRUN,
+            nodes=f"each of {job.nodes} nodes" if job.nodes > 1 else "1 node",
+            logs=" ".join(job.logs.split()),
+            remarks=_remarks(job),
+            ranks=_ranks(job, meet, f"{shlex.quote(job.logs)}/$(hostname)"),
+        )
+        + "\n"
+    )
 
 
 def slurm_script(job: LaunchJob) -> str:
-    """Return a batch script for sbatch: one task a node, asked to save before the time is over, and queued again."""
-    options = {
-        "--job-name": job.name,
-        "--nodes": job.nodes,
-        "--ntasks-per-node": 1,
-        "--gpus-per-node": job.per_node if job.gpus else None,
-        "--cpus-per-task": job.cores,
-        "--mem": job.memory,
-        "--time": job.time,
-        "--partition": job.partition,
-        "--account": job.account,
-        "--signal": f"B:USR1@{job.grace}" if job.continues and job.time else None,
-        "--output": f"{job.name}-%j.out",
-        "--open-mode": "append",
-    }
-    head = ["#!/bin/bash", *(f"#SBATCH {name}={value}" for name, value in options.items() if value is not None)]
-    head += ["#SBATCH --requeue" if job.continues else "#SBATCH --no-requeue", *(f"#SBATCH --{o}" for o in job.options)]
+    """Return a batch script for sbatch."""
     own = '"$(sed -n "s/^$SLURMD_NODENAME //p" <<< "$WARPFOLD_NODES")"'
-    meet = meeting_options(
-        '"$SLURM_NNODES"', '"$WARPFOLD_ATTEMPT"', '"$WARPFOLD_ADDRESS"', "$((SLURM_NODEID == 0))", own
+    first = "$((SLURM_NODEID == 0))"
+    meet = _meeting('"$SLURM_NNODES"', '"$WARPFOLD_ATTEMPT"', '"$WARPFOLD_ADDRESS"', first, own)
+    pyxis = f'--container-image={shlex.quote(str(job.image))} --container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
+    return (
+        fill(
+            SLURM,
+            name=job.name,
+            nodes=job.nodes,
+            gpus=job.per_node if job.gpus else None,
+            cores=job.cores,
+            memory=job.memory,
+            time=job.time,
+            partition=job.partition,
+            account=job.account,
+            signal=job.grace if job.continues and job.time else None,
+            requeue="requeue" if job.continues else "no-requeue",
+            options="\n".join(f"#SBATCH --{one}" for one in job.options) or None,
+            remarks=_remarks(job),
+            port=PORT,
+            logs=shlex.quote(job.logs),
+            ranks=_ranks(job, meet, '"$WARPFOLD_LOGS/node-$SLURM_NODEID"'),
+            grace=job.grace,
+            pyxis=pyxis if job.image is not None and not job.in_apptainer else None,
+            again=AGAIN.strip() if job.continues else None,
+        )
+        + "\n"
     )
-    before = [
-        "set -u",
-        "# Names of nodes and their addresses, a line each, as names need not be known to all.",
-        r"addresses='s/^NodeName=\([^ ]*\) .*NodeAddr=\([^ ]*\).*/\1 \2/p'",
-        'export WARPFOLD_NODES="$(scontrol -o show node "$SLURM_JOB_NODELIST" | sed -n "$addresses")"',
-        "# The nodes meet at the first one; the port and the name are this job's, so that two jobs do not meet.",
-        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        'address=$(sed -n "s/^$first //p" <<< "$WARPFOLD_NODES")',
-        f'export WARPFOLD_ADDRESS="${{address:-$first}}:$(({PORT} + SLURM_JOB_ID % 10000))"',
-        'export WARPFOLD_ATTEMPT="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"',
-        f'export WARPFOLD_LOGS={shlex.quote(job.logs)}/"$WARPFOLD_ATTEMPT"',
-        'mkdir -p "$WARPFOLD_LOGS"',
-        'echo "$(date -Is) attempt $WARPFOLD_ATTEMPT on $SLURM_JOB_NODELIST; logs of each rank: $WARPFOLD_LOGS"',
-    ]
-    node = torchrun_lines(job, meet, '"$WARPFOLD_LOGS/node-$SLURM_NODEID"')
-    started = ["read -r -d '' on_each_node <<'NODE'", *node, "NODE"]
-    body = [*head, "", *remarks(job), *before, "", *started, "", *_step(job), "", *_ending(job)]
-    return "\n".join(body) + "\n"
 
 
-def _step(job: LaunchJob) -> list[str]:
-    """Return the lines that start the ranks and wait for them.
+def kubernetes_manifest(job: LaunchJob, claim: str | None = None) -> str:
+    """Return the YAML of a Service and a Job; no operator is needed.
 
-    A signal that has a trap interrupts `wait`.
+    claim: "NAME:/PATH", a PersistentVolumeClaim with the store and the run, and where pods see it.
+    Errors: UserError for names that Kubernetes does not take, and without an image.
     """
-    run = ["srun", f"--wait={job.grace}", "--export=ALL"]
-    # Since 22.05 srun does not take it over.
-    run += ['${SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}']
-    if job.image is not None and not contained(job):
-        run += [
-            f"--container-image={shlex.quote(job.image)}",
-            '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"',
-        ]
-    return [
-        "asked=",
-        'save() { asked=1; echo "$(date -Is) asked to save"; scancel --signal=TERM "$SLURM_JOB_ID"; }',
-        "trap save USR1",
-        f'{" ".join(run)} bash -c "$on_each_node" &',
-        "step=$!",
-        'wait "$step"; code=$?',
-        'while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done',
-    ]
-
-
-def _ending(job: LaunchJob) -> list[str]:
-    """Return the lines that queue the job again where it was asked to save, and has not finished."""
-    if not job.continues:
-        return ['exit "$code"']
-    return [
-        "# torchrun ends with 1 at a signal, and with 0 when all is done.",
-        'if [ -n "$asked" ] && [ "$code" -ne 0 ]; then',
-        '    echo "$(date -Is) saved; queued again"',
-        '    scontrol requeue "$SLURM_JOB_ID"',
-        "fi",
-        'exit "$code"',
-    ]
+    if job.image is None:
+        raise UserError("--kubernetes: pods need an image in which warpfold is installed; --image REGISTRY/IMAGE:TAG")
+    if not LABEL.fullmatch(job.name):
+        raise UserError(f"--name {job.name}: Kubernetes takes small letters, digits and -, beginning with a letter")
+    held = CLAIM.fullmatch(claim) if claim is not None else None
+    if claim is not None and held is None:
+        raise UserError(f"--claim {claim}: give a claim and where it is mounted, as in data:/data")
+    own = f'{job.name}-"$JOB_COMPLETION_INDEX".{job.name}'
+    first = "$((JOB_COMPLETION_INDEX == 0))"
+    meet = _meeting(str(job.nodes), job.name, f"{job.name}-0.{job.name}:{PORT}", first, own)
+    path, logs = json.dumps(held[2]) if held else None, shlex.quote(job.logs)
+    needs = {"cpu": job.cores, "memory": job.memory, "nvidia.com/gpu": job.per_node if job.gpus else None}
+    limits = [f'  {name}: "{value}"' for name, value in needs.items() if value]
+    return (
+        fill(
+            KUBERNETES,
+            remarks=_remarks(job),
+            name=json.dumps(job.name),
+            port=PORT,
+            nodes=job.nodes,
+            failures=job.max_restarts * job.nodes,
+            grace=job.grace,
+            image=json.dumps(job.image),
+            logs=logs,
+            ranks=_ranks(job, meet, f'{logs}/"node-$JOB_COMPLETION_INDEX"'),
+            mount=f"- name: data\n  mountPath: {path}" if held else None,
+            place=f"workingDir: {path}" if held else None,
+            limits="\n".join(["resources:", "  limits:", *(f"  {one}" for one in limits)]) if limits else None,
+            # Adapters read and write memory that must be locked.
+            locked='securityContext:\n  capabilities:\n    add: ["IPC_LOCK"]' if job.gpus else None,
+            claim=f'- name: data\n  persistentVolumeClaim:\n    claimName: "{held[1]}"' if held else None,
+        )
+        + "\n"
+    )
