@@ -24,6 +24,7 @@ from warpfold.cost.machine import Machine
 from warpfold.cost.memory import MemoryEstimate
 from warpfold.cost.rates import Rates, of_gpu
 from warpfold.cost.step_seconds import example_seconds
+from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.raw_example import from_sequence
 from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory, is_out_of_memory
@@ -131,7 +132,7 @@ def test_a_run_at_its_limit_makes_the_files_of_one_with_room(
     monkeypatch.setattr(planner, "with_margin", lambda size, kind: size)
     monkeypatch.setattr(Machine, "rates", lambda *given: None)
     predictor = Predictor(tiny_model())
-    prepared = predictor.prepare(from_sequence(LONG, name="long"), recycles=1)
+    prepared = predictor.prepare(Assembly("long", ("A",), (from_sequence(LONG, name="long"),)), recycles=1)
     job = Job(model=predictor.model.config, sizes=sizes_of_batch(prepared.batch), recycles=1, representations=True)
     machine = Machine(kind="cpu", free=10**12, loaded=True)
     needs: dict[bool, list[int]] = {False: [], True: []}

@@ -15,6 +15,7 @@ import warpfold
 from tests.helpers import tiny_model
 from warpfold import cli
 from warpfold.data.example.templates import template_from_file
+from warpfold.data.formats.alignment import decode
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.errors import UserError
@@ -58,13 +59,13 @@ def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment
     for letter in "UC":
         (tmp_path / f"{letter}.a3m").write_text(f">one\nMKTAYI{letter}KQRQISFVKSH\n>b\n-KTAYLUKQRQISFVRSH\n")
         (query,) = read_queries(tmp_path / "q.fasta", [tmp_path / f"{letter}.a3m"])
-        assert query.sequence == "MKTAYIUKQRQISFVKSH"
-        assert query.alignment.query == "MKTAYICKQRQISFVKSH"
-        assert len(query.alignment) == 2
+        assert query.sequences == ("MKTAYIUKQRQISFVKSH",)
+        assert decode(query.chains[0].msa[0]) == "MKTAYICKQRQISFVKSH"
+        assert query.rows == 2
     entry = predict(tmp_path / "q.fasta", [tmp_path / "U.a3m"], tiny_params, tmp_path / "o")["predictions"][0]
     assert (entry["sequence"], entry["msa_depth"]) == ("MKTAYIXKQRQISFVKSH", 2)
     assert "not one of the twenty amino acids, so without atoms: 1 (X at 7)" in entry["warnings"][0]
-    prediction = load(tiny_params, device="cpu").fold(query.sequence, ["-KTAYLUKQRQISFVRSH"], name="one")
+    prediction = load(tiny_params, device="cpu").fold(query.sequences[0], ["-KTAYLUKQRQISFVRSH"], name="one")
     with np.load(tmp_path / "o/one/one.npz", allow_pickle=False) as arrays:
         np.testing.assert_array_equal(prediction.positions, arrays["positions"])
         assert not arrays["mask"][6].any()
@@ -72,10 +73,10 @@ def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment
 
 def test_alignments_are_stacked_in_the_official_order_whatever_the_shell_gives(tmp_path: Path, fasta: Path) -> None:
     files = [tmp_path / f"{name}.a3m" for name in ("z", "a", "mgnify_hits", "bfd_uniclust_hits", "uniref90_hits")]
-    for file in files:
-        file.write_text(f">one\n{ONE}\n>{file.stem}\n{ONE[:-1]}A\n")
-    names = read_queries(fasta, files)[0].alignment.names
-    assert names[1:] == ["uniref90_hits", "bfd_uniclust_hits", "mgnify_hits", "z", "a"]  # the last two as given
+    for file, letter in zip(files, "ACDEF"):
+        file.write_text(f">one\n{ONE}\n>{file.stem}\n{ONE[:-1]}{letter}\n")
+    rows = read_queries(fasta, files)[0].chains[0].msa
+    assert decode(rows[1:, -1]) == "FEDAC"  # the last two as given
 
 
 def test_every_record_is_folded(tmp_path: Path, fasta: Path, a3m: Path, tiny_params: Path) -> None:
@@ -276,9 +277,9 @@ def test_alignments_find_their_records(tmp_path: Path, fasta: Path, a3m: Path) -
     more = tmp_path / "more.sto"
     more.write_text(f"# STOCKHOLM 1.0\none {ONE}\nz   MKTAYIAKQRQISFVKSA\n//\n")
     queries = read_queries(fasta, [more, a3m])
-    assert [(q.name, len(q.alignment)) for q in queries] == [("one", 4), ("two", 1)]
+    assert [(q.name, q.rows) for q in queries] == [("one", 4), ("two", 1)]
     (own,) = read_queries(a3m, [more])
-    assert (own.name, own.sequence, len(own.alignment)) == ("one", ONE, 4)
+    assert (own.name, own.sequences, own.rows) == ("one", (ONE,), 4)
 
 
 @pytest.mark.parametrize(

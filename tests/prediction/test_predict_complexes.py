@@ -21,12 +21,11 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights import save_params
-from warpfold.prediction.fold_input import query_of
 from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.params import read_params
 from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Prepared, load
-from warpfold.prediction.queries import ComplexQuery, FoldQuery, read_queries, with_templates
+from warpfold.prediction.queries import query_of, read_queries, with_templates
 from warpfold.prediction.sanity import Geometry, warn_of_confidence
 from warpfold.prediction.templates import TemplateSources, files_of_chains
 from warpfold.relax import files as relax_files
@@ -237,10 +236,9 @@ def test_rows_that_serve_pairing_alone_are_in_no_alignment_of_one_chain(tmp_path
             (folder / f"{name}.a3m").write_text(f">q\n{ONE}\n>tr|A0A000|A0A000_RAT/1-9\n{row}\n")
         (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n")
         (one,) = read_queries(tmp_path / "q.fasta", [folder])
-        assert isinstance(one, FoldQuery)
         assert len(one.warnings) == len(names) - 1
         assert all(warning.startswith("1 row of alignments that are named as") for warning in one.warnings)
-        return [decode(row) for row in one.alignment.rows[1:]]
+        return [decode(row) for row in one.chains[0].msa[1:]]
 
     pair, other = "W" * len(ONE), "G" * len(ONE)
     assert rows(uniprot_hits=pair, uniref90_hits=other) == [other]
@@ -354,15 +352,13 @@ def test_the_report_shows_what_was_relaxed(
 
 def test_records_are_chains_with_a_multimers_parameters_and_proteins_otherwise(tmp_path: Path, fasta: Path) -> None:
     (complex,) = read_queries(fasta, [], together=True)
-    assert isinstance(complex, ComplexQuery)
-    assert (complex.name, complex.assembly.ids) == ("trio", ("H", "L", "x"))
+    assert (complex.name, complex.ids) == ("trio", ("H", "L", "x"))
     assert complex.assembly.entity_id.tolist() == [1, 2, 1]
     fasta.write_text(f">H\n{ONE}\n>L\n{TWO}:{TWO}\n")
     for together in (False, True):  # A:B is a complex of its own
         single, pair = read_queries(fasta, [], together)
         assert (single.name, pair.name) == ("H", "L")
-        assert isinstance(pair, ComplexQuery)
-        assert pair.assembly.ids == ("A", "B")
+        assert pair.ids == ("A", "B")
 
 
 def test_a_multimer_folds_one_sequence_as_chain_a(tmp_path: Path, params: dict[str, Path]) -> None:

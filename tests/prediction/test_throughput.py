@@ -20,9 +20,9 @@ from tests.ranks import run_ranks
 from warpfold import cli
 from warpfold.batch import stack
 from warpfold.bulk import JobPart
+from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.raw_example import from_sequence
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.formats.alignment import Alignment
 from warpfold.data.formats.sequences import parse_a3m
 from warpfold.errors import UserError
 from warpfold.model.alphafold import HeadsConfig
@@ -37,7 +37,7 @@ from warpfold.prediction.journal import Journal, read_journals
 from warpfold.prediction.params import Params, read_params
 from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Prepared
-from warpfold.prediction.queries import FoldQuery
+from warpfold.prediction.queries import query_of
 from warpfold.prediction.share import Share, _Bar, as_time, in_jobs
 from warpfold.report.predictions import prediction_report
 from warpfold.report.report import render
@@ -81,7 +81,7 @@ def items(params: Path, lengths: Sequence[int]) -> list[FoldItem]:
 
 
 def made(lengths: Sequence[int]) -> list[Any]:
-    return [FoldQuery(f"q{i}", "A" * n, Alignment.of_query("A" * n, f"q{i}")) for i, n in enumerate(lengths)]
+    return [query_of("A" * n, (), f"q{i}") for i, n in enumerate(lengths)]
 
 
 # ---- order, groups, parts
@@ -133,7 +133,10 @@ def test_what_shares_a_pass_is_as_it_is_alone() -> None:
     predictor = Predictor(model, precision="fp64", sample=SampleConfig(max_msa=3, max_extra=2))
     deep = from_sequence(SEQUENCES[0], [parse_a3m(A3M, "p0", SEQUENCES[0])], "p0")
     examples = [deep, *(from_sequence(sequence, name=f"p{i}") for i, sequence in enumerate(SEQUENCES[1:4], 1))]
-    several = [predictor.prepare(one, seed=i, recycles=1, ensemble=2) for i, one in enumerate(examples)]
+    several = [
+        predictor.prepare(Assembly(one.name, ("A",), (one,)), seed=i, recycles=1, ensemble=2)
+        for i, one in enumerate(examples)
+    ]
     together = predictor.compute_together(several)
     for prepared, found in zip(several, together):
         alone = predictor.compute(prepared)

@@ -11,13 +11,13 @@ from warpfold.arguments import WrongArgument, is_list, paths, progress_of, queri
 from warpfold.data.example.query_files import Given
 from warpfold.errors import UserError
 from warpfold.parallel.team import Team
-from warpfold.prediction.fold_input import query_of, said_of
+from warpfold.prediction.fold_input import said_of
 from warpfold.prediction.fold_options import Kept
 from warpfold.prediction.folding import FoldItem, FoldOutcome, fold_groups, in_groups
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.params import Params
 from warpfold.prediction.predictor import Predictor
-from warpfold.prediction.queries import FetchAlignments, Query, read_given
+from warpfold.prediction.queries import FetchAlignments, Query, query_of, read_given
 from warpfold.progress import Progress
 
 

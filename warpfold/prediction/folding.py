@@ -20,7 +20,7 @@ from warpfold.prediction.journal import Key
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.params import Params
 from warpfold.prediction.predictor import Predictor, load
-from warpfold.prediction.queries import FoldQuery, Query
+from warpfold.prediction.queries import Query
 from warpfold.prediction.read_out import Prepared
 from warpfold.training.passes import PassPlace, followed
 
@@ -97,13 +97,11 @@ def in_groups(items: Sequence[FoldItem], batch: int | None, device: str) -> list
 def _fits(item: FoldItem, group: Group, batch: int | None, budget: int) -> bool:
     """Return whether an item may go through the model with a group."""
     every, count, config = (*group, item), len(group) + 1, item.model.config
-    if count > (MOST_TOGETHER if batch is None else batch) or not all(
-        isinstance(one.query, FoldQuery) for one in every
-    ):
+    if count > (MOST_TOGETHER if batch is None else batch) or any(one.query.is_complex for one in every):
         return False
     if config.multimer is not None or config.recycle_tolerance is not None:  # the end of one must not be that of others
         return False
-    if any(_has_templates(one) != _has_templates(item) for one in group):
+    if any((one.query.templates > 0) != (item.query.templates > 0) for one in group):
         return False
     longest, shortest = (f(one.query.residues for one in every) for f in (max, min))
     if batch is not None:
@@ -111,10 +109,6 @@ def _fits(item: FoldItem, group: Group, batch: int | None, budget: int) -> bool:
     sample = item.model.sample
     rows = max(min(one.query.rows, sample.max_msa + sample.max_extra) for one in every)
     return count * longest * max(longest, rows) <= budget
-
-
-def _has_templates(item: FoldItem) -> bool:
-    return isinstance(item.query, FoldQuery) and item.query.templates is not None
 
 
 def cost_of(groups: Iterable[Group]) -> float:
@@ -288,8 +282,8 @@ def _prepare(predictor: Predictor, group: Group, options: FoldOptions, failures:
     made: Made = []
     for item in group:
         try:
-            example = item.query.example()
-            prepared = predictor.prepare(example, seed=item.seed, recycles=options.recycles, ensemble=options.ensemble)
+            assembly, seed = item.query.assembly, item.seed
+            prepared = predictor.prepare(assembly, seed=seed, recycles=options.recycles, ensemble=options.ensemble)
             made.append((item, prepared))
         except failures as error:
             made.append((item, one_line(error)))

@@ -25,7 +25,7 @@ from warpfold.errors import UserError
 from warpfold.model.alphafold import ModelConfig
 from warpfold.parallel.plan import Plan
 from warpfold.prediction.params import Params
-from warpfold.prediction.queries import ComplexQuery, Query, read_queries
+from warpfold.prediction.queries import Query, read_queries
 from warpfold.progress import Progress, no_progress, within
 from warpfold.settings import to_dict
 
@@ -40,18 +40,15 @@ class PlanTarget:
 
 def sizes_of_query(query: Query, model: ModelConfig, sample: SampleConfig, whole: bool) -> ExampleSizes:
     """Return the sizes with which a query goes through a model; whole: as if it had all the rows that this takes."""
-    if isinstance(query, ComplexQuery):
-        residues, rows = query.assembly.length, sum({c.sequence: c.depth for c in query.chains}.values())
-        templates = max((len(c.templates) for c in query.chains if c.templates is not None), default=0)
-    else:
-        residues, rows = len(query.sequence), len(query.alignment.rows)
-        templates = 0 if query.templates is None else len(query.templates)
     if whole:
-        return full_sizes(residues, model, sample)
-    sequences = min(rows, sample.max_msa)
-    extra = max(1, min(rows - sequences, sample.max_extra))
+        return full_sizes(query.residues, model, sample)
+    sequences = min(query.rows, sample.max_msa)
+    extra = max(1, min(query.rows - sequences, sample.max_extra))
     return ExampleSizes(
-        residues=residues, sequences=sequences, extra=extra, templates=min(templates, sample.max_templates)
+        residues=query.residues,
+        sequences=sequences,
+        extra=extra,
+        templates=min(query.templates, sample.max_templates),
     )
 
 
@@ -67,7 +64,7 @@ def targets_of_queries(
     """Read queries; where no alignments are given, and the query's own has but one row, the deepest is planned for."""
     found = []
     for query in read_queries(given, msas, model.multimer is not None):
-        alone = not msas and (isinstance(query, ComplexQuery) or len(query.alignment.rows) == 1)
+        alone = not msas and (query.is_complex or query.rows == 1)
         sizes = sizes_of_query(query, model, sample, whole=alone)
         found.append(PlanTarget(query.name, folding(model, sizes, recycles)))
     return found

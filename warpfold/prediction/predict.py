@@ -28,7 +28,7 @@ from warpfold.prediction.interfaces import describe, find_interfaces
 from warpfold.prediction.outputs import RESERVED, PassStructure, Prediction, checksums_of, claim_folder, refuse_links
 from warpfold.prediction.params import MULTIMERS, Params, families_in, params_files, read_params
 from warpfold.prediction.plan_report import check_fits, sizes_of_query
-from warpfold.prediction.queries import ComplexQuery, Query, ReadQueries, read_given, with_templates
+from warpfold.prediction.queries import Query, ReadQueries, read_given, with_templates
 from warpfold.prediction.sanity import check_geometry, warn_of_confidence
 from warpfold.prediction.servers import fetching
 from warpfold.prediction.share import Share, fold_shared
@@ -150,7 +150,7 @@ def _read(
     if not read.queries:
         raise next(iter(read.errors.values()))
     if waiting:
-        complexes = [query.name for query in read.queries if isinstance(query, ComplexQuery)]
+        complexes = [query.name for query in read.queries if query.is_complex]
         models = read_params(params_files(params, options.num_models, complexes=bool(complexes)))
         _check_complexes(complexes, models)
     return read, models, asked

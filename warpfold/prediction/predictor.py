@@ -14,7 +14,7 @@ from warpfold import arguments
 from warpfold.arguments import PathLike, Paths
 from warpfold.batch import stack, to_tensors
 from warpfold.cost.machine import parse_memory
-from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.assembly import Assembly, Example
 from warpfold.data.example.complexes import Complex
 from warpfold.data.example.raw_example import RawExample
 from warpfold.data.features.choose import SampleConfig
@@ -30,19 +30,15 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.parallel.team import Team
 from warpfold.prediction.fold_input import (
-    Alignments,
-    Sequences,
     TemplatesLike,
     add_templates,
     details_of,
-    query_of,
     said_of,
-    without_atoms,
 )
 from warpfold.prediction.fold_options import Kept, Recycling, batch_of, kept_of, passes_of
 from warpfold.prediction.outputs import PassStructure, Prediction
 from warpfold.prediction.params import MULTIMERS, Params
-from warpfold.prediction.queries import ComplexQuery, FetchAlignments, Query
+from warpfold.prediction.queries import Alignments, FetchAlignments, Query, Sequences, query_of
 from warpfold.prediction.read_out import Prepared, ReadOut
 from warpfold.prediction.servers import ServerLike, fetching, server_of
 from warpfold.progress import Progress
@@ -166,7 +162,7 @@ class Predictor:
         fetch = self._fetching(msa_server, msa_cache)
         query = query_of(sequence, alignment, arguments.text("name", name), fetch)
         query = self.with_templates(query, templates, hits, template_structures, max_template_date)
-        prediction = self.compute(self.prepare(query.example(), **numbers), **asdict(kept))
+        prediction = self.compute(self.prepare(query.assembly, **numbers), **asdict(kept))
         return said_of(query, prediction)
 
     def _fetching(self, server: ServerLike, cache: PathLike | None) -> FetchAlignments | None:
@@ -183,7 +179,7 @@ class Predictor:
         max_template_date: str | None = None,
     ) -> Query:
         """Return a query with its templates.  Errors: UserError as of `fold`, and for what the model cannot fold."""
-        if isinstance(query, ComplexQuery):
+        if query.is_complex:
             self._check_complex(query.name)
         return add_templates(query, self.as_params, templates, hits, template_structures, max_template_date)
 
@@ -230,7 +226,7 @@ class Predictor:
 
     def fold_example(
         self,
-        example: RawExample | Assembly,
+        assembly: Assembly,
         *,
         seed: int = 0,
         recycles: int | None = None,
@@ -240,27 +236,24 @@ class Predictor:
         logits: bool = False,
         save_recycles: bool = False,
     ) -> Prediction:
-        """Fold an example that is encoded already, as `fold` does; coordinates that it has are ignored."""
-        prepared = self.prepare(example, seed=seed, recycles=recycles, ensemble=ensemble)
+        """Fold chains that are encoded already, as `fold` does; coordinates that they have are ignored."""
+        prepared = self.prepare(assembly, seed=seed, recycles=recycles, ensemble=ensemble)
         return self.compute(prepared, representations, distogram, logits, save_recycles)
 
     def prepare(
-        self, example: RawExample | Assembly, *, seed: int = 0, recycles: int | None = None, ensemble: int | None = None
+        self, assembly: Assembly, *, seed: int = 0, recycles: int | None = None, ensemble: int | None = None
     ) -> Prepared:
-        """Make the features of an example, in host memory; a thread may do it while another example computes."""
+        """Make the features of one chain or several, in host memory; a thread may do it while others compute."""
         start, settings = time.perf_counter(), self.model.config
         recycles = settings.recycles if recycles is None else recycles
         ensemble = settings.ensemble if ensemble is None else ensemble
         if recycles < 0 or ensemble < 1:
             raise UserError(f"recycles = {recycles}, ensemble = {ensemble}: at least 0 and 1 are needed")
-        if isinstance(example, Assembly):
-            self._check_complex(example.name)
-            assembly = replace(example, chains=tuple(map(without_atoms, example.chains)))
-        else:
-            example = replace(example, positions=None, mask=None)
-            assembly = Assembly(example.name, ("A",), (example,))
+        if len(assembly.chains) > 1:
+            self._check_complex(assembly.name)
+        assembly = replace(assembly, chains=tuple(map(_without_atoms, assembly.chains)))
         recycles = self.recycling.at_most(recycles, assembly.length)
-        given = example if isinstance(example, RawExample) and settings.multimer is None else assembly
+        given = assembly.chains[0] if settings.multimer is None else assembly
         features = make_features(given, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, widen=False)
         seconds = time.perf_counter() - start
@@ -388,6 +381,11 @@ class Predictor:
                 f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
                 f"({MULTIMERS}), or fold each chain alone (from Python: fold_many)"
             )
+
+
+def _without_atoms(chain: Example) -> Example:
+    """Return a chain without its coordinates, where they are in memory."""
+    return replace(chain, positions=None, mask=None) if isinstance(chain, RawExample) else chain
 
 
 @arguments.names_arguments(strict='kernels="strict"')

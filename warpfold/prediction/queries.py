@@ -1,24 +1,26 @@
-"""What `predict` folds: proteins and complexes, read from the user's files, with their alignments and templates."""
+"""What is folded: chains with their alignments and templates, read from the user's files or given from Python."""
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from warpfold.arguments import PathLike, WrongArgument, is_list, paths, shown
 from warpfold.data.example.assembly import Assembly
-from warpfold.data.example.complexes import Complex, assemble, search_names
+from warpfold.data.example.complexes import Complex, assemble, chain_ids, search_names
 from warpfold.data.example.query_files import Given, read_query_files
-from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
+from warpfold.data.example.raw_example import RawExample, from_sequence
 from warpfold.data.example.templates import TemplateOutcome
-from warpfold.data.formats.alignment import Alignment, merge
+from warpfold.data.formats.alignment import Alignment, encode
 from warpfold.data.formats.chain_alignments import ChainAlignments, as_row, read_chain_alignments
+from warpfold.data.formats.sequences import parse_a3m
 from warpfold.errors import UserError
 from warpfold.files import file_name
-from warpfold.geometry.residue import GAP
 from warpfold.prediction.params import Params, check_templates
 from warpfold.prediction.templates import (
-    Found,
     TemplateQuery,
     TemplateSources,
     check_fit,
@@ -27,88 +29,59 @@ from warpfold.prediction.templates import (
     template_warnings,
 )
 
+Sequences = str | Sequence[str] | Mapping[str, str]  # of a protein, or of the chains of a complex
+Rows = Alignment | Sequence[str]  # of one sequence, as A3M has them
+OfChain = Rows | PathLike | Sequence[PathLike] | None
+Alignments = OfChain | Sequence[OfChain] | Mapping[str, OfChain]
+
 
 @dataclass(frozen=True)
-class FoldQuery:
-    """What to fold: a name that is unique and safe in a path, a sequence, an alignment of it, templates.
+class Query:
+    """What to fold: K chains, each with its alignment and templates; a single protein is a complex of one chain.
 
-    outcomes: of each template that was offered.  warnings: what is to be said of the input.
+    name: unique, and safe in a path.  outcomes: of each template that was offered.  warnings: about the input.
     """
 
     name: str
-    sequence: str
-    alignment: Alignment
-    templates: Templates | None = None
+    ids: tuple[str, ...]  # [K]
+    sequences: tuple[str, ...]  # [K], as given: those of `chains` have X for U
+    chains: tuple[RawExample, ...]  # [K], copies share theirs
     outcomes: Sequence[TemplateOutcome] = ()
     warnings: Sequence[str] = ()
 
     @property
-    def residues(self) -> int:
-        return len(self.sequence)
+    def assembly(self) -> Assembly:
+        return Assembly(self.name, self.ids, self.chains)
 
     @property
-    def rows(self) -> int:
-        """Return the rows of the alignment."""
-        return len(self.alignment)
-
-    def example(self) -> RawExample:
-        """Encode it; with a deep alignment this takes a while."""
-        return replace(from_sequence(self.sequence, [self.alignment], self.name), templates=self.templates)
-
-    def parts(self) -> Iterator[bytes]:
-        """Yield all that decides what is predicted."""
-        yield f"{self.name}\n{self.sequence}\n".encode()
-        yield from (self.alignment.rows.tobytes(), self.alignment.deletions.tobytes())
-        yield from _template_parts(self.templates)
-
-
-@dataclass(frozen=True)
-class ComplexQuery:
-    """A complex to fold, with the alignments and templates of its chains; the rest as in `FoldQuery`."""
-
-    assembly: Assembly
-    outcomes: Sequence[TemplateOutcome] = ()
-    warnings: Sequence[str] = ()
-
-    @property
-    def name(self) -> str:
-        return self.assembly.name
+    def is_complex(self) -> bool:
+        return len(self.ids) > 1
 
     @property
     def residues(self) -> int:
-        return self.assembly.length
+        return sum(map(len, self.sequences))
 
     @property
     def rows(self) -> int:
         """Return the rows of the alignments of the chains, copies counted once."""
         return sum({chain.sequence: chain.depth for chain in self.chains}.values())
 
-    def example(self) -> Assembly:
-        """Return the chains, encoded as they are."""
-        return self.assembly
-
     @property
-    def chains(self) -> tuple[RawExample, ...]:
-        """Return the chains, which are in memory."""
-        return tuple(chain for chain in self.assembly.chains if isinstance(chain, RawExample))
+    def templates(self) -> int:
+        """Return the templates of the chain that has most."""
+        return max(chain.templates_count for chain in self.chains)
 
     def parts(self) -> Iterator[bytes]:
         """Yield all that decides what is predicted."""
-        yield f"{self.name}\n{','.join(self.assembly.ids)}\n".encode()
+        yield f"{self.name}\n{','.join(self.ids)}\n".encode()
         for chain in self.chains:
             yield from (array.tobytes() for array in (chain.aatype, chain.msa, chain.deletions))
             if (pairing := chain.pairing) is not None:
                 for array in (pairing.species, pairing.identity, pairing.digest, pairing.unpaired):
                     yield np.ascontiguousarray(array).tobytes()
-            yield from _template_parts(chain.templates)
-
-
-Query = FoldQuery | ComplexQuery
-
-
-def _template_parts(templates: Templates | None) -> Iterator[bytes]:
-    if templates is not None:
-        yield from (array.tobytes() for array in (templates.aatype, templates.positions, templates.mask))
+            if chain.templates is not None:
+                templates = chain.templates.aatype, chain.templates.positions, chain.templates.mask
+                yield from (array.tobytes() for array in templates)
 
 
 # Returns files of alignments for queries, each with those of its sequences that have none.
@@ -178,25 +151,41 @@ def read_given(
     for one in read:
         if one.name not in found:
             try:
-                found[one.name] = _with_alignments(one, alignments)
+                single = len(one.ids) == 1  # whatever its chain is called in a file
+                found[one.name] = make_query(replace(one, ids=("A",)) if single else one, alignments)
             except UserError as error:
                 found[one.name] = error
-    warnings = [*alignments.notes, *of_none(alignments.unused)]
+    warnings = [*alignments.notes, *unused_msa_warning(alignments.unused)]
     if files.predicted:
-        warnings.append(f"structures that were predicted are not folded anew: {_some(files.predicted)}")
+        warnings.append(f"structures that were predicted are not folded anew: {shorten_list(files.predicted)}")
     return ReadQueries({one.name: found[one.name] for one in read}, warnings, files.hits)
 
 
-def _with_alignments(given: Complex, alignments: ChainAlignments) -> Query:
-    """Return a protein or a complex with its alignments.  Errors: UserError for what is no protein."""
+def make_query(given: Complex, alignments: ChainAlignments | None = None) -> Query:
+    """Return chains with their alignments, and warnings about what these lack or are not used for.
+
+    As official, the rows of `uniprot_hits` are in no alignment of a protein alone; but they are more than nothing.
+    Errors: UserError for an alignment of another protein, or a sequence that is no protein's.
+    """
     if len(given.ids) > 1:
         assembly, notes = assemble(given, alignments)
-        return ComplexQuery(assembly, warnings=notes)
-    (sequence,) = given.sequences
-    own = [*given.alignments, *alignments.of(sequence)]
-    alone = single_query(given.name, sequence, own)
-    bare = [] if own else ["no alignment: folded by the sequence alone"]
-    return replace(alone, warnings=[*given.notes, *bare, *alone.warnings])
+        chains = tuple(chain for chain in assembly.chains if isinstance(chain, RawExample))
+        return Query(given.name, given.ids, given.sequences, chains, warnings=notes)
+    (sequence,), notes = given.sequences, [*given.notes]
+    own = [*given.alignments, *(alignments.of(sequence) if alignments else ())]
+    used = [one for one in own if one.stands_alone] or own
+    example = from_sequence(sequence, used or [Alignment.of_query(sequence, given.name)], given.name)
+    if unused := sum(len(one) - 1 for one in own) - sum(len(one) - 1 for one in used):
+        rows_of = "1 row" if unused == 1 else f"{unused} rows"
+        notes.append(
+            f"{rows_of} of alignments that are named as serving to pair (uniprot, pair) not used for a single protein "
+            "that has others; rename the files to use all"
+        )
+    if not own:
+        notes.append("no alignment: folded by the sequence alone")
+    elif example.depth == 1:
+        notes.append("its alignment has one row, its own: folded by the sequence alone")
+    return Query(given.name, given.ids, given.sequences, (example,), warnings=notes)
 
 
 def lacking_of(query: Complex, alignments: ChainAlignments | None) -> list[str]:
@@ -205,35 +194,15 @@ def lacking_of(query: Complex, alignments: ChainAlignments | None) -> list[str]:
     return [one for one in query.sequences if as_row(one) not in own and not (alignments and alignments.of(one))]
 
 
-def single_query(name: str, sequence: str, given: Sequence[Alignment]) -> FoldQuery:
-    """Return a single protein with those of its alignments that it uses, and warnings about rows that it lacks.
-
-    As official, the rows of `uniprot_hits` are in no alignment of one chain; but they are more than nothing.
-    """
-    if not given:
-        return FoldQuery(name, sequence, Alignment.of_query(sequence, name))
-    rows = merge([one for one in given if one.stands_alone] or given)
-    warnings = []
-    if unused := sum(len(one) - 1 for one in given) - (len(rows) - 1):
-        rows_of = "1 row" if unused == 1 else f"{unused} rows"
-        warnings.append(
-            f"{rows_of} of alignments that are named as serving to pair (uniprot, pair) not used for a single protein "
-            "that has others; rename the files to use all"
-        )
-    if not ((rows.rows != rows.rows[0]).any(1) & (rows.rows != GAP).any(1)).any():
-        warnings.append("its alignment has one row, its own: folded by the sequence alone")
-    return FoldQuery(name, sequence, rows, warnings=warnings)
-
-
-def of_none(files: Sequence[str]) -> list[str]:
+def unused_msa_warning(files: Sequence[str]) -> list[str]:
     """Return a sentence about alignments that belong to none of the sequences, if there are any."""
     if not files:
         return []
     count = "1 alignment" if len(files) == 1 else f"{len(files)} alignments"
-    return [f"{count} of none of the sequences, left out: {_some(files)}"]
+    return [f"{count} of none of the sequences, left out: {shorten_list(files)}"]
 
 
-def _some(names: Sequence[str]) -> str:
+def shorten_list(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
@@ -254,15 +223,23 @@ def with_templates(
     check_fit(list(map(str, sources.files)), [one.files for one in each], (each[0].chains or each[0].names)[0])
     most = max(model.sample.max_templates for model in able)
     found = dict(zip(each, find_templates_of(each, sources, most, refused)))
-    with_found = [_with_found(query, {one: found[one] for one in own}) for query, own in zip(queries, asked)]
-    return [replace(one, warnings=[*one.warnings, *template_warnings(one.outcomes, sources)]) for one in with_found]
+    answered = []
+    for query, own in zip(queries, asked):
+        by_sequence = {one.sequence: found[one][0] for one in own}
+        chains = tuple(
+            replace(chain, templates=by_sequence[sequence]) for chain, sequence in zip(query.chains, query.sequences)
+        )
+        outcomes = [replace(outcome, chains=one.chains) for one in own for outcome in found[one][1]]
+        warnings = [*query.warnings, *template_warnings(outcomes, sources)]
+        answered.append(replace(query, chains=chains, outcomes=outcomes, warnings=warnings))
+    return answered
 
 
 def _ask(query: Query, files: Sequence[str], alone: bool) -> list[TemplateQuery]:
     """Return the sequences of a query for which templates are sought.  alone: it is the only query."""
-    if isinstance(query, FoldQuery):
-        return [TemplateQuery(query.sequence, (query.name,), tuple(map(str, files)))]
-    chains = dict(zip(query.assembly.ids, (chain.sequence for chain in query.chains)))
+    if not query.is_complex:
+        return [TemplateQuery(query.sequences[0], (query.name,), tuple(map(str, files)))]
+    chains = dict(zip(query.ids, query.sequences))
     own = files_of_chains(files, chains)
     asked = []
     for sequence, searched in search_names(query.name, chains).items():
@@ -273,11 +250,89 @@ def _ask(query: Query, files: Sequence[str], alone: bool) -> list[TemplateQuery]
     return asked
 
 
-def _with_found(query: Query, found: Mapping[TemplateQuery, Found]) -> Query:
-    if isinstance(query, FoldQuery):
-        ((templates, outcomes),) = found.values()
-        return replace(query, templates=templates, outcomes=outcomes)
-    by_sequence = {one.sequence: templates for one, (templates, _) in found.items()}
-    chains = tuple(replace(chain, templates=by_sequence[chain.sequence]) for chain in query.chains)
-    outcomes = [replace(outcome, chains=one.chains) for one, (_, outcomes) in found.items() for outcome in outcomes]
-    return replace(query, assembly=replace(query.assembly, chains=chains), outcomes=outcomes)
+def query_of(sequence: Sequences, alignment: Alignments, name: str, fetch: FetchAlignments | None = None) -> Query:
+    """Return what Python gives: a protein, or a complex of several chains, with its alignments.
+
+    sequence: one letter per residue; A:B, a list, or chain -> sequence for a complex.  alignment: rows, an `Alignment`,
+    or files; of a complex one for each chain in their order, chain -> alignment, or files, each of the chain that is
+    its first row.  fetch: gets alignments of sequences that have none.
+    Errors: WrongArgument for what is nothing of these; UserError for letters that are not residues, files that cannot
+    be read, and rows that do not fit.
+    """
+    chains = _chains(sequence, name)
+    for id, letters in chains.items():
+        encode(letters, name if len(chains) == 1 else f"{name} {id}")  # an error for letters that are not residues
+    alone = isinstance(sequence, str) and len(chains) == 1
+    files, notes, found = None, list[str](), list[Alignment]()
+    if alone:
+        found = _of_chain(chains["A"], alignment, name, notes)
+    elif _is_path(alignment) or _is_paths(alignment):
+        files = read_chain_alignments(paths("alignment", alignment), chains.values(), name)
+        notes = [*files.notes, *unused_msa_warning(files.unused)]
+    else:
+        found = _of_chains(chains, alignment, name, notes)
+    given = Complex(name, tuple(chains), tuple(chains.values()), tuple(found))
+    if fetch is not None and (without := lacking_of(given, files)):
+        answers = read_chain_alignments(fetch([(given, without)]), chains.values(), name)
+        files = answers if files is None else files.joined(answers)
+    query = make_query(given, files)
+    return replace(query, warnings=[*notes, *query.warnings] if found or files else notes)  # nothing given: as asked
+
+
+def _chains(sequence: Any, name: str) -> dict[str, str]:
+    """Return the letters of the chains by their names; a protein given as a text is chain A."""
+    if isinstance(sequence, str):
+        if not sequence.strip():
+            raise UserError(f"{name}: the sequence has no residues; give a letter for each")
+        if not set(sequence).isdisjoint("./"):
+            raise UserError(f"{name}: sequence = {shown(sequence)}: is no sequence; a file is folded by fold_many")
+        sequence = sequence.split(":")
+    if not isinstance(sequence, Mapping) and not is_list(sequence):
+        what = "a text is needed, or those of the chains of a complex; files: fold_many"
+        raise WrongArgument(f"sequence = {shown(sequence)}: {what}")
+    if not sequence:
+        raise UserError(f"{name}: sequence = {shown(sequence)}: has no chains; give one at least")
+    named = sequence if isinstance(sequence, Mapping) else dict(zip(chain_ids(len(sequence)), sequence))
+    for id, letters in named.items():
+        if not isinstance(letters, str) or not isinstance(id, str):
+            raise WrongArgument(f"{name}: chain {id} = {shown(letters)}: a text is needed")
+    return {id: letters.upper() for id, letters in named.items()}
+
+
+def _of_chains(chains: Mapping[str, str], given: Any, name: str, notes: list[str]) -> list[Alignment]:
+    """Return the alignments of a complex, given chain by chain.  notes: gets what is to be said of their files."""
+    if given is not None and not isinstance(given, Mapping) and not is_list(given):
+        raise WrongArgument(f"alignment = {shown(given)}: files, a list or a mapping of chains is needed")
+    given = () if given is None else given
+    each = given if isinstance(given, Mapping) else dict(zip(chains, given))
+    if unknown := [id for id in each if id not in chains]:
+        raise UserError(f"{name}: an alignment for chain {unknown[0]}, but the chains are {', '.join(chains)}")
+    if not chains or len(each) < len(given):
+        raise UserError(f"{name}: {len(chains)} chains and {len(given)} alignments; give one for each, or none")
+    return [one for id, rows in each.items() for one in _of_chain(chains[id], rows, f"{name} {id}", notes)]
+
+
+def _of_chain(sequence: str, given: Any, name: str, notes: list[str]) -> list[Alignment]:
+    """Return the alignments of one sequence: of rows, as in A3M, one, in which the sequence may be or not."""
+    if given is None:
+        return []
+    if isinstance(given, Alignment):
+        return [given.check_query(sequence, name)]
+    if _is_path(given) or (_is_paths(given) and not any(isinstance(one, str) for one in given)):  # texts are rows
+        read = read_chain_alignments(paths("alignment", given), [sequence], name)
+        notes += [*read.notes, *unused_msa_warning(read.unused)]
+        return read.of(sequence)
+    if not is_list(given) or not all(isinstance(row, str) for row in given):
+        raise WrongArgument(f"{name}: alignment = {shown(given)}: rows, an Alignment, or files are needed")
+    if not given:
+        return []
+    text = "".join(f">alignment[{i}]\n{row}\n" for i, row in enumerate(given))
+    return [parse_a3m(f">{name}\n{sequence}\n{text}", name, sequence)]
+
+
+def _is_path(given: Any) -> bool:
+    return isinstance(given, str | os.PathLike)
+
+
+def _is_paths(given: Any) -> bool:
+    return is_list(given) and len(given) > 0 and all(map(_is_path, given))

@@ -5,18 +5,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from warpfold.batch import FEATURES, Arrays
-from warpfold.data.example.assembly import Assembly
-from warpfold.data.example.raw_example import RawExample
+from warpfold.data.example.assembly import Assembly, Example
 from warpfold.data.features.assembly import assembly_features
 from warpfold.data.features.choose import SampleConfig, select
 from warpfold.data.features.labels import add_labels, atom_masks
 from warpfold.data.features.msa import WholeChain, msa_features
 from warpfold.data.features.templates import template_features
-from warpfold.data.store.stored_example import StoredExample
 
 
 def make_features(
-    example: RawExample | StoredExample | Assembly,
+    example: Example | Assembly,
     config: SampleConfig,
     seed: int,
     key: tuple[str | int, ...],
