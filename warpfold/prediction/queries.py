@@ -203,6 +203,7 @@ def unused_msa_warning(files: Sequence[str]) -> list[str]:
 
 
 def shorten_list(names: Sequence[str]) -> str:
+    """Return three names at most, and dots for the others."""
     return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
 
 
