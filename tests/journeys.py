@@ -1,12 +1,12 @@
 """Measure journeys through the package: how many files and functions somebody reads to follow one thing.
 
-    python tests/journeys.py                            # this checkout; a table
+    python tests/journeys.py                            # this checkout; a table, that of docs/architecture.md
     python tests/journeys.py --root ../before --json    # another checkout, for a program to read
-    python tests/journeys.py triangle layer             # some journeys only
+    python tests/journeys.py triangle layer --show      # some journeys only; which functions ran, on stderr
 
 What runs is counted with sys.setprofile: files and functions of the package that were executed, and calls of them.
 Everything has run once before it is counted, so caches are full and modules loaded.  Comprehensions and lambdas belong
-to the function around them.  What does not run is counted by searching the files that git knows for a name.
+to the function around them.  What does not run is counted by reading the source.
 
 The script serves checkouts of different ages, so it looks names up late, wherever in the package they are defined.
 Where a name is gone it says so; add the new name beside the old one here.
@@ -14,7 +14,6 @@ Where a name is gone it says so; add the new name beside the old one here.
 
 import argparse
 import ast
-import difflib
 import importlib
 import json
 import os
@@ -34,15 +33,20 @@ from typing import Any
 
 OWN = Path(__file__).resolve()
 ROOT = OWN.parents[1]  # the checkout that is measured; --root names another
-NOT_COUNTED = ("CHANGELOG.md", "tests/journeys.py", "docs/architecture.md")  # they tell of journeys
-C_Z = 12  # channels of z in tests/helpers.py's model
+NOT_COUNTED = (
+    "CHANGELOG.md",
+    "tests/journeys.py",
+    "tests/faults.toml",
+    "docs/architecture.md",
+)  # they tell of journeys
+MOST_FILES = 15  # of a room
+SHOW = False
 
 
 @dataclass(frozen=True)
 class Row:
     """One measured figure of a journey, or several that belong together."""
 
-    journey: str
     what: str
     files: int | None = None
     functions: int | None = None
@@ -54,12 +58,21 @@ class Gone(Exception):
     """A name that the script needs is no longer defined in the measured checkout."""
 
 
-# Finding things
+# Reading the source
 
 
-def package() -> list[Path]:
-    """Return every Python file of the package."""
-    return sorted((ROOT / "warpfold").rglob("*.py"))
+def sources(folder: str = "warpfold", root: Path | None = None) -> dict[str, str]:
+    """Return the text of every Python file below a folder of the checkout, by its path from there."""
+    root = root or ROOT
+    return {
+        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted((root / folder).rglob("*.py"))
+    }
+
+
+def module_name(path: str) -> str:
+    """Return the dotted name of a file."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def find(*names: str, under: str = "") -> Any:
@@ -69,55 +82,66 @@ def find(*names: str, under: str = "") -> Any:
     """
     for name in names:
         defined = re.compile(rf"^(?:class|def) {name}\b|^{name}(?:: [^=\n]+)? = |^    {name} = ", re.M)
-        for path in package():
-            where = path.relative_to(ROOT).with_suffix("").as_posix()
-            if under in where and defined.search(path.read_text(encoding="utf-8")):
-                module = importlib.import_module(where.removesuffix("/__init__").replace("/", "."))
+        for path, text in sources().items():
+            if under in path and defined.search(text):
+                module = importlib.import_module(module_name(path))
                 if hasattr(module, name):
                     return getattr(module, name)
     raise Gone(f"{' or '.join(names)} is not defined in warpfold/**{under}**; tell tests/journeys.py its new name")
 
 
-def tracked() -> list[str]:
-    """Return the files that git knows."""
-    return subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+def naming(what: str, word: str) -> Row:
+    """Return how many files name a word (those that git knows, changelogs apart), and which of the package they are."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    kept = (name for name in tracked if name not in NOT_COUNTED and not name.startswith("benchmarks/results/"))
+    # `_` counts as the end of a word: triangle_factor_backward names triangle_factor.
+    named = re.compile(rf"(?<![A-Za-z0-9]){word}(?![A-Za-z0-9])")
+    found = [
+        name
+        for name in kept
+        if name.endswith((".py", ".md", ".json", ".toml", ".sh"))
+        and (ROOT / name).exists()
+        and named.search((ROOT / name).read_text(encoding="utf-8"))
+    ]
+    ours = [name.removeprefix("warpfold/") for name in found if name.startswith("warpfold/")]
+    return Row(what, len(found), note=f"{len(ours)} in the package: {', '.join(ours)}")
 
 
-def naming(word: str) -> dict[str, list[str]]:
-    """Return the files that name a word, by the folder at the root: those that git knows, changelogs apart."""
-    found: dict[str, list[str]] = {}
-    for name in tracked():
-        path = ROOT / name
-        if path.suffix not in (".py", ".md", ".json", ".toml", ".sh") or not path.exists():
-            continue
-        if name in NOT_COUNTED or name.startswith("benchmarks/results/"):
-            continue
-        # `_` counts as the end of a word: triangle_factor_backward names triangle_factor.
-        if re.search(rf"(?<![A-Za-z0-9]){word}(?![A-Za-z0-9])", path.read_text(encoding="utf-8")):
-            found.setdefault(name.split("/")[0], []).append(name)
-    return found
+def imported(text: str) -> set[str]:
+    """Return the modules, and perhaps names in them, that a file imports anywhere, also for type checkers alone."""
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    others = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    return plain | {n for node in others for n in (node.module or "", *(f"{node.module}.{a.name}" for a in node.names))}
 
 
-def naming_row(journey: str, what: str, word: str) -> Row:
-    """Return how many files name a word, and which of the package they are."""
-    found = naming(word)
-    ours = found.pop("warpfold", [])
-    note = f"{len(ours)} in the package, " + ", ".join(f"{len(paths)} in {room}" for room, paths in found.items())
-    short = ", ".join(name.removeprefix("warpfold/") for name in ours)
-    return Row(journey, what, files=len(ours) + sum(map(len, found.values())), note=f"{note}: {short}")
+def circles(root: Path | None = None) -> list[list[str]]:
+    """Return every group of modules that import each other, directly or through others of the group."""
+    texts = {module_name(path): text for path, text in sources(root=root).items() if path != "warpfold/__init__.py"}
+    reached = {name: (imported(text) & texts.keys()) - {name} for name, text in texts.items()}
+    grown = True
+    while grown:
+        grown = False
+        for of_one in reached.values():
+            more = set().union(*(reached[name] for name in of_one)) - of_one
+            of_one |= more
+            grown = grown or bool(more)
+    groups = {frozenset(other for other in reached[name] if name in reached[other]) for name in reached}
+    return sorted(sorted(group) for group in groups if group)
+
+
+def rooms(root: Path | None = None) -> dict[str, int]:
+    """Return how many files, `__init__` apart, each folder of the package holds itself."""
+    return dict(Counter(path.rpartition("/")[0] for path in sources(root=root) if not path.endswith("__init__.py")))
 
 
 # Counting what runs
 
 
 class Trace:
-    """Within it, every call of a function of the package is counted.
+    """Within it, every call of a function of the package is counted."""
 
-    holds: counts only calls in which it is true of the caller's local variables when the function returns.
-    """
-
-    def __init__(self, holds: Callable[[dict[str, Any]], bool] | None = None) -> None:
-        self.holds = holds
+    def __init__(self) -> None:
         self.calls: Counter[tuple[str, str]] = Counter()
         self._prefix = str(ROOT / "warpfold") + os.sep
 
@@ -130,62 +154,29 @@ class Trace:
 
     def _event(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if event != ("return" if self.holds else "call") or not code.co_filename.startswith(self._prefix):
-            return
-        if not code.co_name.startswith("<") and (self.holds is None or self.holds(frame.f_locals)):
-            self.calls[code.co_filename, code.co_qualname] += 1
-
-    def row(self, journey: str, what: str, note: str = "") -> Row:
-        files = {file for file, _ in self.calls}
-        return Row(journey, what, len(files), len(self.calls), sum(self.calls.values()), note)
+        if event == "call" and code.co_filename.startswith(self._prefix) and not code.co_name.startswith("<"):
+            self.calls[code.co_filename.removeprefix(self._prefix), code.co_qualname] += 1
 
 
-def counted(journey: str, what: str, work: Callable[[], object], holds: Any = None) -> Row:
+def counted(what: str, work: Callable[[], object]) -> Row:
     """Return what `work` executes, when it is done for the second time."""
     work()
-    with Trace(holds) as trace:
+    with Trace() as trace:
         work()
     if SHOW:
         for (file, function), calls in sorted(trace.calls.items()):
-            print(f"  {Path(file).relative_to(ROOT)}: {function} {calls}", file=sys.stderr)
-    return trace.row(journey, what)
+            print(f"  {file}: {function} {calls}", file=sys.stderr)
+    return Row(what, len({file for file, _ in trace.calls}), len(trace.calls), sum(trace.calls.values()))
 
 
-SHOW = False  # --show: what was executed, function by function
-
-
-def holds_z(residues: int) -> Callable[[dict[str, Any]], bool]:
-    """Return a test of local variables: whether one of them is z [*, residues, residues, C_Z], or wraps it."""
-    import torch
-
-    shape = (residues, residues, C_Z)
-
-    def is_z(value: object, depth: int = 0) -> bool:
-        if isinstance(value, torch.Tensor):
-            return tuple(value.shape[-3:]) == shape
-        if depth > 1 or isinstance(value, torch.nn.Module):
-            return False
-        if isinstance(value, tuple | list):
-            return any(is_z(one, depth + 1) for one in value)
-        inside = getattr(value, "__dict__", None) if type(value).__module__.startswith("warpfold.") else None
-        return inside is not None and any(is_z(one, depth + 1) for one in inside.values())
-
-    return lambda names: any(is_z(value) for value in names.values())
-
-
-# The same work in checkouts of different ages
-
-
-def bind(model: Any, **settings: Any) -> Any:
-    """Put a plan of these settings on a model, for one process or for the ranks that are there."""
-    plan = find("Plan", under="parallel")(**settings)
-    mesh = None
-    if plan.data * plan.axial * plan.branch > 1:
-        mesh = find("make_mesh")(plan.data, plan.axial, plan.branch)
-    try:
-        return find("Execution", under="parallel")(plan, mesh).bind(model)
-    except Gone:  # a checkout of before November 2026
-        return find("apply", under="parallel")(plan, model, mesh)
+def elsewhere(journey: str, root: Path | None = None, **environment: str) -> list[Row]:
+    """Return a journey's rows, measured in another process with these environment variables, of another checkout."""
+    command = [sys.executable, str(OWN), "--root", str(root or ROOT), "--json", journey, *(["--show"] if SHOW else [])]
+    ran = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
+    print(ran.stderr, end="", file=sys.stderr)
+    if ran.returncode:
+        raise Gone(ran.stderr.strip().splitlines()[-1] if ran.stderr else f"exit code {ran.returncode}")
+    return [Row(**row) for row in json.loads(ran.stdout)]
 
 
 @contextmanager
@@ -197,7 +188,7 @@ def sample() -> Iterator[tuple[Path, Path]]:
         yield structure, alignment
 
 
-def features_of(structure: Path, alignment: Path, crop: int | None = None) -> dict[str, Any]:
+def features_of(structure: Path, alignment: Path, crop: int) -> dict[str, Any]:
     """Return the features of the one chain of an mmCIF file with its alignment, as training makes them."""
     read = find("read_structure")(structure)
     (chain,) = read.chains.values()
@@ -207,10 +198,45 @@ def features_of(structure: Path, alignment: Path, crop: int | None = None) -> di
     return arrays
 
 
-def training_step(crop: int) -> Callable[[], object]:
-    """Return one training step of the tiny model on a sample protein: forward, loss, backward, optimizer."""
+# The journeys
+
+
+def triangle(what: str, kernels: str = "fast", size: int = 64, channels: int = 128) -> Row:
+    """Measure one triangle product of Algorithm 11."""
+    import torch
+
+    layer = find("TriangleMultiplication")(channels, channels, outgoing=True).eval()
+    z, mask = torch.randn(size, size, channels), torch.ones(size, size)
+    with find("using", under="ops")(kernels):
+        return counted(f"one triangle product, {what}", lambda: layer(z, mask))
+
+
+def journey_triangle() -> list[Row]:
+    """Measure a triangle product on every backend."""
+    # Triton reads TRITON_INTERPRET when a kernel is defined, so this takes a process of its own.
+    interpreted = elsewhere("_interpreted", TRITON_INTERPRET="1")
+    return [triangle("by its definition", "definition"), triangle("fast on a CPU"), *interpreted]
+
+
+def journey__interpreted() -> list[Row]:
+    """Measure the triangle product of a GPU, in a process that was begun with TRITON_INTERPRET=1."""
+    with find("interpreting", under="ops")():
+        return [triangle("by a GPU's kernels, interpreted", size=16, channels=32)]
+
+
+def journey_block() -> list[Row]:
+    """Measure one Evoformer block, forward."""
+    import torch
+
+    stack = find("Evoformer")(16, 12, find("EvoformerConfig")(blocks=1)).eval()
+    m, z = torch.randn(5, 9, 16), torch.randn(9, 9, 12)
+    return [counted("one Evoformer block, forward", lambda: stack(m, z, torch.ones(5, 9), torch.ones(9, 9)))]
+
+
+def journey_step() -> list[Row]:
+    """Measure one training step of the tiny model on a sample protein."""
     with sample() as files:
-        batch = find("to_tensors", under="batch")(features_of(*files, crop=crop))
+        batch = find("to_tensors", under="batch")(features_of(*files, crop=23))
     model = importlib.import_module("tests.helpers").tiny_model().train()
     optimizer = find("Optimizer")(model, find("OptimConfig")())
     total_loss, losses = find("total_loss"), find("LossConfig")()
@@ -221,64 +247,45 @@ def training_step(crop: int) -> Callable[[], object]:
         optimizer.collect(loss)
         optimizer.step(0)
 
-    return step
+    return [counted("one training step: model, losses, backward, optimizer", step)]
 
 
-# The journeys
+def journey_mmcif() -> list[Row]:
+    """Measure an mmCIF file and its alignment to features."""
+    with sample() as files:
+        return [counted("one mmCIF and its alignment to features", lambda: features_of(*files, crop=23))]
 
 
-def journey_step() -> list[Row]:
-    """1: z through one training step."""
-    crop = 23
-    step = training_step(crop)
+def journey_naming() -> list[Row]:
+    """Count the files that name one of a kind: what adding another takes."""
     return [
-        counted("step", "z through one training step: what holds it", step, holds_z(crop)),
-        counted("step", "the whole step: model, losses, backward, optimizer", step),
+        naming("a fused operation: files that name triangle_factor", "triangle_factor"),
+        naming("an option of a command: files that name max_recycles", "max_recycles"),
+        naming("an optimizer: files that name LAMB", "[Ll]amb"),
     ]
 
 
-def journey_block() -> list[Row]:
-    """1b: one Evoformer block, forward."""
-    import torch
-
-    stack = find("Evoformer")(16, 12, find("EvoformerConfig")(blocks=1)).eval()
-    m, z = torch.randn(5, 9, 16), torch.randn(9, 9, 12)
-    return [counted("block", "one Evoformer block, forward", lambda: stack(m, z, torch.ones(5, 9), torch.ones(9, 9)))]
-
-
-def triangle(residues: int, channels: int) -> Callable[[], object]:
-    """Return one triangle product of Algorithm 11."""
-    import torch
-
-    layer = find("TriangleMultiplication")(channels, channels, outgoing=True).eval()
-    z, mask = torch.randn(residues, residues, channels), torch.ones(residues, residues)
-    return lambda: layer(z, mask)
-
-
-def journey_triangle() -> list[Row]:
-    """2: one triangle product by its definition, fast on a CPU, and by a GPU's kernels, interpreted."""
-    rows = []
-    for kernels, what in (("definition", "by its definition"), ("fast", "fast on a CPU")):
-        with find("using", under="ops")(kernels):
-            rows.append(counted("triangle", f"one triangle product, {what}", triangle(64, 128)))
-    # Triton reads TRITON_INTERPRET when a kernel is defined, so this takes a process of its own.
-    return rows + elsewhere("_interpreted", TRITON_INTERPRET="1")
-
-
-def journey__interpreted() -> list[Row]:
-    """Measure the triangle product of a GPU, in a process that was begun with TRITON_INTERPRET=1."""
-    find("interpret", under="ops")()
-    return [counted("triangle", "one triangle product, by a GPU's kernels", triangle(16, 32))]
-
-
-def elsewhere(journey: str, root: Path | None = None, **environment: str) -> list[Row]:
-    """Return a journey's rows, measured in another process with these environment variables, of another checkout."""
-    command = [sys.executable, str(OWN), "--root", str(root or ROOT), "--json", journey, *(["--show"] if SHOW else [])]
-    ran = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True)
-    print(ran.stderr, end="", file=sys.stderr)
-    if ran.returncode:
-        raise Gone(ran.stderr.strip().splitlines()[-1] if ran.stderr else f"exit code {ran.returncode}")
-    return [Row(**row) for row in json.loads(ran.stdout)]
+def journey_house() -> list[Row]:
+    """Count files, functions and lines of the package; what goes in circles, what is full, what is used once."""
+    texts = sources()
+    lengths, once, in_once = [], 0, 0
+    for text in texts.values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lengths.append((node.end_lineno or node.lineno) - node.lineno + 1)
+                if re.match("_[a-z]", node.name) and len(re.findall(rf"\b{node.name}\b", text)) == 2:
+                    once, in_once = once + 1, in_once + lengths[-1]
+    lines, of_tests = (sum(text.count("\n") for text in held.values()) for held in (texts, sources("tests")))
+    full = {room: count for room, count in rooms().items() if count > MOST_FILES}
+    within = ", ".join(f"{room} {count}" for room, count in sorted(full.items()))
+    middle = f"{lines} lines; functions of {statistics.median(lengths):g} lines in the median"
+    return [
+        Row("the package", len(texts), len(lengths), note=middle),
+        Row("the tests", len(sources("tests")), note=f"{of_tests} lines"),
+        Row("files in circles", sum(map(len, circles())), note="; ".join(" - ".join(one) for one in circles())),
+        Row(f"rooms of more than {MOST_FILES} files", len(full), note=within),
+        Row("private functions that are used once", functions=once, note=f"{in_once} lines"),
+    ]
 
 
 LAYER = '''
@@ -299,15 +306,11 @@ class GatedMLP(AxialUpdate):
         (n,) = local
         return self.out(self.value(n).relu() * self.gate(n).sigmoid()) * mask[..., None]
 '''
-# How a block takes the layer, for each design of a block: lines of model/pair.py, and what stands there then.
-INIT = "        self.transition = Transition(c_z, c.transition, c.activation)\n"
-DESIGNS = [
-    {
-        INIT: INIT + "        self.mlp = GatedMLP(c_z)\n",
-        'Step("z", self.transition)\n': 'Step("z", self.transition), Step("z", self.mlp)\n',
-    },
-    {INIT: INIT + "        self.mlp = GatedMLP(c_z)\n"},  # layers ran in the order in which they were declared
-]
+# How a block takes the layer: lines of model/pair.py, and what stands there then.
+IN_A_BLOCK = {
+    "        self.transition = Transition(c_z, c.transition, c.activation)\n": "        self.mlp = GatedMLP(c_z)\n",
+    'Step("z", self.transition)': ', Step("z", self.mlp)',
+}
 PLANS: dict[str, dict[str, Any]] = {
     "whole": {},
     "in chunks": {"chunk": 3},
@@ -318,30 +321,27 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def add_layer(root: Path) -> int:
-    """Write the layer into the package below `root`, and into the pair stack; return how many lines changed.
+    """Write the layer into the package below `root`, and into the pair stack; return how many lines were added.
 
-    Errors: Gone, where no known design is left.
+    Errors: Gone, where a block takes layers in another way.
     """
     path = root / "warpfold/model/pair.py"
     text = path.read_text(encoding="utf-8")
-    changes = next((changes for changes in DESIGNS if all(line in text for line in changes)), None)
-    if changes is None:
-        raise Gone("no place for a new layer of the pair stack in model/pair.py: add its lines to DESIGNS")
-    new = text
-    for there, then in changes.items():
-        new = new.replace(there, then)
-    start = new.index("\n\nclass ")
-    new = new[:start] + LAYER.rstrip() + "\n" + new[start:]
-    imported = re.search(r"^from warpfold\.model\.axial import .*$", new, re.M)
-    if imported and "AxialUpdate" not in imported.group():
-        new = new.replace(imported.group(), imported.group().replace("import ", "import AxialUpdate, "))
-    path.write_text(new, encoding="utf-8")
-    changed = difflib.ndiff(text.splitlines(), new.splitlines())
-    return sum(line.startswith("+ ") and bool(line[2:].strip()) for line in changed)
+    for there, more in IN_A_BLOCK.items():
+        if text.count(there) != 1:
+            raise Gone(f"{there.strip()} is not in model/pair.py once: tell IN_A_BLOCK how a block takes a layer")
+        text = text.replace(there, there + more)
+    start = text.index("\n\nclass ")
+    text = text[:start] + LAYER.rstrip() + "\n" + text[start:]
+    imports = re.search(r"^from warpfold\.model\.axial import .*$", text, re.M)
+    if imports and "AxialUpdate" not in imports.group():
+        text = text.replace(imports.group(), imports.group().replace("import ", "import AxialUpdate, "))
+    path.write_text(text, encoding="utf-8")
+    return sum(bool(line.strip()) for line in LAYER.splitlines()) + len(IN_A_BLOCK)
 
 
 def journey_layer() -> list[Row]:
-    """3: a gated MLP in the pair stack, in a copy, run under every plan and compared with the whole."""
+    """Put a gated MLP into the pair stack, in a copy; run it under every plan, and compare with the whole."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         for name in ("warpfold", "tests", "settings"):
@@ -359,123 +359,50 @@ def journey__layer() -> list[Row]:
     torch.set_num_threads(1)
     batch = helpers.random_batch(residues=7)
 
-    def fold(plan: dict[str, Any]) -> torch.Tensor:
+    def fold(settings: dict[str, Any]) -> torch.Tensor:
         model = helpers.tiny_model()
         assert any("mlp" in name for name, _ in model.named_parameters()), "the layer is not in the model"
-        bind(model, precision="fp64", **plan)
+        plan = find("Plan", under="parallel")(precision="fp64", **settings)
+        mesh = find("make_mesh")(plan.data, plan.axial, plan.branch) if plan.axial > 1 else None
+        find("Execution", under="parallel")(plan, mesh).bind(model)
         double = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
-        with torch.no_grad() if plan.get("in_place") else nullcontext():
+        with torch.no_grad() if plan.in_place else nullcontext():
             positions: torch.Tensor = model(double, 0).structure.final_atom37.detach()
         return positions
 
     expected = fold({})
     said = []
-    for name, plan in PLANS.items():
-        found = run_ranks(fold, plan["axial"], plan) if "axial" in plan else [fold(plan)]
+    for name, settings in PLANS.items():
+        found = run_ranks(fold, settings["axial"], settings) if "axial" in settings else [fold(settings)]
         error = max(float((one - expected).abs().max() / expected.abs().max()) for one in found)
         said.append(name if error < 1e-10 else f"{name} DIFFERS BY {error:.1e}")
-    return [Row("layer", "", note="runs unchanged: " + ", ".join(said))]
+    return [Row("layer", note="runs unchanged: " + ", ".join(said))]
 
 
-def journey_operation() -> list[Row]:
-    """4: a new fused operation: the files that name an existing one."""
-    return [naming_row("operation", "files that name triangle_factor", "triangle_factor")]
-
-
-def journey_optimizer() -> list[Row]:
-    """5: a new optimizer: the files that name an existing rule, and what runs in a step of it."""
-    step = training_step(8)
-    step()
-    with Trace() as trace:
-        step()
-    rooms = tuple(f"{ROOT / 'warpfold' / room}{os.sep}" for room in ("engine", "run"))
-    trace.calls = Counter({key: calls for key, calls in trace.calls.items() if key[0].startswith(rooms)})
-    return [
-        naming_row("optimizer", "files that name LAMB", "[Ll]amb"),
-        trace.row("optimizer", "collect() and step(): what runs of engine/ and run/"),
-    ]
-
-
-def journey_tile() -> list[Row]:
-    """6: a changed tile: the files that name one, and whether a test of the default suite fails where it is broken."""
-    path = next((ROOT / "warpfold").rglob("default.json"), None)
-    if path is None:
-        raise Gone("default.json, the launch table of every GPU, is gone")
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    launches = [number for number, line in enumerate(lines) if '"kernel"' in line]  # one a line
-    tests = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
-    said, found = [], 0
-    for number in (launches[i * len(launches) // TILES] for i in range(TILES)):
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder) / "copy"
-            for name in tracked():
-                (copy / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, copy / name)
-            # 24 is no power of two: Triton neither compiles it nor interprets it.
-            broken = re.sub(r'("sizes": \{"\w+": )\d+', r"\g<1>24", lines[number])
-            text = "".join([*lines[:number], broken, *lines[number + 1 :]])
-            (copy / path.relative_to(ROOT)).write_text(text, encoding="utf-8")
-            environment = os.environ | {"PYTHONPATH": str(copy)}
-            ran = subprocess.run(
-                [*tests, "tests/ops/triton"], cwd=copy, env=environment, capture_output=True, text=True
-            )
-        failed = re.findall(r"^FAILED \S+?::(\w+)", ran.stdout, re.M)
-        found += bool(failed)
-        said.append(f"{lines[number].strip()[:60]}...: {failed[0] if failed else 'no test fails'}")
-    what = f"broken tiles that a default test finds: {found} of {TILES}, of {len(launches)} in the table"
-    return [
-        naming_row("tile", "files that name the tile BLOCK_Q of attention", "BLOCK_Q"),
-        Row("tile", what, note="; ".join(said)),
-    ]
-
-
-def journey_mmcif() -> list[Row]:
-    """7: an mmCIF file and its alignment to features."""
-    with sample() as files:
-        return [counted("mmcif", "one mmCIF and its alignment to features", lambda: features_of(*files, crop=23))]
-
-
-def journey_size() -> list[Row]:
-    """Count the package itself: files, functions and their median length, lines."""
-    lengths, lines = [], 0
-    for path in package():
-        text = path.read_text(encoding="utf-8")
-        lines += text.count("\n")
-        functions = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
-        lengths += [(n.end_lineno or n.lineno) - n.lineno + 1 for n in functions]
-    note = f"{lines} lines; functions of {statistics.median(lengths):g} lines in the median"
-    return [Row("size", "the package", len(package()), len(lengths), note=note)]
-
-
-JOURNEYS = ("step", "block", "triangle", "layer", "operation", "optimizer", "mmcif", "size")
-SLOW = ("tile",)  # minutes for each tile
-TILES = 4
+JOURNEYS = ("triangle", "block", "step", "mmcif", "layer", "naming", "house")
 
 
 def table(rows: Sequence[Row]) -> str:
     """Return the rows as text."""
-    lines = [f"{'':52} {'files':>6} {'functions':>10} {'calls':>7}"]
+    lines = [f"{'':56} {'files':>6} {'functions':>10} {'calls':>7}"]
     for row in rows:
-        cells = [
-            f"{'' if n is None else n:>{width}}" for n, width in zip((row.files, row.functions, row.calls), (6, 10, 7))
-        ]
-        lines.append(" ".join([f"{row.what:52}", *cells]).rstrip())
-        if row.note:
-            lines.append(f"    {row.note}")
+        numbers = zip((row.files, row.functions, row.calls), (6, 10, 7))
+        cells = [f"{'' if n is None else n:>{width}}" for n, width in numbers]
+        lines.append(" ".join([f"{row.what:56}", *cells]).rstrip())
+        lines += [f"    {row.note}"] if row.note else []
     return "\n".join(lines)
 
 
 def main() -> int:
     """Measure the journeys that were asked for, and print them; 1 where a name that one of them needs is gone."""
-    global ROOT, SHOW, TILES
+    global ROOT, SHOW
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("journeys", nargs="*", help=f"of {', '.join(JOURNEYS + SLOW)} (default: all but {SLOW[0]})")
+    parser.add_argument("journeys", nargs="*", help=f"of {', '.join(JOURNEYS)} (default: all)")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout to measure (default: this one)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--show", action="store_true", help="say on stderr what was executed")
-    parser.add_argument("--tiles", type=int, default=TILES, help=f"tiles that `tile` breaks (default: {TILES})")
     given = parser.parse_args()
-    ROOT, SHOW, TILES = given.root.resolve(), given.show, given.tiles
+    ROOT, SHOW = given.root.resolve(), given.show
     sys.path[0] = str(ROOT)  # not this folder: its names are the package's rooms
     rows, gone = [], False
     for name in given.journeys or JOURNEYS:
