@@ -57,6 +57,7 @@ def work_of(
     spans, found = Spans(), defaultdict[WorkKey, CountedWork](CountedWork)
 
     def seen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Add what one operation costs to its place."""
         flops = products(func, args, kwargs, out)
         if not (flops or launches(func, (args, kwargs), out, device == "cpu")):
             return
