@@ -8,10 +8,8 @@ if TYPE_CHECKING:
     from warpfold.adapt.plain import biased_attention
     from warpfold.commands import pack, sample, score, search, train
     from warpfold.data.store.store import Store
-    from warpfold.engine.flat import Flat
-    from warpfold.engine.one_step import OneStep
+    from warpfold.engine.comm_hook import CompressionState, compression_hook
     from warpfold.engine.ready import Ready
-    from warpfold.engine.replicas import Replicas
     from warpfold.engine.resume import Checkpoints
     from warpfold.engine.watch import CsvFile, Phase, TensorBoard, Watcher, WeightsAndBiases
     from warpfold.errors import UserError
@@ -25,16 +23,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Acceleration",
     "Checkpoints",
+    "CompressionState",
     "CsvFile",
-    "Flat",
     "FoldResult",
-    "OneStep",
     "ParamsFile",
     "Phase",
     "Prediction",
     "Predictor",
     "Ready",
-    "Replicas",
     "Store",
     "TensorBoard",
     "UserError",
@@ -44,6 +40,7 @@ __all__ = [
     "accelerate",
     "acceleration",
     "biased_attention",
+    "compression_hook",
     "load",
     "pack",
     "params",
@@ -62,15 +59,13 @@ _MODULES = {
     **dict.fromkeys(("Predictor", "load"), "warpfold.prediction.predictor"),
     **dict.fromkeys(("pack", "sample", "score", "search", "train"), "warpfold.commands"),
     "Checkpoints": "warpfold.engine.resume",
+    **dict.fromkeys(("CompressionState", "compression_hook"), "warpfold.engine.comm_hook"),
     **dict.fromkeys(("CsvFile", "Phase", "TensorBoard", "Watcher", "WeightsAndBiases"), "warpfold.engine.watch"),
-    "Flat": "warpfold.engine.flat",
     "FoldResult": "warpfold.prediction.fold_many",
-    "OneStep": "warpfold.engine.one_step",
     **dict.fromkeys(("ParamsFile", "params"), "warpfold.params_file"),
     "Prediction": "warpfold.prediction.outputs",
     "predict": "warpfold.predict_command",
     "Ready": "warpfold.engine.ready",
-    "Replicas": "warpfold.engine.replicas",
     "Store": "warpfold.data.store.store",
     "UserError": "warpfold.errors",
 }

@@ -1,218 +1,163 @@
-"""The training kit as a whole: two small models trained as by plain torch, killed, and continued to the bit."""
+"""The loops of docs/kit.md on 1, 2 and 4 processes: killed, and continued to the bit; and what the kit goes with."""
 
+import importlib
 import os
+import re
 import signal
-from contextlib import nullcontext
-from multiprocessing import get_context
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import warpfold
-from tests.engine.small_models import LanguageModel, Pictures, Sentences, VisionModel, padded, stacked
+from tests.engine.small_models import Sentences, padded
 from tests.ranks import RankError, run_ranks
+from tests.test_docs import ROOT, blocks
+from warpfold.engine.comm_hook import CompressionState, compression_hook
 from warpfold.errors import UserError
-
-EPOCHS, RATE, CLIP = 2, 3e-3, 0.5
-COSTS = [float(5 + index % 7) for index in range(24)]  # letters of a sentence
-
-
-class Fixed(Dataset):
-    """Examples that are the same in every epoch: torch's DataLoader seeds otherwise."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(index)
-            return self.data[index]
-
-
-class Task(NamedTuple):
-    """What is trained, in steps of so many batches."""
-
-    model: type[LanguageModel] | type[VisionModel]
-    data: Dataset
-    loader: dict[str, Any]  # how `Ready` is asked for it
-    batches: int
-    average: str  # the parameter whose average over the steps is looked at
-
-
-TASKS = {
-    "language": Task(LanguageModel, Fixed(Sentences()), {"collate": padded, "cost": COSTS}, 1, "head.weight"),
-    "vision": Task(VisionModel, Fixed(Pictures()), {"collate": stacked}, 2, "body.7.weight"),
-}
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as on the ranks
 
 
-def prepared(task: Task, dropout: float, dtype: torch.dtype) -> tuple[nn.Module, warpfold.Ready]:
-    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)  # the first weights count, and the ranks' noise
-    model = task.model(dropout).to(dtype)
-    return model, warpfold.Ready(task.data, 4, workers=0, seed=3, **task.loader)
+@pytest.fixture
+def scripts(tmp_path: Path) -> Path:
+    """A folder with the files of the page."""
+    for block in blocks(ROOT / "docs" / "kit.md", "python"):
+        if name := re.match(r"# (\w+\.py)\n", block):
+            (tmp_path / name[1]).write_text(block, encoding="utf-8")
+    return tmp_path
 
 
-def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the parameters in two groups: vectors do not decay."""
-    learned = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in learned if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in learned if p.dim() == 1], "weight_decay": 0.0, "lr": RATE / 2},
-    ]
+def run(scripts: Path, name: str, folder: Path, kill_at: int = 0) -> list[Tensor]:
+    """Train as a script of the page does, on this rank; die before checkpoint `kill_at`.  Return all it ends with."""
+    sys.path.insert(0, str(scripts))
+    saved = 0
 
-
-def with_kit(
-    folder: Path, name: str, kill_at: int = -1, dropout: float = 0.1, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
-    """Train by the kit's lines, on one rank or several; each is killed at a step."""
-    task = TASKS[name]
-    model, loader = prepared(task, dropout, dtype)
-    optimizer = warpfold.Flat(groups(model), torch.optim.AdamW, lr=RATE, clip=CLIP, ema=0.9)
-    replicas = warpfold.Replicas(model, optimizer)
-    checkpoints = warpfold.Checkpoints(folder)
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "more": {"replicas": replicas}}
-    step, seen = checkpoints.load_latest(**parts).step, 0
-    for _ in range(loader.epoch, EPOCHS):
-        for batch in loader:
-            seen += 1
-            with replicas.no_sync() if seen % task.batches else nullcontext():
-                (model(batch) / task.batches).backward()
-            if seen % task.batches:
-                continue
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            if step == kill_at:
+    def dying(save: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            nonlocal saved
+            saved += 1
+            if saved == kill_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            checkpoints.save(step, **parts)
-    found = {name: x.detach().clone() for name, x in model.state_dict().items()}
-    with optimizer.averaged():
-        averaged = model.get_parameter(task.average).detach().clone()
-    return {**found, "averaged": averaged, "drawn": torch.rand(2)}
+            return save(*args, **options)
+
+        return call
+
+    warpfold.Checkpoints.save = dying(warpfold.Checkpoints.save)  # type: ignore[method-assign]
+    dcp.save = dying(dcp.save)
+    result = importlib.import_module(name).train(folder)
+    every = [x for part in (result if isinstance(result, tuple) else (result,)) for x in part.state_dict().values()]
+    whole = [x.full_tensor() if hasattr(x, "full_tensor") else x for x in every]
+    return [x.detach().clone() for x in whole] + [torch.rand(2)]
 
 
-def with_torch(name: str) -> dict[str, Tensor]:
-    """Train by plain torch: DataLoader, DistributedDataParallel, AdamW, clip_grad_norm_."""
-    task = TASKS[name]
-    model, order = prepared(task, 0.0, torch.float64)
-    ranks = dist.is_initialized()
-    wrapped: Any = DistributedDataParallel(model, find_unused_parameters=True) if ranks else model
-    optimizer = torch.optim.AdamW(groups(model), lr=RATE)
-    watched, seen = model.get_parameter(task.average), 0
-    average = watched.detach().clone()
-    for epoch in range(EPOCHS):
-        batches = order.batches(epoch)
-        for batch in DataLoader(task.data, batch_sampler=batches, collate_fn=task.loader["collate"]):
-            seen += 1
-            with wrapped.no_sync() if ranks and seen % task.batches else nullcontext():
-                (wrapped(batch) / task.batches).backward()
-            if seen % task.batches:
-                continue
-            nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("name", ["train", "sharded"])
+def test_a_script_of_the_page_continues_to_the_bit(scripts: Path, name: str, ranks: int) -> None:
+    whole = run_ranks(run, ranks, scripts, name, scripts / "whole")
+    with pytest.raises(RankError, match="died with exit code -9"):
+        run_ranks(run, ranks, scripts, name, scripts / "killed", 2)
+    for before, after in zip(whole, run_ranks(run, ranks, scripts, name, scripts / "killed"), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    for other in whole:  # the noise of each is its own
+        assert all(torch.equal(x, y) for x, y in zip(whole[0][:-1], other[:-1], strict=True))
+
+
+def test_compression_continues_to_the_bit(tmp_path: Path) -> None:
+    def train(name: str, last: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001)
+        state = CompressionState(wrapped, "int8")
+        wrapped.register_comm_hook(state, compression_hook)
+        wrapped(torch.ones(1, 8)).sum().backward()
+        optimizer.zero_grad()
+        folder = warpfold.Checkpoints(tmp_path / name)
+        parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "more": {"compression": state}}
+        for step in range(folder.load_latest(**parts).step, last):
+            torch.manual_seed(2 * step + torch.distributed.get_rank())
+            wrapped(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            average.lerp_(watched.detach(), 0.1)
-    return {**model.state_dict(), "averaged": average}
+        folder.save(last, **parts)
+        return [p.detach().clone() for p in model.parameters()]
+
+    def function() -> None:
+        whole = train("whole", 6)
+        train("halves", 3)
+        assert all(torch.equal(x, y) for x, y in zip(train("halves", 6), whole))
+
+    run_ranks(function, 2)
 
 
-def on(ranks: int, function: Any, *args: Any) -> list[dict[str, Tensor]]:
-    """Return each rank's result."""
-    return [function(*args)] if ranks == 1 else run_ranks(function, ranks, *args)
+class Counting(torch.optim.Optimizer):
+    """A descent that keeps its state in its groups, as Prodigy does: a count, and a rate that it finds."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"steps": 0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+            group["rate"] = 0.5 * group.get("rate", 1.0)
+            for p in group["params"]:
+                p.data.sub_(p.grad, alpha=group["rate"] / group["steps"])
 
 
-ON = pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_an_optimizer_that_keeps_its_state_in_groups_is_continued(tmp_path: Path) -> None:
+    def train(name: str, last: int) -> Tensor:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 1)
+        optimizer = Counting(model.parameters())
+        folder = warpfold.Checkpoints(tmp_path / name)
+        for step in range(folder.load_latest(model=model, optimizer=optimizer).step, last):
+            model.zero_grad()
+            model(torch.full((1, 3), float(step + 1))).square().sum().backward()
+            optimizer.step()
+        folder.save(last, model=model, optimizer=optimizer)
+        return model.weight.detach().clone()
+
+    whole = train("whole", 5)
+    train("halves", 2)
+    assert torch.equal(train("halves", 5), whole)
 
 
-@ON
-@pytest.mark.parametrize("name", TASKS)
-def test_it_trains_as_plain_torch_does(tmp_path: Path, ranks: int, name: str) -> None:
-    ours, *others = on(ranks, with_kit, tmp_path, name, -1, 0.0, torch.float64)
-    theirs, *_ = on(ranks, with_torch, name)  # of whose ranks each keeps its own statistics of batch norms
-    for part, x in theirs.items():
-        # fp64; Adam divides by the root of a second moment, which for 12 steps multiplies rounding by some thousands
-        assert torch.allclose(ours[part], x, rtol=0, atol=1e-9), part
-    for other in others:
-        assert [part for part in ours if not torch.equal(ours[part], other[part])] in ([], ["drawn"])
-    assert not torch.allclose(ours["averaged"], ours[TASKS[name].average], atol=1e-6)
-
-
-@ON
-@pytest.mark.parametrize("name", TASKS)
-def test_killed_at_any_step_it_continues_to_the_bit(tmp_path: Path, ranks: int, name: str) -> None:
-    whole = on(ranks, with_kit, tmp_path / "whole", name)
-    for step in (1, 4, 6) if ranks == 1 else (2,):
-        if ranks == 1:
-            process = get_context("fork").Process(target=with_kit, args=(tmp_path / "killed", name, step))
-            process.start()
-            process.join(60)
-            assert process.exitcode == -signal.SIGKILL
-        else:
-            with pytest.raises(RankError, match="died with exit code -9"):
-                run_ranks(with_kit, ranks, tmp_path / "killed", name, step)
-    for before, after in zip(whole, on(ranks, with_kit, tmp_path / "killed", name), strict=True):
-        assert [part for part in before if not torch.equal(after[part], before[part])] == []
+def test_an_average_begins_with_loaded_weights_and_is_continued(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    with torch.no_grad():
+        model.weight.fill_(4.0)  # pretrained ones, loaded after the average was made
+    average.update_parameters(model)
+    assert average.module.weight.eq(4).all()
+    warpfold.Checkpoints(tmp_path).save(1, model=model, more={"average": average})
+    again = AveragedModel(nn.Linear(2, 2), multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    warpfold.Checkpoints(tmp_path).load_latest(more={"average": again})
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    again.update_parameters(model)
+    assert again.module.weight.eq(3).all()
 
 
 def test_the_loader_is_stateful_for_torch_distributed_checkpoint(tmp_path: Path) -> None:
-    loader = warpfold.Ready(Fixed(Sentences()), 4, workers=0, collate=padded)
+    loader = warpfold.Ready(Sentences(), 4, workers=0, collate=padded)
     batches = iter(loader)
     next(batches)
     dcp.save({"loader": loader}, checkpoint_id=tmp_path / "dcp")
     rest = [batch["letters"] for batch in batches]
-    again = warpfold.Ready(Fixed(Sentences()), 4, workers=0, collate=padded)
+    again = warpfold.Ready(Sentences(), 4, workers=0, collate=padded)
     dcp.load({"loader": again}, checkpoint_id=tmp_path / "dcp")
     assert all(torch.equal(x, batch["letters"]) for x, batch in zip(rest, again, strict=True))
-
-
-def _with_dcp(folder: Path) -> list[str]:
-    """Train two steps, save by torch.distributed.checkpoint, train a third; load it, and train it again."""
-    model, loader = prepared(TASKS["language"], 0.0, torch.float64)
-    optimizer = warpfold.Flat(model, torch.optim.AdamW, lr=RATE)
-    warpfold.Replicas(model, optimizer)
-
-    def train(batches: list[Any]) -> dict[str, Tensor]:
-        for batch in batches:
-            model(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return {name: x.detach().clone() for name, x in model.state_dict().items()}
-
-    batches = list(loader)
-    train(batches[:2])
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
-    expected = train(batches[2:3])
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
-    states = {"model_state_dict": of_model, "optim_state_dict": of_optimizer}
-    set_state_dict(model, optimizer, **states, options=StateDictOptions(strict=False))  # what is unused has no state
-    found = train(batches[2:3])
-    return [name for name, x in expected.items() if not torch.equal(found[name], x)]
-
-
-def test_ranks_save_and_load_by_torch_distributed_checkpoint(tmp_path: Path) -> None:
-    assert run_ranks(_with_dcp, 2, tmp_path / "dcp") == [[], []]
 
 
 def _fully_sharded(folder: Path) -> tuple[bool, bool]:
