@@ -39,7 +39,6 @@ def test_python_example_runs(tmp_path: Path, tiny_params: Path, monkeypatch: pyt
 
 
 # What a page says of the command line or of files stands between backticks, or in a block.
-page_parametrized = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 def quoted(page: Path) -> list[str]:
@@ -49,56 +48,67 @@ def quoted(page: Path) -> list[str]:
 
 
 def wrong_options(line: str) -> set[str]:
-    """Return the options of a `warpfold ...` line that its command lacks.  Errors: KeyError without such a command."""
+    """Return the options of a `warpfold ...` line that its command lacks, or the command that there is not."""
     words = line.split("#")[0].partition(" -- ")[0].split()  # behind it stands another command
-    command = cli.typer.main.get_command(cli.app).commands[words[1]]  # type: ignore[attr-defined]
+    command = cli.typer.main.get_command(cli.app).commands.get(words[1])  # type: ignore[attr-defined]
+    if command is None:
+        return {words[1]}
     command = getattr(command, "commands", {}).get(words[2] if len(words) > 2 else "", command)  # a group's
     known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
     return {word for word in words if word.startswith("--")} - known
 
 
-@page_parametrized
-def test_commands_and_options_exist(page: Path) -> None:
-    lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
-    for line in (*lines, *quoted(page)):
-        if re.match(r"warpfold +[a-z]", line):
-            assert not wrong_options(line), line
+def test_commands_and_options_exist() -> None:
+    wrong = []
+    for page in PAGES:
+        lines = [line for block in blocks(page, "bash") for line in block.replace("\\\n", " ").splitlines()]
+        asked = (line for line in (*lines, *quoted(page)) if re.match(r"warpfold +[a-z]", line))
+        wrong += [f"{page.name}: {line}" for line in asked if wrong_options(line)]
+    assert not wrong
 
 
-@page_parametrized
-def test_imports_exist(page: Path) -> None:
-    files = {block[2:].partition(".py\n")[0] for block in blocks(page, "python") if block.startswith("# ")}
+def test_imports_exist() -> None:
     absent = {name for name in FOREIGN if importlib.util.find_spec(name) is None}
-    for block in blocks(page, "python"):
-        for node in ast.walk(ast.parse(block)):
+    wrong = []
+    for page in PAGES:
+        files = {block[2:].partition(".py\n")[0] for block in blocks(page, "python") if block.startswith("# ")}
+        nodes = [node for block in blocks(page, "python") for node in ast.walk(ast.parse(block))]
+        for node in nodes:
             # What the page itself writes apart, and packages whose own tests run what is of them.
             if isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] not in files | absent:
                 module = importlib.import_module(str(node.module))
-                assert not [alias.name for alias in node.names if not hasattr(module, alias.name)], node.module
+                names = (alias.name for alias in node.names)
+                wrong += [f"{page.name}: {node.module}.{name}" for name in names if not hasattr(module, name)]
+    assert not wrong
 
 
-@page_parametrized
-def test_files_exist(page: Path) -> None:
+def test_files_exist() -> None:
     """Check the paths on a page, from the repository's root or from the package: `tests/ranks.py`, `ops/cpu`."""
     outside = {"warpfold", "tests", "benchmarks", "docs", "settings"}
     rooms = {path.name for path in (ROOT / "warpfold").iterdir() if path.is_dir()}
-    for code in quoted(page):
-        room, *rest = code.split("/")
-        if rest and re.fullmatch(r"[\w./*-]+", code):
+    wrong = []
+    for page in PAGES:
+        for code in quoted(page):
+            room, *rest = code.split("/")
+            if not rest or not re.fullmatch(r"[\w./*-]+", code):
+                continue
             # run/metrics.jsonl and its like are files of somebody's run.
             ours = room in rooms and (code.endswith(".py") or (room != "run" and "." not in code))
-            if room in outside or (ours and code not in OFFICIAL):
-                there = ROOT if room in outside else ROOT / "warpfold"
-                assert list(there.glob(code.rstrip("/"))), code
+            there = ROOT if room in outside else ROOT / "warpfold"
+            if (room in outside or (ours and code not in OFFICIAL)) and not list(there.glob(code.rstrip("/"))):
+                wrong.append(f"{page.name}: {code}")
+    assert not wrong
 
 
-@page_parametrized
-def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]+)?\)", page.read_text(encoding="utf-8")):
-        if "://" not in target:
+def test_links_lead_somewhere() -> None:
+    wrong = []
+    for page in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]+)?\)", page.read_text(encoding="utf-8")):
             there = page.parent / target if target else page
-            assert there.exists(), f"{page.name}: {target}"
-            if anchor:
-                headings = re.findall(r"^#+ (.*)", there.read_text(encoding="utf-8"), re.M)
-                anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-                assert anchor[1:] in anchors, f"{page.name}: {target}{anchor}"
+            if "://" in target:
+                continue
+            headings = re.findall(r"^#+ (.*)", there.read_text(encoding="utf-8"), re.M) if anchor else []
+            anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            if not there.exists() or (anchor and anchor[1:] not in anchors):
+                wrong.append(f"{page.name}: {target}{anchor}")
+    assert not wrong

@@ -51,8 +51,14 @@ PACKAGES: dict[str, PackageLayers] = {
     name.removesuffix("_layers"): importlib.import_module(f"tests.adapt.{name}")  # type: ignore[misc]
     for name in FILES
 }
-LAYERS = [(package, name) for package, file in PACKAGES.items() for name in file.LAYERS]
-each_layer = pytest.mark.parametrize(("package", "name"), LAYERS, ids=lambda words: words.replace(" ", "-"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every layer of the packages that are here; of another, `test_every_class_has_a_layer` says that it is not."""
+    if "name" in metafunc.fixturenames:
+        here = [package for package in PACKAGES if is_here(package, metafunc.config)]
+        layers = [(package, name) for package in here for name in PACKAGES[package].LAYERS]
+        metafunc.parametrize(("package", "name"), layers, ids=lambda words: words.replace(" ", "-"))
 
 
 def test_every_file_of_adapters_has_layers() -> None:
@@ -62,18 +68,16 @@ def test_every_file_of_adapters_has_layers() -> None:
     }  # of torch itself: test_plain.py
 
 
-@each_layer
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_agrees(package: str, name: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:
-    module = layer_of(package, name, request)
+def test_agrees(package: str, name: str, dtype: torch.dtype) -> None:
+    module = layer_of(package, name)
     adapter = served(module)
     found = compare(adapter.cast(module, dtype), adapter)
     assert found.agrees, f"differs by {found.difference:.1g} in the {found.where}"
 
 
-@each_layer
-def test_all_of_it_stays(package: str, name: str, request: pytest.FixtureRequest) -> None:
-    module = redrawn(layer_of(package, name, request).eval(), 0)
+def test_all_of_it_stays(package: str, name: str) -> None:
+    module = redrawn(layer_of(package, name).eval(), 0)
     adapter, model, calls = served(module), nn.ModuleDict({"layer": module}), []
     module.register_forward_hook(lambda *_: calls.append("after"))
     module.register_forward_pre_hook(lambda *_: calls.append("before"))
@@ -99,9 +103,8 @@ def test_all_of_it_stays(package: str, name: str, request: pytest.FixtureRequest
     assert type(module) is of_class
 
 
-@each_layer
-def test_what_is_wrong_differs(package: str, name: str, request: pytest.FixtureRequest) -> None:
-    module = layer_of(package, name, request)
+def test_what_is_wrong_differs(package: str, name: str) -> None:
+    module = layer_of(package, name)
     adapter = served(module)
     unseen = [what for what, wrong in wrong_adapters(module, adapter) if compare(module, wrong).agrees]
     wrongs = getattr(PACKAGES[package], "WRONG", {})
@@ -112,7 +115,11 @@ def test_what_is_wrong_differs(package: str, name: str, request: pytest.FixtureR
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_class_has_a_layer(package: str, request: pytest.FixtureRequest) -> None:
     file = PACKAGES[package]
-    made = {name_of(kind) for name in file.LAYERS for kind in type(layer_of(package, name, request)).__mro__}
+    if not is_here(package, request.config):
+        environment = environment_of(package)
+        cure = f": ./dev adapters {environment}" if environment else ", and is on no package index"
+        pytest.skip(f"{file.PACKAGE} is not installed{cure}")
+    made = {name_of(kind) for name in file.LAYERS for kind in type(layer_of(package, name)).__mro__}
     adapters = vars(importlib.import_module(f"warpfold.adapt.{file.ADAPTERS}")).values()
     kinds = [kind for kind in adapters if isinstance(kind, type) and issubclass(kind, Adapter)]
     of_package = (
@@ -133,15 +140,15 @@ def environment_of(package: str) -> str | None:
     return environment
 
 
-def layer_of(package: str, name: str, request: pytest.FixtureRequest) -> nn.Module:
-    """Make a layer, the same each time; skip the test where its package is not installed."""
-    file = PACKAGES[package]
-    if not is_installed(file.PACKAGE) and request.config.getoption("installed", None) != package:
-        environment = environment_of(package)
-        cure = f": ./dev adapters {environment}" if environment else ", and is on no package index"
-        pytest.skip(f"{file.PACKAGE} is not installed{cure}")
+def is_here(package: str, config: pytest.Config) -> bool:
+    """Return whether a package's tests run: it is installed, or has to be (`./dev adapters`)."""
+    return is_installed(PACKAGES[package].PACKAGE) or config.getoption("installed", None) == package
+
+
+def layer_of(package: str, name: str) -> nn.Module:
+    """Make a layer, the same each time."""
     torch.manual_seed(0)
-    return file.LAYERS[name]()
+    return PACKAGES[package].LAYERS[name]()
 
 
 def served(module: nn.Module) -> Adapter:
