@@ -14,8 +14,8 @@ from warpfold.data.structure.chain import Chain, Structure
 from warpfold.data.structure.write import write_mmcif
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.prediction.outputs import Prediction
+from warpfold.prediction.pages import target_of
 from warpfold.report import figures
-from warpfold.report.predictions import target_of
 from warpfold.report.report import ReportPage, ReportTable, Section, Target
 from warpfold.scoring import metrics
 from warpfold.scoring.score import Score, score

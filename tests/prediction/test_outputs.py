@@ -229,7 +229,7 @@ def ideal_chain(n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def test_a_sound_chain_has_no_warnings() -> None:
     positions, mask = ideal_chain(300)
-    assert check_geometry(positions, mask).warnings() == []
+    assert check_geometry(positions, mask).notices() == []
 
 
 def test_breaks_clashes_and_mirrors_are_counted() -> None:
@@ -243,7 +243,7 @@ def test_breaks_clashes_and_mirrors_are_counted() -> None:
     found = check_geometry(positions, mask)
     assert found.clashes >= 4
     assert found.chain_breaks == 3
-    assert len(found.warnings()) == 2
+    assert len(found.notices()) == 2
 
 
 def test_positions_that_are_not_finite_are_an_error() -> None:

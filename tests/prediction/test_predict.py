@@ -64,7 +64,7 @@ def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment
         assert query.rows == 2
     entry = predict(tmp_path / "q.fasta", [tmp_path / "U.a3m"], tiny_params, tmp_path / "o")["predictions"][0]
     assert (entry["sequence"], entry["msa_depth"]) == ("MKTAYIXKQRQISFVKSH", 2)
-    assert "not one of the twenty amino acids, so without atoms: 1 (X at 7)" in entry["warnings"][0]
+    assert "not one of the twenty amino acids, so without atoms: 1 (X at 7)" in entry["warnings"][0]["text"]
     prediction = load(tiny_params, device="cpu").fold(query.sequences[0], ["-KTAYLUKQRQISFVRSH"], name="one")
     with np.load(tmp_path / "o/one/one.npz", allow_pickle=False) as arrays:
         np.testing.assert_array_equal(prediction.positions, arrays["positions"])
@@ -489,19 +489,19 @@ def test_a_protein_without_templates_for_want_of_structures_is_said_and_exits_wi
         *said, last = [line for line in lines if "templates" in line]  # and not what is wrong with the structures
         assert last == "two: 0 templates used: no hit for it in the files given"
         entry = json.loads((out / "summary.json").read_text())["predictions"][0]
-        assert [f"one: {warning}" for warning in entry["warnings"][1:] if "templates" in warning] == said
+        assert [f"one: {one['text']}" for one in entry["warnings"][1:] if "templates" in one["kind"]] == said
         return code, "".join(f"{line}\n" for line in said), entry
 
     code, err, entry = folded("8not", "9not", "2xyz", date="2015-01-01")
     assert code == 1
-    reasons = f"2 have no structure in {structures} (8not, 9not); 1 x came out N, after N"
-    assert err == f"one: 0 of 3 templates used: {reasons}\n"
+    reasons = f"2 without a structure in {structures} (8not, 9not)", "1 x came out N, after N"
+    assert err == "".join(f"one: 0 of 3 templates used: {reason}\n" for reason in reasons)
     assert (entry["templates"], entry["templates_missing"], entry["templates_unused"]) == ([], 2, 3)
     assert list(entry["templates_refused"].values()) == [2, 1]
 
     code, err, entry = folded("9not", "1abc")
     assert (code, entry["templates"]) == (0, ["1abc_A"])
-    assert err == f"one: 1 of 2 templates used: 1 has no structure in {structures} (9not)\n"
+    assert err == f"one: 1 of 2 templates used: 1 without a structure in {structures} (9not)\n"
 
     code, err, entry = folded("2xyz", date="2015-01-01")  # refused by its date, as was asked
     assert (code, err) == (0, "one: 0 of 1 templates used: 1 x came out N, after N\n")
@@ -514,9 +514,10 @@ def test_hits_without_a_date_are_used_and_it_is_said(
     _, _, err = run_cli(capsys, fasta, "--params", template_params, *hits, "--out", tmp_path / "out")
     said = "no template date is given (--max-template-date): hits of any date are used, even a protein's own structure"
     assert f"warning: {said}\n" in err
-    assert json.loads((tmp_path / "out/summary.json").read_text())["warnings"] == [said]
+    assert json.loads((tmp_path / "out/summary.json").read_text())["warnings"][0]["text"] == said
     predictor = load(template_params, device="cpu")
-    assert said in predictor.fold(ONE, hits=hits[1], template_structures=structures).details["warnings"]
+    folded = predictor.fold(ONE, hits=hits[1], template_structures=structures)
+    assert said in [one["text"] for one in folded.details["warnings"]]
 
 
 def test_of_several_queries_hits_go_by_name_and_files_to_all(tmp_path: Path, fasta: Path, structures: Path) -> None:
@@ -551,7 +552,7 @@ def test_templates_from_python(structures: Path, template_params: Path, tmp_path
     by_hits = predictor.fold(ONE, hits=a3m_hits(tmp_path), template_structures=structures, **date)
     assert by_hits.details["templates"] == ["1abc_A"]
     assert [outcome["used"] for outcome in by_hits.templates].count(True) == 1
-    assert by_hits.details["warnings"][0].startswith("1 of 3 templates used: ")
+    assert by_hits.details["warnings"][0]["text"].startswith("1 of 3 templates used: ")
     (many,) = predictor.fold_many({"one": ONE}, templates={"one": [file]}, representations=True)
     assert many.prediction is not None
     np.testing.assert_array_equal(many.prediction.positions, by_name.positions)

@@ -4,6 +4,7 @@ import html
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,15 @@ from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights import save_params
 from warpfold.prediction.fold_options import PredictOptions
+from warpfold.prediction.notices import Notice, noted
+from warpfold.prediction.pages import warnings_of
 from warpfold.prediction.params import read_params
 from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Prepared, load
 from warpfold.prediction.queries import query_of, read_queries, with_templates
-from warpfold.prediction.sanity import Geometry, warn_of_confidence
+from warpfold.prediction.sanity import Geometry, confidence_notices
 from warpfold.prediction.templates import TemplateSources, files_of_chains
 from warpfold.relax import files as relax_files
-from warpfold.report.predictions import warnings_of
 from warpfold.report.report import Warned
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
@@ -99,7 +101,7 @@ def test_the_users_chains_in_their_order_are_in_every_file(ranked: tuple[Path, P
     ]
     assert (entry["msa_depth"], entry["msa_given"]) == (3, 5)
     assert entry["paired_rows"] == 1  # MOUSE in all three; HUMAN in the copies of H alone
-    assert re.fullmatch(r"chain breaks, neighbouring Cα too near or too far: \d+", entry["warnings"][0])
+    assert re.fullmatch(r"chain breaks, neighbouring Cα too near or too far: \d+", entry["warnings"][0]["text"])
     folder = out / entry["folder"]
     for kind in ("mmcif", "pdb"):
         model = gemmi.read_structure(str(folder / entry["files"][kind]))[0]
@@ -222,7 +224,7 @@ def test_a_homodimer_uses_rows_that_are_named_as_serving_to_pair(tmp_path: Path,
         ) as arrays:
             folded[name] = arrays["positions"]
         assert entry["msa_depth"] == entry["chains"][0]["msa_depth"] == (3 if name else 1)
-        assert sum("folded by the sequence alone" in warning for warning in entry["warnings"]) == (not name)
+        assert sum("folded by the sequence alone" in warning["text"] for warning in entry["warnings"]) == (not name)
     assert not np.array_equal(folded["mine"], folded[""])
     for name in ("uniprot_hits", "x_paired"):
         np.testing.assert_array_equal(folded[name], folded["mine"])
@@ -236,8 +238,7 @@ def test_rows_that_serve_pairing_alone_are_in_no_alignment_of_one_chain(tmp_path
             (folder / f"{name}.a3m").write_text(f">q\n{ONE}\n>tr|A0A000|A0A000_RAT/1-9\n{row}\n")
         (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n")
         (one,) = read_queries(tmp_path / "q.fasta", [folder])
-        assert len(one.warnings) == len(names) - 1
-        assert all(warning.startswith("1 row of alignments that are named as") for warning in one.warnings)
+        assert [notice.kind for notice in one.notices] == ["pairing_rows"] * (len(names) - 1)
         return [decode(row) for row in one.chains[0].msa[1:]]
 
     pair, other = "W" * len(ONE), "G" * len(ONE)
@@ -249,8 +250,8 @@ def test_files_that_python_gives_and_nothing_uses_are_said(tmp_path: Path) -> No
     (tmp_path / "h.a3m").write_text(PAIRED)
     (tmp_path / "other.a3m").write_text(">q\nMKV\n")
     for sequence, given in ((ONE, tmp_path), ([ONE, TWO], tmp_path), ([ONE, TWO], [tmp_path, PARTNER.split()[3:4]])):
-        said = query_of(sequence, given, "query").warnings
-        assert sum("of none of the sequences, left out" in one and "other.a3m" in one for one in said) == 1
+        said = query_of(sequence, given, "query").notices
+        assert sum(one.kind == "unused_alignments" and "other.a3m" in one.text for one in said) == 1
 
 
 def test_what_is_said_of_several_queries_is_said_once(
@@ -262,13 +263,11 @@ def test_what_is_said_of_several_queries_is_said_once(
         (tmp_path / f"msas/{name}.a3m").write_text(">q\nMKV\n")
     arguments = ["--params", params["first"], "--msa", tmp_path / "msas", "--no-complex", "--recycles", 0]
     _, _, err = run_cli(capsys, tmp_path / "q.fasta", *arguments, "--out", tmp_path / "out")
-    said = "4 alignments of none of the sequences, left out: msas/a.a3m, msas/b.a3m, msas/c.a3m ..."
+    said = "alignments of none of the sequences, left out: 4 (msas/a.a3m, msas/b.a3m, msas/c.a3m ...)"
     assert err.splitlines()[:2] == [f"warning: {said}", "one, two: no alignment: folded by the sequence alone"]
     summary = json.loads((tmp_path / "out/summary.json").read_text())
-    assert summary["warnings"] == [said]
-    assert [entry["warnings"][0] for entry in summary["predictions"]] == [
-        "no alignment: folded by the sequence alone"
-    ] * 2
+    assert [(one["text"], one["values"]["count"]) for one in summary["warnings"]] == [(said, 4)]
+    assert [entry["warnings"][0]["kind"] for entry in summary["predictions"]] == ["no_alignment"] * 2
 
 
 def test_every_warning_is_on_the_terminal_and_in_the_report(
@@ -280,33 +279,39 @@ def test_every_warning_is_on_the_terminal_and_in_the_report(
     _, _, err = run_cli(capsys, *arguments, "--out", tmp_path / "out")
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     best = [entry for entry in summary["predictions"] if entry["rank"] == 1]
-    wanted = {warning for entry in best for warning in entry["warnings"]}
+    wanted = {warning["text"] for entry in best for warning in entry["warnings"]}
     assert any("not one of the twenty amino acids" in warning for warning in wanted)
     page = (tmp_path / "out/report.html").read_text().replace("&#x27;", "'")
     for warning in wanted:
         assert err.count(f": {warning}\n") == 1, warning
         assert f": {html.escape(warning)}<" in page, warning
     assert "mean pLDDT</dt>" not in page.split("</header>")[0]  # of different proteins
-    given = summary | {"predictions": [], "warnings": ["of the run"], "input_warnings": {"lost": ["no alignment"]}}
-    assert warnings_of(given) == [Warned("of the run"), Warned("no alignment", {"lost": ""})]
+    given = summary | {"predictions": [], "warnings": [{"text": "of the run"}]}
+    given["input_warnings"] = {"lost": [Notice("input", {"text": "as given"}).record()]}
+    assert warnings_of(given) == [Warned("of the run"), Warned("as given", {"lost": ""})]
 
 
 def test_warnings_of_a_kind_are_one() -> None:
-    """Numbers become ranges, parentheses go; names with digits make no kind; each protein keeps what is its own."""
-    said: dict[str, list[str]] = {
-        "one": ["pLDDT 49, below 50", "0 of 1,024 used: none in x (1abc, 2xyz)", "2 rows of chain A1", "a/1.a3m left"],
-        "two": ["pLDDT 9.5, below 50", "0 of 30 used: none in x (3abc)", "3 rows of chain B2", "a/2.a3m left"],
-        "six": ["pLDDT 9.5, below 50", "25% of 2022-01-02 (b)", "26% of 2022-01-02 (b)"],
+    """Numbers become ranges, details that differ go; other words make a kind; each protein keeps what is its own."""
+    low, missing = partial(Notice, "plddt_very_low"), partial(Notice, "templates_missing")
+    counts = {"used": 0, "offered": 1024, "missing": 2, "folder": "x", "detail": "1abc, 2xyz"}
+    said = {
+        "one": [low({"mean_plddt": 49.0}), missing(counts), *noted(["the alignment of chain A1 has one row"])],
+        "two": [low({"mean_plddt": 9.5}), missing({**counts, "offered": 30, "detail": "3abc"}), Notice("one_row")],
+        "six": [low({"mean_plddt": 9.5}), missing({**counts, "folder": "y"}), Notice("one_row")],
     }
-    entries = [{"name": name, "warnings": warnings} for name, warnings in said.items()]
-    given = {"input_warnings": {"one": said["one"][:1]}, "predictions": entries}
+    entries = [{"name": name, "warnings": [one.record() for one in notices]} for name, notices in said.items()]
+    given = json.loads(json.dumps({"input_warnings": {"one": entries[0]["warnings"][:1]}, "predictions": entries}))
     found = {one.said: dict(one.about) for one in warnings_of(given)}
     assert found == {
-        "pLDDT 9.5 to 49, below 50": {"one": "49", "two": "9.5", "six": "9.5"},
-        "0 of 30 to 1,024 used: none in x": {"one": "1,024, 1abc, 2xyz", "two": "30, 3abc"},
-        **{said[name][i]: {name: ""} for i in (2, 3) for name in ("one", "two")},
-        **{text: {"six": ""} for text in said["six"][1:]},
-    }
+        "very low confidence: mean pLDDT 9.5 to 49.0, below 50; the structure should not be interpreted": {
+            "one": "49.0", "two": "9.5", "six": "9.5",
+        },
+        "0 of 30 to 1,024 templates used: 2 without a structure in x": {"one": "1,024, 1abc, 2xyz", "two": "30, 3abc"},
+        "0 of 1,024 templates used: 2 without a structure in y (1abc, 2xyz)": {"six": ""},
+        "the alignment of chain A1 has one row": {"one": ""},
+        "its alignment has one row, its own: folded by the sequence alone": {"two": "", "six": ""},
+    }  # fmt: skip
 
 
 def test_forty_proteins_have_few_lines_of_warnings() -> None:
@@ -315,7 +320,8 @@ def test_forty_proteins_have_few_lines_of_warnings() -> None:
     for i in range(40):
         geometry = Geometry(chain_breaks=i + 1, clashes=3 * i + 1, mirrored=i + 1)
         plddt = np.full(50, 20 + i % 29, np.float32)
-        entries.append({"name": f"p{i}", "warnings": geometry.warnings() + warn_of_confidence(plddt, 0.01 * i)})
+        notices = [*geometry.notices(), *confidence_notices(plddt, 0.01 * i)]
+        entries.append({"name": f"p{i}", "warnings": [one.record() for one in notices]})
     found = warnings_of({"input_warnings": {}, "predictions": entries})
     assert [len(one.about) for one in found] == [40] * 5
     assert found[1].heading("proteins") + found[1].said == (

@@ -30,7 +30,7 @@ from warpfold.prediction.templates import (
     TemplateSources,
     find_templates,
     find_templates_of,
-    template_warnings,
+    template_notices,
 )
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ"
@@ -130,7 +130,9 @@ def test_files_of_a_bad_record_are_not_anothers(tmp_path: Path) -> None:
     (tmp_path / "bad.a3m").write_text(">bad\nMKTV\n>r\nMKTA\n")
     read = read_given(tmp_path / "q.fasta", [tmp_path / "bad.a3m"])
     assert [*read.found] == ["one", "bad"]
-    assert read.warnings == [f"1 alignment of none of the sequences, left out: {tmp_path / 'bad.a3m'}"]
+    assert [one.text for one in read.notices] == [
+        f"alignments of none of the sequences, left out: 1 ({tmp_path / 'bad.a3m'})"
+    ]
     beside = read_given(tmp_path, [])
     assert ([*beside.found], [query.name for query in beside.queries]) == (["one", "bad"], ["one"])
     (tmp_path / "bad.hhr").write_text("no hits at all")
@@ -309,7 +311,7 @@ def test_input_that_is_thin_is_said_of_each_prediction(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other/x.a3m").write_text(">x\nMKVVVV\n")
     read = read_given(tmp_path / "in", [tmp_path / "one.a3m", tmp_path / "other"])
-    assert [[*query.warnings] for query in read.queries] == [
+    assert [[one.text for one in query.notices] for query in read.queries] == [
         ["its alignment has one row, its own: folded by the sequence alone"],
         ["no alignment: folded by the sequence alone"],
         [
@@ -317,8 +319,8 @@ def test_input_that_is_thin_is_said_of_each_prediction(tmp_path: Path) -> None:
             "the alignment of chain A has one row, its own: folded by the sequence alone",
         ],
     ]
-    assert read.warnings == [
-        "1 alignment of none of the sequences, left out: other/x.a3m",
+    assert [one.text for one in read.notices] == [
+        "alignments of none of the sequences, left out: 1 (other/x.a3m)",
         "structures that were predicted are not folded anew: in/ranked_0.pdb",
     ]
     assert read.hits == ["in/pdb70_hits.hhr"]
@@ -328,19 +330,20 @@ def test_templates_that_were_not_used_are_said(tmp_path: Path) -> None:
     sources = TemplateSources(hits=[tmp_path / "x.hhr"], structures=tmp_path / "mmcif")
 
     def said(*outcomes: TemplateOutcome) -> list[str]:
-        return [text.replace(str(tmp_path), "") for text in template_warnings(outcomes, sources)]
+        return [one.text.replace(str(tmp_path), "") for one in template_notices(outcomes, sources)]
 
     missing = [TemplateOutcome(f"{name}_A", False, f"x: has no {name}.cif", missing=True) for name in ("1abc", "2XYZ")]
     used, late = TemplateOutcome("3aaa_A", True, ""), TemplateOutcome("4bbb_A", False, "came out 2020-01-01, after x")
-    assert said(*missing) == ["0 of 2 templates used: no structure in /mmcif (1abc, 2xyz)"]
+    assert said(*missing) == ["0 of 2 templates used: 2 without a structure in /mmcif (1abc, 2xyz)"]
     assert said(*missing * 200, TemplateOutcome("5ccc_B", False, "", missing=True)) == [
-        "0 of 401 templates used: no structure in /mmcif (1abc, 2xyz, 5ccc)"
+        "0 of 401 templates used: 401 without a structure in /mmcif (1abc, 2xyz, 5ccc)"
     ]
     assert said(late) == ["0 of 1 templates used: 1 x came out N, after x"]
     assert said(missing[0], late) == [
-        "0 of 2 templates used: 1 has no structure in /mmcif (1abc); 1 x came out N, after x"
+        "0 of 2 templates used: 1 without a structure in /mmcif (1abc)",
+        "0 of 2 templates used: 1 x came out N, after x",
     ]
-    assert said(used, *missing) == ["1 of 3 templates used: 2 have no structure in /mmcif (1abc, 2xyz)"]
+    assert said(used, *missing) == ["1 of 3 templates used: 2 without a structure in /mmcif (1abc, 2xyz)"]
     assert said(used, late) == []
     assert said() == ["0 templates used: no hit for it in the files given"]
 

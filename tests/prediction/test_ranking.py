@@ -13,7 +13,7 @@ from warpfold.prediction.interfaces import find_interfaces
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.predict import write_prediction
 from warpfold.prediction.ranking import copy_by_rank, rank_predictions
-from warpfold.prediction.sanity import check_geometry, warn_of_confidence
+from warpfold.prediction.sanity import check_geometry, confidence_notices
 from warpfold.scoring.dockq import residue_pairs
 
 
@@ -113,10 +113,11 @@ def test_what_pdb_cannot_hold_is_said(tmp_path: Any) -> None:
     kept = write_prediction(helices(2, 10.0), tmp_path)
     assert "pdb" not in kept["files"]
     assert (
-        "no PDB file: chain name 'C0' is not one letter or digit; the PDB format cannot hold it" in kept["warnings"][0]
+        "no PDB file: chain name 'C0' is not one letter or digit; the PDB format cannot hold it"
+        in kept["warnings"][0]["text"]
     )
     kept = write_prediction(helices(63, 10.0), tmp_path / "many")
-    assert kept["warnings"][0].startswith("no PDB file: 63 chains, more than 62;")
+    assert kept["warnings"][0]["text"].startswith("no PDB file: 63 chains, more than 62;")
     assert [chain["id"] for chain in kept["chains"]][-1] == "C62"
     assert "pdb" in write_prediction(helices(2, 10.0, ("A", "b")), tmp_path / "letters")["files"]
     with pytest.raises(UserError, match="63 chains"):
@@ -138,9 +139,9 @@ def test_what_pdb_cannot_hold_is_said(tmp_path: Any) -> None:
     ],
 )
 def test_doubts_are_said(plddt: list[float], ptm: float | None, iptm: float | None, words: list[str]) -> None:
-    found = warn_of_confidence(np.array(plddt, np.float32), ptm, iptm)
+    found = confidence_notices(np.array(plddt, np.float32), ptm, iptm)
     assert len(found) == len(words)
-    assert all(text.startswith(word) for text, word in zip(found, words))
+    assert all(notice.text.startswith(word) for notice, word in zip(found, words))
 
 
 def test_copies_of_what_was_thinned_go(tmp_path: Path) -> None:

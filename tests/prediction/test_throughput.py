@@ -34,12 +34,12 @@ from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.folding import FoldItem, Group, cost_of, in_groups, part_of
 from warpfold.prediction.journal import Journal, read_journals
+from warpfold.prediction.pages import prediction_report
 from warpfold.prediction.params import Params, read_params
 from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Prepared
 from warpfold.prediction.queries import query_of
 from warpfold.prediction.share import Share, _Bar, as_time, in_jobs
-from warpfold.report.predictions import prediction_report
 from warpfold.report.report import render
 from warpfold.training.passes import PassPlace
 
@@ -51,7 +51,7 @@ A3M = ">p0\nMKTAYIAKQRQISFVKSH\n>a\nMKTAYIAKQRQaaISFVK--\n>b\n-KTAYLAKQRQISFVRSH
 @pytest.fixture(autouse=True)
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Structures are not drawn in reports: that takes longer than all else here."""
-    monkeypatch.setattr("warpfold.report.predictions.DRAWN", 0)
+    monkeypatch.setattr("warpfold.prediction.pages.DRAWN", 0)
 
 
 @pytest.fixture
@@ -355,7 +355,7 @@ def test_what_is_written_late_takes_nothing_back_of_what_was_told(tiny_params: P
 def test_the_report_draws_time_against_length(
     tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("warpfold.report.predictions.LENGTHS", 3)
+    monkeypatch.setattr("warpfold.prediction.pages.LENGTHS", 3)
     out = tmp_path / "out"
     told: list[tuple[int, int, str]] = []
     summary = predict(fasta, [], tiny_params, out, options(), lambda *at: told.append(at))

@@ -13,10 +13,10 @@ import pytest
 from tests.report.browser import CHROMIUM, Browser
 from tests.training.runs import helix
 from warpfold.prediction.outputs import Prediction
+from warpfold.prediction.pages import prediction_report
 from warpfold.prediction.predict import write_prediction
 from warpfold.prediction.ranking import copy_by_rank, rank_predictions
 from warpfold.report.coverage import Coverage
-from warpfold.report.predictions import prediction_report
 from warpfold.report.report import write_report
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
@@ -68,7 +68,7 @@ def write_page(out: Path, predictions: list[Prediction]) -> list[dict[str, Any]]
         "versions": {"warpfold": "0", "torch": "0"},
         "device": "cpu",
         "settings": {"seed": 0, "seeds": len(predictions)},
-        "warnings": ["alignments of none of the sequences: other.a3m"],
+        "warnings": [{"text": "alignments of none of the sequences: other.a3m"}],
         "input_warnings": {},
     }
     write_report(out / "report.html", prediction_report(out, summary))

@@ -249,7 +249,7 @@ def _lacks_templates(entry: dict[str, Any]) -> bool:
 
 def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
     """Print the summary, or a line for each prediction; and in any case what is to be known of the input or failed."""
-    from warpfold.report.predictions import warnings_of
+    from warpfold.prediction.pages import warnings_of
 
     say_refused(summary["refused"])
     if as_json:

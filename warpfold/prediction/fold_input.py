@@ -11,6 +11,7 @@ from warpfold.data.example.complexes import listed
 from warpfold.data.example.raw_example import RawExample, Templates
 from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.errors import UserError
+from warpfold.prediction.notices import Notice
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.params import Params, check_templates
 from warpfold.prediction.queries import (
@@ -49,14 +50,14 @@ def add_templates(
     if not sources:
         return query
     (found,) = with_templates([query], sources, [model])
-    return replace(found, warnings=[*sources.warnings, *found.warnings])
+    return replace(found, notices=[*sources.notices, *found.notices])
 
 
-def said_of(query: Query, prediction: Prediction) -> Prediction:
+def with_warnings(query: Query, prediction: Prediction) -> Prediction:
     """Return a prediction with what became of its templates, and what is to be said of its input, which is logged."""
-    warnings = [*query.warnings, *prediction.details.get("warnings", ())]
+    warnings = [*(notice.record() for notice in query.notices), *prediction.details.get("warnings", ())]
     for warning in warnings:
-        log.warning("%s: %s", query.name, warning)
+        log.warning("%s: %s", query.name, warning["text"])
     details = {**prediction.details, **({"warnings": warnings} if warnings else {})}
     return replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes], details=details)
 
@@ -76,7 +77,7 @@ def depths_of(prepared: Prepared) -> dict[str, Any]:
     lost = [id for id, chain in zip(assembly.ids, assembly.chains) if depths[id] < 2 <= chain.depth]
     if lost:
         of = f" for {listed(lost)}" if len(assembly.chains) > 1 else ""
-        found["warnings"] = [f"no row of the alignment{of} reached the model: folded by the sequence alone"]
+        found["warnings"] = [Notice("rows_lost", {"of": of}).record()]
     return found
 
 

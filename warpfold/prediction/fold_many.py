@@ -11,7 +11,7 @@ from warpfold.arguments import WrongArgument, is_list, paths, progress_of, queri
 from warpfold.data.example.query_files import Given
 from warpfold.errors import UserError
 from warpfold.parallel.team import Team
-from warpfold.prediction.fold_input import said_of
+from warpfold.prediction.fold_input import with_warnings
 from warpfold.prediction.fold_options import Kept
 from warpfold.prediction.folding import FoldItem, FoldOutcome, fold_groups, in_groups
 from warpfold.prediction.outputs import Prediction
@@ -97,7 +97,7 @@ def fold_many(
         tell(len(results), total, name)
 
     def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
-        return {"prediction": said_of(item.query, prediction)}
+        return {"prediction": with_warnings(item.query, prediction)}
 
     options = _Options(numbers["recycles"], numbers["ensemble"], kept)
     fold_groups(_Loaded(predictor, options, predictor.team), groups, write, record)
@@ -111,8 +111,8 @@ def _given(
     if (files := _files_of(sequences)) is not None:
         together = predictor.model.config.multimer is not None
         read = read_given(files, paths("alignments", alignments), together, fetch, predictor.check)
-        for warning in read.warnings:
-            logging.getLogger("warpfold").warning("%s", warning)
+        for notice in read.notices:
+            logging.getLogger("warpfold").warning("%s", notice.text)
         offered = _each("templates", templates, [*read.found])
         return [(name, one, None, offered[name]) for name, one in read.found.items()]
     if not isinstance(sequences, Mapping) and not is_list(sequences):

@@ -31,8 +31,8 @@ from warpfold.prediction.outputs import (
     thin_prediction,
     write_summary,
 )
+from warpfold.prediction.pages import prediction_report
 from warpfold.prediction.ranking import copy_by_rank, rank_predictions, remove_copies
-from warpfold.report.predictions import prediction_report
 from warpfold.report.report import write_report
 
 logger = logging.getLogger("warpfold")

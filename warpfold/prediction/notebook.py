@@ -3,7 +3,7 @@
 import html
 from typing import TYPE_CHECKING
 
-from warpfold.prediction.sanity import warn_of_confidence
+from warpfold.prediction.sanity import confidence_notices
 from warpfold.report.report import ReportPage, Target, Warned, render
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ def page_of(prediction: "Prediction") -> str:
         chains=spans if len(spans) > 1 else {},
         coverage=prediction.coverage,
     )
-    doubts = warn_of_confidence(prediction.plddt, prediction.ptm, prediction.iptm)
-    warnings = [Warned(warning) for warning in (*prediction.details.get("warnings", ()), *doubts)]
+    doubts = confidence_notices(prediction.plddt, prediction.ptm, prediction.iptm)
+    records = (*prediction.details.get("warnings", ()), *(notice.record() for notice in doubts))
+    warnings = [Warned(record["text"]) for record in records]
     return render(ReportPage(prediction.name, "Folded by WarpFold.", targets=[target], warnings=warnings))
 
 

@@ -25,11 +25,12 @@ from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.folder import PredictionFolder
 from warpfold.prediction.folding import FoldItem, ModelInMemory, in_groups, one_line
 from warpfold.prediction.interfaces import describe, find_interfaces
+from warpfold.prediction.notices import Notice, noted, shorten_list
 from warpfold.prediction.outputs import RESERVED, PassStructure, Prediction, checksums_of, claim_folder, refuse_links
 from warpfold.prediction.params import MULTIMERS, Params, families_in, params_files, read_params
 from warpfold.prediction.plan_report import check_fits, sizes_of_query
 from warpfold.prediction.queries import Query, ReadQueries, read_given, with_templates
-from warpfold.prediction.sanity import check_geometry, warn_of_confidence
+from warpfold.prediction.sanity import check_geometry, confidence_notices
 from warpfold.prediction.servers import fetching
 from warpfold.prediction.share import Share, fold_shared
 from warpfold.prediction.templates import TemplateSources
@@ -93,7 +94,7 @@ def predict(
     seeds = range(options.seed, options.seed + options.seeds)
     items = [FoldItem(*one) for one in product(models, queries, seeds)]
     new = _new_summary(queries, models, options, device)
-    new |= {"warnings": _warnings(read, models, templates), "msa_server": server and server.url, "asked": asked}
+    new |= {"warnings": _run_notices(read, models, templates), "msa_server": server and server.url, "asked": asked}
     new["failures"] = [{"name": name, "error": one_line(error)} for name, error in read.errors.items()]
     folder = PredictionFolder(out, new, items, share.part, options.keep)
     with closing(folder):
@@ -188,15 +189,17 @@ def _asked_digest(
     return hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
 
 
-def _warnings(read: ReadQueries, models: Sequence[Params], templates: TemplateSources | None) -> list[str]:
+def _run_notices(
+    read: ReadQueries, models: Sequence[Params], templates: TemplateSources | None
+) -> list[dict[str, Any]]:
     """Return what is to be said of the run as a whole: what was asked for and not used."""
-    found = [*read.warnings, *(templates.warnings if templates else ())]
+    texts = []
     if read.hits and not (templates and templates.hits):
-        some = ", ".join(read.hits[:3]) + (" ..." if len(read.hits) > 3 else "")
-        found.append(f"template hits are not used unless --hits names them: {some}")
+        texts.append(f"template hits are not used unless --hits names them: {shorten_list(read.hits)}")
     if templates and (without := [model.path.name for model in models if not model.config.templates.enabled]):
-        found.append(f"no template is used with {', '.join(without)}, which take none")
-    return found
+        texts.append(f"no template is used with {', '.join(without)}, which take none")
+    notices = [*read.notices, *(templates.notices if templates else ()), *noted(texts)]
+    return [notice.record() for notice in notices]
 
 
 def _share_out(models: Sequence[Params], queries: Sequence[Query], options: PredictOptions, team: Team) -> None:
@@ -211,17 +214,17 @@ def _share_out(models: Sequence[Params], queries: Sequence[Query], options: Pred
 
 
 def write_prediction(
-    prediction: Prediction, out: Path, below: str = "", warnings: Sequence[str] = ()
+    prediction: Prediction, out: Path, below: str = "", notices: Sequence[Notice] = ()
 ) -> dict[str, Any]:
     """Check a prediction's geometry, write it into its own folder in `out`, and return its entry in the summary.
 
-    below: the folder in that of the protein, where it has several predictions.  warnings: what else is to be said.
+    below: the folder in that of the protein, where it has several predictions.  notices: what else is to be said.
     """
     outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     details = dict(prediction.details)
     chains, lost = _of_complex(prediction, details.pop("chain_depths", {})), details.pop("warnings", ())
     geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
-    doubts = warn_of_confidence(prediction.plddt, prediction.ptm, prediction.iptm)
+    doubts = confidence_notices(prediction.plddt, prediction.ptm, prediction.iptm)
     folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
     refuse_links(out, folder)
     files = prediction.save(out / folder, overwrite=True)  # the earlier run was killed, or is replaced with --force
@@ -243,12 +246,10 @@ def write_prediction(
         "templates_missing": sum(outcome.missing for outcome in outcomes),
         "geometry": asdict(geometry),
         "warnings": [
-            *warnings,
+            *(notice.record() for notice in notices),
             *lost,
-            *_unknown(prediction),
-            *_without_pdb(prediction, files),
-            *geometry.warnings(),
-            *doubts,
+            *(notice.record() for notice in (*_unknown(prediction), *_without_pdb(prediction, files))),
+            *(notice.record() for notice in (*geometry.notices(), *doubts)),
         ],
     }
 
@@ -282,8 +283,8 @@ def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, 
     }
 
 
-def _unknown(prediction: Prediction) -> list[str]:
-    """Return a sentence about residues that are X, if there are any: they have no atoms."""
+def _unknown(prediction: Prediction) -> list[Notice]:
+    """Return a notice of residues that are X, if there are any: they have no atoms."""
     several = prediction.asym_id is not None
     places = [
         f"{chain} {place}" if several else str(place)
@@ -291,21 +292,19 @@ def _unknown(prediction: Prediction) -> list[str]:
         for place, letter in enumerate(prediction.sequence[span], 1)
         if letter == "X"
     ]
-    if not places:
-        return []
     some = ", ".join(places[:5]) + (" ..." if len(places) > 5 else "")
-    what = f"not one of the twenty amino acids, so without atoms: {len(places)} (X at {some})"
-    return [f"{what}; write C for U to get cysteine"]
+    return [Notice("unknown_residues", {"count": len(places), "detail": f"X at {some}"})] if places else []
 
 
-def _without_pdb(prediction: Prediction, files: Mapping[str, str]) -> list[str]:
+def _without_pdb(prediction: Prediction, files: Mapping[str, str]) -> list[Notice]:
     """Return why there is no PDB file, if there is none."""
     if "pdb" in files:
         return []
     try:
         prediction.pdb()
     except UserError as error:
-        return [f"no PDB file: {str(error).removeprefix(prediction.name + ': ').removesuffix('; write mmCIF')}"]
+        why = str(error).removeprefix(prediction.name + ": ").removesuffix("; write mmCIF")
+        return [Notice("no_pdb", {"why": why})]
     return []
 
 
@@ -337,7 +336,7 @@ def _new_summary(
         "settings": settings,
         "device": device,
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "input_warnings": {query.name: list(query.warnings) for query in queries if query.warnings},
+        "input_warnings": {query.name: [one.record() for one in query.notices] for query in queries if query.notices},
         "predictions": [],
         "failures": [],
         "ranking": {},

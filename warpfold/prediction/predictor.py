@@ -33,7 +33,7 @@ from warpfold.prediction.fold_input import (
     TemplatesLike,
     add_templates,
     details_of,
-    said_of,
+    with_warnings,
 )
 from warpfold.prediction.fold_options import Kept, Recycling, batch_of, kept_of, passes_of
 from warpfold.prediction.outputs import PassStructure, Prediction
@@ -163,7 +163,7 @@ class Predictor:
         query = query_of(sequence, alignment, arguments.text("name", name), fetch)
         query = self.with_templates(query, templates, hits, template_structures, max_template_date)
         prediction = self.compute(self.prepare(query.assembly, **numbers), **asdict(kept))
-        return said_of(query, prediction)
+        return with_warnings(query, prediction)
 
     def _fetching(self, server: ServerLike, cache: PathLike | None) -> FetchAlignments | None:
         """Return what gets alignments from the server that the user has named, here or in `load`; None without one."""

@@ -19,6 +19,7 @@ from warpfold.data.formats.chain_alignments import ChainAlignments, as_row, read
 from warpfold.data.formats.sequences import parse_a3m
 from warpfold.errors import UserError
 from warpfold.files import file_name
+from warpfold.prediction.notices import Notice, noted, shorten_list
 from warpfold.prediction.params import Params, check_templates
 from warpfold.prediction.templates import (
     TemplateQuery,
@@ -26,7 +27,7 @@ from warpfold.prediction.templates import (
     check_fit,
     files_of_chains,
     find_templates_of,
-    template_warnings,
+    template_notices,
 )
 
 Sequences = str | Sequence[str] | Mapping[str, str]  # of a protein, or of the chains of a complex
@@ -39,7 +40,7 @@ Alignments = OfChain | Sequence[OfChain] | Mapping[str, OfChain]
 class Query:
     """What to fold: K chains, each with its alignment and templates; a single protein is a complex of one chain.
 
-    name: unique, and safe in a path.  outcomes: of each template that was offered.  warnings: about the input.
+    name: unique, and safe in a path.  outcomes: of each template that was offered.  notices: about the input.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Query:
     sequences: tuple[str, ...]  # [K], as given: those of `chains` have X for U
     chains: tuple[RawExample, ...]  # [K], copies share theirs
     outcomes: Sequence[TemplateOutcome] = ()
-    warnings: Sequence[str] = ()
+    notices: Sequence[Notice] = ()
 
     @property
     def assembly(self) -> Assembly:
@@ -93,7 +94,7 @@ class ReadQueries:
     """What is to be folded, and what is to be said of all that was given."""
 
     found: dict[str, Query | UserError]  # by name, in their order: what to fold, or why it cannot be
-    warnings: list[str]
+    notices: list[Notice]
     hits: list[str]  # files of template hits in the folders of queries
 
     @property
@@ -155,14 +156,14 @@ def read_given(
                 found[one.name] = make_query(replace(one, ids=("A",)) if single else one, alignments)
             except UserError as error:
                 found[one.name] = error
-    warnings = [*alignments.notes, *unused_msa_warning(alignments.unused)]
+    notices = unused_msa_notices(alignments)
     if files.predicted:
-        warnings.append(f"structures that were predicted are not folded anew: {shorten_list(files.predicted)}")
-    return ReadQueries({one.name: found[one.name] for one in read}, warnings, files.hits)
+        notices += noted([f"structures that were predicted are not folded anew: {shorten_list(files.predicted)}"])
+    return ReadQueries({one.name: found[one.name] for one in read}, notices, files.hits)
 
 
 def make_query(given: Complex, alignments: ChainAlignments | None = None) -> Query:
-    """Return chains with their alignments, and warnings about what these lack or are not used for.
+    """Return chains with their alignments, and notices of what these lack or are not used for.
 
     As official, the rows of `uniprot_hits` are in no alignment of a protein alone; but they are more than nothing.
     Errors: UserError for an alignment of another protein, or a sequence that is no protein's.
@@ -170,22 +171,16 @@ def make_query(given: Complex, alignments: ChainAlignments | None = None) -> Que
     if len(given.ids) > 1:
         assembly, notes = assemble(given, alignments)
         chains = tuple(chain for chain in assembly.chains if isinstance(chain, RawExample))
-        return Query(given.name, given.ids, given.sequences, chains, warnings=notes)
-    (sequence,), notes = given.sequences, [*given.notes]
+        return Query(given.name, given.ids, given.sequences, chains, notices=noted(notes))
+    (sequence,), notices = given.sequences, noted(given.notes)
     own = [*given.alignments, *(alignments.of(sequence) if alignments else ())]
     used = [one for one in own if one.stands_alone] or own
     example = from_sequence(sequence, used or [Alignment.of_query(sequence, given.name)], given.name)
     if unused := sum(len(one) - 1 for one in own) - sum(len(one) - 1 for one in used):
-        rows_of = "1 row" if unused == 1 else f"{unused} rows"
-        notes.append(
-            f"{rows_of} of alignments that are named as serving to pair (uniprot, pair) not used for a single protein "
-            "that has others; rename the files to use all"
-        )
-    if not own:
-        notes.append("no alignment: folded by the sequence alone")
-    elif example.depth == 1:
-        notes.append("its alignment has one row, its own: folded by the sequence alone")
-    return Query(given.name, given.ids, given.sequences, (example,), warnings=notes)
+        notices.append(Notice("pairing_rows", {"rows": unused}))
+    if not own or example.depth == 1:
+        notices.append(Notice("one_row" if own else "no_alignment"))
+    return Query(given.name, given.ids, given.sequences, (example,), notices=notices)
 
 
 def lacking_of(query: Complex, alignments: ChainAlignments | None) -> list[str]:
@@ -194,17 +189,12 @@ def lacking_of(query: Complex, alignments: ChainAlignments | None) -> list[str]:
     return [one for one in query.sequences if as_row(one) not in own and not (alignments and alignments.of(one))]
 
 
-def unused_msa_warning(files: Sequence[str]) -> list[str]:
-    """Return a sentence about alignments that belong to none of the sequences, if there are any."""
-    if not files:
-        return []
-    count = "1 alignment" if len(files) == 1 else f"{len(files)} alignments"
-    return [f"{count} of none of the sequences, left out: {shorten_list(files)}"]
-
-
-def shorten_list(names: Sequence[str]) -> str:
-    """Return three names at most, and dots for the others."""
-    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+def unused_msa_notices(alignments: ChainAlignments) -> list[Notice]:
+    """Return what is to be said of files of alignments: notes, and those that belong to none of the sequences."""
+    found, unused = noted(alignments.notes), alignments.unused
+    if unused:
+        found.append(Notice("unused_alignments", {"count": len(unused), "detail": shorten_list(unused)}))
+    return found
 
 
 def with_templates(
@@ -231,8 +221,8 @@ def with_templates(
             replace(chain, templates=by_sequence[sequence]) for chain, sequence in zip(query.chains, query.sequences)
         )
         outcomes = [replace(outcome, chains=one.chains) for one in own for outcome in found[one][1]]
-        warnings = [*query.warnings, *template_warnings(outcomes, sources)]
-        answered.append(replace(query, chains=chains, outcomes=outcomes, warnings=warnings))
+        notices = [*query.notices, *template_notices(outcomes, sources)]
+        answered.append(replace(query, chains=chains, outcomes=outcomes, notices=notices))
     return answered
 
 
@@ -264,20 +254,20 @@ def query_of(sequence: Sequences, alignment: Alignments, name: str, fetch: Fetch
     for id, letters in chains.items():
         encode(letters, name if len(chains) == 1 else f"{name} {id}")  # an error for letters that are not residues
     alone = isinstance(sequence, str) and len(chains) == 1
-    files, notes, found = None, list[str](), list[Alignment]()
+    files, notices, found = None, list[Notice](), list[Alignment]()
     if alone:
-        found = _of_chain(chains["A"], alignment, name, notes)
+        found = _of_chain(chains["A"], alignment, name, notices)
     elif _is_path(alignment) or _is_paths(alignment):
         files = read_chain_alignments(paths("alignment", alignment), chains.values(), name)
-        notes = [*files.notes, *unused_msa_warning(files.unused)]
+        notices = unused_msa_notices(files)
     else:
-        found = _of_chains(chains, alignment, name, notes)
+        found = _of_chains(chains, alignment, name, notices)
     given = Complex(name, tuple(chains), tuple(chains.values()), tuple(found))
     if fetch is not None and (without := lacking_of(given, files)):
         answers = read_chain_alignments(fetch([(given, without)]), chains.values(), name)
         files = answers if files is None else files.joined(answers)
     query = make_query(given, files)
-    return replace(query, warnings=[*notes, *query.warnings] if found or files else notes)  # nothing given: as asked
+    return replace(query, notices=[*notices, *query.notices] if found or files else notices)  # nothing given: as asked
 
 
 def _chains(sequence: Any, name: str) -> dict[str, str]:
@@ -300,8 +290,8 @@ def _chains(sequence: Any, name: str) -> dict[str, str]:
     return {id: letters.upper() for id, letters in named.items()}
 
 
-def _of_chains(chains: Mapping[str, str], given: Any, name: str, notes: list[str]) -> list[Alignment]:
-    """Return the alignments of a complex, given chain by chain.  notes: gets what is to be said of their files."""
+def _of_chains(chains: Mapping[str, str], given: Any, name: str, notices: list[Notice]) -> list[Alignment]:
+    """Return the alignments of a complex, given chain by chain.  notices: gets what is to be said of their files."""
     if given is not None and not isinstance(given, Mapping) and not is_list(given):
         raise WrongArgument(f"alignment = {shown(given)}: files, a list or a mapping of chains is needed")
     given = () if given is None else given
@@ -310,10 +300,10 @@ def _of_chains(chains: Mapping[str, str], given: Any, name: str, notes: list[str
         raise UserError(f"{name}: an alignment for chain {unknown[0]}, but the chains are {', '.join(chains)}")
     if not chains or len(each) < len(given):
         raise UserError(f"{name}: {len(chains)} chains and {len(given)} alignments; give one for each, or none")
-    return [one for id, rows in each.items() for one in _of_chain(chains[id], rows, f"{name} {id}", notes)]
+    return [one for id, rows in each.items() for one in _of_chain(chains[id], rows, f"{name} {id}", notices)]
 
 
-def _of_chain(sequence: str, given: Any, name: str, notes: list[str]) -> list[Alignment]:
+def _of_chain(sequence: str, given: Any, name: str, notices: list[Notice]) -> list[Alignment]:
     """Return the alignments of one sequence: of rows, as in A3M, one, in which the sequence may be or not."""
     if given is None:
         return []
@@ -321,7 +311,7 @@ def _of_chain(sequence: str, given: Any, name: str, notes: list[str]) -> list[Al
         return [given.check_query(sequence, name)]
     if _is_path(given) or (_is_paths(given) and not any(isinstance(one, str) for one in given)):  # texts are rows
         read = read_chain_alignments(paths("alignment", given), [sequence], name)
-        notes += [*read.notes, *unused_msa_warning(read.unused)]
+        notices += unused_msa_notices(read)
         return read.of(sequence)
     if not is_list(given) or not all(isinstance(row, str) for row in given):
         raise WrongArgument(f"{name}: alignment = {shown(given)}: rows, an Alignment, or files are needed")

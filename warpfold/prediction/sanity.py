@@ -1,11 +1,12 @@
 """Check that a predicted structure looks like a protein: chain breaks, clashes, mirrored residues, in NumPy."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 
 from warpfold.geometry.residue import ATOM_ORDER, ATOM_TYPES, VDW_RADIUS
+from warpfold.prediction.notices import Notice
 
 CA_CA_RANGE = (2.6, 4.2)  # angstrom: cis peptides 2.9 to 3.0, trans 3.8, with room for strain
 CLASH_OVERLAP = 1.5  # angstrom that two atoms may overlap before it counts (Supp. 1.9.11, eq. 46)
@@ -26,14 +27,9 @@ class Geometry:
     clashes: int  # pairs of atoms of different residues that overlap by more than 1.5 angstrom
     mirrored: int  # residues with a Cβ on the wrong side (D instead of L)
 
-    def warnings(self) -> list[str]:
-        """Return one sentence for each kind of flaw that occurs, in the same words whatever the count."""
-        found = {
-            "chain breaks, neighbouring Cα too near or too far": self.chain_breaks,
-            "clashes between atoms of different residues": self.clashes,
-            "residues with mirrored Cα": self.mirrored,
-        }
-        return [f"{what}: {count}" for what, count in found.items() if count]
+    def notices(self) -> list[Notice]:
+        """Return one for each kind of flaw that occurs."""
+        return [Notice(kind, {"count": count}) for kind, count in asdict(self).items() if count]
 
 
 def check_geometry(positions: np.ndarray, mask: np.ndarray, asym_id: np.ndarray | None = None) -> Geometry:
@@ -91,24 +87,19 @@ def find_clashes(positions: np.ndarray, mask: np.ndarray, bonded: np.ndarray) ->
     return np.concatenate(pairs)
 
 
-def warn_of_confidence(plddt: np.ndarray, ptm: float | None = None, iptm: float | None = None) -> list[str]:
-    """Return a sentence for each way in which a model is unsure of a prediction: pLDDT [N] 0..100, pTM and ipTM 0..1.
+def confidence_notices(plddt: np.ndarray, ptm: float | None = None, iptm: float | None = None) -> list[Notice]:
+    """Return in which ways a model is unsure of a prediction: pLDDT [N] 0..100, pTM and ipTM 0..1.
 
     The limits are those that EMBL-EBI's course on AlphaFold teaches: pLDDT 70 and 50, pTM 0.5, ipTM 0.6 and 0.8.
     """
     mean, lowest = float(plddt.mean()), float((plddt < 50).mean())
     found = []
-    if mean < 50:
-        found.append(f"very low confidence: mean pLDDT {mean:.1f}, below 50; the structure should not be interpreted")
-    elif mean < 70:
-        found.append(f"low confidence: mean pLDDT {mean:.1f}, below 70")
+    if mean < 70:
+        found.append(Notice("plddt_very_low" if mean < 50 else "plddt_low", {"mean_plddt": mean}))
     if mean >= 50 and lowest >= 0.25:
-        found.append(
-            f"{lowest:.0%} of the residues have a pLDDT below 50: they may be disordered; where they lie says nothing"
-        )
+        found.append(Notice("disorder", {"share": lowest}))
     if iptm is not None and iptm < 0.8:
-        doubt = "is probably wrong" if iptm < 0.6 else "may be right or wrong"
-        found.append(f"ipTM {iptm:.2f}, below {0.6 if iptm < 0.6 else 0.8}: how the chains meet {doubt}")
+        found.append(Notice("iptm_low" if iptm < 0.6 else "iptm_unsure", {"iptm": iptm}))
     if iptm is None and ptm is not None and ptm < 0.5 and len(plddt) > SHORT:
-        found.append(f"pTM {ptm:.2f}, below 0.5: the fold as a whole may be wrong")
+        found.append(Notice("ptm_low", {"ptm": ptm}))
     return found

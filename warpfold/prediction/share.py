@@ -22,13 +22,14 @@ from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.folder import PredictionFolder
 from warpfold.prediction.folding import Clock, FoldItem, FoldOutcome, Group, ModelInMemory, cost_of, fold_groups, taken
 from warpfold.prediction.journal import WHOLE, Journal
+from warpfold.prediction.notices import Notice
 from warpfold.prediction.outputs import Prediction
 from warpfold.progress import Progress, as_time
 from warpfold.training.passes import PassPlace
 
 JOBS = 16  # of each worker: so many that all end at about one time, so few that starting one costs nothing
 
-Keep = Callable[[Prediction, Path, str, Sequence[str]], dict[str, Any]]  # `prediction.predict.write_prediction`
+Keep = Callable[[Prediction, Path, str, Sequence[Notice]], dict[str, Any]]  # `prediction.predict.write_prediction`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +180,7 @@ def _writer(keep: Keep, out: Path, several: bool) -> Callable[[FoldItem, Predict
     def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
         outcomes = [asdict(outcome) for outcome in item.query.outcomes]
         below = item.below if several else ""
-        return keep(replace(prediction, templates=outcomes), out, below, item.query.warnings)
+        return keep(replace(prediction, templates=outcomes), out, below, item.query.notices)
 
     return write
 

@@ -17,6 +17,7 @@ from warpfold.data.formats.input_files import HITS, InputFile, find
 from warpfold.data.structure.chain import given_date
 from warpfold.data.structure.library import Library
 from warpfold.errors import UserError
+from warpfold.prediction.notices import Notice, Value, noted, shorten_list
 
 MAX_DATE = "--max-template-date"
 Found = tuple[Templates | None, list[TemplateOutcome]]
@@ -49,11 +50,13 @@ class TemplateSources:
         return bool(self.files or self.hits)
 
     @property
-    def warnings(self) -> list[str]:
+    def notices(self) -> list[Notice]:
         """What is to be said of the templates of all queries."""
         if not self.hits or self.max_date is not None:
             return []
-        return [f"no template date is given ({MAX_DATE}): hits of any date are used, even a protein's own structure"]
+        return noted(
+            [f"no template date is given ({MAX_DATE}): hits of any date are used, even a protein's own structure"]
+        )
 
 
 @dataclass(frozen=True)
@@ -108,24 +111,25 @@ def find_templates_of(
     return found
 
 
-def template_warnings(outcomes: Sequence[TemplateOutcome], sources: TemplateSources) -> list[str]:
-    """Return a sentence where hits were to give templates and some or all could not, though they were wanted.
+def template_notices(outcomes: Sequence[TemplateOutcome], sources: TemplateSources) -> list[Notice]:
+    """Return what is to be said where hits were to give templates and some or all could not, though they were wanted.
 
-    "0 of 432 templates used: no structure in mmcif (1abc, 2xyz ...)"; hits that follow enough better ones say nothing.
+    Hits that follow enough better ones say nothing.
     """
     if not outcomes:
-        return ["0 templates used: no hit for it in the files given"] if sources.hits else []
+        return [Notice("no_hits")] if sources.hits else []
     used, missing = sum(one.used for one in outcomes), [one for one in outcomes if one.missing]
-    if used and not missing:
-        return []
-    others = count_refusals([one for one in outcomes if not one.missing])
-    why = [f"{count} x {reason}" for reason, count in others.items()] if not used else []
+    found = []
     if missing:
         entries = list(dict.fromkeys((one.name.rpartition("_")[0] or one.name).lower() for one in missing))
-        some = ", ".join(entries[:3]) + (", ..." if len(entries) > 3 else "")
-        count = "" if len(missing) == len(outcomes) else "1 has " if len(missing) == 1 else f"{len(missing)} have "
-        why.insert(0, f"{count}no structure in {sources.structures} ({some})")
-    return [f"{used} of {len(outcomes)} templates used: {'; '.join(why)}"]
+        values: dict[str, Value] = {"used": used, "offered": len(outcomes), "missing": len(missing)}
+        values |= {"folder": str(sources.structures), "detail": shorten_list(entries)}
+        found.append(Notice("templates_missing", values))
+    refusals = count_refusals([one for one in outcomes if not one.missing])
+    if not used and refusals:
+        why = "; ".join(f"{count} x {reason}" for reason, count in refusals.items())
+        found.append(Notice("templates_refused", {"offered": len(outcomes), "why": why}))
+    return found
 
 
 def files_of_chains(files: Sequence[str], chains: Mapping[str, str]) -> dict[str, list[str]]:

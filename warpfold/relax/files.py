@@ -20,10 +20,10 @@ from warpfold.errors import UserError
 from warpfold.files import read_file, sealed, write_atomically
 from warpfold.geometry.residue import ATOM_TYPES
 from warpfold.prediction.outputs import write_summary
+from warpfold.prediction.pages import prediction_report
 from warpfold.progress import Progress, no_progress
 from warpfold.relax.amber import require_openmm
 from warpfold.relax.relax import relax_chains
-from warpfold.report.predictions import prediction_report
 from warpfold.report.report import write_report
 
 FORMAT = "warpfold-relaxed-1"

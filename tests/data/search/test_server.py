@@ -345,4 +345,4 @@ def test_nothing_is_sent_unasked(tmp_path: Path, tiny_params: Path, monkeypatch:
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     summary = predict([ONE], [], tiny_params, tmp_path / "out", PredictOptions(device="cpu", recycles=0))
     assert summary["msa_server"] is None
-    assert "no alignment" in summary["predictions"][0]["warnings"][0]
+    assert summary["predictions"][0]["warnings"][0]["kind"] == "no_alignment"

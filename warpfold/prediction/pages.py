@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.prediction.notices import each_kind_once, of_record
 from warpfold.report import figures
 from warpfold.report.coverage import Coverage
 from warpfold.report.report import ReportPage, ReportTable, Section, Target, Warned
@@ -19,8 +19,6 @@ DRAWN_OF_EACH = 5  # of one protein or complex, the best
 CHAINS = 6  # whose own pTM stands above a complex; summary.json has that of all
 LENGTHS = 10  # different ones, from which on time is drawn against length
 ENERGIES = ("energy_before", "energy_after")  # of a relaxation
-# In a warning, what differs between those of a kind: what is in parentheses, and numbers, but not those within names.
-PARTICULAR = re.compile(r" ?\([^)]*\)|(?<![\w./-])\d+(?:,\d{3})*(?:\.\d+)?(?![\w/-]|\.\w)")
 
 
 def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
@@ -83,38 +81,9 @@ def warnings_of(summary: Mapping[str, Any]) -> list[Warned]:
     Of the run, of what was given (of proteins that failed too), and of each protein's best prediction, in this order.
     The terminal and the report both say these, and no others.
     """
-    kinds: dict[str, dict[str, list[str]]] = {}  # what those of a kind share -> protein -> its sentences, each once
-    given = summary["input_warnings"].items()
-    for name, warnings in [*given, *((entry["name"], entry["warnings"]) for entry in _best(summary))]:
-        for said in warnings:
-            kind = PARTICULAR.sub(lambda found: "()" if found[0].endswith(")") else "0", said)
-            own = kinds.setdefault(kind, {}).setdefault(name, [])
-            own += [said] if said not in own else []
-    found = [Warned(said) for said in summary.get("warnings", ())]
-    for about in kinds.values():
-        if len(about) == 1:
-            found += [Warned(said, dict.fromkeys(about, "")) for said in next(iter(about.values()))]
-        else:
-            found.append(_of_one_kind(about))
-    return found
-
-
-def _of_one_kind(about: Mapping[str, Sequence[str]]) -> Warned:
-    """Return one sentence for those of several proteins: numbers that differ become a range, parentheses go."""
-    names, sentences = zip(*((name, said) for name, own in about.items() for said in own))
-    values = [*zip(*map(PARTICULAR.findall, sentences))]  # of each place the values in all sentences
-    common = ""
-    for text, found in zip(PARTICULAR.split(sentences[0]), [*values, ("",)]):
-        if len(set(found)) > 1:
-            numbers = sorted(found, key=lambda one: float(one.replace(",", ""))) if found[0][-1] != ")" else ()
-            common += text + (f"{numbers[0]} to {numbers[-1]}" if numbers else "")
-        else:
-            common += text + found[0]
-    differing = [[one.strip(" ()") for one in found] for found in values if len(set(found)) > 1]
-    own: dict[str, list[str]] = {name: [] for name in names}
-    for i, name in enumerate(names):
-        own[name] += [", ".join(found[i] for found in differing)] if differing else []
-    return Warned(common, {name: "; ".join(of) for name, of in own.items()})
+    given = [*summary["input_warnings"].items(), *((entry["name"], entry["warnings"]) for entry in _best(summary))]
+    found = [(name, of_record(record)) for name, records in given for record in records]
+    return [*(Warned(record["text"]) for record in summary.get("warnings", ())), *each_kind_once(found)]
 
 
 def _all_proteins(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
@@ -259,7 +228,7 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         max_pae=_max_pae(folder / files["pae"]) if "pae" in files else 0.0,
         has_pdb="pdb" in files,
         numbers=numbers,
-        warnings=entry["warnings"],
+        warnings=[record["text"] for record in entry["warnings"]],
         chains=_chain_spans(entry),
         coverage=coverage,
         group=entry["name"] if "ranked" in entry else "",

@@ -1,0 +1,113 @@
+"""What is to be said of a protein or a run: a kind and its numbers, from which its sentence is made, here and once."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from string import Formatter
+from typing import Any
+
+from warpfold.report.report import Warned
+
+Value = str | int | float
+
+# The sentence of each kind.  `detail`, in parentheses, is of one protein alone.
+SENTENCES = {
+    "input": "{text}",  # what reading the input has found, in its own words
+    "no_alignment": "no alignment: folded by the sequence alone",
+    "one_row": "its alignment has one row, its own: folded by the sequence alone",
+    "pairing_rows": "rows of alignments that are named as serving to pair (uniprot, pair), not used for a single "
+    "protein that has others: {rows:,}; rename the files to use all",
+    "unused_alignments": "alignments of none of the sequences, left out: {count}{detail}",
+    "rows_lost": "no row of the alignment{of} reached the model: folded by the sequence alone",
+    "no_hits": "0 templates used: no hit for it in the files given",
+    "templates_missing": "{used:,} of {offered:,} templates used: {missing:,} without a structure in {folder}{detail}",
+    "templates_refused": "0 of {offered:,} templates used: {why}",
+    "unknown_residues": "not one of the twenty amino acids, so without atoms: {count}{detail}; write C for U to get "
+    "cysteine",
+    "no_pdb": "no PDB file: {why}",
+    "chain_breaks": "chain breaks, neighbouring Cα too near or too far: {count}",
+    "clashes": "clashes between atoms of different residues: {count}",
+    "mirrored": "residues with mirrored Cα: {count}",
+    "plddt_very_low": "very low confidence: mean pLDDT {mean_plddt:.1f}, below 50; the structure should not be "
+    "interpreted",
+    "plddt_low": "low confidence: mean pLDDT {mean_plddt:.1f}, below 70",
+    "disorder": "{share:.0%} of the residues have a pLDDT below 50: they may be disordered; where they lie says "
+    "nothing",
+    "iptm_low": "ipTM {iptm:.2f}, below 0.6: how the chains meet is probably wrong",
+    "iptm_unsure": "ipTM {iptm:.2f}, below 0.8: how the chains meet may be right or wrong",
+    "ptm_low": "pTM {ptm:.2f}, below 0.5: the fold as a whole may be wrong",
+}
+
+
+@dataclass(frozen=True)
+class Notice:
+    """A kind of `SENTENCES`, and the values in its sentence."""
+
+    kind: str
+    values: Mapping[str, Value] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        return _sentence([self])
+
+    def record(self) -> dict[str, Any]:
+        """Return it as summary.json has it."""
+        values = {key: value for key, value in self.values.items() if key != "text"}
+        return {"kind": self.kind, "text": self.text, **({"values": values} if values else {})}
+
+
+def noted(texts: Iterable[str]) -> list[Notice]:
+    """Return what reading the input has found."""
+    return [Notice("input", {"text": text}) for text in texts]
+
+
+def shorten_list(names: Sequence[str]) -> str:
+    """Return three names at most, and dots for the others."""
+    return ", ".join(names[:3]) + (" ..." if len(names) > 3 else "")
+
+
+def of_record(record: Mapping[str, Any]) -> Notice:
+    """Return a notice of summary.json."""
+    return Notice(record["kind"], {"text": record["text"]} if record["kind"] == "input" else record.get("values", {}))
+
+
+def each_kind_once(found: Iterable[tuple[str, Notice]]) -> list[Warned]:
+    """Return one warning for all notices of a kind, given with the proteins' names: their numbers become a range."""
+    kinds: dict[tuple[Value, ...], dict[tuple[str, str], Notice]] = {}
+    for name, notice in found:
+        words = (value for key, value in notice.values.items() if isinstance(value, str) and key != "detail")
+        kinds.setdefault((notice.kind, *words), {})[name, notice.text] = notice
+    warned = []
+    for notices in kinds.values():
+        every = [*notices.values()]
+        about: dict[str, list[str]] = {}
+        for (name, _), notice in notices.items():
+            shown = zip(_parts([notice]), _parts(every))
+            about.setdefault(name, []).append(", ".join(own[0] for (_, _, own), (_, _, all) in shown if len(all) > 1))
+        if len(about) == 1:
+            warned += [Warned(notice.text, dict.fromkeys(about, "")) for notice in every]
+        else:
+            warned.append(Warned(_sentence(every), {name: "; ".join(own) for name, own in about.items()}))
+    return warned
+
+
+def _parts(notices: Sequence[Notice]) -> list[tuple[str, str, list[str]]]:
+    """Return the parts of a sentence: what stands before a value, the value's name, the different values in order."""
+    found = []
+    for literal, name, spec, _ in Formatter().parse(SENTENCES[notices[0].kind]):
+        values: list[Any] = list(dict.fromkeys(notice.values.get(name, "") for notice in notices)) if name else []
+        if not any(isinstance(value, str) for value in values):
+            values.sort()
+        found.append((literal, name or "", list(dict.fromkeys(format(value, spec or "") for value in values))))
+    return found
+
+
+def _sentence(notices: Sequence[Notice]) -> str:
+    """Return the sentence of notices of one kind; details that differ are left out."""
+    text = ""
+    for literal, name, values in _parts(notices):
+        text += literal
+        if name == "detail":
+            text += f" ({values[0]})" if len(values) == 1 and values[0] else ""
+        elif name:
+            text += values[0] if len(values) == 1 else f"{values[0]} to {values[-1]}"
+    return text
