@@ -5,11 +5,7 @@ from typing import Any
 
 import torch
 
-from warpfold.cluster.facts import Facts
-from warpfold.cluster.limits import limit_facts
-from warpfold.cluster.rdma import rdma_facts
-from warpfold.cluster.software import software_facts
-from warpfold.cluster.variables import variable_facts
+from warpfold.cluster.facts import Facts, limit_facts, rdma_facts, software_facts, variable_facts
 
 NODES, PER_NODE = 2, 2
 # Of each GPU and the adapter at its switch: host bridge, root port, the switch's ports, and the two devices.

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from tests.cluster.wards import examine, quick  # noqa: F401
-from warpfold.cluster import doctor, measure_files
+from warpfold.cluster import doctor, files
 from warpfold.cluster.doctor import Asked, examine_cluster
-from warpfold.cluster.judge_files import judge_folder
-from warpfold.cluster.measure_files import try_folder
+from warpfold.cluster.files import judge_folder, try_folder
 from warpfold.cost.links import read_cluster
 from warpfold.parallel.team import Team
 
@@ -150,7 +149,7 @@ def test_a_rename_that_is_not_atomic_is_named(tmp_path: Path) -> None:
     def by_halves(rank: int) -> None:
         """Have this rank find the first half of the file, as while another one copies it."""
         before = Path.read_bytes
-        Path.read_bytes = lambda path: before(path)[: measure_files.LENGTH // 2]  # type: ignore[method-assign]
+        Path.read_bytes = lambda path: before(path)[: files.LENGTH // 2]  # type: ignore[method-assign]
 
     outcome, says = tried(lambda rank: tmp_path, by_halves)["rename"]
     assert outcome == "wrong"
@@ -163,7 +162,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_not_there_is_named(tmp_path: Path) -> None:
-    found = measure_files.read_store(tmp_path / "none", 0.1, 0)
+    found = files.read_store(tmp_path / "none", 0.1, 0)
     assert "not a store" in found.error
 
 

@@ -16,7 +16,7 @@ import torch
 from tests.cluster.wards import examine
 from warpfold.cluster import doctor
 from warpfold.cluster.judge_links import judge_links
-from warpfold.cluster.judge_ranks import judge_ranks
+from warpfold.cluster.ranks import judge_ranks
 from warpfold.cost.links import network
 from warpfold.parallel.team import Team
 

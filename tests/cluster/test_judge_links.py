@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpfold.cluster.counters import counted, read_counters
 from warpfold.cluster.drawn import draw, link_rows, matrices
 from warpfold.cluster.findings import ClusterFinding
 from warpfold.cluster.judge_links import MeasuredLinks, cluster_of, judge_links, suspects
-from warpfold.cluster.measure_links import CollectiveTime, PairLink
+from warpfold.cluster.measure_links import CollectiveTime, PairLink, counted, read_counters
 from warpfold.cluster.rounds import ALL_PAIRS, MEETINGS, Pair, all_pairs, circle, first_rounds, nodes_of, rounds
 from warpfold.cluster.slow import NOTE, WRONG, find_slow, stragglers
 from warpfold.cost.collectives import Placement, collective_seconds

@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from warpfold.cluster.drawn import rank_table
+from warpfold.cluster.files import FolderTrial, StoreReads, judge_folder, judge_store
 from warpfold.cluster.findings import ClusterFinding
-from warpfold.cluster.judge_files import judge_folder, judge_store
-from warpfold.cluster.judge_ranks import judge_ranks, seem_slow
-from warpfold.cluster.measure_files import FolderTrial, StoreReads
-from warpfold.cluster.measure_ranks import (
+from warpfold.cluster.ranks import (
     Processors,
     RankRates,
     _own_group,
     _stat,
     _throttled,
+    judge_ranks,
     parse_nvidia_smi,
     quota_of,
+    seem_slow,
     sustained,
 )
 

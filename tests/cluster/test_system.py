@@ -9,9 +9,9 @@ import pytest
 import torch
 from machines import ADAPTERS, GPUS, FakeCluster, config
 
-from warpfold.cluster.equal import judge_equal
+from warpfold.cluster.facts import system_facts
 from warpfold.cluster.findings import ClusterFinding
-from warpfold.cluster.system import judge_system, system_facts
+from warpfold.cluster.rules import judge_system
 from warpfold.parallel.team import ProcessInfo
 
 Break = Callable[[FakeCluster], object]
@@ -114,7 +114,7 @@ FAULTS: list[tuple[str, Break, str, str]] = [
      "--cpu-bind"),
     ("NUMA of GPU and cores", attribute("cores", ["0-7", "8-15", "8-15", "0-7"]),
      "rank 2 has cores 8-15, its GPU's are 0-7", "--gpu-bind=closest"),
-    ("network adapters", without_second_adapter, "mlx5_0 at gpu-b", "lspci"),
+    ("network adapters", without_second_adapter, "mlx5_0 on node 1 (gpu-b)", "lspci"),
     ("link state", write(1, f"{IB}/state", "1: DOWN"), "mlx5_1 is DOWN at gpu-b", "cable"),
     ("link rate", write(1, f"{IB}/rate", "100 Gb/sec (4X EDR)"), "mlx5_1 runs at 100 Gb/s at gpu-b", "cable"),
     ("PCIe lanes", write(1, at(GPUS[1], "current_link_width"), "8"), "the GPU (0000:a3:00.0) at gpu-b", "reseat"),
@@ -231,7 +231,7 @@ def test_of_many_nodes_those_that_are_as_most_are_counted(tmp_path: Path) -> Non
 
     def odd(memory: int) -> list[str]:
         many[77] = {**many[77], "limits": {**first["limits"], "memory": memory}}
-        return [finding.says for finding in judge_equal(many) if finding.outcome != "ok"]
+        return [finding.says for finding in judge_system(many) if finding.outcome != "ok"]
 
     assert odd(1_010_000_000) == []  # of 1.024 GB
     assert odd(900_000_000) == ["1.0 GB on 255 nodes, 900 MB on node 77 (gpu-77)"]

@@ -13,7 +13,7 @@ import torch
 import torch._dynamo  # before the forks, which would each load it
 import torch.distributed as dist
 
-from warpfold.cluster import doctor, measure_files, measure_links, measure_ranks, probe
+from warpfold.cluster import doctor, files, measure_links, probe, ranks
 from warpfold.parallel.team import ProcessInfo, Team, TeamError, distributed_context
 
 WAITED = 100.0  # seconds until a process counts as one that would not end
@@ -25,8 +25,8 @@ QUICK: dict[Any, dict[str, Any]] = {
         "PINGS": 6, "PING_SECONDS": 0.05, "REPEATS": 2, "CARRY": 0.002, "MOST": {"cpu": 2**19},
         "AT_ONCE": 0.002, "COLLECTIVE_REPEATS": 2, "COLLECTIVE_SECONDS": 0.002, "CALLS": 3,
     },
-    measure_ranks: {"SIDE": {"cpu": 64}, "BYTES": {"cpu": 2**20}, "WINDOW": 0.005},
-    measure_files: {"TURNS": 0.1},
+    ranks: {"SIDE": {"cpu": 64}, "BYTES": {"cpu": 2**20}, "WINDOW": 0.005},
+    files: {"TURNS": 0.1},
 }  # fmt: skip
 
 

@@ -12,18 +12,16 @@ from typing import Any
 
 import torch
 
-from warpfold.cluster.counters import counted, read_counters
 from warpfold.cluster.direct import measure_direct
+from warpfold.cluster.facts import system_facts
+from warpfold.cluster.files import StoreReads, judge_folder, judge_store, read_store, try_folder
 from warpfold.cluster.findings import ClusterFinding
-from warpfold.cluster.judge_files import judge_folder, judge_store
 from warpfold.cluster.judge_links import MeasuredLinks, cluster_of, judge_links
-from warpfold.cluster.judge_ranks import judge_ranks, seem_slow
-from warpfold.cluster.measure_files import from_json, read_store, try_folder
-from warpfold.cluster.measure_links import measure_call, measure_clocks, measure_collectives
-from warpfold.cluster.measure_ranks import RankRates, measure_rates
+from warpfold.cluster.measure_links import counted, measure_call, measure_clocks, measure_collectives, read_counters
 from warpfold.cluster.probe import TRIES, measure_rounds
+from warpfold.cluster.ranks import RankRates, judge_ranks, measure_rates, seem_slow
 from warpfold.cluster.rounds import nodes_of, rounds
-from warpfold.cluster.system import judge_system, system_facts
+from warpfold.cluster.rules import judge_system
 from warpfold.cost.links import Cluster, network
 from warpfold.cost.machine import name as name_device
 from warpfold.parallel.team import Team
@@ -126,7 +124,7 @@ def examine_cluster(
     for store in asked.stores:
         report(found, f"store {store}")
         own = read_store(store, READ_SECONDS, seed=team.process.rank)
-        reads = from_json(team.all_gather_object(asdict(own), f"reads of {store}"))
+        reads = [StoreReads(**one) for one in team.all_gather_object(asdict(own), f"reads of {store}")]
         add(judge_store(store, reads, nodes))
     if not asked.stores:
         add([ClusterFinding("files", "store", "not checked", "no store was named; --data STORE")])

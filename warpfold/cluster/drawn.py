@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from warpfold.cluster.judge_links import MeasuredLinks, in_words
-from warpfold.cluster.judge_ranks import speeds_of
-from warpfold.cluster.measure_ranks import RankRates
+from warpfold.cluster.ranks import RankRates, speeds_of
 from warpfold.cluster.rounds import Pair
 
 SHADES = " ░▒▓█"

@@ -1,18 +1,23 @@
-"""Measure what one rank can do, over some seconds: products, memory, copies to its device; its clocks and processors.
+"""Measure what each rank can do, over some seconds, and say which is slower than others, and why as far as is known.
 
-All ranks do it at the same time, as in training.
+Measured are products, memory, copies to its device, and its clocks and processors, by all ranks at the same time, as in
+training.
 """
 
 import os
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from warpfold.cluster.findings import ClusterFinding, Fault, Fine, Outcome, all_fine, judge, of_ranks
+from warpfold.cluster.slow import NOTE, WRONG, stragglers
 
 Clock = Callable[[], float]
 
@@ -232,3 +237,168 @@ def parse_nvidia_smi(text: str) -> dict[str, str]:
     """Return the fields of a line of `nvidia-smi --query-gpu=... --format=csv,noheader,nounits` that hold something."""
     words = [word.strip() for word in text.strip().splitlines()[0].split(",")] if text.strip() else []
     return {name: word for name, word in zip((*QUERY, "reasons"), words) if word and not word.startswith("[")}
+
+
+# ---- what is said of it
+
+
+# Shares of the median below which a rank is wrong, and worth a note: GPUs of a kind differ by a few per cent.
+BOUNDS = {"cpu": (WRONG, NOTE), "cuda": (0.8, 0.92)}
+FALLS = {"cpu": 0.6, "cuda": 0.85}  # the last rate of the first
+HELD = 0.1  # of its periods in which a cgroup was stopped
+STOLEN = 0.05  # of a node's cores that a hypervisor took
+TAKEN = 0.25  # of a node's cores that others use
+SHARED = 0.7  # of the usual share of its processor, below which a rank is slow for that reason
+# Of NVML's clocks event reasons: those that a sound GPU does not give under load.  A cap of its power it may.
+THROTTLED = {
+    0x8: "slowed down by hardware",
+    0x20: "too hot (software slowdown)",
+    0x40: "too hot (hardware slowdown)",
+    0x80: "power brake of its supply",
+}
+CPU_CURE = "see what else runs there (top), and what it may use (cgroup, taskset, OMP_NUM_THREADS); or leave it out"
+GPU_CURE = "see nvidia-smi -q -d PERFORMANCE,CLOCK,ECC there; its cooling and power; or leave it out"
+
+
+def speeds_of(rates: Sequence[RankRates]) -> dict[str, list[float]]:
+    """Return what is compared between ranks, by name, a figure of each rank: GFLOP/s or GB/s."""
+    found = {f"products in {name}, GFLOP/s": [one.matrix[name] / 1e9 for one in rates] for name in rates[0].matrix}
+    found["memory, GB/s"] = [one.memory / 1e9 for one in rates]
+    if all(one.to_device and one.from_device for one in rates):
+        found["host to device, GB/s"] = [(one.to_device or 0.0) / 1e9 for one in rates]
+        found["device to host, GB/s"] = [(one.from_device or 0.0) / 1e9 for one in rates]
+    return found
+
+
+def seem_slow(rates: Sequence[RankRates], device: str) -> bool:
+    """Return whether some rank should be measured again before anything is said of it."""
+    note = BOUNDS[device][1]
+    return any(stragglers(speeds, note) for speeds in speeds_of(rates).values()) or any(
+        one.lasts < FALLS[device] for one in rates
+    )
+
+
+def judge_ranks(rates: Sequence[RankRates], nodes: Sequence[Sequence[int]], device: str) -> list[ClusterFinding]:
+    """Return what is wrong with the ranks; device: "cpu" or "cuda"."""
+    found = [*_judge_speeds(rates, device), *_judge_falling(rates, device), *_judge_processors(rates, nodes, device)]
+    if device != "cuda":
+        checks = ("clocks of GPUs", "ECC errors", "copies to devices")
+        return [*found, *(ClusterFinding("ranks", check, "not checked", "no GPU") for check in checks)]
+    ranks = [
+        asdict(one) | {"rank": rank, "host": "", "why": _throttled_by(one), "gpu": defaultdict(lambda: "?", one.gpu)}
+        for rank, one in enumerate(rates)
+    ]
+    known = {"ranks": ranks, "answering": [x for x in ranks if x["gpu"]]}
+    if silent := [x["rank"] for x in ranks if not x["gpu"]]:
+        says = f"nvidia-smi did not answer on {of_ranks(silent, len(rates))}"
+        found.append(ClusterFinding("ranks", "clocks of GPUs", "not checked", says))
+    of_gpus = judge(GPUS, known, "ranks")
+    return [*found, *of_gpus, *all_fine(FINE, known, of_gpus)]
+
+
+def _throttled_by(one: RankRates) -> str:
+    """Return why a GPU's clock is low, by NVML's reasons."""
+    try:
+        reasons = int(one.gpu.get("reasons", "0"), 16)
+    except ValueError:
+        return ""
+    return ", ".join(text for bit, text in THROTTLED.items() if reasons & bit)
+
+
+def _number(x: Mapping[str, Any], name: str) -> int:
+    text = x["gpu"].get(name, "0")
+    return int(text) if text.isdigit() else 0
+
+
+GPUS = (
+    Fault("clocks of GPUs", "answering", lambda x: x["why"],
+          "rank {x[rank]} is {x[why]} at {x[gpu][clocks.sm]} of {x[gpu][clocks.max.sm]} MHz, "
+          "{x[gpu][temperature.gpu]} °C", GPU_CURE, each=lambda x: x["rank"]),
+    Fault("ECC errors", "answering", lambda x: _number(x, "ecc.errors.uncorrected.volatile.total"),
+          "rank {x[rank]}: {x[gpu][ecc.errors.uncorrected.volatile.total]} errors of memory that could not be "
+          "corrected",
+          "drain the node and reset the GPU (nvidia-smi -r); if they come again, have it replaced",
+          each=lambda x: x["rank"]),
+    Fault("PCIe lanes", "answering",
+          lambda x: _number(x, "pcie.link.width.current") < _number(x, "pcie.link.width.max"),
+          "rank {x[rank]}: {x[gpu][pcie.link.width.current]} lanes of {x[gpu][pcie.link.width.max]}",
+          "have the card seated again, or its riser replaced", each=lambda x: x["rank"]),
+)  # fmt: skip
+FINE = (
+    Fine("clocks of GPUs", "answering", "no throttling under load", topic="ranks"),
+    Fine("ECC errors", "answering", "none that could not be corrected", topic="ranks"),
+    Fine("PCIe lanes", "answering", "all that the cards have", topic="ranks"),
+)
+
+
+def _judge_speeds(rates: Sequence[RankRates], device: str) -> Iterator[ClusterFinding]:
+    bad, note = BOUNDS[device]
+    cure = GPU_CURE if device == "cuda" else CPU_CURE
+    for name, speeds in speeds_of(rates).items():
+        check, unit = name.split(", ")
+        usual, slow = statistics.median_high(speeds), stragglers(speeds, note)
+        for rank, share in slow.items():
+            outcome: Outcome = "wrong" if share < bad else "note"
+            says = f"rank {rank} reaches {speeds[rank]:,.3g} {unit}, {share:.2f} of the median{_because(rates, rank)}"
+            yield ClusterFinding("ranks", check, outcome, says, cure)
+        if not slow:
+            says = f"{usual:,.3g} {unit}"
+            if len(rates) > 1:
+                says += f" in the median, {min(speeds):,.3g} to {max(speeds):,.3g} on all {len(rates)} ranks"
+            yield ClusterFinding("ranks", check, "ok", says)
+
+
+def _because(rates: Sequence[RankRates], rank: int) -> str:
+    """Say why a rank may be slow: it shares its processor, or not."""
+    own = rates[rank].processors
+    if own.held > HELD:
+        return f"; its cgroup was stopped in {own.held:.0%} of its periods"
+    if rates[rank].gpu:
+        why = _throttled_by(rates[rank])
+        return f"; it is {why}" if why else ""
+    shares = [one.processors.own / max(1, one.processors.threads) for one in rates]
+    if shares[rank] < SHARED * statistics.median_high(shares):
+        return f"; it had its processor {shares[rank]:.0%} of the time: it was stopped, or others use it"
+    return "; it had its processor as long as others had theirs"
+
+
+def _judge_falling(rates: Sequence[RankRates], device: str) -> Iterator[ClusterFinding]:
+    falling = {rank: one.lasts for rank, one in enumerate(rates) if one.lasts < FALLS[device]}
+    for rank, share in falling.items():
+        says = f"rank {rank} falls to {share:.2f} of its first rate within seconds{_because(rates, rank)}"
+        outcome: Outcome = "wrong" if device == "cuda" else "note"
+        yield ClusterFinding("ranks", "rate over time", outcome, says, GPU_CURE if device == "cuda" else CPU_CURE)
+    if not falling:
+        says = f"the last third at {min(one.lasts for one in rates):.2f} of the first third's rate or more"
+        yield ClusterFinding("ranks", "rate over time", "ok", says)
+
+
+def _judge_processors(
+    rates: Sequence[RankRates], nodes: Sequence[Sequence[int]], device: str
+) -> Iterator[ClusterFinding]:
+    noted = False
+    held = [rank for rank, one in enumerate(rates) if one.processors.held > HELD]
+    if held:
+        noted = True
+        most = max(rates[rank].processors.held for rank in held)
+        says = f"{of_ranks(held, len(rates))}: the cgroup was stopped in up to {most:.0%} of its periods"
+        yield ClusterFinding(
+            "ranks", "processors", "note", says, "ask for more (--cpus-per-task), or compute with fewer threads"
+        )
+    for number, node in enumerate(nodes):
+        here = [rates[rank].processors for rank in node]
+        cores = min(here[0].quota or here[0].cores, max(one.cores for one in here))
+        threads, busy = sum(one.threads for one in here), here[0].busy - sum(one.own for one in here)
+        said = []
+        if device == "cpu" and threads > cores:
+            said.append(f"{threads} threads of {len(node)} ranks on {cores:g} cores")
+        if busy > TAKEN * cores:
+            said.append(f"other programs use {busy:.1f} cores")
+        if here[0].stolen > STOLEN * cores:
+            said.append(f"the hypervisor took {here[0].stolen:.1f} cores")
+        if said:
+            noted = True
+            cure = "start fewer ranks or set OMP_NUM_THREADS; have the node for yourself (--exclusive)"
+            yield ClusterFinding("ranks", "processors", "note", f"node {number}: {'; '.join(said)}", cure)
+    if not noted:
+        yield ClusterFinding("ranks", "processors", "ok", "cores enough for all threads, and nobody else uses them")

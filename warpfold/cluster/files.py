@@ -1,6 +1,6 @@
 """Try the file systems of a run from every rank: how fast a store is read, locks, renames, clocks.
 
-All ranks call each function; what goes wrong is noted and judged later, so that no rank is waited for in vain.
+All ranks call the functions that try; what goes wrong is noted and judged later, so that no rank is waited for in vain.
 """
 
 import errno
@@ -8,13 +8,16 @@ import fcntl
 import os
 import random
 import shutil
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from warpfold.cluster.findings import ClusterFinding, Fault, Fine, Outcome, all_fine, judge, of_ranks
+from warpfold.cluster.slow import NOTE, WRONG, stragglers
 from warpfold.errors import UserError
 from warpfold.files import NO_LOCKS
 from warpfold.parallel.team import Team
@@ -26,6 +29,10 @@ TURNS = 0.6  # seconds for which a file is replaced while others read it
 LENGTH = 4096  # bytes of that file
 TRIED = 16  # ranks that try a lock, of as many nodes
 WRITTEN = 2**23  # bytes of a file that each node writes
+LATE = 1.0  # seconds until a new file is seen by others: a note
+OFF, SOMEWHAT_OFF = 5.0, 1.0  # seconds between the file server's clock and a rank's: wrong; a note
+SLOW_WRITES = 20e6  # bytes per second of a node: checkpoints of a gigabyte would take a minute
+FROM_MEMORY = 0.5  # of what was read, from which on the cache has helped
 
 
 @dataclass(frozen=True)
@@ -255,16 +262,97 @@ def _unlock(held: int | str | None) -> None:
         os.close(held)
 
 
-def by_node(values: Sequence[float], nodes: Sequence[Sequence[int]]) -> list[float]:
-    """Return the sums of ranks' values on each node."""
-    return [sum(values[rank] for rank in node) for node in nodes]
+# ---- what is said of it
 
 
-def reads_per_second(reads: Sequence[StoreReads], what: str) -> list[float]:
-    """Return by rank the entries or bytes per second; what: "entries" or "bytes"."""
-    return [getattr(one, what) / one.seconds for one in reads]
+def judge_store(path: Path, reads: Sequence[StoreReads], nodes: Sequence[Sequence[int]]) -> list[ClusterFinding]:
+    """Return what is wrong with a store, as all ranks read it."""
+    check, ranks = f"store {path.name}", len(reads)
+    broken = [rank for rank, one in enumerate(reads) if one.error]
+    if broken:
+        says = f"{of_ranks(broken, ranks)} cannot read it: {reads[broken[0]].error}"
+        cure = "put it where all nodes see it, under one path; `warpfold pack --verify` finds damage"
+        return [ClusterFinding("files", check, "wrong", says, cure)]
+    common = statistics.mode(one.in_all for one in reads)
+    if others := [rank for rank, one in enumerate(reads) if one.in_all != common]:
+        says = f"{of_ranks(others, ranks)} see {reads[others[0]].in_all} entries, the others {common}"
+        return [ClusterFinding("files", check, "wrong", says, "give all nodes the same store")]
+    entries = [sum(reads[rank].entries / reads[rank].seconds for rank in node) for node in nodes]
+    sizes = [sum(reads[rank].bytes / reads[rank].seconds for rank in node) for node in nodes]
+    fresh, cached = [one.fresh for one in reads if one.fresh is not None], ""
+    if not fresh:
+        cached = "; how much came from memory is not known"
+    elif statistics.mean(fresh) < 1 - FROM_MEMORY:
+        cached = f"; {1 - statistics.mean(fresh):.0%} came from memory, so that the disk may be slower"
+    found = []
+    for node, share in stragglers(sizes, NOTE).items():
+        rate = f"{sizes[node] / 1e6:,.3g} MB/s ({entries[node]:,.3g} entries)"
+        says = f"node {node} reads {rate}, {share:.2f} of the median{cached}"
+        outcome: Outcome = "wrong" if share < WRONG else "note"
+        cure = "see its mount (nfsstat -m, lfs check servers) and its network"
+        found.append(ClusterFinding("files", check, outcome, says, cure))
+    says = f"each node reads {min(sizes) / 1e6:,.3g} MB/s or more, {min(entries):,.3g} entries a second{cached}"
+    return found or [ClusterFinding("files", check, "ok", says)]
 
 
-def from_json(said: Sequence[Mapping[str, Any]]) -> list[StoreReads]:
-    """Return what `asdict` made JSON of."""
-    return [StoreReads(**one) for one in said]
+NO_LOCK = "mount it with locks (Lustre: -o flock; NFS: version 4, or local_lock=none); else start no run twice"
+UNSHARED = (
+    Fault("folder", "ranks", lambda x: x["error"], "{who} cannot write there: {x[error]}",
+          "name a folder that all ranks may write to"),
+    Fault("folder", "ranks", lambda x: x["seen"] is None, "{who} do not see there what rank 0 writes",
+          "give a folder on a file system that all nodes share, under one path, instead of {x[folder]}"),
+)  # fmt: skip
+SHARED = (
+    Fault("folder", "ranks", lambda x: x["seen"] > LATE, "{who} see a new file after {x[seen]:.2f} s",
+          "mount it with a shorter cache of names (NFS: actimeo=1 or lookupcache=positive)", "note",
+          worst=lambda x: -x["seen"]),
+    Fault("rename", "ranks", lambda x: x["torn"],
+          "{who} found a file missing or half written while it was replaced, one of them {x[torn]} of {x[reads]} times",
+          "take a file system whose rename is atomic (no object store behind FUSE) for runs"),
+    Fault("flock", "ranks", lambda x: x["locks"], "there are no locks: {x[locks]}", NO_LOCK, "note"),
+    Fault("flock", "tried", lambda x: not x["kept_out"],
+          "{who} got a lock that rank 0 held: two runs could write to one folder", NO_LOCK),
+    Fault("flock", "tried", lambda x: x["kept_out"] and not x["let_in"],
+          "{who} did not get a lock that nobody held any more", NO_LOCK),
+    Fault("clock of the file server", "timed", lambda x: abs(x["clock"]) > OFF,
+          "{x[off]:.3g} s {x[word]} rank {x[rank]}'s; more than 5 s from {who}",
+          "start chronyd or ntpd on the nodes and the file server", worst=lambda x: -x["off"]),
+    Fault("clock of the file server", "timed", lambda x: abs(x["clock"]) > SOMEWHAT_OFF,
+          "{x[off]:.3g} s {x[word]} rank {x[rank]}'s; more than 1 s from {who}",
+          "start chronyd or ntpd on the nodes and the file server", "note", worst=lambda x: -x["off"]),
+    Fault("writing", "writers", lambda x: x["written"] < SLOW_WRITES,
+          "a node writes {x[mb]:,.3g} MB/s or more, through to the disk",
+          "put runs on a faster file system, or save less often", "note", worst=lambda x: x["written"]),
+)  # fmt: skip
+FINE = (
+    Fine("folder", "ranks", "all ranks see a new file within a second", topic="files"),
+    Fine("rename", "ranks", "a file that is replaced is old or new in all of {x[all reads]} reads",
+         lambda x: not x["all reads"], "one process alone sees its own renames", "files"),
+    Fine("flock", "ranks", "a lock of rank 0 keeps out {x[all tried]}", lambda x: not x["all tried"],
+         "one process alone has nobody to lock out", "files"),
+    Fine("clock of the file server", "timed", "at most {x[off]:.3g} s from any rank's", topic="files"),
+    Fine("writing", "writers", "a node writes {x[mb]:,.3g} MB/s or more, through to the disk", topic="files"),
+)  # fmt: skip
+
+
+def judge_folder(folder: Path, trials: Sequence[FolderTrial]) -> list[ClusterFinding]:
+    """Return what is wrong with the folder of a run, as all ranks saw it."""
+    tried = [rank for rank, one in enumerate(trials) if one.kept_out is not None]
+    ranks = [
+        asdict(one)
+        | {"rank": rank, "host": "", "folder": folder, "mb": (one.written or 0) / 1e6}
+        | {"off": abs(one.clock or 0.0), "word": "ahead of" if (one.clock or 0) > 0 else "behind"}
+        | {"all reads": sum(other.reads for other in trials[1:])}
+        | {"all tried": of_ranks(tried, len(trials)) if tried else ""}
+        for rank, one in enumerate(trials)
+    ]
+    if unshared := judge(UNSHARED, {"ranks": ranks}, "files"):
+        return unshared
+    known = {
+        "ranks": ranks,
+        "tried": [ranks[rank] for rank in tried],
+        "timed": sorted((x for x in ranks if x["clock"] is not None), key=lambda x: -x["off"]),
+        "writers": sorted((x for x in ranks if x["written"] is not None), key=lambda x: x["written"]),
+    }
+    found = judge(SHARED, known, "files")
+    return [*found, *all_fine(FINE, known, found)]
