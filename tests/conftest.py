@@ -10,6 +10,19 @@ from tests.helpers import tiny_model
 from warpfold.model.template import TemplateConfig
 from warpfold.model.weights import save_params
 
+# Files that take a minute or more of a process, most of it waiting in some: first, so that none of them is left alone
+# at the end of a suite of which each process takes the next file.
+LONG = (
+    *("test_team", "test_plans", "test_interpreted", "test_front_end", "test_compile", "test_spare", "test_elastic"),
+    *("test_train_ranks", "test_slicing", "test_planned", "test_predict_ranks", "test_resume", "test_train"),
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put long files first, in the order of `LONG`."""
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
 
 @pytest.fixture(scope="session")
 def tiny_params(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -23,7 +23,7 @@ class RankError(AssertionError):
     """One or more ranks failed; the message holds their tracebacks, the first to fail first."""
 
 
-def run_ranks(function: Callable[..., T], ranks: int, *args: Any, timeout: float = 60) -> list[T]:
+def run_ranks(function: Callable[..., T], ranks: int, *args: Any, timeout: float = 120) -> list[T]:
     """`function(*args)` in `ranks` processes with torch.distributed initialised (gloo); the results in rank order.
 
     The processes are forked: the function may be a closure, and arguments are not copied.  A result may hold tensors

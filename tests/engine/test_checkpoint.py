@@ -368,7 +368,7 @@ def test_a_checkpoint_is_written_beside_and_holds_what_was_then(tmp_path: Path) 
         copy = Snapshot.of({"weights.a": value})
 
         def write() -> None:
-            assert go.wait(20)
+            assert go.wait(100)
             run.save(Checkpoint(1, copy.wait(), {}), keep=2)
 
         run.write_beside(write)

@@ -141,7 +141,7 @@ def test_batches_of_the_next_epoch_are_ready_before_this_one_ends(tmp_path: Path
         next(first_epoch)
         (tmp_path / "go-5").unlink()
         processes = loader._workers.processes() if loader._workers else []
-        end = time.monotonic() + 30
+        end = time.monotonic() + 100
         while loader._workers and not any(place >= 6 for place in loader._workers.outcomes):
             assert time.monotonic() < end, "nothing of the next epoch was made"
             time.sleep(0.01)
@@ -294,7 +294,7 @@ def test_a_loader_that_nobody_holds_ends_its_processes() -> None:
     [process] = loader._workers.processes()
     del loader
     gc.collect()
-    end = time.monotonic() + 30
+    end = time.monotonic() + 100
     while Path(f"/proc/{process}").exists():
         assert time.monotonic() < end
         time.sleep(0.01)

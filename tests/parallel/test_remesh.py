@@ -47,12 +47,12 @@ def test_work_is_shared_out_as_it_is_done(crew: Crew, tmp_path: Path) -> None:  
             while (job := team.take(round)) < 6:
                 (tmp_path / f"{round}-{job}-{team.process.rank}").touch()
         if team.process.rank == 0:
-            time.sleep(3)
+            time.sleep(6)
         team.wait_for_all("the end of the queries")
         assert team.all_gather_object_of_example(0, "still there") == [0, 0]
         team.remesh(Plan(axial=4))
 
-    codes, said = crew.run(work, Plan(data=2, axial=2, time_limit=1.5))
+    codes, said = crew.run(work, Plan(data=2, axial=2, time_limit=4.0))
     assert (codes, said) == ([FINE] * 4, [""] * 4)
     names = [path.name.split("-") for path in tmp_path.glob("*-*-*")]
     for round in ("first", "second"):

@@ -99,7 +99,7 @@ def test_epochs_follow_each_other_without_a_gap(store: Store, tmp_path: Path) ->
         assert set(examples.workers.processes() if examples.workers else []) == before
 
 
-def wait_for(condition: Any, seconds: float = 30) -> None:
+def wait_for(condition: Any, seconds: float = 100) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it never came"
