@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -28,7 +28,7 @@ from warpfold.cli.common import (
 from warpfold.files import check_new, write_atomically
 from warpfold.progress import progress_bar
 
-LONGEST = 16  # rows of a table on the terminal; the files have all
+LONGEST = 16  # rows of a table on the terminal; profile.json has all
 
 
 @app.command(epilog="Example:  warpfold profile tiny --out profile;  warpfold profile monomer --residues 128 --forward")
@@ -36,7 +36,7 @@ def profile(
     settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...")],
     out: Annotated[
         Path | None,
-        writes("New folder for profile.html, profile.json and trace.json.gz (for ui.perfetto.dev).", "--out", "-o"),
+        writes("New folder for profile.json, and trace.json.gz for ui.perfetto.dev.", "--out", "-o"),
     ] = None,
     forward: Annotated[
         bool, decides("One forward pass without gradient, in place of a training step.", "--forward")
@@ -58,7 +58,7 @@ def profile(
     """
     import torch
 
-    from warpfold.profile.step_profile import profile_model
+    from warpfold.profile.step_profile import in_words, profile_model, table
 
     if out is not None:
         check_new(out)
@@ -72,29 +72,12 @@ def profile(
         found = profile_model(given, where, trace, training=not forward, progress=progress)
     if out is not None:
         write_atomically(out / "profile.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
-        # Only now: where matplotlib is missing, the figures are there all the same.
-        from warpfold.report.profile_report import profile_page
-        from warpfold.report.report import write_report
-
-        write_report(out / "profile.html", profile_page(found))
     if as_json:
         show(found)
         return
-    _say(found)
-    if out is not None:
-        typer.echo(f"\nwrote {out / 'profile.html'}, profile.json, trace.json.gz")
-
-
-def _say(found: dict[str, Any]) -> None:
-    """Print the longest rows of each table."""
-    from warpfold.report.profile_report import profile_page
-
-    page = profile_page(found)
-    typer.echo(page.lead)
-    for name, value in page.facts:
-        typer.echo(f"{name}: {value}")
-    for section in page.sections[:2]:
-        assert section.table is not None
+    typer.echo("\n".join(in_words(found)))
+    for of in ("layers", "operations"):
         typer.echo()
-        show_table(section.table.header, section.table.rows[:LONGEST])
-    typer.echo(f"\n{page.sections[-1].text}")
+        show_table(*table(found, of, LONGEST))
+    if out is not None:
+        typer.echo(f"\nwrote {out / 'profile.json'}, trace.json.gz: open it at ui.perfetto.dev")

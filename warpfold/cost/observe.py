@@ -22,7 +22,7 @@ from warpfold.ops.dispatch import Op
 T = TypeVar("T")
 Seen = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], object]  # of a function, args, kwargs, and the result
 
-MARK = "warpfold span "  # before the number of a place, in the names of a profile's ranges
+MARK = "warpfold: "  # before a place, in the names of a profile's ranges
 DEPTH = 2  # of a path: modules as deep as this are layers, and so is every layer of the trunk
 OUTSIDE = "gradients of parameters"  # the layer of what runs backward and belongs to no span: sums into p.grad
 SUMS = 2**62  # numbers from here on: nodes that sum gradients into parameters
@@ -107,6 +107,10 @@ class Place:
     op: str = ""
     shape: tuple[int, ...] = ()
 
+    def __str__(self) -> str:
+        """As a profile shows it: "evoformer.blocks.3.msa.row: attention [128, 256, 64]"."""
+        return f"{self.layer}: {self.op} {list(self.shape)}" if self.op else self.layer
+
 
 @dataclass
 class OpCall:
@@ -154,6 +158,11 @@ class Spans:
             self.places.append(place)
         return self._numbers[place]
 
+    @property
+    def by_name(self) -> dict[str, Place]:
+        """The places by the names that a profile has of them."""
+        return {f"{MARK}{place}": place for place in self.places}
+
     def of_node(self, number: int) -> int:
         """Return the place of a node of autograd's graph."""
         found = self.made_at.of(number)
@@ -172,7 +181,7 @@ class Spans:
         self._stack.append(number)
         self.made_at.now(number)
         try:
-            with record_function(f"{MARK}{number}"):
+            with record_function(f"{MARK}{place}"):
                 yield number
         finally:
             self._stack.pop()

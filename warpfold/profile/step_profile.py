@@ -79,7 +79,6 @@ def profile_model(
         "ceilings": {"tflops": top.flops / 1e12, "gb_per_s": top.bytes / 1e9, "exps": top.exps, "how": top.how},
         "layers": tables.layers(),
         "operations": tables.operations(),
-        "norms": tables.norms(),
         "each_layer": tables.layers(each=True),
         "refused": refusals(before),
     }
@@ -234,17 +233,6 @@ class Tables:
             )
         return sorted(rows, key=lambda row: -row["ms"])
 
-    def norms(self) -> list[Row]:
-        """Return a row for each operation that normalises and each shape that it does so with, both passes."""
-        normalising = [key for key in {*self.reading.spent, *self.work} if "norm" in key.op and key.shape]
-        total = self._ms(normalising)
-        rows = []
-        for (op, shape), keys in _grouped(normalising, lambda key: (key.op, key.shape)).items():
-            row = {"op": op, "shape": list(shape), **self._figures(keys)}
-            row |= {f"{which}_ms": self._ms(k for k in keys if k.backward is back) for which, back in PASSES}
-            rows.append(row | {"share_of_norms": row["ms"] / total if total else 0.0})
-        return sorted(rows, key=lambda row: -row["ms"])
-
     def _device_seconds(self) -> float:
         return sum(one.device for one in self.reading.spent.values()) + self.reading.unplaced
 
@@ -282,3 +270,69 @@ def _grouped(keys: Iterable[WorkKey], name: Callable[[WorkKey], Any]) -> dict[An
     for key in keys:
         groups[name(key)][key] = None
     return {group: list(found) for group, found in groups.items()}
+
+
+# ---- in words
+
+
+SUMMED = ("ms", "forward_ms", "backward_ms", "host_ms", "calls", "launches", "flops", "bytes", "limit_ms")
+HEADS = {
+    "layers": ("layer", "of them", "forward ms", "backward ms"),
+    "operations": ("operation", "pass", "calls", ""),
+}
+FIGURES = ("ms", "of all", "GFLOP", "TFLOP/s", "MB", "GB/s", "launches", "of limit")
+
+
+def in_words(found: Mapping[str, Any]) -> list[str]:
+    """Return what `profile_model` found, in sentences."""
+    counts = f"{found['launches']:,} {'launches' if 'device_busy_ms' in found else 'operations of torch'}"
+    rate = found["flops"] / found["step_ms"] / 1e9
+    said = [
+        f"{found['what'].capitalize()}, on {found['machine']['device']}.",
+        f"Without the profiler a run took {_figure(found['step_ms'])} ms (median of {len(found['step_runs_ms'])}), and "
+        f"under it {_figure(found['profiled_ms'])} ms: what the profiler costs lies mostly in small operations.",
+        f"Products: {found['flops'] / 1e9:,.3g} GFLOP, {rate:.3g} TFLOP/s; {counts}.",
+        f"Of the host's time {found['outside_operations']:.0%} was spent outside of operations, in Python and in "
+        "autograd's graph.",
+    ]
+    if "device_busy_ms" in found:
+        said.append(
+            f"The device was busy for {_figure(found['device_busy_ms'])} ms: for {found['device_waited']:.0%} of a run "
+            "without the profiler it waited for the host."
+        )
+    said += [f"Computed by its definition, {count} times: {what}." for what, count in found["refused"].items()]
+    return said
+
+
+def table(found: Mapping[str, Any], of: str, longest: int) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Return heads and rows of a table of "layers" or "operations": those that take longest, the others summed up."""
+    rows, whole, cuda = found[of], found["ms"], "device_busy_ms" in found  # on a CPU the host's time is all there is
+    shown = list(rows[:longest])
+    if others := rows[longest:]:
+        summed = {name: sum(row.get(name, 0) for row in others) for name in SUMMED}
+        share = summed["limit_ms"] / summed["ms"] if summed["ms"] else None
+        more = f"{len(others)} more"
+        shown.append(summed | {"layer": more, "op": more, "share_of_limit": share})
+    lines = []
+    for row in shown:
+        if of == "layers":
+            line = [row["layer"], str(row.get("layers", ""))]
+            line += [f"{row[name]:,.4g}" if name in row else "" for name in ("forward_ms", "backward_ms")]
+        else:
+            line = [row["op"], row.get("pass", ""), str(row["calls"] or ""), "ours" if row.get("ours") else ""]
+        line += [f"{row['ms']:,.4g}", f"{row['ms'] / whole:.1%}"]
+        line += [_number(row["flops"] / 1e9), _number(row.get("tflops") if row["flops"] else None)]
+        line += [_number(row["bytes"] / 1e6), _number(row.get("gb_per_s") if row["bytes"] else None)]
+        limit = row["share_of_limit"] if row["limit_ms"] else None
+        line += [str(row["launches"]), "" if limit is None else f"{limit:.0%}"]
+        lines.append([*line, *([f"{row['host_ms']:,.4g}"] if cuda else [])])
+    return (*HEADS[of], *FIGURES, *(["host ms"] if cuda else [])), lines
+
+
+def _figure(value: float) -> str:
+    """Return a number with four digits, and with all of its whole ones."""
+    return f"{value:,.0f}" if value >= 1e3 else f"{value:.4g}"
+
+
+def _number(value: float | None) -> str:
+    return "" if not value else f"{value:,.3g}" if value >= 1e-3 else "< 0.001"

@@ -145,7 +145,7 @@ class _Around:
     """What is around each event, itself included; remembered, as events are many and nest deeply."""
 
     def __init__(self, spans: Spans) -> None:
-        self.spans = spans
+        self.spans, self.by_name = spans, spans.by_name
         self.known: dict[int, _Surroundings] = {}
 
     def __call__(self, e: TraceEvent) -> _Surroundings:
@@ -161,7 +161,7 @@ class _Around:
         if e.name.startswith(NODE):
             return replace(outer, backward=True, place=self.spans.places[self.spans.of_node(e.node)], ours="")
         if e.name.startswith(MARK):
-            return replace(outer, place=self.spans.places[int(e.name.removeprefix(MARK))], ours="")
+            return replace(outer, place=self.by_name[e.name], ours="")
         if e.name.startswith(OURS) and not outer.ours:
             return replace(outer, ours=e.name.removeprefix(OURS).split(".")[0].removesuffix("_backward"))
         return outer
