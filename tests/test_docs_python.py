@@ -53,9 +53,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_page_in_a_frame_cannot_leave_it() -> None:
     """What a user named goes into the page, and the page into its frame, as text."""
-    from warpfold.prediction.notebook import in_notebook
-
-    inner = in_notebook(made('x"><script>alert(1)</script>')).removeprefix('<iframe srcdoc="')
+    inner = made('x"><script>alert(1)</script>')._repr_html_().removeprefix('<iframe srcdoc="')
     page, _, rest = inner.partition('"')
     assert rest.startswith(' title="')
     assert "<script>alert" not in html.unescape(page)

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from warpfold.errors import UserError
     from warpfold.params_file import ParamsFile, params
     from warpfold.predict_command import predict
-    from warpfold.prediction.fold_many import FoldResult
     from warpfold.prediction.outputs import Prediction
-    from warpfold.prediction.predictor import Predictor, load
+    from warpfold.prediction.predictor import FoldResult, Predictor, load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -56,12 +55,11 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
-    **dict.fromkeys(("Predictor", "load"), "warpfold.prediction.predictor"),
+    **dict.fromkeys(("FoldResult", "Predictor", "load"), "warpfold.prediction.predictor"),
     **dict.fromkeys(("pack", "sample", "score", "search", "train"), "warpfold.commands"),
     "Checkpoints": "warpfold.engine.resume",
     **dict.fromkeys(("CompressionState", "compression_hook"), "warpfold.engine.comm_hook"),
     **dict.fromkeys(("CsvFile", "Phase", "TensorBoard", "Watcher", "WeightsAndBiases"), "warpfold.engine.watch"),
-    "FoldResult": "warpfold.prediction.fold_many",
     **dict.fromkeys(("ParamsFile", "params"), "warpfold.params_file"),
     "Prediction": "warpfold.prediction.outputs",
     "predict": "warpfold.predict_command",

@@ -12,7 +12,7 @@ from warpfold.commands import memory_of
 from warpfold.errors import UserError
 from warpfold.prediction.fold_options import PredictOptions, Recycling, batch_of
 from warpfold.prediction.predict import predict as fold_all
-from warpfold.prediction.servers import ServerLike, server_of
+from warpfold.prediction.queries import ServerLike, server_of
 from warpfold.prediction.share import Share
 from warpfold.prediction.templates import TemplateSources
 from warpfold.progress import Progress

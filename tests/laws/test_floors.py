@@ -35,8 +35,6 @@ CIRCLES = {
     "engine.flat engine.flat_pieces",
     "engine.optim engine.rules",
     "model.axial model.execution",
-    "prediction.fold_many prediction.folding prediction.predictor",
-    "prediction.notebook prediction.outputs",
 }
 FULL = {
     "warpfold": 17,
@@ -49,7 +47,7 @@ FULL = {
     "warpfold/ops": 18,
     "warpfold/ops/triton": 29,
     "warpfold/parallel": 22,
-    "warpfold/prediction": 21,
+    "warpfold/prediction": 17,
     "warpfold/training": 16,
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from warpfold.bulk import JobPart
 from warpfold.files import file_name
+from warpfold.prediction.entries import copy_by_rank, rank_predictions, remove_copies
 from warpfold.prediction.folding import FoldItem, FoldOutcome, Group, part_of
 from warpfold.prediction.journal import (
     WHOLE,
@@ -32,7 +33,6 @@ from warpfold.prediction.outputs import (
     write_summary,
 )
 from warpfold.prediction.pages import prediction_report
-from warpfold.prediction.ranking import copy_by_rank, rank_predictions, remove_copies
 from warpfold.report.report import write_report
 
 logger = logging.getLogger("warpfold")

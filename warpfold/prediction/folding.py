@@ -7,19 +7,20 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any, Protocol
 
 from warpfold.bulk import JobPart
+from warpfold.data.example.assembly import Assembly
 from warpfold.errors import UserError
+from warpfold.model.alphafold import AlphaFold
 from warpfold.parallel.team import Team
-from warpfold.prediction.fold_options import Kept, PredictOptions
+from warpfold.prediction.fold_options import Kept
 from warpfold.prediction.journal import Key
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.params import Params
-from warpfold.prediction.predictor import Predictor, load
 from warpfold.prediction.queries import Query
 from warpfold.prediction.read_out import Prepared
 from warpfold.training.passes import PassPlace, followed
@@ -127,47 +128,23 @@ def part_of(groups: Sequence[Group], part: JobPart) -> list[Group]:
     return [group for group in groups if id(group) in chosen]
 
 
-class FoldOptions(Protocol):
-    """What `fold_groups` is told of a run."""
+@dataclass(frozen=True)
+class Asked:
+    """What every prediction of a run is asked for; recycles, ensemble: None for the model's own."""
+
+    recycles: int | None
+    ensemble: int | None
+    kept: Kept
+
+
+class Folds(Protocol):
+    """A model that folds: `Predictor`."""
 
     @property
-    def recycles(self) -> int | None: ...
-    @property
-    def ensemble(self) -> int | None: ...
-    @property
-    def kept(self) -> Kept: ...
-
-
-class Loaded(Protocol):
-    """Models that fold, and the processes that share each protein."""
-
-    @property
-    def options(self) -> FoldOptions: ...
-    @property
-    def team(self) -> Team: ...
-    def load(self, params: Params) -> Predictor: ...
-
-
-class ModelInMemory:
-    """The model that folds: the parameters of one are given up before those of the next are loaded."""
-
-    def __init__(self, options: PredictOptions, team: Team) -> None:
-        self.options, self.team = options, team
-        self._name: str | None = None
-        self._predictor: Predictor | None = None
-
-    def load(self, params: Params) -> Predictor:
-        """Return the predictor of a model.  Errors: UserError as in `run.predictor.load`."""
-        if self._predictor is None or self._name != params.name:
-            self._predictor = None
-            o, sample = self.options, params.sample
-            self._predictor = load(
-                params.path, o.device, o.chunk, o.precision, sample, self.team, o.kernels, o.offload, o.memory,
-                max_msa=o.max_msa, max_extra=o.max_extra, dropout=o.dropout,
-            )  # fmt: skip
-            self._predictor.recycling = o.recycling
-            self._name = params.name
-        return self._predictor
+    def model(self) -> AlphaFold: ...
+    def prepare(self, assembly: Assembly, *, seed: int, recycles: int | None, ensemble: int | None) -> Prepared: ...
+    def compute(self, prepared: Prepared, kept: Kept) -> Prediction: ...
+    def compute_together(self, several: Sequence[Prepared], kept: Kept) -> list[Prediction]: ...
 
 
 @dataclass
@@ -209,7 +186,9 @@ Folded = list[tuple[FoldItem, Prediction | str]]
 
 
 def fold_groups(
-    memory: Loaded,
+    load: Callable[[Params], Folds],
+    asked: Asked,
+    team: Team,
     groups: Iterable[Group],
     write: Write,
     record: Callable[[FoldOutcome], None],
@@ -217,34 +196,35 @@ def fold_groups(
 ) -> Clock:
     """Fold groups one after another, while a thread makes the features of the next and another writes the last's files.
 
-    So there are features of two groups at most.  record: called in the writing thread, in the order of the groups.
-    follow: told where the model is in a group, some times in a second at most.
+    So there are features of two groups at most.  load: returns a model, of which one is in memory.  team: the processes
+    that share each protein.  record: called in the writing thread, in the order of the groups.  follow: told where the
+    model is in a group, some times in a second at most.
     Errors: what is no failure of one prediction alone (`failures_of`) ends it.
     """
-    clock, failures, coming = Clock(), failures_of(memory.team), iter(groups)
+    clock, failures, coming = Clock(), failures_of(team), iter(groups)
     group = next(coming, None)
     making: Future[Made] | None = None
     written: Future[None] | None = None
     with ThreadPoolExecutor(1, "features") as maker, ThreadPoolExecutor(1, "files") as writer:
         while group is not None:
-            predictor = memory.load(group[0].model)
+            predictor = load(group[0].model)
             start = time.perf_counter()
-            making = making or maker.submit(_prepare, predictor, group, memory.options, failures)
+            making = making or maker.submit(_prepare, predictor, group, asked, failures)
             made = making.result()
             clock.features += time.perf_counter() - start
             following = next(coming, None)
             making = None
             if following is not None and following[0].model is group[0].model:
-                making = maker.submit(_prepare, predictor, following, memory.options, failures)
+                making = maker.submit(_prepare, predictor, following, asked, failures)
             start = time.perf_counter()
             with following_passes(predictor, group, made, follow):
-                folded = _compute(predictor, made, memory.options, failures)
+                folded = _compute(predictor, made, asked, failures)
             done = time.perf_counter()
             if written is not None:
                 written.result()
             clock.computing += done - start
             clock.files += time.perf_counter() - done
-            written = writer.submit(_write, folded, write, record, failures, memory.team.is_example_leader)
+            written = writer.submit(_write, folded, write, record, failures, team.is_example_leader)
             group = following
         if written is not None:
             start = time.perf_counter()
@@ -253,9 +233,7 @@ def fold_groups(
     return clock
 
 
-def following_passes(
-    predictor: Predictor, group: Group, made: Made, follow: Follow | None
-) -> AbstractContextManager[None]:
+def following_passes(predictor: Folds, group: Group, made: Made, follow: Follow | None) -> AbstractContextManager[None]:
     """Tell `follow` where the model is while it folds a group, within the context."""
     ready = [prepared for _, prepared in made if isinstance(prepared, Prepared)]
     if follow is None or not ready:
@@ -278,26 +256,25 @@ def taken(groups: Sequence[Group], team: Team) -> Iterator[Group]:
         yield groups[number]
 
 
-def _prepare(predictor: Predictor, group: Group, options: FoldOptions, failures: tuple[type[Exception], ...]) -> Made:
+def _prepare(predictor: Folds, group: Group, asked: Asked, failures: tuple[type[Exception], ...]) -> Made:
     made: Made = []
     for item in group:
         try:
             assembly, seed = item.query.assembly, item.seed
-            prepared = predictor.prepare(assembly, seed=seed, recycles=options.recycles, ensemble=options.ensemble)
+            prepared = predictor.prepare(assembly, seed=seed, recycles=asked.recycles, ensemble=asked.ensemble)
             made.append((item, prepared))
         except failures as error:
             made.append((item, one_line(error)))
     return made
 
 
-def _compute(predictor: Predictor, made: Made, options: FoldOptions, failures: tuple[type[Exception], ...]) -> Folded:
+def _compute(predictor: Folds, made: Made, asked: Asked, failures: tuple[type[Exception], ...]) -> Folded:
     """Fold what could be prepared; what fails together is folded one by one."""
-    kept = astuple(options.kept)
     ready = [prepared for _, prepared in made if isinstance(prepared, Prepared)]
     together: Iterator[Prediction] | None = None
     if len(ready) > 1:
         try:
-            together = iter(predictor.compute_together(ready, *kept))
+            together = iter(predictor.compute_together(ready, asked.kept))
         except failures:
             together = None
     found: Folded = []
@@ -308,7 +285,7 @@ def _compute(predictor: Predictor, made: Made, options: FoldOptions, failures: t
             found.append((item, next(together)))
         else:
             try:
-                found.append((item, predictor.compute(prepared, *kept)))
+                found.append((item, predictor.compute(prepared, asked.kept)))
             except failures as error:
                 found.append((item, one_line(error)))
     return found

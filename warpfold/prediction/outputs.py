@@ -1,6 +1,7 @@
 """A prediction, and how it becomes files: structures, confidence, arrays; all of them or none."""
 
 import contextlib
+import html
 import io
 import json
 import os
@@ -22,15 +23,21 @@ from warpfold.errors import UserError
 from warpfold.files import checksum, file_name, sealed, write_atomically, writing
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model import confidence
-from warpfold.prediction.confidence_files import plddt_json, write_pae, write_scores
+from warpfold.prediction.sanity import confidence_notices
 from warpfold.report.coverage import Coverage
+from warpfold.report.report import ReportPage, Target, Warned, render
 
 RESERVED = ("alignments", "journal", "report.html", "summary.json")  # in an output folder: no protein's folder
+FRAME = 900  # pixels of the frame in a notebook; what is longer scrolls
 # Arrays that stay when a prediction is thinned.
 SMALL = (
     *("positions", "mask", "plddt", "asym_id", "chain_pair_iptm"),
     *("coverage_depth", "coverage_rows", "coverage_total"),
 )
+
+
+# DeepMind's letters for the classes of pLDDT, in `alphafold/common/confidence.py`: high, medium, low, disordered.
+CATEGORIES = ((90.0, "H"), (70.0, "M"), (50.0, "L"), (0.0, "D"))
 
 
 @dataclass(frozen=True)
@@ -88,10 +95,32 @@ class Prediction:
         return f"<Prediction {self.name}: {len(self.sequence)} residues{chains}, pLDDT {self.mean_plddt:.1f}{scores}>"
 
     def _repr_html_(self) -> str:
-        """Return the page of the report with this prediction alone, as notebooks show it."""
-        from warpfold.prediction.notebook import in_notebook
+        """Return the report's page in a frame of its own, as notebooks show it; styles and scripts stay in it."""
+        page, title = html.escape(self.page(), quote=True), html.escape(self.name, quote=True)
+        return f'<iframe srcdoc="{page}" title="{title}" width="100%" height="{FRAME}" style="border:0"></iframe>'
 
-        return in_notebook(self)
+    def page(self) -> str:
+        """Return a report of this prediction alone: structure, pLDDT, PAE, as one page that needs nothing else."""
+        known = ("ipTM", self.iptm), ("pTM", self.ptm)
+        target = Target(
+            name=self.name,
+            sequence=":".join(self.sequence[span] for span in self.spans.values()),
+            plddt=self.plddt,
+            ca=self.ca,
+            mmcif=self.mmcif(),
+            pae=self.pae,
+            max_pae=self.max_pae or 0.0,
+            numbers=[
+                ("residues", str(len(self.sequence))),
+                ("mean pLDDT", f"{self.mean_plddt:.1f}"),
+                *((title, f"{score:.2f}") for title, score in known if score is not None),
+            ],
+            chains=self.spans if len(self.spans) > 1 else {},
+            coverage=self.coverage,
+        )
+        doubts = (notice.record() for notice in confidence_notices(self.plddt, self.ptm, self.iptm))
+        warnings = [Warned(record["text"]) for record in (*self.details.get("warnings", ()), *doubts)]
+        return render(ReportPage(self.name, "Folded by WarpFold.", targets=[target], warnings=warnings))
 
     @property
     def ca(self) -> np.ndarray:
@@ -196,6 +225,71 @@ class Prediction:
             why = error.strerror or error
             raise UserError(f"{folder}: cannot be written: {why}; name another folder") from error
         return written
+
+
+def plddt_json(plddt: np.ndarray, spans: Mapping[str, slice]) -> dict[str, list[Any]]:
+    """Return pLDDT [N] in the layout of AlphaFold DB's confidence files; of a complex, with each residue's chain."""
+    lengths = {chain: span.stop - span.start for chain, span in spans.items()}
+    chains = {"chainId": [chain for chain, length in lengths.items() for _ in range(length)]}
+    return {
+        **(chains if len(spans) > 1 else {}),
+        "residueNumber": [i + 1 for length in lengths.values() for i in range(length)],
+        "confidenceScore": [round(float(value), 2) for value in plddt],
+        "confidenceCategory": [next(letter for bound, letter in CATEGORIES if value >= bound) for value in plddt],
+    }
+
+
+def write_pae(path: Path, pae: np.ndarray, max_pae: float) -> None:
+    """Write PAE [N, N] in the layout of AlphaFold DB's files: whole angstroms, in a list of one.
+
+    Row by row: as numbers of Python all would be 32 bytes each.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        file.write('[{"predicted_aligned_error": [')
+        file.writelines(_rows(pae, 1))
+        file.write(f'], "max_predicted_aligned_error": {json.dumps(round(float(max_pae), 2))}}}]')
+
+
+def write_scores(
+    path: Path,
+    plddt: np.ndarray,
+    pae: np.ndarray | None,
+    ptm: float | None,
+    iptm: float | None = None,
+    chain_pair_iptm: np.ndarray | None = None,
+) -> None:
+    """Write pLDDT [N], PAE [N, N], pTM and ipTM in the layout of ColabFold's `*_scores_*.json`: two decimals.
+
+    `max_pae` is the largest error in `pae`.  What is None has no key, as there.  chain_pair_iptm [K, K] of a complex,
+    and the pTM of its chains on the diagonal, have AlphaFold 3's keys.
+    """
+    head: dict[str, Any] = {"plddt": [round(float(value), 2) for value in plddt]}
+    if pae is not None:
+        head["max_pae"] = float(pae.max())
+    tail: dict[str, Any] = {"ptm": ptm, "iptm": iptm}
+    tail = {key: round(float(value), 2) for key, value in tail.items() if value is not None}
+    if chain_pair_iptm is not None:
+        pairs = chain_pair_iptm.astype(float).round(2)
+        tail |= {"chain_ptm": pairs.diagonal().tolist(), "chain_pair_iptm": pairs.tolist()}
+    with path.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(head)[:-1])
+        if pae is not None:
+            file.write(', "pae": [')
+            file.writelines(_rows(pae, 100))
+            file.write("]")
+        file.write(", " * bool(tail) + json.dumps(tail)[1:])
+
+
+def _rows(values: np.ndarray, parts: int) -> Iterator[str]:
+    """Yield the JSON of a matrix [N, N] of at least 0, a row at a time, rounded to whole numbers or parts of 1.
+
+    From a table of the few numbers that there are: several times as fast as `json.dumps`.
+    """
+    numbers = range(round(parts * float(values.max(initial=0))) + 2)
+    texts = [json.dumps(number if parts == 1 else number / parts) for number in numbers]
+    for index, row in enumerate(values):
+        line = ", ".join(map(texts.__getitem__, np.rint(parts * row.astype(np.float64)).astype(int).tolist()))
+        yield f"{', ' * (index > 0)}[{line}]"
 
 
 def file_names(protein: str, recycles: Iterable[int] = ()) -> dict[str, str]:

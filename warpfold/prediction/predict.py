@@ -4,35 +4,30 @@ import hashlib
 import json
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from warpfold import __version__
 from warpfold.data.example.complexes import Complex
 from warpfold.data.example.query_files import Given
-from warpfold.data.example.templates import TemplateOutcome, count_refusals
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe
 from warpfold.parallel.team import Team
 from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.folder import PredictionFolder
-from warpfold.prediction.folding import FoldItem, ModelInMemory, in_groups, one_line
-from warpfold.prediction.interfaces import describe, find_interfaces
-from warpfold.prediction.notices import Notice, noted, shorten_list
-from warpfold.prediction.outputs import RESERVED, PassStructure, Prediction, checksums_of, claim_folder, refuse_links
+from warpfold.prediction.folding import FoldItem, in_groups, one_line
+from warpfold.prediction.notices import noted, shorten_list
+from warpfold.prediction.outputs import RESERVED, claim_folder
 from warpfold.prediction.params import MULTIMERS, Params, families_in, params_files, read_params
 from warpfold.prediction.plan_report import check_fits, sizes_of_query
-from warpfold.prediction.queries import Query, ReadQueries, read_given, with_templates
-from warpfold.prediction.sanity import check_geometry, confidence_notices
-from warpfold.prediction.servers import fetching
-from warpfold.prediction.share import Share, fold_shared
+from warpfold.prediction.queries import Query, ReadQueries, fetching, read_given, with_templates
+from warpfold.prediction.share import ModelInMemory, Share, fold_shared
 from warpfold.prediction.templates import TemplateSources
 from warpfold.progress import Progress, no_progress
 from warpfold.training.planning import grid_for, log
@@ -103,7 +98,7 @@ def predict(
             batch = 1 if team.process.ranks > 1 or options.alone else options.batch
             todo = folder.begin(in_groups(items, batch, device), options.force)
         todo = team.broadcast(todo, "the beginning of the run")
-        clock, refused = fold_shared(memory, folder.groups_of(todo), folder, share, write_prediction, tell)
+        clock, refused = fold_shared(memory, folder.groups_of(todo), folder, share, tell)
         tell(total, total, "writing the report")
         process = {"device": device, "seconds": round(time.perf_counter() - start, 3), **clock.summary()}
         summary = folder.finish(process, refused) if team.is_rank_zero else None
@@ -211,101 +206,6 @@ def _share_out(models: Sequence[Params], queries: Sequence[Query], options: Pred
     fixed |= {} if options.chunk is None else {"chunk": options.chunk or None}
     recycles = config.recycles if recycles is None else recycles
     team.remesh(grid_for(config, sizes, recycles, device, fixed, options.memory, team))
-
-
-def write_prediction(
-    prediction: Prediction, out: Path, below: str = "", notices: Sequence[Notice] = ()
-) -> dict[str, Any]:
-    """Check a prediction's geometry, write it into its own folder in `out`, and return its entry in the summary.
-
-    below: the folder in that of the protein, where it has several predictions.  notices: what else is to be said.
-    """
-    outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
-    details = dict(prediction.details)
-    chains, lost = _of_complex(prediction, details.pop("chain_depths", {})), details.pop("warnings", ())
-    geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
-    doubts = confidence_notices(prediction.plddt, prediction.ptm, prediction.iptm)
-    folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
-    refuse_links(out, folder)
-    files = prediction.save(out / folder, overwrite=True)  # the earlier run was killed, or is replaced with --force
-    return {
-        "name": prediction.name,
-        "folder": folder,
-        "files": files,
-        "checksums": checksums_of(out / folder, files),
-        "length": len(prediction.sequence),
-        "sequence": ":".join(prediction.sequence[span] for span in prediction.spans.values()),
-        "mean_plddt": round(prediction.mean_plddt, 2),
-        "ptm": None if prediction.ptm is None else round(prediction.ptm, 4),
-        **chains,
-        "ranking_confidence": round(prediction.ranking_confidence, 6),
-        **details,
-        **({"recycled": [_of_pass(one) for one in prediction.recycled]} if prediction.recycled else {}),
-        "templates_unused": sum(not outcome.used for outcome in outcomes),
-        "templates_refused": count_refusals(outcomes),
-        "templates_missing": sum(outcome.missing for outcome in outcomes),
-        "geometry": asdict(geometry),
-        "warnings": [
-            *(notice.record() for notice in notices),
-            *lost,
-            *(notice.record() for notice in (*_unknown(prediction), *_without_pdb(prediction, files))),
-            *(notice.record() for notice in (*geometry.notices(), *doubts)),
-        ],
-    }
-
-
-def _of_pass(found: PassStructure) -> dict[str, Any]:
-    """Return what the summary has of a pass before the last."""
-    scores = {name: None if one is None else round(one, 4) for name, one in (("ptm", found.ptm), ("iptm", found.iptm))}
-    return {"mean_plddt": round(float(found.plddt.mean()), 2), **scores}
-
-
-def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, Any]:
-    """Return what the summary has of complexes alone.  depths: rows of each chain's alignment."""
-    if prediction.asym_id is None:
-        return {}
-    pairs = prediction.chain_pair_iptm
-    ptm = [None] * len(prediction.spans) if pairs is None else pairs.diagonal().astype(float).round(4).tolist()
-    return {
-        "iptm": None if prediction.iptm is None else round(prediction.iptm, 4),
-        "chains": [
-            {
-                "id": chain,
-                "length": span.stop - span.start,
-                "mean_plddt": round(float(prediction.plddt[span].mean()), 2),
-                "ptm": one,
-                "msa_depth": depths.get(chain),
-            }
-            for (chain, span), one in zip(prediction.spans.items(), ptm)
-        ],
-        "chain_pair_iptm": None if pairs is None else np.round(pairs.astype(float), 4).tolist(),
-        "interfaces": describe(find_interfaces(prediction)),
-    }
-
-
-def _unknown(prediction: Prediction) -> list[Notice]:
-    """Return a notice of residues that are X, if there are any: they have no atoms."""
-    several = prediction.asym_id is not None
-    places = [
-        f"{chain} {place}" if several else str(place)
-        for chain, span in prediction.spans.items()
-        for place, letter in enumerate(prediction.sequence[span], 1)
-        if letter == "X"
-    ]
-    some = ", ".join(places[:5]) + (" ..." if len(places) > 5 else "")
-    return [Notice("unknown_residues", {"count": len(places), "detail": f"X at {some}"})] if places else []
-
-
-def _without_pdb(prediction: Prediction, files: Mapping[str, str]) -> list[Notice]:
-    """Return why there is no PDB file, if there is none."""
-    if "pdb" in files:
-        return []
-    try:
-        prediction.pdb()
-    except UserError as error:
-        why = str(error).removeprefix(prediction.name + ": ").removesuffix("; write mmCIF")
-        return [Notice("no_pdb", {"why": why})]
-    return []
 
 
 def _together(models: Sequence[Params], options: PredictOptions) -> bool:

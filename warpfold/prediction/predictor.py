@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -29,18 +29,24 @@ from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.parallel.team import Team
-from warpfold.prediction.fold_input import (
-    TemplatesLike,
-    add_templates,
-    details_of,
-    with_warnings,
-)
 from warpfold.prediction.fold_options import Kept, Recycling, batch_of, kept_of, passes_of
+from warpfold.prediction.folding import Asked, FoldItem, FoldOutcome, fold_groups, in_groups
 from warpfold.prediction.outputs import PassStructure, Prediction
 from warpfold.prediction.params import MULTIMERS, Params
-from warpfold.prediction.queries import Alignments, FetchAlignments, Query, Sequences, query_of
-from warpfold.prediction.read_out import Prepared, ReadOut
-from warpfold.prediction.servers import ServerLike, fetching, server_of
+from warpfold.prediction.queries import (
+    Alignments,
+    FetchAlignments,
+    Query,
+    Sequences,
+    ServerLike,
+    TemplatesLike,
+    add_templates,
+    each_given,
+    fetching,
+    query_of,
+    server_of,
+)
+from warpfold.prediction.read_out import Prepared, ReadOut, details_of
 from warpfold.progress import Progress
 from warpfold.report.coverage import coverage_of, seen_rows
 from warpfold.settings import build
@@ -48,10 +54,23 @@ from warpfold.training.planning import FoldPlan, FoldPlanner, sizes_of_batch
 
 if TYPE_CHECKING:
     from warpfold.data.search.server import AlignmentServer
-    from warpfold.prediction.fold_many import FoldResult
 
 log = logging.getLogger("warpfold")
+KEPT = Kept()
 NAMES = arguments.names_arguments(msa="alignment", template="templates", strict='kernels="strict"')
+
+
+@dataclass(frozen=True, repr=False)
+class FoldResult:
+    """What became of one protein: a prediction, or why there is none; neither on ranks that do not hold it."""
+
+    name: str
+    prediction: Prediction | None = None
+    error: str = ""
+
+    def __repr__(self) -> str:
+        """Return it in one line."""
+        return f"<FoldResult {self.name}: {self.error or self.prediction!r}>"
 
 
 class Predictor:
@@ -162,7 +181,7 @@ class Predictor:
         fetch = self._fetching(msa_server, msa_cache)
         query = query_of(sequence, alignment, arguments.text("name", name), fetch)
         query = self.with_templates(query, templates, hits, template_structures, max_template_date)
-        prediction = self.compute(self.prepare(query.assembly, **numbers), **asdict(kept))
+        prediction = self.compute(self.prepare(query.assembly, **numbers), kept)
         return with_warnings(query, prediction)
 
     def _fetching(self, server: ServerLike, cache: PathLike | None) -> FetchAlignments | None:
@@ -201,7 +220,7 @@ class Predictor:
         msa_server: ServerLike = None,
         msa_cache: PathLike | None = None,
         progress: Progress | None = None,
-    ) -> "list[FoldResult]":
+    ) -> list[FoldResult]:
         """Fold many proteins and complexes; return a result for each, in their order, also for those that failed.
 
         sequences: a list, or name -> sequence, each as `fold` takes it; or a file or a folder, as `warpfold predict`
@@ -212,12 +231,40 @@ class Predictor:
         number that is done, the number of all, and what is at work.
         Errors: UserError for arguments of a wrong kind; what is wrong with one protein is in its result.
         """
-        from warpfold.prediction.fold_many import fold_many
+        from warpfold.data.search.server import ServerGone
 
-        kept = kept_of(representations, distogram, logits, save_recycles)
-        numbers = passes_of(seed, recycles, ensemble)
-        most, fetch = batch_of(batch), self._fetching(msa_server, msa_cache)
-        return fold_many(self, sequences, alignments, templates, numbers, kept, most, fetch, progress)
+        asked = Asked(recycles, ensemble, kept_of(representations, distogram, logits, save_recycles))
+        passes_of(seed, recycles, ensemble)
+        most, fetch, tell = batch_of(batch), self._fetching(msa_server, msa_cache), arguments.progress_of(progress)
+        results: dict[str, FoldResult] = {}
+        found: list[Query] = []
+        together = self.model.config.multimer is not None
+        given = each_given(sequences, alignments, templates, together, fetch, self.check)
+        for name, one, aligned, offered in given:
+            try:
+                if isinstance(one, UserError):
+                    raise one
+                query = one if isinstance(one, Query) else query_of(one, aligned, name, fetch)
+                found.append(self.with_templates(query, offered))
+            except (arguments.WrongArgument, ServerGone):  # no other protein would be better off
+                raise
+            except UserError as error:
+                results[name] = FoldResult(name, error=str(error))
+        items = [FoldItem(self.as_params, query, seed) for query in found]
+        alone = self.team.process.ranks > 1 or self.recycling.ends_early or self.dropout or save_recycles
+        tell(len(results), len(given), "folding")
+
+        def record(outcome: FoldOutcome) -> None:
+            name = outcome.item.query.name
+            results[name] = FoldResult(name, (outcome.entry or {}).get("prediction"), outcome.error)
+            tell(len(results), len(given), name)
+
+        def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
+            return {"prediction": with_warnings(item.query, prediction)}
+
+        groups = in_groups(items, 1 if alone else most, str(self.device))
+        fold_groups(lambda params: self, asked, self.team, groups, write, record)
+        return [results[name] for name, *_ in given]
 
     @property
     def as_params(self) -> Params:
@@ -238,7 +285,7 @@ class Predictor:
     ) -> Prediction:
         """Fold chains that are encoded already, as `fold` does; coordinates that they have are ignored."""
         prepared = self.prepare(assembly, seed=seed, recycles=recycles, ensemble=ensemble)
-        return self.compute(prepared, representations, distogram, logits, save_recycles)
+        return self.compute(prepared, Kept(representations, distogram, logits, save_recycles))
 
     def prepare(
         self, assembly: Assembly, *, seed: int = 0, recycles: int | None = None, ensemble: int | None = None
@@ -259,21 +306,13 @@ class Predictor:
         seconds = time.perf_counter() - start
         return Prepared(assembly, batch, seed, recycles, ensemble, seconds, coverage_of(seen_rows(batch), assembly))
 
-    def compute(
-        self,
-        prepared: Prepared,
-        representations: bool = True,
-        distogram: bool = False,
-        logits: bool = False,
-        save_recycles: bool = False,
-    ) -> Prediction:
+    def compute(self, prepared: Prepared, kept: Kept = KEPT) -> Prediction:
         """Run the model on features as the plan says, and say how sure it is.
 
         Where memory runs out, the next tighter plan is tried.
         Errors: UserError where nothing fits, or even the tightest plan runs out.
         """
-        start, planned = time.perf_counter(), self.plan(prepared, representations)
-        kept = Kept(representations, distogram, logits, save_recycles)
+        start, planned = time.perf_counter(), self.plan(prepared, kept.representations)
         while True:
             try:
                 recycles, prediction = self._fold(prepared, planned.plan, kept)
@@ -284,14 +323,7 @@ class Predictor:
         details = self._details(prepared, recycles, time.perf_counter() - start) | {"plan": dict(planned.details)}
         return replace(prediction, details=details)
 
-    def compute_together(
-        self,
-        several: Sequence[Prepared],
-        representations: bool = True,
-        distogram: bool = False,
-        logits: bool = False,
-        save_recycles: bool = False,
-    ) -> list[Prediction]:
+    def compute_together(self, several: Sequence[Prepared], kept: Kept = KEPT) -> list[Prediction]:
         """Run the model once on single chains, padded to the largest; each has the result that it has alone.
 
         To rounding: products of other sizes may sum in another order.
@@ -299,15 +331,15 @@ class Predictor:
         draws dropout or keeps what it recycles, and where z must lie in host memory.
         """
         start, first, settings = time.perf_counter(), several[0], self.model.config
-        if settings.multimer is not None or self._tolerance is not None or self.dropout or save_recycles:
+        if settings.multimer is not None or self._tolerance is not None or self.dropout or kept.save_recycles:
             raise ValueError("complexes, recycling that ends early or is kept, and dropout cannot share a pass")
         if len({(one.recycles, one.ensemble) for one in several}) > 1:
             raise ValueError("what shares a pass needs the same recycles and ensemble")
         batch = stack([one.batch for one in several])
-        planned = self.plan(replace(first, batch=batch), representations)
+        planned = self.plan(replace(first, batch=batch), kept.representations)
         if planned.plan.offload:
             raise ValueError("with z in host memory each is folded alone")
-        found, kept = [], Kept(representations, distogram, logits)
+        found = []
         with self._running(planned.plan, first):
             folded = self.model.fold(batch, first.recycles)
             for one, part in zip(several, folded.unbind()):
@@ -381,6 +413,15 @@ class Predictor:
                 f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
                 f"({MULTIMERS}), or fold each chain alone (from Python: fold_many)"
             )
+
+
+def with_warnings(query: Query, prediction: Prediction) -> Prediction:
+    """Return a prediction with what became of its templates, and what is to be said of its input, which is logged."""
+    warnings = [*(notice.record() for notice in query.notices), *prediction.details.get("warnings", ())]
+    for warning in warnings:
+        log.warning("%s: %s", query.name, warning["text"])
+    details = {**prediction.details, **({"warnings": warnings} if warnings else {})}
+    return replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes], details=details)
 
 
 def _without_atoms(chain: Example) -> Example:

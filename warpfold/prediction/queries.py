@@ -1,18 +1,20 @@
 """What is folded: chains with their alignments and templates, read from the user's files or given from Python."""
 
+import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import numpy as np
 
-from warpfold.arguments import PathLike, WrongArgument, is_list, paths, shown
+from warpfold import arguments
+from warpfold.arguments import PathLike, WrongArgument, is_list, path_or_none, paths, shown, text_or_none
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.complexes import Complex, assemble, chain_ids, search_names
 from warpfold.data.example.query_files import Given, read_query_files
-from warpfold.data.example.raw_example import RawExample, from_sequence
+from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
 from warpfold.data.example.templates import TemplateOutcome
 from warpfold.data.formats.alignment import Alignment, encode
 from warpfold.data.formats.chain_alignments import ChainAlignments, as_row, read_chain_alignments
@@ -29,10 +31,18 @@ from warpfold.prediction.templates import (
     find_templates_of,
     template_notices,
 )
+from warpfold.progress import Progress, no_progress
+
+if TYPE_CHECKING:
+    from warpfold.data.search.server import AlignmentServer
+
+ServerLike = Union[str, "AlignmentServer", None]
+log = logging.getLogger("warpfold.plan")  # what a server does is told where plans are
 
 Sequences = str | Sequence[str] | Mapping[str, str]  # of a protein, or of the chains of a complex
 Rows = Alignment | Sequence[str]  # of one sequence, as A3M has them
 OfChain = Rows | PathLike | Sequence[PathLike] | None
+TemplatesLike = Templates | PathLike | Sequence[PathLike] | None
 Alignments = OfChain | Sequence[OfChain] | Mapping[str, OfChain]
 
 
@@ -327,3 +337,126 @@ def _is_path(given: Any) -> bool:
 
 def _is_paths(given: Any) -> bool:
     return is_list(given) and len(given) > 0 and all(map(_is_path, given))
+
+
+def add_templates(
+    query: Query, model: Params, templates: TemplatesLike, hits: Any, structures: Any, max_date: str | None
+) -> Query:
+    """Return a query with templates for a model; what is found of each that was offered goes with it.
+
+    templates: files, FILE or FILE:CHAIN (in a complex also ID=FILE), or, of a single sequence, `Templates`.  hits,
+    structures, max_date: as of `TemplateSources`.
+    Errors: UserError as of `with_templates`.
+    """
+    if isinstance(templates, Templates):
+        if query.is_complex:
+            raise UserError("templates of a complex: give their files, [ID=]FILE or [ID=]FILE:CHAIN")
+        check_templates(model.config, model.sample, len(templates))
+        query, templates = replace(query, chains=(replace(query.chains[0], templates=templates),)), None
+    sources = TemplateSources(
+        files=[str(file) for file in paths("templates", templates)],
+        hits=paths("hits", hits),
+        structures=path_or_none("template_structures", structures),
+        max_date=text_or_none("max_template_date", max_date),
+    )
+    if not sources:
+        return query
+    (found,) = with_templates([query], sources, [model])
+    return replace(found, notices=[*sources.notices, *found.notices])
+
+
+def server_of(server: Any, cache: PathLike | None, default: Path) -> "AlignmentServer | None":
+    """Return the server that is meant by an address, or None; cache: the folder for its answers, if not `default`.
+
+    Errors: UserError for an address that is none, and for a cache without a server.
+    """
+    if server is None:
+        if cache is not None:
+            raise UserError("--msa-cache has no effect without --msa-server; name a server, or leave it out")
+        return None
+    from warpfold.data.search.server import AlignmentServer
+
+    if isinstance(server, AlignmentServer):
+        return server
+    folder = arguments.path_or_none("msa_cache", cache) or default
+    return AlignmentServer(arguments.text("msa_server", server), folder, say=log.info)
+
+
+def fetching(
+    server: "AlignmentServer", check: Callable[[Complex], None], tell: Progress = no_progress
+) -> FetchAlignments:
+    """Return what gets the alignments that queries lack.  check: given each query, before any is sent.
+
+    Errors: UserError as of `data.search.fetch.alignments_of`.
+    """
+
+    def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
+        from warpfold.data.search.fetch import alignments_of, wanted_of
+
+        for one, _ in lacking:
+            check(one)
+        chains = [(one, dict(zip(one.ids, one.sequences)), without) for one, without in lacking]
+        return alignments_of(server, [wanted_of(one.name, own, without) for one, own, without in chains], tell)
+
+    return fetch
+
+
+def each_given(
+    sequences: Any,
+    alignments: Any,
+    templates: Any,
+    together: bool,
+    fetch: FetchAlignments | None,
+    check: Callable[[Complex], None],
+) -> list[tuple[str, Any, Any, Any]]:
+    """Return name, sequence, alignment and templates of many; of a file its queries, or why there is none.
+
+    together, fetch, check: as of `read_given`.
+    """
+    if (files := _files_of(sequences)) is not None:
+        read = read_given(files, paths("alignments", alignments), together, fetch, check)
+        for notice in read.notices:
+            logging.getLogger("warpfold").warning("%s", notice.text)
+        offered = _each("templates", templates, [*read.found])
+        return [(name, one, None, offered[name]) for name, one in read.found.items()]
+    if not isinstance(sequences, Mapping) and not is_list(sequences):
+        raise WrongArgument(f"sequences = {shown(sequences)}: a list, name -> sequence, or a file is needed")
+    named = sequences if isinstance(sequences, Mapping) else {f"query_{i}": one for i, one in enumerate(sequences, 1)}
+    if wrong := [name for name in named if not isinstance(name, str) or not name]:
+        raise WrongArgument(f"sequences: the name {shown(wrong[0])}: a text is needed")
+    aligned, offered = _each("alignments", alignments, list(named)), _each("templates", templates, list(named))
+    return [(name, one, aligned[name], offered[name]) for name, one in named.items()]
+
+
+def _files_of(sequences: Any) -> list[Given] | None:
+    """Return the files, folders and texts that are read as by `warpfold predict`; None for sequences themselves.
+
+    Of a list with a file in it, every text is a file's name or a sequence.
+    """
+    if isinstance(sequences, str | os.PathLike):
+        if isinstance(sequences, str) and sequences != "-" and not Path(sequences).exists():
+            raise WrongArgument(f"sequences = {shown(sequences)}: no such file; give a list for sequences: [...]")
+        return [sequences if sequences == "-" else Path(sequences)]
+    if is_list(sequences) and any(map(_is_file, sequences)):
+        return [Path(one) if _is_file(one) else one for one in arguments.queries("sequences", sequences)]
+    return None
+
+
+def _is_file(one: Any) -> bool:
+    """Return whether this is a file's name, and no sequence: letters, * and - alone."""
+    return isinstance(one, os.PathLike) or (isinstance(one, str) and not set(one).isdisjoint("./"))
+
+
+def _each(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return what was given for each name: by name, or in the order of the names; nothing for all."""
+    if given is None or (is_list(given) and not given):
+        return dict.fromkeys(names)
+    if isinstance(given, Mapping):
+        if unknown := [name for name in given if name not in names]:
+            raise WrongArgument(f"{what}: there is no {unknown[0]} among the sequences")
+        return {name: given.get(name) for name in names}
+    if not is_list(given):
+        raise WrongArgument(f"{what} = {shown(given)}: a list is needed, one for each sequence, or name -> ... of some")
+    if (count := len(given)) != len(names):
+        raise WrongArgument(f"{what}: {count} for {len(names)} sequences; give one for each, or name -> ... of some")
+    return dict(zip(names, given))

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from warpfold.batch import Batch
 from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.complexes import listed
+from warpfold.data.example.raw_example import RawExample
+from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.host import HostTensor, in_file
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, LastPass, Recycled
@@ -18,8 +21,9 @@ from warpfold.model.heads import distogram_breaks
 from warpfold.ops.dispatch import alike
 from warpfold.parallel.team import Team
 from warpfold.prediction.fold_options import Kept
+from warpfold.prediction.notices import Notice
 from warpfold.prediction.outputs import PassStructure, Prediction
-from warpfold.report.coverage import Coverage
+from warpfold.report.coverage import Coverage, entities_of, seen_rows
 
 
 @dataclass(frozen=True)
@@ -163,3 +167,47 @@ def _in_file(shape: tuple[int, ...], dtype: torch.dtype, asked_by: str) -> Tenso
 
 def _numpy(tensor: Tensor) -> np.ndarray:
     return tensor.detach().float().cpu().numpy()
+
+
+def depths_of(prepared: Prepared) -> dict[str, Any]:
+    """Return how many alignment rows the model sees: in all; of a complex, with residues of each chain, and pairs.
+
+    And how many were given (`msa_given`), and a warning about chains that none of those given reached.
+    """
+    assembly, rows = prepared.assembly, seen_rows(prepared.batch)
+    there = entities_of(rows, assembly)
+    depths = dict(zip(assembly.ids, there.sum(0)[assembly.entity_id - 1].tolist()))
+    given = {chain.sequence: chain.depth for chain in assembly.chains}
+    found: dict[str, Any] = {"msa_depth": len(rows), "msa_given": sum(given.values())}
+    if len(assembly.chains) > 1:
+        found |= {"chain_depths": depths, "paired_rows": int((there.sum(1) > 1).sum() - (there.shape[1] > 1))}
+    lost = [id for id, chain in zip(assembly.ids, assembly.chains) if depths[id] < 2 <= chain.depth]
+    if lost:
+        of = f" for {listed(lost)}" if len(assembly.chains) > 1 else ""
+        found["warnings"] = [Notice("rows_lost", {"of": of}).record()]
+    return found
+
+
+def details_of(prepared: Prepared, recycles: int, seconds: float, sample: SampleConfig | None) -> dict[str, Any]:
+    """Return what the summary says of how an example was folded, in so many seconds.
+
+    sample: how templates are chosen; None for a model that takes none.
+    """
+    return {
+        "seed": prepared.seed,
+        "recycles": recycles,
+        "ensemble": prepared.ensemble,
+        **depths_of(prepared),
+        "templates": [] if sample is None else _used_templates(prepared.assembly, sample),
+        "seconds": {"features": round(prepared.seconds, 3), "model": round(seconds, 3)},
+    }
+
+
+def _used_templates(assembly: Assembly, sample: SampleConfig) -> list[str]:
+    """Return the names of the templates that a model sees, chain by chain, copies once."""
+    used: list[str] = []
+    for chain in {chain.sequence: chain for chain in assembly.chains}.values():
+        if isinstance(chain, RawExample) and chain.templates is not None:
+            chosen = choose_templates(len(chain.templates), sample.max_templates, None)
+            used += chain.templates.choose(chosen).names
+    return used

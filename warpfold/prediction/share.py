@@ -4,7 +4,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -18,18 +18,29 @@ from warpfold.errors import UserError
 from warpfold.files import file_name
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.team import Team
+from warpfold.prediction.entries import write_prediction
 from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.folder import PredictionFolder
-from warpfold.prediction.folding import Clock, FoldItem, FoldOutcome, Group, ModelInMemory, cost_of, fold_groups, taken
+from warpfold.prediction.folding import (
+    Asked,
+    Clock,
+    FoldItem,
+    FoldOutcome,
+    Follow,
+    Group,
+    Write,
+    cost_of,
+    fold_groups,
+    taken,
+)
 from warpfold.prediction.journal import WHOLE, Journal
-from warpfold.prediction.notices import Notice
 from warpfold.prediction.outputs import Prediction
+from warpfold.prediction.params import Params
+from warpfold.prediction.predictor import Predictor, load
 from warpfold.progress import Progress, as_time
 from warpfold.training.passes import PassPlace
 
 JOBS = 16  # of each worker: so many that all end at about one time, so few that starting one costs nothing
-
-Keep = Callable[[Prediction, Path, str, Sequence[Notice]], dict[str, Any]]  # `prediction.predict.write_prediction`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +70,35 @@ class Share:
                 raise UserError(f"--workers {self.workers}: more than --device {device} has GPUs ({gpus}); give {gpus}")
 
 
+class ModelInMemory:
+    """The model that folds: the parameters of one are given up before those of the next are loaded."""
+
+    def __init__(self, options: PredictOptions, team: Team) -> None:
+        self.options, self.team = options, team
+        self._name: str | None = None
+        self._predictor: Predictor | None = None
+
+    def load(self, params: Params) -> Predictor:
+        """Return the predictor of a model.  Errors: UserError as in `prediction.predictor.load`."""
+        if self._predictor is None or self._name != params.name:
+            self._predictor = None
+            o, sample = self.options, params.sample
+            self._predictor = load(
+                params.path, o.device, o.chunk, o.precision, sample, self.team, o.kernels, o.offload, o.memory,
+                max_msa=o.max_msa, max_extra=o.max_extra, dropout=o.dropout,
+            )  # fmt: skip
+            self._predictor.recycling = o.recycling
+            self._name = params.name
+        return self._predictor
+
+    def fold(
+        self, groups: Iterable[Group], write: Write, record: Callable[[FoldOutcome], None], follow: Follow | None = None
+    ) -> Clock:
+        """Fold groups as `fold_groups` does."""
+        asked = Asked(self.options.recycles, self.options.ensemble, self.options.kept)
+        return fold_groups(self.load, asked, self.team, groups, write, record, follow)
+
+
 @dataclass(frozen=True)
 class FoldJob:
     """Groups that a worker folds, and how."""
@@ -69,7 +109,6 @@ class FoldJob:
     part: JobPart
     several: bool
     options: PredictOptions
-    keep: Keep
     workers: int  # of this machine; 0: of a cluster
 
 
@@ -87,7 +126,6 @@ def fold_shared(
     groups: Sequence[Group],
     folder: PredictionFolder,
     share: Share,
-    keep: Keep,
     tell: Progress,
 ) -> tuple[Clock, dict[str, int]]:
     """Fold groups; return the seconds of all who did, and why fast operations were not used.
@@ -96,7 +134,7 @@ def fold_shared(
     """
     bar, team, refused_before = _Bar(tell, len(folder.items), groups), memory.team, refusals()
     if not share.is_here:
-        return _fold_with_workers(groups, folder, share, keep, memory.options, bar)
+        return _fold_with_workers(groups, folder, share, memory.options, bar)
     if folder.journal is None and team.is_example_leader and team.mesh.data.size > 1:
         folder.journal = Journal(folder.out, folder.run, folder.part, f"rank{team.process.rank}")
 
@@ -104,8 +142,8 @@ def fold_shared(
         folder.record(outcome)
         bar.move([outcome.item])
 
-    write = _writer(keep, folder.out, folder.is_several)
-    clock = fold_groups(memory, taken(groups, team) if team.mesh.data.size > 1 else groups, write, record, bar.follow)
+    write = _writer(folder.out, folder.is_several)
+    clock = memory.fold(taken(groups, team) if team.mesh.data.size > 1 else groups, write, record, bar.follow)
     if team.mesh.data.size > 1:
         team.wait_for_all("the end of the predictions")
     return clock, refusals(refused_before)
@@ -115,14 +153,13 @@ def _fold_with_workers(
     groups: Sequence[Group],
     folder: PredictionFolder,
     share: Share,
-    keep: Keep,
     options: PredictOptions,
     bar: "_Bar",
 ) -> tuple[Clock, dict[str, int]]:
     clock, refused = Clock(), dict[str, int]()
     workers = 0 if share.cluster else share.workers
     jobs = [
-        FoldJob(some, folder.out.absolute(), folder.run, folder.part, folder.is_several, options, keep, workers)
+        FoldJob(some, folder.out.absolute(), folder.run, folder.part, folder.is_several, options, workers)
         for some in in_jobs(groups, JOBS * share.workers)
     ]
     with pool(share.workers, share.cluster) as executor:
@@ -158,8 +195,8 @@ def fold_job(job: FoldJob) -> FoldJobResult:
         def record(outcome: FoldOutcome) -> None:
             journal.add(outcome.item.key, outcome.entry, outcome.error)
 
-        write = _writer(job.keep, job.out, job.several)
-        clock = fold_groups(_memory_of(options), job.groups, write, record)
+        write = _writer(job.out, job.several)
+        clock = _memory_of(options).fold(job.groups, write, record)
     return FoldJobResult(clock, refusals(refused_before))
 
 
@@ -176,11 +213,11 @@ def _device(name: str | None, worker: int | None) -> str:
     return f"cuda:{(worker or 0) % torch.cuda.device_count()}" if several else name
 
 
-def _writer(keep: Keep, out: Path, several: bool) -> Callable[[FoldItem, Prediction], dict[str, Any]]:
+def _writer(out: Path, several: bool) -> Callable[[FoldItem, Prediction], dict[str, Any]]:
     def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
         outcomes = [asdict(outcome) for outcome in item.query.outcomes]
         below = item.below if several else ""
-        return keep(replace(prediction, templates=outcomes), out, below, item.query.notices)
+        return write_prediction(replace(prediction, templates=outcomes), out, below, item.query.notices)
 
     return write
 
