@@ -59,7 +59,7 @@ SHELL = {"json", "toml", "quiet", "verbose"}  # what a shell prints
 STRICT = 'kernels="strict"'
 ELSEWHERE = {  # options that are something else in Python
     "pack": {"verify": "Store.verify", "info": "Store"},
-    "train": {"plan.data": "set", "plan.axial": "set", "plan.branch": "set", "train.spare": "set"},
+    "train": {"plan.data": "set", "plan.axial": "set", "plan.branch": "set"},
     "predict": {"plan.axial": "team", "plan.branch": "team"},
 }
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
-    from warpfold.commands import pack, sample, score, search, train
+    from warpfold.commands import evaluate, pack, sample, score, search, train
     from warpfold.data.store.store import Store
     from warpfold.engine.comm_hook import CompressionState, compression_hook
     from warpfold.engine.ready import Ready
@@ -40,6 +40,7 @@ __all__ = [
     "acceleration",
     "biased_attention",
     "compression_hook",
+    "evaluate",
     "load",
     "pack",
     "params",
@@ -56,7 +57,7 @@ _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("FoldResult", "Predictor", "load"), "warpfold.prediction.predictor"),
-    **dict.fromkeys(("pack", "sample", "score", "search", "train"), "warpfold.commands"),
+    **dict.fromkeys(("evaluate", "pack", "sample", "score", "search", "train"), "warpfold.commands"),
     "Checkpoints": "warpfold.engine.resume",
     **dict.fromkeys(("CompressionState", "compression_hook"), "warpfold.engine.comm_hook"),
     **dict.fromkeys(("CsvFile", "Phase", "TensorBoard", "Watcher", "WeightsAndBiases"), "warpfold.engine.watch"),

@@ -255,6 +255,8 @@ def train(
     """
     from warpfold.cost.links import read_cluster
     from warpfold.device import slow_precision
+    from warpfold.engine.checkpoint import RunFolder
+    from warpfold.engine.loop import StopSignals
     from warpfold.engine.watch import as_watchers
     from warpfold.training import train as training
     from warpfold.training.planning import plan_training
@@ -268,18 +270,42 @@ def train(
     told = as_watchers(watch)
     stores = sources_of(data, given.config().model.multimer is not None)
     joined = None if links is None else read_cluster(links)
-    if not team.process.is_spare:
-        if first is not None:  # before minutes of planning, by one process: a file of hundreds of MB may be read
-            _check_init(given, first, team)
-        config, said = plan_training(given, folder, where, most, team, joined)
-        team.remesh(config.plan, idle=given.auto)
-        if said and team.is_rank_zero:
-            log.info("plan: %s", said)
-        if team.is_rank_zero and (slow := slow_precision(config.plan.precision, where)):
-            log.warning("%s", slow)
-    if team.process.is_spare:  # it hears the rest from rank 0
-        return training.stand_by(stores, folder, first, where, team)
+    if first is not None:  # before minutes of planning, by one process: a file of hundreds of MB may be read
+        _check_init(given, first, team)
+    config, said = plan_training(given, folder, where, most, team, joined)
+    team.remesh(config.plan, idle=given.auto)
+    if team.process.is_idle:
+        log.warning("rank %d: the plan has no use for this process; it waits until the run ends", team.process.rank)
+        with StopSignals():  # the others end the run
+            return training.Summary(**team.wait_idle(), params=RunFolder(folder, writes=False).params)
+    if said and team.is_rank_zero:
+        log.info("plan: %s", said)
+    if team.is_rank_zero and (slow := slow_precision(config.plan.precision, where)):
+        log.warning("%s", slow)
     return training.train(config, stores, folder, init=first, replay=followed, device=where, watch=told, team=team)
+
+
+@arguments.names_arguments()
+def evaluate(
+    run: PathLike,
+    data: StoreLike | Sequence[StoreLike],
+    *,
+    follow: bool = False,
+    device: str | None = None,
+    watch: "Watching | None" = None,
+) -> list[dict[str, Any]]:
+    """Fold the held-out proteins of a training with each of its checkpoints that has no row yet; return the new rows.
+
+    run: the folder of `train`.  data: the stores that it trains on.  follow: wait for further checkpoints, until that
+    of the last step.  watch: who is told: watchers, or functions of each row.
+    Errors: UserError for a folder that is no run's, for other data, and where another process evaluates the run.
+    """
+    from warpfold.training import evaluate as evaluating
+
+    folder = arguments.path("run", run)
+    stores = sources_of(data, evaluating.settings_of(folder).model.multimer is not None)
+    where, waits = arguments.device_of(device), arguments.flag("follow", follow)
+    return evaluating.evaluate(folder, stores, follow=waits, device=where, watch=watch)
 
 
 def _check_init(given: "GivenSettings", init: Path, team: "Team") -> None:

@@ -52,28 +52,6 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
         assert run.latest() == 5
 
 
-def test_what_is_still_to_be_validated_is_kept(tmp_path: Path) -> None:
-    with RunFolder(tmp_path) as run:
-        run.open_log(-1)
-        for step in range(1, 5):
-            run.save(checkpoint(step), keep=1)
-            run.owe({2} & set(run.steps()))
-        assert run.steps() == [2, 4]
-        assert run.spared([2, 4], 1) == {2, 4}
-    with RunFolder(tmp_path) as run:
-        run.open_log(4)
-        assert run.owed == {2}
-        run.open_log(1)
-        assert run.owed == frozenset()  # that step is not done yet
-        run.log({"kind": "validation", "step": 2, "score": 0.5})
-        run.open_log(4)
-        assert run.owed == frozenset()  # a kill came between the two files
-        run.prune(keep=1)
-        (tmp_path / "owed.json").write_text("[2")
-        with pytest.raises(UserError, match=r"owed.json: damaged .*; remove it"):
-            run.open_log(4)
-
-
 def test_examples_skipped_do_not_rotate_the_good_ones_out(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as run:
         for step in range(1, 8):

@@ -58,20 +58,19 @@ class Crew:
         plan: Plan,
         keeps: bool = False,
         frozen: tuple[int, ...] = (),
-        spares: int = 0,
         per_node: tuple[int, ...] = (),
     ) -> tuple[list[int | None], list[str]]:
         """`function` in each of the plan's processes -> exit codes (-9: it would not end), what they said on stderr.
 
-        keeps: rank 0 keeps the store.  frozen: ranks that stop themselves, whose end nobody waits for.  spares: more
-        processes, after the ranks.  per_node: what each rank is told of its machine; by default all are on one.
+        keeps: rank 0 keeps the store.  frozen: ranks that stop themselves, whose end nobody waits for.
+        per_node: what each rank is told of its machine; by default all are on one.
         """
         ranks = plan.data * plan.axial * plan.branch
         pipes, processes = [], []
-        for rank in range(ranks + spares):
+        for rank in range(ranks):
             ours, theirs = self.context.Pipe()
             each = per_node[rank] if per_node else ranks
-            info = ProcessInfo(rank, ranks, rank, each, "127.0.0.1", agent_keeps_store=not keeps, spares=spares)
+            info = ProcessInfo(rank, ranks, rank, each, "127.0.0.1", agent_keeps_store=not keeps)
             processes.append(self.context.Process(target=self._live, args=(function, info, plan, theirs)))
             processes[-1].start()
             pipes.append(ours)
@@ -84,7 +83,7 @@ class Crew:
         for process in [*processes, *filter(None, [self.keeper])]:
             process.kill()
             process.join()
-        said = [(self.folder / f"{rank}.txt").read_text() for rank in range(ranks + spares)]
+        said = [(self.folder / f"{rank}.txt").read_text() for rank in range(ranks)]
         return [process.exitcode for process in processes], said
 
     def keep_store(self) -> int:

@@ -369,7 +369,7 @@ def test_ranks_get_the_plan_that_the_first_chooses(tmp_path: Path, rates: Rates)
 def test_a_run_with_idle_devices_goes_on_with_its_plan(tmp_path: Path, rates: Rates) -> None:
     """On as many processes; on others it is chosen anew."""
     (tmp_path / "run").mkdir()
-    began = replace(tiny_run(steps=1, validation=0.0, spare=1), plan=Plan(recompute="block"))
+    began = replace(tiny_run(steps=1, validation=0.0, idle=1), plan=Plan(recompute="block"))
     (tmp_path / "run/settings.toml").write_text(settings.to_toml(began))
     (plan, said), _ = run_ranks(on_ranks, 2, tmp_path, ["optim.accumulate=2"])
     assert (plan, "as in " in said) == (began.plan, True)

@@ -53,6 +53,7 @@ ORDER = (
     "simulate",
     "launch",
     "train",
+    "evaluate",
     "watch",
     "predict",
     "params",

@@ -1,4 +1,4 @@
-"""`warpfold train`."""
+"""`warpfold train` and `warpfold evaluate`."""
 
 import os
 from contextlib import nullcontext
@@ -57,9 +57,6 @@ def train(
     cluster: Annotated[
         Path | None, reads("How the processes are joined, as the doctor wrote it; default: measured.", "--cluster")
     ] = None,
-    spare: Annotated[
-        int | None, runs("At most so many processes do not train, but validate meanwhile.", "--train.spare", min=0)
-    ] = None,
     strict: Strict = False,
     as_json: AsJson = False,
 ) -> None:
@@ -69,14 +66,13 @@ def train(
     """
     from warpfold import commands
     from warpfold.parallel.team import distributed_context
-    from warpfold.training.spare import set_apart
     from warpfold.training.watching import training_progress
 
-    chosen = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch, "train.spare": spare}
+    chosen = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch}
     changes = [*(change or []), *(f"{key}={value}" for key, value in chosen.items() if value is not None)]
     given = commands.as_settings(settings, [*changes, *(['plan.kernels="strict"'] if strict else [])])
     config, process = given.config(), this_process()
-    where, process = device_of(device, process), set_apart(process, given)
+    where = device_of(device, process)
     if config.train.wandb == "offline":  # W&B reads it when it begins
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     bar = training_progress(config.train.steps, every=config.train.report_every) if process.rank == 0 else nullcontext()
@@ -108,3 +104,25 @@ def _say(result: "Summary", out: Path, as_json: bool) -> None:
         typer.echo(f"{result.steps} steps; parameters: {result.params}")
     else:
         typer.echo(f"stopped after {result.steps} steps; {how_to_go_on()}", err=True)
+
+
+@app.command(epilog="Example:  warpfold evaluate run --data store --follow")
+def evaluate(
+    run: Annotated[Path, argument("Folder of `warpfold train`, its --out.")],
+    data: Annotated[list[str], reads("The stores that it trains on: STORE or STORE=WEIGHT.")],
+    follow: Annotated[bool, runs("Wait for further checkpoints, until that of the last step.", "--follow")] = False,
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """Fold a run's held-out proteins with each of its checkpoints: beside the training, on any machine.
+
+    `warpfold watch` shows what is found, in RUN/evaluations.jsonl; RUN/best.safetensors has the best weights.
+    """
+    from warpfold import commands
+
+    def tell(row: dict[str, object]) -> None:
+        typer.echo(f"step {row['step']}: held-out lDDT-Cα {row['lddt_ca']:.3f}, loss {row['loss']:.3f}", err=True)
+
+    found = commands.evaluate(run, data, follow=follow, device=device_of(device, this_process()), watch=tell)
+    if as_json:
+        show(found)

@@ -5,7 +5,6 @@
     DIR/checkpoints/step-00000100/    state.safetensors (weights, averages, moments), state.json (the rest), and
                                       checksums.json of both: a damaged checkpoint is skipped
     DIR/params.safetensors            the averaged weights at the last checkpoint: what `predict --params` takes
-    DIR/owed.json                     steps whose validation is not in the log yet (only with spare ranks)
     DIR/failures/example-00000042/    what reproduces a loss or gradient that was not finite
 
 Of several processes that run together, rank 0 locks the folder and writes; only failures are saved by the process that
@@ -17,7 +16,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -55,7 +54,6 @@ class RunFolder(StepFolders):
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
         self.scores: dict[int, float] = {}  # of the validations in the log, by step
-        self.owed: frozenset[int] = frozenset()  # steps that are still to be validated; their checkpoints stay
 
     def __enter__(self) -> "RunFolder":
         if not self._writes:
@@ -103,11 +101,6 @@ class RunFolder(StepFolders):
         """Return when the last checkpoint is on the disk.  Errors: what writing it raised."""
         self._end_writing(wait=True)
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is being written."""
-        return self._writing is not None and not self._writing.done()
-
     def _end_writing(self, wait: bool) -> None:
         """Raise what writing beside has raised, once it has ended."""
         if self._writing is not None and (wait or self._writing.done()):
@@ -142,7 +135,7 @@ class RunFolder(StepFolders):
     # Checkpoints
 
     def spared(self, steps: list[int], keep: int) -> set[int]:
-        """Return the last `keep` before which no example was skipped, the one with the best validation, and those owed.
+        """Return the last `keep` before which no example was skipped, and the one with the best validation.
 
         So a run in trouble does not replace what was good (notes: skipped).  The best is so as far as the log says: a
         step is validated after it is saved.
@@ -150,7 +143,7 @@ class RunFolder(StepFolders):
         notes = {step: self._notes(step) for step in steps}
         best = max(self.scores.keys() & notes, key=self.scores.__getitem__, default=None)
         good = [step for step in steps if "skipped" in notes[step] and not notes[step]["skipped"]]
-        return {*good[-max(1, keep) :], *([] if best is None else [best]), *self.owed}
+        return {*good[-max(1, keep) :], *([] if best is None else [best])}
 
     def _notes(self, step: int) -> dict[str, Any]:
         """Return the notes of a checkpoint, empty where they are damaged (`load` reports that)."""
@@ -206,7 +199,7 @@ class RunFolder(StepFolders):
     def open_log(self, step: int) -> dict[str, Any] | None:
         """Begin or continue metrics.jsonl after `step` steps; drop lines of later steps and damaged ones.
 
-        Returns the row of the last validation that stays; what is owed after it is read, too.
+        Returns the row of the last validation that stays.
         """
         path = self.path / "metrics.jsonl"
         last = None
@@ -218,25 +211,7 @@ class RunFolder(StepFolders):
                     self._note_score(row)
                     last = row
         self._log = AppendedFile(path)
-        done = last["step"] if last else -1
-        self.owed = frozenset(owed for owed in self._read_owed() if done < owed <= step)
         return last
-
-    def owe(self, steps: Iterable[int]) -> None:
-        """Note which steps are still to be validated, also if the run continues later; their checkpoints stay."""
-        self.owed = frozenset(steps)
-        text = json.dumps(sorted(self.owed)) + "\n"
-        self.replace_file("owed.json", lambda path: path.write_text(text, encoding="utf-8"))
-
-    def _read_owed(self) -> list[int]:
-        """Return what an earlier process noted.  Errors: UserError for a damaged file."""
-        path = self.path / "owed.json"
-        if not path.exists():
-            return []
-        try:
-            return [int(step) for step in json.loads(path.read_text(encoding="utf-8"))]
-        except (ValueError, TypeError, OverflowError, RecursionError) as error:
-            raise UserError(f"{path}: damaged ({error}); remove it: validations that it names are left out") from error
 
     def _belongs(self, line: bytes, step: int) -> bool:
         """Return whether a line of the log is whole, as far as a run reads it again, and of a step that is done."""

@@ -73,7 +73,7 @@ class Log:
         row = {**row, "time": round(time.time(), 3)}
         if self.run is not None:
             self.run.log(row)
-        self.step = max(self.step, row["step"])  # spares validate an earlier one
+        self.step = row["step"]
         if row["kind"] == "validation":
             self.validation = row
         for watcher in self.watchers:

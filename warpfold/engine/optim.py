@@ -266,17 +266,10 @@ class Optimizer:
         return self.loss_scale.overflowed(norm, finite)
 
     @contextmanager
-    def averaged(self, averages: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Give the model the averaged weights within the block (for validation and for the saved parameters).
-
-        averages: those of another step, by parameter, as a checkpoint has them.
-        """
+    def averaged(self) -> Iterator[None]:
+        """Give the model the averaged weights within the block (for validation and for the saved parameters)."""
         trained = self.weights.clone()
-        if averages is None:
-            self.reducer.all_gather(self.average, self.weights)
-        else:
-            for name in self.layout.places:
-                self.layout.view(self.weights, name).copy_(averages[name])
+        self.reducer.all_gather(self.average, self.weights)
         self.packed.refresh()
         try:
             yield

@@ -23,7 +23,6 @@ from warpfold.parallel.waits import LostError, waiting
 BEAT = 1.0  # seconds between heartbeats
 SILENT = 3 * BEAT  # a process without a heartbeat for so long is dead or frozen
 READERS = 16  # ranks that at once read the heartbeats of all; what one of them finds, the others hear
-GONE = 30.0  # seconds without a heartbeat until a spare, for whom nobody waits, is gone; and for a spare all ranks are
 LATEST = 5  # beats that the last ranks wait for that, in case the first ones are gone
 GRACE = 5.0  # seconds that a process that must end has to raise, and to tell the others why, before it is ended
 
@@ -110,8 +109,7 @@ class Heartbeat:
     """Notice that another process has failed, has ended or does not come, and let the others notice this one.
 
     keeper: who keeps the store.  watchdog: ends this process when it is given a reason.  position: returns how far this
-    process has come.  sharing: returns the ranks that share its example.  spares: more processes, after the ranks: they
-    hear of the ranks, which do not wait for them; the first rank knows whether they live.
+    process has come.  sharing: returns the ranks that share its example.
     """
 
     def __init__(
@@ -124,7 +122,6 @@ class Heartbeat:
         watchdog: Watchdog,
         position: Callable[[], Position],
         sharing: Callable[[], Collection[int]],
-        spares: int = 0,
     ) -> None:
         self._store, self._rank, self._keeper, self._limit = store, rank, keeper, limit
         self._watchdog, self._position, self._sharing = watchdog, position, sharing
@@ -139,17 +136,11 @@ class Heartbeat:
         self._failure = ""  # why another process has failed
         self._read_at = 0.0
         self._gone = False  # the store
-        self.relieve(ranks, spares)
-        self._lost = ""  # why a spare is gone
+        self.relieve(ranks)
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def relieve(self, ranks: int, spares: int) -> None:
-        """Take so many first processes for those that train, and the others for spares, from now on."""
-        rank, of_spares = self._rank, range(ranks, ranks + spares)
-        self._key = "failed" if rank < ranks else f"failed-{rank}"  # where it says so: a spare does not end the others
-        self._heard: dict[int, tuple[bytes, float]] = {}  # last heartbeats, and for how long there was no other
-        # Rank 0 heeds the spares, and a spare the first ranks.
-        self._heeded = of_spares if rank == 0 else range(min(ranks, READERS)) if rank in of_spares else range(0)
+    def relieve(self, ranks: int) -> None:
+        """Take so many first processes for those that work together, from now on; the others are not waited for."""
         self._ranks, self._beats = ranks, list[tuple[Position, float]]()  # the last heartbeat of each, and when it was
 
     def __enter__(self) -> "Heartbeat":
@@ -211,10 +202,6 @@ class Heartbeat:
         """Return why another process has failed, as far as this one has heard; "": none has."""
         return self._failure
 
-    def lost_spare(self) -> str:
-        """Return on the first rank why a spare is gone, by its own words or its silence; "": all are there."""
-        return self._lost
-
     # What runs in the thread
 
     @property
@@ -223,10 +210,7 @@ class Heartbeat:
 
     def _run(self) -> None:
         position, since = self._position(), time.monotonic()
-        before = since
         while not self._end:
-            # Not the time in which this process was stopped.
-            passed, before = min(time.monotonic() - before, 2 * BEAT), time.monotonic()
             if self._position() is not position:
                 position, since = self._position(), time.monotonic()
             late = time.monotonic() - since > self._limit + self._patience * BEAT
@@ -236,10 +220,9 @@ class Heartbeat:
                     beat = [*asdict(self._position()).values(), time.monotonic() - self._began]
                     self._store.set(str(self._rank), json.dumps(beat))
                     if self._message:
-                        self._store.compare_set(self._key, "", self._message)
+                        self._store.compare_set("failed", "", self._message)
                     if self._store.check(["failed"]):
                         self._failure = self._store.get("failed").decode()
-                    self._heed(passed)
                     if late or read or self._waits_long():
                         self._read()
                         self._to_read = False
@@ -271,21 +254,6 @@ class Heartbeat:
         if self._store.check(keys):  # `multi_get` would wait for keys that are not there yet
             beats = [json.loads(text) for text in self._store.multi_get(keys)]
             self._beats, self._read_at = [(Position(*at), when) for *at, when in beats], time.monotonic() - self._began
-
-    def _heed(self, passed: float) -> None:
-        """Notice on rank 0 that a spare has failed or is gone, and on a spare that all ranks are gone."""
-        for rank in self._heeded:
-            beat = self._store.get(str(rank)) if self._store.check([str(rank)]) else b""
-            before, silent = self._heard.get(rank, (beat, 0.0))
-            self._heard[rank] = beat, silent + passed if beat == before else 0.0
-        gone = [rank for rank, (_, silent) in self._heard.items() if silent > min(GONE, self._limit)]
-        said = [f"rank {rank} is dead or frozen: last heard of {self._heard[rank][1]:.0f} s ago" for rank in gone]
-        if self._rank == 0:
-            keys = [f"failed-{rank}" for rank in self._heeded]
-            said = [self._store.get(key).decode() for key in keys if self._store.check([key])] + said
-            self._lost = self._lost or next(iter(said), "")
-        elif gone and len(gone) == len(self._heeded):
-            self._failure = self._failure or "; ".join(said)
 
     def _waits_long(self) -> bool:
         """Return whether to read all heartbeats again, in case the store falls silent; rarely, as they are many."""

@@ -18,11 +18,11 @@ class ProcessInfo:
     address: str = ""  # of the store where they meet
     port: int = 0
     agent_keeps_store: bool = False  # torchrun's agent does, and not rank 0
-    spares: int = 0  # more processes, after these ranks, that do not work with them (training/spare.py)
+    idle: int = 0  # more processes, after these ranks, for which the plan has no use (`Team.wait_idle`)
 
     @property
-    def is_spare(self) -> bool:
-        """Whether it is one of the spares."""
+    def is_idle(self) -> bool:
+        """Whether the plan has no use for it."""
         return self.rank >= self.ranks
 
     @property

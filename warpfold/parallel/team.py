@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warpfold.parallel.board import Board
 from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.heartbeat import BEAT, Heartbeat, Position, TeamError, Watchdog
 from warpfold.parallel.meeting import agree_on_name, allow_connections
@@ -54,18 +53,16 @@ class Team:
     process: ProcessInfo = field(default_factory=ProcessInfo)
     mesh: Mesh = field(default_factory=Mesh)
     position: Position = field(default_factory=Position)
-    board: Board = field(default_factory=Board, repr=False, compare=False)  # of all, spares too
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _alone: dist.Store = field(default_factory=dist.HashStore, repr=False, compare=False)  # for one process
     failure: Callable[[], str] = field(default=str, repr=False, compare=False)  # why another process has failed, or ""
-    relieve: Callable[[int, int], None] = field(default=lambda ranks, spares: None, repr=False, compare=False)
-    lost_spare: Callable[[], str] = field(default=str, repr=False, compare=False)  # why a spare is gone: on rank 0
+    relieve: Callable[[int], None] = field(default=lambda ranks: None, repr=False, compare=False)
     _meshes: dict[tuple[int, ...], Mesh] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def _store(self) -> dist.Store:
         """What all processes can write to and read, whatever they are doing."""
-        if self.process.ranks == 1:
+        if self.process.ranks + self.process.idle == 1:
             return self._alone
         return dist.PrefixStore("team", dist.distributed_c10d._get_default_store())
 
@@ -73,7 +70,7 @@ class Team:
         """Have the processes work as a plan says from now on; return its mesh, which is also `mesh`.
 
         All must call it with the same plan (`broadcast` tells them), while nothing is under way.  Groups that were made
-        once are used again.  idle: processes that the plan leaves over are spares from now on, for good.
+        once are used again.  idle: processes that the plan leaves over are in no group from now on (`wait_idle`).
         Errors: UserError if the processes do not fill the plan's grid, or have to be more.
         """
         sizes, ranks = (plan.data, plan.axial, plan.branch), self.process.ranks
@@ -84,11 +81,34 @@ class Team:
             self._meshes[sizes] = make_mesh(*sizes, self.mesh.limit, left)
         self.mesh = self._meshes[sizes]
         if left:
-            ranks, spares = ranks - left, self.process.spares + left
-            on_node = min(self.process.ranks_per_node, ranks)
-            self.process = replace(self.process, ranks=ranks, spares=spares, ranks_per_node=on_node)
-            self.relieve(ranks, spares)
+            used = ranks - left
+            on_node = min(self.process.ranks_per_node, used)
+            self.process = replace(self.process, ranks=used, idle=self.process.idle + left, ranks_per_node=on_node)
+            self.relieve(used)
         return self.mesh
+
+    def wait_idle(self) -> Any:
+        """Wait, as a process that the plan leaves over, until the others are done; return what rank 0 tells then.
+
+        It waits, and does not leave, so that whoever restarts the job after a loss finds it there to stand in.
+        Errors: TeamError if one of the others fails.
+        """
+        while not self._store.check(["done"]):
+            if reason := self.failure():
+                raise TeamError(reason)
+            time.sleep(BEAT / 4)
+        told = json.loads(self._store.get("done"))
+        self._store.add("left", 1)
+        return told
+
+    def tell_idle(self, value: Any) -> None:
+        """Tell those that wait, on rank 0, that all is done; return when they know: the store may end with it."""
+        if not (self.process.idle and self.is_rank_zero):
+            return
+        self._store.set("done", json.dumps(value))
+        end = time.monotonic() + 10 * BEAT  # whoever is gone by now is not missed
+        while self._store.add("left", 0) < self.process.idle and time.monotonic() < end:
+            time.sleep(POLL)
 
     def smallest(self, value: float, what: str) -> float:
         """Return the smallest of all processes' values, such as the free memory of their devices."""
@@ -295,14 +315,13 @@ def distributed_context(
     plan: None: not chosen yet, so that each process is alone with its examples until `Team.remesh`.
     When one fails, it tells the others why before it ends, and they end too: with a TeamError, or, should they be
     stuck where no error reaches them, by `os._exit`.  They may wait for each other `plan.time_limit` seconds, or
-    without a plan `limit`, not longer.  A spare is in no process group: nobody ends when it fails, and it ends when
-    another fails.
+    without a plan `limit`, not longer.
     Errors: UserError if there are not as many as the plan needs, or they do not meet; TeamError as described.
     """
     if plan is None:
         plan = Plan(data=process.ranks, time_limit=limit)
     check_grid(plan.data, plan.axial, plan.branch, process.ranks)
-    if process.ranks + process.spares == 1:
+    if process.ranks == 1:
         yield Team(process)
         return
 
@@ -311,7 +330,7 @@ def distributed_context(
 
     team = Team(process, Mesh(limit=plan.time_limit))
     with Watchdog(plan.time_limit, meeting) as watchdog:
-        beats, notes = _initialise(process, plan, torch.device(device))
+        beats = _initialise(process, plan, torch.device(device))
         heartbeat = Heartbeat(
             beats,
             process.rank,
@@ -321,28 +340,23 @@ def distributed_context(
             watchdog,
             position=lambda: team.position,
             sharing=lambda: team.mesh.model.ranks,
-            spares=process.spares,
         )
-        team.board, team.failure, team.lost_spare = Board(notes), heartbeat.failure, heartbeat.lost_spare
-        team.relieve = heartbeat.relieve
+        team.failure, team.relieve = heartbeat.failure, heartbeat.relieve
         with heartbeat, watched(team.note):
-            if process.is_spare:
-                yield team
-                return
             team.remesh(plan)
             # All must believe the same: of machines with 4 and 2 processes, that two neighbours share one.
             if unequal := team.if_different(process.ranks_per_node, "the processes of each machine"):
                 team.process = replace(process, ranks_per_node=math.gcd(*unequal))
             yield team
-            if not team.process.is_spare:
+            if not team.process.is_idle:
                 team.all_gather_object(None, "the end")  # nobody leaves before all know that none has failed
         # Only if all went well: otherwise it would wait for collectives that others never join.
         with waiting("the end of the process groups"):
             dist.destroy_process_group()
 
 
-def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> tuple[dist.Store, dist.Store]:
-    """Initialise torch.distributed, NCCL for GPUs and gloo for CPUs; return stores for beats and for notes."""
+def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.Store:
+    """Initialise torch.distributed, NCCL for GPUs and gloo for CPUs; return a store for heartbeats."""
     limit = timedelta(seconds=plan.time_limit)
     backend, own_gpu = "gloo", None
     if device.type == "cuda":
@@ -355,16 +369,15 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> tuple
         with waiting(f"reaching the store at {where}"):
             shared = dist.TCPStore(process.address, process.port, None, keeps, limit, wait_for_workers=False)
         with waiting(f"the meeting at {where}"):
-            everyone, node = process.ranks + process.spares, platform.node()
-            name = agree_on_name(shared, process.rank, everyone, plan.time_limit, node, process.on_node)
+            node = platform.node()
+            name = agree_on_name(shared, process.rank, process.ranks, plan.time_limit, node, process.on_node)
         store = dist.PrefixStore(f"warpfold-{name}", shared)
-        if not process.is_spare:
-            with waiting(f"joining the {process.ranks} processes"):
-                # With its GPU, NCCL connects now, and groups that are made later are split from this one.
-                dist.init_process_group(backend, None, limit, process.ranks, process.rank, store, device_id=own_gpu)
+        with waiting(f"joining the {process.ranks} processes"):
+            # With its GPU, NCCL connects now, and groups that are made later are split from this one.
+            dist.init_process_group(backend, None, limit, process.ranks, process.rank, store, device_id=own_gpu)
         with waiting(f"reaching the store at {where} again"):
             own = dist.TCPStore(process.address, process.port, None, False, limit)  # a client of its own for its thread
     except RuntimeError as error:
         why = str(error).splitlines()[0]
         raise TeamError(f"rank {process.rank}: the {process.ranks} processes did not meet at {where}: {why}") from error
-    return dist.PrefixStore(f"warpfold-{name}-heartbeat", own), dist.PrefixStore("notes", store)
+    return dist.PrefixStore(f"warpfold-{name}-heartbeat", own)

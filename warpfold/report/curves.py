@@ -8,6 +8,7 @@ import os
 import time
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -67,7 +68,8 @@ class RunLog:
         self._file, self._offset = file, 0  # the file's number in the system: a run that continues replaces it
         self.settings: dict[str, Any] = {}  # it may continue to another step
         self.rows: list[dict[str, Any]] = []  # of steps
-        self.validations: list[dict[str, Any]] = []
+        self._own: list[dict[str, Any]] = []  # validations of its log
+        self.validations: list[dict[str, Any]] = []  # and of `warpfold evaluate`, in the order of steps
         self.odd = 0  # lines that are no rows of a log, and are left out
 
     def read(self) -> None:
@@ -105,9 +107,21 @@ class RunLog:
             elif row["kind"] == "step":
                 self.rows.append(row)
             elif row["kind"] == "validation":
-                self.validations.append(row)
+                self._own.append(row)
+        others = self._evaluations()
+        self.validations = [row for _, row in sorted({row["step"]: row for row in [*self._own, *others]}.items())]
         if self.odd and not self.rows and not self.validations:
             raise UserError(f"{path}: line {line[:40]!r} is not of a run's log; give another folder")
+
+    def _evaluations(self) -> list[dict[str, Any]]:
+        """Return the rows that `warpfold evaluate` has written, as far as they are whole."""
+        path = self.path / "evaluations.jsonl"
+        rows: list[dict[str, Any]] = []
+        with suppress(OSError, UnicodeDecodeError):
+            for line in path.read_text(encoding="utf-8").splitlines():
+                with suppress(ValueError, RecursionError):
+                    rows.append(json.loads(line))
+        return [row for row in rows if is_row(row) and row["kind"] == "validation"]
 
     @property
     def step(self) -> int:

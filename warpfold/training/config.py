@@ -30,9 +30,7 @@ class TrainConfig:
     validation_share: float = 0.1  # of the time, at most; what there is no time for is left out; 1: all is validated
     save_every: int = 500  # steps
     keep: int = 2  # how many last checkpoints stay; the best stays too
-    # At most so many ranks do not train: they fold the held-out proteins meanwhile, and stand in for lost ones after a
-    # restart (training/spare.py).
-    spare: int = 0
+    idle: int = 0  # processes that a chosen plan leaves over: the run notes it, to go on with its plan on as many
     # With --init: heads that the file lacks begin at random, and those that the settings lack are left out.
     new_heads: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is not finite
@@ -53,9 +51,9 @@ class TrainConfig:
             raise ValueError("validation, as a share, must be at least 0 and below 1")
         if not 0 < self.validation_share <= 1:
             raise ValueError("validation_share must be above 0 and at most 1; validation = 0.0 holds nothing out")
-        if self.ahead < 1 or min(self.window, self.workers or 0, self.max_skipped, self.report_every, self.spare) < 0:
+        if self.ahead < 1 or min(self.window, self.workers or 0, self.max_skipped, self.report_every, self.idle) < 0:
             raise ValueError(
-                "ahead must be at least 1; workers, window, max_skipped, report_every and spare must not be negative"
+                "ahead must be at least 1; workers, window, max_skipped, report_every and idle must not be negative"
             )
         if not 0 <= self.quarantine <= 1:
             raise ValueError("quarantine must lie between 0 and 1")

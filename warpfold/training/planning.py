@@ -231,8 +231,8 @@ def plan_training(
     told = earlier or _chosen(given, machine, torch.device(device), team, cluster)
     said = told.pop("said")
     config = given.config(**told)
-    if idle := ranks - ranks_of(config.plan):  # they validate; it stands in the run's folder how many there were
-        config = replace(config, train=replace(config.train, spare=config.train.spare + idle))
+    if idle := ranks - ranks_of(config.plan):  # they wait; it stands in the run's folder how many there were
+        config = replace(config, train=replace(config.train, idle=idle))
     return config, said
 
 
@@ -301,7 +301,7 @@ def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
     path, names = out / "settings.toml", CHOSEN_ON_RANKS if ranks > 1 else CHOSEN_IN_TRAINING
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-        plan, spare = build(Plan, values["plan"], str(path), "plan."), int(values["train"]["spare"])
+        plan, noted = build(Plan, values["plan"], str(path), "plan."), int(values["train"]["idle"])
     except (OSError, ValueError, KeyError, TypeError, UserError):
         return {}  # there is none, or `train` will say what is wrong with it
     fixed, sync = given.fixed_on_ranks(names)
@@ -309,8 +309,7 @@ def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
         return {}
     if any(getattr(plan.sync, name) != value for name, value in sync.items() if name != "check_every"):
         return {}
-    idle = ranks - ranks_of(plan)
-    if idle < 0 or (idle and idle != spare - given.config().train.spare):
+    if ranks != ranks_of(plan) + noted:
         return {}
     plan = replace(plan, **fixed, sync=replace(plan.sync, **sync))
     words = describe_plan(plan, training=True) if ranks == 1 else describe_ranks_plan(plan)

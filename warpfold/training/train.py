@@ -50,7 +50,7 @@ from warpfold.training.results import (
     read_results,
     step_row,
 )
-from warpfold.training.spare import Spare, validations_of
+from warpfold.training.validation import Validation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ def train(
         signals.answer = partial(log.phase, "stopping")
         ledger = stack.enter_context(open_ledger(run, config, state, origin, replay, team))
         examples = stack.enter_context(load(config, sources, state, ledger, log, device, team))
-        validation = validations_of(team)(model, optimizer, held_out, config, state, log, signals, team)
+        validation = Validation(model, optimizer, held_out, config, state, log, signals, team)
         step, timer = state.step, validation.timer
         stop = stop_requested(signals, team) or validation.catch_up(step)
         log.phase("compiling" if compiles(config, device) else "training")
@@ -125,17 +125,11 @@ def train(
             stop = validation(step, rounds) if rounds else stop
             log.phase("training", left=validation.left(step))
         log.finished = step >= config.train.steps and not (stop and validation.is_owed(step))
-    how = validation.end(step, stop)
+    lddt_ca = (log.validation or {}).get("lddt_ca")
+    how: dict[str, Any] = {"steps": step, "finished": log.finished, "lddt_ca": lddt_ca, "signal": stop}
+    team.tell_idle(how)
     slow: dict[str, Any] = {"refused": refusals(before), "unrecorded": execution.graphs.refused}
     return Summary(**how, params=run.params, quarantined=tuple(ledger.quarantined), **slow)
-
-
-def stand_by(
-    data: Store | Sequence[Source], out: Path | str, init: Path | None, device: torch.device | str, team: Team
-) -> Summary:
-    """Validate, as a spare, beside the ranks that train, until they end; return how the run did."""
-    how = Spare(team, data, out, device).stand_by(lambda config: initial_model(config, init))
-    return Summary(**how, params=RunFolder(out, writes=False).params)
 
 
 def due(step: int, every: int) -> bool:

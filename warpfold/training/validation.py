@@ -19,7 +19,7 @@ from warpfold.data.store.store import Store
 from warpfold.data.structure.chain import Chain
 from warpfold.engine.loop import Log, StepTimer, StopSignals
 from warpfold.engine.optim import Optimizer
-from warpfold.engine.step_folders import Checkpoint, DamagedCheckpoint
+from warpfold.engine.step_folders import Checkpoint
 from warpfold.engine.watch import Row
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
@@ -131,50 +131,24 @@ class Validation:
         return now.affords(share, self.rounds, step / steps)
 
     def catch_up(self, step: int) -> int:
-        """Validate where a run begins: the first weights, or what a kill came before; return as a call does.
-
-        And what spares had not folded when the run was stopped (training/spare.py), if there is time for it.
-        """
-        run = self.log.run
-        for owed in self.team.broadcast([] if run is None else sorted(run.owed), "what spares left"):
-            averages = self._averages(owed) if 0 < owed < step else None
-            rounds = self.team.broadcast(self._affordable(owed), "whether to validate") if averages else 0
-            if rounds and (stop := self(owed, rounds, averages)):
-                return stop
-        if run is not None and run.owed:
-            run.owe(())
+        """Validate where a run begins: the first weights, or what a kill came before; return as a call does."""
         rounds = self.rounds_at(step)
         return self(step, rounds) if rounds else 0
 
-    def _averages(self, step: int) -> dict[str, Tensor]:
-        """Return the averaged weights of a checkpoint, on all ranks; nothing where it is damaged or gone."""
-        found: dict[str, Tensor] = {}
-        if self.log.run is not None:
-            try:
-                found = averages_of(self.log.run.load(step))
-            except DamagedCheckpoint as error:
-                logger.warning("step %d is not validated: %s", step, error)
-        return self.team.broadcast_tensors(found, f"the weights of step {step}")
-
-    def end(self, step: int, stop: int) -> dict[str, Any]:
-        """Return how the run ended, after a step and by a signal or none, as a `Summary` has it."""
-        lddt_ca = (self.log.validation or {}).get("lddt_ca")
-        return {"steps": step, "finished": self.log.finished, "lddt_ca": lddt_ca, "signal": stop}
-
-    def __call__(self, step: int, rounds: int, averages: Mapping[str, Tensor] | None = None) -> int:
+    def __call__(self, step: int, rounds: int) -> int:
         """Validate, beginning with so many rounds; return the signal that stops the run, or 0.
 
         What a signal interrupts is not logged, and is owed when the run continues.
 
         lDDT-Ca of held-out examples with the averaged weights (Supp. 1.11.7) and all recycles, of complexes also that
         of the pairs between chains.  The examples are dealt out to the ranks; each folds its own.  The processes of the
-        loader go on meanwhile.  averages: the weights of a step before the last one.
+        loader go on meanwhile.
         """
         if self.log.run is not None:
             self.log.run.wait_for_writing()  # a kill in a validation loses no step
         began, own = time.perf_counter(), self.model.execution
         self.model.eval()
-        with torch.no_grad(), self.optimizer.averaged(averages):
+        with torch.no_grad(), self.optimizer.averaged():
             rounds, found = self._measure(step, rounds, began)
         assert isinstance(own, Execution)
         own.bind(self.model).train()  # it has graphs

@@ -1,0 +1,126 @@
+"""Validate the checkpoints of a run from outside, while it trains: on another machine, or on a device of its own.
+
+    RUN/evaluations.jsonl    a row for each checkpoint, as those of validations in metrics.jsonl
+    RUN/best.safetensors     the averaged weights of the best one
+
+Nothing is asked of the run but its folder, and the run knows nothing of it: what it trains is the same to the bit.
+"""
+
+import json
+import logging
+import time
+import tomllib
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from warpfold import settings
+from warpfold.data.load.order import Source
+from warpfold.engine.checkpoint import AppendedFile
+from warpfold.engine.packed import PackedWeights
+from warpfold.engine.step_folders import Checkpoint, DamagedCheckpoint, StepFolders, finite
+from warpfold.engine.watch import Row, Watching, as_watchers
+from warpfold.errors import UserError
+from warpfold.files import wait_for_lock
+from warpfold.model.alphafold import AlphaFold
+from warpfold.model.weights import save_params
+from warpfold.parallel.plan import DTYPES
+from warpfold.parallel.team import Team
+from warpfold.training.config import RunConfig
+from warpfold.training.examples import fingerprint_origin, held_out_features, hold_out
+from warpfold.training.validation import Judge, Scores, averages_of, scores_row
+
+logger = logging.getLogger("warpfold")
+
+LOG, BEST = "evaluations.jsonl", "best.safetensors"
+POLL = 2.0  # seconds between two looks for a new checkpoint
+
+
+def evaluate(
+    run: Path,
+    data: Sequence[Source],
+    *,
+    follow: bool = False,
+    device: torch.device | str = "cpu",
+    watch: Watching | None = None,
+) -> list[Row]:
+    """Fold the held-out examples with the averaged weights of each checkpoint that has no row yet; return the new rows.
+
+    run: the folder of a training.  data: what it trains on, in the same order.  follow: wait for further checkpoints
+    until that of the last step.  watch: who is told of each row (engine/watch.py).
+    Checkpoints that the run has deleted before their turn are left out.
+    Errors: UserError for a folder that is no run's, other data, and where another process evaluates the run.
+    """
+    config = settings_of(run)
+    _, held_out = hold_out(data, config)
+    if not held_out:
+        raise UserError(f"{run}: its settings hold nothing out; train with train.validation above 0")
+    origin, watchers = fingerprint_origin(data, None, Team())["store"], as_watchers(watch)
+    folders, device = StepFolders(run / "checkpoints"), torch.device(device)
+    model = AlphaFold(config.model).to(device).eval()
+    packed = PackedWeights(model, DTYPES[config.plan.precision])
+    judge = Judge(model, config, device, lambda _: None)
+    taken = UserError(f"{run}: another `warpfold evaluate` is writing there; end it first")
+    found: list[Row] = []
+    with wait_for_lock(run / ".evaluate-lock", taken), closing(AppendedFile(run / LOG)) as log:
+        rows = [json.loads(line) for line in (run / LOG).read_text(encoding="utf-8").splitlines()]
+        best = max((row["lddt_ca"] for row in rows if _is_whole(row)), default=-1.0)
+        done = {row["step"] for row in rows}
+        for watcher in watchers:
+            watcher.on_begin(max(done, default=0))
+        while True:
+            for step in (step for step in folders.steps() if step not in done):
+                done.add(step)
+                if (checkpoint := _load(folders, step)) is None:
+                    continue
+                if checkpoint.notes.get("store") != origin:
+                    raise UserError(f"{run}: its run trains on other data; give the same --data, in the same order")
+                for name, average in averages_of(checkpoint).items():
+                    packed.parameters[name].data.copy_(average)
+                packed.refresh()
+                began = time.perf_counter()
+                with torch.no_grad(), closing(held_out_features(held_out, config)) as examples:
+                    scores: dict[str, Scores] = {example.key: judge.scores(example) for example in examples}
+                row = scores_row(step, [key for _, key in held_out], scores)
+                row |= {"seconds": round(time.perf_counter() - began, 3), "time": round(time.time(), 3)}
+                if _is_whole(row) and row["lddt_ca"] > best:
+                    best = row["lddt_ca"]
+                    save_params(run / BEST, model, settings.to_dict(config.data))
+                log.write(json.dumps(finite(row)) + "\n")
+                found.append(row)
+                for watcher in watchers:
+                    watcher.on_metrics(row)
+            if not follow or max(done, default=0) >= config.train.steps:
+                break
+            time.sleep(POLL)
+        for watcher in watchers:
+            watcher.on_end(max(done, default=0) >= config.train.steps)
+    return found
+
+
+def settings_of(run: Path) -> RunConfig:
+    """Return the settings of a run.  Errors: UserError for a folder that has none."""
+    path = run / "settings.toml"
+    try:
+        return settings.build(RunConfig, tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+    except OSError as error:
+        raise UserError(f"{run}: not the folder of a training run ({path.name}: {error.strerror})") from error
+    except ValueError as error:
+        raise UserError(f"{path}: is damaged ({error}); restore it") from error
+
+
+def _load(folders: StepFolders, step: int) -> Checkpoint | None:
+    """Return a checkpoint; None, with a warning, where it is damaged, or the run has deleted it."""
+    try:
+        return folders.load(step)
+    except DamagedCheckpoint as error:
+        gone = not folders.step_path(step).exists()
+        logger.warning("step %d is not evaluated: %s", step, "the run has deleted it meanwhile" if gone else error)
+        return None
+
+
+def _is_whole(row: Row) -> bool:
+    """Return whether a row is of all that is held out, and so can be compared with others."""
+    return "of" not in row and isinstance(row.get("lddt_ca"), float)
