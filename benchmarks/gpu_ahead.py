@@ -16,7 +16,7 @@ import torch
 from warpfold import settings
 from warpfold.bench.ahead import AheadJob, compile_shares
 from warpfold.bench.doctor import cases_of, cut
-from warpfold.bench.kernel_bench import Workload
+from warpfold.bench.kernels import Workload
 from warpfold.check.sizes import shapes
 from warpfold.cli.common import measured
 from warpfold.cost.example import ExampleSizes, ModelBench

@@ -17,7 +17,7 @@ from typing import Any
 
 def measure(store: Path | None) -> dict[str, Any]:
     """Measure everything, and print the figures as they come."""
-    from warpfold.bench.loader import Simulation, epoch_gap, footprint, straggler
+    from warpfold.bench.data import Simulation, epoch_gap, footprint, straggler
     from warpfold.data.features.choose import SampleConfig
     from warpfold.data.store.store import Store
 

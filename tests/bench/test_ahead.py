@@ -18,7 +18,7 @@ from tests.helpers import tiny_config
 from tests.ops.triton.model_launches import one_block
 from warpfold.bench import ahead
 from warpfold.bench.ahead import AheadJob, compile_share, compile_shares, recorded_launches
-from warpfold.bench.kernel_bench import Workload
+from warpfold.bench.kernels import Workload
 from warpfold.check.sizes import shapes
 from warpfold.cost.example import ExampleSizes, ModelBench
 from warpfold.engine.optim import OptimConfig

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from warpfold.bench.data import bench_data, rows, source_files, spread_out
-from warpfold.bench.loader import Simulation
+from warpfold.bench.data import Simulation, bench_data, rows, source_files, spread_out
 from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
 from warpfold.data.synthetic.folder import generate

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.runs import make_store
-from warpfold.bench.loader import Simulation, epoch_gap, footprint, simulate, straggler
+from warpfold.bench.data import Simulation, epoch_gap, footprint, simulate, straggler
 from warpfold.data.features.choose import SampleConfig
 
 CASE = Simulation(ranks=2, steps=6, step=0.002, making=0.002, slow_share=0.3, workers=1, ahead=2, window=4, examples=5)

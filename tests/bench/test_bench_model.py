@@ -17,9 +17,8 @@ from tests.ops.triton.model_launches import one_block
 from tests.recorder import OperationRecorder
 from tests.test_cli import refused, run
 from warpfold import device
-from warpfold.bench import model_peers
-from warpfold.bench.model import PASSES, bench_block, bench_step, block_flops, step_counts, table
-from warpfold.bench.model_peers import BLOCK_WAYS, OPENFOLD, STEP_WAYS
+from warpfold.bench import model as bench_model
+from warpfold.bench.model import OPENFOLD, PASSES, WAYS, bench_block, bench_step, block_flops, step_counts, table
 from warpfold.cost.example import BlockSizes, ExampleSizes, ModelBench, RandomBlock, TrainingStep
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig
@@ -55,7 +54,7 @@ def test_a_step_of_random_numbers_is_a_step(config: ModelConfig) -> None:
 def test_a_step_that_is_timed_as_a_graph_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded once and replayed from then on, all its passes, by the code of training; or the row says why not."""
     monkeypatch.setattr(device, "find_recorder", lambda _: OperationRecorder())
-    monkeypatch.setattr(model_peers, "find_recorder", lambda _: OperationRecorder())
+    monkeypatch.setattr(bench_model, "find_recorder", lambda _: OperationRecorder())
     plain, graph = bench_step(replace(toy(), recycles=2), CPU, ways=["ours", "graph"], repeats=2)["rows"]
     assert (plain["replayed"], plain["note"], graph["note"]) == (0, "", "")
     # Five steps: two that warm up, two that are timed, one whose memory is measured.  Of a step two passes without a
@@ -124,17 +123,15 @@ def test_a_row_for_each_way_and_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_way_that_fails_says_why_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(sizes: BlockSizes, precision: object, device: object) -> object:
-        subject = BLOCK_WAYS[0].make(sizes, "fp32", CPU)
+        subject = WAYS[0].block(sizes, "fp32", CPU)
 
         def forward() -> Tensor:
             raise RuntimeError("no such kernel")
 
         return replace(subject, name="openfold", forward=forward)
 
-    ways = [
-        replace(w, make=fails, unsupported_reason=lambda d: None) if w.name == "openfold" else w for w in BLOCK_WAYS
-    ]
-    monkeypatch.setattr("warpfold.bench.model.BLOCK_WAYS", ways)
+    ways = [replace(w, make=fails, unsupported_reason=lambda d: None) if w.name == "openfold" else w for w in WAYS]
+    monkeypatch.setattr("warpfold.bench.model.WAYS", ways)
     rows = bench_block(toy(), CPU, ways=["openfold", "ours"], repeats=1)["rows"]
     assert rows[0]["note"] == "failed: RuntimeError: no such kernel"
     assert rows[1]["ms"] > 0
@@ -143,7 +140,7 @@ def test_a_way_that_fails_says_why_and_the_others_are_timed(monkeypatch: pytest.
 
 def test_steps_take_turns_and_compiling_must_be_asked_for() -> None:
     found = bench_step(toy(), CPU, repeats=2)
-    assert [row["way"] for row in found["rows"]] == [way.name for way in STEP_WAYS]
+    assert [row["way"] for row in found["rows"]] == [way.name for way in WAYS if "step" in way.of]
     plain, compiled, ours, graph, *kept = found["rows"]
     assert graph["note"] == "a cpu has no graphs"
     assert all(row["note"].startswith("left out") for row in (compiled, kept[0]))
@@ -171,9 +168,9 @@ def test_openfolds_block_is_given_what_its_release_takes(monkeypatch: pytest.Mon
     for name in ("openfold", "openfold.model", OPENFOLD):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules[OPENFOLD].EvoformerBlock = StandIn  # type: ignore[attr-defined]
-    way = next(way for way in BLOCK_WAYS if way.name == "openfold")
+    way = next(way for way in WAYS if way.name == "openfold")
     for precision in ("fp32", "bf16"):
-        subject = way.make(BlockSizes.of(tiny_config(c_m=16), SIZES), precision, CPU)  # type: ignore[arg-type]
+        subject = way.block(BlockSizes.of(tiny_config(c_m=16), SIZES), precision, CPU)  # type: ignore[arg-type]
         out = subject.forward()
         assert len(torch.autograd.grad(out, subject.wanted, subject.grad, allow_unused=True)) == len(subject.wanted)
 

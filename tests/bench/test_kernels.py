@@ -15,8 +15,20 @@ from hypothesis import strategies as st
 
 from tests.test_cli import refused, run
 from warpfold.bench import kernels as tuning
-from warpfold.bench.kernel_bench import CHECKED, Seconds, TuningTask, launches_of, tuning_tasks, with_room
-from warpfold.bench.kernels import Timed, choose, report, timed, workloads, write
+from warpfold.bench.kernels import (
+    CHECKED,
+    Seconds,
+    Timed,
+    TuningTask,
+    choose,
+    launches_of,
+    report,
+    timed,
+    tuning_tasks,
+    with_room,
+    workloads,
+    write,
+)
 from warpfold.check.cases import TUNED
 from warpfold.check.op_profile import OpCase
 from warpfold.errors import UserError

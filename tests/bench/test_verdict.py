@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from tests.test_cli import run
-from warpfold.bench import verdict
-from warpfold.bench.doctor import Finding
-from warpfold.bench.verdict import of_findings, of_machine
+from warpfold.bench import doctor
+from warpfold.bench.doctor import Finding, of_findings, of_machine
 from warpfold.check.checks import Verdict
 from warpfold.check.op_profile import OpCase
 
@@ -27,11 +26,11 @@ WRONG = replace(FAST, verdict=Verdict(GATE, "fp32", "cpu", "", (), False))  # tw
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """A GPU with everything, which a test takes away."""
     has: dict[str, Any] = {"free": 80 * 10**9, "host": 100 * 10**9, "packages": {"openmm", "tensorboard"}}
-    monkeypatch.setattr(verdict, "free_memory", lambda device: has["free"])
-    monkeypatch.setattr(verdict, "host_memory", lambda: has["host"])
+    monkeypatch.setattr(doctor, "free_memory", lambda device: has["free"])
+    monkeypatch.setattr(doctor, "host_memory", lambda: has["host"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in has["packages"] else None)
-    monkeypatch.setattr(verdict, "TRITON", True)
-    monkeypatch.setattr(verdict, "LITTLE_SHARED", 0)
+    monkeypatch.setattr(doctor, "TRITON", True)
+    monkeypatch.setattr(doctor, "LITTLE_SHARED", 0)
     return has
 
 
@@ -42,10 +41,10 @@ def test_a_gpu_with_everything_is_fine_and_nothing_else_is_said(machine: dict[st
 
 def test_what_is_missing_is_said_with_its_cure(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     machine.update(free=10**9, host=2 * 10**9, packages=set())
-    monkeypatch.setattr(verdict, "TRITON", False)
-    monkeypatch.setattr(verdict, "LITTLE_SHARED", 10**18)
+    monkeypatch.setattr(doctor, "TRITON", False)
+    monkeypatch.setattr(doctor, "LITTLE_SHARED", 10**18)
     monkeypatch.setattr(Path, "is_dir", lambda self: True)
-    monkeypatch.setattr(verdict.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 * 10**6}))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 * 10**6}))
     said = "\n".join(of_machine(GPU)[1:])
     for words in ("pip install triton", "1.0 GB of memory is free", "host memory", "/dev/shm", "warpfold[relax]"):
         assert words in said

@@ -237,7 +237,7 @@ def measured_speed(module: nn.Module, adapter: Adapter, size: int | None = None)
 
 
 def subject(name: str, run: Callable[[], Any], wanted: list[Tensor]) -> Subject:
-    """Return a way to compute something, for `tune.timing.measure`; wanted: what has a gradient, if it has one."""
+    """Return a way to compute something, for `bench.timing.measure`; wanted: what has a gradient, if it has one."""
 
     def forward() -> tuple[Tensor, ...]:
         kept = not torch.is_grad_enabled()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from warpfold.bench.kernel_bench import Workload, launches_of, launching
+from warpfold.bench.kernels import Workload, launches_of, launching
 from warpfold.bulk import pool
 from warpfold.cost.example import ModelBench, RandomBlock, TrainingStep
 from warpfold.ops.triton.launch import KernelLaunch, read, table_used

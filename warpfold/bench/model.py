@@ -1,5 +1,7 @@
 """Time an Evoformer block, or a whole training step, each way to compute it: `warpfold bench --block`, `--step`.
 
+Other packages are imported only where they are installed; their signatures come from their public code.
+
 Ways take turns, so that a slow minute of the machine affects all of them.  Each row is one way and one pass: "forward"
 keeps nothing for a gradient, "training" is a forward pass that keeps what its gradient needs, "backward" the backward
 pass alone, "both" these two, "step" everything from the batch on the device to the new weights.
@@ -10,18 +12,23 @@ pass alone, "both" these two, "step" everything from the batch on the device to 
 """
 
 import datetime
+import importlib
+import importlib.util
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from warpfold.bench.model_peers import BLOCK_WAYS, STEP_WAYS
+from warpfold.bench.peers import compile_unsupported
 from warpfold.bench.timing import Subject, Times, WallTimes, kernels_launched, measure, peak, wall_times
 from warpfold.cost.example import BlockSizes, ModelBench, RandomBlock, TrainingStep
 from warpfold.cost.launches import LaunchCount, block_launches, counted_products, step_launches
 from warpfold.cost.machine import describe
 from warpfold.cost.roofline import ceilings
+from warpfold.device import find_recorder
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.progress import Progress, no_progress
@@ -36,6 +43,114 @@ COUNTED: Mapping[str, Kernels] = {"definition": "definition", "ours": "fast"}  #
 PASSES = ("forward", "training", "backward", "both")
 Row = dict[str, Any]
 RowSink = Callable[[Row], None]  # is given each row as soon as it is there
+OPENFOLD = "openfold.model.evoformer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWay:
+    """One way to compute a block or a step: changes of a plan, or a block of another package, which `make` returns.
+
+    unsupported_reason: says why a device cannot compute it so; None if it can.
+    left_out: why it is not timed in steps unless it is asked for.
+    """
+
+    name: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    of: tuple[str, ...] = ("block", "step")
+    unsupported_reason: Callable[[torch.device], str | None] = lambda device: None
+    left_out: str = ""
+    make: Callable[[BlockSizes, Precision, torch.device], Subject] | None = None
+
+    def block(self, sizes: BlockSizes, precision: Precision, device: torch.device) -> Subject:
+        """Return a block as a subject."""
+        if self.make is not None:
+            return self.make(sizes, precision, device)
+        block = RandomBlock(sizes, Plan(precision=precision, **self.changes), device)
+        return Subject(self.name, block.forward, block.wanted, block.grads)
+
+    def plan(self, plan: Plan) -> Plan:
+        """Return the plan of a step."""
+        return replace(plan, **{"graph": False, **self.changes})
+
+
+def _graph_unsupported(device: torch.device) -> str | None:
+    return None if find_recorder(device) else f"a {device.type} has no graphs"
+
+
+def _openfold_unsupported(device: torch.device) -> str | None:
+    try:
+        found = importlib.util.find_spec(OPENFOLD)
+    except ModuleNotFoundError:  # the package itself
+        found = None
+    return None if found else "not installed"
+
+
+def _openfold(sizes: BlockSizes, precision: Precision, device: torch.device) -> Subject:
+    """Bind OpenFold's EvoformerBlock(m [*, s, r, c_m], z [*, r, r, c_z], msa_mask, pair_mask), under autocast in bf16.
+
+    Its releases differ in what the constructor takes: what one does not know is left out.
+    """
+    made = importlib.import_module(OPENFOLD).EvoformerBlock
+    config, pair = sizes.config, sizes.config.pair
+    arguments = {
+        "c_m": sizes.c_m,
+        "c_z": sizes.c_z,
+        "c_hidden_msa_att": sizes.c_m // config.heads,
+        "c_hidden_opm": config.c_outer,
+        "c_hidden_mul": pair.c_triangle,
+        "c_hidden_pair_att": pair.head_width or sizes.c_z // pair.heads,
+        "no_heads_msa": config.heads,
+        "no_heads_pair": pair.heads,
+        "transition_n": config.transition,
+        "msa_dropout": config.rate,
+        "pair_dropout": pair.rate,
+        "no_column_attention": False,
+        "opm_first": config.outer == "first",
+        "fuse_projection_weights": pair.fused,
+        "inf": 1e9,
+        "eps": 1e-10,
+    }
+    known = inspect.signature(made).parameters
+    module = made(**{name: value for name, value in arguments.items() if name in known}).to(device).train()
+    block, dtype = RandomBlock(sizes, Plan(precision=precision), device), DTYPES[precision]
+    msa_mask, pair_mask = (mask.to(dtype) for mask in block.masks)
+
+    def forward() -> tuple[Tensor, Tensor]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            m, z = module(block.m, block.z, msa_mask=msa_mask, pair_mask=pair_mask)
+        return m, z
+
+    wanted = [block.m, block.z, *(p for p in module.parameters() if p.requires_grad)]
+    return Subject("openfold", forward, wanted, block.grads)
+
+
+KEPT: dict[str, Any] = {"kernels": "fast", "recompute": None, "keep_blocks": 0}
+MAY_NOT_FIT = "left out, as nothing is recomputed, which may not fit: name it (--ways)"
+WAYS = (
+    ModelWay(name="definition", changes={"kernels": "definition", "compile": False}),
+    ModelWay(
+        name="compile",
+        changes={"kernels": "definition", "compile": True},
+        unsupported_reason=compile_unsupported,
+        left_out="left out, as it compiles for minutes: name it (--ways)",
+    ),
+    ModelWay(name="openfold", of=("block",), unsupported_reason=_openfold_unsupported, make=_openfold),
+    ModelWay(name="ours", changes={"kernels": "fast"}),
+    ModelWay(
+        name="graph",
+        changes={"kernels": "fast", "graph": True},
+        of=("step",),
+        unsupported_reason=_graph_unsupported,
+    ),
+    ModelWay(name="kept", changes=KEPT, of=("step",), left_out=MAY_NOT_FIT),
+    ModelWay(
+        name="kept-graph",
+        changes={**KEPT, "graph": True},
+        of=("step",),
+        unsupported_reason=_graph_unsupported,
+        left_out=MAY_NOT_FIT,
+    ),
+)
 
 
 def bench_block(
@@ -54,9 +169,9 @@ def bench_block(
     kind, precision = device.type, given.plan.precision
     counts = {way: block_launches(given.block, precision, kernels) for way, kernels in COUNTED.items()}
     before = refusals()  # what a GPU would refuse does not count
-    chosen = [way for way in BLOCK_WAYS if not ways or way.name in ways]
+    chosen = [way for way in WAYS if "block" in way.of and (not ways or way.name in ways)]
     notes = {way.name: way.unsupported_reason(device) or "" for way in chosen}
-    subjects = {way.name: way.make(given.block, precision, device) for way in chosen if not notes[way.name]}
+    subjects = {way.name: way.block(given.block, precision, device) for way in chosen if not notes[way.name]}
     top, turns = ceilings(device, DTYPES[precision]), repeats or REPEATS[kind]
     progress(0, 2, f"a block of {given.block}")
     times = measure(list(subjects.values()), device, turns, BUDGET[kind])
@@ -102,12 +217,9 @@ def bench_step(
 ) -> dict[str, Any]:
     """Time a whole training step each way, as `bench_block` does a block; the plan is that of the settings."""
     kind, precision = device.type, given.plan.precision
-    notes = {way.name: way.unsupported_reason(device) or "" for way in STEP_WAYS}
-    if ways:
-        notes = {name: note for name, note in notes.items() if name in ways}
-    else:
-        notes |= {way.name: way.left_out for way in STEP_WAYS if way.left_out}
-    plans = {way.name: way.plan(given.plan) for way in STEP_WAYS if notes.get(way.name) == ""}
+    chosen = [way for way in WAYS if "step" in way.of and (not ways or way.name in ways)]
+    notes = {way.name: ("" if ways else way.left_out) or way.unsupported_reason(device) or "" for way in chosen}
+    plans = {way.name: way.plan(given.plan) for way in chosen if not notes[way.name]}
     progress(0, 3, "counting")
     flops, launches = step_counts(given) if kind == "cpu" else (None, {})  # on a GPU they would take longer than it
     before = refusals()  # what a GPU would refuse does not count

@@ -58,8 +58,9 @@ def _compiled(given: OpInputs) -> Subject:
     return _call("compile", torch.compile(OPS[given.case.op].definition, dynamic=False), given)
 
 
-def _compile_unsupported(given: OpInputs) -> str | None:
-    if given.grad.device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
+def compile_unsupported(device: torch.device) -> str | None:
+    """Return why torch.compile cannot be used on a device; None if it can."""
+    if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         return "no C++ compiler"
     return None
 
@@ -164,7 +165,7 @@ def _flash(given: OpInputs) -> Subject:
 DEFINITION = Way(
     "definition", lambda _: None, lambda given: _call("definition", OPS[given.case.op].definition, given), True
 )
-COMPILED = Way("compile", _compile_unsupported, _compiled, True)
+COMPILED = Way("compile", lambda given: compile_unsupported(given.grad.device), _compiled, True)
 OURS = Way(
     "ours",
     lambda given: OPS[given.case.op].unsupported_reason(*given.args),

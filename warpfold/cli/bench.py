@@ -216,9 +216,8 @@ def _models(given: "ModelBench", wanted: list[bool], device: str, ways: list[str
 
     from warpfold.bench import model as bench_model
     from warpfold.bench import ops as bench_ops
-    from warpfold.bench.model_peers import NAMES
 
-    more: dict[str, Any] = {"ways": chosen("--ways", ways, NAMES), "repeats": repeats}
+    more: dict[str, Any] = {"ways": chosen("--ways", ways, [way.name for way in bench_model.WAYS]), "repeats": repeats}
     with progress_bar(narrate=True) as progress, row_file(to.rows) as sink:
         benches = [bench for bench, on in zip((bench_model.bench_block, bench_model.bench_step), wanted) if on]
         found = [bench(given, torch.device(device), progress=progress, sink=sink, **more) for bench in benches]
@@ -307,8 +306,7 @@ def data(
     as_json: AsJson = False,
 ) -> None:
     """Measure features per second, reading, memory, what slow examples cost a step, packing.  Takes some minutes."""
-    from warpfold.bench.data import bench_data, rows
-    from warpfold.bench.loader import Simulation
+    from warpfold.bench.data import Simulation, bench_data, rows
     from warpfold.data.store.store import Store
 
     if out is not None:

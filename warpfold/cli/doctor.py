@@ -83,7 +83,7 @@ def doctor(
         raise UserError("--data, --folder, --link, --out and --figure are of --cluster; add it")
     import torch
 
-    from warpfold.bench.verdict import of_machine
+    from warpfold.bench.doctor import of_machine
     from warpfold.cost.machine import describe
 
     if any([settings, dtype, rows]) and not kernels:
@@ -105,7 +105,7 @@ def _check_kernels(source: str, where: "torch.device", dtype: list[str], rows: P
     """Check every operation for the sizes of some settings, say what was found, and exit with 1 if one is wrong."""
     from warpfold import settings as toml
     from warpfold.bench import doctor as checks
-    from warpfold.bench.verdict import of_findings, of_machine
+    from warpfold.bench.doctor import of_findings, of_machine
     from warpfold.cost.measured_memory import check_memory
 
     cases = checks.cases_of(toml.load(source), source)

@@ -22,7 +22,7 @@ from warpfold.cli.common import (
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
-    from warpfold.bench.kernel_bench import TuningTask
+    from warpfold.bench.kernels import TuningTask
 
 
 class _Tune(TyperCommand):
@@ -54,8 +54,7 @@ def tune(
     """
     import torch
 
-    from warpfold.bench.kernel_bench import tuning_tasks
-    from warpfold.bench.kernels import choose, head, report, tune_on, workloads, write
+    from warpfold.bench.kernels import choose, head, report, tune_on, tuning_tasks, workloads, write
     from warpfold.check.cases import TUNED
     from warpfold.ops.triton.launch import home
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from warpfold.bench.kernel_bench import launching
+from warpfold.bench.kernels import launching
 from warpfold.cost.fake import memory_of
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.attention import Transition

@@ -27,8 +27,8 @@ from tests.ops.triton.model_launches import FOREIGN, foreign_launches, launches_
 from tests.ops.triton.toy_kernels import COPY, UNEVEN, copy_launch
 from warpfold import settings
 from warpfold.bench.doctor import cases_of, cut
-from warpfold.bench.kernel_bench import Workload, launching
-from warpfold.bench.kernel_bench import launches_of as launches_of_workload
+from warpfold.bench.kernels import Workload, launching
+from warpfold.bench.kernels import launches_of as launches_of_workload
 from warpfold.check.cases import ODD, OPS, inputs
 from warpfold.check.checks import DTYPES, run
 from warpfold.check.op_profile import OpCase

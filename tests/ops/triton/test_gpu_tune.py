@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from warpfold.bench.kernel_bench import GpuBench, Workload, launches_of, tuning_tasks
-from warpfold.bench.kernels import choose, head, timed, write
+from warpfold.bench.kernels import GpuBench, Workload, choose, head, launches_of, timed, tuning_tasks, write
 from warpfold.check.cases import inputs
 from warpfold.check.op_profile import OpCase
 from warpfold.ops.gate import gate

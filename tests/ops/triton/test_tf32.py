@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.ops.triton.budgets import BUDGETS, Figures, figures
-from warpfold.bench.kernel_bench import Workload, launches_of
+from warpfold.bench.kernels import Workload, launches_of
 from warpfold.check.op_profile import OpCase
 from warpfold.ops import dispatch
 from warpfold.ops.triton.launch import KernelLaunch
