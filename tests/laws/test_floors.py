@@ -40,7 +40,6 @@ FULL = {
     "warpfold": 17,
     "warpfold/adapt": 19,
     "warpfold/cli": 21,
-    "warpfold/cluster": 22,
     "warpfold/cost": 31,
     "warpfold/engine": 26,
     "warpfold/model": 23,
