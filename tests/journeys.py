@@ -276,13 +276,13 @@ def journey_house() -> list[Row]:
                 if re.match("_[a-z]", node.name) and len(re.findall(rf"\b{node.name}\b", text)) == 2:
                     once, in_once = once + 1, in_once + lengths[-1]
     lines, of_tests = (sum(text.count("\n") for text in held.values()) for held in (texts, sources("tests")))
-    full = {room: count for room, count in rooms().items() if count > MOST_FILES}
+    turning, full = circles(), {room: count for room, count in rooms().items() if count > MOST_FILES}
     within = ", ".join(f"{room} {count}" for room, count in sorted(full.items()))
     middle = f"{lines} lines; functions of {statistics.median(lengths):g} lines in the median"
     return [
         Row("the package", len(texts), len(lengths), note=middle),
         Row("the tests", len(sources("tests")), note=f"{of_tests} lines"),
-        Row("files in circles", sum(map(len, circles())), note="; ".join(" - ".join(one) for one in circles())),
+        Row("files in circles", sum(map(len, turning)), note="; ".join(map(" - ".join, turning))),
         Row(f"rooms of more than {MOST_FILES} files", len(full), note=within),
         Row("private functions that are used once", functions=once, note=f"{in_once} lines"),
     ]

@@ -1,30 +1,28 @@
 """The script that measures journeys still finds its way, and a new layer still takes no more than the layer."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.journeys import JOURNEYS
-
-SCRIPT = Path(__file__).with_name("journeys.py")
+from tests import journeys
 
 
-@pytest.mark.parametrize("journey", JOURNEYS)
+@pytest.mark.parametrize("journey", journeys.JOURNEYS)
 def test_a_journey_is_measured(journey: str) -> None:
-    ran = subprocess.run([sys.executable, SCRIPT, "--json", journey], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    for row in json.loads(ran.stdout):
-        assert row["files"] or row["functions"] or row["note"] or row["what"] == "files in circles", row
+    rows = getattr(journeys, f"journey_{journey}")()
+    assert journeys.table(rows).count("\n") >= len(rows)
+    for row in rows:
+        assert (
+            row.files
+            or row.functions
+            or row.what in ("files in circles", f"rooms of more than {journeys.MOST_FILES} files")
+        )
         if journey == "layer":
-            assert row["note"] == "runs unchanged: whole, in chunks, in place, recomputed, axial = 2"
+            assert row.note == "runs unchanged: whole, in chunks, in place, recomputed, axial = 2"
 
 
-def test_a_name_that_is_gone_is_named(tmp_path: Path) -> None:
+def test_a_name_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty package has none of them."""
-    (tmp_path / "warpfold").mkdir()
-    ran = subprocess.run([sys.executable, SCRIPT, "--root", tmp_path, "block"], capture_output=True, text=True)
-    assert ran.returncode == 1
-    assert "block: Evoformer is not defined in warpfold" in ran.stderr
+    monkeypatch.setattr(journeys, "ROOT", tmp_path)
+    with pytest.raises(journeys.Gone, match="Evoformer is not defined in warpfold"):
+        journeys.journey_block()
