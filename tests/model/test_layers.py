@@ -10,7 +10,7 @@ from warpfold.model.attention import GatedAttention
 from warpfold.model.axial import AxialUpdate, Block, Step, Steps
 from warpfold.model.execution import PLAIN
 from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, LinearSlice, NoNorm, joined
-from warpfold.model.msa import OuterProductMean
+from warpfold.model.msa import MSARowAttention, OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
 from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
 from warpfold.ops.dispatch import always_fast, using
@@ -192,3 +192,21 @@ def test_a_gated_attention_has_the_biases_that_it_is_told() -> None:
 
     assert biased() == {"gate", "out"}
     assert biased(biased=("q", "v")) == {"q", "v"}
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (MSARowAttention(8, 6, 2, 0.5), (1, 5, 8)),
+        (TriangleMultiplication(8, 4, True, 0.5), (1, 5, 8)),
+        (TriangleMultiplication(8, 4, False, 0.5), (1, 5, 8)),
+        (TriangleAttention(8, True, 2, rate=0.5), (1, 5, 8)),
+        (TriangleAttention(8, False, 2, rate=0.5), (4, 1, 8)),
+    ],
+    ids=["row", "outgoing", "incoming", "starting", "ending"],
+)
+def test_dropout_is_by_row_but_of_the_ending_node_by_column(layer: AxialUpdate, shape: tuple[int, ...]) -> None:
+    """Algorithm 6: which axis one draw serves."""
+    factors = layer.train().dropout_factors((4, 5, 8), torch.empty(0))
+    assert factors is not None
+    assert tuple(factors.shape) == shape
