@@ -125,11 +125,6 @@ DIMERS = DemoSubject(
 )
 
 
-def structure_of(prediction: Prediction) -> Structure:
-    """Return a prediction as a structure that can be scored."""
-    return Structure(prediction.name, None, None, None, {chain.id: chain for chain in prediction.chains()})
-
-
 def truth_of(assembly: Assembly) -> Structure:
     """Return an assembly's chains where they stand in it.  ValueError if one has no atoms."""
     chains = {}
@@ -147,7 +142,7 @@ def truth_of(assembly: Assembly) -> Structure:
 def compare(assembly: Assembly, before: Prediction, after: Prediction) -> Measured:
     """Score two predictions of an example."""
     truth = truth_of(assembly)
-    one, other = (Folded(p, score(structure_of(p), truth)) for p in (before, after))
+    one, other = (Folded(p, score(p.structure(), truth)) for p in (before, after))
     return Measured(assembly, truth, one, other)
 
 

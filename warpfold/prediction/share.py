@@ -4,7 +4,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -112,15 +112,6 @@ class FoldJob:
     workers: int  # of this machine; 0: of a cluster
 
 
-@dataclass(frozen=True)
-class FoldJobResult:
-    """How a job did."""
-
-    clock: Clock
-    refused: Mapping[str, int]
-    items: Sequence[FoldItem] = ()
-
-
 def fold_shared(
     memory: ModelInMemory,
     groups: Sequence[Group],
@@ -163,9 +154,9 @@ def _fold_with_workers(
         for some in in_jobs(groups, JOBS * share.workers)
     ]
     with pool(share.workers, share.cluster) as executor:
-        for job, result in zip(jobs, in_order(fold_job, jobs, executor)):
-            clock.add(result.clock)
-            for reason, count in result.refused.items():
+        for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor)):
+            clock.add(seconds)
+            for reason, count in refusals_of_job.items():
                 refused[reason] = refused.get(reason, 0) + count
             bar.move([item for group in job.groups for item in group])
     return clock, refused
@@ -183,8 +174,11 @@ def in_jobs(groups: Sequence[Group], count: int) -> Iterator[list[Group]]:
         yield some
 
 
-def fold_job(job: FoldJob) -> FoldJobResult:
-    """Fold groups in a worker process, which keeps its model from job to job; it writes the files and a journal."""
+def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
+    """Fold groups in a worker process, which keeps its model from job to job; return what `fold_shared` does.
+
+    It writes the files and a journal.
+    """
     refused_before, number = refusals(), worker_number()
     options = replace(job.options, device=_device(job.options.device, number))
     if options.device == "cpu" and job.workers:
@@ -197,7 +191,7 @@ def fold_job(job: FoldJob) -> FoldJobResult:
 
         write = _writer(job.out, job.several)
         clock = _memory_of(options).fold(job.groups, write, record)
-    return FoldJobResult(clock, refusals(refused_before))
+    return clock, refusals(refused_before)
 
 
 @lru_cache(maxsize=1)
