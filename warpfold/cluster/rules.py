@@ -297,8 +297,8 @@ FINE = (
     Fine("NUMA of GPU and cores", "gpus", "every rank runs on cores of its GPU's NUMA node", lambda x: not x["home"],
          "the system does not say which cores are near a GPU"),
     Fine("link state", "adapters", "a port of each adapter is active", topic="rdma"),
-    Fine("link rate", "ports", "{x[rate]} Gb/s", topic="rdma"),
-    Fine("RoCE", "ethernet", "GIDs of v2, and MTUs that suit", topic="rdma"),
+    Fine("link rate", "ports", "{x[best rate]:g} Gb/s", lambda x: not x["rate"], "the system does not say", "rdma"),
+    Fine("RoCE", "ethernet", "every port has a GID of v2", topic="rdma"),
     Fine("PCIe lanes", "devices", "as many and as fast as GPUs and adapters can have", topic="rdma"),
     Fine("kernel module", "wired gpu nodes", "{x[reads GPUs]}", topic="rdma"),
     Fine("PCIe switch", "wired gpus", "every GPU has an adapter at its own switch",
@@ -358,7 +358,7 @@ def _same(known: Mapping[str, list[Facts]]) -> list[ClusterFinding]:
             continue
         most = str(parties[0][0])
         if len(parties) == 1 and same.ok and most != "0":
-            where = f"on each of {len(some)}" if of_nodes else f"on {who(some, known['ranks'])}"
+            where = "on every node" if of_nodes else f"on {who(some, known['ranks'])}"
             found.append(ClusterFinding(same.topic, same.check, "ok", f"{most} {where}"))
         elif len(parties) > 1:
             # Another patch of Python works; of most else ranks may not have different ones.
@@ -461,9 +461,11 @@ def _known(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
     versions = [tuple(map(int, re.findall(r"\d+", str(x["software"]["NCCL"]))[:2])) for x in ranks]
     for a in adapters:
         a["should be up"] = not up or a["name"] in up
+    best, largest = dict[str, float](), max((port["mtu"] or 0 for port in ports), default=0)
     for port in ports:
-        port["best rate"] = max(other["rate"] or 0 for other in ports if other["name"] == port["name"])
-        port["largest mtu"] = max(other["mtu"] or 0 for other in ports)
+        best[port["name"]] = max(best.get(port["name"], 0.0), port["rate"] or 0.0)
+    for port in ports:
+        port["best rate"], port["largest mtu"] = best[port["name"]], largest
         port["v2"] = next((number for number, kind in port["gids"].items() if "v2" in kind), "")
         port["index"], port["gid"] = index, port["gids"].get(index, "no GID")
         port["old NCCL"] = any(number < CHOOSES_GID for number in versions if number)
