@@ -28,7 +28,7 @@ GONE = ("missed", "source no longer there", "no such tests")
 
 @dataclass(frozen=True)
 class Fault:
-    """What is planted, and the files of tests (by name, wherever they lie) that should find it."""
+    """What is planted, and what should find it: files of tests by name, wherever they lie, or FILE::TEST."""
 
     name: str
     source: str
@@ -42,10 +42,14 @@ class Fault:
         found = [path for path in files for _ in range(path.read_text(encoding="utf-8").count(self.source))]
         return found[0] if len(found) == 1 else None
 
-    def files(self, root: Path) -> list[Path]:
-        """Return the files of tests that are there, likeliest first."""
-        found = (path for name in self.tests.split() for path in sorted((root / "tests").rglob(f"{name}.py")))
-        return [path.relative_to(root) for path in found]
+    def files(self, root: Path) -> list[str]:
+        """Return the files of tests that are there, or one test of a file that still has it, likeliest first."""
+        found = []
+        for name, _, test in (one.partition("::") for one in self.tests.split()):
+            for path in sorted((root / "tests").rglob(f"{name}.py")):
+                known = test and f"def {test}(" in path.read_text(encoding="utf-8")
+                found.append(f"{path.relative_to(root)}::{test}" if known else str(path.relative_to(root)))
+        return found
 
 
 def plant(fault: Fault, root: Path, copy: Path) -> str:
@@ -65,10 +69,10 @@ def plant(fault: Fault, root: Path, copy: Path) -> str:
                     [*command, test], cwd=copy, env=environment, capture_output=True, text=True, timeout=LIMIT
                 )
             except subprocess.TimeoutExpired:
-                return f"{test.name}: does not end"
+                return f"{test}: does not end"
             if ran.returncode not in (0, 5):  # 5: the file has slow tests alone
                 failed = re.search(r"^(?:FAILED|ERROR) \S*?([\w.]+\.py(?:::\w+)*)", ran.stdout, re.M)
-                return failed[1] if failed else f"{test.name}: exit code {ran.returncode}"
+                return failed[1] if failed else f"{test}: exit code {ran.returncode}"
         return GONE[0]
     finally:
         broken.write_text(text, encoding="utf-8")
