@@ -13,13 +13,10 @@ import pytest
 
 import warpfold
 from tests.helpers import tiny_model
-from warpfold import cli
+from tests.prediction.runs import contents, run_cli, write_entry
 from warpfold.data.example.templates import template_from_file
 from warpfold.data.formats.alignment import decode
-from warpfold.data.structure.chain import Chain
-from warpfold.data.structure.write import write_mmcif
 from warpfold.errors import UserError
-from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.weights import save_params
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction.fold_options import PredictOptions
@@ -45,10 +42,6 @@ def a3m(tmp_path: Path) -> Path:
     path = tmp_path / "one.a3m"
     path.write_text(A3M)
     return path
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def test_selenocysteine_is_unknown_in_the_sequence_and_cysteine_in_the_alignment(
@@ -399,20 +392,9 @@ def structures(tmp_path: Path) -> Path:
     """A library of two entries, each with chain A of ONE's length and B, another protein."""
     folder = tmp_path / "mmcif"
     folder.mkdir()
+    chains = {"A": ONE[:9] + "WWW" + ONE[12:], "B": TWO * 2}
     for seed, (name, date) in enumerate((("1abc", "2010-01-01"), ("2xyz", "2020-01-01"))):
-        rng = np.random.default_rng(seed)
-        chains = [
-            Chain(
-                chain,
-                sequence,
-                rng.normal(scale=9, size=(len(sequence), 37, 3)).astype(np.float32),
-                ATOM37_MASK[[RESTYPES.index(letter) for letter in sequence]],
-                np.arange(len(sequence)),
-                tuple(str(i + 1) for i in range(len(sequence))),
-            )
-            for chain, sequence in (("A", ONE[:9] + "WWW" + ONE[12:]), ("B", TWO * 2))
-        ]
-        (folder / f"{name}.cif").write_text(write_mmcif(name, chains, release_date=date))
+        write_entry(folder / f"{name}.cif", chains, date, seed)
     return folder
 
 
@@ -454,12 +436,6 @@ def test_hits_come_after_the_users_files_and_refusals_are_written(
     notes = {outcome["name"]: outcome["note"] for outcome in outcomes if not outcome["used"]}
     assert "has no 9not.cif" in notes["9not_A"]
     assert "came out 2020-01-01, after 2015-01-01" in notes["2xyz_A"]
-
-
-def run_cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["predict", *map(str, arguments), "--device", "cpu"])
-    return int(stopped.value.code or 0), *capsys.readouterr()
 
 
 def test_a_wrong_folder_of_structures_ends_the_run_before_it_writes(

@@ -13,13 +13,10 @@ import numpy as np
 import pytest
 
 from tests.helpers import tiny_config, tiny_model
-from warpfold import cli
+from tests.prediction.runs import run_cli, write_entry
 from warpfold.data.formats.alignment import decode
 from warpfold.data.formats.sequences import parse_a3m
-from warpfold.data.structure.chain import Chain
-from warpfold.data.structure.write import write_mmcif
 from warpfold.errors import UserError
-from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights import save_params
 from warpfold.prediction.fold_options import PredictOptions
@@ -82,12 +79,6 @@ def fold_ranked(folder: Path, params: dict[str, Path], **options: Any) -> dict[s
 
 def written(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
-
-
-def run_cli(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(["predict", *map(str, arguments), "--device", "cpu"])
-    return int(stopped.value.code or 0), *capsys.readouterr()
 
 
 def test_the_users_chains_in_their_order_are_in_every_file(ranked: tuple[Path, Path, dict[str, Any]]) -> None:
@@ -470,21 +461,8 @@ def test_what_cannot_be_folded_in_memory(params: dict[str, Path]) -> None:
 @pytest.fixture
 def structure(tmp_path: Path) -> Path:
     """An entry with chain A like ONE and B like TWO."""
-    rng = np.random.default_rng(0)
-    chains = [
-        Chain(
-            chain,
-            sequence,
-            rng.normal(scale=9, size=(len(sequence), 37, 3)).astype(np.float32),
-            ATOM37_MASK[[RESTYPES.index(letter) for letter in sequence]],
-            np.arange(len(sequence)),
-            tuple(str(i + 1) for i in range(len(sequence))),
-        )
-        for chain, sequence in (("A", ONE[:9] + "WWW" + ONE[12:]), ("B", TWO))
-    ]
-    path = tmp_path / "1abc.cif"
-    path.write_text(write_mmcif("1abc", chains, release_date="2010-01-01"))
-    return path
+    chains = {"A": ONE[:9] + "WWW" + ONE[12:], "B": TWO}
+    return write_entry(tmp_path / "1abc.cif", chains, "2010-01-01")
 
 
 def test_a_template_goes_to_the_chains_that_it_fits(structure: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from tests.data.search.alignment_server import Server, packed, serving
 from tests.helpers import tiny_model
-from tests.prediction.test_predict_complexes import multimer, run_cli
+from tests.prediction.runs import run_cli
+from tests.prediction.test_predict_complexes import multimer
 from tests.test_cli import run
 from warpfold.bulk import JobPart
 from warpfold.data.example.templates import TemplateOutcome

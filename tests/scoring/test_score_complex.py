@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.prediction.complexes import CASES, disturbed, heterodimer, named, placed, renamed, ring, two_and_two
+from tests.scoring.complexes import CASES, disturbed, heterodimer, named, placed, renamed, ring, two_and_two
 from tests.scoring.test_score import REAL, protein, structure
 from warpfold import cli
 from warpfold.data.structure.chain import Chain
