@@ -108,8 +108,9 @@ class RunLog:
                 self.rows.append(row)
             elif row["kind"] == "validation":
                 self._own.append(row)
-        others = self._evaluations()
-        self.validations = [row for _, row in sorted({row["step"]: row for row in [*self._own, *others]}.items())]
+        # At one step a validation of some examples stands beside one of all.
+        every = {(row["step"], "of" in row): row for row in [*self._own, *self._evaluations()]}
+        self.validations = [row for _, row in sorted(every.items())]
         if self.odd and not self.rows and not self.validations:
             raise UserError(f"{path}: line {line[:40]!r} is not of a run's log; give another folder")
 
