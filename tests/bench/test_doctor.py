@@ -81,7 +81,7 @@ def test_findings_say_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     norm = OpCase(op="layer_norm", where="pair transition", rows=6, length=5, channels=16)
     monkeypatch.setattr(layer_norm, "unsupported_reason", lambda *_: "no")
-    monkeypatch.setattr(gate, "prefer_definition", lambda x, g: x.shape[0] < 6)
+    monkeypatch.setattr(gate, "prefer_definition", lambda t: t.x.shape[0] < 6)
     found = examine([GATE, norm], CPU, progress=lambda done, total, what: seen.append(what))
     assert [f.says for f in found] == ["ok", "ok", "not fast: no", "not fast: no"]
     assert [f.verdict.way for f in found] == ["cpu", "cpu", "definition", "definition"]
@@ -98,11 +98,11 @@ def test_findings_say_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_small_is_checked_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether it is small is asked of the model's size, not of the one that was cut for the check."""
-    monkeypatch.setattr(gate, "prefer_definition", lambda x, g: x.shape[0] <= 6)
+    monkeypatch.setattr(gate, "prefer_definition", lambda t: t.x.shape[0] <= 6)
     (small,) = examine([GATE], CPU, ["fp32"])
     assert small.says == "ok; small, so its definition is chosen"
     assert small.verdict.errors
-    monkeypatch.setattr(gate, "prefer_definition", lambda x, g: x.shape[0] <= 5000)
+    monkeypatch.setattr(gate, "prefer_definition", lambda t: t.x.shape[0] <= 5000)
     large = replace(GATE, rows=5001, length=300)
     assert cut(large, CPU).rows < 5000
     assert examine([large], CPU, ["fp32"])[0].says == "ok"

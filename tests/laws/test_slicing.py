@@ -11,11 +11,11 @@ from warpfold.model.layers import DeferredLayerNorm, NoNorm
 from warpfold.model.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
 from warpfold.model.pair import TriangleAttention, TriangleMultiplication
 from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
-from warpfold.ops import triangle_slice
+from warpfold.ops import triangle
+from warpfold.ops.attention import gated_attention
 from warpfold.ops.dispatch import always_fast
-from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.transition import transition
-from warpfold.ops.triangle_multiplication import triangle_multiplication
+from warpfold.ops.triangle import triangle_multiplication
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.slices import cut_axes, delta_in_slices, shared_in_slices
@@ -335,7 +335,7 @@ def test_a_masked_residue_reaches_no_other_pair(name):
 @pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_slice_at_once_is_add_of_the_slice(name, dropped, gradients, monkeypatch):
-    monkeypatch.setattr(triangle_slice, "LEAST", 0)  # though these are few numbers
+    monkeypatch.setattr(triangle, "LEAST", 0)  # though these are few numbers
     for operation in (gated_attention, transition):
         monkeypatch.setattr(operation, "prefer_definition", None)
     layer, x, mask, other = make(name, batch=(2,))

@@ -13,8 +13,7 @@ from warpfold.model import losses
 from warpfold.model.fape import backbone_fape, frame_aligned_point_error
 from warpfold.model.heads import distogram_breaks, pae_breaks
 from warpfold.model.losses import LossConfig, lddt, total_loss
-from warpfold.ops.aligned import aligned_errors
-from warpfold.ops.overlaps import overlaps
+from warpfold.ops.pairs import aligned_errors, overlaps
 
 EVERYTHING = LossConfig(violation=1.0, experimentally_resolved=0.01, predicted_aligned_error=0.1)
 FLOOR = 1e-3  # the least FAPE: sqrt(1e-4) angstrom over the scale of 10

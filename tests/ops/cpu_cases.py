@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.check.checks import answer, wrong
-from warpfold.ops.dispatch import Op
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "in order": lambda t: t,
@@ -27,7 +27,7 @@ def given(*shapes: Sequence[int], seed: int = 0) -> list[Tensor]:
 
 
 def mistakes(
-    op: Op[..., Tensor], arguments: Sequence[Tensor | None], parameters: int, dtype: torch.dtype, **fixed: object
+    op: Any, arguments: Sequence[Tensor | None], parameters: int, dtype: torch.dtype, **fixed: object
 ) -> list[str]:
     """What is wrong (check/checks.py) with the output of the fast way, or with a gradient.
 

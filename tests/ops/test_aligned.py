@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from warpfold.check.checks import answer
-from warpfold.ops.aligned import LEAST, aligned_errors
+from warpfold.ops.pairs import LEAST, aligned_errors
 
 EPS = torch.finfo(torch.float32).eps
 WAYS = pytest.mark.parametrize("way", [aligned_errors.definition, aligned_errors.fast], ids=["definition", "cpu"])

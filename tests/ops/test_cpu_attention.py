@@ -1,5 +1,7 @@
 """Attention by blocks of rows, against its definition: values, gradients, masks, layouts, and the memory it takes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import example, settings
@@ -10,7 +12,7 @@ from torch import Tensor
 from tests.ops.cpu_cases import DTYPES, Largest, given, mistakes
 from warpfold.ops.attention import attention
 from warpfold.ops.cpu import attention as cpu
-from warpfold.ops.dispatch import Op
+from warpfold.ops.dispatch import implementation
 
 SIZES = st.integers(1, 9)
 
@@ -23,7 +25,7 @@ def _fast(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, mask: 
     return attention.fast(q, k, v, mask, bias)
 
 
-MASK_LAST = Op(_definition, _fast, lambda *_, **__: None)
+MASK_LAST = SimpleNamespace(definition=_definition, fast=_fast)
 
 
 def _mask(*shape: int) -> Tensor:
@@ -132,7 +134,7 @@ def test_a_query_without_any_key_is_not_a_number() -> None:
 def test_the_logarithms_are_those_of_the_softmax_sums() -> None:
     q, k, v = given(*3 * [(1, 3, 5, 2, 4)])
     mask = _mask(1, 3, 5)
-    _, lse = cpu.attention(q, k, v, mask, None)
+    _, lse = implementation("attention", q)(q, k, v, mask, None)
     logits = torch.einsum("brqhd,brkhd->brhqk", q, k) / 2
     expected = logits.masked_fill(mask[:, :, None, None] == 0, float("-inf")).logsumexp(-1)
     expected = expected.masked_fill(expected == float("-inf"), float("inf"))  # of a row that is masked throughout
@@ -147,7 +149,7 @@ def test_the_logits_of_all_rows_never_exist(monkeypatch: pytest.MonkeyPatch, dty
     bias = given((1, heads, n, n))[0].to(dtype)
     for mask in (torch.ones(1, rows, n), _mask(1, rows, n)):
         with Largest() as seen:
-            out, lse = cpu.attention(q, k, v, mask, bias)
-            cpu.attention_backward(torch.ones_like(out), q, k, v, mask, bias, out, lse, True)
+            out, lse = implementation("attention", q)(q, k, v, mask, bias)
+            implementation("attention_backward", q)(torch.ones_like(out), q, k, v, mask, bias, out, lse, True)
         assert 0 < seen.elements <= max(4 * heads * n * n, q.numel())
         assert seen.elements < rows * heads * n * n / 2

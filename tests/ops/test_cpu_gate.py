@@ -1,19 +1,22 @@
 """Gates, tails and factors of triangle products by blocks of positions, against their definitions."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 
 from tests.ops.cpu_cases import DTYPES, LAYOUTS, given, mistakes
 from warpfold.ops.cpu import blocks
-from warpfold.ops.dispatch import Op
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.triangle import triangle_factor
 
-TAIL = Op(
-    lambda *a, factors=None: gated_linear_residual.definition(*a, None if factors is None else factors.to(a[0].dtype)),
-    lambda *a, factors=None: gated_linear_residual.fast(*a, None if factors is None else factors.to(a[0].dtype)),
-    lambda *_, **__: None,
+TAIL = SimpleNamespace(
+    definition=lambda *a, factors=None: gated_linear_residual.definition(
+        *a, None if factors is None else factors.to(a[0].dtype)
+    ),
+    fast=lambda *a, factors=None: gated_linear_residual.fast(*a, None if factors is None else factors.to(a[0].dtype)),
+    unsupported_reason=lambda *_, **__: None,
 )
 
 

@@ -6,6 +6,7 @@ import torch
 from tests.ops.cpu_cases import DTYPES, LAYOUTS, Largest, given, mistakes
 from warpfold.ops.cpu import outer as cpu_outer
 from warpfold.ops.cpu import transition as cpu_transition
+from warpfold.ops.dispatch import implementation
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import HALVES, transition
 from warpfold.ops.triangle import triangle_factor
@@ -92,13 +93,13 @@ def test_hidden_layers_and_products_never_exist_whole(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cpu_outer, "PRODUCTS", 2000)
     x, *parameters = _transition()
     with Largest() as seen:
-        cpu_transition.transition(x, *parameters, True, 1e-5, "relu")
-        cpu_transition.transition_backward(x, x, *parameters, True, 1e-5, "relu")
+        implementation("transition", x)(x, *parameters, True, 1e-5, "relu")
+        implementation("transition_backward", x)(x, x, *parameters, True, 1e-5, "relu")
     assert seen.elements == x.numel()
     a, b, weight, bias = _outer()
     with Largest() as seen:
-        out = cpu_outer.outer_product(a, b, weight, bias, _count(), True)
-        cpu_outer.outer_product_backward(out, a, b, weight, bias, _count(), True)
+        out = implementation("outer_product", a)(a, b, weight, bias, _count(), True)
+        implementation("outer_product_backward", a)(out, a, b, weight, bias, _count(), True)
     assert max(out.numel(), 2000) >= seen.elements
     assert seen.elements < 2 * 13 * 7 * 30
 

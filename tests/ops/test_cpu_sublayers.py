@@ -11,12 +11,12 @@ from torch import Tensor
 from tests.ops.cpu_cases import DTYPES, LAYOUTS, Largest, given, mistakes
 from tests.ops.wrong_shapes import check, operands
 from warpfold.check.checks import answer, wrong
-from warpfold.ops.cpu import gated_attention as cpu_attention
-from warpfold.ops.cpu import triangle_multiplication as cpu_triangle
-from warpfold.ops.dispatch import Op
-from warpfold.ops.gated_attention import gated_attention
+from warpfold.ops.attention import gated_attention
+from warpfold.ops.cpu import attention as cpu_attention
+from warpfold.ops.cpu import triangle as cpu_triangle
+from warpfold.ops.dispatch import Operands
 from warpfold.ops.noise import Noise
-from warpfold.ops.triangle_multiplication import triangle_multiplication
+from warpfold.ops.triangle import triangle_multiplication
 
 N, C, H = 7, 12, 3  # positions in a row, channels, heads
 
@@ -232,11 +232,12 @@ def test_without_a_backward_pass_nothing_is_kept_and_no_projection_exists_whole(
         with torch.no_grad(), Largest(x) as seen:
             run()
         assert seen.elements <= x.numel(), "q, k, v and the gate together have four times as many"
-    drawn = None, None, [], 0, 0, 0.0
-    operands = x, nw, nb, w, None, ow, None, mask, None
-    _, *kept = cpu_attention.gated_attention(*operands, 2, *drawn, 1e-5, True, True)
+    t = Operands(x=x, norm_weight=nw, norm_bias=nb, weight=w, gate_bias=None, out_weight=ow, out_bias=None, mask=mask)
+    t = t.but(bias=None, heads=2, factors=None, key=None, eps=1e-5, residual=True, kept=True)
+    _, *kept = cpu_attention.gated_attention(t)
+    t = t.but(grad=x, bias_wanted=False, **dict(zip(("y", "mean", "scale", "attended", "lse"), kept)))
     with Largest(x, *kept) as seen:
-        cpu_attention.gated_attention_backward(x, *operands, *kept, *drawn, 2, True, False)
+        cpu_attention.gated_attention_backward(t)
     assert seen.elements <= x.numel(), "no gradient of the projections exists whole"
 
 
@@ -281,10 +282,10 @@ TRIANGLE_SHAPES = dict(
     ],
 )
 def test_gated_attention_of_other_shapes_is_its_definition_or_an_error(operand: str, shape: tuple[int, ...]) -> None:
-    op = Op(
-        lambda *args: gated_attention.definition(*args, 2),
-        lambda *args: gated_attention.fast(*args, 2),
-        lambda *args: gated_attention.unsupported_reason(*args, 2),
+    op = SimpleNamespace(
+        definition=lambda *args: gated_attention.definition(*args, 2),
+        fast=lambda *args: gated_attention.fast(*args, 2),
+        unsupported_reason=lambda *args: gated_attention.unsupported_reason(*args, 2),
     )
     assert op.unsupported_reason(*operands(list(ATTENTION_SHAPES.values()), torch.float64)) is None
     # As tests/ops/test_shapes.py has it.
@@ -299,10 +300,10 @@ def test_gated_attention_of_other_shapes_is_its_definition_or_an_error(operand: 
     ],
 )
 def test_triangle_multiplication_of_other_shapes_likewise(operand: str, shape: tuple[int, ...]) -> None:
-    op = Op(
-        lambda *args: triangle_multiplication.definition(*args, True, False),
-        lambda *args: triangle_multiplication.fast(*args, True, False),
-        lambda *args: triangle_multiplication.unsupported_reason(*args, True, False),
+    op = SimpleNamespace(
+        definition=lambda *args: triangle_multiplication.definition(*args, True, False),
+        fast=lambda *args: triangle_multiplication.fast(*args, True, False),
+        unsupported_reason=lambda *args: triangle_multiplication.unsupported_reason(*args, True, False),
     )
     assert op.unsupported_reason(*operands(list(TRIANGLE_SHAPES.values()), torch.float64)) is None
     check(op, TRIANGLE_SHAPES | {operand: shape}, torch.float64, 1e-11)

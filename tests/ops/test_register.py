@@ -9,12 +9,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from warpfold.check.checks import answer, wrong
 from warpfold.ops import dispatch
-from warpfold.ops.attention import attention, global_attention
+from warpfold.ops.attention import attention, gated_attention, global_attention
 from warpfold.ops.dispatch import Op
 from warpfold.ops.gate import gate, gated_linear_residual
-from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.norm import layer_norm, norm_linear
-from warpfold.ops.triangle_multiplication import triangle_multiplication
+from warpfold.ops.triangle import triangle_multiplication
 
 Arguments = tuple[Tensor | None, ...]
 

@@ -96,9 +96,10 @@ def examine(
 
 
 def _is_small(case: OpCase, dtype: str, device: torch.device) -> bool:
-    prefer = OPS[case.op].prefer_definition
-    # On "meta", as sizes alone decide; and only for a CPU, as a GPU always takes the fast way.
-    return device.type == "cpu" and prefer is not None and prefer(*inputs(case, DTYPES[dtype], "meta").args)
+    op = OPS[case.op]
+    if device.type != "cpu" or op.prefer_definition is None:  # a GPU always takes the fast way
+        return False
+    return op.prefer_definition(op.arguments(*inputs(case, DTYPES[dtype], "meta").args))  # sizes alone decide
 
 
 def _speed(case: OpCase, dtype: str, device: torch.device) -> float | None:

@@ -15,8 +15,8 @@ from warpfold.check.op_profile import (
     RandomTensors,
     attention_cost,
 )
-from warpfold.ops.gated_attention import gated_attention
-from warpfold.ops.triangle_multiplication import triangle_multiplication
+from warpfold.ops.attention import gated_attention
+from warpfold.ops.triangle import triangle_multiplication
 
 RESIDUES = ("64", "128", "256", "384", "512", "768", "1024")
 

@@ -5,8 +5,7 @@ from typing import ClassVar
 import torch
 
 from warpfold.check.op_profile import Argument, Cost, Kinds, LayerSizes, OpCase, OpProfile, RandomTensors
-from warpfold.ops.aligned import aligned_errors
-from warpfold.ops.overlaps import overlaps
+from warpfold.ops.pairs import aligned_errors, overlaps
 
 
 class AlignedErrors(OpProfile):

@@ -26,8 +26,7 @@ from warpfold.cost.rates import HOST, NEAR, TORCH, PassName, Rate, RateKey, Rate
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig
 from warpfold.model.structure import StructureConfig
-from warpfold.ops.triangle import triangle_product
-from warpfold.ops.triangle_slice import projected_factor, triangle_slice
+from warpfold.ops.triangle import projected_factor, triangle_product, triangle_slice
 
 Clock = Callable[[], float]
 Point = tuple[Cost, float, float]  # a cost, the seconds that it took, and the calls that shared it

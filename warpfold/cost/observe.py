@@ -1,7 +1,7 @@
 """Observe a running model: what torch dispatches, which of our operations are called, and where in the model.
 
-`Operations` tells of every operation of torch; `around_ops` of every call of one of ours; `Spans` says which layer and
-which operation is at work, forward and backward; `MadeAt` where a node of autograd's graph was made.
+`Operations` tells of every operation of torch; `Spans` says which layer and which operation is at work, forward and
+backward; `MadeAt` where a node of autograd's graph was made.
 """
 
 from bisect import bisect_right
@@ -48,23 +48,6 @@ class Operations(TorchDispatchMode):
         out = func(*args, **kwargs)
         self.seen(func, args, kwargs, out)
         return out
-
-
-@contextmanager
-def around_ops(
-    call: Callable[[Callable[..., Any], Op[..., Any], tuple[Any, ...], dict[str, Any]], Any],
-) -> Iterator[None]:
-    """Have `call(original, op, args, kwargs)` make every call of one of our operations within the context."""
-    original = Op.__call__
-
-    def called(op: Op[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return call(original, op, args, kwargs)
-
-    Op.__call__ = called  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        Op.__call__ = original  # type: ignore[method-assign]
 
 
 class MadeAt(Generic[T]):
@@ -194,7 +177,7 @@ class Spans:
             for name, module in model.named_modules():
                 if name.count(".") < DEPTH or isinstance(module, AxialUpdate):
                     self._hook(module, Place(name or MODEL), undo)
-            undo.enter_context(around_ops(self._call))
+            undo.enter_context(dispatch.observed(self._call))
             yield
 
     def _call(

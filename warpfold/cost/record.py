@@ -287,15 +287,10 @@ def _float(x: Tensor) -> torch.dtype:
 @contextmanager
 def _listening(kernels: list[Any]) -> Iterator[_Recorder]:
     """Record whatever this thread does within the context."""
-    recorder, call, wait = _Recorder(kernels), Op.__call__, Work.wait
+    recorder, wait = _Recorder(kernels), Work.wait
     with ExitStack() as undo:
         undo.enter_context(watched(recorder.told))
-
-        def called(op: Op[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return recorder.call(call, op, args, kwargs)
-
-        Op.__call__ = called  # type: ignore[method-assign, assignment]
-        undo.callback(setattr, Op, "__call__", call)
+        undo.enter_context(dispatch.observed(recorder.call))
         Work.wait = lambda work: recorder.wait_for(work)  # type: ignore[method-assign, assignment]
         undo.callback(setattr, Work, "wait", wait)
         yield recorder

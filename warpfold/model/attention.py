@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from warpfold.model.axial import COLS, ROWS, AxialUpdate
 from warpfold.model.execution import Tensors
 from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, NoNorm, joined
-from warpfold.ops.attention import attention
+from warpfold.ops.attention import attention, gated_attention
 from warpfold.ops.gate import gate, gated_linear_residual
-from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.noise import Factors
 from warpfold.ops.transition import HALVES, Activation, transition
 

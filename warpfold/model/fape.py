@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 from warpfold.geometry.rigid import Rigid
-from warpfold.ops.aligned import aligned_errors
+from warpfold.ops.pairs import aligned_errors
 from warpfold.ops.tensors import upcast_half
 
 # Angstrom; code: the monomer's distance is sqrt(d^2 + 1e-4), Multimer's sqrt(max(d^2, 1e-8)).

@@ -15,9 +15,13 @@ from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, LinearSl
 from warpfold.ops.gate import gate
 from warpfold.ops.noise import Factors
 from warpfold.ops.transition import Activation
-from warpfold.ops.triangle import triangle_factor, triangle_product
-from warpfold.ops.triangle_multiplication import triangle_multiplication
-from warpfold.ops.triangle_slice import projected_factor, triangle_slice
+from warpfold.ops.triangle import (
+    projected_factor,
+    triangle_factor,
+    triangle_multiplication,
+    triangle_product,
+    triangle_slice,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

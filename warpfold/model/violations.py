@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from warpfold.geometry import residue
 from warpfold.geometry.atoms import residue_rows
-from warpfold.ops.overlaps import C_ATOM, N_ATOM, overlaps
+from warpfold.ops.pairs import C_ATOM, N_ATOM, overlaps
 from warpfold.ops.tensors import upcast_half
 
 CA_ATOM = 1  # its place in atom14

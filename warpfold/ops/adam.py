@@ -11,11 +11,10 @@ from warpfold.ops.register import register
 FLAT = ("weights", "gradient", "moment1", "moment2", "average")
 
 
-def _unsupported(weights: Tensor, *others: Any) -> str | None:
-    flat = (weights, *others[: len(FLAT)])  # and the packed copy
-    if any(t is not None and not t.is_contiguous() for t in flat):
+def _unsupported(t: Any) -> str | None:
+    if any(x is not None and not x.is_contiguous() for x in (*(getattr(t, name) for name in FLAT), t.packed)):
         return "its buffers are not contiguous"
-    if backend(weights) == "triton" and weights.dtype != torch.float32:
+    if backend(t.weights) == "triton" and t.weights.dtype != torch.float32:
         return "weights that are not in fp32"
     return None
 
@@ -27,7 +26,7 @@ def _unsupported(weights: Tensor, *others: Any) -> str | None:
     ),
     mutates="weights gradient moment1 moment2 average packed",
     same_dtype=" ".join(FLAT),
-    unsupported_reason=_unsupported,
+    unsupported=_unsupported,
 )
 def adam_step(
     weights: Tensor,

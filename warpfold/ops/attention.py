@@ -4,19 +4,32 @@ The registered operation has five axes, q [B, R, Q, h, d]: batches B, each with 
 the bias of their batch, then queries (or keys), heads and width.  A layer's tensors are viewed so, not copied.
 Beside its output it returns `lse` [B, R, h, Q], the natural logarithm of the softmax's sum over the keys that are not
 masked, in fp32 (fp64 for fp64); inf, so that each weighs 0, where there are none or all have a bias of -inf.
+
+gated_attention: a whole attention layer as one operation, from what its norm reads to the new residual.
+
+Forward: y = linear(layer_norm(x)), all projections joined; o = attention of y; out = x + factors linear(gate(o)).
+
+For the backward pass it keeps y, the norm's statistics, o and lse beside x.  Keeping y costs no time: the forward pass
+of a GPU writes it anyway, and making it again would cost a product (128 to 516 channels at N = 256: 9 GFLOP and 68 MB
+written in half precision); on a CPU making it again was 8 % of the backward pass.  Where memory is short, a plan
+computes sublayers again.  Where no backward pass can follow, nothing is kept, and y need not exist whole.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import backend, faster_on_cpu, op
+from warpfold.ops.dispatch import Operands, backend, faster_on_cpu, op
+from warpfold.ops.gate import gate
+from warpfold.ops.noise import FACTOR_OPERANDS, Factors
+from warpfold.ops.norm import EPS, empty_projected, empty_statistics, norm_linear, padded, unsupported_channels
 from warpfold.ops.register import register
 from warpfold.ops.shapes import EMPTY, Shape, Sizes, broadcast_shape, expands_to
-from warpfold.ops.tensors import accumulation_dtype, empty_like, upcast_half
+from warpfold.ops.tensors import accumulation_dtype, empty_like, empty_parameters, upcast_half
 
 WIDTHS = (8, 16, 24, 32, 48, 64)  # of a head, that the Triton kernels serve
 
@@ -40,16 +53,15 @@ def empty_bias(bias: Tensor | None, wanted: bool, q: Tensor) -> Tensor:
     return q.new_empty(0) if bias is None or not wanted else bias.new_empty(bias.shape)
 
 
-def _check_width(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
+def _check_width(op: str, sizes: Sizes, t: Operands) -> None:
     """Raise ValueError where values have another width than keys: kernels read them alike."""
-    if sizes["e"] != sizes["d"] and backend(operands["q"]) == "triton":
-        raise ValueError(f"{op}: v is {list(operands['v'].shape)}, not [B, R, K, h, d] with d = {sizes['d']}")
+    if sizes["e"] != sizes["d"] and backend(t.q) == "triton":
+        raise ValueError(f"{op}: v is {list(t.v.shape)}, not [B, R, K, h, d] with d = {sizes['d']}")
 
 
-def _with_five_axes(
-    registered: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None
-) -> Tensor:
+def _with_five_axes(registered: Callable[..., Tensor], t: Any) -> Tensor:
     """Call the registered operation; its axes B and R are all leading axes but the last, and the last."""
+    q, k, v, mask, bias = t
     leading = broadcast_shape(tuple(q.shape)[:-3], tuple(k.shape)[:-3], tuple(v.shape)[:-3], tuple(mask.shape)[:-1])
     if leading is None:
         raise ValueError("warpfold::attention: the leading axes of q, k, v and the mask do not broadcast")
@@ -81,7 +93,8 @@ def unsupported_width(width: int) -> str | None:
     return None if width in WIDTHS else f"heads {width} wide (kernels are for {', '.join(map(str, WIDTHS))})"
 
 
-def _unsupported(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> str | None:
+def _unsupported_attention(t: Any) -> str | None:
+    q, k, v, mask, bias = t
     of_q, of_k, of_v = tuple(q.shape), tuple(k.shape), tuple(v.shape)
     leading = broadcast_shape(of_q[:-3], of_k[:-3], of_v[:-3], tuple(mask.shape)[:-1])
     if leading is None:
@@ -103,21 +116,18 @@ def _unsupported(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | N
 @register(
     shapes="q [B, R, Q, h, d], k [B, R, K, h, d], v [B, R, K, h, e], mask [B, R, K], bias [B, h, Q, K], "
     "grad [B, R, Q, h, e], out [B, R, Q, h, e], lse [B, R, h, Q]",
-    empty=lambda q, k, v, mask, bias: (empty_out(q, v), empty_lse(q)),
+    empty=lambda t: (empty_out(t.q, t.v), empty_lse(t.q)),
     results="out lse",
     keeps="q k v mask bias out lse bias_wanted",
     gradients="q k v bias",
-    empty_gradients=lambda grad, q, k, v, mask, bias, out, lse, bias_wanted: (
-        *(empty_like(t) for t in (q, k, v)),
-        empty_bias(bias, bias_wanted, q),
-    ),
+    empty_gradients=lambda t: (*map(empty_like, (t.q, t.k, t.v)), empty_bias(t.bias, t.bias_wanted, t.q)),
     same_dtype="q k v",
     check=_check_width,
     caller_shapes="q [..., Q, h, d], k [..., K, h, d], v [..., K, h, e], mask [..., K], bias ([..., h, Q, K])",
     adapter=_with_five_axes,
-    unsupported_reason=_unsupported,
+    unsupported=_unsupported_attention,
     # Decided by the logits.
-    prefer_definition=lambda q, k, *_: faster_on_cpu(q, q.numel() // max(1, q.shape[-1]) * k.shape[-3], 2**19),
+    prefer_definition=lambda t: faster_on_cpu(t.q, t.q.numel() // max(1, t.q.shape[-1]) * t.k.shape[-3], 2**19),
 )
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute multi-head attention with a key mask and an additive bias; softmax in fp32 at least.
@@ -135,22 +145,22 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None
     return (logits.softmax(-1).to(v.dtype) @ v).transpose(-2, -3)
 
 
-def _global_fast(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def _global_fast(t: Any) -> Tensor:
     """Call `attention`: the heads are the queries of one head."""
-    return attention.fast(q.unsqueeze(-2), k.unsqueeze(-2), v.unsqueeze(-2), mask).squeeze(-2)
+    return attention.fast(t.q.unsqueeze(-2), t.k.unsqueeze(-2), t.v.unsqueeze(-2), t.mask).squeeze(-2)
 
 
-def _global_unsupported(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> str | None:
-    if 0 in (q.dim(), k.dim(), v.dim()):
+def _global_unsupported(t: Any) -> str | None:
+    if 0 in (t.q.dim(), t.k.dim(), t.v.dim()):
         return "q, k or v has no axes"
-    return attention.unsupported_reason(q.unsqueeze(-2), k.unsqueeze(-2), v.unsqueeze(-2), mask)
+    return attention.unsupported_reason(t.q.unsqueeze(-2), t.k.unsqueeze(-2), t.v.unsqueeze(-2), t.mask)
 
 
-def _global_prefers_definition(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> bool:
-    return faster_on_cpu(q, q.numel() // max(1, q.shape[-1]) * k.shape[-2], 2**19)
-
-
-@op(_global_fast, _global_unsupported, _global_prefers_definition)
+@op(
+    _global_fast,
+    _global_unsupported,
+    lambda t: faster_on_cpu(t.q, t.q.numel() // max(1, t.q.shape[-1]) * t.k.shape[-2], 2**19),
+)
 def global_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Let one query per column attend, with the same keys and values for every head (Algorithm 19, lines 5 and 6).
 
@@ -166,3 +176,153 @@ def masked_mean(x: Tensor, mask: Tensor, axis: int, eps: float = 1e-10) -> Tenso
     full = upcast_half(x)
     mask = mask.to(full.dtype)
     return ((full * mask).sum(axis) / (mask.sum(axis) + eps)).to(x.dtype)
+
+
+def empty_rows(x: Tensor, channels: int) -> Tensor:
+    """Allocate [*, R, K, channels]: on a CPU row by row, as it is computed; on a GPU in the order of x."""
+    if backend(x) == "triton":
+        return empty_projected(x, channels)
+    return x.new_empty(*x.shape[:-1], padded(channels))[..., :channels]
+
+
+def empty_layer_lse(x: Tensor, heads: int) -> Tensor:
+    """Allocate the logarithms of the softmax's sums, [*, R, h, K]: see ops/attention.py."""
+    return x.new_empty(*x.shape[:-2], heads, x.shape[-2], dtype=accumulation_dtype(x))
+
+
+def empty_given_bias(x: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:
+    """Allocate the gradient of a given bias, [*, h, K, K]: heads innermost, where those of the bias are.
+
+    So the projection that made it reads it where it lies.  Without elements where there is none, or it is not wanted.
+    """
+    if bias is None or not wanted:
+        return x.new_empty(0)
+    *batch, heads, queries, keys = bias.shape
+    if bias.stride(-3) != 1:
+        return bias.new_empty(bias.shape)
+    return bias.new_empty(*batch, queries, keys, heads).movedim(-1, -3)
+
+
+def _empty_layer(t: Operands) -> tuple[Tensor, ...]:
+    x = t.x
+    if not t.kept:
+        return empty_like(x), *(x.new_empty(0) for _ in range(5))
+    y, o = empty_rows(x, t.weight.shape[0]), empty_rows(x, t.out_weight.shape[1])
+    return empty_like(x), y, *empty_statistics(x), o, empty_layer_lse(x, t.heads)
+
+
+def _empty_layer_gradients(t: Operands) -> tuple[Tensor, ...]:
+    parameters = t.norm_weight, t.norm_bias, t.weight, t.gate_bias, t.out_weight, t.out_bias
+    return empty_like(t.x), *empty_parameters(*parameters), empty_given_bias(t.x, t.bias, t.bias_wanted)
+
+
+def _wrong_layer(t: Any) -> str:
+    """Return what is wrong with the sizes that shapes cannot describe, or nothing."""
+    (outputs, _), inner = t.weight.shape, t.out_weight.shape[1]
+    if t.heads < 1 or inner % t.heads:
+        return f"{inner} channels are not {t.heads} heads"
+    if t.gate_bias is not None and t.gate_bias.shape[0] > outputs:
+        return "gate_bias is longer than the outputs"
+    if t.bias is not None and t.bias.shape[-3] != t.heads:
+        return f"the bias is of {t.bias.shape[-3]} heads, not {t.heads}"
+    if outputs == 4 * inner:
+        return ""
+    if outputs != 4 * inner + t.heads:
+        return "weight is neither [4 i, c] nor [4 i + heads, c]"
+    if t.bias is not None:
+        return "the bias is given, but weight makes one"
+    return "" if t.x.shape[-3] == t.x.shape[-2] else "weight makes a bias, but x is not square"
+
+
+def _check_layer(op: str, sizes: Sizes, t: Operands) -> None:
+    if wrong := _wrong_layer(t):
+        raise ValueError(f"{op}: {wrong}")
+
+
+def _unsupported_layer(t: Any) -> str | None:
+    if wrong := _wrong_layer(t):
+        return wrong
+    if backend(t.x) == "cpu":
+        return None
+    inner, batch = t.out_weight.shape[1], range(1, t.x.dim() - 3)
+    if any(t.x.stride(axis - 1) != t.x.shape[axis] * t.x.stride(axis) for axis in batch):
+        return "the batch axes of x are not one"
+    return unsupported_channels(t.x) or unsupported_width(inner // t.heads)
+
+
+def parts(
+    y: Tensor, inner: int, heads: int, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gate's logits [*, R, K, i], q, k and v [*, R, K, h, d], and the bias [*, h, K, K], all of them views.
+
+    y [*, R, K, o] is the projection, or its gradient; bias: that which is given.
+    """
+    g, q, k, v, own = y.split([inner] * 4 + [y.shape[-1] - 4 * inner], -1)
+    if own.shape[-1]:
+        bias = own.movedim(-1, -3)
+    return g, *(t.unflatten(-1, (heads, -1)) for t in (q, k, v)), bias
+
+
+def batched(t: Tensor, axes: int) -> Tensor:
+    """Return t [*, ...] as [B, ...], of so many axes: a view where the batch axes of x are one."""
+    if t.dim() == axes:
+        return t
+    return t.unsqueeze(0) if t.dim() < axes else t.flatten(0, t.dim() - axes)
+
+
+@register(
+    shapes="x [*, R, K, c], norm_weight [c], norm_bias [c], weight [o, c], gate_bias [b], out_weight [c, i], "
+    "out_bias [c], mask [*, R, K], bias [*, h, K, K], factors ([*, R, K, c]), key [2], grad [*, R, K, c], "
+    "y [*, R, K, o], mean [*, R, K], scale [*, R, K], attended [*, R, K, i], lse [*, R, h, K]",
+    empty=_empty_layer,
+    results="out y mean scale attended lse",
+    keeps="x norm_weight norm_bias weight gate_bias out_weight out_bias mask bias y mean scale attended lse factors "
+    "heads residual bias_wanted",
+    gradients="x norm_weight norm_bias weight gate_bias out_weight out_bias bias",
+    empty_gradients=_empty_layer_gradients,
+    kept=True,
+    check=_check_layer,
+    expand=FACTOR_OPERANDS,
+    unsupported=_unsupported_layer,
+    # Decided by the projections; the backward pass has more to do for each row.
+    prefer_definition=lambda t: faster_on_cpu(
+        t.x,
+        t.x.numel() // max(1, t.x.shape[-1]) * t.weight.shape[0],
+        3 * 2**20 if torch.is_grad_enabled() else 2**19,
+    ),
+)
+def gated_attention(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    weight: Tensor,
+    gate_bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    mask: Tensor,
+    bias: Tensor | None,
+    heads: int,
+    factors: Factors | None = None,
+    eps: float = EPS,
+    residual: bool = True,
+) -> Tensor:
+    """Return x + factors * linear(gate(attention)) of the normalised x, within each row (Algorithms 7, 8, 13 and 14);
+    or that without the first x where `residual` is False.
+
+    x [*, R, K, c], norm_weight, norm_bias [c], out_weight [c, i] (i = heads x width), out_bias [c], mask [*, R, K] (1:
+    attend), bias [*, h, K, K] of the logits, the same for all rows, factors of dropout (axes of size 1 are shared;
+    None: ones) -> [*, R, K, c] in the dtype of x, laid out in memory as x is.  Parameters of any float dtype; any bias
+    may be None.
+
+    weight [4 i, c] makes the gate, q, k and v, one below the other; gate_bias [b] belongs to its first b <= o outputs.
+    weight [4 i + heads, c] makes the bias as well, of x itself, where R = K: logits [q, k] have that of x[q, k].
+    """
+    if bias is not None and len(weight) > 4 * out_weight.shape[1]:
+        raise ValueError("gated_attention: the bias is given, but weight makes one")
+    y = norm_linear.definition(x, norm_weight, norm_bias, weight, gate_bias, eps)
+    g, q, k, v, bias = parts(y, out_weight.shape[1], heads, bias)
+    bias = None if bias is None else bias[..., None, :, :, :]  # the same for every row
+    o = gate.definition(attention.definition(q, k, v, mask, bias).flatten(-2), g)
+    dx = F.linear(o, out_weight.to(x.dtype), None if out_bias is None else out_bias.to(x.dtype))
+    dx = dx if factors is None else dx * factors
+    return x + dx if residual else dx

@@ -9,13 +9,14 @@ definition then computes them, and the reason is counted.
 import functools
 import importlib
 import importlib.util
+import inspect
 import itertools
 import logging
 import threading
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import torch
@@ -57,48 +58,96 @@ _exact = 0  # how many `exact_products` are entered, in all threads
 _exact_lock = threading.Lock()
 _interpreting = False
 _refused: Counter[str] = Counter()
-modules: dict[str, str] = {}  # of each registered operation: the module below ops/cpu and ops/triton that computes it
+# Of each registered operation: the module below ops/cpu and ops/triton that computes it, and its operands' names.
+modules: dict[str, tuple[str, tuple[str, ...]]] = {}
+_around: Any = None  # makes the calls of operations instead of themselves: see `observed`
+
+
+class Operands(SimpleNamespace):
+    """The operands of a registered operation, by their names: what computes it is given all of them as one."""
+
+    def but(self, **changed: Any) -> "Operands":
+        """Return these operands with some changed or added: for an operation that is part of another."""
+        return Operands(**{**self.__dict__, **changed})
 
 
 class Op(Generic[P, R]):
     """An operation that chooses each time it is called whether `definition` or `fast` computes it.
 
-    unsupported_reason: of the same arguments, why `fast` cannot take them, or None.  prefer_definition: whether the
+    What it is made of takes the definition's arguments as one, by their names, defaults filled in:
+    fast computes it; unsupported says why `fast` cannot take them, or None; prefer_definition says whether the
     definition is the faster of the two, which is not counted as a refusal.
     """
 
     def __init__(
         self,
         definition: Callable[P, R],
-        fast: Callable[P, R],
-        unsupported_reason: Callable[P, str | None],
-        prefer_definition: Callable[P, bool] | None = None,
+        fast: Callable[[Any], R],
+        unsupported: Callable[[Any], str | None],
+        prefer_definition: Callable[[Any], bool] | None = None,
     ) -> None:
-        self.definition, self.fast = definition, fast
-        self.unsupported_reason, self.prefer_definition = unsupported_reason, prefer_definition
+        self.definition, self.prefer_definition = definition, prefer_definition
+        self._fast, self._unsupported = fast, unsupported
         self.name = definition.__name__
+        parameters = inspect.signature(definition).parameters
+        defaults = [p.default for p in parameters.values() if p.default is not p.empty]
+        self.arguments: Any = namedtuple("Arguments", list(parameters), defaults=defaults)  # type: ignore[misc]
         functools.update_wrapper(self, definition)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if _around is not None:
+            around: Any = _around
+            called: R = around(Op.choose, self, args, kwargs)
+            return called
+        return self.choose(*args, **kwargs)
+
+    def choose(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Compute it, one way or the other."""
         if _choice.kernels == "definition":
             return self.definition(*args, **kwargs)
-        if self.prefer_definition is not None and not _choice.always_fast and self.prefer_definition(*args, **kwargs):
+        # This runs at every call on a GPU, beside kernels of a few microseconds: no step that can be left out.
+        given = self.arguments(*args, **kwargs)
+        if self.prefer_definition is not None and not _choice.always_fast and self.prefer_definition(given):
             return self.definition(*args, **kwargs)
-        reason = self.unsupported_reason(*args, **kwargs)
+        reason = self._unsupported(given)
         if reason is None:
-            return self.fast(*args, **kwargs)
+            return self._fast(given)
         if reason != EMPTY:
             report_refusal(f"{self.name}: {reason}")
         return self.definition(*args, **kwargs)
 
+    def fast(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Compute it the fast way, which must be able to."""
+        return self._fast(self.arguments(*args, **kwargs))
+
+    def unsupported_reason(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
+        """Return why the fast way does not take these arguments, or None."""
+        return self._unsupported(self.arguments(*args, **kwargs))
+
 
 def op(
-    fast: Callable[P, R],
-    unsupported_reason: Callable[P, str | None],
-    prefer_definition: Callable[P, bool] | None = None,
+    fast: Callable[[Any], R],
+    unsupported: Callable[[Any], str | None],
+    prefer_definition: Callable[[Any], bool] | None = None,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Return a decorator that makes an `Op` of a definition."""
-    return lambda definition: Op(definition, fast, unsupported_reason, prefer_definition)
+    return lambda definition: Op(definition, fast, unsupported, prefer_definition)
+
+
+@contextmanager
+def observed(
+    around: Callable[[Callable[..., Any], Op[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+) -> Iterator[None]:
+    """Have `around(call, op, args, kwargs)` make every call of an operation within the context, in all threads.
+
+    It computes the result by `call(op, *args, **kwargs)`.
+    """
+    global _around
+    before, _around = _around, around
+    try:
+        yield
+    finally:
+        _around = before
 
 
 def kernels() -> Kernels:
@@ -276,12 +325,13 @@ def backend(x: Tensor) -> Literal["cpu", "triton"]:
 
 
 def implementation(name: str, x: Tensor) -> Callable[..., Any]:
-    """Return the function that computes a registered operation on a tensor's device: it has the operation's name.
+    """Return what computes a registered operation on a tensor's device, of its operands in order.
 
-    Triton is loaded here and nowhere before.
+    It is the function of the operation's name, which takes them by name; Triton is loaded here and nowhere before.
     """
-    function: Callable[..., Any] = getattr(_module(backend(x), modules[name]), name)
-    return function
+    module, names = modules[name]
+    function = getattr(_module(backend(x), module), name)
+    return lambda *operands: function(Operands(**dict(zip(names, operands, strict=True))))
 
 
 @functools.cache

@@ -1,28 +1,24 @@
 """gate, and gated_linear_residual: how the result of a gated attention gets back into the representation."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import faster_on_cpu
+from warpfold.ops.dispatch import Operands, faster_on_cpu
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
 from warpfold.ops.register import register
 from warpfold.ops.shapes import Sizes
-from warpfold.ops.tensors import empty_like, empty_parameters
 
 
-def _prefer_definition(x: Tensor, *_: Any) -> bool:
-    return faster_on_cpu(x, x.numel(), 2**21)
+def _prefer_definition(t: Any) -> bool:
+    return faster_on_cpu(t.x, t.x.numel(), 2**21)
 
 
 @register(
     shapes="x [*, c], g [*, c], grad [*, c]",
-    empty=lambda x, g: empty_like(x),
     keeps="x g",
     gradients="x g",
-    empty_gradients=lambda grad, x, g: (empty_like(x), empty_like(g)),
     same_dtype="x g",
     prefer_definition=_prefer_definition,
 )
@@ -31,18 +27,16 @@ def gate(x: Tensor, g: Tensor) -> Tensor:
     return x * g.sigmoid()
 
 
-def _check_strides(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
+def _check_strides(op: str, sizes: Sizes, t: Operands) -> None:
     axes = len(sizes["*"]) + 1
-    if operands["key"] is not None and len(operands["strides"]) != axes:
-        raise ValueError(f"{op}: {len(operands['strides'])} strides of the elements drawn for, but x has {axes} axes")
+    if t.key is not None and len(t.strides) != axes:
+        raise ValueError(f"{op}: {len(t.strides)} strides of the elements drawn for, but x has {axes} axes")
 
 
 @register(
     shapes="x [*, c], o [*, i], g [*, i], weight [c, i], bias [c], grad [*, c], factors ([*, c]), key [2]",
-    empty=lambda x, *_: empty_like(x),
     keeps="o g weight bias factors",
     gradients="o g weight bias",
-    empty_gradients=lambda grad, o, g, weight, bias, _: (empty_like(o), empty_like(g), *empty_parameters(weight, bias)),
     residual="x",
     same_dtype="x o g",
     check=_check_strides,

@@ -27,23 +27,17 @@ LOW = 0xFFFFFFFF
 OF_STREAM, OF_PASS = 0x9E3779B9, 0x85EBCA6B  # odd numbers, by which streams and passes shift the second word
 
 
-def _prefer_definition(key: Tensor, stream: int, rate: float, shape: Sequence[int], *_: Any) -> bool:
-    return faster_on_cpu(key, math.prod(shape), 2**12)
-
-
-def _unsupported(
-    key: Tensor, stream: int, rate: float, shape: Sequence[int], strides: Sequence[int], offset: int, dtype: torch.dtype
-) -> str | None:
-    if backend(key) == "triton" and dtype == torch.float64:
+def _unsupported(t: Any) -> str | None:
+    if backend(t.key) == "triton" and t.dtype == torch.float64:
         return "in fp64 no kernel is exact"
-    return EMPTY if 0 in shape else None
+    return EMPTY if 0 in t.shape else None
 
 
 @register(
     shapes="key [2]",
-    empty=lambda key, stream, rate, shape, strides, offset, dtype: key.new_empty(shape, dtype=dtype),
-    unsupported_reason=_unsupported,
-    prefer_definition=_prefer_definition,
+    empty=lambda t: t.key.new_empty(t.shape, dtype=t.dtype),
+    unsupported=_unsupported,
+    prefer_definition=lambda t: faster_on_cpu(t.key, math.prod(t.shape), 2**12),
 )
 def dropout_factors(
     key: Tensor, stream: int, rate: float, shape: Sequence[int], strides: Sequence[int], offset: int, dtype: torch.dtype

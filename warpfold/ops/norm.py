@@ -1,12 +1,11 @@
 """layer_norm, and norm_linear: the projection that follows a norm, without the normalised tensor in between."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import backend, faster_on_cpu
+from warpfold.ops.dispatch import Operands, backend, faster_on_cpu
 from warpfold.ops.register import register
 from warpfold.ops.shapes import Sizes
 from warpfold.ops.tensors import accumulation_dtype, empty_like, empty_parameters, upcast_half
@@ -16,7 +15,7 @@ ROW = 16  # elements: in half precision 32 bytes, what a GPU's memory hands over
 CHANNELS = (16, 1024)  # the fewest and the most that the Triton kernels serve
 
 
-def unsupported_channels(x: Tensor, *_: Any) -> str | None:
+def unsupported_channels(x: Tensor) -> str | None:
     """Return why no kernel serves the channels of x, or None."""
     fewest, most = CHANNELS
     if backend(x) == "triton" and not fewest <= x.shape[-1] <= most:
@@ -48,14 +47,14 @@ def padded(outputs: int) -> int:
 
 @register(
     shapes="x [*, c], weight [c], bias [c], grad [*, c], mean [*], scale [*]",
-    empty=lambda x, *_: (empty_like(x), *empty_statistics(x)),
+    empty=lambda t: (empty_like(t.x), *empty_statistics(t.x)),
     results="y mean scale",
     keeps="x weight mean scale",
     gradients="x weight bias",
-    empty_gradients=lambda grad, x, weight, *_: (empty_like(x), *empty_parameters(weight, weight)),  # the bias's alike
-    unsupported_reason=unsupported_channels,
+    empty_gradients=lambda t: (empty_like(t.x), *empty_parameters(t.weight, t.weight)),  # the bias's alike
+    unsupported=lambda t: unsupported_channels(t.x),
     # The definition normalises in fp32: for x in that dtype it needs nothing in between.
-    prefer_definition=lambda x, *_: faster_on_cpu(x, x.numel(), 2**21 if x.dtype.itemsize < 4 else 2**63),
+    prefer_definition=lambda t: faster_on_cpu(t.x, t.x.numel(), 2**21 if t.x.dtype.itemsize < 4 else 2**63),
 )
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = EPS) -> Tensor:
     """Normalise x over its last axis; statistics in fp32 at least, the result in the dtype of x.
@@ -67,36 +66,27 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float = EPS)
     return F.layer_norm(full, x.shape[-1:], weight.to(full.dtype), shift, eps).to(x.dtype)
 
 
-def _check_bias(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
+def _check_bias(op: str, sizes: Sizes, t: Operands) -> None:
     """Raise ValueError for more biases than outputs."""
-    if operands["bias"] is not None and sizes["b"] > sizes["o"]:
+    if t.bias is not None and sizes["b"] > sizes["o"]:
         raise ValueError(f"{op}: bias is [{sizes['b']}], but there are {sizes['o']} outputs")
 
 
-def _unsupported_projection(
-    x: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None, *_: Any
-) -> str | None:
-    if bias is not None and bias.shape[0] > weight.shape[0]:
+def _unsupported_projection(t: Any) -> str | None:
+    if t.bias is not None and t.bias.shape[0] > t.weight.shape[0]:
         return "bias is longer than the outputs"
-    return unsupported_channels(x)
-
-
-def _empty_norm_linear_gradients(grad: Tensor, x: Tensor, *kept: Any) -> tuple[Tensor, ...]:
-    return empty_like(x), *empty_parameters(*kept[:4])
+    return unsupported_channels(t.x)
 
 
 @register(
     shapes="x [*, c], norm_weight [c], norm_bias [c], weight [o, c], bias [b], grad [*, o], mean [*], scale [*]",
-    empty=lambda x, norm_weight, norm_bias, weight, *_: (empty_projected(x, weight.shape[0]), *empty_statistics(x)),
+    empty=lambda t: (empty_projected(t.x, t.weight.shape[0]), *empty_statistics(t.x)),
     results="y mean scale",
     keeps="x norm_weight norm_bias weight bias mean scale",
     gradients="x norm_weight norm_bias weight bias",
-    empty_gradients=_empty_norm_linear_gradients,
     check=_check_bias,
-    unsupported_reason=_unsupported_projection,
-    prefer_definition=lambda x, norm_weight, norm_bias, weight, *_: faster_on_cpu(
-        x, x.numel() // max(1, x.shape[-1]) * weight.shape[0], 2**21
-    ),
+    unsupported=_unsupported_projection,
+    prefer_definition=lambda t: faster_on_cpu(t.x, t.x.numel() // max(1, t.x.shape[-1]) * t.weight.shape[0], 2**21),
 )
 def norm_linear(
     x: Tensor,

@@ -18,45 +18,37 @@ from warpfold.ops.tensors import empty_parameters
 CHANNELS = 64  # of a factor, at most, that the Triton kernels serve
 
 
-def _unsupported_channels(a: Tensor, b: Tensor, *_: Any) -> str | None:
-    most = max(a.shape[-1], b.shape[-1])
-    if backend(a) == "triton" and most > CHANNELS:
+def _unsupported_channels(t: Any) -> str | None:
+    most = max(t.a.shape[-1], t.b.shape[-1])
+    if backend(t.a) == "triton" and most > CHANNELS:
         return f"factors of {most} channels (kernels are for {CHANNELS} at most)"
     return None
 
 
-def _merge_leading_axes(
-    registered: Callable[..., Tensor],
-    a: Tensor,
-    b: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    count: Tensor,
-    bias_divided: bool,
-) -> Tensor:
+def _merge_leading_axes(registered: Callable[..., Tensor], t: Any) -> Tensor:
     """Call the registered operation, which has one leading axis."""
-    leading = a.shape[:-3]
-    a, b, count = (t.reshape(math.prod(leading), *t.shape[len(leading) :]) for t in (a, b, count))
-    out = registered(a, b, weight, bias, count, bias_divided)
+    leading = t.a.shape[:-3]
+    a, b, count = (x.reshape(math.prod(leading), *x.shape[len(leading) :]) for x in (t.a, t.b, t.count))
+    out = registered(a, b, t.weight, t.bias, count, t.bias_divided)
     return out.reshape(*leading, *out.shape[1:])
 
 
 @register(
     shapes="a [B, s, i, c], b [B, s, j, d], weight [z, c d], bias [z], count [B, i, j, 1], grad [B, i, j, z]",
-    empty=lambda a, b, weight, *_: a.new_empty(a.shape[0], a.shape[2], b.shape[2], weight.shape[0]),
+    empty=lambda t: t.a.new_empty(t.a.shape[0], t.a.shape[2], t.b.shape[2], t.weight.shape[0]),
     keeps="a b weight bias count bias_divided",
     gradients="a b weight bias",
-    empty_gradients=lambda grad, a, b, *kept: (
-        a.new_empty(a.shape),
-        b.new_empty(b.shape),
-        *empty_parameters(*kept[:2]),
+    empty_gradients=lambda t: (
+        t.a.new_empty(t.a.shape),
+        t.b.new_empty(t.b.shape),
+        *empty_parameters(t.weight, t.bias),
     ),
     same_dtype="a b",
     caller_shapes="a [*, s, i, c], b [*, s, j, d], weight [z, c d], bias [z], count [*, i, j, 1]",
     adapter=_merge_leading_axes,
-    unsupported_reason=_unsupported_channels,
+    unsupported=_unsupported_channels,
     # Decided by the products.
-    prefer_definition=lambda a, b, weight, bias, count, *_: faster_on_cpu(a, count.numel() * weight.shape[-1], 2**22),
+    prefer_definition=lambda t: faster_on_cpu(t.a, t.count.numel() * t.weight.shape[-1], 2**22),
 )
 def outer_product(
     a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor, bias_divided: bool = True

@@ -2,19 +2,18 @@
 
     @register(
         shapes="x [*, c], g [*, c], grad [*, c]",
-        empty=lambda x, g: empty_like(x),
         keeps="x g",
         gradients="x g",
-        empty_gradients=lambda grad, x, g: (empty_like(x), empty_like(g)),
     )
     def gate(x: Tensor, g: Tensor) -> Tensor:
         return x * g.sigmoid()
 
 This registers `warpfold::gate` and `warpfold::gate_backward` with torch and returns an `Op` (ops/dispatch.py), which
 calls the first where it can and the definition elsewhere.  `ops/cpu/gate.py` and `ops/triton/gate.py`, named like the
-module of the definition, hold functions `gate` and `gate_backward` that compute them.  torch knows the rest from here:
-the schema from the definition's type hints, the shapes and strides of the results (fake tensors, torch.compile), and
-the gradient.  torch.compile, `opcheck` and selective checkpointing see one opaque operation per call, forward and
+module of the definition, hold functions `gate` and `gate_backward` that compute them, of their operands by name
+(`dispatch.Operands`): an operand is declared here and used there, and stands nowhere else.  torch knows the rest from
+here: the schema from the definition's type hints, the shapes and strides of the results (fake tensors, torch.compile),
+and the gradient.  torch.compile, `opcheck` and selective checkpointing see one opaque operation per call, forward and
 backward.  A second derivative is an error: the definition has it.  An operation that changes its operands in place
 (`mutates`) returns nothing, and has no gradient.
 """
@@ -28,8 +27,9 @@ import torch
 from torch import Tensor
 
 from warpfold.ops import dispatch
-from warpfold.ops.dispatch import Op, unsupported_device
+from warpfold.ops.dispatch import Op, Operands, unsupported_device
 from warpfold.ops.shapes import Shapes, Sizes
+from warpfold.ops.tensors import empty_like, empty_parameters
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,43 +48,44 @@ class register:
     """What an operation needs to be one beside its definition, which this decorates.
 
     shapes: of all operands of the registered operation, of its results and of `grad`, as ops/shapes.py reads them.
-    empty: of the definition's arguments, allocates the results; they must have the strides that the kernels return.
+    empty: of the operands, allocates the results; they must have the strides that the kernels return.  None: one
+        result that lies as the first operand does.
     mutates: the operands that are changed in place, by an operation that has no results.
     results: the names of the results, of which the caller gets the first; the others are kept for the backward pass.
-    keeps: what the backward operation is given beside `grad`: operands and results by their names, tensors first; then
-        `NAME_wanted`, whether the gradient of NAME is wanted at all.
+    keeps: what the backward operation is given beside `grad`: operands and results by their names; `NAME_wanted`:
+        whether the gradient of NAME is wanted at all.
     gradients: the operands whose gradients the backward operation returns, at least two; none: there is no gradient.
-    empty_gradients: of what the backward operation is given, allocates them, as `empty` does the results.
+    empty_gradients: of what the backward operation is given, allocates them, as `empty` does the results.  None: those
+        of tensors with leading axes as the tensors lie, those of parameters as sums over all positions.
     residual: the operand to which the rest is added, so that its gradient is `grad` itself.
     same_dtype: operands that must share a dtype.
     kept: whether the operation has one operand more than the definition, the last: `kept`, whether a backward pass may
-        follow.  Where it may not, the results but the first are left out, as tensors without elements.  `empty` is
-        given it too.
-    check: of (name, sizes, operands by name), raises ValueError for what `shapes` cannot describe.
+        follow.  Where it may not, the results but the first are left out, as tensors without elements.
+    check: of (name, sizes, operands), raises ValueError for what `shapes` cannot describe.
     expand: a parameter of the definition that is several operands of the registered operation.
     caller_shapes: the shapes that the definition's arguments must have, where `adapter` makes others of them.
-    adapter: calls the registered operation, its first argument, with the definition's arguments, which are the rest.
-    unsupported_reason: of the definition's arguments, why the fast way does not take them, or None; asked where
+    adapter: of the registered operation and the definition's arguments by name, calls it with others.
+    unsupported: of the definition's arguments by name, why the fast way does not take them, or None; asked where
         devices, shapes and dtypes are right.
-    prefer_definition: of the definition's arguments (those with a default may be missing), whether that is faster.
+    prefer_definition: of the definition's arguments by name, whether that is faster.
     """
 
     shapes: str
-    empty: Callable[..., Tensor | tuple[Tensor, ...] | None] = lambda *_: None
+    empty: Callable[[Operands], Any] | None = None
     mutates: str = ""
     results: str = "out"
     keeps: str = ""
     gradients: str = ""
-    empty_gradients: Callable[..., tuple[Tensor, ...]] = lambda *_: ()
+    empty_gradients: Callable[[Operands], tuple[Tensor, ...]] | None = None
     residual: str = ""
     same_dtype: str = ""
     kept: bool = False
-    check: Callable[[str, Sizes, Mapping[str, Any]], None] | None = None
+    check: Callable[[str, Sizes, Operands], None] | None = None
     expand: Expansion | None = None
     caller_shapes: str | None = None
     adapter: Callable[..., Tensor] | None = None
-    unsupported_reason: Callable[..., str | None] | None = None
-    prefer_definition: Callable[..., bool] | None = None
+    unsupported: Callable[[Any], str | None] | None = None
+    prefer_definition: Callable[[Any], bool] | None = None
 
     def __call__(self, definition: Callable[P, R]) -> Op[P, R]:
         """Register the operation of a definition, and the backward one, and return the `Op`."""
@@ -92,12 +93,15 @@ class register:
         results, gradients = [] if self.mutates else self.results.split(), self.gradients.split()
         types = {**get_type_hints(definition), **dict.fromkeys((*results, "grad"), Tensor)}
         operands = self._operands(list(inspect.signature(definition).parameters), types)
+        first = next(iter(operands))
         if self.kept:
             operands["kept"] = bool
-        op = self._define(name, module, operands, len(results), self.empty)
+        like_first = (lambda t: None) if self.mutates else (lambda t: empty_like(getattr(t, first)))
+        op = self._define(name, module, operands, len(results), self.empty or like_first)
         if gradients:
             back, needs = f"{name}_backward", self._operands(["grad", *self.keeps.split()], types)
-            self._define(back, module, needs, len(gradients), self.empty_gradients)
+            needs = dict(sorted(needs.items(), key=lambda need: _kind(*need)))
+            self._define(back, module, needs, len(gradients), self.empty_gradients or self._empty_gradients)
             save, differentiate = self._autograd(_registered(back), list(operands), needs)
             op.register_autograd(differentiate, setup_context=save)
         return self._choosing(definition, _registered(name))
@@ -110,17 +114,25 @@ class register:
             operands.update(expanded if name in expanded else {name: bool if name.endswith("_wanted") else types[name]})
         return operands
 
+    def _empty_gradients(self, t: Operands) -> tuple[Tensor, ...]:
+        shapes = {operand.name: operand for operand in Shapes(self.shapes, self.gradients.split()).operands}
+        leading = [name for name in self.gradients.split() if shapes[name].leading]
+        parameters = [getattr(t, name) for name in self.gradients.split() if name not in leading]
+        return *(empty_like(getattr(t, name)) for name in leading), *(
+            empty_parameters(*parameters) if parameters else ()
+        )
+
     def _define(
-        self, name: str, module: str, operands: Mapping[str, Any], returns: int, empty: Callable[..., Any]
+        self, name: str, module: str, operands: Mapping[str, Any], returns: int, empty: Callable[[Operands], Any]
     ) -> torch.library.CustomOpDef:
         """Register `warpfold::name` with torch: its schema, its checks, its implementations and its fake function."""
-        dispatch.modules[name] = module
+        dispatch.modules[name] = module, tuple(operands)
         qualified, shapes, check = f"warpfold::{name}", Shapes(self.shapes, list(operands)), self.check
 
         def run(*args: Any) -> Any:
             sizes = shapes.require(qualified, args)
             if check is not None:
-                check(qualified, sizes, dict(zip(operands, args)))
+                check(qualified, sizes, Operands(**dict(zip(operands, args))))
             return dispatch.implementation(name, args[0])(*args)
 
         # torch reads the schema from a function's signature: give `run` the one that its operands make.
@@ -130,13 +142,7 @@ class register:
             return_annotation=(None, Tensor)[returns] if returns < 2 else tuple[(Tensor,) * returns],  # type: ignore[misc]
         )
         op = torch.library.custom_op(qualified, run, mutates_args=self.mutates.split())
-        more = list(self.expand.types)[1:] if self.expand is not None else []
-
-        @op.register_fake
-        def _(*args: Any) -> Any:
-            # `empty` has the parameters as they were written, one for those operands that one became.
-            return empty(*(arg for operand, arg in zip(operands, args) if operand not in more))
-
+        op.register_fake(lambda *args: empty(Operands(**dict(zip(operands, args)))))
         return op
 
     def _autograd(
@@ -168,71 +174,49 @@ class register:
 
         return save, differentiate
 
-    def _caller(self, op: Registered, parameters: list[str]) -> Callable[..., Any]:
-        """Return a function of the definition's arguments that calls the registered operation for its first result."""
-        first = op if " " not in self.results else lambda *args: op(*args)[0]
-        if self.kept:
-            results, first = first, lambda *args: results(*args, torch.is_grad_enabled())
-        if self.expand is None:
-            return first
-        (name, *_), split = self.expand
-        at = parameters.index(name)
-        return lambda *args: first(*args[:at], *split(args[at], args[0]), *args[at + 1 :])
-
     def _choosing(self, definition: Callable[P, R], registered: Registered) -> Op[P, R]:
         """Return the `Op` of a definition, whose fast way is the registered operation."""
-        parameters, complete = _parameters(definition)
-        shapes, call = Shapes(self.caller_shapes or self.shapes, parameters), self._caller(registered, parameters)
-        adapter, unsupported, prefer = self.adapter, self.unsupported_reason, self.prefer_definition
+        parameters = list(inspect.signature(definition).parameters)
+        shapes = Shapes(self.caller_shapes or self.shapes, parameters)
+        adapter, unsupported, expand, kept = self.adapter, self.unsupported, self.expand, self.kept
+        several = " " in self.results
+        at = 0 if expand is None else parameters.index(next(iter(expand.types)))
         same = self.same_dtype.split()
         first, *others = [parameters.index(name) for name in same] or [0]
-        count, all_have_shapes = len(parameters), shapes.positions == list(range(len(parameters)))
+        all_have_shapes = shapes.positions == list(range(len(parameters)))
         differ = f"{', '.join(same[:-1])} and {''.join(same[-1:])} differ in dtype"
 
-        def fast(*args: Any, **kwargs: Any) -> Any:
-            args = complete(args, kwargs)
-            return call(*args) if adapter is None else adapter(call, *args)
+        def call(*args: Any) -> Any:
+            if expand is not None:
+                args = *args[:at], *expand.split(args[at], args[0]), *args[at + 1 :]
+            out = registered(*args, torch.is_grad_enabled()) if kept else registered(*args)
+            return out[0] if several else out
 
-        def unsupported_reason(*args: Any, **kwargs: Any) -> str | None:
+        def fast(given: Any) -> Any:
+            return call(*given) if adapter is None else adapter(call, given)
+
+        def why_not(given: Any) -> str | None:
             """Return why the fast way does not take these arguments, or None: first what all operations share."""
-            # This runs at every call on a GPU, beside kernels of a few microseconds: no step that can be left out.
-            if kwargs or len(args) != count:
-                args = complete(args, kwargs)
-            given = args if all_have_shapes else [args[i] for i in shapes.positions]
-            reason = unsupported_device(given) or shapes.unsupported_reason(given)
+            shaped = given if all_have_shapes else [given[i] for i in shapes.positions]
+            reason = unsupported_device(shaped) or shapes.unsupported_reason(shaped)
             if reason is not None:
                 return reason
             for i in others:
-                if args[i].dtype != args[first].dtype:
+                if given[i].dtype != given[first].dtype:
                     return differ
-            return None if unsupported is None else unsupported(*args)
+            return None if unsupported is None else unsupported(given)
 
-        def prefer_definition(*args: Any, **kwargs: Any) -> bool:
-            assert prefer is not None
-            return prefer(*(complete(args, kwargs) if kwargs else args))
+        return Op(definition, fast, why_not, self.prefer_definition)
 
-        return Op(definition, fast, unsupported_reason, None if prefer is None else prefer_definition)
+
+def _kind(name: str, hint: Any) -> int:
+    """Return where an operand of a backward operation stands: `grad`, tensors, numbers, what is wanted."""
+    if name == "grad":
+        return 0
+    return 1 if hint in (Tensor, Tensor | None) else 3 if name.endswith("_wanted") else 2
 
 
 def _registered(name: str) -> Registered:
     """Return the overload of torch.ops.warpfold, which is called faster than the name that stands for all overloads."""
     overload: Registered = getattr(torch.ops.warpfold, name).default
     return overload
-
-
-def _parameters(definition: Callable[..., Any]) -> tuple[list[str], Callable[..., tuple[Any, ...]]]:
-    """Return the names of a definition's parameters, and a function that makes (args, kwargs) one value for each."""
-    signature = inspect.signature(definition)
-    names = list(signature.parameters)
-    by_name = {p.name: p.default for p in signature.parameters.values() if p.default is not p.empty}
-    defaults, least = tuple(by_name.values()), len(names) - len(by_name)
-
-    def complete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        if not kwargs and least <= len(args) <= len(names):  # the quickest way, as nearly always
-            return args + defaults[len(args) - least :]
-        rest, values = names[len(args) :], {**by_name, **kwargs}
-        if all(name in values for name in rest) and all(name in rest for name in kwargs):
-            return (*args, *(values[name] for name in rest))
-        return signature.bind(*args, **kwargs).args  # raises the TypeError that a call of the definition would
-
-    return names, complete

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import backend, faster_on_cpu
+from warpfold.ops.dispatch import Operands, backend, faster_on_cpu
 from warpfold.ops.norm import EPS
 from warpfold.ops.register import register
 from warpfold.ops.shapes import Sizes
-from warpfold.ops.tensors import empty_like, empty_parameters, upcast_half
+from warpfold.ops.tensors import upcast_half
 
 # relu: of each output of `up` (AlphaFold2).  swiglu: silu of the first half of them, times the second half (Shazeer,
 # 2020; AlphaFold3, Algorithm 11).
@@ -25,37 +25,32 @@ GATED_CHANNELS = 256
 HALVES: Mapping[str, int] = {"relu": 1, "swiglu": 2}  # how many outputs of `up` make one number of the hidden layer
 
 
-def _check_hidden(op: str, sizes: Sizes, operands: Mapping[str, Any]) -> None:
-    halves, hidden = HALVES.get(operands["activation"]), operands["down"].shape[1]
+def _check_hidden(op: str, sizes: Sizes, t: Operands) -> None:
+    halves, hidden = HALVES.get(t.activation), t.down.shape[1]
     if halves is None:
-        raise ValueError(f"{op}: activation is {operands['activation']!r}, not one of {', '.join(HALVES)}")
+        raise ValueError(f"{op}: activation is {t.activation!r}, not one of {', '.join(HALVES)}")
     if sizes["u"] != halves * hidden:
-        raise ValueError(f"{op}: up is {list(operands['up'].shape)}, not [u, c] = {[halves * hidden, sizes['c']]}")
+        raise ValueError(f"{op}: up is {list(t.up.shape)}, not [u, c] = {[halves * hidden, sizes['c']]}")
 
 
-def _unsupported_sizes(*args: Any) -> str | None:
-    x, up, down, activation = args[0], args[3], args[5], args[-1]
-    if activation not in HALVES or up.shape[0] != HALVES[activation] * down.shape[1]:
+def _unsupported_sizes(t: Any) -> str | None:
+    if t.activation not in HALVES or t.up.shape[0] != HALVES[t.activation] * t.down.shape[1]:
         return "up and down do not fit together"
-    gated = activation == "swiglu" and x.element_size() == 2
+    gated = t.activation == "swiglu" and t.x.element_size() == 2
     most = GATED_CHANNELS if gated else CHANNELS
-    if backend(x) == "triton" and x.shape[-1] > most:
-        return f"{x.shape[-1]} channels{', SwiGLU' if gated else ''} (kernels are for {most} at most)"
+    if backend(t.x) == "triton" and t.x.shape[-1] > most:
+        return f"{t.x.shape[-1]} channels{', SwiGLU' if gated else ''} (kernels are for {most} at most)"
     return None
 
 
 @register(
     shapes="x [*, c], norm_weight [c], norm_bias [c], up [u, c], up_bias [u], down [c, n], down_bias [c], grad [*, c]",
-    empty=lambda x, *_: empty_like(x),
     keeps="x norm_weight norm_bias up up_bias down down_bias residual eps activation",
     gradients="x norm_weight norm_bias up up_bias down down_bias",
-    empty_gradients=lambda grad, x, *kept: (empty_like(x), *empty_parameters(*kept[:6])),
     check=_check_hidden,
-    unsupported_reason=_unsupported_sizes,
+    unsupported=_unsupported_sizes,
     # Decided by the hidden layer.
-    prefer_definition=lambda x, norm_weight, norm_bias, up, *_: faster_on_cpu(
-        x, x.numel() // max(1, x.shape[-1]) * up.shape[0], 2**22
-    ),
+    prefer_definition=lambda t: faster_on_cpu(t.x, t.x.numel() // max(1, t.x.shape[-1]) * t.up.shape[0], 2**22),
 )
 def transition(
     x: Tensor,

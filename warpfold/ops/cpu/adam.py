@@ -4,47 +4,33 @@ Blocks that stay in cache were no faster: 1.00 times this on one core at 2^17 nu
 on two, as each operation on a block has its threads meet (8 million numbers, 2026-11-22).
 """
 
-from torch import Tensor
 from torch.optim.adam import adam
 
+from warpfold.ops.dispatch import Operands
 
-def adam_step(
-    weights: Tensor,
-    gradient: Tensor,
-    moment1: Tensor,
-    moment2: Tensor,
-    average: Tensor,
-    packed: Tensor | None,
-    used: Tensor,
-    scale: Tensor,
-    rate: Tensor,
-    steps: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    decay: float,
-) -> None:
+
+def adam_step(t: Operands) -> None:
     """Compute warpfold::adam_step."""
-    if not used:  # on a CPU reading a number waits for nothing
+    if not t.used:  # on a CPU reading a number waits for nothing
         return
-    if scale != 1:
-        gradient.mul_(scale)
+    if t.scale != 1:
+        t.gradient.mul_(t.scale)
     adam(
-        [weights],
-        [gradient],
-        [moment1],
-        [moment2],
+        [t.weights],
+        [t.gradient],
+        [t.moment1],
+        [t.moment2],
         [],
-        [steps - 1],  # torch counts the step itself, in this copy
+        [t.steps - 1],  # torch counts the step itself, in this copy
         fused=True,
         amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=float(rate),
+        beta1=t.beta1,
+        beta2=t.beta2,
+        lr=float(t.rate),
         weight_decay=0.0,
-        eps=eps,
+        eps=t.eps,
         maximize=False,
     )
-    average.lerp_(weights, 1 - decay)
-    if packed is not None:
-        packed.copy_(weights)
+    t.average.lerp_(t.weights, 1 - t.decay)
+    if t.packed is not None:
+        t.packed.copy_(t.weights)

@@ -2,6 +2,12 @@
 
 All in powers of two, which cost a third of powers of e: logits and biases are scaled by log2(e) on the way.  Products
 are in the dtype of q, everything between them in fp32 (fp64 for fp64).  docs/decisions/0011 has the figures.
+
+Gated attention on a CPU, a few rows at a time, from the norm to the new residual: what lies between stays in cache.
+
+Forward: torch's fused kernel makes the attention of a block of rows in one parallel region.  Backward: a row's
+projections are turned once, to [output, position]; then q, k, v, the gate and their gradients are matrices that lie one
+behind the other, products write them where the projection's backward pass reads them, and no head is copied.
 """
 
 import math
@@ -10,90 +16,89 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from warpfold.ops.attention import empty_bias, empty_lse, empty_out
-from warpfold.ops.dispatch import alike
-from warpfold.ops.tensors import empty_like
+from warpfold.ops.attention import empty_bias, empty_given_bias, empty_layer_lse, empty_lse, empty_out, empty_rows
+from warpfold.ops.cpu.blocks import accumulate, examples, gate_values, put, row_slices, rows, writable
+from warpfold.ops.cpu.gate import drawn_factors
+from warpfold.ops.cpu.norm import parameter_gradients
+from warpfold.ops.dispatch import Operands, alike
+from warpfold.ops.norm import empty_statistics
+from warpfold.ops.tensors import accumulation_dtype, empty_like
 
 BLOCK = 2**20  # logits of a block: 4 MiB in fp32; the backward pass has two such, of half as many
 LOG2E = 1 / math.log(2)
+FORWARD, BACKWARD = 1024, 512  # of gated_attention: positions of a block, at least a row
+LOGITS = 2**18  # that its backward pass computes at a time: 1 MiB in fp32, twice
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention(t: Operands) -> tuple[Tensor, Tensor]:
     """Compute warpfold::attention."""
-    out, lse = empty_out(q, v), empty_lse(q)
-    work = _Blocks(q, k, mask, bias, lse.dtype, BLOCK)
-    values, o = work.buffer(v), work.buffer(out)
-    for batch, rows in alike(work.indices()):
-        p = work.logits(batch, rows, None)
+    out, lse = empty_out(t.q, t.v), empty_lse(t.q)
+    work = _Blocks(t, lse.dtype, BLOCK)
+    values, o = work.buffer(t.v), work.buffer(out)
+    for batch, some in alike(work.indices()):
+        p = work.logits(batch, some, None)
         m_i = p.amax(-1, keepdim=True)
         no_key = m_i == float("-inf")
-        if work.attend_alike(p, batch, rows, no_key) is not None:
+        if work.attend_alike(p, batch, some, no_key) is not None:
             m_i = p.amax(-1, keepdim=True)
         p.sub_(m_i).exp2_()
         l_i = p.sum(-1, keepdim=True)
-        vb = _heads_first(v[batch, rows], values)
+        vb = _heads_first(t.v[batch, some], values)
         acc = torch.bmm(work.in_dtype_of_q(p), vb, out=o[: len(vb)]).unflatten(0, p.shape[:2])
-        torch.div(acc, l_i, out=out[batch, rows].transpose(1, 2))
-        torch.add(m_i, l_i.log2_(), out=lse[batch, rows][..., None]).mul_(math.log(2))
-        lse[batch, rows].masked_fill_(no_key[..., 0], float("inf"))
+        torch.div(acc, l_i, out=out[batch, some].transpose(1, 2))
+        torch.add(m_i, l_i.log2_(), out=lse[batch, some][..., None]).mul_(math.log(2))
+        lse[batch, some].masked_fill_(no_key[..., 0], float("inf"))
     return out, lse
 
 
-def attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    bias_wanted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def attention_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::attention_backward."""
-    dq, dk, dv, dbias = empty_like(q), empty_like(k), empty_like(v), empty_bias(bias, bias_wanted, q)
+    q, v, lse = t.q, t.v, t.lse
+    dq, dk, dv, dbias = empty_like(q), empty_like(t.k), empty_like(v), empty_bias(t.bias, t.bias_wanted, q)
     dbias_acc = torch.zeros_like(dbias, dtype=lse.dtype)
     scale = q.shape[-1] ** -0.5
-    work = _Blocks(q, k, mask, bias, lse.dtype, BLOCK // 2)
-    values, douts, dps = work.buffer(v), work.buffer(out), work.logits_buffer()
-    dqs, dks, dvs = work.buffer(q), work.buffer(k), work.buffer(v)
-    for batch, rows in alike(work.indices()):
-        no_key = (lse[batch, rows] == float("inf"))[..., None]
-        p = work.logits(batch, rows, lse)
-        same = work.attend_alike(p, batch, rows, no_key)
+    work = _Blocks(t, lse.dtype, BLOCK // 2)
+    values, douts, dps = work.buffer(v), work.buffer(t.out), work.logits_buffer()
+    dqs, dks, dvs = work.buffer(q), work.buffer(t.k), work.buffer(v)
+    for batch, some in alike(work.indices()):
+        no_key = (lse[batch, some] == float("inf"))[..., None]
+        p = work.logits(batch, some, lse)
+        same = work.attend_alike(p, batch, some, no_key)
         p.exp2_()
         # `lse` was rounded, so the weights do not quite add up to 1: divide by their sum, in the gradient.
         total = p.sum(-1, keepdim=True).transpose(1, 2)
-        db = grad[batch, rows] / total
-        vb, do = _heads_first(v[batch, rows], values), _heads_first(db, douts)
+        db = t.grad[batch, some] / total
+        vb, do = _heads_first(v[batch, some], values), _heads_first(db, douts)
         qb, kb, n = work.queries[: len(do)], work.keys[: len(do)], p.shape[:2]
         dvb = torch.bmm(work.in_dtype_of_q(p).mT, do, out=dvs[: len(do)])
-        dv[batch, rows].transpose(1, 2).copy_(dvb.unflatten(0, n))
-        delta = (db * out[batch, rows]).sum(-1).transpose(1, 2)[..., None]
+        dv[batch, some].transpose(1, 2).copy_(dvb.unflatten(0, n))
+        delta = (db * t.out[batch, some]).sum(-1).transpose(1, 2)[..., None]
         ds = work.product(do, vb.mT, dps).unflatten(0, n).sub_(delta).mul_(p)
         if same is not None:
             ds.masked_fill_(same, 0)
-        if bias_wanted:
+        if t.bias_wanted:
             for row in ds:
                 dbias_acc[batch] += row
         ds = work.in_dtype_of_q(ds)
         dqb = dqs[: len(do)].baddbmm_(ds, kb, beta=0, alpha=scale)
-        dq[batch, rows].transpose(1, 2).copy_(dqb.unflatten(0, n))
+        dq[batch, some].transpose(1, 2).copy_(dqb.unflatten(0, n))
         dkb = dks[: len(do)].baddbmm_(ds.mT, qb, beta=0, alpha=scale)
-        dk[batch, rows].transpose(1, 2).copy_(dkb.unflatten(0, n))
+        dk[batch, some].transpose(1, 2).copy_(dkb.unflatten(0, n))
     return dq, dk, dv, dbias.copy_(dbias_acc)
 
 
 class _Blocks:
     """Blocks of rows, and the memory that all of them use in turn."""
 
-    def __init__(self, q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None, acc: torch.dtype, logits: int) -> None:
-        self.q, self.k, self.dtype = q, k, acc
+    def __init__(self, t: Operands, acc: torch.dtype, logits: int) -> None:
+        q, k = self.q, self.k = t.q, t.k
+        self.dtype = acc
         _, rows, queries, heads, _ = q.shape
         self.size = min(rows, max(1, logits // (queries * heads * k.shape[2])))
-        self.masked_keys = mask == 0
+        self.masked_keys = t.mask == 0
         self.any_masked = bool(self.masked_keys.any())
-        self.bias = None if bias is None else (bias.to(acc) * LOG2E).contiguous()
+        self.bias = None if t.bias is None else (t.bias.to(acc) * LOG2E).contiguous()
         self.queries, self.keys, self.full = self.buffer(q), self.buffer(k), self.logits_buffer()
         self.half = self.full if q.dtype == acc else torch.empty_like(self.full, dtype=q.dtype)
 
@@ -172,3 +177,286 @@ def _heads_first(x: Tensor, into: Tensor) -> Tensor:
     part = into[: rows * heads]
     part.unflatten(0, (rows, heads)).copy_(x.transpose(1, 2))
     return part
+
+
+def gated_attention(t: Operands) -> tuple[Tensor, ...]:
+    """Compute warpfold::gated_attention; of the projections nothing is kept."""
+    x = t.x
+    out, f = empty_like(x), drawn_factors(x, t)
+    saved: tuple[Tensor, ...] = tuple(x.new_empty(0) for _ in range(5))
+    if t.kept:
+        projected, attended = (empty_rows(x, channels) for channels in (len(t.weight), t.out_weight.shape[1]))
+        saved = (projected, *empty_statistics(x), attended, empty_layer_lse(x, t.heads))
+    of = _Parameters(t)
+    for at in examples(x):
+        own = of.bias_of(x[at], t.eps) if of.makes_bias else None
+        keys = _Keys(t.mask[at], own if t.bias is None else t.bias[at], accumulation_dtype(x))
+        for some in row_slices(x.shape[-3], x.shape[-2], FORWARD):
+            kept_here = [each[at][some] for each in saved] if t.kept else []
+            xb, yb, fb = x[at][some], out[at][some], None if f is None else f[at][some]
+            (n, k_len, c), i = xb.shape, of.inner
+            xs = rows(xb)
+            normed, mean, scale = torch.native_layer_norm(xs, [c], of.norm_weight, of.norm_bias, t.eps)
+            # What is kept of the projections is made where it is kept; else without the bias, which was made before.
+            if t.kept:
+                y = kept_here[0].flatten(0, 1)
+                torch.mm(normed, of.weight.t(), out=y)
+            else:
+                y = torch.mm(normed, of.weight[: 4 * i].t())
+            if of.gate_bias is not None:
+                y[:, : len(of.gate_bias)] += of.gate_bias[: y.shape[1]]
+            q, k, v = (y[:, j * i : (j + 1) * i].view(n, k_len, of.heads, -1).transpose(1, 2) for j in (1, 2, 3))
+            added, no_key = keys.added(some, of.heads)
+            o, lse = flash(q, k, v, 0.0, False, attn_mask=added)
+            if no_key is not None:
+                alike = keys.masked[some].to(v.dtype)
+                mean_v = (alike[:, None, None] / alike.sum(-1)[:, None, None, None]) @ v  # [n, h, 1, d]
+                o, lse = torch.where(no_key, mean_v, o), lse.masked_fill(no_key[..., 0], float("inf"))
+            o = o.transpose(1, 2).reshape(n * k_len, i)
+            gated = gate_values(y[:, :i]).mul_(o)
+            results = writable(yb)
+            if fb is None and t.residual:
+                torch.addmm(xs if of.out_bias is None else xs + of.out_bias, gated, of.out_weight.t(), out=results)
+            else:
+                torch.mm(gated, of.out_weight.t(), out=results)
+                if of.out_bias is not None:
+                    results += of.out_bias
+                if fb is not None:
+                    results.mul_(rows(fb))
+                if t.residual:
+                    results += xs
+            put(yb, results)
+            if t.kept:
+                for block, values in zip(kept_here[1:], (mean, scale, o, lse)):
+                    block.copy_(values.view(block.shape))
+    return out, *saved
+
+
+def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
+    """Compute warpfold::gated_attention_backward; the gradients of the norm from one product, as in norm.py."""
+    f = drawn_factors(t.grad, t)
+    of = _Parameters(t)
+    sums, whole_dx, length, own = _Sums(of), empty_like(t.x), t.x.shape[-2], of.makes_bias
+    dbias = empty_given_bias(t.x, t.bias, t.bias_wanted)
+    for at in examples(t.x):
+        grad, x, dx, bias_at = t.grad[at], t.x[at], whole_dx[at], None if t.bias is None else t.bias[at]
+        y, mean, scale, attended, lse = t.y[at], t.mean[at], t.scale[at], t.attended[at], t.lse[at]
+        keys = _Keys(t.mask[at], y[..., 4 * of.inner :].movedim(-1, 0) if own else bias_at, lse.dtype)
+        heads = _HeadsBackward(keys, of, length, own or t.bias_wanted)
+        beside = grad if t.residual else None
+        for some in row_slices(x.shape[0], length, BACKWARD):
+            g = grad[some] if f is None else grad[some] * f[at][some]
+            xs = rows(x[some]).contiguous()
+            h = of.standard(xs, mean[some], scale[some]).to(x.dtype)
+            dn = heads.backward(h, g, y[some], attended[some], lse[some], some.start, sums)
+            if own:  # the norm waits until the bias' gradient is known
+                dx[some] = dn.view(g.shape)
+            else:
+                _through_norm(dn, xs, mean[some], scale[some], beside, some, dx, of)
+        if own:
+            assert heads.dbias is not None
+            outputs = slice(4 * of.inner, None)
+            for some in row_slices(x.shape[0], length, FORWARD):
+                xs, db = rows(x[some]).contiguous(), heads.dbias[:, some].flatten(1).to(x.dtype)  # [h, positions]
+                accumulate(sums.product[outputs], db.t(), of.standard(xs, mean[some], scale[some]).to(x.dtype))
+                sums.total[outputs] += db.sum(1, dtype=sums.total.dtype)
+                dn = torch.addmm(rows(dx[some]), db.t(), of.weight[outputs])
+                _through_norm(dn, xs, mean[some], scale[some], beside, some, dx, of)
+        if t.bias is not None and t.bias_wanted:
+            assert heads.dbias is not None
+            dbias[at] = heads.dbias
+    return whole_dx, *sums.gradients(t), dbias
+
+
+def _through_norm(
+    dn: Tensor,
+    xs: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    beside: Tensor | None,
+    some: slice,
+    dx: Tensor,
+    of: "_Parameters",
+) -> None:
+    """Write some rows of dx: the gradient that reaches x through its norm, plus `beside`; dn, xs [positions, c]."""
+    statistics = rows(mean[..., None]).contiguous(), rows(scale[..., None]).contiguous()
+    one = torch.ones_like(of.norm_weight)
+    found, _, _ = torch.ops.aten.native_layer_norm_backward(
+        dn, xs, [xs.shape[-1]], *statistics, of.norm_weight, one, [True, False, False]
+    )
+    found = found.view(dx[some].shape)
+    if beside is None:
+        dx[some] = found
+    else:
+        torch.add(beside[some], found, out=dx[some])
+
+
+class _Parameters:
+    """The parameters, in the dtype in which the products are made; the norm's in that of its statistics."""
+
+    def __init__(self, t: Operands) -> None:
+        acc, dtype, self.heads, self.inner = accumulation_dtype(t.x), t.x.dtype, t.heads, t.out_weight.shape[1]
+        self.norm_weight, self.norm_bias = t.norm_weight.to(acc), None if t.norm_bias is None else t.norm_bias.to(acc)
+        self.weight, self.out_weight = t.weight.to(dtype), t.out_weight.to(dtype)
+        self.gate_bias, self.out_bias = (None if b is None else b.to(dtype) for b in (t.gate_bias, t.out_bias))
+        self.makes_bias = len(t.weight) > 4 * self.inner
+
+    def standard(self, xs: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+        """Return (xs - mean) scale, of [positions, c], in the dtype of the statistics."""
+        return (xs.to(mean.dtype) - mean.reshape(-1, 1)).mul_(scale.reshape(-1, 1))
+
+    def bias_of(self, x: Tensor, eps: float) -> Tensor:
+        """Return the bias that the weight makes of x [K, K, c], [h, K, K]."""
+        (r, length, c), first = x.shape, 4 * self.inner
+        bias = x.new_empty(self.heads, r, length)
+        for some in row_slices(r, length, FORWARD):
+            normed, _, _ = torch.native_layer_norm(rows(x[some]), [c], self.norm_weight, self.norm_bias, eps)
+            made = torch.mm(self.weight[first:], normed.t())
+            if self.gate_bias is not None and len(self.gate_bias) > first:
+                made[: len(self.gate_bias) - first] += self.gate_bias[first:, None]
+            bias[:, some] = made.view(self.heads, -1, length)
+        return bias
+
+
+class _Sums:
+    """The sums over all positions that the gradients of the parameters are made of."""
+
+    def __init__(self, of: _Parameters) -> None:
+        self.of, like = of, of.norm_weight
+        self.product, self.out_product = like.new_zeros(of.weight.shape), like.new_zeros(of.out_weight.shape)
+        self.total, self.out_total = like.new_zeros(len(of.weight)), like.new_zeros(len(of.out_weight))
+
+    def gradients(self, t: Operands) -> tuple[Tensor, ...]:
+        """Return those of norm_weight, norm_bias, weight and gate_bias, and of out_weight and out_bias."""
+        of_bias = self.out_total[:0] if t.out_bias is None else self.out_total
+        of_out = zip((self.out_product, of_bias), (t.out_weight, t.norm_weight if t.out_bias is None else t.out_bias))
+        of_norm = parameter_gradients(self.product, self.total, t.norm_weight, t.norm_bias, t.weight, t.gate_bias)
+        return *of_norm, *(total.to(accumulation_dtype(p)) for total, p in of_out)
+
+
+class _Keys:
+    """Which keys a query attends to, and its bias: mask [R, K], bias [h, K, K] of one example."""
+
+    def __init__(self, mask: Tensor, bias: Tensor | None, acc: torch.dtype) -> None:
+        self.masked = mask == 0
+        self.rows_masked: list[bool] = (
+            self.masked.any(-1).cpu().tolist()
+        )  # to the host: of tensors without memory nothing is read
+        self.bias = None if bias is None else bias.to(acc).contiguous()
+        self.less = torch.zeros(mask.shape, dtype=acc).masked_fill_(self.masked, float("-inf"))
+        # Whether a query may have no key though its row has some.
+        self.infinite = any(self.rows_masked) and bias is not None and bool((bias == float("-inf")).any())
+
+    def added(self, some: slice, heads: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return what is added to the logits [n, h, Q, K], and which queries have no key to attend to [n, h, Q, 1]."""
+        n, length = self.masked[some].shape
+        shape = n, heads, length, length
+        if not any(self.rows_masked[some]):
+            return None if self.bias is None else self.bias.expand(shape), None
+        less = self.less[some][:, None, None]
+        added = less if self.bias is None else self.bias + less
+        no_key = self.masked[some].all(-1)[:, None, None, None]
+        if self.infinite:
+            no_key = added.amax(-1, keepdim=True) == float("-inf")
+        return added.expand(shape), no_key if bool(no_key.any()) else None
+
+
+class _HeadsBackward:
+    """The backward pass of the attention of each row, and the memory that rows use in turn."""
+
+    def __init__(self, keys: _Keys, of: _Parameters, length: int, bias_wanted: bool) -> None:
+        like, self.keys, self.of, self.heads = keys.less, keys, of, of.heads
+        self.at_a_time = max(1, min(of.heads, LOGITS // length**2))
+        # One, unless all of its heads are computed at once.
+        self.rows = max(1, min(BACKWARD // length, LOGITS // (of.heads * length**2)))
+        self.p, self.ds = (like.new_empty(self.rows * self.at_a_time, length, length) for _ in range(2))
+        narrow = of.weight.dtype
+        self.half = None if narrow == like.dtype else torch.empty_like(self.p, dtype=narrow)
+        width = of.inner // of.heads
+        self.gradients = like.new_empty(3, self.rows, of.heads, width, length, dtype=narrow)  # of q, k and v
+        self.bias = None if keys.bias is None else keys.bias * LOG2E
+        self.dbias = like.new_zeros(of.heads, length, length) if bias_wanted else None
+
+    def backward(
+        self, h: Tensor, g: Tensor, y: Tensor, attended: Tensor, lse: Tensor, first: int, sums: "_Sums"
+    ) -> Tensor:
+        """Return the gradient of a block of normalised rows, [n K, c], but for what their bias brings.
+
+        h [n K, c]: the rows before the norm's weight; g [n, K, c]: the gradient of the output projection; first: the
+        number of the first row.
+        """
+        of, (n, length, i), acc, g = self.of, attended.shape, lse.dtype, rows(g)
+        projected = y[..., : 4 * i].flatten(0, 1).t().contiguous()  # [4 i, positions]
+        o, s = attended.flatten(0, 1).t().contiguous().to(acc), torch.sigmoid(projected[:i].to(acc))
+        do = torch.mm(of.out_weight.t(), g.t()).to(acc).mul_(s)
+        accumulate(sums.out_product, g, (s * o).to(g.dtype).t())
+        sums.out_total += g.sum(0, dtype=acc)
+        through = o.mul_(do)
+        delta = through.unflatten(0, (self.heads, -1)).sum(1, keepdim=True)
+        dy = torch.empty_like(projected)
+        dy[:i] = through.mul_(s.neg_().add_(1))
+        turned = [t.view(self.heads, -1, n, length).transpose(0, 2) for t in (*projected[i:].chunk(3), do, delta)]
+        gradients = dy[i:].view(3, self.heads, -1, n, length).transpose(1, 3)  # each of these [n, d, h, K]
+        for some in row_slices(n, length, length * self.rows):
+            q, k, v, do, d = (t[some].transpose(1, 2) for t in turned)  # [rows, h, d, K]
+            self.group(q, k, v, do, d, lse[some], first + some.start)
+            gradients[:, some] = self.gradients[:, : some.stop - some.start].transpose(2, 3)
+        sums.total[: 4 * i] += dy.sum(1, dtype=acc)
+        accumulate(sums.product[: 4 * i], dy.t(), h)
+        return torch.mm(dy.t(), of.weight[: 4 * i])
+
+    def group(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, delta: Tensor, lse: Tensor, first: int) -> None:
+        """Compute `gradients` of some rows and add to that of the bias.
+
+        q, k, v, do [n, h, d, K], delta [n, h, 1, K], lse [n, h, K]; do and delta: of the attention's output.
+        """
+        n, scale, lse = len(q), q.shape[2] ** -0.5, lse[..., None]
+        for start in range(0, self.heads, self.at_a_time):
+            some = slice(start, start + self.at_a_time)
+            qs, ks, vs = (t[:, some].flatten(0, 1) for t in (q, k, v))  # views, for one row
+            dq, dk, dv = (t[:n, some].flatten(0, 1) for t in self.gradients)
+            p, alike = self._weights(slice(first, first + n), qs, ks, lse[:, some], some)
+            # `lse` was rounded, so the weights do not quite add up to 1: divide by their sum, in the gradient.
+            total = p.sum(-1)[:, None]
+            do_ = do[:, some].flatten(0, 1).div(total).to(q.dtype)
+            torch.bmm(do_, self._narrow(p), out=dv)
+            ds = self.ds[: len(p)]
+            if self.half is None:
+                torch.bmm(do_.mT, vs, out=ds)
+            else:
+                ds.copy_(torch.bmm(do_.mT, vs, out=self.half[: len(p)]))
+            ds.sub_(delta[:, some].flatten(0, 1).div(total).mT).mul_(p)
+            if alike is not None:
+                ds.masked_fill_(alike, 0)
+            if self.dbias is not None:
+                self.dbias[some] += ds if n == 1 else ds.unflatten(0, (n, -1)).sum(0)
+            ds = self._narrow(ds)
+            dq.baddbmm_(ks, ds.mT, beta=0, alpha=scale)
+            dk.baddbmm_(qs, ds, beta=0, alpha=scale)
+
+    def _narrow(self, x: Tensor) -> Tensor:
+        """Return a block of the size of the logits in the dtype of the products."""
+        return x if self.half is None else self.half[: len(x)].copy_(x)
+
+    def _weights(self, group: slice, q: Tensor, k: Tensor, lse: Tensor, some: slice) -> tuple[Tensor, Tensor | None]:
+        """Return the weights of some rows, not yet divided by their sum, and which of them depend on no logit."""
+        keys, alike, no_key, less = self.keys, None, None, lse * LOG2E
+        p = self.p[: len(q)]
+        by_row = p.unflatten(0, less.shape[:2])
+        masked = any(keys.rows_masked[group])
+        if masked:
+            no_key = less == float("inf")
+            less = less.masked_fill(no_key, 0)
+        # Write bias - lse first and add the product to it: one pass over the block less.
+        if self.bias is None:
+            by_row.copy_(-less)
+        else:
+            torch.sub(self.bias[some], less, out=by_row)
+        p.baddbmm_(q.to(p.dtype).mT, k.to(p.dtype), alpha=q.shape[1] ** -0.5 * LOG2E)
+        if masked:
+            assert no_key is not None
+            by_row.add_(keys.less[group][:, None, None])
+            if bool(no_key.any()):
+                alike = (no_key & keys.masked[group][:, None, None]).flatten(0, 1)
+                p.masked_fill_(alike, 0)
+        return p.exp2_(), alike

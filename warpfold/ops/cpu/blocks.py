@@ -1,7 +1,8 @@
 """Blocks of positions: tensors [*, c] piece by piece, each small enough to stay in cache, in the order of memory."""
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,6 +23,17 @@ def blocks(like: Tensor, *tensors: Tensor, size: int | None = None) -> Iterator[
     turned = [t.permute(*ones, *order, t.dim() - 1)[(0,) * len(ones)] for t in tensors]
     for index in alike(_indices([like.shape[axis] for axis in order], size or POSITIONS)):
         yield [t[index] for t in turned]
+
+
+def examples(x: Tensor) -> Iterator[tuple[int, ...]]:
+    """Yield the index of each example among the leading axes of x [*, rows, length, c]."""
+    return itertools.product(*(range(size) for size in x.shape[:-3]))
+
+
+def row_slices(count: int, length: int, positions: int) -> Iterable[slice]:
+    """Yield slices of `count` rows of this length that have about so many positions, or a row each."""
+    size = max(1, positions // length)
+    return alike(slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def rows(block: Tensor) -> Tensor:

@@ -1,39 +1,37 @@
 """Dropout factors on a CPU: block by block, so that the rounds of the hash stay in cache."""
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import alike
+from warpfold.ops.dispatch import Operands, alike
 from warpfold.ops.noise import LOW, OF_STREAM, kept_factor
 
 BLOCK = 2**14  # elements
 
 
-def dropout_factors(
-    key: Tensor, stream: int, rate: float, shape: Sequence[int], strides: Sequence[int], offset: int, dtype: torch.dtype
-) -> Tensor:
+def dropout_factors(t: Operands) -> Tensor:
     """Compute warpfold::dropout_factors."""
-    first, second = key.cpu().tolist()
-    numbers = torch.full((1,) * len(shape), offset, dtype=torch.int64)
-    for axis, (size, stride) in enumerate(zip(shape, strides)):
+    shape = t.shape
+    first, second = t.key.cpu().tolist()
+    numbers = torch.full((1,) * len(shape), t.offset, dtype=torch.int64)
+    for axis, (size, stride) in enumerate(zip(shape, t.strides)):
         along = torch.arange(0, size * stride, stride) if stride else torch.zeros(size, dtype=torch.int64)
         numbers = numbers + along.view(size, *(1,) * (len(shape) - 1 - axis))
     flat = numbers.reshape(-1)  # our own, to be written over
-    out = torch.empty(flat.shape, dtype=dtype)
+    out = torch.empty(flat.shape, dtype=t.dtype)
     scratch = torch.empty(min(BLOCK, flat.numel()), dtype=torch.int64)
     # uniform >= rate, in whole numbers: a uniform number is 24 bits times 2^-24, compared in fp32.
-    least = math.ceil(float(torch.tensor(rate, dtype=torch.float32)) * 2**24) << 8
-    word = second + stream * OF_STREAM
+    least = math.ceil(float(torch.tensor(t.rate, dtype=torch.float32)) * 2**24) << 8
+    word = second + t.stream * OF_STREAM
     for start in alike(range(0, flat.numel(), BLOCK)):
         x = flat[start : start + BLOCK]
         spare = scratch[: x.numel()]
         _mix(x.bitwise_xor_(first), spare)
         _mix(x.add_(word).bitwise_and_(LOW), spare)
         out[start : start + BLOCK].copy_(x >= least)
-    return out.mul_(kept_factor(rate, dtype)).view(list(shape))
+    return out.mul_(kept_factor(t.rate, t.dtype)).view(list(shape))
 
 
 def _mix(x: Tensor, spare: Tensor) -> None:

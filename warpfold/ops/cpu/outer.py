@@ -9,35 +9,33 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate
-from warpfold.ops.dispatch import alike
+from warpfold.ops.dispatch import Operands, alike
 from warpfold.ops.tensors import accumulation_dtype
 
 PRODUCTS = 2**21  # numbers of a block
 
 
-def outer_product(
-    a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor, bias_divided: bool
-) -> Tensor:
+def outer_product(t: Operands) -> Tensor:
     """Compute warpfold::outer_product."""
-    out = a.new_empty(a.shape[0], a.shape[2], b.shape[2], weight.shape[0])
-    w, narrow = weight.to(a.dtype).t(), None if bias is None else bias.to(a.dtype)
-    for batch, rows in alike(_blocks(a, b)):
+    a = t.a
+    out = a.new_empty(a.shape[0], a.shape[2], t.b.shape[2], t.weight.shape[0])
+    w, narrow = t.weight.to(a.dtype).t(), None if t.bias is None else t.bias.to(a.dtype)
+    for batch, rows in alike(_blocks(a, t.b)):
         results = out[batch, rows].flatten(0, 1)
-        products = _products(a[batch, :, rows], b[batch])
-        if narrow is None or not bias_divided:
+        products = _products(a[batch, :, rows], t.b[batch])
+        if narrow is None or not t.bias_divided:
             torch.mm(products, w, out=results)
         else:
             torch.addmm(narrow, products, w, out=results)
-        results.div_(count[batch, rows].flatten(0, 1).to(a.dtype))
-        if narrow is not None and not bias_divided:
+        results.div_(t.count[batch, rows].flatten(0, 1).to(a.dtype))
+        if narrow is not None and not t.bias_divided:
             results += narrow
     return out
 
 
-def outer_product_backward(
-    grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor, bias_divided: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def outer_product_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::outer_product_backward."""
+    a, b, weight = t.a, t.b, t.weight
     dtype = accumulation_dtype(a)
     da, db = a.new_empty(a.shape), b.new_zeros(b.shape, dtype=dtype)
     dweight, dbias = (weight.new_zeros(shape, dtype=dtype) for shape in (weight.shape, weight.shape[:1]))
@@ -45,15 +43,15 @@ def outer_product_backward(
     narrow = weight.to(a.dtype)
     for batch, rows in alike(_blocks(a, b)):
         some = a[batch, :, rows]
-        whole = grad[batch, rows].flatten(0, 1)
-        g = whole / count[batch, rows].flatten(0, 1).to(a.dtype)
+        whole = t.grad[batch, rows].flatten(0, 1)
+        g = whole / t.count[batch, rows].flatten(0, 1).to(a.dtype)
         accumulate(dweight, g, _products(some, b[batch]))
-        dbias += (g if bias_divided else whole).sum(0, dtype=dtype)
+        dbias += (g if t.bias_divided else whole).sum(0, dtype=dtype)
         # [i j, c d] -> [i c, j d]
         turned = torch.mm(g, narrow).view(-1, j, c, d).transpose(1, 2).reshape(-1, j * d)
         da[batch, :, rows] = (b[batch].flatten(1) @ turned.t()).view(s, -1, c)
         accumulate(db[batch].flatten(1), some.flatten(1).t(), turned)
-    of_bias = dbias[:0] if bias is None else dbias.to(accumulation_dtype(bias))
+    of_bias = dbias[:0] if t.bias is None else dbias.to(accumulation_dtype(t.bias))
     return da, db.to(b.dtype), dweight.to(accumulation_dtype(weight)), of_bias
 
 

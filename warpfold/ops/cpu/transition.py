@@ -8,79 +8,66 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.ops.cpu.blocks import accumulate, blocks, put, rows, writable
+from warpfold.ops.dispatch import Operands
 from warpfold.ops.tensors import accumulation_dtype, empty_like
 from warpfold.ops.transition import HALVES
 
 HIDDEN = 2**20  # numbers of the hidden layer in a block
 
 
-def transition(
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    residual: bool,
-    eps: float,
-    activation: str,
-) -> Tensor:
+def transition(t: Operands) -> Tensor:
     """Compute warpfold::transition."""
+    x = t.x
     y, dtype = empty_like(x), accumulation_dtype(x)
-    nw, nb = norm_weight.to(dtype), _cast(norm_bias, dtype)
-    w1, b1, w2, b2 = up.to(x.dtype).t(), _cast(up_bias, x.dtype), down.to(x.dtype).t(), _cast(down_bias, x.dtype)
-    for xb, yb in blocks(x, x, y, size=_size(up)):
+    nw, nb = t.norm_weight.to(dtype), _cast(t.norm_bias, dtype)
+    w1, b1, w2, b2 = (
+        t.up.to(x.dtype).t(),
+        _cast(t.up_bias, x.dtype),
+        t.down.to(x.dtype).t(),
+        _cast(t.down_bias, x.dtype),
+    )
+    for xb, yb in blocks(x, x, y, size=_size(t.up)):
         xs, results = rows(xb), writable(yb)
-        n, _, _ = torch.native_layer_norm(xs, x.shape[-1:], nw, nb, eps)
-        hidden = _in_place(_before(n, w1, b1, activation))
-        if residual and b2 is not None:
+        n, _, _ = torch.native_layer_norm(xs, x.shape[-1:], nw, nb, t.eps)
+        hidden = _in_place(_before(n, w1, b1, t.activation))
+        if t.residual and b2 is not None:
             torch.add(xs, b2, out=results).addmm_(hidden, w2)
         else:
-            _linear(hidden, w2, xs if residual else b2, results)
+            _linear(hidden, w2, xs if t.residual else b2, results)
         put(yb, results)
     return y
 
 
-def transition_backward(
-    grad: Tensor,
-    x: Tensor,
-    norm_weight: Tensor,
-    norm_bias: Tensor | None,
-    up: Tensor,
-    up_bias: Tensor | None,
-    down: Tensor,
-    down_bias: Tensor | None,
-    residual: bool,
-    eps: float,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def transition_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::transition_backward; the gradients of up and of the norm from one product, as in norm.py."""
+    x, up = t.x, t.up
     dx, dtype, c = empty_like(x), accumulation_dtype(x), x.shape[-1]
-    nw, nb, w = norm_weight.to(dtype), _cast(norm_bias, dtype), up.to(dtype)
-    one, narrow1, narrow2, b1 = torch.ones_like(nw), up.to(x.dtype), down.to(x.dtype), _cast(up_bias, x.dtype)
-    product, ddown = torch.zeros_like(w), torch.zeros_like(down, dtype=dtype)
+    nw, nb, w = t.norm_weight.to(dtype), _cast(t.norm_bias, dtype), up.to(dtype)
+    one, narrow1, narrow2, b1 = torch.ones_like(nw), up.to(x.dtype), t.down.to(x.dtype), _cast(t.up_bias, x.dtype)
+    product, ddown = torch.zeros_like(w), torch.zeros_like(t.down, dtype=dtype)
     dup_bias, ddown_bias = w.new_zeros(len(w)), w.new_zeros(c)
-    for xb, gb, dxb in blocks(x, x, grad, dx, size=_size(up)):
+    for xb, gb, dxb in blocks(x, x, t.grad, dx, size=_size(up)):
         xs, g = rows(xb), rows(gb)
-        n, mean, scale = torch.native_layer_norm(xs, [c], nw, nb, eps)
-        hidden, pre = _hidden(_before(n, narrow1.t(), b1, activation))
+        n, mean, scale = torch.native_layer_norm(xs, [c], nw, nb, t.eps)
+        hidden, pre = _hidden(_before(n, narrow1.t(), b1, t.activation))
         accumulate(ddown, g, hidden)
         ddown_bias += g.sum(0, dtype=dtype)
         dpre = _gradient(pre, hidden, torch.mm(g, narrow2))
         standard = (xs.to(dtype) - mean).mul_(scale).to(x.dtype)
-        for some, d in zip(_halves(len(up), activation), dpre):
+        for some, d in zip(_halves(len(up), t.activation), dpre):
             dup_bias[some] += d.sum(0, dtype=dtype)
             accumulate(product[some], d, standard)
         dn = _product(dpre, narrow1)
         dxs, _, _ = torch.ops.aten.native_layer_norm_backward(dn, xs, [c], mean, scale, nw, one, [True, False, False])
-        put(dxb, dxs.add_(g) if residual else dxs)
+        put(dxb, dxs.add_(g) if t.residual else dxs)
     dup = product * nw if nb is None else product * nw + dup_bias[:, None] * nb
     wholes = (
-        *((norm_weight, (product * w).sum(0)), (norm_bias, dup_bias @ w)),
-        *((up, dup), (up_bias, dup_bias), (down, ddown), (down_bias, ddown_bias)),
+        *((t.norm_weight, (product * w).sum(0)), (t.norm_bias, dup_bias @ w)),
+        *((up, dup), (t.up_bias, dup_bias), (t.down, ddown), (t.down_bias, ddown_bias)),
     )
-    found = (d[:0].to(accumulation_dtype(norm_weight)) if p is None else d.to(accumulation_dtype(p)) for p, d in wholes)
+    found = (
+        d[:0].to(accumulation_dtype(t.norm_weight)) if p is None else d.to(accumulation_dtype(p)) for p, d in wholes
+    )
     return dx, *found  # type: ignore[return-value]
 
 

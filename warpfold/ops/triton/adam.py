@@ -8,8 +8,9 @@ import math
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
+from warpfold.ops.adam import FLAT
+from warpfold.ops.dispatch import Operands
 from warpfold.ops.triton.launch import configs, register
 
 
@@ -75,43 +76,19 @@ def _adam_step(
 ADAM = register("adam_step", _adam_step, configs("BLOCK", (1024, 4, 1)))
 
 
-def adam_step(
-    weights: Tensor,
-    gradient: Tensor,
-    moment1: Tensor,
-    moment2: Tensor,
-    average: Tensor,
-    packed: Tensor | None,
-    used: Tensor,
-    scale: Tensor,
-    rate: Tensor,
-    steps: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    decay: float,
-) -> None:
+def adam_step(t: Operands) -> None:
     """Compute warpfold::adam_step."""
+    weights, beta1, beta2 = t.weights, t.beta1, t.beta2
     kernel = ADAM.tiled((weights.numel(),), weights)
     kernel.run(
         (triton.cdiv(weights.numel(), kernel["BLOCK"]),),
-        weights=weights,
-        gradient=gradient,
-        moment1=moment1,
-        moment2=moment2,
-        average=average,
-        packed=packed,
-        used=used,
-        scale=scale,
-        rate=rate,
-        steps=steps,
+        **{name: getattr(t, name) for name in (*FLAT, "packed", "used", "scale", "rate", "steps", "eps")},
         keep1=beta1,
         take1=1 - beta1,
         keep2=beta2,
         take2=1 - beta2,
         log1=math.log(beta1) if beta1 else -math.inf,
         log2=math.log(beta2) if beta2 else -math.inf,
-        eps=eps,
-        take=1 - decay,
+        take=1 - t.decay,
         numbers=weights.numel(),
     )

@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from warpfold.ops.dispatch import Operands
 from warpfold.ops.noise import kept_factor
 from warpfold.ops.triton.launch import configs, register
-from warpfold.ops.triton.positions import Strided, coalesce, offsets
+from warpfold.ops.triton.positions import Positions, Strided, coalesce, offsets
 
 SCALARS = ["number", "word", "rate", "scale"]  # they differ from draw to draw: nothing is compiled anew for them
 
@@ -34,6 +36,24 @@ def drawn(key: tl.tensor, numbers: tl.tensor, word: tl.tensor, rate: tl.tensor, 
     x = _mix(x ^ (x >> 16))
     uniform = (x >> 8).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
     return tl.where(uniform >= rate, scale, 0.0)
+
+
+@triton.jit
+def dropout_tile(
+    factors: tl.tuple,
+    at: tl.tensor,
+    valid: tl.tensor,
+    key: tl.tensor,
+    number: tl.tensor,
+    word: tl.tensor,
+    rate: tl.tensor,
+    scale: tl.tensor,
+) -> tl.tensor:
+    """Return dropout factors in fp32: loaded at these offsets; or, with a key, drawn for the elements number + at."""
+    if key is not None:
+        return drawn(key, number + at, word, rate, scale)
+    else:  # not after the `if`: Triton compiles what follows it, and there may be no data
+        return tl.load(factors.data + at, mask=valid, other=0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=SCALARS)
@@ -63,18 +83,10 @@ def scalars(stream: int, rate: float, dtype: torch.dtype) -> tuple[int, float, f
     return word - 2**32 if word >= 2**31 else word, rate, kept_factor(rate, dtype)  # signed, for any stream
 
 
-def dropout_factors(
-    key: Tensor,
-    stream: int,
-    rate: float,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    offset: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def dropout_factors(t: Operands) -> Tensor:
     """Compute warpfold::dropout_factors."""
-    out = key.new_empty(shape, dtype=dtype)
-    fill(out, key, offset, strides, scalars(stream, rate, dtype))
+    out = t.key.new_empty(t.shape, dtype=t.dtype)
+    fill(out, t.key, t.offset, t.strides, scalars(t.stream, t.rate, t.dtype))
     return out
 
 
@@ -95,3 +107,35 @@ def fill(out: Tensor, key: Tensor, number: int, strides: Sequence[int], draw: tu
         number=number,
         **dict(zip(SCALARS[1:], draw)),
     )
+
+
+class DropoutOperands:
+    """Dropout factors as the kernels take them: given, to be drawn by the kernel, or none.
+
+    of: the factors [*, c]; of those to be drawn a tensor on "meta", with the strides of the numbers to draw for.
+    """
+
+    def __init__(self, x: Tensor, t: Operands) -> None:
+        self.key, self.number, self.draw = t.key, t.offset, (0, 0.0, 0.0)
+        self.of = None if t.factors is None else t.factors.expand(x.shape)
+        if t.key is not None:
+            self.of = torch.empty_strided(x.shape, tuple(t.strides), device="meta")
+            self.draw = scalars(t.stream, t.rate, x.dtype)
+
+    def walked_with(
+        self, reads: dict[str, Tensor | None], writes: dict[str, Tensor]
+    ) -> tuple[Positions, dict[str, Any]]:
+        """Return the positions of these tensors and of the factors, and the kernel's arguments about all of them."""
+        if self.of is not None and self.key is not None:
+            walked = [t for t in (*reads.values(), self.of, *writes.values()) if t is not None]
+            if coalesce(self.of.shape[:-1], *(t.stride()[:-1] for t in walked)) is None:
+                # They want a copy in order, and "meta" holds nothing: draw first, once for each element that differs.
+                shape = [1 if stride == 0 else size for size, stride in zip(self.of.shape, self.of.stride())]
+                factors = walked[0].new_empty(shape)
+                fill(factors, self.key, self.number, self.of.stride(), self.draw)
+                self.of, self.key = factors.expand(self.of.shape), None
+        p = Positions({**reads, "factors": self.of}, writes)
+        if self.key is not None:  # the strides alone count: the key stands where the kernel would load from, as Triton
+            # 3.6 cannot ask of a tuple that holds None whether it is None
+            p.arguments["factors"] = p.arguments["factors"]._replace(data=self.key)
+        return p, p.arguments | {"key": self.key, "number": self.number} | dict(zip(SCALARS[1:], self.draw))

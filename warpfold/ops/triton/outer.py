@@ -21,10 +21,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from warpfold.ops.dispatch import Operands
 from warpfold.ops.tensors import empty_parameters
 from warpfold.ops.triton.launch import configs, register_by_precision
-from warpfold.ops.triton.positions import cast_weight, contiguous, power_of_two, programs_for
-from warpfold.ops.triton.sums import Sum, empty_partials, or_unwanted, sum_partials
+from warpfold.ops.triton.positions import (
+    Sum,
+    cast_weight,
+    contiguous,
+    empty_partials,
+    or_unwanted,
+    power_of_two,
+    programs_for,
+    sum_partials,
+)
 
 TILES = 256  # programs of the gradient of the weight: as in `norm_linear`
 
@@ -292,87 +301,66 @@ WEIGHT = register_by_precision(
 )
 
 
-def outer_product(
-    a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor, bias_divided: bool
-) -> Tensor:
+def outer_product(t: Operands) -> Tensor:
     """Compute warpfold::outer_product."""
+    a, weight = t.a, t.weight
     batches, s, i, c = a.shape
-    _, _, j, d = b.shape
+    _, _, j, d = t.b.shape
     out = a.new_empty(batches, i, j, weight.shape[0])
     kernel = FORWARD.tiled((s, c, len(weight)), a)
     tiles = batches * triton.cdiv(i, kernel["TILE_I"]) * triton.cdiv(j, kernel["TILE_J"])
     kernel.run(
         (tiles, triton.cdiv(len(weight), kernel["BLOCK_Z"])),
         a=_channels_before_positions(a),
-        b=b.contiguous(),
+        b=t.b.contiguous(),
         weight=cast_weight(weight, a, batches * i * j),
-        bias=contiguous(bias),
-        count=count.contiguous(),
+        bias=contiguous(t.bias),
+        count=t.count.contiguous(),
         out=out,
-        BIAS_DIVIDED=bias_divided,
+        BIAS_DIVIDED=t.bias_divided,
         **_sizes(s, i, j, c, d, len(weight)),
     )
     return out
 
 
-def outer_product_backward(
-    grad: Tensor, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor, bias_divided: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def outer_product_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::outer_product_backward."""
-    batches, s, i, c = a.shape
-    (_, _, j, d), z = b.shape, len(weight)
-    grad, a, b, count = (t.contiguous() for t in (grad, a, b, count))
-    da, db, (dweight, dbias) = a.new_empty(a.shape), b.new_empty(b.shape), empty_parameters(weight, bias)
-    w = cast_weight(weight, a, batches * i * j)
-    _run_factor(grad, count, w, b, da, (j, 1), (d, 1))
-    _run_factor(grad, count, w, a, db, (1, j), (1, d))
+    grad, a, b, count = (each.contiguous() for each in (t.grad, t.a, t.b, t.count))
+    (batches, s, i, c), (_, _, j, d), z = a.shape, b.shape, len(t.weight)
+    da, db, (dweight, dbias) = a.new_empty(a.shape), b.new_empty(b.shape), empty_parameters(t.weight, t.bias)
+    w = cast_weight(t.weight, a, batches * i * j)
+    for other, result, strides in ((b, da, (j, 1, d, 1)), (a, db, (1, j, 1, d))):
+        (_, _, m, own), (_, _, n, others) = result.shape, other.shape
+        kernel = FACTOR.tiled((s, own, z), other)
+        parts = batches * triton.cdiv(m, kernel["TILE_I"]) * triton.cdiv(own, kernel["TILE_C"])
+        kernel.run(
+            (parts, triton.cdiv(s, kernel["BLOCK_S"])),
+            grad=grad,
+            count=count,
+            weight=w,
+            other=other,
+            result=result,
+            **dict(zip(("stride_i", "stride_j", "stride_c", "stride_d"), strides)),
+            **_sizes(s, m, n, own, others, z),
+        )
     kernel = WEIGHT.tiled((s, c, z), a)
     tiles = batches * triton.cdiv(i, kernel["TILE_I"]) * triton.cdiv(j, kernel["TILE_J"])
-    parts = triton.cdiv(c, kernel["TILE_C"]), triton.cdiv(z, kernel["BLOCK_Z"])
-    programs = programs_for(tiles, 1, max(1, TILES // (parts[0] * parts[1])))
+    chunks = triton.cdiv(c, kernel["TILE_C"]), triton.cdiv(z, kernel["BLOCK_Z"])
+    programs = programs_for(tiles, 1, max(1, TILES // (chunks[0] * chunks[1])))
     partials = empty_partials(a, programs, z * c * d + z)
     kernel.run(
-        (*parts, programs),
+        (*chunks, programs),
         grad=grad,
         count=count,
         a=_channels_before_positions(a),
         b=b,
         partials=partials,
         tiles=tiles,
-        BIAS_DIVIDED=bias_divided,
+        BIAS_DIVIDED=t.bias_divided,
         **_sizes(s, i, j, c, d, z),
     )
     sum_partials(Sum(partials, (dweight, or_unwanted(dbias, partials, z))))
     return da, db, dweight, dbias
-
-
-def _run_factor(
-    grad: Tensor,
-    count: Tensor,
-    weight: Tensor,
-    other: Tensor,
-    result: Tensor,
-    strides: tuple[int, int],
-    channels: tuple[int, int],
-) -> None:
-    """Write the gradient of a factor, given the other one; strides: of the two factors' positions and channels."""
-    batches, s, i, c = result.shape
-    _, _, j, d = other.shape
-    kernel = FACTOR.tiled((s, c, len(weight)), other)
-    parts = batches * triton.cdiv(i, kernel["TILE_I"]) * triton.cdiv(c, kernel["TILE_C"])
-    kernel.run(
-        (parts, triton.cdiv(s, kernel["BLOCK_S"])),
-        grad=grad,
-        count=count,
-        weight=weight,
-        other=other,
-        result=result,
-        stride_i=strides[0],
-        stride_j=strides[1],
-        stride_c=channels[0],
-        stride_d=channels[1],
-        **_sizes(s, i, j, c, d, len(weight)),
-    )
 
 
 def _channels_before_positions(a: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from tests.ops.test_aligned import right, same_anywhere
 from tests.ops.triton.layouts import laid, poisoned, within
 from warpfold.check.checks import answer, wrong
-from warpfold.ops.aligned import aligned_errors
+from warpfold.ops.pairs import aligned_errors
 
 # frames, points, leading axes, whether only some pairs count, clamp, softening
 CASES = {

@@ -9,8 +9,8 @@ from warpfold.check.checks import answer, wrong
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.tensors import empty_like
 from warpfold.ops.triangle import triangle_factor
-from warpfold.ops.triton import gated_linear_residual as launchers
-from warpfold.ops.triton import sums
+from warpfold.ops.triton import gate as launchers
+from warpfold.ops.triton import positions as sums
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

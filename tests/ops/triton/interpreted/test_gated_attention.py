@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.ops.triton.layouts import exact_bf16, laid, poisoned, within
 from warpfold.check.checks import Argument, answer, wrong
 from warpfold.ops import dispatch
-from warpfold.ops.gated_attention import gated_attention
+from warpfold.ops.attention import gated_attention
 from warpfold.ops.noise import Noise
 from warpfold.ops.triton.launch import recorded
 

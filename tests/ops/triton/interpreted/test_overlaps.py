@@ -6,7 +6,7 @@ import torch
 from tests.ops.test_cpu_overlaps import overlapping
 from tests.ops.triton.layouts import poisoned
 from warpfold.check.checks import answer, wrong
-from warpfold.ops.overlaps import overlaps
+from warpfold.ops.pairs import overlaps
 
 
 @pytest.mark.parametrize("residues", [1, 6])

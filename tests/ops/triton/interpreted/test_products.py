@@ -12,7 +12,7 @@ from warpfold.ops.outer import outer_product
 from warpfold.ops.tensors import empty_like
 from warpfold.ops.transition import transition
 from warpfold.ops.triton import outer as outer_launcher
-from warpfold.ops.triton import sums
+from warpfold.ops.triton import positions as sums
 from warpfold.ops.triton import transition as transition_launcher
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

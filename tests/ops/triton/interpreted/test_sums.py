@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from warpfold.ops.triton import sums
+from warpfold.ops.triton import positions as sums
 from warpfold.ops.triton.launch import recorded
 
 

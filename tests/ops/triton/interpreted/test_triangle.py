@@ -8,9 +8,9 @@ from tests.ops.triton.triangle_cases import MULTIPLICATIONS, multiplication_case
 from warpfold.check.checks import answer, truth, wrong
 from warpfold.ops.noise import Noise
 from warpfold.ops.tensors import empty_like
-from warpfold.ops.triangle_multiplication import triangle_multiplication
-from warpfold.ops.triton import sums
-from warpfold.ops.triton import triangle_multiplication as launchers
+from warpfold.ops.triangle import triangle_multiplication
+from warpfold.ops.triton import positions as sums
+from warpfold.ops.triton import triangle as launchers
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -3,6 +3,8 @@
 A distance along an axis of a frame is one product, of [R^T, -R^T (t - o), -R'^T, R'^T (t' - o')] by
 [x - o, 1, x' - o', 1].  The origins o and o' are those of a frame nearby, in the middle of a group of frames that
 follow one another: the product then subtracts little, and loses few digits, wherever the structures lie.
+
+overlaps on a CPU: some atoms at a time with all others, so that their distances stay in cache.
 """
 
 from collections.abc import Iterator
@@ -10,26 +12,24 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from warpfold.ops.aligned import LEAST
-from warpfold.ops.dispatch import alike
+from warpfold.ops.dispatch import Operands, alike
+from warpfold.ops.pairs import C_ATOM, LEAST, N_ATOM, SG_ATOM
 from warpfold.ops.tensors import accumulation_dtype
 
 PAIRS = 2**16  # of frames and points at a time
 GROUP = 8  # frames with one origin: those of a residue, or the backbones of some residues
 
 
-def aligned_errors(
-    frames: Tensor,
-    points: Tensor,
-    true_frames: Tensor,
-    true_points: Tensor,
-    frame_mask: Tensor,
-    point_mask: Tensor,
-    pair_mask: Tensor | None,
-    clamp: float,
-    softening: float,
-) -> Tensor:
+def aligned_errors(t: Operands) -> Tensor:
     """Compute warpfold::aligned_errors."""
+    frames, points, true_frames, true_points, frame_mask, point_mask = (
+        t.frames,
+        t.points,
+        t.true_frames,
+        t.true_points,
+        t.frame_mask,
+        t.point_mask,
+    )
     dtype, acc = frames.dtype, accumulation_dtype(frames)
     given = frames, points, true_frames, true_points, frame_mask, point_mask
     frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in given)
@@ -39,34 +39,31 @@ def aligned_errors(
         axes, columns, origins = _joined(_operands(some, x), true)
         for groups, rows in alike(_blocks(len(some), len(x))):
             products = axes[groups] @ (columns - origins[groups])
-            distance = _squares(_of_frames(products, rows), softening).clamp_(min=LEAST**2).sqrt_()
-            if pair_mask is not None:
-                distance *= pair_mask[rows]
+            distance = _squares(_of_frames(products, rows), t.softening).clamp_(min=LEAST**2).sqrt_()
+            if t.pair_mask is not None:
+                distance *= t.pair_mask[rows]
             total[1] += frame_mask[rows] @ (distance @ point_mask)
-            total[0] += frame_mask[rows] @ (distance.clamp_(max=clamp) @ point_mask)
+            total[0] += frame_mask[rows] @ (distance.clamp_(max=t.clamp) @ point_mask)
     return sums.to(dtype)
 
 
-def aligned_errors_backward(
-    grad: Tensor,
-    frames: Tensor,
-    points: Tensor,
-    true_frames: Tensor,
-    true_points: Tensor,
-    frame_mask: Tensor,
-    point_mask: Tensor,
-    pair_mask: Tensor | None,
-    clamp: float,
-    softening: float,
-) -> tuple[Tensor, Tensor]:
+def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
     """Compute warpfold::aligned_errors_backward."""
+    frames, points, true_frames, true_points, frame_mask, point_mask = (
+        t.frames,
+        t.points,
+        t.true_frames,
+        t.true_points,
+        t.frame_mask,
+        t.point_mask,
+    )
     dtype, acc = frames.dtype, accumulation_dtype(frames)
     given = frames, points, true_frames, true_points, frame_mask, point_mask
     frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in given)
     dframes, dpoints = frames.new_zeros(frames.shape), points.new_zeros(points.shape)
     gradients = _each(dframes, dpoints)
     true = _operands(true_frames, true_points, -1)
-    for (capped, whole), some, x, dsome, dx in zip(grad.reshape(-1, 2).to(acc), *_each(frames, points), *gradients):
+    for (capped, whole), some, x, dsome, dx in zip(t.grad.reshape(-1, 2).to(acc), *_each(frames, points), *gradients):
         axes, columns, origins = _joined(_operands(some, x), true)
         moved = some[:, :, 3] - origins[:, :3, 0].repeat_interleave(GROUP, 0)[: len(some)]
         inverse = some[:, :, :3].mT * frame_mask[:, None, None]
@@ -74,13 +71,13 @@ def aligned_errors_backward(
             seen = columns - origins[groups]
             products = axes[groups] @ seen
             apart = _of_frames(products, rows)
-            squares = _squares(apart, softening)
+            squares = _squares(apart, t.softening)
             distance = squares.clamp(min=LEAST**2).sqrt_()
             # Comparisons in place give 0 and 1 as numbers, faster than torch.where.
-            slope = distance.clone().le_(clamp).mul_(capped).add_(whole).div_(distance)
+            slope = distance.clone().le_(t.clamp).mul_(capped).add_(whole).div_(distance)
             slope *= squares.ge_(LEAST**2)  # of squares: a root of LEAST**2 may be rounded to more than LEAST
-            if pair_mask is not None:
-                slope *= pair_mask[rows]
+            if t.pair_mask is not None:
+                slope *= t.pair_mask[rows]
             apart *= slope[:, None]  # the gradient of each coordinate but for the two masks, [frames, 3, p]
             dx += (inverse[rows].flatten(0, 1).T @ apart.flatten(0, 1)).T
             daxes = _of_frames(products @ (seen[:, :4] * point_mask).mT, rows)  # of [R^T, -R^T (t - o)]
@@ -135,3 +132,60 @@ def _squares(apart: Tensor, softening: float) -> Tensor:
     """Return the squared distances [frames, p] of points that are so far off along each axis, [frames, 3, p]."""
     x, y, z = apart.unbind(1)
     return (x * x).add_(softening**2).addcmul_(y, y).addcmul_(z, z)
+
+
+PAIRS = 2**16  # at a time
+
+
+def overlaps(t: Operands) -> Tensor:
+    """Compute warpfold::overlaps."""
+    atoms, radius, exists = t.atoms, t.radius, t.exists
+    dtype, acc = atoms.dtype, accumulation_dtype(atoms)
+    atoms, radius, exists = (x.to(acc) for x in (atoms, radius, exists))
+    found = atoms.new_empty(3, len(atoms))
+    for rows in alike(_atom_blocks(len(atoms))):
+        compared = _compared(exists, t.index, t.order, t.chain, t.slot, rows)
+        overlap = _overlap(atoms, radius, t.tolerance, rows)[0]
+        found[0, rows] = (overlap.relu() * compared).sum(1)
+        found[1, rows] = ((overlap > 0) * compared).sum(1)
+        found[2, rows] = compared.sum(1)
+    return found.to(dtype)
+
+
+def overlaps_backward(t: Operands) -> tuple[Tensor, Tensor]:
+    """Compute warpfold::overlaps_backward."""
+    grad, atoms, radius, exists = t.grad, t.atoms, t.radius, t.exists
+    dtype, acc = atoms.dtype, accumulation_dtype(atoms)
+    grad, atoms, radius, exists = (x.to(acc) for x in (grad, atoms, radius, exists))
+    datoms, dradius = atoms.new_empty(atoms.shape), radius.new_empty(radius.shape)
+    for rows in alike(_atom_blocks(len(atoms))):
+        overlap, distance = _overlap(atoms, radius, t.tolerance, rows)
+        slope = _compared(exists, t.index, t.order, t.chain, t.slot, rows) * (overlap > 0)
+        slope *= grad[0, rows, None] + grad[0]
+        dradius[rows] = slope.sum(1)
+        slope = (slope / distance).masked_fill_(distance == 0, 0)
+        away = atoms[rows, None] - atoms  # not as a product: near atoms would cancel
+        datoms[rows] = -(slope[..., None] * away).sum(1)
+    return datoms.to(dtype), dradius.to(dtype)
+
+
+def _atom_blocks(atoms: int) -> Iterator[slice]:
+    """Return the atoms of each block."""
+    size = max(PAIRS // atoms, 1)
+    return (slice(start, start + size) for start in range(0, atoms, size))
+
+
+def _overlap(atoms: Tensor, radius: Tensor, tolerance: float, rows: slice) -> tuple[Tensor, Tensor]:
+    """Return how far some atoms reach into all, and how far they are from them."""
+    distance = torch.cdist(atoms[rows], atoms, compute_mode="donot_use_mm_for_euclid_dist")
+    return radius[rows, None] + radius - tolerance - distance, distance
+
+
+def _compared(exists: Tensor, index: Tensor, order: Tensor, chain: Tensor, slot: Tensor, rows: slice) -> Tensor:
+    """Return 1 where some atoms are compared with all, in either order."""
+    own, own_slot, before = index[rows, None], slot[rows, None], order[rows, None] < order
+    forward = (own_slot == C_ATOM) & (slot == N_ATOM) & (own + 1 == index) & before
+    backward = (own_slot == N_ATOM) & (slot == C_ATOM) & (own == index + 1) & ~before
+    bonded = (forward | backward) & (chain[rows, None] == chain)
+    exempt = bonded | (own_slot == SG_ATOM) & (slot == SG_ATOM) | (order[rows, None] == order)
+    return (exists[rows, None] * exists).masked_fill_(exempt, 0)

@@ -2,6 +2,8 @@
 
 Forward a program owns a tile.  Backward one kernel owns frames and runs over all points, another owns points and runs
 over all frames; both compute the distances again.  No matrix products, so nothing is rounded to TF32.
+
+overlaps on a GPU: a program owns some atoms and runs over all, forward and backward; no pair is ever written.
 """
 
 from typing import Any
@@ -11,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.aligned import LEAST
+from warpfold.ops.dispatch import Operands
+from warpfold.ops.pairs import C_ATOM, LEAST, N_ATOM, SG_ATOM
 from warpfold.ops.triton.launch import configs, register
+from warpfold.ops.triton.positions import contiguous
 
 
 @triton.jit
@@ -219,50 +223,31 @@ def aligned_errors_points_kernel(
     tl.store(at + 2, d2, p < P)
 
 
-_CANDIDATES = configs("BLOCK_F BLOCK_P", (16, 32, 4, 1), (8, 64, 4, 1), (8, 32, 2, 1), (4, 128, 4, 1), (16, 64, 8, 1))
-FORWARD = register("aligned_errors", aligned_errors_kernel, _CANDIDATES)
-FRAMES = register("aligned_errors_frames", aligned_errors_frames_kernel, _CANDIDATES)
-POINTS = register("aligned_errors_points", aligned_errors_points_kernel, _CANDIDATES)
+_TILES = configs("BLOCK_F BLOCK_P", (16, 32, 4, 1), (8, 64, 4, 1), (8, 32, 2, 1), (4, 128, 4, 1), (16, 64, 8, 1))
+ALIGNED = register("aligned_errors", aligned_errors_kernel, _TILES)
+FRAMES = register("aligned_errors_frames", aligned_errors_frames_kernel, _TILES)
+POINTS = register("aligned_errors_points", aligned_errors_points_kernel, _TILES)
 
 
-def aligned_errors(
-    frames: Tensor,
-    points: Tensor,
-    true_frames: Tensor,
-    true_points: Tensor,
-    frame_mask: Tensor,
-    point_mask: Tensor,
-    pair_mask: Tensor | None,
-    clamp: float,
-    softening: float,
-) -> Tensor:
+def aligned_errors(t: Operands) -> Tensor:
     """Compute warpfold::aligned_errors."""
-    operands = _operands(frames, points, true_frames, true_points, frame_mask, point_mask, pair_mask, clamp, softening)
+    frames = t.frames
+    operands = _operands(t)
     f, p, leading = operands["F"], operands["P"], frames.shape[:-3].numel()
-    kernel = FORWARD.tiled((f, p), frames)
+    kernel = ALIGNED.tiled((f, p), frames)
     tiles = triton.cdiv(f, kernel["BLOCK_F"]), triton.cdiv(p, kernel["BLOCK_P"])
     sums = frames.new_empty(leading, tiles[0] * tiles[1], 2, dtype=torch.float32)
     kernel.run((*tiles, leading), sums=sums, **operands)
     return sums.sum(1).to(frames.dtype).view(*frames.shape[:-3], 2)
 
 
-def aligned_errors_backward(
-    grad: Tensor,
-    frames: Tensor,
-    points: Tensor,
-    true_frames: Tensor,
-    true_points: Tensor,
-    frame_mask: Tensor,
-    point_mask: Tensor,
-    pair_mask: Tensor | None,
-    clamp: float,
-    softening: float,
-) -> tuple[Tensor, Tensor]:
+def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
     """Compute warpfold::aligned_errors_backward."""
-    operands = _operands(frames, points, true_frames, true_points, frame_mask, point_mask, pair_mask, clamp, softening)
-    operands["grad"] = grad.contiguous()
+    frames = t.frames
+    operands = _operands(t)
+    operands["grad"] = t.grad.contiguous()
     f, p, leading = operands["F"], operands["P"], frames.shape[:-3].numel()
-    dframes, dpoints = frames.new_empty(frames.shape), points.new_empty(points.shape)
+    dframes, dpoints = frames.new_empty(frames.shape), t.points.new_empty(t.points.shape)
     kernel = FRAMES.tiled((f, p), frames)
     kernel.run((triton.cdiv(f, kernel["BLOCK_F"]), leading), dframes=dframes, **operands)
     kernel = POINTS.tiled((f, p), frames)
@@ -270,29 +255,170 @@ def aligned_errors_backward(
     return dframes, dpoints
 
 
-def _operands(
-    frames: Tensor,
-    points: Tensor,
-    true_frames: Tensor,
-    true_points: Tensor,
-    frame_mask: Tensor,
-    point_mask: Tensor,
-    pair_mask: Tensor | None,
-    clamp: float,
-    softening: float,
-) -> dict[str, Any]:
-    """Return what all kernels are given."""
-    return {
-        "frames": frames.contiguous(),
-        "points": points.contiguous(),
-        "true_frames": true_frames.contiguous(),
-        "true_points": true_points.contiguous(),
-        "frame_mask": frame_mask.contiguous(),
-        "point_mask": point_mask.contiguous(),
-        "pair_mask": None if pair_mask is None else pair_mask.contiguous(),
-        "F": frames.shape[-3],
-        "P": points.shape[-2],
-        "clamp": clamp,
-        "added": softening**2,
-        "least": LEAST**2,
-    }
+def _operands(t: Operands) -> dict[str, Any]:
+    """Return what all kernels of aligned_errors are given."""
+    names = "frames", "points", "true_frames", "true_points", "frame_mask", "point_mask", "pair_mask"
+    sizes = {"F": t.frames.shape[-3], "P": t.points.shape[-2]}
+    numbers = {"clamp": t.clamp, "added": t.softening**2, "least": LEAST**2}
+    return {**{name: contiguous(getattr(t, name)) for name in names}, **sizes, **numbers}
+
+
+C_PLACE, N_PLACE, SG_PLACE = tl.constexpr(C_ATOM), tl.constexpr(N_ATOM), tl.constexpr(SG_ATOM)
+
+
+@triton.jit
+def _atoms(atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, a: tl.tensor, n: tl.tensor) -> tl.tuple:
+    """Return coordinates and radii of atoms, and whether they are there, in fp32."""
+    at, there = atoms + a * 3, a < n
+    x = tl.load(at, mask=there, other=0).to(tl.float32)
+    y = tl.load(at + 1, mask=there, other=0).to(tl.float32)
+    z = tl.load(at + 2, mask=there, other=0).to(tl.float32)
+    r = tl.load(radius + a, mask=there, other=0).to(tl.float32)
+    return x, y, z, r, tl.load(exists + a, mask=there, other=0).to(tl.float32)
+
+
+@triton.jit
+def _numbers(
+    index: tl.tensor,
+    after: tl.tensor,
+    order: tl.tensor,
+    chain: tl.tensor,
+    slot: tl.tensor,
+    a: tl.tensor,
+    n: tl.tensor,
+) -> tl.tuple:
+    """Return index, order, chain and slot of atoms, and the index that follows."""
+    there = a < n
+    i, o = tl.load(index + a, mask=there, other=0), tl.load(order + a, mask=there, other=0)
+    c, s = tl.load(chain + a, mask=there, other=0), tl.load(slot + a, mask=there, other=0)
+    return i, o, c, s, tl.load(after + a, mask=there, other=0)
+
+
+@triton.jit
+def _pairs(one: tl.tuple, other: tl.tuple, ids: tl.tuple, other_ids: tl.tuple, tolerance: tl.tensor) -> tl.tuple:
+    """Return of pairs [a, b] the overlap, the distance, and 1 where they are compared."""
+    dx = one[0][:, None] - other[0][None, :]
+    dy = one[1][:, None] - other[1][None, :]
+    dz = one[2][:, None] - other[2][None, :]
+    distance = tl.sqrt(dx * dx + dy * dy + dz * dz)
+    overlap = one[3][:, None] + other[3][None, :] - tolerance - distance
+    i, j, s, t = ids[0][:, None], other_ids[0][None, :], ids[3][:, None], other_ids[3][None, :]
+    before = ids[1][:, None] < other_ids[1][None, :]
+    forward = (s == C_PLACE) & (t == N_PLACE) & (ids[4][:, None] == j) & before
+    backward = (s == N_PLACE) & (t == C_PLACE) & (i == other_ids[4][None, :]) & (before == 0)
+    bonded = (forward | backward) & (ids[2][:, None] == other_ids[2][None, :])
+    exempt = bonded | ((s == SG_PLACE) & (t == SG_PLACE)) | (ids[1][:, None] == other_ids[1][None, :])
+    return overlap, distance, tl.where(exempt, 0.0, one[4][:, None] * other[4][None, :])
+
+
+@triton.jit
+def overlaps_kernel(
+    atoms: tl.tensor,
+    radius: tl.tensor,
+    exists: tl.tensor,
+    index: tl.tensor,
+    after: tl.tensor,
+    order: tl.tensor,
+    chain: tl.tensor,
+    slot: tl.tensor,
+    out: tl.tensor,
+    n: tl.tensor,
+    tolerance: tl.tensor,
+    BLOCK_F: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> None:
+    """Store the overlaps of BLOCK_F atoms, how many, and with how many they were compared."""
+    a = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
+    one, ids = _atoms(atoms, radius, exists, a, n), _numbers(index, after, order, chain, slot, a, n)
+    errors, count = tl.zeros([BLOCK_F], tl.float32), tl.zeros([BLOCK_F], tl.float32)
+    pairs = tl.zeros([BLOCK_F], tl.float32)
+    for start in range(0, n, BLOCK_P):
+        b = start + tl.arange(0, BLOCK_P)
+        other, other_ids = _atoms(atoms, radius, exists, b, n), _numbers(index, after, order, chain, slot, b, n)
+        overlap, _, compared = _pairs(one, other, ids, other_ids, tolerance)
+        errors += tl.sum(tl.maximum(overlap, 0.0) * compared, 1)
+        count += tl.sum(tl.where(overlap > 0, compared, 0.0), 1)
+        pairs += tl.sum(compared, 1)
+    tl.store(out + a, errors, mask=a < n)
+    tl.store(out + n + a, count, mask=a < n)
+    tl.store(out + 2 * n + a, pairs, mask=a < n)
+
+
+@triton.jit
+def overlaps_backward_kernel(
+    grad: tl.tensor,
+    atoms: tl.tensor,
+    radius: tl.tensor,
+    exists: tl.tensor,
+    index: tl.tensor,
+    after: tl.tensor,
+    order: tl.tensor,
+    chain: tl.tensor,
+    slot: tl.tensor,
+    datoms: tl.tensor,
+    dradius: tl.tensor,
+    n: tl.tensor,
+    tolerance: tl.tensor,
+    BLOCK_F: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+) -> None:
+    """Store the gradients of BLOCK_F atoms and their radii."""
+    a = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
+    one, ids = _atoms(atoms, radius, exists, a, n), _numbers(index, after, order, chain, slot, a, n)
+    own = tl.load(grad + a, mask=a < n, other=0).to(tl.float32)
+    zero = tl.zeros([BLOCK_F], tl.float32)
+    x, y, z, r = zero, zero, zero, zero
+    for start in range(0, n, BLOCK_P):
+        b = start + tl.arange(0, BLOCK_P)
+        other, other_ids = _atoms(atoms, radius, exists, b, n), _numbers(index, after, order, chain, slot, b, n)
+        overlap, distance, compared = _pairs(one, other, ids, other_ids, tolerance)
+        theirs = tl.load(grad + b, mask=b < n, other=0).to(tl.float32)
+        slope = tl.where(overlap > 0, compared, 0.0) * (own[:, None] + theirs[None, :])
+        r += tl.sum(slope, 1)
+        slope = tl.where(distance > 0, slope / tl.maximum(distance, 1e-30), 0.0)
+        x -= tl.sum(slope * (one[0][:, None] - other[0][None, :]), 1)
+        y -= tl.sum(slope * (one[1][:, None] - other[1][None, :]), 1)
+        z -= tl.sum(slope * (one[2][:, None] - other[2][None, :]), 1)
+    tl.store(datoms + a * 3, x, mask=a < n)
+    tl.store(datoms + a * 3 + 1, y, mask=a < n)
+    tl.store(datoms + a * 3 + 2, z, mask=a < n)
+    tl.store(dradius + a, r, mask=a < n)
+
+
+_OVERLAPS = configs("BLOCK_F BLOCK_P", (16, 32, 4, 1), (8, 64, 4, 1), (16, 64, 4, 1), (8, 32, 2, 1), (32, 32, 4, 1))
+OVERLAPS = register("overlaps", overlaps_kernel, _OVERLAPS)
+OVERLAPS_BACKWARD = register("overlaps_backward", overlaps_backward_kernel, _OVERLAPS)
+
+
+def overlaps(t: Operands) -> Tensor:
+    """Compute warpfold::overlaps."""
+    atoms = t.atoms
+    out, n = atoms.new_empty(3, len(atoms)), len(atoms)
+    kernel = OVERLAPS.tiled((n,), atoms)
+    operands = _atoms_of(t)
+    kernel.run((triton.cdiv(n, kernel["BLOCK_F"]),), **operands, out=out, n=n, tolerance=t.tolerance)
+    return out
+
+
+def overlaps_backward(t: Operands) -> tuple[Tensor, Tensor]:
+    """Compute warpfold::overlaps_backward."""
+    atoms = t.atoms
+    datoms, dradius, n = atoms.new_empty(atoms.shape), t.radius.new_empty(t.radius.shape), len(atoms)
+    kernel = OVERLAPS_BACKWARD.tiled((n,), atoms)
+    operands = _atoms_of(t)
+    kernel.run(
+        (triton.cdiv(n, kernel["BLOCK_F"]),),
+        grad=t.grad[0].contiguous(),
+        **operands,
+        datoms=datoms,
+        dradius=dradius,
+        n=n,
+        tolerance=t.tolerance,
+    )
+    return datoms, dradius
+
+
+def _atoms_of(t: Operands) -> dict[str, Tensor]:
+    """Return the tensors that both kernels of overlaps are given, by their names."""
+    names = "atoms", "radius", "exists", "index", "order", "chain", "slot"
+    return {name: getattr(t, name).contiguous() for name in names} | {"after": t.index.contiguous() + 1}

@@ -1,0 +1,137 @@
+"""aligned_errors: how far points are off, seen from every frame, summed; the work of FAPE (Supp. 1.9.2).
+
+overlaps: how far atoms of different residues reach into one another, for every atom; of the violation loss.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from warpfold.ops.dispatch import faster_on_cpu
+from warpfold.ops.register import register
+from warpfold.ops.tensors import in_blocks, upcast_half
+
+LEAST = 1e-4  # angstrom: a shorter distance counts as this, and has no gradient
+
+
+def _truth_needs_gradient(t: Any) -> str | None:
+    others = (x for x in t[2:] if isinstance(x, Tensor))
+    return "the truth and masks have no gradient" if any(x.requires_grad for x in others) else None
+
+
+@register(
+    shapes="frames [*, f, 3, 4], points [*, p, 3], true_frames [f, 3, 4], true_points [p, 3], frame_mask [f], "
+    "point_mask [p], pair_mask [f, p], grad [*, 2]",
+    empty=lambda t: t.frames.new_empty(*t.frames.shape[:-3], 2),
+    keeps="frames points true_frames true_points frame_mask point_mask pair_mask clamp softening",
+    gradients="frames points",
+    empty_gradients=lambda t: (t.frames.new_empty(t.frames.shape), t.points.new_empty(t.points.shape)),
+    same_dtype="frames points true_frames true_points frame_mask point_mask",
+    unsupported=_truth_needs_gradient,
+    prefer_definition=lambda t: faster_on_cpu(t.frames, math.prod(t.frames.shape[:-2]) * t.points.shape[-2], 2**14),
+)
+def aligned_errors(
+    frames: Tensor,
+    points: Tensor,
+    true_frames: Tensor,
+    true_points: Tensor,
+    frame_mask: Tensor,
+    point_mask: Tensor,
+    pair_mask: Tensor | None = None,
+    clamp: float = 10.0,
+    softening: float = 0.01,
+) -> Tensor:
+    """Return the sum over frames and points of |R^T (x - t) - R'^T (x' - t')|, capped, and not capped: [*, 2].
+
+    frames [*, f, 3, 4], each the rotation R and the translation t as its last column, and points x [*, p, 3]; the true
+    ones, which may lack the leading axes; frame_mask [*, f] and point_mask [*, p] weigh the pairs; pair_mask bool
+    [f, p]: those that count (None: all).  A distance d counts as the root of d^2 + softening^2, and as `LEAST` at
+    least; capped, as `clamp` at most.  No gradient reaches the truth.  In the dtype of frames, which should not be one
+    of 16 bits: coordinates need more.
+    """
+
+    def of_frames(rows: slice) -> tuple[Tensor, ...]:
+        """Return the sums over the pairs of some frames."""
+        seen, true = frames[..., rows, :, :], true_frames[..., rows, :, :]
+        # x - t and then R^T: R^T x - R^T t would lose the digits of both where the structure is far from the origin.
+        away, true_away = _from_origins(seen, points), _from_origins(true, true_points)
+        squares = away[0].new_full((), softening**2)
+        for k in range(3):  # one axis of the local frames at a time: three times less memory than all together
+            squares = squares + (_along(seen[..., k], away) - _along(true[..., k], true_away)).square()
+        distance = squares.clamp(min=LEAST**2).sqrt()
+        weight = point_mask[..., None, :]
+        if pair_mask is not None:
+            weight = weight * pair_mask[rows]
+        each = [((x * weight).sum(-1) * frame_mask[..., rows]).sum(-1) for x in (distance.clamp(max=clamp), distance)]
+        return tuple(each)
+
+    pairs = math.prod(frames.shape[:-3]) * points.shape[-2]
+    blocks = in_blocks(of_frames, frames.shape[-3], pairs)
+    return torch.stack([torch.stack(sums).sum(0) for sums in zip(*blocks)], -1)
+
+
+def _from_origins(frames: Tensor, points: Tensor) -> list[Tensor]:
+    """Return points as seen from the origins of frames, not turned: x, y and z, each [*, f, p]."""
+    return [points[..., None, :, c] - frames[..., c, 3, None] for c in range(3)]
+
+
+def _along(axis: Tensor, away: list[Tensor]) -> Tensor:
+    """Return vectors, given as x, y and z [*, f, p], on one axis [*, f, 3] of each frame.
+
+    In plain products and sums, for a GPU may compute a matmul in TF32, which is not enough for coordinates.
+    """
+    product = axis[..., 0, None] * away[0]
+    for c in (1, 2):
+        product = torch.addcmul(product, axis[..., c, None], away[c])
+    return product
+
+
+N_ATOM, C_ATOM, SG_ATOM = 0, 2, 5  # places in atom14; SG is cysteine's
+
+
+@register(
+    shapes="atoms [n, 3], radius [n], exists [n], index [n], order [n], chain [n], slot [n], grad [3, n]",
+    empty=lambda t: t.atoms.new_empty(3, len(t.atoms)),
+    keeps="atoms radius exists index order chain slot tolerance",
+    gradients="atoms radius",
+    empty_gradients=lambda t: (t.atoms.new_empty(t.atoms.shape), t.radius.new_empty(t.radius.shape)),
+    same_dtype="atoms radius exists",
+    unsupported=lambda t: "which atoms exist has no gradient" if t.exists.requires_grad else None,
+    prefer_definition=lambda t: faster_on_cpu(t.atoms, len(t.atoms) ** 2, 2**14),
+)
+def overlaps(
+    atoms: Tensor,
+    radius: Tensor,
+    exists: Tensor,
+    index: Tensor,
+    order: Tensor,
+    chain: Tensor,
+    slot: Tensor,
+    tolerance: float = 1.5,
+) -> Tensor:
+    """Return of each atom the sum of its overlaps, how many there are, and with how many it was compared: [3, n].
+
+    atoms [n, 3] and radius [n] in angstrom; exists [n] (0 or 1); int64 [n] each: index of the residue, order: atoms of
+    the same are not compared, chain, and slot, the place in atom14.  Two atoms overlap by the sum of their radii, less
+    `tolerance`, less their distance.  Exempt are C and N of residues of following index in a chain, and two atoms at
+    the place of SG.  In the dtype of atoms, which should not be one of 16 bits.
+    """
+    places, radius, exists = (upcast_half(x) for x in (atoms, radius, exists))
+
+    def of_rows(rows: slice) -> tuple[Tensor, ...]:
+        """Return the results for a block of atoms: as those that come first in their order, and as all others."""
+        looked_at = exists[rows, None] * exists * (order[rows, None] < order)
+        bonded = (index[rows, None] + 1 == index) & (slot[rows, None] == C_ATOM) & (slot == N_ATOM)
+        disulfide = (slot[rows, None] == SG_ATOM) & (slot == SG_ATOM)
+        looked_at = looked_at * ~(bonded & (chain[rows, None] == chain) | disulfide)
+        # Not through matmul: the default would lose the short distances to cancellation.
+        distance = torch.cdist(places[rows], places, compute_mode="donot_use_mm_for_euclid_dist")
+        allowed = radius[rows, None] + radius - tolerance
+        found = looked_at * (allowed - distance).relu(), looked_at * (distance < allowed), looked_at
+        return tuple(x.sum(axis) for axis in (1, 0) for x in found)
+
+    of_blocks = list(zip(*in_blocks(of_rows, len(atoms), len(atoms))))
+    first = [torch.cat(parts) for parts in of_blocks[:3]]
+    return torch.stack([a + torch.stack(parts).sum(0) for a, parts in zip(first, of_blocks[3:])]).to(atoms.dtype)
