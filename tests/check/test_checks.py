@@ -75,14 +75,14 @@ def test_what_is_wrong_is_red(spoiled: Callable[..., None], wrong: Callable[[Ten
 
 def test_a_kernel_that_draws_other_noise_is_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the draw by itself is as wrong: the truth is of the definition's draw."""
-    fast = dropout_factors.fast
+    fast = dropout_factors._fast
     case = next(case for case in ODD if case.op == "tail" and case.drawn)
 
-    def wrong(key: Tensor, stream: int, *rest: Any) -> Tensor:
-        return fast(key, stream + 1, *rest)
+    def wrong(given: Any) -> Tensor:
+        return fast(given._replace(stream=given.stream + 1))
 
     assert not check(case, "fp32", CPU).red
-    monkeypatch.setattr(dropout_factors, "fast", wrong)
+    monkeypatch.setattr(dropout_factors, "_fast", wrong)
     monkeypatch.setattr(dropout_factors, "prefer_definition", None)
     monkeypatch.setattr(OPS["tail"], "fast", lambda *args: OPS["tail"].definition(*args[:5], args[5].draw()))
     assert check(case, "fp32", CPU).red
