@@ -7,7 +7,7 @@ import torch
 
 from tests.ops.triton.layouts import laid, within
 from warpfold.check.checks import answer, wrong
-from warpfold.ops.overlaps import overlaps
+from warpfold.ops.pairs import overlaps
 
 
 def overlapping(residues: int, every_pair: bool) -> list[Any]:
