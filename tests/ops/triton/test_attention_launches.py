@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tests.ops.triton.budgets import BUDGETS, figures
 from tests.ops.triton.offsets import overflows
+from warpfold.ops.dispatch import Operands
 from warpfold.ops.triton import attention
 from warpfold.ops.triton.launch import KernelLaunch, recorded
 
@@ -25,8 +26,9 @@ def launched(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> dict[str, 
     """Return the launches of a forward and a backward pass, by name."""
     mask = meta(*k.shape[:3], dtype=torch.float32)
     with recorded() as found:
-        out, lse = attention.attention(q, k, v, mask, bias)
-        attention.attention_backward(torch.empty_like(out), q, k, v, mask, bias, out, lse, bias is not None)
+        t = Operands(q=q, k=k, v=v, mask=mask, bias=bias)
+        out, lse = attention.attention(t)
+        attention.attention_backward(t.but(grad=torch.empty_like(out), out=out, lse=lse, bias_wanted=bias is not None))
     return {launch.kernel.name: launch for launch in found}
 
 
