@@ -6,7 +6,8 @@
     python tests/faults.py --root ../before       # another checkout
 
 A piece of source is looked for in every file of the package, so that a fault survives a move.  Where it is gone, the
-table says so: find what does its work now, and put that into tests/faults.toml.  What came of it: docs/decisions.md.
+table says so: find what does its work now, and put that into tests/faults.toml.  What came of it:
+docs/decisions/0024-what-the-tests-find.md.
 """
 
 import argparse

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.laws.test_plans import LIMIT, Work, example, model_for
+from warpfold.cost.fake import memory_of
 from warpfold.device import Offload, OnHost
 from warpfold.model.evoformer import Evoformer
 from warpfold.model.losses import LossConfig, total_loss
@@ -147,3 +148,10 @@ def test_plans_that_keep_and_share_at_once_are_refused_by_name() -> None:
     for recompute, count in ((None, 1), ("block", -1)):
         with pytest.raises(ValueError, match=r"plan.keep_blocks is -?1: how many blocks keep everything"):
             Plan(recompute=recompute, keep_blocks=count)
+
+
+def test_blocks_that_keep_everything_do_so_on_ranks_too() -> None:
+    sizes = {"res": 16, "seq": 4, "extra": 5, "tmpl": 0}
+    plans = (Plan(axial=2, recompute="block", keep_blocks=kept) for kept in (0, 0, 2))  # the first fills caches
+    _, none, both = (memory_of(plan, model_for(WORK).config, sizes, LOSSES, recycles=0).peak for plan in plans)
+    assert both > none
