@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.data.entries import ONE, OPERATORS, SHIFT, TURN, assembly_text, loop, random_chain
 from warpfold.data.structure import assemblies
-from warpfold.data.structure.assemblies import IDENTITY, AssemblyTable, PlacedChain, PlacedChains
+from warpfold.data.structure.assemblies import IDENTITY, AssemblyTable, PlacedChain, PlacedChains, apply_operator
 from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
@@ -132,3 +132,9 @@ def test_a_pdb_file_has_those_of_its_remarks() -> None:
     text = "".join(f"REMARK 350 {line}\n" for line in remarks) + text
     assert len(gemmi.read_pdb_string(text).assemblies) == 1
     assert placed(parse_structure(text)) == [("B", list(ONE)), ("B", list(TURN))]
+
+
+def test_an_operator_turns_before_it_moves() -> None:
+    """A quarter turn about z: its transpose would turn the other way."""
+    operator = np.array([[0.0, -1, 0, 1], [1, 0, 0, 2], [0, 0, 1, 3]])
+    assert apply_operator(operator, np.array([[1.0, 0, 0]], np.float32)).tolist() == [[1, 3, 3]]
