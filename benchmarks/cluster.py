@@ -24,8 +24,8 @@ import torch.distributed as dist
 from link import Shape, over_the_link, refusal, run_ranks
 from torch import Tensor, nn
 
+from benchmarks.traffic import Move, Traffic, TrafficBlock, moves, seconds
 from warpfold.cost.links import Link
-from warpfold.cost.traffic import Move, Traffic, TrafficBlock, moves, seconds
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.evoformer import Evoformer
 from warpfold.parallel.collectives import all_gather_flat

@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from warpfold.cost.example import ExampleSizes
+from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.fake import Memory, fake_ranks
-from warpfold.cost.job import Job
 from warpfold.cost.memory import UNIT
 from warpfold.cost.rates import of_gpu
-from warpfold.cost.seconds import estimate_seconds
+from warpfold.cost.replay import step_time
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.ops.dispatch import standing_for
@@ -63,7 +62,7 @@ def row(residues: int, ranks: int) -> dict[str, Any]:
     peak, largest = held(residues, ranks)
     model = ModelConfig(heads=HeadsConfig(pae=True))
     sizes = ExampleSizes(residues=residues, sequences=SEQUENCES, extra=EXTRA, templates=0)
-    time = estimate_seconds(Job(model=model, sizes=sizes, recycles=0), plan_of(residues, ranks), of_gpu(GPU))
+    time = step_time(Job(model=model, sizes=sizes, recycles=0), plan_of(residues, ranks), of_gpu(GPU))
     return {
         "residues": residues,
         "ranks": ranks,

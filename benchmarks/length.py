@@ -27,13 +27,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.length_figure import picture
-from warpfold.cost.example import ExampleSizes, random_example, shortened
-from warpfold.cost.job import Job
+from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
 from warpfold.cost.machine import describe
 from warpfold.cost.measured_rates import measured
 from warpfold.cost.memory import TRUTH, estimate_memory, predict_example
 from warpfold.cost.rates import of_gpu
-from warpfold.cost.seconds import estimate_seconds
+from warpfold.cost.replay import step_time
 from warpfold.device import keep_memory
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
@@ -96,7 +95,7 @@ def cases(
                 case = Case(model, plan, residues)
                 memory = PLANS[plan].axial * estimate_memory(case.job, PLANS[plan]).peak
                 alone = replace(PLANS[plan], axial=1)  # ranks share the cores of this machine
-                seconds = estimate_seconds(case.job, alone, measured("cpu", torch.float32)).total
+                seconds = step_time(case.job, alone, measured("cpu", torch.float32)).total
                 if memory <= most and seconds <= longest:
                     yield case
                 else:
@@ -152,7 +151,7 @@ def run(case: Case, rank: int, meet: str) -> dict[str, Any]:
     peak = status("VmHWM") - before
     if rank:
         return {"peak_bytes": peak}
-    planned = estimate_seconds(job, plan, measured("cpu", torch.float32)).total
+    planned = step_time(job, plan, measured("cpu", torch.float32)).total
     return {"seconds": seconds, "planned_seconds": planned, "peak_bytes": peak}
 
 
@@ -180,7 +179,7 @@ def planned(plans: Sequence[str], lengths: Sequence[int]) -> list[dict[str, Any]
                 print(rows[-1], flush=True)
                 break
             rows.append({"plan": name, "residues": residues, "peak_bytes": peak,
-                         "seconds": estimate_seconds(job, plan, rates).total})  # fmt: skip
+                         "seconds": step_time(job, plan, rates).total})  # fmt: skip
             print(rows[-1], flush=True)
     return rows
 

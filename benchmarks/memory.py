@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from warpfold.cost.example import ExampleSizes, shortened
-from warpfold.cost.job import Job
+from warpfold.cost.example import ExampleSizes, Job, shortened
 from warpfold.cost.machine import describe
 from warpfold.cost.measured_memory import measured_memory, resident_memory, work
 from warpfold.cost.memory import estimate_memory, with_margin

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,15 +29,12 @@ from link import Shape, refusal, run_ranks
 
 from warpfold.batch import Batch
 from warpfold.cluster.probe import measure_cluster
-from warpfold.cost.example import random_example
-from warpfold.cost.job import Job
+from warpfold.cost.example import Job, random_example
 from warpfold.cost.machine import this_machine
 from warpfold.cost.memory import train_on_example
-from warpfold.cost.planner import NothingFitsError
-from warpfold.cost.rates import of_gpu
-from warpfold.cost.step_planner import choose_step, ranks_of, rough_plans, travelling
-from warpfold.cost.step_seconds import example_seconds, step_seconds
-from warpfold.cost.step_words import choice_in_words, describe_ranks_plan
+from warpfold.cost.planner import NothingFitsError, candidates, choose, describe_plan, ranks_of, variants
+from warpfold.cost.replay import step_time
+from warpfold.cost.report import choice_in_words
 from warpfold.engine.optim import Optimizer
 from warpfold.model.alphafold import AlphaFold
 from warpfold.parallel.execution import Execution
@@ -101,16 +99,16 @@ def case(setting: Setting, team: Team, seconds: float) -> dict[str, Any]:
     ranks, job = team.process.ranks, setting.job(team.process.ranks)
     begin = time.perf_counter()
     cluster = measure_cluster(team, "cpu")
-    rough = (plan for group in rough_plans(job, cluster, FIXED, {}) for plan in group if ranks_of(plan) == ranks)
-    plans = [way for plan in rough for way in (plan, *travelling(job, plan, cluster, FIXED, {}))]
     machine = replace(this_machine("cpu"), devices=ranks)
+    rough = [plan for plan in candidates(job, machine, FIXED, {}, cluster) if ranks_of(plan) == ranks]
+    plans = [way for plan in rough for way in (plan, *chain(*variants(job, plan, cluster, FIXED, {})))]
     rates = machine.rates(torch.float32)
     assert rates is not None
-    examples = {plan: example_seconds(job, plan, rates, cluster) for plan in plans}
+    estimated = {plan: step_time(job, plan, rates, cluster) for plan in plans}
     said: dict[str, Any] = {}
     if team.is_rank_zero:
         try:
-            choice = choose_step(job, machine, cluster, rates, FIXED, {})
+            choice = choose(job, machine, FIXED, {}, cluster, rates)
         except NothingFitsError as error:
             raise SystemExit(str(error)) from error
         said = {"chosen": plans.index(choice.plan), "said": choice_in_words(choice)}
@@ -127,13 +125,12 @@ def case(setting: Setting, team: Team, seconds: float) -> dict[str, Any]:
     final = sorted(plans, key=lambda plan: measured[plan])[:FINAL]
     measured |= run_in_turns({plan: steps[plan] for plan in dict.fromkeys([chosen, *final])}, seconds / 2, 2 * ROUNDS)
     best = min({chosen, *final}, key=lambda plan: measured[plan])
-    estimated = {plan: step_seconds(job, plan, examples[plan], rates, cluster) for plan in plans}
     return {
         "setting": setting.name, "ranks": ranks, "cluster": plain(cluster), "seconds_to_choose": round(chose, 2),
-        "chosen": describe_ranks_plan(chosen), "said": said["said"], "best": describe_ranks_plan(best),
+        "chosen": describe_plan(chosen, True), "said": said["said"], "best": describe_plan(best, True),
         "chosen_over_best": round(measured[chosen] / measured[best], 3),
         "plans": {
-            describe_ranks_plan(plan): {"seconds": round(took, 5), "estimated": round(estimated[plan].total, 5)}
+            describe_plan(plan, True): {"seconds": round(took, 5), "estimated": round(estimated[plan].total, 5)}
             for plan, took in sorted(measured.items(), key=lambda item: item[1])
         },
     }  # fmt: skip
@@ -181,10 +178,7 @@ def main() -> None:
     if why is not None:
         print(f"no emulated nodes: {why}; loopback alone is measured")
     links = {"loopback": None} if why else {name: SHAPES[name] for name in arguments.links}
-    # What is counted and not measured is known to all ranks, before they are there.
     torch.set_num_threads(1)
-    for setting in SETTINGS:
-        example_seconds(setting.job(2), Plan(), of_gpu("A100"), None)
     end, left = time.perf_counter() + 60 * arguments.minutes, len(links) * len(arguments.ranks)
     report: dict[str, Any] = {
         "what": "steps of `tiny` under every plan, and how much longer than the best the one takes that was chosen",

@@ -24,8 +24,7 @@ from warpfold.cost.machine import planned_cluster, planned_machine
 from warpfold.cost.rates import of_gpu
 from warpfold.cost.record import Await, Begin, RecordedStep, record
 from warpfold.cost.replay import Pace, ReplayedStep, replay
-from warpfold.cost.steps import Chance, Steps, draw_steps
-from warpfold.cost.training import Interruptions, whole_training
+from warpfold.cost.simulation import Chance, Interruptions, Steps, draw_steps, whole_training
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.plan import Plan
 from warpfold.report.figures import AMBER, BLUE, GREY, INK, STYLE

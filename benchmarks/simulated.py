@@ -17,14 +17,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from warpfold.cost.collectives import Placement, collective_seconds
-from warpfold.cost.example import ExampleSizes, shortened
-from warpfold.cost.job import Job
-from warpfold.cost.links import LINKS, Cluster, Link, network
+from warpfold.cost.example import ExampleSizes, Job, shortened
+from warpfold.cost.links import LINKS, Cluster, Link, Placement, collective_seconds, network
 from warpfold.cost.rates import KERNEL, of_gpu
 from warpfold.cost.record import Operation, RecordedStep, record
-from warpfold.cost.replay import Pace, ReplayedStep, replay
-from warpfold.cost.simulation import replay_longest
+from warpfold.cost.replay import Pace, ReplayedStep, replay, replay_longest
 from warpfold.model.alphafold import ModelConfig
 from warpfold.parallel.plan import Plan
 from warpfold.training.config import load_settings

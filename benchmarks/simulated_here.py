@@ -25,8 +25,7 @@ import torch.distributed as dist
 from link import Shape, refusal, run_ranks
 
 from warpfold.cluster.probe import measure_cluster
-from warpfold.cost.example import ExampleSizes, random_example, shortened
-from warpfold.cost.job import Job
+from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
 from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.measured_rates import measured
 from warpfold.cost.memory import train_on_example

@@ -1,20 +1,67 @@
 """What the ranks of a plan send each other in an Evoformer block, counted: one runs on fake ranks, and this listens.
 
-`warpfold/cost/traffic.py` says the same in closed form (a law test compares the two), so that a plan can be judged
-without running anything, and what it costs: what `Plan.by_channels` is held to when it chooses how products are cut.
+What `Plan.by_channels` is held to when it chooses how products are cut.
 """
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Literal, get_args
 
 import torch
 
 from warpfold.cost.fake import fake_ranks
-from warpfold.cost.traffic import PHASES, Move, Traffic, TrafficBlock
-from warpfold.model.evoformer import Evoformer
+from warpfold.cost.links import Kind, Link
+from warpfold.model.evoformer import Evoformer, EvoformerConfig
 from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.waits import Event, watched
+
+Phase = Literal["forward", "recomputed", "backward"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficBlock:
+    """An Evoformer block and the size of what runs through it; the defaults are initial training's (Supp. 1.11)."""
+
+    sequences: int = 128
+    residues: int = 256
+    c_m: int = 256
+    c_z: int = 128
+    evoformer: EvoformerConfig = field(default_factory=EvoformerConfig)
+    global_column: bool = False  # of the extra MSA stack
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives that this rank takes part in, and the bytes that it sends to others in all of them."""
+
+    calls: int = 0
+    bytes: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.calls + other.calls, self.bytes + other.bytes)
+
+    def __sub__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.calls - other.calls, self.bytes - other.bytes)
+
+
+@dataclass(frozen=True)
+class Move:
+    """A tensor that moves, in the passes of one block.  The backward pass of a gather is a reduce-scatter."""
+
+    name: str  # which tensor of which layer
+    kind: Kind  # "all_gather", "all_to_all", "sendrecv" (parallel/collectives.py)
+    forward: Traffic = Traffic()
+    recomputed: Traffic = Traffic()
+    backward: Traffic = Traffic()
+
+
+def total(moves: Iterable[Move], phase: Phase) -> Traffic:
+    """Add up all that moves in one pass."""
+    return sum((getattr(move, phase) for move in moves), Traffic())
 
 
 def count(plan: Plan, block: TrafficBlock, branch_rank: int = 0) -> list[Move]:
@@ -49,3 +96,15 @@ def _count(plan: Plan, block: TrafficBlock, blocks: int, branch_rank: int) -> di
             move = found.setdefault(name, Move(name, event.kind))
             found[name] = replace(move, **{phase: getattr(move, phase) + Traffic(1, event.bytes)})
     return found
+
+
+@cache
+def moves(block: TrafficBlock, ranks: int, by_channels: bool) -> list[Move]:
+    """Count what a block sends in bf16 under an axial plan without branches or recomputation."""
+    return count(Plan(axial=ranks, triangle="channels" if by_channels else "gather", precision="bf16"), block)
+
+
+def seconds(moves: Iterable[Move], link: Link) -> float:
+    """Return how long the two passes of a block wait for its moves if nothing is computed meanwhile."""
+    both = total(moves := list(moves), "forward") + total(moves, "backward")
+    return both.calls * link.latency + both.bytes / link.bandwidth

@@ -7,7 +7,7 @@ import pytest
 
 from tests.test_cli import refused, run
 from warpfold.cli.plan import _Asked
-from warpfold.cost.step_words import joined
+from warpfold.cost.planner import joined
 from warpfold.training.simulating import known_cluster
 
 

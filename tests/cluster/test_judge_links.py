@@ -16,8 +16,7 @@ from warpfold.cluster.judge_links import MeasuredLinks, cluster_of, judge_links,
 from warpfold.cluster.measure_links import CollectiveTime, PairLink, counted, read_counters
 from warpfold.cluster.rounds import ALL_PAIRS, MEETINGS, Pair, all_pairs, circle, first_rounds, nodes_of, rounds
 from warpfold.cluster.slow import NOTE, WRONG, find_slow, stragglers
-from warpfold.cost.collectives import Placement, collective_seconds
-from warpfold.cost.links import Link
+from warpfold.cost.links import Link, Placement, collective_seconds
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 8))  # nodes, ranks on each
 

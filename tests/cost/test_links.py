@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from warpfold.cost.collectives import GroupName, Kind, Placement, collective_seconds, place
-from warpfold.cost.links import Cluster, Link, network, read_cluster
+from warpfold.cost.links import (
+    Cluster,
+    GroupName,
+    Kind,
+    Link,
+    Placement,
+    collective_seconds,
+    network,
+    place,
+    read_cluster,
+)
 from warpfold.errors import UserError
 from warpfold.parallel.mesh import coordinates
 

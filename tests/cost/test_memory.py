@@ -11,9 +11,8 @@ import torch.distributed as dist
 from tests.helpers import as_multimer, tiny_config
 from tests.ranks import run_ranks
 from warpfold.cost import memory
-from warpfold.cost.example import ExampleSizes
+from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.fake import fake_ranks
-from warpfold.cost.job import Job
 from warpfold.cost.measured_memory import measured_memory, most_allocated
 from warpfold.cost.memory import MemoryEstimate, estimate_memory, with_margin
 from warpfold.engine.optim import OptimConfig, Optimizer

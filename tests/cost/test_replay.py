@@ -14,6 +14,7 @@ from warpfold.cost.links import Cluster, Link
 from warpfold.cost.rates import TORCH, PassName, Rate, of_gpu
 from warpfold.cost.record import Await, Begin, Entry, Operation, Phase
 from warpfold.cost.replay import Pace, Span, latest, replay
+from warpfold.errors import UserError
 from warpfold.parallel.plan import Plan
 
 FREE, SLOW = Link(0.0, 1e30), Link(1e-6, 1e9)
@@ -27,8 +28,8 @@ def pace(link: Link = SLOW, launch: float = 0.0, overlap: bool = True) -> Pace:
 
 
 def operation(seconds: float, launches: int = 1) -> Operation:
-    rates = of_gpu("H100")
-    cost = Cost(0, 0, seconds * rates.efficiency * rates.tops[torch.float32].bytes)
+    sheet = of_gpu("H100")
+    cost = Cost(0, 0, seconds * sheet.efficiency * sheet.tops[torch.float32].bytes)
     return Operation(TORCH, "forward", cost, torch.float32, launches, "forward")
 
 
@@ -99,8 +100,8 @@ def test_a_link_that_alone_is_slower_never_makes_a_step_shorter(entries, link, l
 def test_by_measured_rates_a_call_of_torch_takes_what_its_pass_makes_of_it(phase: Phase, seconds: float) -> None:
     calls: dict[PassName, float] = {"forward": 1.0, "training": 2.0, "backward": 3.0}
     ops = {(TORCH, which, torch.float32): Rate(call) for which, call in calls.items()}
-    rates = replace(of_gpu("H100"), how="measured", tops={}, ops=ops)
-    measured = Pace.of(rates, pace().cluster)
+    sheet = replace(of_gpu("H100"), how="measured", tops={}, ops=ops)
+    measured = Pace.of(sheet, pace().cluster)
     assert measured.seconds(Operation(TORCH, "forward", Cost(0, 0, 0), torch.float32, 1, phase)) == seconds
     of_one_cost: list[Entry] = [
         Operation(TORCH, "forward", Cost(0, 0, 0), torch.float32, 1, each) for each in ("early", "backward", "forward")
@@ -116,8 +117,8 @@ def uneven(spread: float, link: Link = SLOW) -> Pace:
         [(TORCH, which, torch.float32) for which in ("forward", "training", "backward")],
         Rate(0.0, byte=1e-9, spread=spread),
     )
-    rates = replace(of_gpu("H100"), how="measured", tops={}, ops=ops)
-    return Pace.of(rates, pace(link).cluster)
+    sheet = replace(of_gpu("H100"), how="measured", tops={}, ops=ops)
+    return Pace.of(sheet, pace(link).cluster)
 
 
 @given(schedules(), st.floats(0, 1), st.floats(0, 1))
@@ -186,6 +187,27 @@ def test_what_is_begun_early_and_awaited_late_is_hidden() -> None:
 
 def test_an_operation_takes_at_least_what_its_kernels_take() -> None:
     of_sheet = Pace.of(of_gpu("H100"), pace().cluster)
-    many = replace(operation(1e-9), launches=10)
-    assert of_sheet.seconds(many) == pytest.approx(10 * of_sheet.kernel, rel=0.01)
+    assert of_sheet.seconds(replace(operation(1e-9), launches=10)) == pytest.approx(10 * of_sheet.kernel, rel=0.01)
     assert Pace.of(of_gpu("H100"), pace().cluster, graphs=True).launch == 0 < of_sheet.launch
+
+
+def test_what_comes_often_takes_as_long_as_if_it_were_there_as_often() -> None:
+    """But for what is under way from one turn to the next."""
+    turn = [Begin(1, "all_gather", "axial", 10**6, "forward"), operation(5e-4), Await(1), operation(1e-4, 3)]
+    often = [replace(entry, times=20) if not isinstance(entry, Await) else entry for entry in turn]
+    for launch in (0.0, 1e-3):
+        once, many = replay(often, PLAN, pace(launch=launch)), replay(turn * 20, PLAN, pace(launch=launch))
+        for name in ("seconds", "compute", "collectives", "sent", "kernels"):
+            assert getattr(once, name) == pytest.approx(getattr(many, name), rel=0.05), name
+
+
+def test_rates_do_not_serve_what_they_do_not_have() -> None:
+    sheet = of_gpu("NVIDIA A100-SXM4-80GB")
+    with pytest.raises(ValueError, match="the rates of A100 are of bfloat16, float16, float32, not of float64"):
+        sheet.seconds(TORCH, "forward", Cost(1, 0, 1), 1, torch.float64)
+    forward = replace(sheet, how="measured", tops={}, ops={("transition", "forward", torch.float32): Rate(1.0)})
+    assert forward.seconds("transition", "forward", Cost(1, 0, 1), 1, torch.float32) == 1.0
+    with pytest.raises(ValueError, match=r"no rate of transition, backward, torch.float32 of A100"):
+        forward.seconds("transition", "backward", Cost(1, 0, 1), 1, torch.float32)
+    with pytest.raises(UserError, match="TPU v4: how fast this GPU is, is not known; known are A100"):
+        of_gpu("TPU v4")

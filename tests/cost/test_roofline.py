@@ -7,7 +7,7 @@ import torch
 
 from warpfold.check.op_profile import OpCase
 from warpfold.check.sizes import shapes
-from warpfold.cost.roofline import Ceilings, ceilings, cost
+from warpfold.cost.rates import Ceilings, ceilings, cost
 
 # Products, bytes and exponentials per second, as the table of limits takes them: 16 per clock and multiprocessor.
 A100 = Ceilings(312e12, 2.0e12, 108 * 16 * 1.41e9, "")

@@ -6,8 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from warpfold.cost.replay import ReplayedStep
-from warpfold.cost.steps import Chance, draw_steps
-from warpfold.cost.training import DAY, Interruptions, whole_training
+from warpfold.cost.simulation import DAY, Chance, Interruptions, draw_steps, whole_training
 from warpfold.errors import UserError
 
 TIMES = {0: ReplayedStep(seconds=1.0, compute=0.7, exposed=0.2, launch=0.1), 1: ReplayedStep(1.5, 1.1, 0.3, 0.1)}

@@ -38,7 +38,6 @@ CIRCLES = {
 FULL = {
     "warpfold": 17,
     "warpfold/cli": 21,
-    "warpfold/cost": 31,
     "warpfold/engine": 17,
     "warpfold/model": 23,
     "warpfold/ops": 18,

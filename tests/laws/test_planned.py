@@ -17,11 +17,9 @@ from torch import Tensor
 from tests.laws.test_plans import LIMIT, LOSSES, STOPPED, Work, above, compare, example, model_for
 from tests.ranks import run_ranks
 from warpfold.cost import planner
-from warpfold.cost.example import ExampleSizes
-from warpfold.cost.job import Job
+from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.links import Cluster, Link
 from warpfold.cost.machine import Machine
-from warpfold.cost.step_planner import rough_plans, travelling
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.confidence import predicted_errors
 from warpfold.parallel.collectives import local_shard
@@ -54,12 +52,13 @@ def job_of(work: Work, training: bool = False) -> Job:
 def ladder(job: Job, devices: int, monkeypatch: pytest.MonkeyPatch) -> list[Plan]:
     """All plans that the planner considers on so many devices, of either kind, each way of triangle products."""
     monkeypatch.setattr(planner, "FEWEST", 1)  # so that few residues make many slices
-    monkeypatch.setattr(planner, "most_kept", lambda *given: 1)
     found: dict[Plan, None] = {}
     for kind in ("cpu", "cuda"):
         for plan in planner.candidates(job, Machine(kind=kind, free=1, devices=devices), {"precision": "fp64"}):  # type: ignore[arg-type]
             ways = ("gather", "channels") if plan.axial > 1 and not plan.in_place else (plan.triangle,)
-            found |= {replace(plan, triangle=way): None for way in ways}  # type: ignore[arg-type]
+            kept = (0, 1) if plan.recompute and not plan.offload else (0,)
+            for way in ways:  # how gradients travel: parallel/test_reducer.py
+                found |= {replace(plan, triangle=way, keep_blocks=k, sync=SyncConfig()): None for k in kept}  # type: ignore[arg-type]
     return list(found)
 
 
@@ -156,10 +155,9 @@ def test_plans_on_a_cluster_take_ways_that_were_compared(monkeypatch: pytest.Mon
     compared = {replace(p, data=1, keep_blocks=0) for ranks in (1, 2) for p in ladder(job, ranks, monkeypatch)}
     for ranks in (2, 4):
         cluster = Cluster(ranks=ranks, per_node=ranks // 2, within=link, between=link)
-        rough = chain(*rough_plans(job, cluster, {"precision": "fp64"}, {}))
-        for plan in chain(*([plan, *travelling(job, plan, cluster, {}, {})] for plan in rough)):
-            triangle = (
-                "gather" if plan.axial > 1 and plan.triangle == "auto" else plan.triangle
-            )  # by bytes: one of both
-            alike = replace(plan, data=1, axial=min(plan.axial, 2), batch=1, sync=SyncConfig(), triangle=triangle)
-            assert alike in compared
+        for rough in planner.candidates(job, Machine(kind="cuda", free=1, devices=ranks), {"precision": "fp64"}):
+            for plan in (rough, *chain(*planner.variants(job, rough, cluster, {}, {}))):
+                by_bytes = plan.axial > 1 and plan.triangle == "auto"  # one of both
+                triangle = "gather" if by_bytes else plan.triangle
+                alike = replace(plan, data=1, axial=min(plan.axial, 2), batch=1, sync=SyncConfig(), triangle=triangle)
+                assert alike in compared

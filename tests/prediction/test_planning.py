@@ -18,12 +18,11 @@ from tests.training.runs import tiny_run
 from warpfold import settings
 from warpfold.cli import main
 from warpfold.cost import planner
-from warpfold.cost.job import Job
+from warpfold.cost.example import Job
 from warpfold.cost.links import Cluster, Link
 from warpfold.cost.machine import Machine
 from warpfold.cost.memory import MemoryEstimate
 from warpfold.cost.rates import Rates, of_gpu
-from warpfold.cost.step_seconds import example_seconds
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.raw_example import from_sequence
 from warpfold.errors import UserError
@@ -268,8 +267,10 @@ def test_plan_says_what_a_query_needs(
     assert end.value.code == 1  # one does not fit
     assert ["refused" in row for row in found["targets"]] == [True, False]
     assert found["largest"]["name"] == "long"
-    assert {"whole", "in slices", "in slices, z in host memory", "in slices, on 2 devices"} == set(found["longest"])
-    assert found["longest"]["whole"] < found["longest"]["in slices"]
+    assert {"whole", "in slices", "in slices, z in host memory", "in slices, on 2 devices"} == set(
+        found["largest"]["longest"]
+    )
+    assert found["largest"]["longest"]["whole"] < found["largest"]["longest"]["in slices"]
     assert all(one["lacks"] for one in found["largest"]["plans"])
 
 
@@ -315,27 +316,24 @@ def test_a_run_goes_on_with_the_plan_it_began_with(
     monkeypatch.setattr(planner, "upper_bound", lambda job, plan: MemoryEstimate(peak=10**6, weights=0, features=0))
     free["free"] = 100
     tight, _ = planning.plan_training(given, tmp_path / "run", "cpu")
-    assert tight.plan.recompute == "block"
+    assert tight.plan.recompute == "layer"
     (tmp_path / "run").mkdir()
     (tmp_path / "run/settings.toml").write_text(settings.to_toml(tight))
     free["free"] = 10**12
     again, said = planning.plan_training(given, tmp_path / "run", "cpu")
-    assert (again, said) == (tight, f"blocks recomputed, as in {tmp_path / 'run/settings.toml'}")
+    assert (again, said) == (tight, f"layers recomputed, as in {tmp_path / 'run/settings.toml'}")
     other, _ = planning.plan_training(
-        load_settings(tmp_path / "tiny.toml", ["plan.recompute=layer"]), tmp_path / "run", "cpu"
+        load_settings(tmp_path / "tiny.toml", ["plan.recompute=block"]), tmp_path / "run", "cpu"
     )
-    assert other.plan.recompute == "layer"
+    assert other.plan.recompute == "block"
 
 
 @pytest.fixture
 def rates(monkeypatch: pytest.MonkeyPatch) -> Rates:
-    """A GPU's rates, and no estimates of memory; what is outside of the trunk is counted before there are ranks."""
+    """A GPU's rates, and no estimates of memory."""
     memory, found = MemoryEstimate(peak=10**6, weights=0, features=0), of_gpu("A100")
     monkeypatch.setattr(Machine, "rates", lambda *given: found)
     monkeypatch.setattr(planner, "estimate_memory", lambda *given: memory)
-    config = tiny_run(steps=1, validation=0.0)
-    given = load_settings(config)
-    example_seconds(planning.training_job(given, config), Plan(), found, None)
     return found
 
 

@@ -18,14 +18,14 @@ from tests.test_cli import refused, run
 from warpfold.cli.common import measured
 from warpfold.cost.example import ExampleSizes, ModelBench, TrainingStep, shortened
 from warpfold.cost.observe import MARK, OUTSIDE, Place, Spans
-from warpfold.cost.roofline import Ceilings
-from warpfold.cost.work import WorkKey
+from warpfold.cost.rates import Ceilings
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.losses import LossConfig
 from warpfold.ops import dispatch
 from warpfold.parallel.plan import Plan
 from warpfold.profile.step_profile import NOT_PLACED, Tables, counted_work, in_words, kind_of, profile_model, table
 from warpfold.profile.trace import AUTOGRAD, NODE, PYTHON, WHOLE, TraceEvent, attribute, read_events
+from warpfold.profile.work import WorkKey
 
 CPU = torch.device("cpu")
 TOY = ModelBench(

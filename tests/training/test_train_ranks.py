@@ -20,12 +20,11 @@ from tests.ranks import RankError, run_ranks
 from tests.training.runs import equal_tensors, make_store, rows, tiny_run
 from tests.training.test_train import damage
 from warpfold import settings
-from warpfold.cost.example import ExampleSizes
-from warpfold.cost.job import Job
+from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.links import Cluster, Link
 from warpfold.cost.machine import Machine
+from warpfold.cost.planner import choose
 from warpfold.cost.rates import of_gpu
-from warpfold.cost.step_planner import choose_step
 from warpfold.data.load.loader import Sample
 from warpfold.data.store.store import Store
 from warpfold.engine import learn as learning
@@ -162,7 +161,7 @@ def test_every_compression_is_planned_and_trains(store: Store, tmp_path: Path, m
     link = Link(1e-5, 1e9)
     cluster = Cluster(ranks=2, per_node=2, within=link, between=link)
     machine = Machine(kind="cuda", free=10**11, devices=2)
-    plan = choose_step(job, machine, cluster, of_gpu("H100"), {"axial": 1}).plan
+    plan = choose(job, machine, {"axial": 1}, {}, cluster, of_gpu("H100")).plan
     assert (plan.data, plan.sync.strategy) == (2, "plain")
     assert all(s.finished for s in train_on_ranks(replace(config, optim=optim, plan=plan), store, tmp_path / "run"))
 

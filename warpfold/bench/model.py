@@ -27,7 +27,7 @@ from warpfold.bench.timing import Subject, Times, WallTimes, kernels_launched, m
 from warpfold.cost.example import BlockSizes, ModelBench, RandomBlock, TrainingStep
 from warpfold.cost.launches import LaunchCount, block_launches, counted_products, step_launches
 from warpfold.cost.machine import describe
-from warpfold.cost.roofline import ceilings
+from warpfold.cost.rates import ceilings
 from warpfold.device import find_recorder
 from warpfold.ops.dispatch import Kernels, refusals
 from warpfold.parallel.plan import DTYPES, Plan, Precision

@@ -20,7 +20,7 @@ from warpfold.check.checks import DTYPES
 from warpfold.check.op_profile import OpCase, OpInputs
 from warpfold.check.sizes import shapes
 from warpfold.cost.machine import describe
-from warpfold.cost.roofline import Ceilings, Pass, ceilings, cost
+from warpfold.cost.rates import Ceilings, Pass, ceilings, cost
 from warpfold.errors import UserError
 from warpfold.files import write_atomically
 from warpfold.progress import Progress, no_progress

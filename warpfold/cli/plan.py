@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpfold.cli.cluster_plan import say_ranks
 from warpfold.cli.common import (
     AsJson,
     Change,
@@ -120,14 +119,12 @@ def plan(
     report = _report(found, given, asked, of_training=not is_query and not residues)
     if as_json:
         show(report)
-    elif "cluster" in report:
-        say_ranks(report)
     else:
         _say(report)
     if figure is not None:
         _draw(report, figure)
         typer.echo(f"wrote {figure}", err=as_json)
-    raise typer.Exit(1 if "refused" in report or any("refused" in row for row in report.get("targets", ())) else 0)
+    raise typer.Exit(1 if any("refused" in row for row in report["targets"]) else 0)
 
 
 @dataclass(frozen=True)
@@ -171,51 +168,34 @@ class _Asked:
 
 
 def _report(found: "list[PlanTarget]", given: Any, asked: _Asked, of_training: bool) -> dict[str, Any]:
-    """Return the report of predictions, of a training on one device, or of one on several.
-
-    Errors: UserError for options that do not go together.
-    """
+    """Return the report of predictions, or of a training.  Errors: UserError for options that do not go together."""
     from warpfold.cost.planner import CHOSEN, CHOSEN_IN_TRAINING
-    from warpfold.cost.step_planner import CHOSEN_ON_RANKS
     from warpfold.device import slow_precision
-    from warpfold.parallel.plan import DTYPES
     from warpfold.prediction.plan_report import plan_report
-    from warpfold.training.step_report import step_report
 
     machine, there = asked.machine_and_cluster()
-    own = {} if asked.precision is None else {"precision": asked.precision.value}
-    if of_training and there is not None:
-        fixed, sync = given.fixed_on_ranks(CHOSEN_ON_RANKS)
-        fixed |= own
-        rates = machine.rates(DTYPES[fixed.get("precision", "fp32")])
-        if rates is not None:
-            with progress_bar(every=10) as tell:
-                return step_report(found[0].name, found[0].job, machine, there, rates, fixed, sync, asked.price, tell)
-    if asked.only_for_ranks:
-        why = "how fast the device is, is not known: name it, as in --device H100" if of_training and there else (
-            "it is for trainings on several devices; leave it out, or give --devices")  # fmt: skip
-        raise UserError(f"{asked.only_for_ranks}: {why}")
-    fixed = given.fixed(CHOSEN_IN_TRAINING) if of_training else _of_prediction(given.fixed(CHOSEN), given.own)
-    fixed |= own
+    if asked.only_for_ranks and not (of_training and there is not None):
+        raise UserError(
+            f"{asked.only_for_ranks}: it is for trainings on several devices; leave it out, or give --devices"
+        )
+    fixed, sync = given.fixed_on_ranks(CHOSEN_IN_TRAINING) if of_training else (given.fixed(CHOSEN), {})
+    if not of_training:  # of settings, keys that the user gave; the rest is for trainings
+        fixed = {key: value for key, value in fixed.items() if key in given.own}
+    fixed |= {} if asked.precision is None else {"precision": asked.precision.value}
     if machine.here and (slow := slow_precision(fixed.get("precision", "fp32"), machine.kind)):
         typer.echo(slow, err=True)
-    with progress_bar(every=10) as progress:
-        return plan_report(found, machine, fixed, progress)
+    with progress_bar(every=10) as tell:
+        return plan_report(found, machine, fixed, sync, there, asked.price, tell)
 
 
 def _draw(report: dict[str, Any], figure: Path) -> None:
     """Write the picture of the largest target, or of a rank.  Errors: UserError where nothing fits."""
     from warpfold.report.figures import draw_memory
 
-    largest = report.get("largest", report)
+    largest = report["largest"]
     if not largest["course"]:
         raise UserError(f"{largest['name']}: nothing fits, so there is no course of memory to draw")
     write_atomically(figure, draw_memory(largest["course"], report["free"], figure.suffix[1:]))
-
-
-def _of_prediction(fixed: dict[str, Any], own: frozenset[str]) -> dict[str, Any]:
-    """Return the keys that a prediction takes from settings: those that the user gave; the rest is for trainings."""
-    return {key: value for key, value in fixed.items() if key in own}
 
 
 def _targets(
@@ -246,44 +226,61 @@ def _targets(
 
 
 def _say(report: dict[str, Any]) -> None:
-    """Print the machine, a line for each target, every plan of the largest, and how long a protein can be."""
+    """Print the machine, a line for each target, the plans of the largest, and how long a protein can be."""
     from warpfold.cost.machine import in_gb
 
-    typer.echo(f"on {report['machine']}")
+    largest = report["largest"]
+    typer.echo("; ".join([f"on {report['machine']}", *([largest["joined"]] if "joined" in largest else [])]))
     for row in report["targets"]:
         typer.echo(f"{row['name']}: {row.get('said') or row['refused']}")
-    largest = report["largest"]
-    typer.echo(
-        f"\nplans of {largest['name']} ({', '.join(f'{size:,} {name}' for name, size in largest['sizes'].items())}):"
-    )
-    show_table(*_table(largest["plans"]), lambda row: "bold" if row[0] else "dim" if row[-1] != "fits" else "")
+    sizes = ", ".join(f"{size:,} {name}" for name, size in largest["sizes"].items())
+    count = largest["examples"]
+    step = f"a step of {count} example{'s' * (count > 1)}" if largest["training"] else largest["name"]
+    rates = f"; {largest['rates']} rates" if largest.get("rates") else ""
+    typer.echo(f"\nplans of {step} ({sizes}{rates}):")
+    show_table(*_table(largest), lambda row: "bold" if row[0] else "dim" if row[-1] != "fits" else "")
     if largest["at_peak"]:
         (chosen,) = (one for one in largest["plans"] if one["chosen"])
         owners = {**largest["at_peak"], "margin": chosen["bytes"] - sum(largest["at_peak"].values())}
         most = sorted(owners.items(), key=lambda item: -item[1])
         shown = [f"{name} {in_gb(size)}" for name, size in most if size > 0.01 * chosen["bytes"]]
         typer.echo(f"at its peak: {', '.join(shown)}")
-    if report["longest"]:
+    if largest["longest"]:
         typer.echo("\nthe longest protein that fits, with as many rows and templates:")
-        for title, most in report["longest"].items():
+        for title, most in largest["longest"].items():
             typer.echo(f"  {title}: {f'about {most:,} residues' if most else 'none'}")
+    if largest["left_out"]:
+        typer.echo("\nleft out:")
+        for line in largest["left_out"]:
+            typer.echo(f"  {line}")
 
 
-def _table(plans: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the heads and rows of the table of plans; host memory where one of them needs it."""
+def _table(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads and rows of the table of plans: columns of which none has anything to say are left out."""
     from warpfold.cost.machine import in_gb
+    from warpfold.cost.planner import in_words, sent
 
-    of_host = any(one["host_bytes"] for one in plans)
+    plans = report["plans"]
+    priced = any(one["cost_per_million"] is not None for one in plans)
+    dear = "cost_per_million" if priced else "device_hours_per_million"
+    of_million = "cost of a million" if priced else "device-hours of a million"
+    columns = {
+        "memory": [None if one["bytes"] is None else in_gb(one["bytes"]) for one in plans],
+        "off device": [in_gb(one["host_bytes"]) if one["host_bytes"] else None for one in plans],
+        "a step" if report["training"] else "time": [
+            None if one["seconds"] is None else in_words(one["seconds"]) for one in plans
+        ],
+        "efficiency": [
+            f"{100 * one['efficiency']:.0f} %" if one["efficiency"] and one["sent_bytes"] else None for one in plans
+        ],
+        "sent by a rank": [sent(one["sent_bytes"]) if one["sent_bytes"] else None for one in plans],
+        of_million: [None if one[dear] is None else f"{one[dear]:,.0f}" for one in plans],
+    }
+    shown = {head: cells for head, cells in columns.items() if any(cells)}
     rows = []
-    for one in plans:
-        host = [in_gb(one["host_bytes"]) if one["host_bytes"] else ""] if of_host else []
+    for number, one in enumerate(plans):
         fits = "fits" if not one["lacks"] else "too large" if "on disk" not in one["lacks"] else "disk too small"
-        needed = "" if one["bytes"] is None else in_gb(one["bytes"])
-        rows.append(["->" if one["chosen"] else "", one["title"], needed, *host, _time(one["seconds"]), fits])
-    return ["", "plan", "memory", *(["off device"] if of_host else []), "time", ""], rows
-
-
-def _time(seconds: float | None) -> str:
-    from warpfold.cost.plan_words import in_words
-
-    return "not measured" if seconds is None else in_words(seconds)
+        fits = "" if one["bytes"] is None else fits
+        cells = [cells[number] or "" for cells in shown.values()]
+        rows.append(["->" if one["chosen"] else "", one["title"], *cells, fits])
+    return ["", "plan", *shown, ""], rows

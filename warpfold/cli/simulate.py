@@ -128,7 +128,7 @@ def _check(figure: Path | None) -> None:
 
 def _say(found: "SimulatedTraining", price: float | None) -> None:
     """Print a step, where its time goes, and the whole training."""
-    from warpfold.cost.step_words import joined
+    from warpfold.cost.planner import joined
 
     given, steps, whole = found.scenario, found.steps, found.training
     plan, cluster = given.plan, given.cluster

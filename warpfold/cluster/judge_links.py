@@ -9,8 +9,7 @@ from warpfold.cluster.findings import ClusterFinding, of_ranks
 from warpfold.cluster.measure_links import CollectiveTime, PairLink
 from warpfold.cluster.rounds import Pair, all_pairs
 from warpfold.cluster.slow import NOTE, WRONG, Slow, culprits, find_slow
-from warpfold.cost.collectives import Placement, collective_seconds
-from warpfold.cost.links import Cluster, Link
+from warpfold.cost.links import Cluster, Link, Placement, collective_seconds
 
 Where = Literal["within", "between"]
 

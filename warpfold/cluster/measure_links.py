@@ -16,8 +16,7 @@ from torch import Tensor
 
 from warpfold.cluster.facts import text_of
 from warpfold.cluster.rounds import Pair
-from warpfold.cost.collectives import Kind, Placement, collective_seconds
-from warpfold.cost.links import Cluster
+from warpfold.cost.links import Cluster, Kind, Placement, collective_seconds
 from warpfold.parallel.collectives import all_gather_flat, reduce_scatter_flat
 from warpfold.parallel.team import Team
 from warpfold.parallel.waits import waiting

@@ -281,3 +281,24 @@ class TrainingStep:
     def __call__(self) -> None:
         self.learn()
         self.update()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One example through a model: what its memory and its time depend on, beside the plan and the devices.
+
+    sizes: of the example, as the model gets it.  recycles: passes before the last; at most, where recycling may stop
+    early.  loss, optim: of a training; None: a prediction.  representations: a prediction keeps single, pair and msa.
+    """
+
+    model: ModelConfig
+    sizes: ExampleSizes
+    recycles: int = 3
+    loss: LossConfig | None = None
+    optim: OptimConfig | None = None
+    representations: bool = False
+
+    @property
+    def training(self) -> bool:
+        """Whether there is a backward pass."""
+        return self.loss is not None

@@ -10,7 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -112,6 +112,11 @@ class MemoryPiece:
         """Return whether it exists when so many pieces have come or gone."""
         return self.born <= moment and (self.died is None or moment < self.died)
 
+    def shifted(self, moments: int) -> "MemoryPiece":
+        """Return one like it, so many moments later."""
+        died = None if self.died is None else self.died + moments
+        return MemoryPiece(self.bytes, self.shape, self.made_by, self.place, self.born + moments, died, self.host)
+
 
 class Memory(TorchDispatchMode):
     """Within it, every piece of memory that an operation makes is counted while it lives.
@@ -140,7 +145,9 @@ class Memory(TorchDispatchMode):
         self._peak_moment = 0
         # What operations made before of tensors without memory: shapes, strides and dtypes.  To make the same again
         # takes a twentieth of what torch needs to find it out, in Python.
-        self._made: dict[Any, list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]] = {}
+        self._made: dict[Any, list[_Layout]] = {}
+        self._traces: dict[Any, _Trace] = {}  # of functions: what they made and let go
+        self.course: list[tuple[int, str]] = []  # from which moment on what was at work, as whoever watches notes it
 
     @property
     def at_peak(self) -> list[MemoryPiece]:
@@ -165,7 +172,7 @@ class Memory(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "warpfold":
             with self:
-                return dispatch.implementation(func._opname, args[0])(*args, **kwargs)
+                return self.run(func, dispatch.implementation(func._opname, args[0]), args, kwargs)
         kind = _kind(func)
         if kind is Kind.COMPOSITE:  # below autograd torch does not take these apart by itself
             with self, torch._C.DisableTorchFunction():  # else modes of functions get the whole again
@@ -205,6 +212,76 @@ class Memory(TorchDispatchMode):
             self._made[key] = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
         return out
 
+    def run(self, what: Any, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what a function returns; where it was called with the like before, repeat what it made and let go.
+
+        what: stands for the function, and whatever else decides about what it does.  No graph of autograd is made.
+        """
+        key = _key(what, args, kwargs)
+        if key is None:
+            return function(*args, **kwargs)
+        if (trace := self._traces.get(key)) is not None:
+            return self._repeat(trace, args)
+        begun, first, noted = self.moment, len(self.pieces), len(self.course)
+        out = function(*args, **kwargs)
+        trace = self._traced(out, args, self.pieces[first:], begun)
+        if trace is not None:
+            course = [(moment - begun, name) for moment, name in self.course[noted:]]
+            self._traces[key] = replace(trace, moments=self.moment - begun, course=course)
+        return out
+
+    def _traced(self, out: Any, args: Sequence[Any], made: list[MemoryPiece], begun: int) -> "_Trace | None":
+        """Return what a function did that made these pieces; None where its arguments do not tell it all."""
+        results = (out,) if isinstance(out, Tensor) else out
+        if not isinstance(results, tuple) or not all(type(t) in PLAIN and t.is_meta for t in results):
+            return None
+        sources: list[tuple[int, _Layout | None]] = []  # an argument's number; or a piece's, and how it lies
+        places = {id(piece): number for number, piece in enumerate(made)}
+        for t in results:
+            given = [number for number, x in enumerate(args) if x is t]
+            piece = self.piece_of(t)
+            if given:
+                sources.append((given[0], None))
+            elif piece is not None and id(piece) in places and _whole(t):
+                sources.append((places[id(piece)], (tuple(t.shape), t.stride(), t.dtype)))
+            else:
+                return None
+        left = {number for number, piece in enumerate(made) if piece.died is None}
+        own = [number for number, layout in sources if layout is not None]
+        released = sum(piece.died is not None for piece in made)
+        if sorted(own) != sorted(left) or self.moment - begun != len(made) + released:  # the latter: of others', too
+            return None
+        pieces = [piece.shifted(-begun) for piece in made]
+        return _Trace(pieces, sources, isinstance(out, Tensor), *_highest(pieces))
+
+    def _repeat(self, trace: "_Trace", args: Sequence[Any]) -> Any:
+        """Note the pieces of a trace as if they came and went now, and return new results."""
+        begun, first = self.moment, len(self.pieces)
+        if self.now + trace.most > self.peak:
+            self.peak, self._peak_moment = self.now + trace.most, begun + trace.most_at
+        self.host_peak = max(self.host_peak, self.host_now + trace.host_most)
+        self.pieces += [p.shifted(begun) for p in trace.pieces]
+        self.course += [(begun + moment, name) for moment, name in trace.course]
+        self.moment = begun + trace.moments
+        results = []
+        for number, layout in trace.results:
+            if layout is None:
+                results.append(args[number])
+                continue
+            results.append(torch.empty_strided(*layout[:2], dtype=layout[2], device=META))
+            self._keep(results[-1].untyped_storage(), self.pieces[first + number])
+        return results[0] if trace.single else tuple(results)
+
+    def _keep(self, storage: Any, piece: MemoryPiece) -> None:
+        """Count a piece until its storage is released."""
+        self._live[storage._cdata] = piece
+        weakref.finalize(storage, self._forget, storage._cdata)
+        if piece.host:
+            self.host_now += piece.bytes
+            self.host_peak = max(self.host_peak, self.host_now)
+        else:
+            self.now += piece.bytes
+
     def _note(self, tensor: Tensor, func: Any, host: bool) -> None:
         storage, shape, made_by = tensor.untyped_storage(), tuple(tensor.shape), _name(func)
         key = storage._cdata
@@ -214,15 +291,9 @@ class Memory(TorchDispatchMode):
         size = -(-storage.nbytes() // self.unit) * self.unit
         piece = MemoryPiece(size, shape, made_by, self.place(), self.moment, host=host)
         self.pieces.append(piece)
-        self._live[key] = piece
-        weakref.finalize(storage, self._forget, key)
+        self._keep(storage, piece)
         if self.noted(shape):
             self.seen.add((made_by, shape))
-        if host:
-            self.host_now += size
-            self.host_peak = max(self.host_peak, self.host_now)
-        else:
-            self.now += size
         if self.now > self.peak:
             self.peak, self._peak_moment = self.now, self.moment
 
@@ -234,6 +305,43 @@ class Memory(TorchDispatchMode):
             self.host_now -= piece.bytes
         else:
             self.now -= piece.bytes
+
+
+_Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """What a function makes and lets go, in moments since it began.
+
+    results: of each the number of an argument, or of a piece, and how it lies there.  most, host_most: bytes that are
+    held at most beyond those before.  course: as of `Memory`.
+    """
+
+    pieces: list[MemoryPiece]
+    results: list[tuple[int, _Layout | None]]
+    single: bool
+    most: int
+    most_at: int
+    host_most: int
+    moments: int = 0
+    course: Sequence[tuple[int, str]] = ()
+
+
+def _highest(pieces: Sequence[MemoryPiece]) -> tuple[int, int, int]:
+    """Return the most bytes that pieces hold on the device together, the moment when, and the most in host memory."""
+    changes = [(piece.born, piece.bytes, piece.host) for piece in pieces]
+    changes += [(piece.died, -piece.bytes, piece.host) for piece in pieces if piece.died is not None]
+    now = most = at = host_now = host_most = 0
+    for moment, size, host in sorted(changes):
+        if host:
+            host_now += size
+            host_most = max(host_most, host_now)
+            continue
+        now += size
+        if now > most:
+            most, at = now, moment
+    return most, at, host_most
 
 
 class Kind(enum.Enum):
@@ -307,10 +415,12 @@ def _can_be_made_again(out: Any, made: Sequence[Tensor]) -> bool:
         return False
     if len({t.untyped_storage()._cdata for t in made}) < len(made) or not all(t.is_meta for t in made):
         return False
-    return all(
-        t.untyped_storage().nbytes() == torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META).nbytes
-        for t in made
-    )
+    return all(map(_whole, made))
+
+
+def _whole(t: Tensor) -> bool:
+    """Return whether a tensor fills its memory, as one that is made anew does."""
+    return t.untyped_storage().nbytes() == torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META).nbytes
 
 
 def tensors_in(given: Any, found: list[Tensor]) -> list[Tensor]:

@@ -23,6 +23,7 @@ from warpfold.ops.triton.launch import recorded
 from warpfold.parallel.plan import Plan, Precision
 
 ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
+EXPONENTIALS = {"_softmax", "exp", "sigmoid", "softplus"}  # operations of torch that take one of each number
 
 
 @dataclass(frozen=True)

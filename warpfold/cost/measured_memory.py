@@ -14,8 +14,7 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from warpfold import settings
-from warpfold.cost.example import ExampleSizes, random_example, shortened
-from warpfold.cost.job import Job
+from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
 from warpfold.cost.memory import MARGIN, TRUTH, estimate_memory, predict_example, train_on_example
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights

@@ -15,18 +15,22 @@ from itertools import combinations
 import numpy as np
 import torch
 
+from warpfold.batch import Batch
 from warpfold.check.cases import PROFILES
 from warpfold.check.op_profile import Cost, OpCase, RandomTensors
 from warpfold.check.sizes import DataSizes, of_settings
-from warpfold.cost.example import ExampleSizes
-from warpfold.cost.layer_work import IN_PARTS, PRODUCT
+from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
 from warpfold.cost.links import LINKS
-from warpfold.cost.outside import OUTSIDE, OutsideRun, outside_work
+from warpfold.cost.memory import predict_example
 from warpfold.cost.rates import HOST, NEAR, TORCH, PassName, Rate, RateKey, Rates
-from warpfold.model.alphafold import ModelConfig
-from warpfold.model.losses import LossConfig
+from warpfold.cost.record import IN_PARTS, Operation, record
+from warpfold.model.alphafold import AlphaFold, ModelConfig
+from warpfold.model.losses import LossConfig, total_loss
+from warpfold.model.permutation import with_truth
 from warpfold.model.structure import StructureConfig
-from warpfold.ops.triangle import projected_factor, triangle_product, triangle_slice
+from warpfold.ops.triangle import projected_factor, triangle_slice
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import Plan
 
 Clock = Callable[[], float]
 Point = tuple[Cost, float, float]  # a cost, the seconds that it took, and the calls that shared it
@@ -106,7 +110,8 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
 
 NARROW = replace(ModelConfig(), c_m=32, c_z=32, c_e=16)
 WIDE = ModelConfig()
-PROBED = replace(ModelConfig(), structure=StructureConfig(layers=1))  # outside of the trunk
+PROBED = replace(shortened(ModelConfig(), 0), structure=StructureConfig(layers=1))  # what lies outside of the trunk
+OUTSIDE = "outside of the trunk"  # the name of what is done there, among the rates of a device
 PAIR = ("triangle ending", "triangle product", "triangle product, out", "pair transition")
 MSA = ("msa row", "msa transition", "outer product")
 EXTRA = ("extra msa row", "global column", "msa row bias", "template pair transition")
@@ -191,13 +196,12 @@ class _Timer:
             x, mask = ones(rows, n, c), torch.ones(rows, n, device=self.device)
             norm = ones(c, of=torch.float32), ones(c, of=torch.float32)
             into, square = ((ones(out, c, of=torch.float32), ones(out, of=torch.float32)) for out in (2 * h, c))
-            other, slice_ = ones(h, n, n), ones(h, rows, n)
+            other = ones(h, n, n)
             run, wanted = {
                 "projected_factor": (partial(projected_factor, x, mask, norm, into), (x,)),
                 "triangle_slice": (
                     partial(triangle_slice, x, mask, other, norm, into, square, norm, square, True), (x, other)
                 ),
-                PRODUCT: (partial(_product, slice_, other), (slice_, other)),
             }[op]  # fmt: skip
             cost = IN_PARTS[op](rows, n, c, h, dtype.itemsize, which != "backward")
             yield cost, self._pass(which, run, wanted), 1
@@ -209,16 +213,29 @@ class _Timer:
         return self.seconds(partial(torch.autograd.grad, out, wanted, torch.ones_like(out), retain_graph=True))
 
     def _outside(self, which: PassName) -> Iterator[Point]:
-        """Time what lies outside of the trunk, in fp32, by running it."""
+        """Time a model without blocks, in fp32: what it does is recorded."""
         loss = None if which == "forward" else LossConfig()
-        run = OutsideRun(PROBED, loss, device=self.device)
+        model = AlphaFold(PROBED).to(self.device).train(loss is not None)
+        model.noise.seed(0)
+        Execution(Plan()).bind(model)
         for residues in LENGTHS:
             sizes = ExampleSizes(residues=residues, sequences=8, extra=8, templates=1)
-            run.resize(sizes)
-            work = outside_work(PROBED, sizes, loss, all_of_it=True)
-            some = [one for key, one in work.items() if key.backward == (which == "backward")]
-            seconds = run.timed(self.seconds, which == "backward")
-            yield summed(one.cost for one in some), seconds, sum(one.calls for one in some)
+            batch = random_example(PROBED, sizes, self.device)
+            entries = record(Job(model=PROBED, sizes=sizes, loss=loss), Plan(), gpu=self.device.type == "cuda").last
+            done = [e for e in entries if isinstance(e, Operation) and (e.phase == "backward") == (which == "backward")]
+            cost, calls = summed(e.cost for e in done), sum(max(1, e.launches) for e in done)
+            if loss is None:
+                with torch.no_grad():
+                    yield cost, self.seconds(partial(predict_example, model, batch, 0)), calls
+                continue
+
+            def forward(batch: Batch = batch, loss: LossConfig = loss) -> torch.Tensor:
+                output = model(batch, 0)
+                return total_loss(output, with_truth(batch, output.structure.final_atom37), loss)[0]
+
+            wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            backward = partial(torch.autograd.grad, forward(), wanted, retain_graph=True, allow_unused=True)
+            yield cost, self.seconds(forward if which == "training" else backward), calls
 
     def _of_torch(self, dtype: torch.dtype) -> Iterator[Point]:
         """Time torch's own operations: sums of two tensors, exponentials, products of matrices."""
@@ -260,11 +277,6 @@ class _Timer:
     def others(self) -> torch.Tensor:
         """What fills the caches."""
         return torch.zeros(2**23 if self.device.type == "cpu" else 2**26, device=self.device)
-
-
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return the product of factors as the norm that follows reads it."""
-    return triangle_product(a, b, True).contiguous()
 
 
 # Seconds of a core of a few GHz, for what the points do not tell.

@@ -1,114 +1,169 @@
 """Choose how a job runs, before it runs: what each plan needs and how long it takes, and the fastest that fits.
 
-Memory is what the model's own code holds on tensors without memory (cost/memory.py), time is counted work by a device's
-rates (cost/seconds.py).  Keys of the plan that are given stay as they are; precision is never among those chosen.
+Memory and time are those of the code itself, run on tensors without memory (cost/memory.py, cost/record.py).  Of the
+plans that there are few are looked at: how devices share the work is tried from the fastest that it could be at best,
+and of each grid the ways to run an example from the one that computes least to the tightest, until one fits.  One
+device is a cluster of one.  Keys of the plan that are given stay as they are; precision is never among those chosen.
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
-from warpfold.cost.job import Job
+import torch
+
+from warpfold.cost.example import Job
+from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.machine import Machine, in_gb
 from warpfold.cost.memory import MemoryEstimate, estimate_memory, with_margin
-from warpfold.cost.plan_words import describe_plan, duration
 from warpfold.cost.rates import Rates
-from warpfold.cost.seconds import TimeEstimate, estimate_seconds, parameters
+from warpfold.cost.replay import StepTime, data_ranks_on_node, step_time
+from warpfold.data.load.schedule import share_of
 from warpfold.errors import UserError
+from warpfold.model.alphafold import AlphaFold, ModelConfig
+from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.plan import CACHED, DTYPES, Plan, Recompute
-from warpfold.progress import Progress, no_progress, within
+from warpfold.progress import Progress, as_time, no_progress
 
-SLICES = (4, 16, 64, 256)  # into how many slices z is cut
+SLICES = (4, 32, 256)  # into how many slices z is cut
 FEWEST = 4  # rows of a slice: with fewer, calls cost more than what they compute
-EQUAL = 1.1  # plans whose times differ by less are equally fast, as far as anybody knows; the simplest is taken
+EQUAL = 1.05  # plans whose times differ by less are equally fast, as far as anybody knows; the simplest is taken
+ALMOST = 1.01  # of plans that are equally fast and simple, one this near the fastest may be taken for its busy devices
 STEPS = 16  # sizes between a power of two and the next for which memory is estimated: at most 6 % too many residues
 NEARLY = 1.3  # what needs so many times what is free, for rounded sizes, does not fit for its own sizes either
-LOOKS = 8  # estimates, at most, that the longest protein is looked for with
+LOOKS = 5  # estimates, at most, that the longest protein is looked for with
+NEAR = 1.03  # it is known as well as this
+BUCKETS = (1.0, 4.0, 64.0)  # MiB, beside the default
+TOGETHER = (2, 4, 8, 16)  # examples that go through the model together
+ALIKE = 8  # more data ranks than these hold no more, and with `shard_state` little less, than so many
 CHOSEN = ("data", "axial", "chunk", "in_place", "offload")  # keys of the plan of a prediction that are chosen
-CHOSEN_IN_TRAINING = ("data", "axial", "recompute", "keep_blocks", "offload")
+CHOSEN_IN_TRAINING = (*("data", "axial", "branch", "batch", "recompute", "keep_blocks", "offload", "triangle", "sync"),)
 
 
 @dataclass(frozen=True)
-class Considered:
-    """A plan that was looked at; memory, seconds: None where nobody needed to know.  reason: why it does not fit."""
+class Candidate:
+    """A plan that was looked at; memory, time: None where nobody needed to know.  reason: why it does not fit."""
 
     plan: Plan
-    memory: MemoryEstimate | None
-    seconds: TimeEstimate | None
+    memory: MemoryEstimate | None = None
+    time: StepTime | None = None
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan for a job, and what it was chosen from, from the fastest to the tightest.
+    """A plan for a job, and what it was chosen from, in the order in which it was looked at.
 
-    memory: of the job, or of one a little larger.  seconds: None where no rates are known, or where the plan was
-    beyond doubt.
+    chosen: its memory is that of the job, or of one a little larger; its time None where no rates are known, or where
+    the plan was beyond doubt.  alone: seconds of one example on one device by itself, everything at once.
     """
 
     job: Job
     machine: Machine
-    plan: Plan
-    memory: MemoryEstimate
-    seconds: TimeEstimate | None
-    considered: tuple[Considered, ...]
+    cluster: Cluster
+    chosen: Candidate
+    considered: tuple[Candidate, ...] = field(repr=False)
+    alone: float | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was chosen."""
+        return self.chosen.plan
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """What it needs."""
+        assert self.chosen.memory is not None
+        return self.chosen.memory
 
     @property
     def evident(self) -> bool:
         """Whether the job is so small that nothing had to be estimated."""
         return all(one.memory is None for one in self.considered)
 
-    def __str__(self) -> str:
-        """ "slices of 16 rows, in place: 3.1 of 18.0 GB, about 4 min"."""
-        have = memory_of_free(self.memory, self.machine)
-        return f"{describe_plan(self.plan, self.job.training)}: {have}" + (
-            f", {duration(self.seconds)}" if self.seconds else ""
-        )
+    @property
+    def idle(self) -> int:
+        """How many devices have no part of a step."""
+        return self.machine.devices - ranks_of(self.plan)
+
+    def efficiency(self, one: Candidate) -> float | None:
+        """Return the examples of an hour as a share of what as many devices would do, each alone with one example."""
+        if self.alone is None or one.time is None:
+            return None
+        return examples_of(self.job) * self.alone / (self.machine.devices * one.time.total)
+
+    def device_hours(self, one: Candidate, examples: int = 10**6) -> float | None:
+        """Return the hours of devices that so many examples take."""
+        if one.time is None:
+            return None
+        return self.machine.devices * one.time.total * examples / examples_of(self.job) / 3600
+
+
+def examples_of(job: Job) -> int:
+    """Return how many examples a step has; a prediction: one."""
+    return 1 if job.optim is None else job.optim.accumulate
+
+
+def ranks_of(plan: Plan) -> int:
+    """Return how many ranks a plan has."""
+    return plan.data * plan.axial * plan.branch
+
+
+@lru_cache(maxsize=64)
+def parameters(model: ModelConfig) -> int:
+    """Return how many numbers a model learns."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in AlphaFold(model).parameters())
 
 
 def choose(
     job: Job,
     machine: Machine,
     fixed: Mapping[str, Any] | None = None,
+    sync: Mapping[str, Any] | None = None,
+    cluster: Cluster | None = None,
+    rates: Rates | None = None,
     every: bool = False,
     examples: int = 1,
     tell: Progress = no_progress,
 ) -> Choice:
     """Return the fastest plan that fits, the simplest of those that are equally fast.
 
-    fixed: keys of the plan that stay as they are.  every: estimate all plans, not only until one fits, and for these
-    very sizes; else what needs little by a bound is run whole, without an estimate.  examples: how many of them there
-    are to fold: devices that do not share one fold others; a training has as many as `optim.accumulate`.
-    Errors: UserError where nothing fits, saying what would; ValueError for keys that no plan can have together.
+    More devices never take longer: a training leaves some idle where sharing its work out to them gains nothing.
+    fixed: keys of the plan that stay as they are; sync: those of `plan.sync`.  cluster: how devices are joined; None:
+    all on one node.  rates: how fast they are; None: as the machine says.
+    every: look at all ways to run an example, not only until one fits, and for these very sizes; else what needs little
+    by a bound is run whole, without an estimate.  examples: how many of them there are to fold; devices that do not
+    share one fold others.
+    Errors: UserError where nothing fits, saying what would; ValueError for keys that no plan can have together, and
+    devices that no plan can use.
     """
-    plans = candidates(job, machine, fixed or {}, kept=False)
+    cluster = cluster or one_node(machine.devices)
+    search = _Search(job, machine, cluster, fixed or {}, sync or {}, rates, every, examples, tell)
+    plans = search.plans
     if not every and (bound := _evident(job, plans, machine, examples)) is not None:
-        rest = (Considered(plan, None, None) for plan in plans)
-        return Choice(job, machine, plans[0], bound, None, tuple(rest))
-    if all(lacking(lower_bound(job, plan), machine) for plan in plans):  # nor is it of interest how long they take
-        bounds = [(plan, lower_bound(job, plan)) for plan in plans]
-        too_large = [Considered(plan, bound, None, lacking(bound, machine)) for plan, bound in bounds]
-        raise NothingFitsError(job, machine, fixed or {}, too_large, tell)
-    plans = candidates(job, machine, fixed or {}, tell=within(tell, 0, 3)) if job.training else plans
-    looked, chosen = list[Considered](), None
-    for plan, seconds in _by_time(job, machine, plans, examples, within(tell, 1, 3)):
-        if chosen is not None and not every:
-            looked.append(Considered(plan, None, seconds))
-            continue
-        within(tell, 2, 3)(len(looked), len(plans), f"estimating memory: {describe_plan(plan, job.training)}")
-        memory = estimate(job, plan, machine, rounded=not every)
-        looked.append(Considered(plan, memory, seconds, lacking(memory, machine)))
-        if chosen is None and not looked[-1].reason:
-            chosen = looked[-1]
-    if chosen is None or chosen.memory is None:
-        raise NothingFitsError(job, machine, fixed or {}, looked, tell)
-    return Choice(job, machine, chosen.plan, chosen.memory, chosen.seconds, tuple(looked))
+        return Choice(job, machine, cluster, Candidate(plans[0], bound), tuple(map(Candidate, plans)))
+    bounds = [(plan, lower_bound(job, plan)) for plan in plans]
+    if all(lacking(bound, machine) for _, bound in bounds):  # nor is it of interest how long they take
+        far = [Candidate(plan, bound, None, lacking(bound, machine)) for plan, bound in bounds]
+        raise NothingFitsError(job, machine, far, tell)
+    search.run()
+    fitting = [one for one in search.looked if one.memory is not None and not one.reason]
+    if not fitting:
+        raise NothingFitsError(job, machine, search.looked, tell)
+    chosen = search.simplest(fitting)
+    seen = {one.plan for one in search.looked}
+    grid = (chosen.plan.data, chosen.plan.axial, chosen.plan.branch)
+    tighter_ones = [p for p in plans if p not in seen and (p.data, p.axial, p.branch) == grid]
+    looked = tuple(search.looked) + tuple(map(Candidate, () if job.training else tighter_ones))
+    return Choice(job, machine, cluster, chosen, looked, search.alone)
 
 
 def tighter(choice: Choice) -> Choice | None:
-    """Return the next plan of the ladder that needs less memory, where a plan ran out of it nevertheless; None: none.
+    """Return the next plan that needs less memory, where one ran out of it nevertheless; None: none.
 
     It is in `considered` behind the plan that was chosen.
     """
@@ -117,7 +172,7 @@ def tighter(choice: Choice) -> Choice | None:
     for one in choice.considered[plans.index(choice.plan) + 1 :]:
         memory = one.memory or estimate(choice.job, one.plan, choice.machine)
         if memory.peak < now.peak:
-            return replace(choice, plan=one.plan, memory=memory, seconds=one.seconds)
+            return replace(choice, chosen=replace(one, memory=memory))
     return None
 
 
@@ -125,23 +180,38 @@ def tighter(choice: Choice) -> Choice | None:
 
 
 def candidates(
-    job: Job, machine: Machine, fixed: Mapping[str, Any], kept: bool = True, tell: Progress = no_progress
-) -> list[Plan]:
-    """Return the plans that could run a job, the simplest first; none has another value of a fixed key.
+    job: Job, machine: Machine, fixed: Mapping[str, Any], sync: Mapping[str, Any] | None = None,
+    cluster: Cluster | None = None,
+) -> list[Plan]:  # fmt: skip
+    """Return the plans that could run a job, by grid, and of each the one that computes least first.
 
-    kept: find out how many blocks of a training can keep everything, which needs estimates.
+    None has another value of a fixed key.  How gradients travel and examples go together (`variants`) is not chosen
+    here, nor `keep_blocks`, which takes estimates of memory.
+    Errors: ValueError for keys that no plan can have together, or devices that no plan can use.
     """
     found: list[Plan] = []
-    for devices in _grids(job, machine, fixed):
-        ways = _prediction_ways(job, machine)
-        for way in _training_ways(job, machine, devices, fixed, kept, tell) if job.training else ways:
-            keys = devices | {key: value for key, value in way.items() if key not in fixed} | dict(fixed)
+    for data, axial, branch in grids(job, cluster or one_node(machine.devices), fixed):
+        for way in _training_ways(data, fixed, sync or {}) if job.training else _prediction_ways(job, machine):
+            keys: dict[str, Any] = {"data": data, "axial": axial, "branch": branch}
+            keys |= {key: value for key, value in way.items() if key not in fixed} | dict(fixed)
+            if sync and "sync" not in way:
+                keys["sync"] = SyncConfig(**sync)
             if not job.training and "in_place" not in fixed:
                 keys["in_place"] = keys.get("chunk") is not None
             plan = possible(keys)
-            if plan is not None and plan not in found and not (plan.offload and not job.training and not plan.in_place):
+            if plan is None or plan in found or examples_of(job) % (plan.data * plan.batch if plan.batch > 1 else 1):
+                continue
+            if job.training or plan.in_place or not plan.offload:
                 found.append(plan)
-    return found or [Plan(**fixed)]  # which says what is wrong with it
+    if found:
+        return found
+    Plan(**fixed)  # says what is wrong with the keys themselves
+    given = ", ".join(f"plan.{key} = {fixed[key]}" for key in ("data", "axial", "branch", "batch") if key in fixed)
+    raise ValueError(
+        f"{given or 'the plan'}: {machine.devices} ranks cannot share a step of {examples_of(job)} so; data x axial "
+        "x branch must be the number of ranks, each data rank needs an example, and data x batch must divide "
+        "optim.accumulate"
+    )
 
 
 def possible(keys: Mapping[str, Any]) -> Plan | None:
@@ -152,17 +222,36 @@ def possible(keys: Mapping[str, Any]) -> Plan | None:
         return None
 
 
-def _grids(job: Job, machine: Machine, fixed: Mapping[str, Any]) -> Iterator[dict[str, int]]:
-    """Yield how the devices may share out the work: first an example each, then more and more of them share one."""
-    branch = fixed.get("branch", 1)
-    for axial in range(1, machine.devices + 1):
-        data, rest = divmod(machine.devices, axial * branch)
-        accumulate = job.optim.accumulate if job.training and job.optim is not None else data
-        agrees = fixed.get("axial", axial) == axial and fixed.get("data", data) == data
-        if rest == 0 and 0 < data <= accumulate and agrees:
-            yield {"data": data, "axial": axial}
-    if fixed.get("axial", 1) * branch > machine.devices:
-        yield {}
+def grids(job: Job, cluster: Cluster, fixed: Mapping[str, Any]) -> Iterator[tuple[int, int, int]]:
+    """Yield how devices may share out the work, data x axial x branch: first an example each, then more share one.
+
+    A prediction takes all devices.  Of a training's data ranks that have the same largest share there are the fewest,
+    and those that fill nodes.  More devices have every grid of fewer, too; some may be left idle, but where the data
+    ranks are given.
+    """
+    examples, ranks = examples_of(job), cluster.ranks
+    if not job.training:
+        branch = fixed.get("branch", 1)
+        for axial in range(1, ranks // branch + 1):
+            data, rest = divmod(ranks, axial * branch)
+            if rest == 0 and fixed.get("axial", axial) == axial and fixed.get("data", data) == data:
+                yield data, axial, branch
+        if fixed.get("axial", 1) * branch > ranks:  # as it was asked for, on one device after another
+            yield fixed.get("data", 1), fixed.get("axial", 1), branch
+        return
+    sizes = [*range(1, 17)]
+    while sizes[-1] < ranks:  # then in steps of an eighth at most
+        sizes += [2 * size for size in sizes[-8:]]
+    counts = {-(-examples // share) for share in range(1, examples + 1)}
+    counts |= {*range(cluster.per_node, examples + 1, cluster.per_node)}
+    branches = (1,) if job.model.evoformer.outer == "middle" else (1, 2)
+    for branch in (fixed["branch"],) if "branch" in fixed else branches:
+        for axial in (fixed["axial"],) if "axial" in fixed else [a for a in sizes if a <= job.sizes.residues]:
+            found = sorted((data for data in counts if data * axial * branch <= ranks), reverse=True)
+            if "data" in fixed:
+                whole = fixed["data"] * axial * branch == ranks and fixed["data"] <= examples
+                found = [fixed["data"]] if whole else []
+            yield from ((data, axial, branch) for data in found)
 
 
 def _prediction_ways(job: Job, machine: Machine) -> Iterator[dict[str, Any]]:
@@ -171,32 +260,258 @@ def _prediction_ways(job: Job, machine: Machine) -> Iterator[dict[str, Any]]:
     yield {"chunk": None}
     sizes = {max(FEWEST, math.ceil(residues / count)) for count in SLICES}
     if machine.kind == "cpu":
-        sizes.add(cached_rows(job))
+        longest = max(job.sizes.residues, job.sizes.sequences)  # a row's logits are the largest temporary
+        sizes.add(max(FEWEST, CACHED // (8 * longest**2)))
     chunks = [size for size in sorted(sizes, reverse=True) if size < residues]
     yield from ({"chunk": chunk} for chunk in chunks)
-    yield from ({"chunk": chunk, "offload": True} for chunk in chunks[-2:])
+    yield from ({"chunk": chunk, "offload": True} for chunk in chunks[-1:])
 
 
-def cached_rows(job: Job) -> int:
-    """Return how many rows of the largest temporary, an attention's logits, are in the caches of a CPU (`CACHED`)."""
-    longest = max(job.sizes.residues, job.sizes.sequences)
-    return max(FEWEST, CACHED // (8 * longest**2))
+def _training_ways(data: int, fixed: Mapping[str, Any], sync: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield everything kept; layers or blocks recomputed; the state shared out; what is kept in host memory."""
+    seen: list[dict[str, Any]] = []
+    for kind, shard, offload in (
+        *((None, False, False), ("layer", False, False), ("block", False, False)),
+        *(("block", True, False), ("layer", False, True), ("block", False, True)),
+    ):
+        way = {"recompute": fixed.get("recompute", kind), "offload": fixed.get("offload", offload)}
+        if shard and data > 1 and "shard_state" not in sync:
+            way["sync"] = SyncConfig(**sync, shard_state=True)
+        if way not in seen:
+            seen.append(way)
+            yield way
 
 
-def _training_ways(
-    job: Job, machine: Machine, devices: Mapping[str, int], fixed: Mapping[str, Any], kept: bool, tell: Progress
-) -> Iterator[dict[str, Any]]:
-    """Yield everything kept; recomputed but for as many blocks as fit; all of it; what is kept in host memory."""
-    yield {"recompute": None}
-    kinds: tuple[Recompute, ...] = ("block", "layer")
-    for kind in kinds:
-        keys: dict[str, Any] = {"recompute": kind}
-        plan = possible({**devices, **keys, **fixed}) if kept else None
-        counts = plan is not None and plan.recompute == kind and "keep_blocks" not in fixed
-        if plan is not None and counts and (most := most_kept(job, machine, plan, tell)):
-            yield keys | {"keep_blocks": most}
-        yield keys
-    yield from ({"recompute": kind, "offload": True} for kind in kinds)
+def variants(
+    job: Job, plan: Plan, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapping[str, Any]
+) -> Iterator[list[Plan]]:
+    """Yield the plans of a training that differ from one in one key: how examples go together, products are cut, and
+    gradients travel.
+    """
+    optim = job.optim
+    assert optim is not None
+    if "batch" not in fixed and optim.clip == "step" and job.model.multimer is None and plan.axial * plan.branch == 1:
+        yield [replace(plan, batch=b) for b in TOGETHER if b != plan.batch and optim.accumulate % (plan.data * b) == 0]
+    if "triangle" not in fixed and plan.axial > 1:
+        itemsize, model = DTYPES[plan.precision].itemsize, job.model
+        channels = model.evoformer.pair.c_triangle
+        cut = replace(plan, triangle="auto").by_channels(job.sizes.residues, plan.axial, channels, model.c_z, itemsize)
+        yield [replace(plan, triangle="gather" if cut else "channels")]
+    compressed = optim.compression.method != "none"
+    if "strategy" not in sync and data_ranks_on_node(plan, cluster) is not None and not compressed:
+        yield [replace(plan, sync=replace(plan.sync, strategy="hierarchical"))]
+    if "shard_state" not in sync and plan.data > 1 and not compressed:
+        yield [replace(plan, sync=replace(plan.sync, shard_state=not plan.sync.shard_state))]
+    if "bucket" not in sync and ranks_of(plan) > 1:
+        yield [replace(plan, sync=replace(plan.sync, bucket=b)) for b in BUCKETS if b * 2**18 < parameters(job.model)]
+
+
+def simplicity(plan: Plan) -> tuple[int, int, int]:
+    """Return what orders plans from simple to complicated: how much differs from the default; branch, axial."""
+    sync, usual = plan.sync, SyncConfig()
+    differing = (
+        *(plan.axial > 1, plan.branch > 1, plan.batch > 1, plan.triangle != "auto", plan.chunk is not None),
+        *(plan.recompute is not None, plan.keep_blocks > 0, plan.offload),
+        *(sync.strategy != usual.strategy, sync.shard_state, sync.bucket != usual.bucket),
+    )
+    return sum(differing), plan.branch, plan.axial
+
+
+# Which of them fit, and how long they take
+
+
+class _Search:
+    """Look at the plans of a job: `looked` has those that were."""
+
+    def __init__(
+        self, job: Job, machine: Machine, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapping[str, Any],
+        rates: Rates | None, every: bool, examples: int, tell: Progress,
+    ) -> None:  # fmt: skip
+        self.job, self.machine, self.cluster, self.fixed, self.sync = job, machine, cluster, fixed, sync
+        self.every, self.examples, self.tell = every, examples, tell
+        self.plans = candidates(job, machine, fixed, sync, cluster)
+        self.looked: list[Candidate] = []
+        self.alone: float | None = None
+        self._rates = rates
+        self._reach: dict[int, int] = {}  # by branch: the most ranks that shared an example among those looked at
+        self._shares: dict[int, list[tuple[int, float]]] = {}  # by branch: axial, and how well its ranks were used
+
+    def run(self) -> None:
+        """Look at the grids from the one on that could be fastest at best, until no other can be faster."""
+        groups: dict[tuple[int, int, int], list[Plan]] = {}
+        for plan in self.plans:
+            groups.setdefault((plan.data, plan.axial, plan.branch), []).append(plan)
+        if self._rates is None and len(self.plans) > 1:
+            self._rates = self.machine.rates(DTYPES[self.plans[0].precision], lambda what: self._say(what))
+        one = next(iter(groups.values()))[0]
+        if self._rates is not None:
+            by_itself = replace(self.job, optim=self.job.optim and replace(self.job.optim, accumulate=one.batch))
+            found = self._timed(alone(one), by_itself, None)
+            self.alone = None if found is None else found.total / one.batch
+        left = dict(groups)
+        while left:
+            near = [grid for grid in left if self._within_reach(grid)]
+            if not near and self._fitting():
+                break
+            near = near or [min(left, key=lambda grid: grid[1:])]
+            grid = min(near, key=lambda grid: (self._bound(grid), simplicity(left[grid][0])))
+            best = min(self._fitting(), key=self._total, default=None)
+            if best is not None and self._rates is None:
+                break
+            plans = left.pop(grid)
+            if best is None or not self._hopeless(grid, best):
+                self._look_at(plans)
+            self._reach[grid[2]] = max(grid[1], self._reach.get(grid[2], 0))
+        if self.job.training and self._rates is not None and self._fitting():
+            self._vary()
+
+    def _say(self, what: str) -> None:
+        self.tell(len(self.looked), len(self.looked) + 2, what)
+
+    def _fitting(self) -> list[Candidate]:
+        return [one for one in self.looked if one.memory is not None and not one.reason]
+
+    def _turns(self, data: int) -> int:
+        """Return how many examples follow each other on the ranks that have most."""
+        return share_of(examples_of(self.job), data, 0) if self.job.training else math.ceil(self.examples / data)
+
+    def _total(self, one: Candidate) -> float:
+        """Return the seconds of a step, or of all examples that are to be folded; without rates the first is best."""
+        if one.time is None:
+            return 0.0 if self._rates is None else math.inf
+        return one.time.total * (1 if self.job.training else self._turns(one.plan.data))
+
+    def _bound(self, grid: tuple[int, int, int]) -> float:
+        """Return what a grid takes at best: more ranks that share an example are used no better than fewer."""
+        data, axial, branch = grid
+        if self.alone is None:
+            return 0.0
+        known = [(1, 1.0), *sorted(self._shares.get(branch, []))]
+        before = max(one for one in known if one[0] <= axial)
+        behind = min((one for one in known if one[0] > axial), default=before)
+        part = (axial - before[0]) / max(1, behind[0] - before[0])
+        used = before[1] + part * (behind[1] - before[1])
+        return self._turns(data) * self.alone / (axial * branch * used)
+
+    def _within_reach(self, grid: tuple[int, int, int]) -> bool:
+        """Return whether at most twice the ranks that were looked at share an example, if the last of these gained."""
+        _, axial, branch = grid
+        reach = self._reach.get(branch, 0)
+        times = {a: 1 / (a * used) for a, used in self._shares.get(branch, [])}
+        gains = len(times) < 2 or times[max(times)] < min(t for a, t in times.items() if a < max(times)) / ALMOST
+        return axial <= (max(1, 2 * reach) if gains else reach)
+
+    def _hopeless(self, grid: tuple[int, int, int], best: Candidate) -> bool:
+        """Return whether a grid cannot be faster than what was found, or not by enough to be worth its sharing."""
+        bound, found = self._bound(grid), self._total(best)
+        _, axial, branch = grid
+        simpler = (branch, axial) < (best.plan.branch, best.plan.axial)
+        return bound > EQUAL * found or (bound >= found / ALMOST and not simpler)
+
+    def _look_at(self, plans: Sequence[Plan]) -> None:
+        """Look at the ways of a grid, from the one on that computes least, until one fits and no other is faster."""
+        for plan in plans:
+            fits = [one for one in self.looked if not one.reason and _grid(one.plan) == _grid(plan)]
+            if fits and not self.every and not self._may_be_faster(plan, fits):
+                continue
+            memory = self._memory(plan)
+            one = Candidate(plan, memory, None, lacking(memory, self.machine))
+            if not one.reason and plan.recompute is not None and "keep_blocks" not in self.fixed and not plan.offload:
+                kept = most_kept(self.job, self.machine, _of_memory(self.job, plan), self.tell)
+                if kept:
+                    more = replace(plan, keep_blocks=kept)
+                    self._add(Candidate(more, self._memory(more)))
+                    if not self.every:
+                        continue
+            self._add(one)
+
+    def _may_be_faster(self, plan: Plan, fits: Sequence[Candidate]) -> bool:
+        """Return whether a plan may be faster than those before it: slices on a CPU, whose caches they stay in; and
+        blocks, of which more can keep everything than where layers are recomputed.
+        """
+        if self._rates is None:
+            return False
+        if not self.job.training:
+            return self.machine.kind == "cpu" and not plan.offload and len(fits) < 2
+        everything = any(one.plan.recompute is None for one in fits)
+        return not (everything or plan.offload or plan.sync.shard_state)
+
+    def _add(self, one: Candidate) -> None:
+        """Note a plan, with its time if it fits or if all are asked for."""
+        if not one.reason or self.every:
+            one = replace(one, time=self._timed(one.plan, self.job, self.cluster))
+        plan = one.plan
+        if one.time is not None and self.alone and plan.recompute is None and plan.chunk is None:
+            each = one.time.total / (self._turns(plan.data) if self.job.training else 1)
+            used = self.alone / (each * plan.axial * plan.branch)
+            self._shares.setdefault(plan.branch, []).append((plan.axial, min(1.0, used)))
+        self.looked.append(one)
+
+    def _timed(self, plan: Plan, job: Job, cluster: Cluster | None) -> StepTime | None:
+        if self._rates is None:
+            return None
+        self._say(f"estimating time: {describe_plan(plan, job.training)}")
+        try:
+            return step_time(job, plan, self._rates, cluster)
+        except ValueError:  # no rate of this dtype
+            self._rates = None
+            return None
+
+    def _memory(self, plan: Plan) -> MemoryEstimate:
+        self._say(f"estimating memory: {describe_plan(plan, self.job.training)}")
+        return estimate(self.job, _of_memory(self.job, plan), self.machine, rounded=not self.every)
+
+    def _vary(self) -> None:
+        """Change one key after another of the plan that was found, and go on with what is faster and fits."""
+        best = self.simplest(self._fitting())
+        done: set[Plan] = set()
+        for number in range(5):
+            ways = list(variants(self.job, best.plan, self.cluster, self.fixed, self.sync))
+            for plan in ways[number] if number < len(ways) else ():
+                if plan in done:
+                    continue
+                done.add(plan)
+                memory = self._memory(plan)
+                self._add(Candidate(plan, memory, None, lacking(memory, self.machine)))
+                found = self.looked[-1]
+                if not found.reason and EQUAL * self._total(found) < self._total(best):
+                    best = found
+
+    def simplest(self, found: Sequence[Candidate]) -> Candidate:
+        """Return the simplest of those that take at most `EQUAL` times as long as the fastest.
+
+        Of several the fastest, or one that takes hardly longer and leaves fewer devices idle.
+        """
+        least = min(map(self._total, found))
+        near = [one for one in found if self._total(one) <= EQUAL * least]
+        simple = min(simplicity(one.plan) for one in near)
+        near = sorted((one for one in near if simplicity(one.plan) == simple), key=self._total)
+        alike = [one for one in near if self._total(one) <= ALMOST * self._total(near[0])]
+        return max(alike, key=lambda one: ranks_of(one.plan))
+
+
+def _grid(plan: Plan) -> tuple[int, int, int]:
+    return plan.data, plan.axial, plan.branch
+
+
+def alone(plan: Plan) -> Plan:
+    """Return the plan of one device by itself with everything at once, else the same: what others are held against."""
+    sync = replace(plan.sync, strategy="plain", shard_state=False)
+    return replace(plan, data=1, axial=1, branch=1, chunk=None, in_place=False, recompute=None, keep_blocks=0,
+                   offload=False, sync=sync)  # fmt: skip
+
+
+def _of_memory(job: Job, plan: Plan) -> Plan:
+    """Return a plan of few ranks that holds as much on each, or hardly more: so one estimate serves many plans.
+
+    But what topk sends is gathered from all of them.
+    """
+    if not job.training:
+        return replace(plan, data=1)
+    few = ALIKE if plan.sync.shard_state else 2
+    if job.optim is not None and job.optim.compression.method == "topk":
+        few = plan.data
+    return replace(plan, data=min(plan.data, few), sync=SyncConfig(shard_state=plan.sync.shard_state))
 
 
 def most_kept(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress) -> int:
@@ -242,8 +557,7 @@ def estimate(job: Job, plan: Plan, machine: Machine, rounded: bool = True) -> Me
 
     Of a job that is far too large a bound is enough, as nothing has to be run for it.
     """
-    if not job.training:
-        plan = replace(plan, data=1)
+    plan = _of_memory(job, plan)
     bound = lower_bound(job, plan)
     if lacking(bound, machine):
         return bound
@@ -287,6 +601,8 @@ def _evident(job: Job, plans: Sequence[Plan], machine: Machine, examples: int) -
     """
     first, sizes = plans[0], job.sizes
     longest = max(sizes.residues, sizes.sequences)
+    if job.training and (machine.devices > 1 or first.batch > 1):
+        return None
     # On a CPU slices can be faster than the whole, but not where the whole's largest temporaries are in its caches.
     cached = 8 * longest**2 * max(longest, sizes.extra) <= CACHED
     alike = {plan.chunk for plan in plans} == {first.chunk}
@@ -337,55 +653,13 @@ def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
     return MemoryEstimate(peak=peak, weights=weights, features=features)
 
 
-# How long they take
-
-
-def _by_time(
-    job: Job, machine: Machine, plans: Sequence[Plan], examples: int, tell: Progress
-) -> list[tuple[Plan, TimeEstimate | None]]:
-    """Return plans from the fastest on; of those that are equally fast the simplest first; as they are without rates.
-
-    The time is that of all examples, of which `data` are at work at once.
-    """
-    left = list[tuple[Plan, TimeEstimate | None]]()
-
-    def told(what: str) -> None:
-        """Say what is measured."""
-        tell(len(left), len(plans), what)
-
-    rates = machine.rates(DTYPES[plans[0].precision], told) if len(plans) > 1 else None
-    for plan in plans:
-        told(f"estimating time: {describe_plan(plan, job.training)}")
-        left.append((plan, seconds(job, plan, rates)))
-    if job.training and job.optim is not None:
-        examples = job.optim.accumulate
-    found: list[tuple[Plan, TimeEstimate | None]] = []
-    while left:
-        times = [math.inf if time is None else time.total * math.ceil(examples / plan.data) for plan, time in left]
-        found.append(left.pop(next(i for i, time in enumerate(times) if time <= EQUAL * min(times))))
-    return found
-
-
-def seconds(job: Job, plan: Plan, rates: Rates | None) -> TimeEstimate | None:
-    """Return how long a plan takes; None where the rates of the device, in this precision, are not known."""
-    if rates is None:
-        return None
-    try:
-        return estimate_seconds(job, plan, rates)
-    except ValueError:  # no rate of this dtype
-        return None
-
-
 # What would fit
 
 
 class NothingFitsError(UserError):
     """No plan fits: a message that says what the tightest needs, and what would fit."""
 
-    def __init__(
-        self, job: Job, machine: Machine, fixed: Mapping[str, Any], looked: Sequence[Considered],
-        tell: Progress = no_progress,
-    ) -> None:  # fmt: skip
+    def __init__(self, job: Job, machine: Machine, looked: Sequence[Candidate], tell: Progress = no_progress) -> None:
         self.looked = looked
         least = min((one for one in looked if one.memory is not None), key=lambda one: one.memory.peak)  # type: ignore[union-attr]
         what = "a training on" if job.training else "folding"
@@ -421,38 +695,87 @@ def _cures(job: Job, machine: Machine, tightest: Plan, tell: Progress) -> Iterat
 
 
 def longest(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress) -> int:
-    """Return how many residues fit with a plan, to about one in fifty; of a slice, rows in proportion.
+    """Return how many residues fit with a plan, to about one in thirty; of a slice, rows in proportion.
 
-    Memory grows with a power of them, which two sizes tell: a few estimates find it.  0: nothing fits.
+    What is held beside the weights grows with a power of them, which two sizes tell: a few estimates find it.
+    0: nothing fits.
     """
-
-    def room(residues: int, turn: int = 0) -> tuple[int, bool]:
-        """Return the bytes that are left free, and whether so many residues fit."""
-        tell(turn, LOOKS + 1, f"whether {residues:,} residues fit: {describe_plan(plan, job.training)}")
-        one = replace(job, sizes=replace(job.sizes, residues=residues))
-        chunk = None if plan.chunk is None else max(FEWEST, math.ceil(plan.chunk * residues / job.sizes.residues))
-        memory = estimate(one, replace(plan, chunk=chunk), machine, rounded=False)
-        return machine.free - needed_bytes(memory, machine), not lacking(memory, machine)
-
-    most, possible = room(FEWEST)
-    if not possible:
-        return 0
-    fits, fails, at = FEWEST, 0, max(job.sizes.residues, 2 * FEWEST)
-    while lacking(lower_bound(replace(job, sizes=replace(job.sizes, residues=at)), plan), machine):
+    fits, at, power = 0, max(job.sizes.residues, 2 * FEWEST), 2.0
+    fails, before = math.inf, None
+    while at > FEWEST and lacking(lower_bound(replace(job, sizes=replace(job.sizes, residues=at)), plan), machine):
         at = max(at - at // 8 - 1, FEWEST)  # without an estimate
-    power, before = 2.0, None
     for turn in range(LOOKS):
-        left, possible = room(at, turn + 1)
-        fits, fails = (at, fails) if possible else (fits, at)
-        step = max(1, fits // 100)
-        if fails and fails - fits <= 2 * step:
+        tell(turn, LOOKS, f"whether {at:,} residues fit")
+        one = replace(job, sizes=replace(job.sizes, residues=at))
+        chunk = None if plan.chunk is None else max(FEWEST, math.ceil(plan.chunk * at / job.sizes.residues))
+        memory = estimate(one, replace(plan, chunk=chunk), machine, rounded=False)
+        always = with_margin(memory.weights, machine.kind) - (memory.weights if machine.loaded else 0)
+        taken, left = max(1, needed_bytes(memory, machine) - always), machine.free - always
+        if lacking(memory, machine):
+            fails = min(fails, at)
+        else:
+            fits = max(fits, at)
+        if left <= 0 or fails <= NEAR * fits or (fails <= FEWEST):
             break
-        taken = max(1, most - left)  # by these residues, of what a few leave free
         if before is not None and before[0] != at:
             power = min(3.0, max(0.5, math.log(taken / before[1]) / math.log(at / before[0])))
         before = at, taken
-        at = int(at * min(4.0, 0.99 * (most / taken) ** (1 / power)))  # a little less, so that the next one fits
-        if fits <= at <= fits + step:
+        guess = int(0.99 * at * min(16.0, left / taken) ** (1 / power))  # a little less, so that it fits
+        if memory.host > (machine.host or math.inf) or (guess > at and at >= fails):
+            guess = int(0.9 * at)
+        if fits <= guess <= NEAR * fits:
             break
-        at = max(min(at, fails - step if fails else 2**20), fits + step)
+        at = max(min(guess, math.ceil(fails) - 1 if fails < math.inf else guess), FEWEST)
     return fits
+
+
+def describe_plan(plan: Plan, training: bool = False) -> str:
+    """Return what a plan does: "data 4 x axial 2, blocks recomputed"; of a fold, "slices of 16 rows, in place"."""
+    usual, sync = SyncConfig(), plan.sync
+    said = [describe_grid(plan)] if plan.data * plan.axial * plan.branch > 1 else []
+    if plan.recompute:
+        kept = f", all but the last {plan.keep_blocks}" if plan.keep_blocks else ""
+        said.append(f"{plan.recompute}s recomputed{kept}")
+    elif training and not plan.offload:
+        said.append("everything kept")
+    if plan.chunk is not None:
+        said.append(f"slices of {plan.chunk} row{'s' * (plan.chunk > 1)}{', in place' if plan.in_place else ''}")
+    elif not training:
+        said.append("whole")
+    if plan.offload:
+        said.append("z in host memory" if plan.in_place else "what is kept in host memory")
+    said += [f"{plan.batch} examples together"] if plan.batch > 1 else []
+    said += [f'products by "{plan.triangle}"'] if plan.triangle != "auto" else []
+    said += [f"{sync.strategy} sums"] if sync.strategy != usual.strategy else []
+    said += ["sharded state"] if sync.shard_state else []
+    said += [f"buckets of {sync.bucket:g} MiB"] if sync.bucket != usual.bucket else []
+    return ", ".join(said)
+
+
+def describe_grid(plan: Plan) -> str:
+    """Return who shares what: "data 4 x axial 2"."""
+    sizes = {"data": plan.data, "axial": plan.axial, "branch": plan.branch}
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
+
+
+def in_words(seconds: float) -> str:
+    """Return a time in words: "about 0.43 s", "about 4 min", "about 2.1 h"."""
+    return f"about {f'{seconds:.2g} s' if seconds < 10 else as_time(seconds)}"
+
+
+def sent(size: float) -> str:
+    """Return bytes that were sent: "12.6 GB", "0.8 MB"."""
+    return f"{size / 1e6:.1f} MB" if 0 < size < 1e7 else in_gb(size)
+
+
+def joined(cluster: Cluster) -> str:
+    """Return how the ranks of a cluster are joined: "4 nodes of 8, 360 GB/s within and 40 GB/s between (given)"."""
+    within, between = (_rate(link.bandwidth) for link in (cluster.within, cluster.between))
+    if cluster.nodes == 1:
+        return f"one node, {within} ({cluster.how})"
+    last = f", the last of {rest}" if (rest := cluster.ranks % cluster.per_node) else ""
+    return f"{cluster.nodes} nodes of {cluster.per_node}{last}, {within} within and {between} between ({cluster.how})"
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{bandwidth / 1e9:.3g} GB/s" if bandwidth >= 1e9 else f"{bandwidth / 1e6:.3g} MB/s"

@@ -4,17 +4,88 @@ One pass of an operation takes so long for each call, floating point operation, 
 that do not fit into the caches.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 
-from warpfold.check.op_profile import Cost
-from warpfold.cost.layer_work import COPY, PRODUCT
+from warpfold.check.cases import PROFILES
+from warpfold.check.op_profile import Cost, OpCase
 from warpfold.cost.links import LINKS, Link
-from warpfold.cost.roofline import EXPS_PER_CLOCK, Ceilings
 from warpfold.errors import UserError
+
+Pass = Literal["forward", "backward"]
+
+EXPS_PER_CLOCK = 16  # by a multiprocessor's special function units, on NVIDIA GPUs from Volta to Blackwell
+# Boost clock in GHz where torch does not know it, by part of the GPU's name (the vendor's data sheets).
+CLOCKS = {"A100": 1.41, "H100": 1.98, "H200": 1.98, "GH200": 1.98, "B200": 1.965}
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a device can do per second, and how that is known."""
+
+    flops: float  # of matrix products in the dtype
+    bytes: float  # of a copy, read and written
+    exps: float | None  # None: not known, so they count as free
+    how: str
+
+    def limit(self, cost: Cost) -> float:
+        """Return the seconds of the ideal pass.  Only a way that stores what the ideal recomputes can be faster."""
+        exps = cost.exps / self.exps if self.exps else 0.0
+        return max(cost.bytes / self.bytes, cost.flops / self.flops + exps)
+
+
+def cost(case: OpCase, direction: Pass, itemsize: int) -> Cost:
+    """Return what one pass of an operation must do, without the bytes of parameters, a few thousandths."""
+    return PROFILES[case.op].cost(case, direction == "forward", itemsize)
+
+
+def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
+    """Measure what the device can do now, in about a second."""
+    cuda = device.type == "cuda"
+    n = 8192 if cuda and dtype != torch.float32 else 4096 if cuda else 1024
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    flops = 2 * n**3 / _seconds(lambda: a @ b, device)
+    source = torch.ones(2**28 if cuda else 2**25, device=device)  # far larger than any cache
+    target = torch.empty_like(source)
+    moved = 2 * source.numel() * 4 / _seconds(lambda: target.copy_(source), device)
+    measured = "matrix products and copies measured in this run"
+    if cuda:
+        exps, how = _gpu_exps(device)
+        return Ceilings(flops, moved, exps, f"{measured}; {how}")
+    x = torch.rand(2**15 * torch.get_num_threads())  # stays in cache
+    y = torch.empty_like(x)
+    return Ceilings(flops, moved, x.numel() / _seconds(lambda: torch.exp(x, out=y), device), f"{measured}, exp too")
+
+
+def _gpu_exps(device: torch.device) -> tuple[float | None, str]:
+    found = torch.cuda.get_device_properties(device)
+    told = getattr(found, "clock_rate", None)  # kHz; only newer torch has it
+    clock = told / 1e6 if told else next((c for name, c in CLOCKS.items() if name in found.name), None)
+    if clock is None or torch.version.hip is not None:
+        return None, "the rate of exponentials is not known, so they count as free"
+    units = found.multi_processor_count
+    source = "as torch says" if told else "by the data sheet"
+    rate = units * EXPS_PER_CLOCK * clock * 1e9
+    return rate, f"exp modelled: {units} x {EXPS_PER_CLOCK} per clock at {clock:.2f} GHz, {source}"
+
+
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 8) -> float:
+    """Return the shortest time after two warm-up runs: a ceiling is what the device does when nothing disturbs it."""
+    taken = []
+    for _ in range(repeats + 2):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        taken.append(time.perf_counter() - start)
+    return min(taken[2:])
+
 
 # forward: without gradient; training: a forward pass that keeps what its gradient needs; backward: what follows it.
 PassName = Literal["forward", "training", "backward"]
@@ -67,26 +138,22 @@ class Rates:
     def seconds(self, op: str, which: PassName, cost: Cost, calls: float, dtype: torch.dtype) -> float:
         """Return what so many calls of an operation take that share a cost evenly, once they have begun.
 
-        Errors: ValueError for a dtype for which nothing is known.
+        A data sheet's leave out what a call takes.  Errors: ValueError for a dtype for which nothing is known.
         """
-        rate = self.ops.get((TORCH if op == COPY else op, which, dtype))
-        if rate is not None:
-            return rate.seconds(cost, calls)
         if self.how == "measured":
-            raise ValueError(f"no rate of {op}, {which}, {dtype} of {self.name}")
+            rate = self.ops.get((op, which, dtype))
+            if rate is None:
+                raise ValueError(f"no rate of {op}, {which}, {dtype} of {self.name}")
+            return rate.seconds(cost, calls)
         if dtype not in self.tops:
             known = ", ".join(sorted(str(one).removeprefix("torch.") for one in self.tops))
             raise ValueError(f"the rates of {self.name} are of {known}, not of {str(dtype).removeprefix('torch.')}")
-        return KERNEL * kernels_of(op, which) * calls + self.tops[dtype].limit(cost) / self.efficiency
+        return self.tops[dtype].limit(cost) / self.efficiency
 
     def spread(self, op: str, which: PassName, dtype: torch.dtype) -> float:
         """Return the standard deviation of an operation's run, of its seconds; 0 where nothing is measured."""
-        rate = self.ops.get((TORCH if op == COPY else op, which, dtype))
+        rate = self.ops.get((op, which, dtype))
         return 0.0 if rate is None else rate.spread
-
-    def launching(self, op: str, which: PassName, calls: float) -> float:
-        """Return how long the host launches so many calls, while the device works; 0 where measured rates have it."""
-        return 0.0 if self.how == "measured" else self.call * kernels_of(op, which) * calls
 
 
 class Sheet(NamedTuple):
@@ -121,14 +188,6 @@ SHEETS = {
 }
 REACHED = 0.4  # of what a data sheet says; a guess, between 0.98 of FlashAttention's best and small layers' 0.2
 KERNEL = 2e-6  # seconds that a kernel takes however little it does: until all its programs run, and until they end
-# Kernels of a call of our operations, forward and backward, with what torch does in them; all others are torch's, one
-# kernel each.  A test counts them (tests/cost/test_one_count.py).
-KERNELS = {
-    "gated_attention": (4, 9), "attention": (2, 3), "global_attention": (2, 3), "transition": (1, 4),
-    "triangle_multiplication": (3, 7), "projected_factor": (2, 8), "triangle_slice": (4, 12), "gate": (1, 1),
-    "outer_product": (2, 5), "norm_linear": (1, 4), "layer_norm": (1, 4), "tail": (1, 3), "aligned_errors": (3, 3),
-    PRODUCT: (1, 2),
-}  # fmt: skip
 LAUNCH = 8e-6  # seconds until one more operation of torch's has begun, from Python
 
 
@@ -145,8 +204,3 @@ def of_gpu(name: str) -> Rates:
     tops = {dtype: Ceilings(flops, sheet.bytes, sheet.exps, "data sheet") for dtype, flops in products.items()}
     link, host = LINKS[sheet.link], Link(10e-6, 0.8 * sheet.host)
     return Rates(found, "modelled", "cuda", tops, LAUNCH, link, host, REACHED)
-
-
-def kernels_of(op: str, which: PassName) -> int:
-    """Return how many kernels of a GPU a call launches."""
-    return KERNELS.get(op, (1, 1))[which == "backward"]

@@ -1,69 +1,239 @@
-"""Record what one rank of a plan does in a training step: operations, and collectives begun and waited for, in order.
+"""Record what one rank of a plan does in a training step or a fold: operations, and collectives begun and waited for.
 
-The step's own code runs on fake ranks (cost/fake.py): nothing is computed and nothing travels, but whatever would be
-is seen, forward, recomputed and backward.  An entry of the record has no time; `replay.py` gives it one.
+The code itself runs on fake ranks (cost/fake.py): nothing is computed and nothing travels, but whatever would be is
+seen, in order, forward, recomputed and backward.  Of what is alike little is run, and each entry says how often it
+comes: two blocks of a stack stand for all, a few turns of a loop over slices for the others.  How gradients travel is
+recorded by itself, with the optimizer of the whole model, and put in the places where its parameters have them.
+An entry of the record has no time; `replay.py` gives it one.
 """
 
+import inspect
+import math
 from bisect import bisect_right
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
+from itertools import groupby
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.batch import stack
-from warpfold.check.op_profile import Cost
-from warpfold.cost.costs import Arguments, arguments_of, call_cost, name_of
+from warpfold.check.cases import PROFILES
+from warpfold.check.op_profile import Cost, OpCase
+from warpfold.cost.example import Job
 from warpfold.cost.fake import META, Memory, fake_mesh, tensors_in
-from warpfold.cost.job import Job
-from warpfold.cost.launches import ALLOCATE, products
-from warpfold.cost.memory import features_of
-from warpfold.cost.observe import size
+from warpfold.cost.launches import ALLOCATE, EXPONENTIALS, products
+from warpfold.cost.memory import features_of, judge_example
+from warpfold.cost.observe import MadeAt, size
 from warpfold.cost.rates import TORCH, PassName
-from warpfold.cost.work import EXPONENTIALS
+from warpfold.device import OnHost, Upload
 from warpfold.engine.optim import OptimConfig, Optimizer
-from warpfold.model.alphafold import AlphaFold
+from warpfold.engine.packed import PackedWeights
+from warpfold.host import HostTensor
+from warpfold.model.alphafold import AlphaFold, ModelConfig
+from warpfold.model.axial import BlockStack
 from warpfold.model.losses import total_loss
 from warpfold.ops import dispatch
 from warpfold.ops.dispatch import Op
 from warpfold.ops.triton.launch import recorded
+from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
-from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.waits import Event, Work, watched
 from warpfold.progress import Progress, no_progress
 
+Arguments = Mapping[str, Any]  # of a call, by the names that the definition gives them
+NAMES = {profile.op: name for name, profile in PROFILES.items()}
+
+
+def name_of(op: Op[..., Any]) -> str:
+    """Return the name under which the rates of a device know an operation."""
+    return NAMES.get(op, op.name)
+
+
+def arguments_of(op: Op[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
+    """Return the arguments of a call by name."""
+    return _signature(op).bind(*args, **kwargs).arguments
+
+
+@cache
+def _signature(op: Op[..., Any]) -> inspect.Signature:
+    return inspect.signature(op.definition)
+
+
+def call_cost(op: Op[..., Any], given: Arguments, forward: bool) -> Cost:
+    """Return what one pass of a call must do; of an operation without a profile, the bytes that it is given."""
+    name, first = name_of(op), next(x for x in given.values() if isinstance(x, Tensor))
+    itemsize = first.element_size()
+    if name in IN_PARTS:
+        rows, residues, channels = first.shape[-3], first.shape[-2], first.shape[-1]
+        hidden = given["b"].shape[-3] if "b" in given else given["into"][0].shape[0] // 2
+        return scaled(IN_PARTS[name](rows, residues, channels, hidden, itemsize, forward), _together(first))
+    if name not in CASES:
+        return Cost(0, 0, (1 if forward else 2) * sum(x.nbytes for x in given.values() if isinstance(x, Tensor)))
+    cost = PROFILES[name].cost(OpCase(op=name, where="", **CASES[name](given)), forward, itemsize)
+    return scaled(cost, _together(first)) if name == "triangle_multiplication" else cost
+
+
+def _together(x: Tensor) -> int:
+    """Return how many pair representations go through an operation at once, which its profile knows one of."""
+    return math.prod(x.shape[:-3])
+
+
+def _positions(x: Tensor) -> dict[str, int]:
+    """Return rows and their length, as far as a cost depends on them: each position by itself."""
+    return {"rows": x.numel() // max(1, x.shape[-1]), "length": 1, "channels": x.shape[-1]}
+
+
+def _attention(given: Arguments) -> dict[str, Any]:
+    q, k, bias = given["q"], given["k"], given.get("bias")
+    *_, queries, heads, width = q.shape
+    keys = k.shape[-3]
+    batches = 1 if bias is None else max(1, bias.numel() // (heads * queries * keys))
+    rows = q.numel() // (queries * heads * width)
+    at = {"rows": rows, "length": queries, "keys": keys, "heads": heads, "width": width}
+    return at | {"bias": bias is not None, "batches": batches}
+
+
+def _global_attention(given: Arguments) -> dict[str, Any]:
+    q, k = given["q"], given["k"]
+    *_, heads, width = q.shape
+    return {"rows": q.numel() // (heads * width), "length": 1, "keys": k.shape[-2], "heads": heads, "width": width}
+
+
+def _gated_attention(given: Arguments) -> dict[str, Any]:
+    x, heads = given["x"], given["heads"]
+    width = given["out_weight"].shape[1] // heads
+    rows, own = x.numel() // (x.shape[-2] * x.shape[-1]), given["weight"].shape[0] > 4 * heads * width
+    at = {"rows": rows, "length": x.shape[-2], "channels": x.shape[-1], "heads": heads, "width": width}
+    return at | {"bias": own or given["bias"] is not None}
+
+
+def _triangle_multiplication(given: Arguments) -> dict[str, Any]:
+    x = given["x"]
+    return {"rows": x.shape[-3], "length": x.shape[-2], "channels": x.shape[-1],
+            "outputs": given["out_weight"].shape[1]}  # fmt: skip
+
+
+def _transition(given: Arguments) -> dict[str, Any]:
+    gated = given["up"].shape[0] > given["down"].shape[1]
+    return _positions(given["x"]) | {"outputs": given["down"].shape[1], "gated": gated}
+
+
+def _outer_product(given: Arguments) -> dict[str, Any]:
+    a, b = given["a"], given["b"]
+    return {"rows": a.shape[-2], "keys": b.shape[-2], "length": a.shape[-3], "channels": a.shape[-1],
+            "outputs": given["weight"].shape[0]}  # fmt: skip
+
+
+def _aligned_errors(given: Arguments) -> dict[str, Any]:
+    frames, points = given["frames"], given["points"]
+    rows = frames.shape[-3]
+    return {"rows": rows, "length": points.shape[-2], "batches": frames.numel() // (rows * 12)}
+
+
+CASES: dict[str, Callable[[Arguments], dict[str, Any]]] = {
+    "attention": _attention,
+    "global_attention": _global_attention,
+    "gated_attention": _gated_attention,
+    "layer_norm": lambda given: _positions(given["x"]),
+    "norm_linear": lambda given: _positions(given["x"]) | {"outputs": given["weight"].shape[0]},
+    "gate": lambda given: _positions(given["x"]),
+    "tail": lambda given: _positions(given["x"]) | {"outputs": given["o"].shape[-1]},
+    "transition": _transition,
+    "triangle_factor": lambda given: _positions(given["y"]),
+    "triangle_multiplication": _triangle_multiplication,
+    "outer_product": _outer_product,
+    "aligned_errors": _aligned_errors,
+    "overlaps": lambda given: {"rows": 1, "length": given["atoms"].shape[-2]},
+}
+
+
+# Parts of a triangle product for some rows, which slices and ranks call: they have no profile.
+
+
+def _factor_cost(rows: float, residues: int, channels: int, hidden: int, itemsize: int, forward: bool) -> Cost:
+    """Return what rows of a factor cost: projections of the factor and of its gate."""
+    positions, passes = rows * residues, 1 if forward else 3  # backward the first is computed again
+    flops = 2 * positions * channels * 2 * hidden
+    return Cost(passes * flops, positions * hidden, passes * positions * (channels + hidden) * itemsize)
+
+
+def _slice_cost(rows: float, residues: int, channels: int, hidden: int, itemsize: int, forward: bool) -> Cost:
+    """Return what rows of a triangle product cost, where the other factor is given: every slice reads all of it."""
+    positions, passes = rows * residues, 1 if forward else 2
+    factor = _factor_cost(rows, residues, channels, hidden, itemsize, forward)
+    product = _product_cost(rows, residues, channels, hidden, itemsize, forward)
+    flops = passes * 2 * positions * channels * (channels + hidden)  # the gate and the projection of the product
+    moved = passes * positions * (2 * channels + hidden) * itemsize
+    return Cost(
+        factor.flops + product.flops + flops,
+        factor.exps + positions * channels,
+        factor.bytes + product.bytes + moved,
+    )
+
+
+def _product_cost(rows: float, residues: int, channels: int, hidden: int, itemsize: int, forward: bool) -> Cost:
+    """Return what the product of rows of a factor and all of the other costs: it reads the whole factor."""
+    passes = 1 if forward else 2
+    numbers = (2 * rows * residues + residues**2) * hidden
+    return Cost(passes * 2 * rows * residues**2 * hidden, 0, passes * numbers * itemsize)
+
+
+IN_PARTS = {"projected_factor": _factor_cost, "triangle_slice": _slice_cost}
+
+
+def scaled(cost: Cost, factor: float) -> Cost:
+    """Return so many times a cost."""
+    return Cost(cost.flops * factor, cost.exps * factor, cost.bytes * factor)
+
+
 Phase = Literal["early", "forward", "recomputed", "backward", "update"]
+BLOCKS = 2  # of a stack that are run
+MAIN, STACKS = "evoformer", ("extra_stack", "evoformer")  # of which few blocks are run
+HOST = "host"  # the group of what travels to host memory and back
 
 
 @dataclass(slots=True)
 class Operation:
-    """One of our operations in one pass, or one of torch's; early: in a pass without gradient."""
+    """One of our operations in one pass, or one of torch's; early: in a pass without gradient.
 
-    op: str  # as the rates of a device name it
+    op: as the rates of a device name it.  launches: kernels.  part: the stack that it belongs to, or "".
+    times: how often it comes.
+    """
+
+    op: str
     which: PassName
     cost: Cost
     dtype: torch.dtype
-    launches: int  # kernels
+    launches: int
     phase: Phase
+    part: str = ""
+    times: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Begin:
-    """A collective begins: `sent` bytes leave this rank.  after: what alone it waits for, on a side stream."""
+    """A collective begins: `sent` bytes leave this rank.  after: what alone it waits for, on a side stream.
+
+    group: "axial", "branch", "model", "data"; "node" and "nodes" of hierarchical sums; "host": no collective, but what
+    travels between a device and host memory.
+    """
 
     number: int
     kind: str
-    group: str  # "axial", "branch", "model", "data"; "node" and "nodes" of hierarchical sums
+    group: str
     sent: int
     phase: Phase
     after: tuple[int, ...] = ()
+    part: str = ""
+    times: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,43 +251,35 @@ class RecordedStep:
     """What a rank does.  early: in a pass without gradient; example: in the last pass and backward, where others of
     this rank follow; last: likewise, of a step's last example, whose gradients travel; update: at the end of a step.
 
-    examples: of a rank and step.
+    examples: of a rank and step, or batches.  A fold has early passes and a last one.
     """
 
-    early: list[Entry]
-    example: list[Entry]
-    last: list[Entry]
-    update: list[Entry]
+    early: Sequence[Entry]
+    example: Sequence[Entry]
+    last: Sequence[Entry]
+    update: Sequence[Entry]
     examples: int = 1
 
-    def step(self, recycles: int) -> list[Entry]:
-        """Return what a rank does in a whole step with so many passes without gradient."""
-        early = [again for turn in range(recycles) for again in _renumbered(self.early, turn)]
-        found: list[Entry] = []
-        for turn in range(self.examples):
-            part = self.last if turn == self.examples - 1 else self.example
-            found += _renumbered([*early, *part], turn * (recycles + 1))
-        return found + self.update
+    def step(self, recycles: float) -> list[Entry]:
+        """Return what a rank does in a whole step with so many passes without gradient.
+
+        All examples but the last are alike, and so are passes: each entry comes as many times.
+        """
+        before = self.examples - 1
+        return [
+            *_times(self.early, recycles * before),
+            *_times(self.example, before),
+            *_times(self.early, recycles),
+            *self.last,
+            *self.update,
+        ]
 
 
-def _renumbered(entries: list[Entry], turn: int) -> list[Entry]:
-    """Return the entries as they come another time: collectives within them have other numbers."""
-    if not turn:
-        return entries
-    begun = {entry.number for entry in entries if isinstance(entry, Begin)}
-    more = turn << 32
-
-    def moved(number: int) -> int:
-        return number + more if number in begun else number
-
-    found: list[Entry] = []
-    for entry in entries:
-        if isinstance(entry, Begin):
-            entry = replace(entry, number=moved(entry.number), after=tuple(map(moved, entry.after)))
-        elif isinstance(entry, Await):
-            entry = Await(moved(entry.number))
-        found.append(entry)
-    return found
+def _times(entries: Sequence[Entry], factor: float) -> Sequence[Entry]:
+    """Return entries that come so many times as often."""
+    if factor in (0, 1):
+        return entries if factor else []
+    return [entry if isinstance(entry, Await) else replace(entry, times=factor * entry.times) for entry in entries]
 
 
 @dataclass
@@ -147,6 +309,31 @@ class _Recorder(TorchDispatchMode):
         self._due: dict[str, deque[int]] = defaultdict(deque)  # gradients' collectives under way, by title
         self._after: list[int] = []
         self._gradients = 1 << 24  # numbers of their collectives, beyond those of slices
+        self._part = ""  # of the model, that runs
+        self._made_at = MadeAt[str]()
+        self._uploads: dict[int, int] = {}
+
+    # Places
+
+    def watch(self, model: nn.Module) -> None:
+        """Note from now on to which stack of a model an entry belongs."""
+        self._made_at.since(0, "")
+        for name in STACKS:
+            module = getattr(model, name)
+            assert isinstance(module, BlockStack)
+            module.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
+            module.register_forward_hook(lambda *_: self._enter(""))
+
+    def _enter(self, part: str) -> None:
+        self._part = part
+        self._made_at.now(part)
+
+    @property
+    def part(self) -> str:
+        """The stack that is at work, forward or backward; a leaf's gradient belongs to the node before it."""
+        if torch._C._current_graph_task_id() != -1 and (found := self._made_at.of_current()) is not None:
+            self._part = found
+        return self._part
 
     # Operations
 
@@ -159,7 +346,8 @@ class _Recorder(TorchDispatchMode):
         which: PassName = "training" if torch.is_grad_enabled() else "forward"
         forward = torch._C._current_graph_task_id() == -1
         phase = self.phase if forward else "recomputed"
-        entry = Operation(name_of(op), which, call_cost(op, given, True), _float(first), 0, phase)
+        cost, times = call_cost(op, given, True), dispatch.turns()
+        entry = Operation(name_of(op), which, cost, _float(first), 0, phase, self.part, times)
         self._open = made = _Call(op, given, entry, torch.autograd._get_sequence_nr() if forward else 0)
         try:
             result = original(op, *args, **kwargs)
@@ -186,7 +374,7 @@ class _Recorder(TorchDispatchMode):
         call = self._calls[at]
         if call.backward is None:
             cost = call_cost(call.op, call.given, False)
-            call.backward = Operation(call.entry.op, "backward", cost, call.entry.dtype, 0, "backward")
+            call.backward = Operation(call.entry.op, "backward", cost, call.entry.dtype, 0, "backward", self.part)
             self.entries.append(call.backward)
         return call.backward
 
@@ -215,13 +403,15 @@ class _Recorder(TorchDispatchMode):
         if owner is not None:
             owner.launches += 1
             return out
-        exps = sum(x.numel() for x in results) if func._opname in EXPONENTIALS else 0
-        moved = sum(map(size, (*given, *results)))
-        cost = Cost(products(func, args, kwargs, out), exps, moved)
         phase = self.phase
         if torch._C._current_graph_task_id() != -1:
             phase = "recomputed" if torch.is_grad_enabled() else "backward"
-        self.entries.append(Operation(TORCH, "forward", cost, _float(results[0]), 1, phase))
+        exps = sum(x.numel() for x in results) if func._opname in EXPONENTIALS else 0
+        moved = sum(map(size, (*given, *results)))
+        cost = Cost(products(func, args, kwargs, out), exps, moved)
+        self.entries.append(
+            Operation(TORCH, "forward", cost, _float(results[0]), 1, phase, self.part, dispatch.turns())
+        )
         return out
 
     @classmethod
@@ -229,7 +419,7 @@ class _Recorder(TorchDispatchMode):
         """Take torch's word that nothing is compiled within, as `Memory` does."""
         return False
 
-    # Collectives
+    # What travels
 
     def told(self, event: Event) -> None:
         """Note that a collective begins, or, of an example's slices, that it is waited for."""
@@ -238,14 +428,18 @@ class _Recorder(TorchDispatchMode):
             return
         number, group = event.number, "branch" if event.kind == "sendrecv" else "axial"
         if event.carries == "gradients":
-            self._gradients += 1
-            number, group = self._gradients, event.name.split(" over ")[1].removesuffix(" ranks")
+            number, group = self._next(), event.name.split(" over ")[1].removesuffix(" ranks")
             self._due[event.title].append(number)
         phase = self.phase
         if torch._C._current_graph_task_id() != -1:
             phase = "backward" if event.backward or event.carries == "gradients" else "recomputed"
-        self.entries.append(Begin(number, event.kind, group, event.bytes, phase, tuple(self._after)))
+        after, times = tuple(self._after), dispatch.turns()
+        self.entries.append(Begin(number, event.kind, group, event.bytes, phase, after, self.part, times))
         self._after = [] if self.aside else self._after
+
+    def _next(self) -> int:
+        self._gradients += 1
+        return self._gradients
 
     def wait(self, number: int) -> None:
         """Note that what follows needs a collective's result."""
@@ -267,6 +461,34 @@ class _Recorder(TorchDispatchMode):
         done.set_result(None)
         return done
 
+    def _moved(self, size: int, phase: Phase) -> Begin:
+        """Return the beginning of a way to host memory or back."""
+        return Begin(self._next(), HOST, HOST, size, phase, (), self.part, dispatch.turns())
+
+    def kept(self, init: Callable[..., None], host: OnHost, x: Tensor, *given: Any) -> None:
+        """Note that what is kept for the backward pass goes to host memory, and comes back."""
+        self.entries.append(self._moved(2 * x.nbytes, self.phase))
+        init(host, x, *given)
+
+    def upload(self, start: Callable[..., Upload], *given: Any) -> Upload:
+        """Note that a part of what lies in host memory begins to be fetched."""
+        found = start(*given)
+        begun = self._moved(found._copy.nbytes, self.phase)
+        self.entries.append(begun)
+        self._uploads[id(found)] = begun.number
+        return found
+
+    def fetched(self, wait: Callable[[Upload], Tensor], upload: Upload) -> Tensor:
+        """Note that it is waited for."""
+        if (number := self._uploads.pop(id(upload), None)) is not None:  # else of what is kept for the backward pass
+            self.wait(number)
+        return wait(upload)
+
+    def stored(self, store: Callable[..., None], *given: Any) -> None:
+        """Note that a part goes back to host memory."""
+        self.entries.append(self._moved(given[2].nbytes, self.phase))
+        store(*given)
+
     def taken(self) -> list[Entry]:
         """Return what was noted since the last time."""
         found, self.entries = self.entries, []
@@ -287,12 +509,28 @@ def _float(x: Tensor) -> torch.dtype:
 @contextmanager
 def _listening(kernels: list[Any]) -> Iterator[_Recorder]:
     """Record whatever this thread does within the context."""
-    recorder, wait = _Recorder(kernels), Work.wait
+    recorder = _Recorder(kernels)
+    keep, start, fetch, store = OnHost.__init__, HostTensor._start, Upload.wait, HostTensor.store
+
+    def kept(host: OnHost, *given: Any) -> None:
+        recorder.kept(keep, host, *given)
+
+    def started(host: HostTensor, *given: Any) -> Upload:
+        return recorder.upload(start, host, *given)
+
+    new: dict[tuple[type, str], Callable[..., Any]] = {
+        (Work, "wait"): lambda work: recorder.wait_for(work),
+        (OnHost, "__init__"): kept,
+        (HostTensor, "_start"): started,
+        (HostTensor, "store"): lambda *given: recorder.stored(store, *given),
+        (Upload, "wait"): lambda upload: recorder.fetched(fetch, upload),
+    }
     with ExitStack() as undo:
         undo.enter_context(watched(recorder.told))
         undo.enter_context(dispatch.observed(recorder.call))
-        Work.wait = lambda work: recorder.wait_for(work)  # type: ignore[method-assign, assignment]
-        undo.callback(setattr, Work, "wait", wait)
+        for (owner, name), function in new.items():
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
         yield recorder
 
 
@@ -305,80 +543,186 @@ def record(
     branch: int = 0,
     tell: Progress = no_progress,
 ) -> RecordedStep:
-    """Record the first rank of a plan, or of one of its branches, in a step of training; no other holds more.
+    """Record the first rank of a plan, or of one of its branches, in a fold or a step; no other has more to do.
 
     examples: of each data rank and step.  per_node: ranks of a node, for hierarchical sums.  gpu: count the kernels
     that a GPU would be told to launch; else operations are seen as wholes, as on a CPU.  branch: 0 computes m, 1 z.
-    Errors: ValueError for a job that is no training, UserError as of `Reducer`.
+    What is recorded is remembered.  Errors: UserError as of `Reducer`.
     """
-    if job.loss is None or job.optim is None:
-        raise ValueError("what is recorded is a training: a job with losses and an optimizer")
-    how = dispatch.interpreting() if gpu else dispatch.using("definition")
-    plan = replace(plan, compile=False, graph=False, threads=None, kernels="fast" if gpu else "definition")
-    turns = -(-examples // plan.batch)
-    with fake_mesh(plan.data, plan.axial, plan.branch, branch) as mesh, how, recorded() as kernels, Memory() as memory:
+    model, turns = job.model, -(-examples // plan.batch)
+    main = replace(model.evoformer, blocks=min(BLOCKS, model.evoformer.blocks))
+    few = replace(model, evoformer=main, extra_blocks=min(BLOCKS, model.extra_blocks))
+    alone = Plan(**{**vars(plan), "data": 1, "sync": SyncConfig(), "keep_blocks": 0, "compile": False, "graph": False,
+                    "threads": None, "sizes": 0, "kernels": "fast" if gpu else "definition"})  # fmt: skip
+    tell(0, 2, "an example")
+    early, last = _example(replace(job, model=few, optim=None, recycles=0), alone, gpu, branch)
+    early, last = (_whole(entries, job, plan) for entries in (early, last))
+    if job.optim is None:
+        return RecordedStep(early, [], last, [])
+    tell(1, 2, "the gradients' way")
+    share = replace(job.optim, accumulate=plan.data * plan.batch * min(turns, 2),
+                    clip="step" if plan.batch > 1 else job.optim.clip)  # fmt: skip
+    ranks = replace(alone, data=plan.data, sync=plan.sync, recompute=None, offload=False, chunk=None, in_place=False)
+    way = _exchange(model, share, ranks, min(turns, 2), per_node, branch)
+    examples_ = [[*_with_gradients(last, one.backward), *one.collect] for one in way]
+    return RecordedStep(early, examples_[0], examples_[-1], way[-1].update, turns)
+
+
+def _whole(entries: list[Entry], job: Job, plan: Plan) -> list[Entry]:
+    """Return what was recorded of few blocks as that of all of them, of which the last may keep everything."""
+    blocks = {"extra_stack": job.model.extra_blocks, MAIN: job.model.evoformer.blocks}
+    found = []
+    for entry in entries:
+        if not isinstance(entry, Await) and (all_ := blocks.get(entry.part)):
+            times = all_ if entry.phase != "recomputed" or entry.part != MAIN else max(0, all_ - plan.keep_blocks)
+            entry = replace(entry, times=entry.times * times / min(BLOCKS, all_))
+        found.append(entry)
+    return found
+
+
+@lru_cache(maxsize=256)
+def _example(job: Job, plan: Plan, gpu: bool, branch: int) -> tuple[list[Entry], list[Entry]]:
+    """Record a pass without gradient, and the last pass: of a training with the losses and the backward pass."""
+    how = dispatch.standing_for("cuda" if gpu else "cpu")
+    with fake_mesh(1, plan.axial, plan.branch, branch) as mesh, how, recorded() as kernels, Memory() as memory:
         with META:
-            model = AlphaFold(job.model).train()
+            model = AlphaFold(job.model).train(job.training)
         Execution(plan, mesh).bind(model)
-        optimizer = _optimizer(model, job.optim, plan, mesh, turns, per_node)
-        with _listening(kernels) as recorder:
+        packed = PackedWeights(model, DTYPES[plan.precision], trained=job.training)
+        model.noise.seed(0)
+        batch = features_of(job, (2 if job.training else 1) * job.model.ensemble)
+        features = batch if plan.batch == 1 else stack([batch] * plan.batch)
+        with _listening(kernels) as recorder, recorder, torch.set_grad_enabled(job.training):
+            recorder.watch(model)
+            recorder.phase = "early"
+            if job.loss is None:  # all passes are alike, and judged is the last
+                recycled, done = model.recycle(features, 0)
+                representations, structure = model.one_pass(model.inputs_of_pass(features, done, recycled))
+                early = recorder.taken()
+                judge_example(model, batch, representations, structure)
+                recorder.entries = early + recorder.entries
+            else:
+                recycled, done = model.recycle(features, 1)
+                early = recorder.taken()
+                inputs = model.inputs_of_pass(features, done, recycled)
+                recorder.phase = "forward"
+                output = model.last_pass(inputs)
+                outputs = [output] if plan.batch == 1 else output.unbind()
+                losses = [total_loss(one, batch, job.loss, residues=model.residues)[0] for one in outputs]
+                torch.stack(losses).sum().backward()
+            last = recorder.taken()
+        del packed, memory
+    return early, last
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How the gradients of a backward pass travel: where in it collectives begin, and what follows.
+
+    backward: of each the part whose gradients it waits for, the share of them that there are by then, and what begins.
+    """
+
+    backward: list[tuple[str, float, Begin]]
+    collect: list[Entry]
+    update: list[Entry]
+
+
+@lru_cache(maxsize=256)
+def _exchange(
+    config: ModelConfig, optim: OptimConfig, plan: Plan, turns: int, per_node: int | None, branch: int
+) -> list[_Way]:
+    """Record the optimizer of a whole model in a step of one or two turns: the first stands for all but the last.
+
+    Every parameter is given a gradient, the last of the model first, as a backward pass does.
+    """
+    sync = replace(plan.sync, strategy="plain") if plan.sync.strategy == "auto" else plan.sync
+    found: list[_Way] = []
+    with fake_mesh(plan.data, plan.axial, plan.branch, branch) as mesh:
+        memory = Memory()
+        with memory:
+            with META:
+                model = AlphaFold(config).train()
+            dtype, scaling = DTYPES[plan.precision], plan.precision == "fp16"
+            optimizer = Optimizer(model, optim, mesh, sync, per_node, dtype, scaling, plan.batch)
+        with _listening([]) as recorder:
             if optimizer.reducer._thread is not None:
                 optimizer.reducer._thread = recorder  # type: ignore[assignment]
-            with recorder:
-                found = _parts(job, plan, model, optimizer, recorder, min(turns, 2), tell)
-        del memory
-    return replace(found, examples=turns)
+            named = optimizer.packed.parameters
+            shares: dict[str, float] = {}  # of the gradients of its part that there are with a parameter's own
+            for _, some in groupby(reversed(named), _part_of):
+                group = list(some)
+                shares |= {name: (number + 1) / len(group) for number, name in enumerate(group)}
+
+            def arrived(name: str) -> None:
+                begun = [entry for entry in recorder.taken() if isinstance(entry, Begin)]
+                way.extend((_part_of(name), shares[name], replace(one, part=_part_of(name))) for one in begun)
+
+            for turn in range(turns):
+                recorder.phase, way = "backward", list[tuple[str, float, Begin]]()
+                handles = [
+                    p.register_post_accumulate_grad_hook(lambda _, name=name: arrived(name))
+                    for name, p in named.items()
+                ]
+                sums = [p.sum() for p in named.values()]
+                torch.autograd.backward(sums, [torch.ones_like(x) for x in sums])
+                for handle in handles:
+                    handle.remove()
+                recorder.taken()
+                with memory, recorder:
+                    optimizer.collect()
+                    collect = recorder.taken()
+                    recorder.phase = "update"
+                    if turn == turns - 1:
+                        optimizer.update()
+                    found.append(_Way(way, collect, recorder.taken()))
+    return found
 
 
-def _optimizer(
-    model: AlphaFold, optim: OptimConfig, plan: Plan, mesh: Mesh, turns: int, per_node: int | None
-) -> Optimizer:
-    """Return the optimizer of a step of one or two turns: the first stands for all but the last."""
-    clip = "step" if plan.batch > 1 else optim.clip
-    share = replace(optim, accumulate=plan.data * plan.batch * min(turns, 2), clip=clip)
-    scaling = plan.precision == "fp16"
-    sync = replace(plan.sync, strategy="plain") if plan.sync.strategy == "auto" else plan.sync
-    return Optimizer(model, share, mesh, sync, per_node, DTYPES[plan.precision], scaling, plan.batch)
+def _part_of(name: str) -> str:
+    """Return the stack that a parameter belongs to; "": none of them."""
+    top = name.partition(".")[0]
+    return top if top in STACKS else ""
 
 
-def _parts(
-    job: Job, plan: Plan, model: AlphaFold, optimizer: Optimizer, recorder: _Recorder, turns: int, tell: Progress
-) -> RecordedStep:
-    """Run and record a step of `turns` examples or batches, with one pass without gradient."""
-    assert job.loss is not None
-    model.noise.seed(0)
-    parts, steps = list[list[Entry]](), 3 * turns + 1
-    early: list[Entry] = []
-    batch = features_of(job, 2 * job.model.ensemble)
-    features = batch if plan.batch == 1 else stack([batch] * plan.batch)
-    recorder.taken()
-    for turn in range(turns):
-        tell(3 * turn, steps, "a pass without gradient")
-        recorder.phase = "early"
-        recycled, done = model.recycle(features, 1)
-        early = recorder.taken()
-        tell(3 * turn + 1, steps, "the last pass")
-        recorder.phase = "forward"
-        output = model.last_pass(model.inputs_of_pass(features, done, recycled))
-        outputs = [output] if plan.batch == 1 else output.unbind()
-        losses = [total_loss(one, batch, job.loss, residues=model.residues)[0] for one in outputs]
-        tell(3 * turn + 2, steps, "the backward pass")
-        torch.stack(losses).sum().backward()
-        recorder.phase = "backward"
-        optimizer.collect()
-        parts.append(recorder.taken())
-    tell(steps - 1, steps, "the update")
-    recorder.phase = "update"
-    optimizer.update()
-    return RecordedStep(early, parts[0], parts[-1], recorder.taken())
+def _with_gradients(entries: list[Entry], begun: Sequence[tuple[str, float, Begin]]) -> list[Entry]:
+    """Return what a rank does in an example, with what begins when the gradients of a part are there.
+
+    The gradients of what lies outside of the stacks come before theirs (heads) and behind them (embedders).
+    """
+    if not begun:
+        return entries
+    first = next((i for i, entry in enumerate(entries) if not isinstance(entry, Await) and _is_backward(entry)), 0)
+    pieces = [(part, list(some)) for part, some in groupby(entries[first:], lambda e: getattr(e, "part", None))]
+    runs: list[tuple[str, list[Entry]]] = []
+    for part, some in pieces:  # what is awaited is part of what runs
+        if runs and part in (None, runs[-1][0]):
+            runs[-1][1].extend(some)
+        else:
+            runs.append((part or "", some))
+    places: dict[int, list[tuple[int, Begin]]] = defaultdict(list)
+    at, before = 0, ""
+    for part, share, begin in begun:
+        if part != before:  # the longest run of this part that is left
+            later = [i for i in range(at + 1, len(runs)) if runs[i][0] == part]
+            at, before = max(later, key=lambda i: len(runs[i][1]), default=at), part
+        places[at].append((math.ceil(share * len(runs[at][1])), begin))
+    found = entries[:first]
+    for index, (_, some) in enumerate(runs):
+        for number, entry in enumerate([*some, None], 1):
+            found += [begin for place, begin in places[index] if place == number - 1]
+            found += [] if entry is None else [entry]
+    return found
 
 
-def traffic(entries: list[Entry]) -> dict[tuple[str, str], tuple[int, int]]:
+def _is_backward(entry: Operation | Begin) -> bool:
+    return entry.phase in ("recomputed", "backward")
+
+
+def traffic(entries: Sequence[Entry]) -> dict[tuple[str, str], tuple[float, float]]:
     """Return how many collectives begin, and the bytes that leave in them, by group and phase."""
-    calls: Counter[tuple[str, str]] = Counter()
-    sent: Counter[tuple[str, str]] = Counter()
+    calls, sent = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], float](float)
     for entry in entries:
-        if isinstance(entry, Begin):
-            calls[entry.group, entry.phase] += 1
-            sent[entry.group, entry.phase] += entry.sent
+        if isinstance(entry, Begin) and entry.group != HOST:
+            calls[entry.group, entry.phase] += entry.times
+            sent[entry.group, entry.phase] += entry.times * entry.sent
     return {key: (calls[key], sent[key]) for key in calls}

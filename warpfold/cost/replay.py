@@ -8,20 +8,22 @@ Measured operations take now more, now less: then a collective begins when the l
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import NormalDist
-from typing import cast, get_args
+from typing import Literal, cast, get_args
 
-from warpfold.cost.collectives import GroupName, Kind, Placement, collective_seconds, place
-from warpfold.cost.links import Cluster
+from warpfold.cost.example import Job
+from warpfold.cost.links import Cluster, GroupName, Kind, Placement, collective_seconds, place
 from warpfold.cost.measured_rates import MEASURED
 from warpfold.cost.rates import KERNEL, TORCH, PassName, Rates
-from warpfold.cost.record import Begin, Entry, Operation, Phase
+from warpfold.cost.record import HOST, Begin, Entry, Operation, Phase, RecordedStep, record
+from warpfold.data.load.schedule import share_of
 from warpfold.parallel.plan import Plan
+from warpfold.progress import Progress, no_progress, within
 
-WITHIN, BETWEEN = "within a node", "between nodes"
+WITHIN, BETWEEN, HOST_WIRE = "within a node", "between nodes", "to host memory and back"
 PASS: Mapping[Phase, PassName] = {  # in which torch's own operations are
     "early": "forward", "forward": "training", "recomputed": "training", "backward": "backward", "update": "forward"
 }  # fmt: skip
@@ -45,20 +47,14 @@ class Pace:
     @classmethod
     def of(cls, rates: Rates, cluster: Cluster, graphs: bool = False) -> "Pace":
         """Return the pace of a device: rates of a data sheet leave out what launches take."""
-        sheet = rates.how == "modelled"
-        return cls(
-            rates=rates,
-            cluster=cluster,
-            launch=0.0 if graphs or not sheet else rates.call,
-            kernel=KERNEL if sheet else 0.0,
-        )
+        if rates.how == "measured":
+            return cls(rates=rates, cluster=cluster)
+        return cls(rates=rates, cluster=cluster, launch=0.0 if graphs else rates.call, kernel=KERNEL)
 
     def seconds(self, entry: Operation) -> float:
         """Return what an operation takes on the device, once it has begun."""
-        if self.rates.how == "measured":
-            calls = max(1, entry.launches) if _is_torchs(entry) else 1
-            return self.rates.seconds(*_timed_as(entry), entry.cost, calls, entry.dtype)
-        return self.kernel * entry.launches + self.rates.tops[entry.dtype].limit(entry.cost) / self.rates.efficiency
+        calls = max(1, entry.launches) if _is_torchs(entry) else 1
+        return self.kernel * entry.launches + self.rates.seconds(*_timed_as(entry), entry.cost, calls, entry.dtype)
 
     def spread(self, entry: Operation) -> float:
         """Return the standard deviation of that, in seconds, from one run or rank to another."""
@@ -99,8 +95,8 @@ class ReplayedStep:
     exposed: float = 0.0
     launch: float = 0.0
     collectives: float = 0.0
-    sent: int = 0
-    kernels: int = 0
+    sent: float = 0.0
+    kernels: float = 0.0
     by_op: dict[str, float] = field(default_factory=dict)
     by_phase: dict[str, float] = field(default_factory=dict)
     exposed_by_group: dict[str, float] = field(default_factory=dict)
@@ -126,18 +122,83 @@ def replay(
             timeline.begin(entry)
         else:
             timeline.wait(entry.number)
-    for number in list(timeline.ends):  # a step has ended when all has arrived
+    for number in list(timeline.ends):  # what nobody waits for: a step has ended when all has arrived
         timeline.wait(number)
     found = timeline.found
     found.seconds = timeline.free
     return found
 
 
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a fold, or of a training step on the rank that has most to do: of all passes it may have, the mean.
+
+    by_part: where they go, most first: operations, and what is waited for.  hidden: collectives that travel while
+    something is computed.  sent: bytes that a rank sends to others.  how: whether the rates were measured on this
+    device or modelled from a data sheet.
+    """
+
+    total: float
+    by_part: Mapping[str, float] = field(default_factory=dict)
+    hidden: float = 0.0
+    sent: float = 0.0
+    how: Literal["measured", "modelled"] = "modelled"
+
+
+def step_time(
+    job: Job, plan: Plan, rates: Rates, cluster: Cluster | None = None, tell: Progress = no_progress
+) -> StepTime:
+    """Return how long a fold takes, or a step of a training, whose recycling passes are drawn anew for each.
+
+    cluster: where the ranks are; None: all on one node, joined by the link of `rates`.
+    Errors: ValueError for rates that do not have the plan's precision.
+    """
+    ranks = plan.data * plan.axial * plan.branch
+    cluster = cluster or Cluster(ranks=ranks, per_node=ranks, within=rates.link, between=rates.link)
+    halves, pace = record_rank(job, plan, cluster, rates.device != "cpu", tell), Pace.of(rates, cluster)
+    passes = range(job.recycles + 1) if job.training else [job.recycles]
+    found = [replay_longest(halves, n, plan, pace) for n in passes]
+    parts: dict[str, float] = defaultdict(float)
+    for one in found:
+        waits = {f"waiting for {group} messages": seconds for group, seconds in one.exposed_by_group.items()}
+        for name, seconds in {**one.by_op, **waits, "the host's launches": one.launch}.items():
+            parts[name] += seconds / len(found)
+    total, hidden, sent = (sum(getattr(one, x) for one in found) / len(found) for x in ("seconds", "hidden", "sent"))
+    ordered = {name: seconds for name, seconds in sorted(parts.items(), key=lambda item: -item[1]) if seconds}
+    return StepTime(total, ordered, hidden, sent, rates.how)
+
+
+def record_rank(job: Job, plan: Plan, cluster: Cluster, gpu: bool, tell: Progress = no_progress) -> list[RecordedStep]:
+    """Record a step of the rank that has most to do, once for each branch of a plan."""
+    share = 1 if job.optim is None else share_of(job.optim.accumulate, plan.data, 0)
+    return [
+        record(job, plan, share, cluster.per_node, gpu, branch, within(tell, branch, plan.branch))
+        for branch in range(plan.branch)
+    ]
+
+
+def replay_longest(
+    halves: Sequence[RecordedStep],
+    passes: float,
+    plan: Plan,
+    pace: Pace,
+    seen: Callable[[Span], None] = lambda span: None,
+) -> ReplayedStep:
+    """Return the step of the branch that takes longer, with so many passes without gradient.
+
+    The other waits for it in every block.  halves: the recorded steps of a plan's branches; one where there is one.
+    """
+    steps = [half.step(passes) for half in halves]
+    if len(steps) > 1:
+        steps.sort(key=lambda entries: replay(entries, plan, pace).seconds)
+    return replay(steps[-1], plan, pace, seen)
+
+
 class _Timeline:
     """Until when the host launches, the device computes and the wires are busy, as entry follows entry."""
 
     def __init__(self, plan: Plan, pace: Pace, seen: Callable[[Span], None]) -> None:
-        self.pace, self.seen, self.wires = pace, seen, _Wires(plan, pace.cluster)
+        self.pace, self.seen, self.wires = pace, seen, _Wires(plan, pace)
         self.found, self.host, self.free = ReplayedStep(), 0.0, 0.0
         self.ends: dict[int, tuple[float, str]] = {}  # of collectives under way, with their groups
         self.variance = 0.0  # of what was computed since ranks last waited for each other
@@ -148,15 +209,16 @@ class _Timeline:
         key = (entry.op, entry.which, entry.cost, entry.dtype, entry.launches, entry.phase)
         if (known := self._known.get(key)) is None:
             known = self._known[key] = self.pace.seconds(entry), self.pace.spread(entry)
-        taken, spread = known
+        each, spread = known
+        taken, launches = entry.times * each, entry.times * entry.launches
         begin = max(self.free, self.host + self.pace.launch * min(1, entry.launches))
-        self.host += self.pace.launch * entry.launches
+        self.host += self.pace.launch * launches
         end = max(begin + taken, self.host)  # of several kernels the last is launched then
-        self.variance += spread**2
+        self.variance += entry.times * spread**2
         found = self.found
         found.launch += end - self.free - taken
         found.compute += taken
-        found.kernels += entry.launches
+        found.kernels += launches
         _add(found.by_op, entry.op, taken)
         _add(found.by_phase, entry.phase, taken)
         self.seen(Span("computing", entry.op, entry.phase, end - taken, end))
@@ -164,14 +226,15 @@ class _Timeline:
 
     def begin(self, entry: Begin) -> None:
         """Have a collective travel as soon as what it sends exists and its wire is free."""
-        self.host += self.pace.launch
+        self.host += self.pace.launch * entry.times
         ready = max([self.host, self.free, *(self.ends[number][0] for number in entry.after if number in self.ends)])
-        stream, seconds, ranks = self.wires.of(entry)
+        stream, each, ranks = self.wires.of(entry)
+        seconds = entry.times * each
         begin = max(ready + latest(ranks) * math.sqrt(self.variance), self.wires.free[stream])
         self.wires.free[stream] = end = begin + seconds
         self.ends[entry.number] = end, entry.group
         self.found.collectives += seconds
-        self.found.sent += entry.sent
+        self.found.sent += 0 if entry.group == HOST else entry.times * entry.sent
         self.seen(Span(stream, f"{entry.kind}, {entry.group}", entry.phase, begin, end))
         if not self.pace.overlap:
             self.wait(entry.number)
@@ -201,19 +264,30 @@ def _add(found: dict[str, float], name: str, seconds: float) -> None:
 class _Wires:
     """Which wire a collective takes, and for how long; each carries one after another."""
 
-    def __init__(self, plan: Plan, cluster: Cluster) -> None:
-        self.plan, self.cluster = plan, cluster
+    def __init__(self, plan: Plan, pace: Pace) -> None:
+        self.plan, self.pace = plan, pace
         self.free: dict[str, float] = defaultdict(float)
         self._known: dict[tuple[str, str, int], tuple[str, float, int]] = {}
 
     def of(self, entry: Begin) -> tuple[str, float, int]:
         """Return the wire of a collective, the seconds that it takes, and of how many ranks it is."""
-        key = entry.kind, entry.group, entry.sent
+        key, cluster = (entry.kind, entry.group, entry.sent), self.pace.cluster
+        if entry.group == HOST:
+            return HOST_WIRE, self.pace.rates.host.seconds(entry.sent), 1
         if key not in self._known:
-            where = placement(self.cluster, self.plan, entry.group)
-            seconds = collective_seconds(cast(Kind, entry.kind), entry.sent, where, self.cluster)
+            where = placement(cluster, self.plan, entry.group)
+            seconds = collective_seconds(cast(Kind, entry.kind), entry.sent, where, cluster)
             self._known[key] = BETWEEN if where.nodes > 1 else WITHIN, seconds, where.ranks
         return self._known[key]
+
+
+def data_ranks_on_node(plan: Plan, cluster: Cluster) -> int | None:
+    """Return how many ranks that add up the same numbers are on each node; None where hierarchical sums cannot be.
+
+    As `exchange.make_hierarchical` asks: several nodes with several of them each.
+    """
+    each, more = divmod(cluster.per_node, plan.axial * plan.branch)
+    return None if more or not 1 < each < plan.data or plan.data % each else each
 
 
 def placement(cluster: Cluster, plan: Plan, group: str) -> Placement:

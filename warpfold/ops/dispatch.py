@@ -10,7 +10,6 @@ import functools
 import importlib
 import importlib.util
 import inspect
-import itertools
 import logging
 import threading
 from collections import Counter, namedtuple
@@ -50,6 +49,7 @@ class _Choice(threading.local):
         self.stands_for: Literal["cpu", "cuda"] | None = None  # what tensors without memory are taken for
         self.always_fast = False  # also where the definition would be faster
         self.watcher: Callable[[Loops], object] | None = None  # told of each turn of a loop
+        self.turns = 1.0  # for how many turns of loops the one that runs stands, where few of them do
 
 
 _choice = _Choice()
@@ -264,7 +264,7 @@ def standing_for(device: Literal["cpu", "cuda"]) -> Iterator[None]:
 
 def alike(turns: Iterable[T]) -> Iterable[T]:
     """Return `enough` turns of a loop that are alike; who watches this thread is told before each."""
-    return watched(turns) if _choice.stands_for is None else list(itertools.islice(turns, TURNS))
+    return watched(turns) if _choice.stands_for is None else enough(list(turns))
 
 
 def enough(turns: Sequence[T]) -> Sequence[T]:
@@ -272,7 +272,27 @@ def enough(turns: Sequence[T]) -> Sequence[T]:
 
     Where tensors have no memory a few are enough to see what a turn needs, while the one before is not yet forgotten.
     """
-    return turns if _choice.stands_for is None else turns[:TURNS]
+    return turns if _choice.stands_for is None else _Few(turns)
+
+
+class _Few(list[T]):
+    """Some turns of a loop, each of which stands for others, too, while it runs."""
+
+    def __init__(self, turns: Sequence[T]) -> None:
+        super().__init__(turns[:TURNS])
+        self.each = len(turns) / max(1, len(self))
+
+    def __iter__(self) -> Iterator[T]:
+        before, _choice.turns = _choice.turns, _choice.turns * self.each
+        try:
+            yield from super().__iter__()
+        finally:
+            _choice.turns = before
+
+
+def turns() -> float:
+    """Return for how many turns of loops this one stands; more than one where tensors have no memory."""
+    return _choice.turns
 
 
 def watched(turns: Iterable[T], count: int | None = None) -> Iterable[T]:

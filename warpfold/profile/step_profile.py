@@ -1,8 +1,8 @@
 """Profile one training step, or one forward pass: where its time goes, by layer and by operation, forward and backward.
 
 Times are those of one run under torch's profiler, which is slower than a run without: both are measured and said.  Work
-(products, exponentials, bytes) is counted apart, by the definitions (cost/work.py); what the device could do at best
-follows from it and from rates measured in the same process (cost/roofline.py).
+(products, exponentials, bytes) is counted apart, by the definitions (profile/work.py); what the device could do at best
+follows from it and from rates measured in the same process (cost/rates.py).
 """
 
 import datetime
@@ -23,12 +23,12 @@ from warpfold.bench.timing import without_stderr
 from warpfold.cost.example import ModelBench, TrainingStep
 from warpfold.cost.machine import describe
 from warpfold.cost.observe import MODEL, Place, Spans
-from warpfold.cost.roofline import Ceilings, ceilings
-from warpfold.cost.work import CountedWork, WorkKey, work_of
+from warpfold.cost.rates import Ceilings, ceilings
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.plan import DTYPES
 from warpfold.profile.trace import AUTOGRAD, PYTHON, WHOLE, Spent, TraceReading, attribute, read_events
+from warpfold.profile.work import CountedWork, WorkKey, work_of
 from warpfold.progress import Progress, no_progress
 
 RUNS = {"cpu": 2, "cuda": 5}  # without the profiler, after as many warm-up runs as `WARM`

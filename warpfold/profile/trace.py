@@ -14,7 +14,7 @@ import torch
 
 from warpfold.cost.launches import ALLOCATE
 from warpfold.cost.observe import MARK, MODEL, Place, Spans
-from warpfold.cost.work import WorkKey
+from warpfold.profile.work import WorkKey
 
 NODE = "autograd::engine::evaluate_function: "  # how the event around a node of the backward pass is called
 WHOLE = "warpfold step"  # the range around all that is measured

@@ -12,16 +12,25 @@ import torch
 
 from warpfold.batch import Batch
 from warpfold.cluster.probe import measure_cluster
-from warpfold.cost.example import ExampleSizes, sizes_of
-from warpfold.cost.job import Job
+from warpfold.cost.example import ExampleSizes, Job, sizes_of
 from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.machine import Machine, this_machine
-from warpfold.cost.plan_words import describe_plan
-from warpfold.cost.planner import CHOSEN_IN_TRAINING, Choice, choose, needed_bytes, tighter
+from warpfold.cost.planner import (
+    CHOSEN_IN_TRAINING,
+    Choice,
+    alone,
+    candidates,
+    choose,
+    describe_plan,
+    joined,
+    needed_bytes,
+    ranks_of,
+    tighter,
+    variants,
+)
 from warpfold.cost.rates import Rates
-from warpfold.cost.step_planner import CHOSEN_ON_RANKS, choose_step, ranks_of, rough_plans, travelling
-from warpfold.cost.step_seconds import alone, example_seconds
-from warpfold.cost.step_words import choice_in_words, describe_ranks_plan, joined
+from warpfold.cost.replay import step_time
+from warpfold.cost.report import choice_in_words
 from warpfold.errors import UserError
 from warpfold.memory import is_out_of_memory
 from warpfold.model.alphafold import ModelConfig
@@ -55,9 +64,10 @@ class FoldPlan:
         """Return what is to be said of a choice."""
         keys = {name: getattr(choice.plan, name) for name in SAID}
         numbers = {"bytes": needed_bytes(choice.memory, choice.machine), "free": choice.machine.free}
-        seconds = None if choice.seconds is None else round(choice.seconds.total, 1)
-        details = {**keys, **numbers, "seconds": seconds, "said": str(choice), "ran_out": list(ran_out)}
-        return cls(choice.plan, str(choice), details, choice.job.sizes.residues, choice, ran_out)
+        time, said = choice.chosen.time, choice_in_words(choice)
+        seconds = None if time is None else round(time.total, 1)
+        details = {**keys, **numbers, "seconds": seconds, "said": said, "ran_out": list(ran_out)}
+        return cls(choice.plan, said, details, choice.job.sizes.residues, choice, ran_out)
 
 
 class FoldPlanner:
@@ -242,40 +252,31 @@ def _chosen(
     """Return the keys that are chosen, the same on all ranks, and what is to be said of them."""
     config = given.config()
     job, rates = training_job(given, config), None
-    fixed, sync = given.fixed_on_ranks(CHOSEN_ON_RANKS)
+    fixed, sync = given.fixed_on_ranks(CHOSEN_IN_TRAINING)
     if config.train.window:  # examples come as they are ready, so none can be shared
         fixed = {"axial": 1, "branch": 1, **fixed}
-    if machine.devices > 1 and _is_open(given, job, machine, fixed, sync):
-        cluster = cluster or measure_cluster(team, device)
-        rates = _rates(job, machine, cluster, fixed, sync)
-    told: dict[str, Any] = {}
-    if team.is_rank_zero:
-        try:
-            if rates is None or cluster is None:
-                choice = choose(job, machine, given.fixed(CHOSEN_IN_TRAINING))
-                said = "" if choice.evident else str(choice)
-                told = {name: getattr(choice.plan, name) for name in CHOSEN_IN_TRAINING} | {"said": said}
-            else:
-                of_ranks = choose_step(job, machine, cluster, rates, fixed, sync)
-                told = {name: plain(getattr(of_ranks.plan, name)) for name in CHOSEN_ON_RANKS}
-                told["said"] = f"{choice_in_words(of_ranks)}; {joined(cluster)}"
-        except ValueError as error:
-            raise UserError(f"{given.source}: {error}") from error
+    try:
+        if machine.devices > 1 and _is_open(job, machine, fixed, sync):
+            cluster = cluster or measure_cluster(team, device)
+            rates = _rates(job, machine, cluster, fixed, sync)
+        told: dict[str, Any] = {}
+        if team.is_rank_zero:
+            choice = choose(job, machine, fixed, sync, cluster, rates)
+            told = {name: plain(getattr(choice.plan, name)) for name in CHOSEN_IN_TRAINING}
+            links = "" if machine.devices == 1 or cluster is None else f"; {joined(cluster)}"
+            told["said"] = "" if choice.evident else choice_in_words(choice) + links
+    except ValueError as error:
+        raise UserError(f"{given.source}: {error}") from error
     chosen: dict[str, Any] = team.broadcast(told, "the plan of the run")
     return chosen
 
 
-def _is_open(
-    given: GivenSettings, job: Job, machine: Machine, fixed: Mapping[str, Any], sync: Mapping[str, Any]
-) -> bool:
-    """Return whether there is anything to choose.  Errors: UserError for keys and ranks that do not go together."""
-    try:
-        groups = rough_plans(job, one_node(machine.devices), fixed, sync)
-    except ValueError as error:
-        raise UserError(f"{given.source}: {error}") from error
-    kept = groups[0][0].recompute is not None and "keep_blocks" not in fixed
-    ways = travelling(job, groups[0][0], one_node(machine.devices), fixed, sync)
-    return len(groups) > 1 or len(groups[0]) > 1 or kept or any(True for _ in ways)
+def _is_open(job: Job, machine: Machine, fixed: Mapping[str, Any], sync: Mapping[str, Any]) -> bool:
+    """Return whether there is anything to choose.  Errors: ValueError for keys and ranks that do not go together."""
+    there = one_node(machine.devices)
+    plans = candidates(job, machine, fixed, sync)
+    kept = plans[0].recompute is not None and "keep_blocks" not in fixed
+    return len(plans) > 1 or kept or any(variants(job, plans[0], there, fixed, sync))
 
 
 def _rates(
@@ -285,12 +286,13 @@ def _rates(
 
     Rates are measured when they are first read, so plans are timed here that ask for most of them.
     """
-    plans = [group[0] for group in rough_plans(job, cluster, fixed, sync)]
+    plans = candidates(job, machine, fixed, sync, cluster)
     rates = machine.rates(DTYPES[plans[0].precision])
+    few = replace(job, optim=job.optim and replace(job.optim, accumulate=1))
     try:
-        for plan in (plans[0], plans[-1], alone(plans[0])):
+        for plan in (alone(plans[0]), replace(alone(plans[0]), axial=max(plan.axial for plan in plans))):
             if rates is not None:
-                example_seconds(job, plan, rates, cluster)
+                step_time(few, replace(plan, batch=1), rates)
     except ValueError:  # no rate of this dtype
         return None
     return rates
@@ -298,7 +300,7 @@ def _rates(
 
 def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
     """Return the keys that were chosen when a run began, if it began on as many processes; else nothing."""
-    path, names = out / "settings.toml", CHOSEN_ON_RANKS if ranks > 1 else CHOSEN_IN_TRAINING
+    path, names = out / "settings.toml", CHOSEN_IN_TRAINING
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         plan, noted = build(Plan, values["plan"], str(path), "plan."), int(values["train"]["idle"])
@@ -312,5 +314,5 @@ def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
     if ranks != ranks_of(plan) + noted:
         return {}
     plan = replace(plan, **fixed, sync=replace(plan.sync, **sync))
-    words = describe_plan(plan, training=True) if ranks == 1 else describe_ranks_plan(plan)
-    return {name: plain(getattr(plan, name)) for name in names} | {"said": f"{words}, as in {path}"}
+    said = f"{describe_plan(plan, training=True)}, as in {path}"
+    return {name: plain(getattr(plan, name)) for name in names} | {"said": said}

@@ -7,17 +7,22 @@ from typing import Any
 
 import torch
 
-from warpfold.cost.job import Job
+from warpfold.cost.example import Job
 from warpfold.cost.links import Cluster, read_cluster
 from warpfold.cost.machine import of_sheet, planned_cluster, planned_machine
 from warpfold.cost.measured_rates import measured
+from warpfold.cost.planner import CHOSEN_IN_TRAINING, choose
 from warpfold.cost.rates import SHEETS, Rates, of_gpu
 from warpfold.cost.replay import Span
-from warpfold.cost.simulation import Scenario, SimulatedTraining, checkpoint_seconds, simulate
-from warpfold.cost.step_planner import CHOSEN_ON_RANKS, choose_step
-from warpfold.cost.step_words import choice_in_words
-from warpfold.cost.steps import Chance
-from warpfold.cost.training import Interruptions
+from warpfold.cost.report import choice_in_words
+from warpfold.cost.simulation import (
+    Chance,
+    Interruptions,
+    Scenario,
+    SimulatedTraining,
+    checkpoint_seconds,
+    simulate,
+)
 from warpfold.errors import UserError
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.progress import Progress, no_progress
@@ -93,10 +98,10 @@ def _chosen(
     given: GivenSettings, job: Job, cluster: Cluster, rates: Rates, asked: Mapping[str, int], tell: Progress
 ) -> tuple[Plan, str]:
     """Return the plan that a training would choose on a cluster, and why.  Errors: UserError where there is none."""
-    fixed, sync = given.fixed_on_ranks(CHOSEN_ON_RANKS)
+    fixed, sync = given.fixed_on_ranks(CHOSEN_IN_TRAINING)
     machine = planned_machine(of_sheet(cluster.device), None, cluster.ranks)
     try:
-        choice = choose_step(job, machine, cluster, rates, {**fixed, **asked}, sync, tell)
+        choice = choose(job, machine, {**fixed, **asked}, sync, cluster, rates, tell=tell)
     except ValueError as error:
         raise UserError(str(error)) from error
     return choice.plan, choice_in_words(choice)

@@ -8,7 +8,7 @@ from warpfold.bench.timing import CudaTimer, Subject, Times, measure
 from warpfold.check.cases import ODD
 from warpfold.check.checks import DTYPES, check
 from warpfold.check.op_profile import OpCase
-from warpfold.cost.roofline import ceilings
+from warpfold.cost.rates import ceilings
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

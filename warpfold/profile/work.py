@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from warpfold.check.op_profile import Cost
-from warpfold.cost.launches import launches, products
+from warpfold.cost.launches import EXPONENTIALS, launches, products
 from warpfold.cost.observe import OpCall, Operations, Spans, size
-
-EXPONENTIALS = {"_softmax", "exp", "sigmoid", "softplus"}  # operations of torch that take one of each number
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class CountedWork:
 
     @property
     def cost(self) -> Cost:
-        """The same, as cost/roofline.py takes it."""
+        """The same, as cost/rates.py takes it."""
         return Cost(self.flops, self.exps, self.bytes)
 
 

@@ -1,0 +1,177 @@
+"""What `warpfold plan` and a run say of a choice: the plans, what each takes and costs, and why it is this one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from warpfold.cost.example import Job
+from warpfold.cost.links import Cluster
+from warpfold.cost.machine import Machine
+from warpfold.cost.planner import (
+    FEWEST,
+    SLICES,
+    Candidate,
+    Choice,
+    NothingFitsError,
+    choose,
+    describe_grid,
+    describe_plan,
+    examples_of,
+    in_words,
+    joined,
+    longest,
+    memory_of_free,
+    needed_bytes,
+    ranks_of,
+)
+from warpfold.cost.rates import Rates
+from warpfold.cost.replay import data_ranks_on_node
+from warpfold.errors import UserError
+from warpfold.parallel.plan import Plan
+from warpfold.progress import Progress, no_progress, within
+from warpfold.settings import to_dict
+
+SHOWN = 12  # plans
+
+
+def choice_in_words(choice: Choice) -> str:
+    """Return the plan that was chosen, what it needs and takes, and why it is this one, in a line.
+
+    "slices of 16 rows, in place: 3.1 of 18.0 GB, about 4 min"
+    """
+    chosen, devices = choice.chosen, choice.machine.devices
+    said = f"{describe_used(choice, chosen)}: {memory_of_free(choice.memory, choice.machine)}"
+    if chosen.time is not None:
+        said += f", {in_words(chosen.time.total)}{' a step' if choice.job.training else ''}"
+    if not choice.job.training or devices == 1:
+        return said
+    reasons = (
+        [f"{100 * share:.0f} % of what {devices} devices do alone"] if (share := choice.efficiency(chosen)) else []
+    )
+    reasons += why(choice)
+    if choice.idle:
+        reasons.append(f"more examples a step (optim.accumulate) would use the {choice.idle} idle devices")
+    return "; ".join([", ".join([said, *reasons[:1]]), *reasons[1:]])
+
+
+def describe_used(choice: Choice, one: Candidate) -> str:
+    """Return what a plan does, and how many devices it leaves idle."""
+    devices = choice.machine.devices
+    idle = devices - ranks_of(one.plan)
+    return describe_plan(one.plan, choice.job.training) + (f", {idle} of {devices} devices idle" if idle > 0 else "")
+
+
+def why(choice: Choice) -> list[str]:
+    """Return why no other plan was chosen: what is simpler and does not fit, and the next best way to share out."""
+    chosen = choice.chosen
+    too_large = [one for one in choice.considered if one.reason]
+    said = [f"{describe_plan(too_large[0].plan, True)} {too_large[0].reason}"] if too_large else []
+    others = [one for one in choice.considered if one.time and not one.reason and _grid(one) != _grid(chosen)]
+    if others and chosen.time:
+        least = min(others, key=lambda one: one.time.total if one.time else 0.0)
+        assert least.time is not None
+        said.append(f"{describe_grid(least.plan)} would take {least.time.total / chosen.time.total:.2f} times as long")
+    return said
+
+
+def _grid(one: Candidate) -> tuple[int, int, int]:
+    return one.plan.data, one.plan.axial, one.plan.branch
+
+
+def job_report(
+    name: str,
+    job: Job,
+    machine: Machine,
+    fixed: Mapping[str, Any],
+    sync: Mapping[str, Any] | None = None,
+    cluster: Cluster | None = None,
+    rates: Rates | None = None,
+    price: float | None = None,
+    tell: Progress = no_progress,
+) -> dict[str, Any]:
+    """Return the plans of a job, the chosen one marked, as JSON can hold it; seconds, bytes.
+
+    fixed, sync: keys that stay.  price: of a device for an hour.  Where nothing fits it has "refused", which says what
+    would.  Errors: UserError for keys and devices that do not go together.
+    """
+    about: dict[str, Any] = {"name": name, "sizes": vars(job.sizes), "training": job.training}
+    about |= {"examples": examples_of(job), "longest": {}, "course": [], "at_peak": {}, "left_out": []}
+    if cluster is not None:
+        about |= {"cluster": to_dict(cluster), "joined": joined(cluster)}
+    try:
+        choice = choose(job, machine, fixed, sync, cluster, rates, machine.devices == 1, tell=within(tell, 0, 2))
+    except NothingFitsError as error:
+        plans = [plan_row(one, None, machine, job, None) for one in error.looked[:SHOWN]]
+        far = all(one.memory is not None and one.memory.at_least for one in error.looked)
+        if not (job.training or far):  # else it is said already what would fit
+            about["longest"] = longest_of(job, machine, fixed, within(tell, 1, 2))
+        return about | {"refused": str(error), "plans": plans}
+    except ValueError as error:
+        raise UserError(f"{name}: {error}") from error
+    found = sorted(choice.considered, key=lambda one: bool(one.reason)) if job.training else list(choice.considered)
+    if job.training:
+        found.sort(key=lambda one: (bool(one.reason), one.time.total if one.time else 0.0))
+    shown = found[:SHOWN] if choice.chosen in found[:SHOWN] else [choice.chosen, *found[: SHOWN - 1]]
+    time = choice.chosen.time
+    return about | {
+        "said": choice_in_words(choice),
+        "rates": None if time is None else time.how,
+        "seconds_by_part": {} if time is None else {part: round(s, 6) for part, s in time.by_part.items()},
+        "plans": [plan_row(one, choice, machine, job, price) for one in shown],
+        "left_out": left_out(choice, len(shown)) if job.training and machine.devices > 1 else [],
+        "at_peak": choice.memory.at_peak,
+        "course": [[at, dict(owners)] for at, owners in choice.memory.course],
+        "longest": {} if job.training else longest_of(job, machine, fixed, within(tell, 1, 2)),
+    }
+
+
+def plan_row(one: Candidate, choice: Choice | None, machine: Machine, job: Job, price: float | None) -> dict[str, Any]:
+    """Return a plan, what it needs and what it takes."""
+    hours = None if choice is None or not job.training else choice.device_hours(one)
+    time, memory = one.time, one.memory
+    return {
+        "title": describe_plan(one.plan, job.training) if choice is None else describe_used(choice, one),
+        "plan": to_dict(one.plan),
+        "chosen": choice is not None and one == choice.chosen,
+        "bytes": None if memory is None else needed_bytes(memory, machine),
+        "host_bytes": None if memory is None else memory.host,
+        "lacks": one.reason,
+        "seconds": None if time is None else time.total,
+        "hidden_seconds": None if time is None else time.hidden,
+        "sent_bytes": None if time is None else time.sent,
+        "efficiency": None if choice is None else choice.efficiency(one),
+        "device_hours_per_million": hours,
+        "cost_per_million": None if price is None or hours is None else price * hours,
+    }
+
+
+def left_out(choice: Choice, shown: int) -> list[str]:
+    """Return why other plans are not shown, a line each."""
+    job, chosen = choice.job, choice.plan
+    found = [f"{describe_plan(one.plan, True)}: {one.reason}" for one in choice.considered if one.reason]
+    if (more := len(choice.considered) - shown) > 0:
+        found.append(f"{more} more that were looked at take longer")
+    if job.model.evoformer.outer == "middle":
+        found.append('branch 2: in blocks of outer = "middle" the halves are not independent')
+    if job.optim is not None and job.optim.clip == "example":
+        found.append('several examples together: optim.clip = "example" needs the norm of each')
+    if choice.cluster.nodes > 1 and data_ranks_on_node(chosen, choice.cluster) is None:
+        found.append("hierarchical sums: they need several data ranks on each of several nodes")
+    return found
+
+
+def longest_of(job: Job, machine: Machine, fixed: Mapping[str, Any], tell: Progress = no_progress) -> dict[str, int]:
+    """Return how many residues fit: whole, in slices, with z in host memory, shared by all devices."""
+    chunk = max(FEWEST, -(-job.sizes.residues // SLICES[-1]))
+    ways: dict[str, dict[str, Any]] = {
+        "whole": {},
+        "in slices": {"chunk": chunk, "in_place": True},
+        "in slices, z in host memory": {"chunk": chunk, "in_place": True, "offload": True},
+    }
+    if machine.devices > 1:
+        ways[f"in slices, on {machine.devices} devices"] = {"chunk": chunk, "in_place": True, "axial": machine.devices}
+    found = {}
+    for done, (title, keys) in enumerate(ways.items()):
+        if all(fixed.get(key, value) == value for key, value in keys.items()):
+            plan = Plan(**{**fixed, **keys, "data": 1})
+            found[title] = longest(job, machine, plan, within(tell, done, len(ways), f"{title}: "))
+    return found
