@@ -14,7 +14,7 @@ from tests.training.runs import make_store, rows, tiny_run
 from warpfold import settings
 from warpfold.cli import main
 from warpfold.cli.common import this_process
-from warpfold.commands import sources_of
+from warpfold.cli.train import sources_of
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from warpfold.device import THREADS, Uploads, default_workers, keep_memory, one_thread, slow_precision
+from warpfold.device import THREADS, Uploads, default_workers, device_of, keep_memory, one_thread, slow_precision
 
 
 def test_processes_begin_with_one_thread_and_this_one_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,9 +93,7 @@ def test_a_precision_that_a_cpu_only_imitates_is_said(tmp_path: Path, monkeypatc
 
 
 def test_whoever_asks_for_a_cpu_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warpfold import arguments
-
     called: list[int] = []
     monkeypatch.setattr("warpfold.device.keep_memory", lambda: called.append(1))
-    assert arguments.device_of("cpu") == "cpu"
+    assert device_of("cpu") == "cpu"
     assert called

@@ -39,7 +39,7 @@ SAFE = {
     "data/store/store.py:StoreWriter.add": "a store's own names, in a folder that holds nothing else",
     "data/store/store.py:StoreWriter.finish": "a store's own names; then it is renamed to where nothing is",
     "files.py:write_new": "links a draft to where nothing is: " + OWN_DRAFT,
-    "params_file.py:_write": "a draft of `write_new`",
+    "prediction/params.py:_write": "a draft of `write_new`",
     "files.py:row_file": "a file that was not there: opened only to make it",
     "files.py:lock_file": "opens to append, and appends nothing",
     "files.py:wait_for_lock": "replaces the line in which it said who held the lock before, and no other",

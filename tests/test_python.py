@@ -6,9 +6,8 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -17,8 +16,9 @@ import torch
 import warpfold
 from tests.helpers import tiny_multimer
 from warpfold import cli
+from warpfold.arguments import PathLike, Paths, check, decides
 from warpfold.data.formats.sequences import read_alignment
-from warpfold.errors import UserError
+from warpfold.errors import UserError, options_given
 from warpfold.model.confidence import pae as expected_error
 from warpfold.model.confidence import plddt as expected_lddt
 from warpfold.model.heads import pae_breaks
@@ -53,80 +53,66 @@ def test_editors_and_the_module_know_the_same_names() -> None:
         warpfold.fold  # noqa: B018  # type: ignore[attr-defined]
 
 
-# ---- one interface: names and defaults of the command line
+# ---- one interface: what a command declares is its function's, and its methods'
 
-SHELL = {"json", "toml", "quiet", "verbose"}  # what a shell prints
-STRICT = 'kernels="strict"'
-ELSEWHERE = {  # options that are something else in Python
-    "pack": {"verify": "Store.verify", "info": "Store"},
-    "train": {"plan.data": "set", "plan.axial": "set", "plan.branch": "set"},
-    "predict": {"plan.axial": "team", "plan.branch": "team"},
-}
+COMMANDS = ("evaluate", "pack", "params", "predict", "sample", "score", "search", "train")
+PYTHON_ALONE = {"progress", "watch", "team"}
 
 
 def options_of(command: str) -> dict[str, Any]:
-    """Return the options of a command as Python has them, with their defaults; a required one has `...`."""
+    """Return the options of a command in a shell, by their names in Python."""
     found = cli.typer.main.get_command(cli.app).commands[command]  # type: ignore[attr-defined]
-    values = inspect.signature(found.callback.__wrapped__ if hasattr(found.callback, "__wrapped__") else found.callback)
-    options = {}
-    for parameter in found.params:
-        name = parameter.name
-        if name in values.parameters:
-            default = values.parameters[name].default
-            option = parameter.opts[0].lstrip("-").replace("-", "_")
-            options[option] = ... if default is inspect.Parameter.empty else getattr(default, "value", default)
-    return {name: value for name, value in options.items() if name not in SHELL}
+    return {parameter.name: parameter for parameter in found.params}
 
 
-@pytest.mark.parametrize("command", ["sample", "search", "pack", "params", "train", "score", "predict"])
-def test_functions_have_the_names_and_defaults_of_commands(command: str) -> None:
-    options = options_of(command)
-    for name in ELSEWHERE.get(command, {}):
-        options.pop(name)
-    python = {
-        name: ... if p.default is p.empty else p.default
-        for name, p in inspect.signature(getattr(warpfold, command)).parameters.items()
-    }
-    assert set(python) - set(options) <= {"progress", "watch", "team"}
-    assert {name: python[name] for name in options} == options
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_function_and_its_command_have_the_same_arguments(command: str) -> None:
+    options, function = options_of(command), inspect.signature(getattr(warpfold, command)).parameters
+    assert set(function) - set(options) <= PYTHON_ALONE
+    for name in function.keys() & options.keys():
+        default = function[name].default
+        assert options[name].required == (default is inspect.Parameter.empty), name
+        if not options[name].required:
+            assert getattr(options[name].default, "value", options[name].default) == default, name
+    assert getattr(warpfold, command).__doc__.count("\n    ") >= len(function.keys() & options.keys())
 
 
-def test_folding_has_the_names_and_defaults_of_predict() -> None:
-    options = options_of("predict")
+def test_folding_declares_what_predict_does() -> None:
+    predict = inspect.signature(warpfold.predict).parameters
+    known = set()
     for function in (load, Predictor.fold, Predictor.fold_many):
         for name, parameter in inspect.signature(function).parameters.items():
             kept = (function, name) == (Predictor.fold, "representations")  # of one, in memory, they are kept
-            if options.get(name, ...) is not ... and not kept:
-                assert parameter.default == options[name], (function, name)
-    known = {name for f in (load, Predictor.fold) for name in inspect.signature(f).parameters}
+            if name in predict and predict[name].default is not inspect.Parameter.empty and not kept:
+                assert parameter.default == predict[name].default, (function, name)
+                known.add(name)
     assert {"max_msa", "max_extra", "recycle_tolerance", "max_recycles", "hits", "template_structures"} <= known
 
 
-def ranges_of(command: str) -> list[tuple[str, str, float]]:
-    """Return each option of a command that has a range, with a number outside of it."""
-    callback = cli.typer.main.get_command(cli.app).commands[command].callback  # type: ignore[attr-defined]
-    found = []
-    for name, parameter in inspect.signature(callback).parameters.items():
-        for info in getattr(parameter.annotation, "__metadata__", ()):
-            low, high = getattr(info, "min", None), getattr(info, "max", None)
-            if low is not None or high is not None:
-                found.append((command, name, low - 1 if high is None else high + 1))
-    return found
-
-
-RANGED = [one for command in ("sample", "search", "pack", "predict") for one in ranges_of(command)]
-
-
-@pytest.mark.parametrize(("command", "name", "beyond"), RANGED)
-def test_ranges_are_those_of_the_command_line(command: str, name: str, beyond: float, tmp_path: Path) -> None:
-    assert len(RANGED) > 12
-    if name in ("axial", "branch"):  # a team has them
-        return
-    first = {"sample": (), "search": ("q.fasta", "db.fasta"), "pack": ("mmcif", None), "predict": ("q.fasta", "p.npz")}
-    given = first[command]
-    with pytest.raises(UserError, match=f"{name}|{name.replace('_', '-')}"):
-        getattr(warpfold, command)(*given, tmp_path / "out", **{name: beyond})
-    assert not list(tmp_path.iterdir())
+def test_values_are_checked_as_they_are_declared() -> None:
+    assert check("n", Annotated[int, decides("", min=1)], np.int64(3)) == 3
+    assert check("p", Annotated[Paths | None, decides("")], "a") == [Path("a")]
+    assert check("p", Annotated[PathLike | None, decides("")], None) is None
+    assert check("anything", "Team | None", 5) == 5  # what is not declared is Python's own
+    for hint, value, says in (
+        (Annotated[int, decides("", min=1)], 0, "x = 0: at least 1"),
+        (Annotated[int | None, decides("", max=3)], 4, "x = 4: at most 3"),
+        (Annotated[int, decides("")], None, "x = None: a whole number"),
+        (Annotated[int, decides("")], True, "x = True: a whole number"),
+        (Annotated[float, decides("", above=0)], 0, "x = 0: a number over 0"),
+        (Annotated[float, decides("")], float("nan"), "x = nan: a finite number"),
+        (Annotated[float, decides("")], "1", "x = '1': a number is needed"),
+        (Annotated[bool, decides("")], 1, "x = 1: True or False"),
+        (Annotated[str | None, decides("")], "", "x = '': a text"),
+        (Annotated[Literal["a", "b"], decides("")], "c", "x = 'c': not one of a, b"),
+        (Annotated[PathLike, decides("")], 5, "x = 5: a path is needed"),
+        (Annotated[Paths, decides("")], [5], r"x\[0\] = 5: a path is needed"),
+        (Annotated[Paths, decides("")], 5, "x = 5: a path or a list of paths"),
+    ):
+        with pytest.raises(UserError, match=f"^{says}"):
+            check("x", hint, value)
+        with options_given(), pytest.raises(UserError, match=r"^--x"):
+            check("x", hint, value)
 
 
 # ---- wrong arguments, at the call
@@ -138,20 +124,14 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
     "cuda": (lambda p, path: p.to("cuda:99"), "cuda:99"),
     "precision": (lambda p, path: load(path, "cpu", precision="half"), "precision = 'half': not one of fp32, bf16"),
     "kernels": (lambda p, path: load(path, "cpu", kernels="quick"), "kernels = 'quick': not one of fast, strict"),
-    "chunk": (lambda p, path: load(path, "cpu", chunk=-1), "chunk = -1: at least 0"),
     "memory": (lambda p, path: load(path, "cpu", memory="lots"), "lots"),
     "offload": (lambda p, path: load(path, "cpu", offload="yes"), "offload = 'yes': True or False"),
     "max_msa": (lambda p, path: load(path, "cpu", max_msa=0), "max_msa = 0: at least 1"),
     "max_recycles": (lambda p, path: load(path, "cpu", max_recycles="3"), "is not LENGTH:RECYCLES"),
     "two numbers": (lambda p, path: load(path, "cpu", max_recycles=3), "max_recycles = 3: two numbers"),
-    "tolerance": (lambda p, path: load(path, "cpu", recycle_tolerance="0.5"), "recycle_tolerance = '0.5': a number"),
     "params": (lambda p, path: load(5), "params = 5: a path is needed"),
     "folder": (lambda p, path: load(path.parent), "is a folder"),
     "seed": (lambda p, path: p.fold(ONE, seed=1.5), "seed = 1.5: a whole number"),
-    "bool": (lambda p, path: p.fold(ONE, seed=True), "seed = True: a whole number"),
-    "recycles": (lambda p, path: p.fold(ONE, recycles="3"), "recycles = '3': a whole number"),
-    "ensemble": (lambda p, path: p.fold(ONE, ensemble=0), "ensemble = 0: at least 1"),
-    "distogram": (lambda p, path: p.fold(ONE, distogram=1), "distogram = 1: True or False"),
     "name": (lambda p, path: p.fold(ONE, name=""), "name = '': a text is needed"),
     "sequence": (lambda p, path: p.fold(ONE.encode()), "sequence = b'MKTAY.*: a text is needed"),
     "chain": (lambda p, path: p.fold([ONE, 5]), "chain B = 5: a text is needed"),
@@ -180,23 +160,12 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
     "no store": (lambda p, path: warpfold.train("tiny", str(path.parent), "out", device="cpu"), "not a store"),
     "out": (lambda p, path: warpfold.pack("mmcif", out=None), "out is missing"),
     "structures": (lambda p, path: warpfold.pack(out="store"), "give structures, or parts to merge"),
-    "pack": (
-        lambda p, path: warpfold.pack("mmcif", out="store", min_length="ten"),
-        'min_length = "ten": a whole number',
-    ),
-    "engine": (lambda p, path: warpfold.search("q.fasta", "db.fasta", "out", engine="blast"), "engine = 'blast'"),
     "max_hits": (lambda p, path: warpfold.search("q.fasta", "db.fasta", "out", max_hits=1), "a number from 2"),
-    "proteins": (lambda p, path: warpfold.sample("out", proteins=1.0), "proteins = 1.0: a whole number"),
     "chains": (lambda p, path: warpfold.score("a.cif", "b.cif", chains="A"), "pairs of predicted:reference"),
     "predicted": (lambda p, path: warpfold.score(5, "b.cif"), "predicted = 5: a path is needed"),
     "progress": (lambda p, path: p.fold_many([ONE], progress=5), "progress = 5: a function"),
     "model": (lambda p, path: Predictor(path), "an AlphaFold is needed; files: load"),
     "sample": (lambda p, path: load(path, "cpu", sample=5), "sample = 5: a SampleConfig"),
-    "shard": (lambda p, path: warpfold.pack("mmcif", out="store", shard=1), "shard = 1: a text"),
-    "date": (
-        lambda p, path: p.fold(ONE, hits=["a.hhr"], template_structures=".", max_template_date=2020),
-        "2020: a text",
-    ),
     "server": (lambda p, path: p.fold(ONE, msa_server="host"), "msa_server host: is no http or https address"),
     "server of many": (lambda p, path: p.fold_many([ONE], msa_server=5), "msa_server = 5: a text is needed"),
     "server to load": (lambda p, path: load(path, "cpu", msa_server="ftp://host"), "msa_server ftp://host: is no http"),
@@ -208,7 +177,6 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
     ),
     "no database": (lambda p, path: warpfold.search(ONE, out="out"), "database is missing; .* with msa_server"),
     "name of a database": (lambda p, path: warpfold.search(ONE, ["a b="], "out"), "^database a b=: "),
-    "too few": (lambda p, path: warpfold.pack("mmcif", out="store", max_file_gb=0), "^pack: max_file_gb 0: expected"),
     "date of pack": (
         lambda p, path: warpfold.pack("mmcif", out="store", released_after="May"),
         "^released_after May: ",
@@ -226,7 +194,6 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
     "a file to fold": (lambda p, path: p.fold("q.fasta"), "sequence = 'q.fasta': is no sequence; .* fold_many"),
     "a path to fold": (lambda p, path: p.fold(Path("q.fasta")), "a text is needed, .* files: fold_many"),
     "alignment of many": (lambda p, path: p.fold_many([ONE], "a.a3m"), "alignments = 'a.a3m': a list is needed"),
-    "e_value": (lambda p, path: warpfold.search(ONE, "d.fasta", "out", e_value=-1), "^e_value -1: a number over 0"),
     "words for max_hits": (lambda p, path: warpfold.search(ONE, "d.fasta", "out", max_hits="many"), "^max_hits many: "),
     "cluster": (
         lambda p, path: warpfold.predict(ONE, path, "out", device="cpu", cluster="nowhere"),
@@ -246,16 +213,10 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
     "no query": (lambda p, path: warpfold.predict([], path, "out", device="cpu"), "query: is empty"),
     "no params": (lambda p, path: warpfold.predict(ONE, [], "out", device="cpu"), "params: is empty"),
     "predict's device": (lambda p, path: warpfold.predict(ONE, path, "out", device="gpu"), "^device gpu: "),
-    "predict's precision": (
-        lambda p, path: warpfold.predict(ONE, path, "out", device="cpu", precision="fp64"),
-        "precision = 'fp64': not one of fp32, bf16, bf16_all, fp16$",
-    ),
     "relax": (
         lambda p, path: warpfold.predict(ONE, path, "out", relax=True),
         "relax = True: not one of all, best, none",
     ),
-    "whether a complex": (lambda p, path: warpfold.predict(ONE, path, "out", complex=1), "complex = 1: True or False"),
-    "seeds": (lambda p, path: warpfold.predict(ONE, path, "out", seeds=None), "seeds = None: a whole number"),
     "models": (
         lambda p, path: warpfold.predict(ONE, path, "out", device="cpu", num_models=2),
         "^num_models 2: .* has 1 that fit",
@@ -265,7 +226,7 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
     "cache of predict": (lambda p, path: warpfold.predict(ONE, path, "out", msa_cache="a"), "msa_cache has no effect"),
     "recycling": (
         lambda p, path: warpfold.predict(ONE, path, "out", recycle_tolerance=-1.0),
-        "^recycle_tolerance -1: angstrom",
+        "^recycle_tolerance = -1: at least 0",
     ),
     "ending": (lambda p, path: warpfold.params(path, out="x.pt"), "x.pt: .safetensors or .npz is written"),
 }
@@ -386,10 +347,6 @@ def test_settings_by_name_values_or_object() -> None:
     assert load_settings(named, ["train.steps=6"]).config() == replace(named, train=replace(named.train, steps=6))
     with pytest.raises(UserError, match=r"settings: train\.stepz is not a setting; did you mean train\.steps"):
         load_settings({"base": "tiny", "train": {"stepz": 5}}).config()
-
-
-def test_defaults_that_are_words_are_words() -> None:
-    assert not [value for value in options_of("search").values() if isinstance(value, Enum)]
 
 
 # ---- paths

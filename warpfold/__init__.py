@@ -6,16 +6,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
-    from warpfold.commands import evaluate, pack, sample, score, search, train
+    from warpfold.cli.pack import pack
+    from warpfold.cli.params import params
+    from warpfold.cli.predict import predict
+    from warpfold.cli.sample import sample
+    from warpfold.cli.score import score
+    from warpfold.cli.search import search
+    from warpfold.cli.train import evaluate, train
     from warpfold.data.store.store import Store
     from warpfold.engine.comm_hook import CompressionState, compression_hook
     from warpfold.engine.ready import Ready
     from warpfold.engine.resume import Checkpoints
     from warpfold.engine.watch import CsvFile, Phase, TensorBoard, Watcher, WeightsAndBiases
     from warpfold.errors import UserError
-    from warpfold.params_file import ParamsFile, params
-    from warpfold.predict_command import predict
     from warpfold.prediction.outputs import Prediction
+    from warpfold.prediction.params import ParamsFile
     from warpfold.prediction.predictor import FoldResult, Predictor, load
 
 __version__ = "0.1.0"
@@ -57,13 +62,13 @@ _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("FoldResult", "Predictor", "load"), "warpfold.prediction.predictor"),
-    **dict.fromkeys(("evaluate", "pack", "sample", "score", "search", "train"), "warpfold.commands"),
+    **{name: f"warpfold.cli.{name}" for name in ("pack", "params", "predict", "sample", "score", "search", "train")},
+    "evaluate": "warpfold.cli.train",
     "Checkpoints": "warpfold.engine.resume",
     **dict.fromkeys(("CompressionState", "compression_hook"), "warpfold.engine.comm_hook"),
     **dict.fromkeys(("CsvFile", "Phase", "TensorBoard", "Watcher", "WeightsAndBiases"), "warpfold.engine.watch"),
-    **dict.fromkeys(("ParamsFile", "params"), "warpfold.params_file"),
+    "ParamsFile": "warpfold.prediction.params",
     "Prediction": "warpfold.prediction.outputs",
-    "predict": "warpfold.predict_command",
     "Ready": "warpfold.engine.ready",
     "Store": "warpfold.data.store.store",
     "UserError": "warpfold.errors",

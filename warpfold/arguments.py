@@ -1,93 +1,262 @@
-"""Check what Python is given, at the call: each function returns the value, or raises a UserError that names it."""
+"""Options, declared once: what an argument is in Python, an option in a shell, and which values it may have.
+
+A command is a dataclass whose fields are its options, `recycles: Annotated[int | None, decides("help", min=0)] = None`.
+Of it are made the options of the command line (cli/common.py), the function of Python (`function`), and their checks.
+Functions and methods declare their arguments the same way, and `checked` checks them at the call.
+"""
 
 import functools
 import inspect
 import math
 import operator
 import os
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin
 
-from warpfold.bulk import JobPart
-from warpfold.errors import UserError, as_arguments
+from warpfold.errors import UserError, as_arguments, called
 from warpfold.progress import Progress, no_progress
 from warpfold.settings import plain, toml_value
 
-if TYPE_CHECKING:
-    from warpfold.parallel.team import Team
+P = ParamSpec("P")
+R = TypeVar("R")
+Made = TypeVar("Made", covariant=True)
+PathLike = str | os.PathLike[str]
+Paths = PathLike | Sequence[PathLike]
+Changes = Sequence[str] | Mapping[str, Any]  # of settings: ["train.steps=5"], {"train.steps": 5}
 
 
 class WrongArgument(UserError):
     """An argument of a wrong kind, which no other input would mend."""
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
-PathLike = str | os.PathLike[str]
-Paths = PathLike | Sequence[PathLike]
-Changes = Sequence[str] | Mapping[str, Any]  # of settings: ["train.steps=5"], {"train.steps": 5}
+# ---- what is declared
 
 
-def names_arguments(**others: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator: errors that name options of the command line name the function's arguments instead.
+@dataclass(frozen=True)
+class Option:
+    """What stands in `Annotated` beside the type of an option.
 
-    others: options that are called otherwise there.
+    names: in a shell, where they are not that of the field.  panel: of --help; none: a positional argument.  min, max:
+    what a number may be; above: what it must be more than.  shell: the type in a shell, where Python takes more.
+    metavar, show_default: of --help.
+    """
+
+    help: str
+    names: tuple[str, ...] = ()
+    panel: str | None = None
+    min: float | None = None
+    max: float | None = None
+    above: float | None = None
+    shell: Any = None
+    metavar: str | None = None
+    show_default: bool = True
+
+
+def of_panel(panel: str | None) -> Callable[..., Option]:
+    """Return a function that declares options of one panel of --help, from help, names, and fields of `Option`."""
+
+    def declared(help: str, *names: str, **more: Any) -> Option:
+        return Option(help, names, panel, **more)
+
+    return declared
+
+
+argument = of_panel(None)
+reads, writes = of_panel("Input"), of_panel("Output")
+decides = of_panel("What is computed")  # options that change the result
+runs = of_panel("How it runs")  # options that do not
+
+
+# What several commands take.
+Seed = Annotated[int, decides("The same seed gives the same result.")]
+Workers = Annotated[int, runs("Number of processes.", min=1)]
+Device = Annotated[str | None, runs("cpu, cuda, cuda:1 ...; default: the first GPU, or the CPU.")]
+Memory = Annotated[
+    str | int | None,
+    runs("Of a device, to be used at most: 24GB; default: what is free.", shell=str | None, show_default=False),
+]
+Strict = Annotated[bool, runs("Fail if an operation has no fast kernel here, instead of running slower.")]
+Force = Annotated[bool, writes("Replace an earlier run of this command in the folder; other files stay.")]
+Dask = Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786.")]
+
+
+def declaration(hint: Any) -> tuple[Any, Option | None]:
+    """Return the type of an annotation, and what it declares in a shell; None: it is Python's alone."""
+    if get_origin(hint) is not Annotated:
+        return hint, None
+    kind, *more = get_args(hint)
+    return kind, next((one for one in more if isinstance(one, Option)), None)
+
+
+def kinds_of(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union, but None; of another type itself."""
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return tuple(one for one in members if one is not NoneType)
+
+
+# ---- checks
+
+
+def check(name: str, hint: Any, value: Any) -> Any:
+    """Return a value as its annotation declares it: numbers, True or False, words, texts, paths; another one as it is.
+
+    Errors: WrongArgument for what is none, or out of its range.
+    """
+    kind, option = declaration(hint)
+    if option is None or option.shell is not None:  # in Python it may be more, which only its command knows
+        return value
+    members = kinds_of(kind)
+    if value is None and NoneType in get_args(kind):
+        return None
+    if members == (int,):
+        return whole(name, value, option.min, option.max)
+    if members == (float,):
+        return number(name, value, option.min, option.max, option.above)
+    if members == (bool,):
+        return flag(name, value)
+    if members == (str,):
+        return text(name, value)
+    if set(members) == set(get_args(PathLike)):
+        return path(name, value)
+    if set(members) == set(get_args(Paths)):
+        return paths(name, value)
+    if get_origin(members[0]) is Literal:
+        return one_of(name, value, get_args(members[0]))
+    return value
+
+
+class Checked:
+    """A dataclass of options that are checked when it is made, and are then of the types that they declare."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # type: ignore[arg-type]  # its subclasses are dataclasses
+            object.__setattr__(self, field.name, check(field.name, field.type, getattr(self, field.name)))
+
+    def only(self, kind: type[R]) -> R:
+        """Return the options that a base class declares, as one of it."""
+        return kind(**{field.name: getattr(self, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
+class Command(Protocol[Made]):
+    """A dataclass of options, and what is done with them."""
+
+    def __call__(self) -> Made:
+        """Do it; return what the function of the command returns."""
+
+
+def function(command: Callable[P, Command[Made]]) -> Callable[P, Made]:
+    """Return a command as a function of its options: types, names and defaults are those of its fields."""
+    names = {name: name for name in inspect.signature(command).parameters}
+
+    def run(*args: P.args, **kwargs: P.kwargs) -> Made:
+        with _named(names):
+            return command(*args, **kwargs)()
+
+    run.__name__ = run.__qualname__ = name_of(command)
+    run.__module__, run.__doc__ = command.__module__, _doc(command)
+    signature = inspect.signature(command)
+    made = inspect.signature(vars(command)["__call__"]).return_annotation
+    run.__signature__ = _of_types(signature).replace(return_annotation=made)  # type: ignore[attr-defined]
+    return run
+
+
+def _of_types(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature as people read it: types without what they declare."""
+    plain = [one.replace(annotation=declaration(one.annotation)[0]) for one in signature.parameters.values()]
+    return signature.replace(parameters=plain)
+
+
+def name_of(command: Any) -> str:
+    """Return the name of a command: of the class `PackCommand` pack."""
+    return str(command.__name__).removesuffix("Command").lower()
+
+
+def _doc(command: Any) -> str:
+    """Return what a function does, returns and raises, and what each of its arguments is."""
+    parts = [inspect.getdoc(command) or "", inspect.getdoc(vars(command)["__call__"]) or "", "Arguments:"]
+    told = ((field.name, declaration(field.type)[1]) for field in fields(command))
+    return "\n\n".join(parts) + "".join(f"\n    {name}: {option.help}" for name, option in told if option)
+
+
+def checked(**others: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Return a decorator: what a function is given is checked at the call, as its annotations declare it.
+
+    Errors that name options of the command line name its arguments.  others: options that are called otherwise there.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
-        """Return the function with errors that name its arguments."""
-        names = {name: name for name in inspect.signature(function).parameters} | others
+        """Return the function with checks."""
+        signature = inspect.signature(function)
+        names = {name: name for name in signature.parameters} | others
+        hints = {name: one.annotation for name, one in signature.parameters.items() if declaration(one.annotation)[1]}
 
         @functools.wraps(function)
-        def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return function(*args, **kwargs)
-            except UserError as error:
-                error.args = (as_arguments(str(error), names), *error.args[1:])
-                raise
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with _named(names):
+                given = signature.bind(*args, **kwargs)
+                for name in given.arguments.keys() & hints.keys():
+                    given.arguments[name] = check(name, hints[name], given.arguments[name])
+                return function(*given.args, **given.kwargs)
 
-        return called
+        run.__signature__ = _of_types(signature)  # type: ignore[attr-defined]
+        return run
 
     return decorated
 
 
-def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+@contextmanager
+def _named(names: Mapping[str, str]) -> Iterator[None]:
+    """Have errors that name options of the command line name arguments instead, within the context."""
+    try:
+        yield
+    except UserError as error:
+        error.args = (as_arguments(str(error), names), *error.args[1:])
+        raise
+
+
+def whole(name: str, value: Any, least: float | None = None, most: float | None = None) -> int:
     """Return a whole number, of at least `least` and at most `most`."""
     try:
         if isinstance(value, bool):
             raise TypeError
         found = operator.index(value)
     except TypeError:
-        raise WrongArgument(f"{name} = {shown(value)}: a whole number is needed") from None
-    if least is not None and found < least:
-        raise WrongArgument(f"{name} = {found}: at least {least} is needed")
-    if most is not None and found > most:
-        raise WrongArgument(f"{name} = {found}: at most {most} is possible")
-    return found
+        raise WrongArgument(f"{called(name)} = {shown(value)}: a whole number is needed") from None
+    return _in_range(name, found, least, most)
 
 
-def whole_or_none(name: str, value: Any, least: int | None = None, most: int | None = None) -> int | None:
-    """Return a whole number, or None where the default is meant."""
-    return None if value is None else whole(name, value, least, most)
-
-
-def number_or_none(name: str, value: Any, over: float | None = None) -> float | None:
-    """Return a number, or None where the default is meant.  over: what it must be more than, and finite."""
-    if value is None:
-        return None
+def number(
+    name: str, value: Any, least: float | None = None, most: float | None = None, above: float | None = None
+) -> float:
+    """Return a finite number, of at least `least`, at most `most` and more than `above`."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise WrongArgument(f"{name} = {shown(value)}: a number is needed")
-    if over is not None and not over < float(value) < math.inf:
-        raise WrongArgument(f"--{name.replace('_', '-')} {value:g}: a number over {over:g} is needed")
-    return float(value)
+        raise WrongArgument(f"{called(name)} = {shown(value)}: a number is needed")
+    if not math.isfinite(value):
+        raise WrongArgument(f"{called(name)} = {value}: a finite number is needed")
+    if above is not None and value <= above:
+        raise WrongArgument(f"{called(name)} = {value:g}: a number over {above:g} is needed")
+    return _in_range(name, float(value), least, most)
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _in_range(name: str, value: Number, least: float | None, most: float | None) -> Number:
+    if least is not None and value < least:
+        raise WrongArgument(f"{called(name)} = {value:g}: at least {least:g} is needed")
+    if most is not None and value > most:
+        raise WrongArgument(f"{called(name)} = {value:g}: at most {most:g} is possible")
+    return value
 
 
 def flag(name: str, value: Any) -> bool:
     """Return True or False."""
     if not isinstance(value, bool):
-        raise WrongArgument(f"{name} = {shown(value)}: True or False is needed")
+        raise WrongArgument(f"{called(name)} = {shown(value)}: True or False is needed")
     return value
 
 
@@ -95,29 +264,15 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> str:
     """Return one of the known words."""
     known = list(known)
     if value not in known:
-        raise WrongArgument(f"{name} = {shown(value)}: not one of {', '.join(known)}")
+        raise WrongArgument(f"{called(name)} = {shown(value)}: not one of {', '.join(known)}")
     return str(value)
 
 
 def text(name: str, value: Any) -> str:
     """Return a text that is not empty."""
     if not isinstance(value, str) or not value.strip():
-        raise WrongArgument(f"{name} = {shown(value)}: a text is needed")
+        raise WrongArgument(f"{called(name)} = {shown(value)}: a text is needed")
     return value
-
-
-def text_or_none(name: str, value: Any) -> str | None:
-    """Return a text, or None where the default is meant."""
-    return None if value is None else text(name, value)
-
-
-def team_of(value: Any) -> "Team":
-    """Return the processes that share the work; None: this one alone."""
-    from warpfold.parallel.team import Team
-
-    if value is not None and not isinstance(value, Team):
-        raise WrongArgument(f"team = {shown(value)}: a Team is needed, as in docs/parallel.md; none for one process")
-    return value or Team()
 
 
 def progress_of(value: Any) -> Progress:
@@ -127,15 +282,10 @@ def progress_of(value: Any) -> Progress:
     return no_progress if value is None else value
 
 
-def part_of(shard: Any) -> JobPart | None:
-    """Return which part of several is meant by "I/N"; None for all.  Errors: UserError for anything else."""
-    return None if shard is None else JobPart.parse(text("shard", shard))
-
-
 def path(name: str, value: Any) -> Path:
     """Return a path; an empty one would be the current folder."""
     if not isinstance(value, str | os.PathLike) or not str(value).strip():
-        raise WrongArgument(f"{name} = {shown(value)}: a path is needed, text or pathlib.Path")
+        raise WrongArgument(f"{called(name)} = {shown(value)}: a path is needed, text or pathlib.Path")
     return Path(value)
 
 
@@ -151,7 +301,7 @@ def paths(name: str, value: Any) -> list[Path]:
     if isinstance(value, str | os.PathLike):
         return [path(name, value)]
     if not is_list(value):
-        raise WrongArgument(f"{name} = {shown(value)}: a path or a list of paths is needed")
+        raise WrongArgument(f"{called(name)} = {shown(value)}: a path or a list of paths is needed")
     return [path(f"{name}[{i}]", one) for i, one in enumerate(value)]
 
 
@@ -176,51 +326,6 @@ def changes_of(name: str, value: Any) -> list[str]:
     if not is_list(value):
         raise WrongArgument(f'{name} = {shown(value)}: a list or a mapping is needed, as in {{"train.steps": 500}}')
     return [text(f"{name}[{i}]", one) for i, one in enumerate(value)]
-
-
-def device_of(value: Any, local_rank: int | None = None) -> str:
-    """Return the device to run on; None: the first GPU, or the CPU.
-
-    local_rank: which of several processes on a machine this is; each takes a GPU of its own.  On a CPU, the allocator
-    keeps freed memory from now on: whatever folds or trains, from Python or the command line, asks here.
-    Errors: UserError for one that torch does not know or this machine lacks.
-    """
-    import torch
-
-    from warpfold.device import keep_memory
-
-    if value is not None and not isinstance(value, str | torch.device):
-        raise WrongArgument(f'device = {shown(value)}: a name is needed, such as "cpu" or "cuda:1"')
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if value is None else str(value)
-    if name == "cuda" and local_rank is not None:
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"process {local_rank} of this machine needs a GPU of its own, but there are "
-                f"{torch.cuda.device_count()}; start no more processes than GPUs (Slurm: --gpus-per-node, not "
-                "--gpus-per-task), or run with --device cpu"
-            )
-        name = f"cuda:{local_rank}"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: {_device_cure(name)}") from error
-    if name == "cpu":
-        keep_memory()
-    return name
-
-
-def _device_cure(name: str) -> str:
-    """Return why there is no such device, and what to give."""
-    import torch
-
-    if not re.fullmatch(r"cuda(:\d+)?", name):
-        return "not known; give cpu, cuda, or cuda:1 and so on (the model of a GPU is for `warpfold plan` alone)"
-    if not torch.backends.cuda.is_built():
-        return f"torch {torch.__version__} was built without CUDA; give cpu, or install another build (docs/install.md)"
-    count = torch.cuda.device_count()
-    if not count:
-        return "torch finds no GPU here; give cpu, or look at what nvidia-smi says"
-    return f"there is none such here; give cpu, or one of {', '.join(f'cuda:{i}' for i in range(count))}"
 
 
 def shown(value: Any) -> str:

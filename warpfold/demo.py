@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from warpfold import __version__, settings
-from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import entry_keys, read_assembly
@@ -86,7 +86,7 @@ def run_demo(
         )
     tell("packing")
     if not (out / "store").is_dir():
-        options = PackOptions(assemblies="first" if multimer else "none")
+        options = PackOptions(assemblies=multimer)
         pack([out / "proteins"], [out / "proteins"], out / "store", options)
     store = Store(out / "store")
     tell("training")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -391,3 +391,42 @@ class Graphs:
         self.refused[reason] += 1
         if self.refused[reason] == 1:
             log.info("%s", reason)
+
+
+def device_of(value: Any, local_rank: int | None = None) -> str:
+    """Return the device to run on; None: the first GPU, or the CPU.
+
+    local_rank: which of several processes on a machine this is; each takes a GPU of its own.  On a CPU, the allocator
+    keeps freed memory from now on: whatever folds or trains, from Python or the command line, asks here.
+    Errors: UserError for one that torch does not know or this machine lacks.
+    """
+    if value is not None and not isinstance(value, str | torch.device):
+        raise UserError(f'device = {value!r}: a name is needed, such as "cpu" or "cuda:1"')
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if value is None else str(value)
+    if name == "cuda" and local_rank is not None:
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"process {local_rank} of this machine needs a GPU of its own, but there are "
+                f"{torch.cuda.device_count()}; start no more processes than GPUs (Slurm: --gpus-per-node, not "
+                "--gpus-per-task), or run with --device cpu"
+            )
+        name = f"cuda:{local_rank}"
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name}: {_device_cure(name)}") from error
+    if name == "cpu":
+        keep_memory()
+    return name
+
+
+def _device_cure(name: str) -> str:
+    """Return why there is no such device, and what to give."""
+    if not re.fullmatch(r"cuda(:\d+)?", name):
+        return "not known; give cpu, cuda, or cuda:1 and so on (the model of a GPU is for `warpfold plan` alone)"
+    if not torch.backends.cuda.is_built():
+        return f"torch {torch.__version__} was built without CUDA; give cpu, or install another build (docs/install.md)"
+    count = torch.cuda.device_count()
+    if not count:
+        return "torch finds no GPU here; give cpu, or look at what nvidia-smi says"
+    return f"there is none such here; give cpu, or one of {', '.join(f'cuda:{i}' for i in range(count))}"

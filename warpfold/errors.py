@@ -40,6 +40,11 @@ def options_given() -> Iterator[None]:
         _options_given = before
 
 
+def called(name: str) -> str:
+    """Return what the user calls an argument: an option, where a command line was given."""
+    return f"--{name.replace('_', '-')}" if _options_given else name
+
+
 def as_arguments(message: str, names: Mapping[str, str]) -> str:
     """Return a message for who called from Python: --max-hits is max_hits there, unless a command line was given.
 

@@ -11,17 +11,17 @@ from tests.journeys import MOST_FILES, circles, rooms
 
 FLOORS = {
     **dict.fromkeys(("errors", "device", "host", "keyed", "memory", "ops", "geometry"), 0),
-    **dict.fromkeys(("batch", "bulk", "files", "progress", "settings"), 1),
+    **dict.fromkeys(("batch", "bulk", "files", "progress", "settings", "arguments"), 1),
     **dict.fromkeys(("model", "data"), 2),
     "parallel": 3,
     "engine": 4,
     **dict.fromkeys(("check", "scoring"), 5),
     "cost": 6,
     **dict.fromkeys(("bench", "cluster"), 7),
-    **dict.fromkeys(("adapt", "arguments", "profile", "report", "training"), 8),
+    **dict.fromkeys(("adapt", "profile", "report", "training"), 8),
     "prediction": 9,
-    **dict.fromkeys(("relax", "params_file"), 10),
-    **dict.fromkeys(("commands", "predict_command", "demo", "demo_report"), 11),
+    "relax": 10,
+    **dict.fromkeys(("demo", "demo_report"), 11),
     "cli": 12,
     **dict.fromkeys(("__init__", "__main__"), 13),  # the doors; `import warpfold` itself loads nothing (below)
 }

@@ -361,7 +361,7 @@ def test_records_are_chains_with_a_multimers_parameters_and_proteins_otherwise(t
 def test_a_multimer_folds_one_sequence_as_chain_a(tmp_path: Path, params: dict[str, Path]) -> None:
     """Also several of them, each alone, if the user says so."""
     (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n")
-    options = PredictOptions(recycles=0, together=False)
+    options = PredictOptions(recycles=0, complex=False)
     entry, other = predict(tmp_path / "q.fasta", [], params["first"], tmp_path / "o", options)["predictions"]
     assert other["name"] == "two"
     assert (entry["folder"], entry["rank"]) == ("one", 1)

@@ -51,7 +51,7 @@ def accelerate(
     only: str | Iterable[str] | None = None,
     strict: bool = False,
     verify: Verify = True,
-    memory: str | None = None,
+    memory: str | int | None = None,
     size: int | None = None,
 ) -> M:
     """Have the layers of a model that are known here compute by our operations; print what was done; return the model.

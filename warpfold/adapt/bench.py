@@ -102,7 +102,7 @@ def bench_foreign(
     device: torch.device,
     *,
     only: Sequence[str] = (),
-    memory: str | None = None,
+    memory: str | int | None = None,
     repeats: int = 0,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Exit codes: 0 everything asked for was done, 1 it was not, 2 the input is at fault (one line says how), 130 Ctrl-C.
 On SIGTERM, `train` exits with 0, since its work is saved and the same command continues, and `pack` with 143.
-A command is a file; heavy imports are inside its function, so that `--help` answers at once.
+A command is declared once, in a file here (`common.command`); heavy imports are inside its functions, so that `--help`
+answers at once.
 """
 
 import atexit
@@ -14,62 +15,22 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
 
 from warpfold import __version__
-from warpfold.cli import (  # noqa: F401
-    bench,
-    demo,
-    doctor,
-    golden,
-    launch,
-    pack,
-    params,
-    plan,
-    predict,
-    profile,
-    relax,
-    sample,
-    score,
-    search,
-    simulate,
-    train,
-    tune,
-    watch,
-)
-from warpfold.cli.common import GIVEN, StoppedByUser, app, how_to_go_on, with_speech
+from warpfold.cli.common import GIVEN, StoppedByUser, app, how_to_go_on
 from warpfold.errors import UserError, printable
 from warpfold.parallel.srun import is_one_of_several
 
-ORDER = (
-    "demo",
-    "sample",
-    "search",
-    "pack",
-    "plan",
-    "simulate",
-    "launch",
-    "train",
-    "evaluate",
-    "watch",
-    "predict",
-    "params",
-    "relax",
-    "score",
-    "golden",
-    "doctor",
-    "tune",
-    "profile",
-)  # of --help
-app.registered_commands.sort(key=lambda command: ORDER.index(getattr(command.callback, "__name__", "")))
-
-for command in (*app.registered_commands, *bench.bench.registered_commands, bench.bench.registered_callback):
-    assert command is not None
-    assert command.callback is not None
-    command.callback = with_speech(command.callback)
+# Their files, in the order of --help; a file may have several commands.
+FILES = ("demo", "sample", "search", "pack", "plan", "simulate", "launch", "train", "watch", "predict", "params",
+         "score", "golden", "doctor", "bench", "tune", "profile")  # fmt: skip
+for file in FILES:
+    import_module(f"warpfold.cli.{file}")
 
 # What ColabFold and OpenFold call options of `predict`, whose nearest names here are of something else.
 ELSEWHERE = {

@@ -9,30 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from warpfold.arguments import Device, Memory, decides, reads, runs, writes
 from warpfold.cli.common import (
     AsJson,
     Blocks,
     Change,
-    Device,
     Extra,
-    Memory,
     Recycles,
     Residues,
     Sequences,
     Templates,
     app,
     chosen,
-    decides,
+    command,
     device_of,
     measured,
     name_operations,
     parts,
-    reads,
-    runs,
     say_refused,
     show,
     show_table,
-    writes,
 )
 from warpfold.errors import UserError
 from warpfold.files import check_new, row_file, write_atomically
@@ -79,10 +75,11 @@ bench = typer.Typer(cls=_Bench, invoke_without_command=True, context_settings={"
 app.add_typer(bench, name="bench")
 
 
-@bench.callback(
-    epilog="Example:  warpfold bench --op attention --shapes starting:256 --plot attention.png;  "
+@command(
+    register=bench.callback,
+    example="Example:  warpfold bench --op attention --shapes starting:256 --plot attention.png;  "
     "warpfold bench --block --settings monomer --csv block.csv;  warpfold bench --step --settings tiny;  "
-    "warpfold bench --model mine:make_model --inputs mine:make_inputs"
+    "warpfold bench --model mine:make_model --inputs mine:make_inputs",
 )
 def operations(
     context: typer.Context,
@@ -239,7 +236,13 @@ def _models(given: "ModelBench", wanted: list[bool], device: str, ways: list[str
 
 
 def _foreign(
-    model: str | None, inputs: str | None, only: list[str], memory: str | None, repeats: int, device: str, to: _Output
+    model: str | None,
+    inputs: str | None,
+    only: list[str],
+    memory: str | int | None,
+    repeats: int,
+    device: str,
+    to: _Output,
 ) -> None:
     """Time a user-supplied model before and after `accelerate`; model: None if other options were given with it."""
     if model is None:
@@ -294,7 +297,7 @@ def _say(found: dict[str, Any], to: _Output) -> None:
         typer.echo(f"left out, too large for this device unless named (--shapes): {', '.join(found['left_out'])}")
 
 
-@bench.command(epilog="Example:  warpfold bench data --store store --sources files/ --out data.json")
+@command(register=bench.command, example="Example:  warpfold bench data --store store --sources files/ --out data.json")
 def data(
     store: Annotated[Path, reads("What `warpfold pack` made.")],
     sources: Annotated[Path | None, reads("The folder that holds what the store was packed from.")] = None,

@@ -1,6 +1,5 @@
 """What all commands share: the app, its kinds of options, the device, tables and JSON."""
 
-import functools
 import inspect
 import json
 import logging
@@ -10,20 +9,21 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from enum import StrEnum
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from warpfold.arguments import PathLike, Paths, decides, declaration, kinds_of, name_of, runs, writes
 from warpfold.errors import UserError, options_given
 from warpfold.parallel.srun import is_one_of_several
 from warpfold.progress import no_bars
 
 if TYPE_CHECKING:
     from warpfold.cost.example import ModelBench
-    from warpfold.data.search.server import AlignmentServer
     from warpfold.parallel.team import ProcessInfo
 
 
@@ -79,67 +79,99 @@ def speaking(quiet: bool, verbose: bool, as_json: bool) -> Iterator[None]:
             raise
 
 
-def with_speech(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command with the options that all have: -q and -v."""
-
-    @functools.wraps(command)
-    def run(*, quiet: bool, verbose: bool, **given: Any) -> Any:
-        with speaking(quiet, verbose, bool(given.get("as_json"))):
-            return command(**given)
-
-    signature, more = inspect.signature(command), {"quiet": Quiet, "verbose": Verbose}
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=more[name]) for name in more
-    ]
-    run.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *added])  # type: ignore[attr-defined]
-    run.__annotations__ = {**command.__annotations__, **more}
-    return run
-
-
-def argument(help: str, **more: Any) -> Any:
-    """Return a positional argument."""
-    return typer.Argument(help=help, **more)
-
-
-def _options(panel: str) -> Callable[..., Any]:
-    """Return a function that makes options for one panel of --help: from help, names, and typer's keywords."""
-
-    def option(help: str, *names: str, **more: Any) -> Any:
-        return typer.Option(*names, help=help, rich_help_panel=panel, **more)
-
-    return option
-
-
-reads, writes = _options("Input"), _options("Output")
-decides = _options("What is computed")  # options that change the result
-runs = _options("How it runs")  # options that do not
-
-
-class Precision(StrEnum):
-    """The precision of the trunk's activations."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    bf16_all = "bf16_all"
-    fp16 = "fp16"
-
-
+Quiet = Annotated[bool, runs("Print warnings and errors only, and what --json gives.", "--quiet", "-q")]
+Verbose = Annotated[bool, runs("Print what is decided inside, too, and where an error came from.", "--verbose", "-v")]
 AsJson = Annotated[bool, writes("Print the result as JSON.", "--json")]
-Force = Annotated[bool, writes("Replace an earlier run of this command in the folder; other files stay.", "--force")]
-MsaServer = Annotated[
-    str | None,
-    reads(
-        "URL of an alignment server (ColabFold's protocol), to which sequences without alignment are SENT; without "
-        "this nothing is sent anywhere.",
-        "--msa-server",
-    ),
-]
-Device = Annotated[str | None, runs("cpu, cuda, cuda:1 ...; default: the first GPU, or the CPU.")]
+
+CONTINUE: set[str] = set()  # commands that keep what they have done
+Shell = TypeVar("Shell", bound=Callable[..., Any])
+
+
+def command(
+    options: type[Any] | None = None,
+    *,
+    example: str,
+    continues: bool = False,
+    register: Callable[..., Callable[[Any], Any]] = app.command,
+    **more: Any,
+) -> Callable[[Shell], Shell]:
+    """Return a decorator: a function is what a command does in a shell.
+
+    options: a dataclass whose fields are the command's options, which the function gets as a dict, its first argument;
+    its docstring is the help.  Annotated arguments of the function are options of the shell alone; -q and -v are added.
+    example: ends --help.  continues: whether the same command goes on where it was stopped.  register, more: as of
+    typer's `Typer.command`.
+    """
+
+    def decorated(function: Shell) -> Shell:
+        """Register the function, and return it as it is."""
+        own = list(inspect.signature(function).parameters.values())
+        declared = [] if options is None else list(inspect.signature(options).parameters.values())
+        names = {one.name for one in declared if declaration(one.annotation)[1]}
+        shared = [_parameter("quiet", Quiet, False), _parameter("verbose", Verbose, False)]
+        parameters = [
+            *(_parameter(one.name, one.annotation, one.default) for one in declared if one.name in names),
+            *(_parameter(one.name, one.annotation, one.default) for one in own[len(declared) > 0 :]),
+            *shared,
+        ]
+
+        def run(*, quiet: bool, verbose: bool, **values: Any) -> Any:
+            values = {name: one.value if isinstance(one, Enum) else one for name, one in values.items()}
+            with speaking(quiet, verbose, bool(values.get("as_json"))):
+                if options is None:
+                    return function(**values)
+                given = {name: values.pop(name) for name in names}
+                return function(given, **values)
+
+        run.__name__ = name_of(function if options is None else options)
+        run.__doc__ = (function if options is None else options).__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {one.name: one.annotation for one in parameters}
+        if continues:
+            CONTINUE.add(run.__name__)
+        register(epilog=example, **more)(run)
+        return function
+
+    return decorated
+
+
+def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    """Return an argument as typer wants it declared."""
+    kind, option = declaration(hint)
+    if option is None:
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+    shell: Any = option.shell or _in_shell(name, kind)
+    names = option.names or (("--out", "-o") if name == "out" else ())
+    if not names and shell is bool:
+        names = (f"--{name.replace('_', '-')}",)  # no --no-...: it is off unless given
+    about: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
+    if option.panel is None:
+        declared = typer.Argument(**about, show_default=option.show_default)
+    else:
+        about |= {"min": option.min, "max": option.max, "show_default": option.show_default}
+        declared = typer.Option(*names, rich_help_panel=option.panel, **about)
+    if default is not inspect.Parameter.empty and isinstance(shell, type) and issubclass(shell, Enum):
+        default = shell(default)
+    annotation = Annotated[shell, declared]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _in_shell(name: str, kind: Any) -> Any:
+    """Return the type of what a shell gives for an option of some type: paths, words, the type itself."""
+    members, found = kinds_of(kind), kind
+    if set(members) == set(get_args(PathLike)):
+        found = Path
+    elif set(members) == set(get_args(Paths)):
+        found = list[Path]
+    elif get_origin(members[0]) is Literal:
+        words: Any = Enum  # typer makes choices of an enum
+        found = words(name, {word: word for word in get_args(members[0])}, type=str)
+    return found | None if NoneType in get_args(kind) else found
+
+
+# What several commands take in a shell alone.
 Axial = Annotated[
     int | None, runs("Processes that share one protein, each with a slice of its large tensors.", "--plan.axial", min=1)
-]
-Memory = Annotated[
-    str | None, runs("Of a device, to be used at most: 24GB; default: what is free.", show_default=False)
 ]
 Branch = Annotated[
     int | None,
@@ -147,11 +179,7 @@ Branch = Annotated[
         "2: run the two halves of a block on separate processes (not for AlphaFold2's blocks).", "--plan.branch", min=1
     ),
 ]
-Strict = Annotated[bool, runs("Fail if an operation has no fast kernel here, instead of running slower.", "--strict")]
-Workers = Annotated[int, runs("Number of processes.", min=1)]
-Quiet = Annotated[bool, runs("Print warnings and errors only, and what --json gives.", "--quiet", "-q")]
-Verbose = Annotated[bool, runs("Print what is decided inside, too, and where an error came from.", "--verbose", "-v")]
-Seed = Annotated[int, decides("The same seed gives the same result.")]
+Change = Annotated[list[str] | None, decides("Settings that override those of the file, KEY=VALUE.", "--set")]
 
 # The size of a random example that is timed or profiled; what is left out is that of the settings' training examples.
 Residues = Annotated[
@@ -171,7 +199,6 @@ Recycles = Annotated[int, decides("Passes without gradient before the one that c
 # A whole model on a CPU: at most these, so that the large settings take a minute or two.
 ON_CPU = {"residues": 64, "sequences": 32, "extra": 64, "templates": 1}
 BLOCKS_ON_CPU = 2
-Change = Annotated[list[str] | None, decides("Settings that override those of the file, KEY=VALUE.", "--set")]
 
 
 def repeat_names(arguments: Sequence[str], lists: set[str]) -> list[str]:
@@ -218,7 +245,6 @@ def name_operations(command: Any, attribute: str) -> None:
             parameter.help = parameter.help.replace("OPERATIONS", ", ".join(getattr(cases, attribute)))
 
 
-CONTINUE = ("demo", "pack", "predict", "relax", "search", "train")  # commands that keep what they have done
 GIVEN: list[str] = []  # the arguments of the command line that runs
 
 
@@ -238,8 +264,8 @@ def say_refused(refused: Mapping[str, int]) -> None:
 
 
 @contextmanager
-def plans_said(process: "ProcessInfo") -> Iterator[None]:
-    """Say on stderr, from the first process, how each protein is folded, within the context."""
+def plans_said(rank: int = 0) -> Iterator[None]:
+    """Say on stderr, from the first process, what is chosen for each protein and asked of servers, in the context."""
 
     class Said(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -247,7 +273,7 @@ def plans_said(process: "ProcessInfo") -> Iterator[None]:
 
     log, handler = logging.getLogger("warpfold.plan"), Said()
     before = log.level, log.propagate
-    if process.rank == 0:
+    if rank == 0:
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False
@@ -277,23 +303,9 @@ def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:
 
     Errors: UserError for one that torch does not know or this machine lacks.
     """
-    from warpfold import arguments
+    from warpfold import device
 
-    return arguments.device_of(name, process.local_rank if process is not None and process.ranks > 1 else None)
-
-
-def alignment_server(url: str | None, cache: Path | None, default: Path) -> "AlignmentServer | None":
-    """Return the server that the user has named, or None; cache: where its answers are kept, if not in `default`.
-
-    Errors: UserError for an address that is none, and for a cache without a server.
-    """
-    if url is None:
-        if cache is not None:
-            raise UserError("--msa-cache has no effect without --msa-server")
-        return None
-    from warpfold.data.search.server import AlignmentServer
-
-    return AlignmentServer(url, cache or default, say=lambda line: typer.echo(line, err=True))
+    return device.device_of(name, process.local_rank if process is not None and process.ranks > 1 else None)
 
 
 def show(result: Any) -> None:

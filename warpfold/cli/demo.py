@@ -5,11 +5,12 @@ from typing import Annotated
 
 import typer
 
-from warpfold.cli.common import AsJson, Force, Seed, app, decides, device_of, how_to_go_on, show, writes
+from warpfold.arguments import Force, Seed, decides, writes
+from warpfold.cli.common import AsJson, command, device_of, how_to_go_on, show
 from warpfold.progress import progress_bar
 
 
-@app.command(epilog="Example:  warpfold demo --out demo")
+@command(continues=True, example="Example:  warpfold demo --out demo")
 def demo(
     out: Annotated[Path, writes("Folder for the report and everything else.", "--out", "-o")] = Path("demo"),
     multimer: Annotated[bool, decides("Dimers, and a small AlphaFold-Multimer.", "--multimer")] = False,

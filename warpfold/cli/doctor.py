@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from warpfold.cli.common import AsJson, Device, app, chosen, decides, device_of, reads, show, show_table, writes
+from warpfold.arguments import Device, decides, reads, writes
+from warpfold.cli.common import AsJson, chosen, command, device_of, show, show_table
 from warpfold.cli.doctor_cluster import ResultFiles, check_cluster
 from warpfold.errors import UserError
 from warpfold.files import check_new, row_file
@@ -39,9 +40,9 @@ class WithoutFile(TyperCommand):
         return rest
 
 
-@app.command(
+@command(
     cls=WithoutFile,
-    epilog="Example:  warpfold doctor --kernels --settings monomer;  "
+    example="Example:  warpfold doctor --kernels --settings monomer;  "
     "torchrun --nproc-per-node 8 -m warpfold doctor --cluster --data store --folder runs --out cluster.toml",
 )
 def doctor(

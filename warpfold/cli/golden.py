@@ -7,12 +7,13 @@ from typing import Annotated
 import typer
 
 import warpfold
-from warpfold.cli.common import AsJson, app, argument, reads, show
+from warpfold.arguments import argument, reads
+from warpfold.cli.common import AsJson, command, show
 from warpfold.errors import UserError
 from warpfold.progress import progress_bar
 
 
-@app.command(epilog="Example:  warpfold golden tests/golden --only units/*")
+@command(example="Example:  warpfold golden tests/golden --only units/*")
 def golden(
     folder: Annotated[Path, argument("Folder of reference cases.")],
     only: Annotated[str | None, reads("A pattern for the cases' paths.")] = None,

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from warpfold.cli.common import CONTINUE, app, argument, decides, reads, runs, writes
+from warpfold.arguments import argument, decides, reads, runs, writes
+from warpfold.cli.common import CONTINUE, app, command
 from warpfold.errors import UserError
 from warpfold.files import check_new, write_atomically
 
@@ -46,9 +47,9 @@ Out = Annotated[Path | None, writes("File for the script, a new one; default: pr
 Submit = Annotated[bool, runs("Also start it: sbatch, kubectl apply, or bash; needs --out.", "--submit")]
 
 
-@app.command(
+@command(
     context_settings={"allow_interspersed_args": False},  # what follows the command's name is the command's, -- or not
-    epilog="Example:  warpfold launch --slurm --cluster cluster.toml --time 24:00:00 --out train.sh -- "
+    example="Example:  warpfold launch --slurm --cluster cluster.toml --time 24:00:00 --out train.sh -- "
     "train monomer --data store --out run",
 )
 def launch(

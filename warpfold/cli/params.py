@@ -1,31 +1,53 @@
 """`warpfold params`."""
 
-from pathlib import Path
-from typing import Annotated
+from dataclasses import KW_ONLY, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpfold.cli.common import AsJson, app, argument, decides, show, writes
+from warpfold.arguments import Checked, PathLike, argument, decides, function, path, path_or_none, writes
+from warpfold.cli.common import AsJson, command, show
+
+if TYPE_CHECKING:
+    from warpfold.prediction.params import ParamsFile
 
 
-@app.command(
-    epilog="Example:  warpfold params params_model_1_ptm.npz --check\n\n"
-    "To another format:  warpfold params finetuning_ptm_1.pt --out finetuning_ptm_1.safetensors"
-)
-def params(
-    file: Annotated[Path, argument("WarpFold's .safetensors, DeepMind's params_model_*.npz, or OpenFold's .pt.")],
-    check: Annotated[bool, decides("Check that all values are finite.", "--check")] = False,
+@dataclass(frozen=True)
+class ParamsCommand(Checked):
+    """Inspect a parameter file, check it, and write it in another format."""
+
+    file: Annotated[PathLike, argument("WarpFold's .safetensors, DeepMind's params_model_*.npz, or OpenFold's .pt.")]
+    _: KW_ONLY
+    check: Annotated[bool, decides("Check that all values are finite.")] = False
     out: Annotated[
-        Path | None,
-        writes("A new file: .safetensors, or .npz by DeepMind's names, which others read too.", "--out", "-o"),
-    ] = None,
-    toml: Annotated[bool, writes("Print its settings as a file that `train` takes.", "--toml")] = False,
+        PathLike | None, writes("A new file: .safetensors, or .npz by DeepMind's names, which others read too.")
+    ] = None
+
+    def __call__(self) -> "ParamsFile":
+        """Return what the file is; of OpenFold's nothing is executed.
+
+        Errors: UserError for a file that cannot be read, or whose tensors do not fit, and for an `out` that exists.
+        """
+        from warpfold.prediction.params import inspect_params
+
+        return inspect_params(path("file", self.file), self.check, path_or_none("out", self.out))
+
+
+params = function(ParamsCommand)
+
+
+@command(
+    ParamsCommand,
+    example="Example:  warpfold params params_model_1_ptm.npz --check\n\n"
+    "To another format:  warpfold params finetuning_ptm_1.pt --out finetuning_ptm_1.safetensors",
+)
+def in_shell(
+    given: dict[str, Any],
+    toml: Annotated[bool, writes("Print its settings as a file that `train` takes.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Inspect a parameter file, check it, and write it in another format."""
-    from warpfold.params_file import params as read
-
-    found = read(file, check=check, out=out)
+    """Print what the file is."""
+    found = params(**given)
     if as_json:
         show(found.to_dict())
     elif toml:

@@ -2,24 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from warpfold.cli.common import (
-    AsJson,
-    Change,
-    Lists,
-    Precision,
-    app,
-    argument,
-    decides,
-    reads,
-    runs,
-    show,
-    show_table,
-    writes,
-)
+from warpfold.arguments import argument, decides, reads, runs, writes
+from warpfold.cli.common import AsJson, Change, Lists, command, show, show_table
 from warpfold.errors import UserError
 from warpfold.files import check_new, write_atomically
 from warpfold.progress import progress_bar
@@ -65,14 +53,15 @@ MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment.", min=
 MaxExtra = Annotated[int | None, decides("Rows of the extra alignment.", min=1)]
 Templates = Annotated[int | None, decides("Templates of each protein.", min=0)]
 TrunkPrecision = Annotated[
-    Precision | None, runs("Of the trunk's activations; default: as `predict` or the settings.", "--precision")
+    Literal["fp32", "bf16", "bf16_all", "fp16"] | None,
+    runs("Of the trunk's activations; default: as `predict` or the settings.", "--precision"),
 ]
 Figure = Annotated[Path | None, writes("Picture of the memory over the run, by what holds it: .png or .svg.")]
 
 
-@app.command(
+@command(
     cls=Lists,
-    epilog="Example:  warpfold plan query.fasta --memory 24GB --devices 4;  warpfold plan finetune --device H100\n\n"
+    example="Example:  warpfold plan query.fasta --memory 24GB --devices 4;  warpfold plan finetune --device H100\n\n"
     "How long a protein can be:  warpfold plan monomer --residues 1000 3000 --device 'RTX 4090' --figure memory.png\n\n"
     "A training on a cluster:  warpfold plan monomer --device H100 --devices 256 --node 8 --link ib400 --price 2.50",
 )
@@ -138,7 +127,7 @@ class _Asked:
     cluster: Path | None
     device: str | None
     price: float | None
-    precision: Precision | None
+    precision: str | None
 
     def machine_and_cluster(self) -> "tuple[Machine, Cluster | None]":
         """Return the devices, and how they are joined where there are several.
@@ -181,7 +170,7 @@ def _report(found: "list[PlanTarget]", given: Any, asked: _Asked, of_training: b
     fixed, sync = given.fixed_on_ranks(CHOSEN_IN_TRAINING) if of_training else (given.fixed(CHOSEN), {})
     if not of_training:  # of settings, keys that the user gave; the rest is for trainings
         fixed = {key: value for key, value in fixed.items() if key in given.own}
-    fixed |= {} if asked.precision is None else {"precision": asked.precision.value}
+    fixed |= {} if asked.precision is None else {"precision": asked.precision}
     if machine.here and (slow := slow_precision(fixed.get("precision", "fp32"), machine.kind)):
         typer.echo(slow, err=True)
     with progress_bar(every=10) as tell:

@@ -1,150 +1,173 @@
-"""`warpfold predict`."""
+"""`warpfold predict` and `warpfold relax`."""
 
+import json
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from warpfold.arguments import (
+    Dask,
+    Device,
+    PathLike,
+    Paths,
+    argument,
+    decides,
+    function,
+    path_or_none,
+    paths,
+    progress_of,
+    queries,
+    reads,
+    runs,
+    writes,
+)
+from warpfold.bulk import JobPart
 from warpfold.cli.common import (
     AsJson,
     Axial,
     Branch,
-    Device,
-    Force,
     Lists,
-    Memory,
-    MsaServer,
-    Precision,
-    Seed,
-    Strict,
-    alignment_server,
-    app,
-    argument,
-    decides,
+    command,
     device_of,
     plans_said,
-    reads,
-    runs,
     say_refused,
     show,
     this_process,
-    writes,
 )
-from warpfold.cli.relax import Relax, RelaxOption, relaxed_line
+from warpfold.errors import UserError
+from warpfold.prediction.fold_options import (
+    Hits,
+    MaxTemplateDate,
+    MsaCache,
+    MsaServer,
+    PredictOptions,
+    Template,
+    TemplateStructures,
+)
 from warpfold.progress import Progress, progress_bar
 
-Queries = Annotated[
-    list[str],
-    argument(
-        "FASTA (A:B is a complex), CSV (id,sequence), alignments (A3M, Stockholm), structures (their chains), "
-        "folders of these, - (standard input), or a sequence itself.",
-        metavar="QUERY...",
-    ),
-]
-Params = Annotated[
-    list[Path],
-    reads(
-        "WarpFold's .safetensors, DeepMind's params_model_*.npz, or a folder of these; several: each folds, and they "
-        "are ranked."
-    ),
-]
-NumModels = Annotated[int | None, reads("Of the parameters, use this many.", "--num-models", min=1)]
-MsaCache = Annotated[
-    Path | None, writes("Folder for a server's answers, for several runs to share; default: OUT/alignments.")
-]
-Keep = Annotated[
-    int | None,
-    writes(
-        "Of each protein's ranked predictions, the best so many keep all files, the others none that grow with the "
-        "square of the length; default: all keep all.",
-        "--keep",
-        min=1,
-    ),
-]
-Out = Annotated[Path, writes("Folder for the predictions; a stopped run continues in it.", "--out", "-o")]
-Msa = Annotated[
-    list[Path] | None, reads("Alignments, or folders of them; each goes to the sequence that is its first row.")
-]
-Together = Annotated[
-    bool | None,
-    reads(
-        "Whether the records of a FASTA file are the chains of one complex; default: if --params are a multimer's.",
-        "--complex/--no-complex",
-        show_default=False,
-    ),
-]
-Template = Annotated[
-    list[str] | None,
-    reads(
-        "FILE or FILE:CHAIN: mmCIF or PDB structures, templates for every record, whatever their date; in a "
-        "complex for the chains that they fit, or ID=FILE for chain ID."
-    ),
-]
-Hits = Annotated[
-    list[Path] | None,
-    reads("Template hits, .hhr or hmmsearch's; with several records, NAME.hhr for each, of a complex ID.hhr."),
-]
-TemplateStructures = Annotated[Path | None, reads("Folder of mmCIF files that the hits point to.")]
-MaxTemplateDate = Annotated[str | None, reads("YYYY-MM-DD; hits whose structure came out later are refused.")]
-Seeds = Annotated[int, decides("Predict with this many seeds, SEED, SEED + 1 ..., and rank them.", min=1)]
-Recycles = Annotated[int | None, decides("Passes after the first; default: the model's.", min=0)]
-Tolerance = Annotated[
-    float | None,
-    decides(
-        "Angstrom: recycle no more once distances between CA change by less (ColabFold's early stop); default: "
-        "the model's.",
-        "--recycle-tolerance",
-    ),
-]
-MaxRecycles = Annotated[
-    str | None,
-    decides("LENGTH:RECYCLES, such as 1500:3: at most so many passes after the first where there are more residues."),
-]
-Ensemble = Annotated[int | None, decides("Samples of the alignment that each pass averages over.", min=1)]
-Dropout = Annotated[
-    bool,
-    decides(
-        "Drop parts of the trunk's updates as in training, drawn by the seed: seeds then differ more.", "--dropout"
-    ),
-]
-MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)]
-MaxExtra = Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)]
-Representations = Annotated[bool, writes("Keep single, pair and msa in the .npz.", "--representations")]
-Distogram = Annotated[bool, writes("Keep contacts in the .npz, and the distogram in a .npy.", "--distogram")]
-SaveRecycles = Annotated[
-    bool,
-    writes("Write the structures of the passes before the last too: NAME_recycle_0.cif and so on.", "--save-recycles"),
-]
-Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits and is fast.", min=0)]
-Offloaded = Annotated[
-    bool | None,
-    runs(
-        "Whether the pair representation lies in host memory; default: where nothing else fits.",
-        "--offload/--no-offload",
-        show_default=False,
-    ),
-]
-Batch = Annotated[
-    str,
-    runs("Short single chains that share a pass of the model, at most; auto: where that was measured to help."),
-]
-Shard = Annotated[
-    str | None, runs("I/N: only the I-th of N parts, for job arrays that share --out; the last writes the summary.")
-]
-PredictWorkers = Annotated[
-    int, runs("Processes that each keep the model; of several GPUs each takes its own.", "--workers", min=1)
-]
-Cluster = Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786, whose workers fold.")]
-TrunkPrecision = Annotated[Precision, runs("Precision of the trunk's activations; bf16_all: of what follows it too.")]
-
+if TYPE_CHECKING:
+    from warpfold.parallel.team import Team
 
 WARNED = 20  # warnings that are printed at most
+WhichRelaxed = Literal["all", "best", "none"]
 
 
-@app.command(
+@dataclass(frozen=True, kw_only=True)
+class PredictCommand(PredictOptions):
+    """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report; rank models and seeds."""
+
+    query: Annotated[
+        Paths,
+        argument(
+            "FASTA (A:B is a complex), CSV (id,sequence), alignments (A3M, Stockholm), structures (their chains), "
+            "folders of these, - (standard input), or a sequence itself.",
+            metavar="QUERY...",
+            shell=list[str],
+        ),
+    ] = field(kw_only=False)
+    params: Annotated[
+        Paths,
+        reads(
+            "WarpFold's .safetensors, DeepMind's params_model_*.npz, or a folder of these; several: each folds, and "
+            "they are ranked."
+        ),
+    ] = field(kw_only=False)
+    out: Annotated[PathLike, writes("Folder for the predictions; a stopped run continues in it.")] = field(
+        kw_only=False
+    )
+    msa: Annotated[
+        Paths | None, reads("Alignments, or folders of them; each goes to the sequence that is its first row.")
+    ] = None
+    msa_server: MsaServer = None
+    msa_cache: MsaCache = None
+    template: Template = None
+    hits: Hits = None
+    template_structures: TemplateStructures = None
+    max_template_date: MaxTemplateDate = None
+    workers: Annotated[int, runs("Processes that each keep the model; of several GPUs each takes its own.", min=1)] = 1
+    shard: Annotated[
+        str | None, runs("I/N: only the I-th of N parts, for job arrays that share --out; the last writes the summary.")
+    ] = None
+    cluster: Dask = None
+    relax: Annotated[
+        WhichRelaxed,
+        decides("Relax all predictions, or of each query the best one, with OpenMM: docs/relax.md."),
+    ] = "none"
+    progress: Progress | None = None
+    team: "Team | None" = None
+
+    def __call__(self) -> dict[str, Any]:
+        """Fold every query with each of the parameters and seeds into the folder `out`; return its summary.
+
+        Alignments, templates and hits belong to sequences by what is in them, or by their names.  team: processes that
+        share proteins; all call this.  A stopped run continues by the same call.  Returns what `--json` prints:
+        proteins that failed are under "failures" (docs/outputs.md).
+        Errors: UserError for bad input and arguments, where nothing is written, and for an `out` that is something
+        else.
+        """
+        from warpfold.parallel.team import team_of
+        from warpfold.prediction.predict import predict as fold_all
+        from warpfold.prediction.queries import server_of
+        from warpfold.prediction.share import Share
+        from warpfold.prediction.templates import TemplateSources
+
+        _check_relax(self.relax)
+        team, tell, out = team_of(self.team), progress_of(self.progress), Path(self.out)
+        sources = TemplateSources(
+            files=[str(one) for one in paths("template", self.template)],
+            hits=paths("hits", self.hits),
+            structures=path_or_none("template_structures", self.template_structures),
+            max_date=self.max_template_date,
+        )
+        part = JobPart.parse(self.shard) if self.shard else JobPart(1, 1)
+        share = Share(part=part, workers=self.workers, cluster=self.cluster)
+        asked, parameters = queries("query", self.query), paths("params", self.params)
+        for name, found in (("query", asked), ("params", parameters)):
+            if not found:
+                what = "what to fold" if name == "query" else "files of parameters"
+                raise UserError(f"{name}: is empty; name {what}")
+        options = replace(self.only(PredictOptions), device=device_of(self.device))
+        server = server_of(self.msa_server, self.msa_cache, out / "alignments")
+        summary = fold_all(asked, paths("msa", self.msa), parameters, out, options, tell, sources, team, share, server)
+        if not team.is_rank_zero:
+            return summary
+        return relax_predictions(summary, out, self.relax, options.device or "cpu", tell)
+
+
+def _check_relax(which: WhichRelaxed) -> None:
+    """Raise UserError where OpenMM is missing: before hours of work, not after them."""
+    if which != "none":
+        from warpfold.relax.amber import require_openmm
+
+        require_openmm()
+
+
+def relax_predictions(
+    summary: dict[str, Any], out: Path, which: WhichRelaxed, device: str, progress: Progress
+) -> dict[str, Any]:
+    """Relax what `predict` wrote into `out`; return its summary with the reports, and with what failed here too."""
+    if which == "none" or summary["status"] == "running":  # others are at work
+        return summary
+    from warpfold.relax.files import relax_paths
+
+    done = relax_paths([out], device, which, progress=progress)
+    written = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    failed = [{"name": one["name"], "error": f"relaxation: {one['error']}"} for one in done["failures"]]
+    return written | {"failures": [*written["failures"], *failed]}
+
+
+predict = function(PredictCommand)
+
+
+@command(
+    PredictCommand,
+    continues=True,
     cls=Lists,
-    epilog="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
+    example="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
     "A complex, a FASTA record for each chain:  warpfold predict dimer.fasta --msa msas/ "
     "--params params_model_*_multimer_v3.npz --seeds 2 --out folded\n\n"
     "Many different structures of one protein:  warpfold predict q.a3m --params params.npz --seeds 50 --dropout "
@@ -153,87 +176,30 @@ WARNED = 20  # warnings that are printed at most
     "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded\n\n"
     "Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.",
 )
-def predict(
-    query: Queries,
-    params: Params,
-    out: Out,
-    num_models: NumModels = None,
-    msa: Msa = None,
-    msa_server: MsaServer = None,
-    complex: Together = None,
-    template: Template = None,
-    hits: Hits = None,
-    template_structures: TemplateStructures = None,
-    max_template_date: MaxTemplateDate = None,
-    seed: Seed = 0,
-    seeds: Seeds = 1,
-    recycles: Recycles = None,
-    recycle_tolerance: Tolerance = None,
-    max_recycles: MaxRecycles = None,
-    ensemble: Ensemble = None,
-    dropout: Dropout = False,
-    max_msa: MaxMsa = None,
-    max_extra: MaxExtra = None,
-    representations: Representations = False,
-    distogram: Distogram = False,
-    save_recycles: SaveRecycles = False,
-    keep: Keep = None,
-    msa_cache: MsaCache = None,
-    device: Device = None,
-    chunk: Chunk = None,
-    offload: Offloaded = None,
-    memory: Memory = None,
-    precision: TrunkPrecision = Precision.fp32,
-    axial: Axial = None,
-    branch: Branch = None,
-    batch: Batch = "auto",
-    workers: PredictWorkers = 1,
-    shard: Shard = None,
-    cluster: Cluster = None,
-    strict: Strict = False,
-    relax: RelaxOption = Relax.none,
-    force: Force = False,
-    as_json: AsJson = False,
-) -> None:
-    """Fold proteins and complexes: mmCIF, PDB, pLDDT, PAE, a summary and a report; rank models and seeds."""
-    _run(**locals())
-
-
-def _run(
-    out: Path,
-    device: str | None,
-    msa_server: str | None,
-    msa_cache: Path | None,
-    axial: int | None,
-    branch: int | None,
-    relax: Relax,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def in_shell(given: dict[str, Any], axial: Axial = None, branch: Branch = None, as_json: AsJson = False) -> None:
     """Have the processes meet and fold, relax what was predicted, and say how it went; ends the command."""
     from warpfold.parallel.plan import Plan
     from warpfold.parallel.team import distributed_context
-    from warpfold.predict_command import predict as fold
-    from warpfold.predict_command import relax_predictions
 
-    process = this_process()
-    where, server = device_of(device, process), alignment_server(msa_server, msa_cache, out / "alignments")
+    process, out, relax = this_process(), given["out"], given.pop("relax")
+    _check_relax(relax)
+    given["device"] = where = device_of(given["device"], process)
     # Without either, how the processes share out the proteins is chosen when these are known.
     plan = None if axial is None and branch is None else Plan(axial=axial or 1, branch=branch or 1)
-    with distributed_context(process, plan, where) as team, _bar(process.rank) as progress, plans_said(process):
-        summary = fold(out=out, device=where, msa_server=server, progress=progress, team=team, **given)
+    with distributed_context(process, plan, where) as team, _bar(process.rank) as progress, plans_said(process.rank):
+        summary = predict(**given, progress=progress, team=team)
     if team.is_rank_zero:
         if summary["status"] == "running":
             _say_others(given["shard"] or "1/1", out, relax)
         with progress_bar() as bar:  # the other processes have ended
-            summary = relax_predictions(summary, out, relax.value, where, bar)
+            summary = relax_predictions(summary, out, relax, where, bar)
         _say(summary, out, as_json)
     raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
 
 
-def _say_others(part: str, out: Path, relax: Relax) -> None:
+def _say_others(part: str, out: Path, relax: str) -> None:
     """Say that others are at work on the rest, or have yet to begin."""
-    then = f", then `warpfold relax {out}`" if relax != Relax.none else ""
+    then = f", then `warpfold relax {out}`" if relax != "none" else ""
     typer.echo(f"part {part} is done; the last part writes {out / 'summary.json'}{then}", err=True)
 
 
@@ -280,3 +246,40 @@ def _line(entry: dict[str, Any], out: Path) -> str:
     if entry["templates"]:
         scores.append(f"templates {', '.join(entry['templates'])}")
     return f"{entry['name']}{chains}{rank}: {', '.join(scores)}, {out / entry['folder']}"
+
+
+@command(continues=True, example="Example:  warpfold relax folded")
+def relax(
+    paths: Annotated[list[Path], argument("Folders of `warpfold predict`; mmCIF or PDB files.")],
+    best: Annotated[bool, decides("Of several predictions of one query, only the one that is ranked first.")] = False,
+    device: Device = None,
+    force: Annotated[bool, writes("Relax again what is relaxed already.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove clashes and broken bonds with Amber's force field; needs OpenMM: pip install "warpfold\\[relax]"."""
+    from warpfold.relax.files import relax_paths
+
+    with progress_bar() as progress:
+        done = relax_paths(paths, device_of(device), "best" if best else "all", force, progress)
+    if as_json:
+        show(done)
+    for entry in [] if as_json else done["relaxed"]:
+        typer.echo(f"{relaxed_line(entry['name'], entry)}{', kept' if entry['kept'] else ''}, {entry['path']}")
+    for failure in done["failures"]:
+        typer.echo(f"failed {failure['name']}: {failure['error']}", err=True)
+    raise typer.Exit(1 if done["failures"] else 0)
+
+
+def relaxed_line(name: str, report: dict[str, Any]) -> str:
+    """Return what was done to a structure, for people."""
+    before, after = (report[f"violations_{when}"]["residues"] for when in ("before", "after"))
+    mirrored = f", D residues {report['mirrored']}" if report["mirrored"] else ""
+    return (
+        f"{name}: residues with violations {before} → {after}, energy {_energy(report['energy_before'])} → "
+        f"{_energy(report['energy_after'])} kcal/mol, Cα moved {report['ca_rmsd']:.2f} Å (at most "
+        f"{report['ca_max']:.2f}), rounds {report['rounds']}, {report['seconds']:.0f} s, {report['platform']}{mirrored}"
+    )
+
+
+def _energy(energy: float | None) -> str:
+    return "infinite" if energy is None else f"{energy:.3g}" if abs(energy) >= 1e6 else f"{energy:.0f}"

@@ -6,24 +6,21 @@ from typing import Annotated
 
 import typer
 
+from warpfold.arguments import Device, argument, decides, writes
 from warpfold.cli.common import (
     AsJson,
     Blocks,
     Change,
-    Device,
     Extra,
     Recycles,
     Residues,
     Sequences,
     Templates,
-    app,
-    argument,
-    decides,
+    command,
     device_of,
     measured,
     show,
     show_table,
-    writes,
 )
 from warpfold.files import check_new, write_atomically
 from warpfold.progress import progress_bar
@@ -31,7 +28,7 @@ from warpfold.progress import progress_bar
 LONGEST = 16  # rows of a table on the terminal; profile.json has all
 
 
-@app.command(epilog="Example:  warpfold profile tiny --out profile;  warpfold profile monomer --residues 128 --forward")
+@command(example="Example:  warpfold profile tiny --out profile;  warpfold profile monomer --residues 128 --forward")
 def profile(
     settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...")],
     out: Annotated[

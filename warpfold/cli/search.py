@@ -1,107 +1,149 @@
 """`warpfold search`."""
 
-from enum import StrEnum
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from warpfold.cli.common import (
-    AsJson,
-    Lists,
-    MsaServer,
-    Workers,
-    alignment_server,
-    app,
-    argument,
-    decides,
-    reads,
-    runs,
-    show,
-    writes,
-)
+from warpfold import arguments
+from warpfold.arguments import Checked, Dask, PathLike, Paths, Workers, argument, decides, function, reads, runs, writes
+from warpfold.bulk import JobPart
+from warpfold.cli.common import AsJson, Lists, command, plans_said, show
 from warpfold.errors import UserError
-from warpfold.progress import progress_bar
+from warpfold.prediction.fold_options import MsaServer
+from warpfold.progress import Progress, progress_bar
+
+if TYPE_CHECKING:
+    from warpfold.data.search.database import Database
 
 
-class EngineName(StrEnum):
-    """The program that searches."""
+@dataclass(frozen=True)
+class SearchCommand(Checked):
+    """Find alignments and template hits for proteins, in databases that you have, or on a server if you name one."""
 
-    jackhmmer = "jackhmmer"
-    mmseqs2 = "mmseqs2"
-    hhblits = "hhblits"
-
-
-@app.command(
-    cls=Lists,
-    epilog="Example:  warpfold search proteins.fasta --database uniref90=uniref90.fasta mgnify=mgy_clusters.fa.gz "
-    "--template-database pdb_seqres.txt --out found",
-)
-def search(
     queries: Annotated[
-        list[str],
-        argument("What `predict` takes: files, folders, - or sequences; every different chain is searched for."),
-    ],
-    database: Annotated[
-        list[str] | None,
-        reads(
-            "FILE or NAME=FILE: FASTA, gz or not; for mmseqs2 and hhblits in their own format. `uniprot` is to pair."
+        Paths,
+        argument(
+            "What `predict` takes: files, folders, - or sequences; every different chain is searched for.",
+            shell=list[str],
         ),
-    ] = None,
+    ]
+    database: Annotated[
+        Paths | Mapping[str, PathLike] | None,
+        reads(
+            "FILE or NAME=FILE: FASTA, gz or not; for mmseqs2 and hhblits in their own format. `uniprot` is to pair.",
+            shell=list[str] | None,
+        ),
+    ] = None
     out: Annotated[
-        Path | None, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.", "--out", "-o")
-    ] = None,
-    msa_server: MsaServer = None,
-    template_database: Annotated[Path | None, reads("FASTA like pdb_seqres, to find template hits in.")] = None,
-    engine: Annotated[EngineName, decides("jackhmmer is built in; the others must be installed.")] = (
-        EngineName.jackhmmer
-    ),
+        PathLike | None, writes("Folder for NAME/DATABASE.a3m; the same command continues a stopped run.")
+    ] = None
+    _: KW_ONLY
+    msa_server: MsaServer = None
+    template_database: Annotated[PathLike | None, reads("FASTA like pdb_seqres, to find template hits in.")] = None
+    engine: Annotated[
+        Literal["jackhmmer", "mmseqs2", "hhblits"], decides("jackhmmer is built in; the others must be installed.")
+    ] = "jackhmmer"
     iterations: Annotated[
         int | None, decides("1 to 3; default: 1 for jackhmmer, 3 for the others, as in AlphaFold2.", min=1, max=3)
-    ] = None,
+    ] = None
     e_value: Annotated[
-        float | None, decides("Of a hit, at most; default: 1e-4 for jackhmmer, 1e-3 for others.")
-    ] = None,
+        float | None, decides("Of a hit, at most; default: 1e-4 for jackhmmer, 1e-3 for others.", above=0)
+    ] = None
     max_hits: Annotated[
-        list[str] | None,
+        int | Mapping[str, int] | Sequence[str] | None,
         decides(
-            "[NAME=]N rows of an alignment, with the query; default: uniref90 10000, mgnify 501, uniprot 50000, or all."
+            "[NAME=]N rows of an alignment, with the query; default: uniref90 10000, mgnify 501, uniprot 50000, or "
+            "all.",
+            shell=list[str] | None,
         ),
-    ] = None,
+    ] = None
     cache: Annotated[
-        Path | None, runs("Folder where results are kept, for several runs to share; default: OUT/cache.")
-    ] = None,
-    workers: Workers = 1,
-    threads: Annotated[int | None, runs("Threads of a process; default: all cores, shared equally.", min=1)] = None,
-    cluster: Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786.")] = None,
-    shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; all write to one OUT.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Find alignments and template hits for proteins, in databases that you have, or on a server if you name one."""
-    from warpfold import commands
+        PathLike | None, runs("Folder where results are kept, for several runs to share; default: OUT/cache.")
+    ] = None
+    workers: Workers = 1
+    threads: Annotated[int | None, runs("Threads of a process; default: all cores, shared equally.", min=1)] = None
+    cluster: Dask = None
+    shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; all write to one OUT.")] = None
+    progress: Progress | None = None
 
-    if out is None:
-        raise UserError("search: --out is missing; name the folder for what is found")
-    server = alignment_server(msa_server, cache if msa_server else None, out / "cache")
-    with progress_bar() as progress:
-        report = commands.search(
-            queries, database, out, msa_server=server, template_database=template_database, engine=engine.value,
-            iterations=iterations, e_value=e_value,
-            max_hits=max_hits, cache=cache, workers=workers, threads=threads, cluster=cluster, shard=shard,
-            progress=progress,
+    def __call__(self) -> dict[str, Any]:
+        """Return the report, as in `out/search.json`: proteins that failed are named under "failures".
+
+        queries are files, folders, or sequences, a database may be name -> file, and max_hits name -> rows.
+        Errors: UserError for bad queries or arguments, and an `out` that holds something else.
+        """
+        if self.out is None:
+            raise UserError("search: --out is missing; name the folder for what is found")
+        queries, out = arguments.queries("queries", self.queries), Path(self.out)
+        tell = arguments.progress_of(self.progress)
+        if self.msa_server is not None:
+            from warpfold.data.search.fetch import search_by_server
+            from warpfold.prediction.queries import server_of
+
+            of_databases = "database", "template_database", "iterations", "e_value", "max_hits", "cluster", "shard"
+            for name in (name for name in of_databases if getattr(self, name)):
+                raise UserError(f"--{name.replace('_', '-')}: has no effect with --msa-server; leave one of them out")
+            server = server_of(self.msa_server, self.cache, out / "cache")
+            assert server is not None
+            return search_by_server(queries, server, out, tell)
+        if not self.database:
+            raise UserError("search: --database is missing; name one that you have, or a server with --msa-server")
+        from warpfold.data.search import search as searching
+
+        chosen = {"iterations": self.iterations, "e_value": self.e_value}
+        return searching.search(
+            queries,
+            self._databases(),
+            out,
+            searching.ENGINES[self.engine](**{key: value for key, value in chosen.items() if value is not None}),
+            arguments.path_or_none("template_database", self.template_database),
+            searching.SearchOptions(
+                arguments.path_or_none("cache", self.cache), self.workers, self.threads, self.cluster,
+                JobPart.parse(self.shard) if self.shard else None,
+            ),
+            tell,
         )  # fmt: skip
-    _say(report, out, as_json)
+
+    def _databases(self) -> "list[Database]":
+        """Return databases, however they are given.  Errors: UserError for names and numbers that are none."""
+        from warpfold.data.search.database import Database, parse_max_hits
+
+        database, most = self.database, self.max_hits
+        if isinstance(most, Mapping):
+            most = [f"{key}={count}" for key, count in most.items()]
+        rows = parse_max_hits([str(most)] if isinstance(most, int | str) else list(most or ()))
+        if isinstance(database, Mapping):
+            given = [f"{key}={os.fspath(arguments.path('database', file))}" for key, file in database.items()]
+        else:
+            given = [str(file) for file in arguments.paths("database", database)]
+        return [Database.parse(text, rows) for text in given]
 
 
-def _say(report: dict[str, Any], out: Path, as_json: bool) -> None:
+search = function(SearchCommand)
+
+
+@command(
+    SearchCommand,
+    continues=True,
+    cls=Lists,
+    example="Example:  warpfold search proteins.fasta --database uniref90=uniref90.fasta mgnify=mgy_clusters.fa.gz "
+    "--template-database pdb_seqres.txt --out found",
+)
+def in_shell(given: dict[str, Any], as_json: AsJson = False) -> None:
     """Print the report, or a line for each protein, and what was not found; ends the command."""
+    with progress_bar() as progress, plans_said():
+        report = search(**given, progress=progress)
     if as_json:
         show(report)
     else:
         for protein in report["proteins"]:
             found = (f"{entry['hits']} in {name}" for name, entry in protein["databases"].items())
             typer.echo(f"{protein['name']}: {', '.join(found) or 'nothing'}")
-        typer.echo(f"{out}: {len(report['proteins'])} proteins, {report['seconds']:.0f} s")
+        typer.echo(f"{given['out']}: {len(report['proteins'])} proteins, {report['seconds']:.0f} s")
     found_in = [(one["name"], one["databases"].values()) for one in report["proteins"]]
     alone = [name for name, each in found_in if not any(e["hits"] for e in each if e["file"].endswith(".a3m"))]
     if alone:

@@ -5,21 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from warpfold.cli.common import (
-    AsJson,
-    Axial,
-    Branch,
-    Change,
-    Seed,
-    app,
-    argument,
-    decides,
-    reads,
-    runs,
-    show,
-    show_table,
-    writes,
-)
+from warpfold.arguments import Seed, argument, decides, reads, runs, writes
+from warpfold.cli.common import AsJson, Axial, Branch, Change, command, show, show_table
 from warpfold.errors import UserError
 from warpfold.files import check_new, write_atomically
 from warpfold.progress import as_time, progress_bar, within
@@ -53,8 +40,8 @@ Count = Annotated[int | None, decides("Steps of the whole training; default: the
 Figure = Annotated[Path | None, writes("Picture of a block's timeline, forward and backward: .svg or .png.")]
 
 
-@app.command(
-    epilog="Example:  warpfold simulate monomer --devices 2048 --plan.axial 8 --link ib400 --set optim.accumulate=256"
+@command(
+    example="Example:  warpfold simulate monomer --devices 2048 --plan.axial 8 --link ib400 --set optim.accumulate=256"
     "\n\nWhat failures cost:  warpfold simulate monomer --devices 128 --failures-per-day 2 --price 2.5"
 )
 def simulate(

@@ -1,89 +1,212 @@
 """`warpfold train` and `warpfold evaluate`."""
 
+import logging
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
 from signal import SIGTERM
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
 import typer
 
+from warpfold.arguments import (
+    Changes,
+    Checked,
+    Device,
+    Memory,
+    PathLike,
+    Strict,
+    argument,
+    changes_of,
+    decides,
+    function,
+    is_list,
+    path,
+    path_or_none,
+    reads,
+    runs,
+    writes,
+)
 from warpfold.cli.common import (
     AsJson,
     Axial,
     Branch,
-    Device,
     Lists,
-    Memory,
-    Strict,
-    app,
-    argument,
-    decides,
+    command,
     device_of,
     how_to_go_on,
     plans_said,
-    reads,
-    runs,
     say_refused,
     show,
     this_process,
-    writes,
 )
+from warpfold.errors import UserError
 
 if TYPE_CHECKING:
+    from warpfold.data.load.order import Source
+    from warpfold.data.store.store import Store
+    from warpfold.engine.watch import Watching
+    from warpfold.parallel.team import Team
+    from warpfold.training.config import GivenSettings, SettingsLike
     from warpfold.training.train import Summary
 
+StoreLike = Union[PathLike, "Store", "Source"]  # a path may end in =WEIGHT
 
-@app.command(cls=Lists, epilog="Example:  warpfold train tiny --data store --out run --set train.steps=500")
-def train(
-    settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...")],
-    data: Annotated[list[str], reads("Stores that `warpfold pack` made: STORE or STORE=WEIGHT.")],
-    out: Annotated[
-        Path, writes("Folder of the run; the same command continues a stopped run, bit for bit.", "--out", "-o")
-    ],
-    init: Annotated[Path | None, reads("Parameters to start from; default: random ones.")] = None,
-    replay: Annotated[Path | None, reads("order.txt of a run of the same data and seed, to follow.")] = None,
-    change: Annotated[
-        list[str] | None, decides("Settings that override those of the file, KEY=VALUE.", "--set")
-    ] = None,
+
+@dataclass(frozen=True)
+class TrainCommand(Checked):
+    """Train or fine-tune; Ctrl-C or kill -9 loses only the steps since the last checkpoint.
+
+    On several processes, under torchrun: docs/parallel.md.
+    """
+
+    settings: Annotated["SettingsLike", argument("A TOML file, or the name of a preset: monomer, tiny ...", shell=str)]
+    data: Annotated[
+        StoreLike | Sequence[StoreLike],
+        reads("Stores that `warpfold pack` made: STORE or STORE=WEIGHT.", shell=list[str]),
+    ]
+    out: Annotated[PathLike, writes("Folder of the run; the same command continues a stopped run, bit for bit.")]
+    _: KW_ONLY
+    init: Annotated[PathLike | None, reads("Parameters to start from; default: random ones.")] = None
+    replay: Annotated[PathLike | None, reads("order.txt of a run of the same data and seed, to follow.")] = None
+    set: Annotated[
+        Changes | None, decides("Settings that override those of the file, KEY=VALUE.", shell=list[str] | None)
+    ] = None
+    device: Device = None
+    memory: Memory = None
+    cluster: Annotated[
+        PathLike | None, reads("How the processes are joined, as the doctor wrote it; default: measured.")
+    ] = None
+    strict: Strict = False
+    watch: "Watching | None" = None
+    team: "Team | None" = None
+
+    def __call__(self) -> "Summary":
+        """Train into the folder `out`, or continue the run that is there; return how it ended.
+
+        settings: a preset's name, a TOML file, its values, or a `RunConfig`.  data: stores, or their paths.  set:
+        settings over those, {"train.steps": 500}.  watch: who is told of the run: watchers, or functions of each row
+        of metrics.jsonl (docs/watching.md).  team: processes that train together; all call this.
+        Errors: UserError for bad arguments, settings, stores and parameters, and a folder of another run.
+        """
+        from warpfold import device
+        from warpfold.cost.links import read_cluster
+        from warpfold.cost.machine import parse_memory
+        from warpfold.engine.checkpoint import RunFolder
+        from warpfold.engine.loop import StopSignals
+        from warpfold.engine.watch import as_watchers
+        from warpfold.parallel.team import team_of
+        from warpfold.training import train as training
+        from warpfold.training.config import load_settings
+        from warpfold.training.planning import plan_training
+
+        team = team_of(self.team)
+        changes = [*changes_of("set", self.set), *(['plan.kernels="strict"'] if self.strict else [])]
+        given = load_settings(self.settings, changes)
+        where, out, init = device.device_of(self.device), Path(self.out), path_or_none("init", self.init)
+        memory = None if self.memory is None else parse_memory(self.memory)
+        told = as_watchers(self.watch)
+        stores = sources_of(self.data, given.config().model.multimer is not None)
+        joined = None if self.cluster is None else read_cluster(Path(self.cluster))
+        if init is not None:  # before minutes of planning, by one process: a file of hundreds of MB may be read
+            _check_init(given, init, team)
+        config, said = plan_training(given, out, where, memory, team, joined)
+        team.remesh(config.plan, idle=given.auto)
+        log = logging.getLogger("warpfold.plan")
+        if team.process.is_idle:
+            log.warning("rank %d: the plan has no use for this process; it waits until the run ends", team.process.rank)
+            with StopSignals():  # the others end the run
+                return training.Summary(**team.wait_idle(), params=RunFolder(out, writes=False).params)
+        if said and team.is_rank_zero:
+            log.info("plan: %s", said)
+        if team.is_rank_zero and (slow := device.slow_precision(config.plan.precision, where)):
+            log.warning("%s", slow)
+        replay = path_or_none("replay", self.replay)
+        return training.train(config, stores, out, init=init, replay=replay, device=where, watch=told, team=team)
+
+
+def _check_init(given: "GivenSettings", init: Path, team: "Team") -> None:
+    """Raise UserError, on all ranks, for parameters that do not fit the settings of a training."""
+    from warpfold.training.first_weights import check_first
+
+    config, wrong = given.config(), ""
+    if team.is_rank_zero:
+        try:
+            check_first(config.model, init, config.train.new_heads)
+        except UserError as error:
+            wrong = str(error)
+    if wrong := team.broadcast(wrong, "the parameters to start from"):
+        raise UserError(wrong)
+
+
+def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) -> "list[Source]":
+    """Return stores with their weights: of "pdb=0.25" 0.25, of one without any 1.
+
+    assemblies: to draw complexes from, where a store has any, not chains.
+    Errors: UserError for what is no store.
+    """
+    from warpfold.data.load.order import Source
+    from warpfold.data.store.store import Store
+
+    several: Sequence[Any] = data if is_list(data) else [data]  # type: ignore[assignment]
+    if not several:
+        raise UserError("data: is empty; name a store that `warpfold pack` made")
+    found = []
+    for one in several:
+        if isinstance(one, Source):
+            found.append(one)
+            continue
+        weight = "1"
+        if not isinstance(one, Store):
+            folder, equals, weight = str(path("data", one)).rpartition("=")
+            if not equals or Path(one).exists():
+                folder, weight = str(one), "1"
+        try:
+            store = one if isinstance(one, Store) else Store(folder)
+            found.append(Source(store, weight=float(weight), assemblies=assemblies))
+        except ValueError:
+            raise UserError(f"--data {one}: {weight!r} is not a number; expected STORE or STORE=WEIGHT") from None
+    return found
+
+
+train = function(TrainCommand)
+
+
+@command(
+    TrainCommand,
+    continues=True,
+    cls=Lists,
+    example="Example:  warpfold train tiny --data store --out run --set train.steps=500",
+)
+def in_shell(
+    given: dict[str, Any],
     examples: Annotated[
         int | None, runs("Proteins at a time, each on its own processes.", "--plan.data", min=1)
     ] = None,
     axial: Axial = None,
     branch: Branch = None,
-    device: Device = None,
-    memory: Memory = None,
-    cluster: Annotated[
-        Path | None, reads("How the processes are joined, as the doctor wrote it; default: measured.", "--cluster")
-    ] = None,
-    strict: Strict = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train or fine-tune; Ctrl-C or kill -9 loses only the steps since the last checkpoint.
-
-    On several processes, under torchrun: docs/parallel.md.
-    """
-    from warpfold import commands
+    """Train with all processes under a line of progress, and say how the run ended."""
     from warpfold.parallel.team import distributed_context
+    from warpfold.training.config import load_settings
     from warpfold.training.watching import training_progress
 
     chosen = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch}
-    changes = [*(change or []), *(f"{key}={value}" for key, value in chosen.items() if value is not None)]
-    given = commands.as_settings(settings, [*changes, *(['plan.kernels="strict"'] if strict else [])])
-    config, process = given.config(), this_process()
-    where = device_of(device, process)
+    changes = [*(given.pop("set") or []), *(f"{key}={value}" for key, value in chosen.items() if value is not None)]
+    changes += ['plan.kernels="strict"'] if given.pop("strict") else []
+    settings, process = load_settings(given.pop("settings"), changes), this_process()
+    config, where = settings.config(), device_of(given.pop("device"), process)
     if config.train.wandb == "offline":  # W&B reads it when it begins
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     bar = training_progress(config.train.steps, every=config.train.report_every) if process.rank == 0 else nullcontext()
     join = distributed_context(process, None, where, config.plan.time_limit)
-    with join as team, bar as watcher, plans_said(process):
-        result = commands.train(
-            given, data, out, init=init, replay=replay, device=where, memory=memory, cluster=cluster, watch=watcher,
-            team=team,
-        )  # fmt: skip
+    with join as team, bar as watcher, plans_said(process.rank):
+        result = train(settings, device=where, watch=watcher, team=team, **given)
     if team.is_rank_zero:
-        _say(result, out, as_json)
+        _say(result, given["out"], as_json)
     raise typer.Exit(0 if result.finished or result.signal == SIGTERM else 130)
 
 
@@ -106,23 +229,48 @@ def _say(result: "Summary", out: Path, as_json: bool) -> None:
         typer.echo(f"stopped after {result.steps} steps; {how_to_go_on()}", err=True)
 
 
-@app.command(epilog="Example:  warpfold evaluate run --data store --follow")
-def evaluate(
-    run: Annotated[Path, argument("Folder of `warpfold train`, its --out.")],
-    data: Annotated[list[str], reads("The stores that it trains on: STORE or STORE=WEIGHT.")],
-    follow: Annotated[bool, runs("Wait for further checkpoints, until that of the last step.", "--follow")] = False,
-    device: Device = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True)
+class EvaluateCommand(Checked):
     """Fold a run's held-out proteins with each of its checkpoints: beside the training, on any machine.
 
     `warpfold watch` shows what is found, in RUN/evaluations.jsonl; RUN/best.safetensors has the best weights.
     """
-    from warpfold import commands
+
+    run: Annotated[PathLike, argument("Folder of `warpfold train`, its --out.")]
+    data: Annotated[
+        StoreLike | Sequence[StoreLike],
+        reads("The stores that it trains on: STORE or STORE=WEIGHT.", shell=list[str]),
+    ]
+    _: KW_ONLY
+    follow: Annotated[bool, runs("Wait for further checkpoints, until that of the last step.")] = False
+    device: Device = None
+    watch: "Watching | None" = None
+
+    def __call__(self) -> list[dict[str, Any]]:
+        """Return a row for each checkpoint that had none yet.
+
+        watch: who is told: watchers, or functions of each row.
+        Errors: UserError for a folder that is no run's, for other data, and where another process evaluates the run.
+        """
+        from warpfold.device import device_of
+        from warpfold.training import evaluate as evaluating
+
+        folder = Path(self.run)
+        stores = sources_of(self.data, evaluating.settings_of(folder).model.multimer is not None)
+        return evaluating.evaluate(folder, stores, follow=self.follow, device=device_of(self.device), watch=self.watch)
+
+
+evaluate = function(EvaluateCommand)
+
+
+@command(EvaluateCommand, example="Example:  warpfold evaluate run --data store --follow")
+def evaluate_in_shell(given: dict[str, Any], as_json: AsJson = False) -> None:
+    """Tell of each checkpoint as soon as it is evaluated."""
 
     def tell(row: dict[str, object]) -> None:
         typer.echo(f"step {row['step']}: held-out lDDT-Cα {row['lddt_ca']:.3f}, loss {row['loss']:.3f}", err=True)
 
-    found = commands.evaluate(run, data, follow=follow, device=device_of(device, this_process()), watch=tell)
+    where = device_of(given.pop("device"), this_process())
+    found = evaluate(**given, device=where, watch=tell)
     if as_json:
         show(found)

@@ -6,19 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from warpfold.cli.common import (
-    AsJson,
-    Device,
-    app,
-    chosen,
-    decides,
-    device_of,
-    name_operations,
-    runs,
-    show,
-    show_table,
-    writes,
-)
+from warpfold.arguments import Device, decides, runs, writes
+from warpfold.cli.common import AsJson, chosen, command, device_of, name_operations, show, show_table
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
@@ -32,7 +21,7 @@ class _Tune(TyperCommand):
         super().format_help(ctx, formatter)
 
 
-@app.command(cls=_Tune, epilog="Example:  warpfold tune --op attention --quick")
+@command(cls=_Tune, example="Example:  warpfold tune --op attention --quick")
 def tune(
     op: Annotated[
         list[str] | None,

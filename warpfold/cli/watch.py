@@ -11,10 +11,11 @@ from typing import Annotated
 
 import typer
 
-from warpfold.cli.common import app, argument, runs, writes
+from warpfold.arguments import argument, runs, writes
+from warpfold.cli.common import command
 
 
-@app.command(epilog="Example:  warpfold watch run\n\nTwo of them, in a browser:  warpfold watch a b --html runs.html")
+@command(example="Example:  warpfold watch run\n\nTwo of them, in a browser:  warpfold watch a b --html runs.html")
 def watch(
     folders: Annotated[list[Path], argument("Folders of `warpfold train`, its --out; several are compared.")],
     html: Annotated[

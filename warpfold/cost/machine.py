@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from warpfold.arguments import whole
 from warpfold.cost.links import LINKS, Cluster, network
 from warpfold.cost.measured_rates import measured
 from warpfold.cost.rates import SHEETS, Rates, of_gpu
@@ -133,11 +134,13 @@ def of_sheet(device: str) -> str | None:
     return device if any(known.lower() in device.lower() for known in SHEETS) else None
 
 
-def parse_memory(text: str) -> int:
-    """Return the bytes of "24GB", "24 GiB" or "24000MB".
+def parse_memory(text: str | int) -> int:
+    """Return the bytes of "24GB", "24 GiB" or "24000MB"; a number is bytes already.
 
     Errors: UserError for what has no unit, is not a number, or is not positive.
     """
+    if not isinstance(text, str):
+        return whole("memory", text, 1)
     found = re.fullmatch(r"(\d{1,18}(?:\.\d+)?)\s*([kmgt]i?b)", text.strip(), flags=re.IGNORECASE)
     size = 0
     if found is not None and found[2].upper() in UNITS:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from warpfold.arguments import WrongArgument, shown
 from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.heartbeat import BEAT, Heartbeat, Position, TeamError, Watchdog
 from warpfold.parallel.meeting import agree_on_name, allow_connections
@@ -381,3 +382,10 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.
         why = str(error).splitlines()[0]
         raise TeamError(f"rank {process.rank}: the {process.ranks} processes did not meet at {where}: {why}") from error
     return dist.PrefixStore(f"warpfold-{name}-heartbeat", own)
+
+
+def team_of(value: Any) -> Team:
+    """Return the processes that share the work; None: this one alone."""
+    if value is not None and not isinstance(value, Team):
+        raise WrongArgument(f"team = {shown(value)}: a Team is needed, as in docs/parallel.md; none for one process")
+    return value or Team()

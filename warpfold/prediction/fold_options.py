@@ -1,13 +1,112 @@
-"""What a prediction is asked for: when recycling ends, how often the model runs, what is kept."""
+"""What a prediction is asked for, declared once (warpfold/arguments.py) for the command and for Python.
 
-import math
-from dataclasses import dataclass, field
-from typing import Any, Literal
+Imports nothing heavy: `warpfold predict --help` is made of it.
+"""
 
-from warpfold import arguments
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+
+from warpfold.arguments import (
+    Checked,
+    Device,
+    Force,
+    Memory,
+    PathLike,
+    Paths,
+    Seed,
+    Strict,
+    WrongArgument,
+    decides,
+    is_list,
+    reads,
+    runs,
+    shown,
+    whole,
+    writes,
+)
 from warpfold.errors import UserError
-from warpfold.ops.dispatch import Kernels
-from warpfold.prediction.params import Params
+
+if TYPE_CHECKING:
+    from warpfold.data.search.server import AlignmentServer
+    from warpfold.ops.dispatch import Kernels
+    from warpfold.prediction.params import Params
+
+# Inputs.
+Template = Annotated[
+    Paths | None,
+    reads(
+        "FILE or FILE:CHAIN: mmCIF or PDB structures, templates for every record, whatever their date; in a "
+        "complex for the chains that they fit, or ID=FILE for chain ID.",
+        shell=list[str] | None,
+    ),
+]
+Hits = Annotated[
+    Paths | None,
+    reads("Template hits, .hhr or hmmsearch's; with several records, NAME.hhr for each, of a complex ID.hhr."),
+]
+TemplateStructures = Annotated[PathLike | None, reads("Folder of mmCIF files that the hits point to.")]
+MaxTemplateDate = Annotated[str | None, reads("YYYY-MM-DD; hits whose structure came out later are refused.")]
+ServerLike = Union[str, "AlignmentServer", None]
+MsaServer = Annotated[
+    ServerLike,
+    reads(
+        "URL of an alignment server (ColabFold's protocol), to which sequences without alignment are SENT; without "
+        "this nothing is sent anywhere.",
+        shell=str | None,
+    ),
+]
+MsaCache = Annotated[
+    PathLike | None, writes("Folder for a server's answers, for several runs to share; default: OUT/alignments.")
+]
+
+# What is computed.
+Recycles = Annotated[int | None, decides("Passes after the first; default: the model's.", min=0)]
+RecycleTolerance = Annotated[
+    float | None,
+    decides(
+        "Angstrom: recycle no more once distances between CA change by less (ColabFold's early stop); default: "
+        "the model's.",
+        min=0,
+    ),
+]
+MaxRecycles = Annotated[
+    str | tuple[int, int] | None,
+    decides(
+        "LENGTH:RECYCLES, such as 1500:3: at most so many passes after the first where there are more residues.",
+        shell=str | None,
+    ),
+]
+Ensemble = Annotated[int | None, decides("Samples of the alignment that each pass averages over.", min=1)]
+Dropout = Annotated[
+    bool,
+    decides("Drop parts of the trunk's updates as in training, drawn by the seed: seeds then differ more."),
+]
+MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)]
+MaxExtra = Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)]
+Representations = Annotated[bool, writes("Keep single, pair and msa in the .npz.")]
+Distogram = Annotated[bool, writes("Keep contacts in the .npz, and the distogram in a .npy.")]
+SaveRecycles = Annotated[
+    bool, writes("Write the structures of the passes before the last too: NAME_recycle_0.cif and so on.")
+]
+Logits = Annotated[bool, writes("Keep the logits of all heads.")]  # in Python alone
+
+# How it runs.
+Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits and is fast.", min=0)]
+Offload = Annotated[
+    bool | None,
+    runs("Whether the pair representation lies in host memory; default: where nothing else fits.", show_default=False),
+]
+TrunkPrecision = Annotated[
+    Literal["fp32", "bf16", "bf16_all", "fp16"],
+    runs("Precision of the trunk's activations; bf16_all: of what follows it too."),
+]
+Batch = Annotated[
+    int | str,
+    runs(
+        "Short single chains that share a pass of the model, at most; auto: where that was measured to help.",
+        shell=str,
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -23,8 +122,6 @@ class Recycling:
     long: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
-            raise UserError(f"--recycle-tolerance {self.tolerance:g}: angstrom, at least 0")
         if self.long is not None and min(self.long) < 0:
             raise UserError(f"--max-recycles {self.long[0]}:{self.long[1]}: two numbers of at least 0")
 
@@ -38,10 +135,10 @@ class Recycling:
                 raise UserError(f"--max-recycles {most}: is not LENGTH:RECYCLES; write two numbers, such as 1500:3")
             long = int(numbers[0]), int(numbers[1])
         elif most is not None:
-            if not arguments.is_list(most) or len(most) != 2:
-                raise arguments.WrongArgument(f"max_recycles = {arguments.shown(most)}: two numbers are needed")
-            long = arguments.whole("max_recycles[0]", most[0]), arguments.whole("max_recycles[1]", most[1])
-        return cls(arguments.number_or_none("recycle_tolerance", tolerance), long)
+            if not is_list(most) or len(most) != 2:
+                raise WrongArgument(f"max_recycles = {shown(most)}: two numbers are needed")
+            long = whole("max_recycles[0]", most[0]), whole("max_recycles[1]", most[1])
+        return cls(tolerance, long)
 
     @property
     def ends_early(self) -> bool:
@@ -64,33 +161,67 @@ class Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictOptions:
+class PredictOptions(Checked):
     """How to fold.  Whatever changes the result is part of the run's identity; device, chunk and kernels are not."""
 
-    seed: int = 0
-    seeds: int = 1  # how many, counted on from `seed`: a prediction with each, which are ranked
-    together: bool | None = (
-        None  # records of a FASTA file are chains of one complex; None: with a multimer's parameters
-    )
-    recycles: int | None = None  # None: the model's own
-    recycling: Recycling = field(default_factory=Recycling)
-    ensemble: int | None = None
-    dropout: bool = False  # of the trunk, as in training
-    max_msa: int | None = None  # rows of the clustered and of the extra alignment; None: as the parameters were trained
-    max_extra: int | None = None
-    device: str | None = None  # None: the first GPU, or the CPU
-    batch: int | None = None  # queries in one pass, at most; None: where it is faster (prediction/folding.py)
-    chunk: int | None = None  # rows computed at a time; None: what fits, 0: all
-    offload: bool | None = None  # whether z lies in host memory; None: where nothing else fits
-    memory: int | None = None  # bytes of the device that may be used at most; None: what is free
-    precision: Literal["fp32", "bf16", "bf16_all", "fp16"] = "fp32"
-    kernels: Kernels = "fast"  # as Plan.kernels
-    representations: bool = False  # keep them in the .npz
-    distogram: bool = False  # write contacts and the distogram too
-    save_recycles: bool = False  # write the structures of the passes before the last too
-    num_models: int | None = None  # of the parameters, at most
-    keep: int | None = None  # of each query's ranked predictions, those that keep all files; None: all of them
-    force: bool = False
+    seed: Seed = 0
+    seeds: Annotated[int, decides("Predict with this many seeds, SEED, SEED + 1 ..., and rank them.", min=1)] = 1
+    recycles: Recycles = None
+    recycle_tolerance: RecycleTolerance = None
+    max_recycles: MaxRecycles = None
+    ensemble: Ensemble = None
+    dropout: Dropout = False
+    max_msa: MaxMsa = None
+    max_extra: MaxExtra = None
+    num_models: Annotated[int | None, reads("Of the parameters, use this many.", min=1)] = None
+    complex: Annotated[
+        bool | None,
+        reads(
+            "Whether the records of a FASTA file are the chains of one complex; default: if --params are a multimer's.",
+            show_default=False,
+        ),
+    ] = None
+    representations: Representations = False
+    distogram: Distogram = False
+    save_recycles: SaveRecycles = False
+    keep: Annotated[
+        int | None,
+        writes(
+            "Of each protein's ranked predictions, the best so many keep all files, the others none that grow with the "
+            "square of the length; default: all keep all.",
+            min=1,
+        ),
+    ] = None
+    device: Device = None
+    chunk: Chunk = None
+    offload: Offload = None
+    memory: Memory = None
+    precision: TrunkPrecision = "fp32"
+    batch: Batch = "auto"
+    strict: Strict = False
+    force: Force = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        batch_of(self.batch)
+        _ = self.recycling, self.memory_limit  # which refuse what is none
+
+    @property
+    def recycling(self) -> Recycling:
+        """Return when recycling ends."""
+        return Recycling.of(self.recycle_tolerance, self.max_recycles)
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Return bytes of the device that may be used at most; None: what is free."""
+        from warpfold.cost.machine import parse_memory
+
+        return None if self.memory is None else parse_memory(self.memory)
+
+    @property
+    def kernels(self) -> "Kernels":
+        """Return which kernels, as `Plan.kernels`."""
+        return "strict" if self.strict else "fast"
 
     @property
     def kept(self) -> Kept:
@@ -102,7 +233,7 @@ class PredictOptions:
         """Return whether no two proteins may share a pass, since what is drawn, kept or when it ends is each's own."""
         return self.recycling.ends_early or self.dropout or self.save_recycles
 
-    def identity_settings(self, model: Params) -> dict[str, Any]:
+    def identity_settings(self, model: "Params") -> dict[str, Any]:
         """Return what decides a model's results, beside parameters, queries and seeds, as it is in the end."""
         config, sample = model.config, model.sample
         # Named only if given: folders of earlier versions can be continued.
@@ -119,28 +250,12 @@ class PredictOptions:
         }
 
 
-def kept_of(representations: bool, distogram: bool, logits: bool, save_recycles: bool) -> Kept:
-    """Return what predictions keep.  Errors: UserError for what is not True or False."""
-    given = {"representations": representations, "distogram": distogram, "logits": logits}
-    given["save_recycles"] = save_recycles
-    return Kept(**{name: arguments.flag(name, value) for name, value in given.items()})
-
-
-def passes_of(seed: int, recycles: int | None, ensemble: int | None) -> dict[str, Any]:
-    """Return the numbers that `Predictor.prepare` takes.  Errors: UserError for what is none."""
-    return {
-        "seed": arguments.whole("seed", seed),
-        "recycles": arguments.whole_or_none("recycles", recycles, 0),
-        "ensemble": arguments.whole_or_none("ensemble", ensemble, 1),
-    }
-
-
 def batch_of(value: Any) -> int | None:
     """Return how many queries may share a pass; None for "auto".  Errors: UserError for anything else."""
     if value == "auto":
         return None
     if isinstance(value, str):
         if not (value.isdecimal() and len(value) < 6 and int(value) > 0):
-            raise arguments.WrongArgument(f"--batch {value}: a number from 1 on, or auto")
+            raise WrongArgument(f"--batch {value}: a number from 1 on, or auto")
         return int(value)
-    return arguments.whole("batch", value, 1)
+    return whole("batch", value, 1)

@@ -19,7 +19,7 @@ from warpfold.data.example.query_files import Given
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe
 from warpfold.parallel.team import Team
-from warpfold.prediction.fold_options import PredictOptions
+from warpfold.prediction.fold_options import PredictOptions, batch_of
 from warpfold.prediction.folder import PredictionFolder
 from warpfold.prediction.folding import FoldItem, in_groups, one_line
 from warpfold.prediction.notices import noted, shorten_list
@@ -95,7 +95,7 @@ def predict(
     with closing(folder):
         todo = None
         if team.is_rank_zero:
-            batch = 1 if team.process.ranks > 1 or options.alone else options.batch
+            batch = 1 if team.process.ranks > 1 or options.alone else batch_of(options.batch)
             todo = folder.begin(in_groups(items, batch, device), options.force)
         todo = team.broadcast(todo, "the beginning of the run")
         clock, refused = fold_shared(memory, folder.groups_of(todo), folder, share, tell)
@@ -141,7 +141,7 @@ def _read(
         _check_before_sending(out, asked, options.force)
         return fetching(server, check, tell)(lacking)
 
-    together = bool(options.together) if waiting else _together(models, options)
+    together = bool(options.complex) if waiting else _together(models, options)
     read = read_given(given, msas, together, fetch if server is not None else None, check)
     if not read.queries:
         raise next(iter(read.errors.values()))
@@ -205,12 +205,12 @@ def _share_out(models: Sequence[Params], queries: Sequence[Query], options: Pred
     fixed: dict[str, Any] = {"precision": options.precision, "kernels": options.kernels}
     fixed |= {} if options.chunk is None else {"chunk": options.chunk or None}
     recycles = config.recycles if recycles is None else recycles
-    team.remesh(grid_for(config, sizes, recycles, device, fixed, options.memory, team))
+    team.remesh(grid_for(config, sizes, recycles, device, fixed, options.memory_limit, team))
 
 
 def _together(models: Sequence[Params], options: PredictOptions) -> bool:
     """Return whether the records of a FASTA file are the chains of one complex."""
-    return all(model.multimer for model in models) if options.together is None else options.together
+    return all(model.multimer for model in models) if options.complex is None else options.complex
 
 
 def _check_complexes(found: Sequence[str], models: Sequence[Params]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 
 from warpfold import arguments
-from warpfold.arguments import PathLike, Paths
+from warpfold.arguments import Memory, PathLike, Seed
 from warpfold.batch import stack, to_tensors
 from warpfold.cost.machine import parse_memory
 from warpfold.data.example.assembly import Assembly, Example
@@ -19,7 +19,7 @@ from warpfold.data.example.complexes import Complex
 from warpfold.data.example.raw_example import RawExample
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
-from warpfold.device import slow_precision
+from warpfold.device import device_of, slow_precision
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
 from warpfold.memory import release_memory
@@ -28,8 +28,31 @@ from warpfold.model.weights import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan, Precision
-from warpfold.parallel.team import Team
-from warpfold.prediction.fold_options import Kept, Recycling, batch_of, kept_of, passes_of
+from warpfold.parallel.team import Team, team_of
+from warpfold.prediction.fold_options import (
+    Batch,
+    Chunk,
+    Distogram,
+    Dropout,
+    Ensemble,
+    Hits,
+    Kept,
+    Logits,
+    MaxExtra,
+    MaxMsa,
+    MaxRecycles,
+    MaxTemplateDate,
+    MsaCache,
+    MsaServer,
+    Offload,
+    Recycles,
+    RecycleTolerance,
+    Recycling,
+    Representations,
+    SaveRecycles,
+    TemplateStructures,
+    batch_of,
+)  # fmt: skip
 from warpfold.prediction.folding import Asked, FoldItem, FoldOutcome, fold_groups, in_groups
 from warpfold.prediction.outputs import PassStructure, Prediction
 from warpfold.prediction.params import MULTIMERS, Params
@@ -38,7 +61,6 @@ from warpfold.prediction.queries import (
     FetchAlignments,
     Query,
     Sequences,
-    ServerLike,
     TemplatesLike,
     add_templates,
     each_given,
@@ -57,7 +79,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("warpfold")
 KEPT = Kept()
-NAMES = arguments.names_arguments(msa="alignment", template="templates", strict='kernels="strict"')
+CHECKED = arguments.checked(msa="alignment", template="templates", strict='kernels="strict"')
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,33 +107,33 @@ class Predictor:
     Errors: UserError for a model that such a team cannot share.
     """
 
-    @NAMES
+    @CHECKED
     def __init__(
         self,
         model: AlphaFold,
         device: str | torch.device = "cpu",
-        chunk: int | None = None,
+        chunk: Chunk = None,
         precision: Precision = "fp32",
         sample: SampleConfig | None = None,
         team: Team | None = None,
         kernels: Kernels = "fast",
-        offload: bool | None = None,
-        memory: str | int | None = None,
+        offload: Offload = None,
+        memory: Memory = None,
     ) -> None:
         if not isinstance(model, AlphaFold):
             what = arguments.shown(model)
             raise arguments.WrongArgument(f"model = {what}: an AlphaFold is needed; files: load(FILE)")
-        self.team = arguments.team_of(team)
+        self.team = team_of(team)
         axial, branch = self.team.mesh.axial.size, self.team.mesh.branch.size
         if reason := Plan(axial=axial, branch=branch).unsupported_reason(model.config.evoformer.outer):
             raise UserError(reason)
         fixed: dict[str, Any] = {"precision": arguments.one_of("precision", precision, DTYPES)}
         fixed["kernels"] = arguments.one_of("kernels", kernels, get_args(Kernels))
-        if arguments.whole_or_none("chunk", chunk, 0) is not None:
+        if chunk is not None:
             fixed["chunk"] = chunk or None
         if offload is not None:
-            fixed["offload"] = arguments.flag("offload", offload)
-        size = parse_memory(memory) if isinstance(memory, str) else arguments.whole_or_none("memory", memory, 1)
+            fixed["offload"] = offload
+        size = None if memory is None else parse_memory(memory)
         self._fixed, self._memory, self.precision = fixed, size, precision
         self.model = model
         self.sample = sample or SampleConfig()
@@ -122,10 +144,10 @@ class Predictor:
         if self.team.is_rank_zero and (slow := slow_precision(precision, self.device)):
             log.warning("%s", slow)
 
-    @NAMES
+    @CHECKED
     def to(self, device: str | torch.device) -> "Predictor":
         """Move the model to another device; it folds there from now on.  Returns itself."""
-        self.device = torch.device(arguments.device_of(device))
+        self.device = torch.device(device_of(device))
         self.model.to(self.device).eval()
         PackedWeights(self.model, DTYPES[self.precision])
         self.planner = FoldPlanner(self.model.config, self.device, self._fixed, self._memory, self.team)
@@ -137,7 +159,7 @@ class Predictor:
         count = sum(p.numel() for p in self.model.parameters())
         return f"<Predictor of {kind}: {count:,} parameters, {self.precision} on {self.device}>"
 
-    @NAMES
+    @CHECKED
     def fold(
         self,
         sequence: Sequences,
@@ -145,18 +167,18 @@ class Predictor:
         templates: TemplatesLike = None,
         *,
         name: str = "query",
-        seed: int = 0,
-        recycles: int | None = None,
-        ensemble: int | None = None,
-        representations: bool = True,
-        distogram: bool = False,
-        logits: bool = False,
-        save_recycles: bool = False,
-        hits: Paths | None = None,
-        template_structures: PathLike | None = None,
-        max_template_date: str | None = None,
-        msa_server: ServerLike = None,
-        msa_cache: PathLike | None = None,
+        seed: Seed = 0,
+        recycles: Recycles = None,
+        ensemble: Ensemble = None,
+        representations: Representations = True,
+        distogram: Distogram = False,
+        logits: Logits = False,
+        save_recycles: SaveRecycles = False,
+        hits: Hits = None,
+        template_structures: TemplateStructures = None,
+        max_template_date: MaxTemplateDate = None,
+        msa_server: MsaServer = None,
+        msa_cache: MsaCache = None,
     ) -> Prediction:
         """Fold `sequence` (one letter per residue), given an alignment of it: rows as in A3M, a file, an `Alignment`.
 
@@ -176,15 +198,14 @@ class Predictor:
         Errors: UserError for letters that are not residues, rows that do not fit the sequence, templates that cannot
         be used, or more of them than the model takes; and for arguments of another kind.
         """
-        kept = kept_of(representations, distogram, logits, save_recycles)
-        numbers = passes_of(seed, recycles, ensemble)
+        kept = Kept(representations, distogram, logits, save_recycles)
         fetch = self._fetching(msa_server, msa_cache)
         query = query_of(sequence, alignment, arguments.text("name", name), fetch)
         query = self.with_templates(query, templates, hits, template_structures, max_template_date)
-        prediction = self.compute(self.prepare(query.assembly, **numbers), kept)
+        prediction = self.compute(self.prepare(query.assembly, seed=seed, recycles=recycles, ensemble=ensemble), kept)
         return with_warnings(query, prediction)
 
-    def _fetching(self, server: ServerLike, cache: PathLike | None) -> FetchAlignments | None:
+    def _fetching(self, server: MsaServer, cache: MsaCache) -> FetchAlignments | None:
         """Return what gets alignments from the server that the user has named, here or in `load`; None without one."""
         named = server_of(server, cache, Path("alignments")) or self.msa_server
         return None if named is None else fetching(named, self.check)
@@ -193,32 +214,32 @@ class Predictor:
         self,
         query: Query,
         templates: TemplatesLike = None,
-        hits: Paths | None = None,
-        template_structures: PathLike | None = None,
-        max_template_date: str | None = None,
+        hits: Hits = None,
+        template_structures: TemplateStructures = None,
+        max_template_date: MaxTemplateDate = None,
     ) -> Query:
         """Return a query with its templates.  Errors: UserError as of `fold`, and for what the model cannot fold."""
         if query.is_complex:
             self._check_complex(query.name)
         return add_templates(query, self.as_params, templates, hits, template_structures, max_template_date)
 
-    @NAMES
+    @CHECKED
     def fold_many(
         self,
         sequences: Mapping[str, Sequences] | Sequence[Sequences] | PathLike,
         alignments: Any = (),
         templates: Any = (),
         *,
-        seed: int = 0,
-        recycles: int | None = None,
-        ensemble: int | None = None,
-        representations: bool = False,
-        distogram: bool = False,
-        logits: bool = False,
-        save_recycles: bool = False,
-        batch: int | str = "auto",
-        msa_server: ServerLike = None,
-        msa_cache: PathLike | None = None,
+        seed: Seed = 0,
+        recycles: Recycles = None,
+        ensemble: Ensemble = None,
+        representations: Representations = False,
+        distogram: Distogram = False,
+        logits: Logits = False,
+        save_recycles: SaveRecycles = False,
+        batch: Batch = "auto",
+        msa_server: MsaServer = None,
+        msa_cache: MsaCache = None,
         progress: Progress | None = None,
     ) -> list[FoldResult]:
         """Fold many proteins and complexes; return a result for each, in their order, also for those that failed.
@@ -233,8 +254,7 @@ class Predictor:
         """
         from warpfold.data.search.server import ServerGone
 
-        asked = Asked(recycles, ensemble, kept_of(representations, distogram, logits, save_recycles))
-        passes_of(seed, recycles, ensemble)
+        asked = Asked(recycles, ensemble, Kept(representations, distogram, logits, save_recycles))
         most, fetch, tell = batch_of(batch), self._fetching(msa_server, msa_cache), arguments.progress_of(progress)
         results: dict[str, FoldResult] = {}
         found: list[Query] = []
@@ -275,20 +295,20 @@ class Predictor:
         self,
         assembly: Assembly,
         *,
-        seed: int = 0,
-        recycles: int | None = None,
-        ensemble: int | None = None,
-        representations: bool = True,
-        distogram: bool = False,
-        logits: bool = False,
-        save_recycles: bool = False,
+        seed: Seed = 0,
+        recycles: Recycles = None,
+        ensemble: Ensemble = None,
+        representations: Representations = True,
+        distogram: Distogram = False,
+        logits: Logits = False,
+        save_recycles: SaveRecycles = False,
     ) -> Prediction:
         """Fold chains that are encoded already, as `fold` does; coordinates that they have are ignored."""
         prepared = self.prepare(assembly, seed=seed, recycles=recycles, ensemble=ensemble)
         return self.compute(prepared, Kept(representations, distogram, logits, save_recycles))
 
     def prepare(
-        self, assembly: Assembly, *, seed: int = 0, recycles: int | None = None, ensemble: int | None = None
+        self, assembly: Assembly, *, seed: Seed = 0, recycles: Recycles = None, ensemble: Ensemble = None
     ) -> Prepared:
         """Make the features of one chain or several, in host memory; a thread may do it while others compute."""
         start, settings = time.perf_counter(), self.model.config
@@ -396,7 +416,7 @@ class Predictor:
             model.config = settings
             model.eval()
 
-    def plan(self, prepared: Prepared, representations: bool = True) -> FoldPlan:
+    def plan(self, prepared: Prepared, representations: Representations = True) -> FoldPlan:
         """Return how an example is folded now.  Errors: UserError where nothing fits, saying what would."""
         sizes = sizes_of_batch(prepared.batch)
         return self.planner.choose(sizes, prepared.recycles, prepared.ensemble, representations)
@@ -429,25 +449,25 @@ def _without_atoms(chain: Example) -> Example:
     return replace(chain, positions=None, mask=None) if isinstance(chain, RawExample) else chain
 
 
-@arguments.names_arguments(strict='kernels="strict"')
+@arguments.checked(strict='kernels="strict"')
 def load(
     params: PathLike,
     device: str | torch.device | None = None,
-    chunk: int | None = None,
+    chunk: Chunk = None,
     precision: Precision = "fp32",
     sample: SampleConfig | None = None,
     team: Team | None = None,
     kernels: Kernels = "fast",
-    offload: bool | None = None,
-    memory: str | int | None = None,
+    offload: Offload = None,
+    memory: Memory = None,
     *,
-    max_msa: int | None = None,
-    max_extra: int | None = None,
-    recycle_tolerance: float | None = None,
-    max_recycles: str | tuple[int, int] | None = None,
-    dropout: bool = False,
-    msa_server: ServerLike = None,
-    msa_cache: PathLike | None = None,
+    max_msa: MaxMsa = None,
+    max_extra: MaxExtra = None,
+    recycle_tolerance: RecycleTolerance = None,
+    max_recycles: MaxRecycles = None,
+    dropout: Dropout = False,
+    msa_server: MsaServer = None,
+    msa_cache: MsaCache = None,
 ) -> Predictor:
     """Load parameters from a file: WarpFold's safetensors, DeepMind's params_model_*.npz, or OpenFold's .pt.
 
@@ -459,15 +479,12 @@ def load(
     msa_server, msa_cache: for all that it folds, as of `Predictor.fold`.  The rest is as in `Predictor`.
     Errors: UserError for a file that is none of these, or whose arrays do not fit, and for wrong arguments.
     """
-    path, where = arguments.path("params", params), arguments.device_of(device)
+    path, where = arguments.path("params", params), device_of(device)
     recycling = Recycling.of(recycle_tolerance, max_recycles)
     server = server_of(msa_server, msa_cache, Path("alignments"))
     if sample is not None and not isinstance(sample, SampleConfig):
         raise arguments.WrongArgument(f"sample = {arguments.shown(sample)}: a SampleConfig is needed")
-    rows: dict[str, Any] = {
-        "max_msa": arguments.whole_or_none("max_msa", max_msa, 1),
-        "max_extra": arguments.whole_or_none("max_extra", max_extra, 0),
-    }
+    rows: dict[str, Any] = {"max_msa": max_msa, "max_extra": max_extra}
     model = load_model(path)
     if sample is None:
         sample = build(SampleConfig, data_settings(path), str(path))
@@ -476,5 +493,5 @@ def load(
     sample = replace(sample, **{name: count for name, count in rows.items() if count is not None})
     predictor = Predictor(model, where, chunk, precision, sample, team, kernels, offload, memory)
     predictor.recycling, predictor.msa_server = recycling, server
-    predictor.dropout = arguments.flag("dropout", dropout)
+    predictor.dropout = dropout
     return predictor

@@ -5,12 +5,12 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from warpfold import arguments
-from warpfold.arguments import PathLike, WrongArgument, is_list, path_or_none, paths, shown, text_or_none
+from warpfold.arguments import PathLike, WrongArgument, is_list, path_or_none, paths, shown
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.complexes import Complex, assemble, chain_ids, search_names
 from warpfold.data.example.query_files import Given, read_query_files
@@ -36,7 +36,6 @@ from warpfold.progress import Progress, no_progress
 if TYPE_CHECKING:
     from warpfold.data.search.server import AlignmentServer
 
-ServerLike = Union[str, "AlignmentServer", None]
 log = logging.getLogger("warpfold.plan")  # what a server does is told where plans are
 
 Sequences = str | Sequence[str] | Mapping[str, str]  # of a protein, or of the chains of a complex
@@ -357,7 +356,7 @@ def add_templates(
         files=[str(file) for file in paths("templates", templates)],
         hits=paths("hits", hits),
         structures=path_or_none("template_structures", structures),
-        max_date=text_or_none("max_template_date", max_date),
+        max_date=max_date,
     )
     if not sources:
         return query

@@ -1,14 +1,17 @@
 """All settings of a run: what a TOML file in settings/ may contain."""
 
+import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from warpfold import settings
+from warpfold.arguments import shown
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.load.order import Weights
 from warpfold.engine.optim import OptimConfig, unsupported_batch
+from warpfold.errors import UserError
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.plan import Plan
@@ -130,16 +133,26 @@ class GivenSettings:
         return fixed, {key: getattr(sync, key) for key in given}
 
 
-SettingsLike = str | Path | Mapping[str, Any] | RunConfig
+SettingsLike = str | os.PathLike[str] | Mapping[str, Any] | RunConfig | GivenSettings
 
 
 def load_settings(name: SettingsLike, changes: Iterable[str] = ()) -> GivenSettings:
     """Read settings in which the plan may be left to the planner: `plan = "auto"`, or keys that are not there.
 
-    name: a preset's, a file, the values of one, or settings that are built already, whose plan stays as it is.
-    `plan.auto = false`: what is not there has the default of `Plan`.
-    Errors: UserError as of `settings.load`.
+    name: a preset's, a file, the values of one, or settings that are built already, whose plan stays as it is; settings
+    that have been read so stay as they are.  `plan.auto = false`: what is not there has the default of `Plan`.
+    Errors: UserError as of `settings.load`, and for what is none of these.
     """
+    changes = list(changes)
+    if isinstance(name, GivenSettings):
+        if changes:
+            raise UserError(f"{changes[0]}: these settings have been read; change them when they are")
+        return name
+    if not isinstance(name, str | os.PathLike | Mapping | RunConfig):
+        what = shown(name)
+        raise UserError(f"settings = {what}: a preset's name, a TOML file, a mapping or a RunConfig is needed")
+    if isinstance(name, os.PathLike):
+        name = Path(name)
     if isinstance(name, RunConfig):
         values = settings.load(settings.to_dict(name), changes)
         return GivenSettings("settings", values, frozenset(values["plan"]), auto=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warpfold.data.formats.input_files import InputFile
     from warpfold.data.pack.build import BuildJob, BuiltChains, ReadChains
-    from warpfold.data.pack.inputs import PackOptions
+    from warpfold.data.pack.options import PackOptions
 
 
 def _die_of(name: str, word: str) -> None:

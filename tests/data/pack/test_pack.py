@@ -12,8 +12,8 @@ from warpfold.batch import to_tensors
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.input_files import InputFile
-from warpfold.data.pack.inputs import PackOptions
 from warpfold.data.pack.match import Matcher, Queries
+from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
 from warpfold.data.store.store import Store

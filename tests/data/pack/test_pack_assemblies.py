@@ -22,7 +22,7 @@ from warpfold.data.formats.alignment import decode
 from warpfold.data.formats.sequences import parse_alignment
 from warpfold.data.load.loader import Maker
 from warpfold.data.load.order import Order, Source
-from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import merge, pack
 from warpfold.data.pack.part import part_path
 from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
@@ -34,7 +34,7 @@ from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
 
-FIRST, ALL = PackOptions(assemblies="first"), PackOptions(assemblies="all")
+FIRST, ALL = PackOptions(assemblies=True), PackOptions(all_assemblies=True)
 
 
 def entry(path: Path, chains: Sequence[Chain], *generators: tuple[str, str, str]) -> Path:
@@ -104,12 +104,12 @@ def test_what_is_left_out_is_reported(files: Path) -> None:
 
 
 def test_other_limits_and_all_assemblies(files: Path) -> None:
-    limited = PackOptions(assemblies="all", max_chains=2, max_residues=59)
+    limited = PackOptions(all_assemblies=True, max_chains=2, max_residues=59)
     report = packed(files, options=limited)
     assert report_of(report, "2sym-assembly1") == "dropped: 4 chains, more than 2"
     assert report_of(report, "2sym-assembly2") == "kept: "
     assert report_of(report, "1one-assembly1") == "dropped: 3 chains, more than 2"
-    report = packed(files, "other", options=PackOptions(assemblies="first", max_residues=119))
+    report = packed(files, "other", options=PackOptions(assemblies=True, max_residues=119))
     assert report_of(report, "2sym-assembly1") == "dropped: 120 residues, more than 119"
 
 

@@ -8,7 +8,7 @@ import pytest
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.crop import ca_of
 from warpfold.data.features.make import make_features
-from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import read_assembly
@@ -23,7 +23,7 @@ ALIGNMENTS = ("1a00_A", "HBB", "2q2k_A")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     path = tmp_path_factory.mktemp("realdata") / "store"
     files = [file for name in ENTRIES for file in (REALDATA / "mmcif").glob(f"{name}.cif*")]
-    report = pack(files, [REALDATA / "msas" / name for name in ALIGNMENTS], path, PackOptions(assemblies="first"))
+    report = pack(files, [REALDATA / "msas" / name for name in ALIGNMENTS], path, PackOptions(assemblies=True))
     reasons = {entry.name: entry.reason for entry in report.entries}
     assert reasons["2hhb-assembly1"] == "without HEM: not a polymer; without PO4: not a polymer"
     assert reasons["1a0a-assembly1"].startswith("without C: polydeoxyribonucleotide; without D: poly")

@@ -18,7 +18,7 @@ from warpfold.bulk import JobPart
 from warpfold.data.pack import inputs as packing_inputs
 from warpfold.data.pack import jobs as pack_jobs
 from warpfold.data.pack import pack as packing
-from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import merge, pack
 from warpfold.data.pack.part import VERSION, PartWriter, part_path
 from warpfold.data.pack.report import PackReport

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, structure
-from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import find_inputs, pack
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import read_example

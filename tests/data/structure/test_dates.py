@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import warpfold
 from tests.data.entries import backbone, entry
-from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.pack.inputs import drop_reason
+from warpfold.data.pack.options import PackOptions
 from warpfold.data.structure.chain import Structure, given_date, parse_date
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
@@ -71,7 +72,7 @@ def test_the_filters_of_pack_agree_with_datetime(
 ) -> None:
     structure = released(file[1])
     options = PackOptions(released_after=after[1], released_before=before[1], max_single=1.0)
-    assert (options.drop_reason(structure, structure.chains["A"]) is None) == (after[0] <= file[0] < before[0])
+    assert (drop_reason(options, structure, structure.chains["A"]) is None) == (after[0] <= file[0] < before[0])
     assert options == PackOptions(released_after=str(after[0]), released_before=str(before[0]), max_single=1.0)
 
 
@@ -79,7 +80,7 @@ def test_a_file_whose_date_is_none_is_dropped_with_that_reason() -> None:
     structure = released("soon")
     assert structure.release_date is None
     options = PackOptions(released_after="19000101", max_single=1.0)
-    assert options.drop_reason(structure, structure.chains["A"]) == "no release date"
+    assert drop_reason(options, structure, structure.chains["A"]) == "no release date"
 
 
 def test_an_option_that_is_no_date_is_refused() -> None:
@@ -107,12 +108,10 @@ TEXT = {
         "data/pack/report.py: release_date",
         "data/structure/write.py: release_date",
     ),
-    *("data/pack/inputs.py: released_after", "data/pack/inputs.py: released_before"),
-    *("data/pack/inputs.py: max_template_date", "cli/pack.py: released_after", "cli/pack.py: released_before"),
-    *("cli/pack.py: max_template_date", "cli/predict.py: max_template_date", "prediction/templates.py: max_date"),
-    *("commands.py: max_template_date", "commands.py: released_after", "commands.py: released_before"),
+    *("data/pack/options.py: released_after", "data/pack/options.py: released_before"),
+    *("data/pack/options.py: max_template_date", "prediction/templates.py: max_date"),
     *("prediction/predictor.py: max_template_date", "prediction/fold_input.py: max_date"),
-    "predict_command.py: max_template_date",
+    "cli/predict.py: max_template_date",
 }
 WORDS = {"date", "dates", "day", "days", "released"}  # of a name that is a date's
 

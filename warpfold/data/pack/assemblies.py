@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.report import PackEntry
 from warpfold.data.store.store import Packed
 from warpfold.data.store.stored_assembly import pack_assembly
@@ -28,7 +28,7 @@ def build_assemblies(
     kept = {chain: found for chain, found in built.items() if found["kept"]}
     dropped = structure.dropped | {chain: found["reason"] for chain, found in built.items() if not found["kept"]}
     names = structure.assemblies.ids
-    for name in names if options.assemblies == "all" else names[:1]:
+    for name in names if options.all_assemblies else names[:1]:
         entry = PackEntry(
             name=f"{structure.id}-assembly{name}",  # as the PDB names the files of assemblies
             file=file,

@@ -18,9 +18,10 @@ from warpfold.data.formats.complex_a3m import is_complex
 from warpfold.data.formats.input_files import InputFile, as_alphafold_reads, read_query
 from warpfold.data.formats.sequences import parse_alignment
 from warpfold.data.pack.assemblies import build_assemblies
-from warpfold.data.pack.inputs import PackOptions
+from warpfold.data.pack.inputs import drop_reason
+from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.report import PackEntry
-from warpfold.data.similar.pairwise import column_map
+from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
 from warpfold.data.store.store import Packed, pack_record
 from warpfold.data.store.stored_assembly import CHAINS
 from warpfold.data.store.stored_example import example_arrays, example_notes
@@ -112,7 +113,7 @@ def read_chains(job: tuple[InputFile, PackOptions]) -> ReadChains:
     dropped = [PackEntry(f"{structure.id}_{name}", file.name, False, why) for name, why in structure.dropped.items()]
     kept, reasons = {}, dict(structure.dropped)
     for name, chain in structure.chains.items():
-        if reason := options.drop_reason(structure, chain):
+        if reason := drop_reason(options, structure, chain):
             reasons[name] = reason
             dropped.append(_entry(structure, name, file, False, reason))
         else:
@@ -170,7 +171,7 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
         with within_memory(job.file.name):
             first = structure.chains[name]
             pairing = job.options.has_assemblies
-            raw = from_chain(model.name, structure, first, alignments, used, job.options.min_identity, pairing)
+            raw = from_chain(model.name, structure, first, alignments, used, MIN_IDENTITY, pairing)
             del alignments  # they may take most of the memory, and `raw` has all their rows
             if group[0].hits:
                 raw = _with_templates(raw, group[0].hits, job, model, built)
@@ -193,7 +194,7 @@ def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> 
     data = source.read_bytes(options.limit)
     if is_complex(data):
         every = parse_chain_alignments(data, source.name)
-        return [one for one in every if check_map(*column_map(one.query, sequence), options.min_identity) is None], []
+        return [one for one in every if check_map(*column_map(one.query, sequence), MIN_IDENTITY) is None], []
     alignment, notes = as_alphafold_reads(parse_alignment(data, source.name), source.file, source.name)
     return [replace(alignment, stands_alone=not source.serves_pairing)], notes
 

@@ -1,114 +1,44 @@
-"""What is packed, and how: the options, the files that were found, and which part packs which files."""
+"""What is packed: which chains, the files that were found, and which part packs which files."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-from datetime import date
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
 
 from warpfold import __version__
 from warpfold.bulk import JobPart
 from warpfold.data.formats.input_files import ALIGNMENTS, HITS, STRUCTURES, InputFile, digest, find
+from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.part import Manifest
-from warpfold.data.similar.pairwise import MIN_IDENTITY
-from warpfold.data.structure.chain import Chain, Structure, given_date
-from warpfold.errors import UserError
-from warpfold.files import LARGEST
+from warpfold.data.structure.chain import Chain, Structure
 from warpfold.geometry.residue import ATOM_ORDER
 
 
-@dataclass(frozen=True)
-class PackOptions:
-    """The options that decide the content of a store.
-
-    The paper's filters are the resolution, the share of one amino acid (Supp. 1.2.5), and clusters at 40 % identity.
-    Dates are kept as text, always as YYYY-MM-DD, since a store records them; `day` parses one.
-    Errors: UserError for a text that is not a date.
-    """
-
-    max_resolution: float = 9.0  # angstrom; structures without one (NMR) pass
-    max_single: float = 0.8  # share of the sequence that one amino acid may have
-    min_length: int = 10  # residues, and as many must have a CA
-    max_length: int | None = None
-    released_after: str | None = None  # YYYY-MM-DD, itself included
-    released_before: str | None = None  # itself not included
-    require_msa: bool = False  # otherwise a chain without alignment is kept with its sequence alone
-    min_identity: float = MIN_IDENTITY  # between a chain and an alignment's query
-    max_template_date: str | None = None  # itself included; a chain's templates are never newer than the chain
-    cluster_identity: float = 0.4  # 1: equal sequences; ignored if a file of clusters is given
-    max_file_gb: float = LARGEST / 1e9  # of a file when it is unpacked; larger ones are left out
-    # Which biological assemblies become entries of their own: AlphaFold-Multimer trains on the first of each entry.
-    assemblies: Literal["none", "first", "all"] = "none"
-    max_chains: int = 20  # of an assembly, copies included: as many as AlphaFold 3 trains on (its Supp. 2.5.4)
-    max_residues: int = 10_000  # of an assembly: a spatial crop looks at all of its CA, in a second at most
-
-    def __post_init__(self) -> None:
-        for option in fields(self):
-            value = getattr(self, option.name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UserError(f"pack: --{option.name.replace('_', '-')} {value}: a finite number expected")
-        if not 0 < self.max_file_gb <= 1e6:
-            raise UserError(f"pack: --max-file-gb {self.max_file_gb:g}: expected a number over 0, and up to 1e6")
-        least = {"min_length": 1, "max_length": 1, "max_chains": 1, "max_residues": 1}
-        for name, low in least.items():
-            if (value := getattr(self, name)) is not None and value < low:
-                raise UserError(f"pack: --{name.replace('_', '-')} {value}: at least {low}")
-        if self.max_single > 1 or not 0 <= self.cluster_identity <= 1:
-            shares = f"--max-single {self.max_single:g}, --cluster-identity {self.cluster_identity:g}"
-            raise UserError(f"pack: {shares}: are shares, of 1 at most")
-        for name in ("released_after", "released_before", "max_template_date"):
-            if (day := self.day(name)) is not None:
-                object.__setattr__(self, name, day.isoformat())  # in one spelling: stores compare their options
-
-    @property
-    def has_assemblies(self) -> bool:
-        """Return whether the store gets assemblies."""
-        return self.assemblies != "none"
-
-    def recorded(self) -> dict[str, Any]:
-        """Return the options as a store records them: those of assemblies only if it has any."""
-        unused = () if self.has_assemblies else ("assemblies", "max_chains", "max_residues")
-        return {name: value for name, value in asdict(self).items() if name not in unused}
-
-    @property
-    def limit(self) -> int:
-        """Return how many bytes a file may have when it is unpacked."""
-        return int(self.max_file_gb * 1e9)
-
-    def day(self, name: str) -> date | None:
-        """Return the option `name`, a date, parsed."""
-        return given_date(getattr(self, name), f"--{name.replace('_', '-')}")
-
-    def drop_reason(self, structure: Structure, chain: Chain) -> str | None:
-        """Return why this chain is dropped, or None."""
-        length, resolved = len(chain.sequence), int((chain.mask[:, ATOM_ORDER["CA"]] > 0).sum())
-        residue, count = Counter(chain.sequence).most_common(1)[0] if length else ("", 0)
-        if structure.resolution is not None and structure.resolution > self.max_resolution:
-            return f"resolution {structure.resolution:g} Å, over {self.max_resolution:g}"
-        after, before = self.day("released_after"), self.day("released_before")
-        if after is not None or before is not None:
-            released = structure.release_date
-            if released is None:
-                return "no release date"
-            if after is not None and released < after:
-                return f"released {released}, before {after}"
-            if before is not None and released >= before:
-                return f"released {released}, not before {before}"
-        if length < self.min_length:
-            return f"{length} residues, fewer than {self.min_length}"
-        if self.max_length is not None and length > self.max_length:
-            return f"{length} residues, more than {self.max_length}"
-        if resolved < self.min_length:
-            return f"{resolved} residues with a CA, fewer than {self.min_length}"
-        if count > self.max_single * length:
-            return f"{count / length:.0%} of the sequence is {residue}, over {self.max_single:.0%}"
-        return None
-
-
-DEFAULTS = PackOptions()
+def drop_reason(options: PackOptions, structure: Structure, chain: Chain) -> str | None:
+    """Return why this chain is dropped, or None."""
+    length, resolved = len(chain.sequence), int((chain.mask[:, ATOM_ORDER["CA"]] > 0).sum())
+    residue, count = Counter(chain.sequence).most_common(1)[0] if length else ("", 0)
+    if structure.resolution is not None and structure.resolution > options.max_resolution:
+        return f"resolution {structure.resolution:g} Å, over {options.max_resolution:g}"
+    after, before = options.day("released_after"), options.day("released_before")
+    if after is not None or before is not None:
+        released = structure.release_date
+        if released is None:
+            return "no release date"
+        if after is not None and released < after:
+            return f"released {released}, before {after}"
+        if before is not None and released >= before:
+            return f"released {released}, not before {before}"
+    if length < options.min_length:
+        return f"{length} residues, fewer than {options.min_length}"
+    if options.max_length is not None and length > options.max_length:
+        return f"{length} residues, more than {options.max_length}"
+    if resolved < options.min_length:
+        return f"{resolved} residues with a CA, fewer than {options.min_length}"
+    if count > options.max_single * length:
+        return f"{count / length:.0%} of the sequence is {residue}, over {options.max_single:.0%}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -116,10 +116,9 @@ class Matcher:
         queries: Queries,
         alignments: Sequence[InputFile],
         hits: Sequence[InputFile] = (),
-        min_identity: float = MIN_IDENTITY,
         progress: Progress = no_progress,
     ) -> None:
-        self.queries, self.alignments, self.min_identity, self.progress = queries, alignments, min_identity, progress
+        self.queries, self.alignments, self.progress = queries, alignments, progress
         self._alignments_named, self._hits_named = _by_name(alignments), _by_name(hits)
         self._nearest = lru_cache(maxsize=4096)(self._find_nearest)  # chains of one sequence come again and again
         self._queries_named = cache(self._find_queries)
@@ -160,7 +159,7 @@ class Matcher:
         return []
 
     def _check(self, query: str, sequence: str) -> str | None:
-        return check_map(*column_map(query, sequence), self.min_identity)
+        return check_map(*column_map(query, sequence), MIN_IDENTITY)
 
     @cached_property
     def _index(self) -> "_QueryIndex":

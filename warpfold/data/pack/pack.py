@@ -18,10 +18,11 @@ from typing import Any
 from warpfold.bulk import AHEAD, JobPart, pool
 from warpfold.data.formats.input_files import InputFile
 from warpfold.data.pack.build import BuildJob, BuiltChains, ChainJob, ReadChains, build, read_chains, template_library
-from warpfold.data.pack.inputs import DEFAULTS, PackInputs, PackOptions, find_inputs
+from warpfold.data.pack.inputs import PackInputs, find_inputs
 from warpfold.data.pack.jobs import DIED, Call, JobRunner, PackJob
 from warpfold.data.pack.match import Matcher, Queries
 from warpfold.data.pack.merge import finished_report, merge_parts, report_part
+from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.part import PartFolder, PartWriter, check_parts, part_path, remove_part
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.errors import UserError
@@ -34,7 +35,7 @@ def pack(
     structures: Sequence[Path],
     msas: Sequence[Path],
     out: Path,
-    options: PackOptions = DEFAULTS,
+    options: PackOptions | None = None,
     *,
     hits: Sequence[Path] = (),
     template_structures: Sequence[Path] = (),
@@ -56,6 +57,7 @@ def pack(
     """
     own = part or JobPart(1, 1)
     inputs = find_inputs(structures, msas, hits, template_structures, clusters)
+    options = options or PackOptions()
     manifest = inputs.manifest(options, own)
     folder = part_path(out, own)
     if part is None and (report := finished_report(out, manifest)) is not None:
@@ -120,7 +122,7 @@ def _fill(
     _keep(writer, "hits", [*([one.name, ""] for one in inputs.hits), *unrequested])
     queries = Queries(runner, options.limit, part, out)
     queries.read(aligned, progress)
-    matcher = Matcher(queries, inputs.alignments, inputs.hits, options.min_identity, progress)
+    matcher = Matcher(queries, inputs.alignments, inputs.hits, progress)
     jobs = StructureJobs(runner, matcher, options, inputs.folders)
     waiting = [one for one in own if not jobs.is_done(one)]
     waiting.sort(key=_cost(inputs), reverse=True)  # the longest first, so that no worker is busy alone at the end
