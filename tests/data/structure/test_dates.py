@@ -110,7 +110,7 @@ TEXT = {
     ),
     *("data/pack/options.py: released_after", "data/pack/options.py: released_before"),
     *("data/pack/options.py: max_template_date", "prediction/templates.py: max_date"),
-    *("prediction/predictor.py: max_template_date", "prediction/fold_input.py: max_date"),
+    *("prediction/predictor.py: max_template_date", "prediction/queries.py: max_date"),
     "cli/predict.py: max_template_date",
 }
 WORDS = {"date", "dates", "day", "days", "released"}  # of a name that is a date's
