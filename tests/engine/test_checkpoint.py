@@ -19,8 +19,7 @@ from safetensors.torch import save_file
 from warpfold import files
 from warpfold.device import Snapshot
 from warpfold.engine import step_folders as module
-from warpfold.engine.checkpoint import RunFolder
-from warpfold.engine.step_folders import Checkpoint
+from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.errors import UserError
 
 

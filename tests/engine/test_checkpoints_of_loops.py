@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 import warpfold
 from tests.engine.small_models import LanguageModel, Sentences, padded
 from tests.ranks import run_ranks
-from warpfold.engine import step_folders
+from warpfold.engine import checkpoint
 from warpfold.engine.ready import Ready
 from warpfold.engine.resume import Checkpoints
 from warpfold.errors import UserError
@@ -77,7 +77,7 @@ def killed(folder: Path, **how: Any) -> None:
                 if next(left, None) is None:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-            step_folders.sync_path = sync
+            checkpoint.sync_path = sync
         train(folder, **how)
 
     process = get_context("fork").Process(target=run)

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from tests.engine.test_optim import example, small_model
 from tests.ranks import run_ranks
-from warpfold.engine import loss_scale
-from warpfold.engine.loss_scale import FIRST, MOST, LossScale
-from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.engine import optim
+from warpfold.engine.optim import FIRST_SCALE, MOST_SCALE, LossScale, OptimConfig, Optimizer
 from warpfold.parallel.mesh import make_mesh
 
 State = dict[str, Tensor]
@@ -66,7 +65,7 @@ def test_an_overflow_changes_nothing_but_the_scale(clip: str) -> None:
     assert bool(optimizer.overflowed)
     assert optimizer.step(2) == 0
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(optimizer).items())
-    assert optimizer.state()["loss_scale.scale"] == FIRST / 2
+    assert optimizer.state()["loss_scale.scale"] == FIRST_SCALE / 2
     run(model, optimizer, range(2, 3))
     assert optimizer.state()["steps"] == 3
 
@@ -79,7 +78,7 @@ def test_a_loss_that_is_not_finite_is_no_overflow() -> None:
     optimizer.collect(loss)
     assert not bool(optimizer.overflowed)
     optimizer.step(0)
-    assert optimizer.state()["loss_scale.scale"] == FIRST
+    assert optimizer.state()["loss_scale.scale"] == FIRST_SCALE
 
 
 def test_without_a_scale_nothing_overflows() -> None:
@@ -90,16 +89,16 @@ def test_without_a_scale_nothing_overflows() -> None:
 
 
 def test_the_scale_is_halved_and_doubled_within_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "GROWTH", 3)
+    monkeypatch.setattr(optim, "SCALE_GROWTH", 3)
     scale, no, yes = LossScale(torch.device("cpu")), torch.tensor(False), torch.tensor(True)
     seen = []
     for overflowed in (no, no, no, no, no, yes, no, no, no):
         scale.update(overflowed)
-        seen.append(float(scale.scale) / FIRST)
+        seen.append(float(scale.scale) / FIRST_SCALE)
     assert seen == [1, 1, 2, 2, 2, 1, 1, 1, 2]
     for _ in range(60):
         scale.update(no)
-    assert scale.scale == MOST
+    assert scale.scale == MOST_SCALE
     for _ in range(60):
         scale.update(yes)
     assert scale.scale == 1
@@ -116,7 +115,7 @@ def test_a_checkpoint_holds_the_scale_and_one_without_it_fits() -> None:
     resumed = small_model()
     other = Optimizer(resumed, OptimConfig(), scaling=True)
     other.restore(without.state())
-    assert other.state()["loss_scale.scale"] == FIRST
+    assert other.state()["loss_scale.scale"] == FIRST_SCALE
     other.restore(state)
     assert all(torch.equal(tensor, state[name]) for name, tensor in other.state().items())
     without.restore(state)
@@ -139,7 +138,7 @@ def test_an_overflow_on_one_rank_halves_the_scale_of_all() -> None:
 
     for accumulate in (2, 4):
         first, second = run_ranks(on_a_rank, 2, accumulate)
-        assert first["loss_scale.scale"] == FIRST / 2
+        assert first["loss_scale.scale"] == FIRST_SCALE / 2
         model = small_model()
         alone = Optimizer(model, OptimConfig(accumulate=accumulate - 1))
         for index in range(accumulate):
@@ -166,5 +165,5 @@ def test_model_ranks_agree_on_an_overflow() -> None:
         optimizer.step(0)
         return overflowed, float(optimizer.state()["loss_scale.scale"])
 
-    assert run_ranks(on_a_rank, 2, "loss") == [(False, FIRST)] * 2
-    assert run_ranks(on_a_rank, 2, "gradient") == [(True, FIRST / 2)] * 2
+    assert run_ranks(on_a_rank, 2, "loss") == [(False, FIRST_SCALE)] * 2
+    assert run_ranks(on_a_rank, 2, "gradient") == [(True, FIRST_SCALE / 2)] * 2

@@ -38,11 +38,10 @@ CIRCLES = {
 FULL = {
     "warpfold": 17,
     "warpfold/cli": 21,
-    "warpfold/engine": 17,
     "warpfold/model": 23,
     "warpfold/ops": 18,
     "warpfold/ops/triton": 29,
-    "warpfold/parallel": 22,
+    "warpfold/parallel": 18,
     "warpfold/prediction": 17,
 }
 

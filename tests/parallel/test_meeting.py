@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from warpfold.parallel import meeting
-from warpfold.parallel.meeting import agree_on_name, allow_connections
+from warpfold.parallel import team
+from warpfold.parallel.team import agree_on_name, allow_connections
 
 
 class Recorded:
@@ -47,8 +47,8 @@ class Recorded:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "FIRST", 0.005)
-    monkeypatch.setattr(meeting, "LAST", 0.02)
+    monkeypatch.setattr(team, "FIRST", 0.005)
+    monkeypatch.setattr(team, "LAST", 0.02)
 
 
 def meet(store: Any, ranks: int, absent: tuple[int, ...] = (), limit: float = 60.0, each: int = 0) -> list[str]:

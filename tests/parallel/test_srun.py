@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from warpfold.errors import UserError
-from warpfold.parallel.srun import PORTS, first_host, is_one_of_several, of_srun, tasks_of_nodes
+from warpfold.parallel.process import PORTS, first_host, is_one_of_several, of_srun, tasks_of_nodes
 from warpfold.parallel.team import ProcessInfo
 
 JOB = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "gpu[01-02]", "SLURM_NTASKS": "6", "SLURM_NTASKS_PER_NODE": "3"}

@@ -24,8 +24,7 @@ import torch._dynamo  # before the forks, which would each load it
 import torch.distributed as dist
 
 import warpfold
-from warpfold.engine.checkpoint import RunFolder
-from warpfold.engine.step_folders import Checkpoint
+from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.errors import UserError
 from warpfold.parallel import heartbeat, waits
 from warpfold.parallel import team as module

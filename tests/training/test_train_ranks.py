@@ -27,8 +27,8 @@ from warpfold.cost.planner import choose
 from warpfold.cost.rates import of_gpu
 from warpfold.data.load.loader import Sample
 from warpfold.data.store.store import Store
+from warpfold.engine import checkpoint
 from warpfold.engine import learn as learning
-from warpfold.engine import step_folders
 from warpfold.engine.loop import StepTimer
 from warpfold.engine.watch import Watching
 from warpfold.errors import UserError
@@ -404,7 +404,7 @@ def test_the_first_rank_alone_reads_checkpoints_and_first_weights(
     def noted(name: str, original: Any) -> Any:
         return lambda path, *args, **more: (opened.append(f"{name} {path}"), original(path, *args, **more))[1]
 
-    monkeypatch.setattr(step_folders, "load_file", noted("load_file", step_folders.load_file))
+    monkeypatch.setattr(checkpoint, "load_file", noted("load_file", checkpoint.load_file))
     monkeypatch.setattr(weights, "safe_open", noted("safe_open", weights.safe_open))
 
     def on_a_rank(steps: int) -> list[str]:

@@ -24,7 +24,7 @@ import typer
 from warpfold import __version__
 from warpfold.cli.common import GIVEN, StoppedByUser, app, how_to_go_on
 from warpfold.errors import UserError, printable
-from warpfold.parallel.srun import is_one_of_several
+from warpfold.parallel.process import is_one_of_several
 
 # Their files, in the order of --help; a file may have several commands.
 FILES = ("demo", "sample", "search", "pack", "plan", "simulate", "launch", "train", "watch", "predict", "params",

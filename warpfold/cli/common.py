@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from warpfold.arguments import PathLike, Paths, decides, declaration, kinds_of, name_of, runs, writes
 from warpfold.errors import UserError, options_given
-from warpfold.parallel.srun import is_one_of_several
+from warpfold.parallel.process import is_one_of_several
 from warpfold.progress import no_bars
 
 if TYPE_CHECKING:

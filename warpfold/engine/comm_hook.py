@@ -21,12 +21,11 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from warpfold.engine.world import world
 from warpfold.errors import UserError
 from warpfold.parallel.buckets import ALIGN, Segment
 from warpfold.parallel.compress import CompressionConfig, Compressor, make_compressor
 from warpfold.parallel.exchange import Plain, Wire, finish, make_hierarchical
-from warpfold.parallel.mesh import Group, Mesh, split, time_limit
+from warpfold.parallel.mesh import Group, Mesh, split, time_limit, world
 from warpfold.parallel.waits import LostError, SerialThread, waiting
 
 Compression = Literal["int8", "1bit"]

@@ -14,15 +14,55 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.data.load.schedule import share_of
-from warpfold.engine.loss_scale import LossScale
 from warpfold.engine.packed import PackedWeights
 from warpfold.engine.rules import RULES, Change, Shard
 from warpfold.errors import UserError
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import Mesh
-from warpfold.parallel.reducer import Reducer
-from warpfold.parallel.replicas import check_replicas
+from warpfold.parallel.reducer import Reducer, check_replicas
+
+FIRST_SCALE = 2.0**16  # of a loss in fp16
+MOST_SCALE = 2.0**24
+SCALE_GROWTH = 2_000  # steps without an overflow, after which the scale is doubled
+
+
+class LossScale:
+    """Scale the loss for gradients in fp16 (Micikevicius et al. 2018, section 3.2): a power of two, on the device.
+
+    Below 6e-8 a number is zero in fp16, and above 65,504 infinite.  The loss is multiplied before the backward pass, so
+    that small gradients keep their digits, and the gradients of the parameters, which are summed in fp32, are divided:
+    what is computed stays the same.  The scale is halved after a step in which a gradient overflowed, and doubled after
+    `SCALE_GROWTH` steps in which none did; from 1 to `MOST_SCALE`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.scale = torch.full((), FIRST_SCALE, device=device)
+        self.steps = torch.zeros((), device=device)  # since the scale was changed
+
+    def overflowed(self, norm: Tensor, loss_is_finite: Tensor) -> Tensor:
+        """Return whether a smaller scale may bring the norm of a gradient below infinity.
+
+        At a scale of 1, or where the loss itself is not finite, it cannot: that is a failure of the example.
+        """
+        return loss_is_finite & ~norm.isfinite() & (self.scale > 1)
+
+    def update(self, overflowed: Tensor) -> None:
+        """End a step; overflowed: whether any gradient of it has."""
+        grown = self.steps + 1 >= SCALE_GROWTH
+        up = torch.where(grown, (2 * self.scale).clamp(max=MOST_SCALE), self.scale)
+        self.scale.copy_(torch.where(overflowed, (self.scale / 2).clamp(min=1), up))
+        self.steps.copy_(torch.where(overflowed | grown, 0, self.steps + 1))
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint holds: "loss_scale.scale" and "loss_scale.steps"."""
+        return {"loss_scale.scale": self.scale, "loss_scale.steps": self.steps}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Bring back a `state`; a run that had no scale so far begins with the first."""
+        for name, tensor in self.state().items():
+            if name in state:
+                tensor.copy_(state[name])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Checkpoints of a loop that a user wrote: what it needs to continue to the bit, in one call: docs/kit.md.
 
-FOLDER/step-00000100/    as in engine/step_folders.py: tensors by name, such as model.0.weight, in
+FOLDER/step-00000100/    as in engine/checkpoint.py: tensors by name, such as model.0.weight, in
                          state.safetensors; how they belong together, and all else, in state.json
 """
 
@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from warpfold.engine.checkpoint import Checkpoint, DamagedCheckpoint, StepFolders
 from warpfold.engine.nested import Flattening, Leaf, portable, unflatten, unported
 from warpfold.engine.randomness import random_state, set_random_state
-from warpfold.engine.step_folders import Checkpoint, DamagedCheckpoint, StepFolders
-from warpfold.engine.world import world
 from warpfold.errors import UserError
 from warpfold.files import wait_for_lock
+from warpfold.parallel.mesh import world
 from warpfold.parallel.messages import all_gather_object
 
 logger = logging.getLogger("warpfold")

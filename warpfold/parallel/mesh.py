@@ -160,3 +160,11 @@ def time_limit(handle: dist.ProcessGroup | None, device: torch.device) -> float:
     options = getattr(handle._get_backend(device), "options", None)
     limit = getattr(options, "_timeout", None)
     return limit.total_seconds() if isinstance(limit, timedelta) else TIME_LIMIT
+
+
+def world() -> Group:
+    """Return the group of all processes; of this one alone where torch.distributed is not initialised."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return Group("world")
+    ranks = dist.get_world_size()
+    return Group("world", dist.get_rank(), ranks, tuple(range(ranks)), dist.group.WORLD)

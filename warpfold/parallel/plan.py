@@ -49,7 +49,7 @@ class Plan:
     batch: examples that go through the model together; they are padded to the largest of them.
     precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32, and so do
     the structure module and the heads, which project in bf16 too in "bf16_all".  "fp16": losses are scaled
-    (engine/loss_scale.py).
+    (engine/optim.py).
     tf32: products of fp32 on CUDA devices round their operands to TF32, for the whole process; a CPU has none.
     compile: the layers' own functions by torch.compile, whatever else the plan says; the first step then takes minutes,
     and a CPU needs a C++ compiler.

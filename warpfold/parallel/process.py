@@ -1,10 +1,18 @@
-"""What a process of a run is told by whatever started it: its number, how many there are, and where they meet."""
+"""What a process of a run is told by whatever started it: its number, how many there are, and where they meet.
 
+torchrun says it in variables of its own; srun's are told in torchrun's words.  Wherever a job of Slurm's runs there are
+variables that speak of the whole job: in the shell of `sbatch` or `salloc` SLURM_PROCID is 0 and SLURM_NTASKS perhaps
+16, though a process that is started there is alone.  What begins with SLURM_STEP is of what srun started, so only that
+is believed.  A shell that srun starts (`srun --pty bash`, or `salloc` on many clusters) is a step of one task.  A job
+that a task has submitted inherits what was said of that task's step; SLURM_GTIDS, the tasks that Slurm itself has
+started here, tells it from one.
+"""
+
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from warpfold.errors import UserError
-from warpfold.parallel.srun import of_srun
 
 
 @dataclass(frozen=True)
@@ -56,3 +64,65 @@ class ProcessInfo:
             )
         except (KeyError, ValueError) as error:
             raise UserError(f"WORLD_SIZE is set, but {error} is missing or not a number; start with torchrun") from None
+
+
+TASKS = "SLURM_STEP_NUM_TASKS"
+# Of the store where the processes meet, if MASTER_PORT does not say it: below those that Linux gives to whoever asks
+# for any.  Steps of a job, and jobs that follow each other, have others.
+PORTS = range(10_000, 30_000)
+STEPS = 101  # a prime: so many steps of a job come before a port of the next job
+
+
+def is_one_of_several(variables: Mapping[str, str]) -> bool:
+    """Return whether torchrun or srun says that this process has others beside it."""
+    return variables.get("WORLD_SIZE", variables.get(TASKS, "1")) != "1"
+
+
+def of_srun(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return what torchrun would have set for a process that srun started beside others; nothing for any other.
+
+    Ranks are counted node by node, however `srun --distribution` deals tasks out, since plans take neighbours to be on
+    one node; rank 0 is Slurm's task 0.  MASTER_ADDR and MASTER_PORT are kept where they are set.
+    Errors: UserError for variables that are incomplete, or contradict each other.
+    """
+    if "RANK" in variables or variables.get(TASKS, "1") == "1":
+        return {}
+    try:
+        tasks, node = tasks_of_nodes(variables["SLURM_STEP_TASKS_PER_NODE"]), int(variables["SLURM_NODEID"])
+        local, each = int(variables["SLURM_LOCALID"]), tasks[node]
+        number = STEPS * int(variables["SLURM_JOB_ID"]) + int(variables["SLURM_STEP_ID"])
+        first = "127.0.0.1" if len(tasks) == 1 else first_host(variables["SLURM_STEP_NODELIST"])
+        if sum(tasks) != int(variables[TASKS]) or local >= each:
+            raise ValueError
+    except (KeyError, ValueError, IndexError) as error:
+        why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else "the variables beside it do not fit it"
+        raise UserError(
+            f"{TASKS}={variables[TASKS]}, but {why}; start with srun or torchrun, or unset {TASKS} for a process that "
+            "is to be alone"
+        ) from None
+    if "SLURM_GTIDS" in variables and len(variables["SLURM_GTIDS"].split(",")) != each:
+        return {}
+    return {
+        "RANK": str(sum(tasks[:node]) + local),
+        "WORLD_SIZE": variables[TASKS],
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(each),
+        "MASTER_ADDR": variables.get("MASTER_ADDR", first),
+        "MASTER_PORT": variables.get("MASTER_PORT", str(PORTS[number % len(PORTS)])),
+    }
+
+
+def tasks_of_nodes(text: str) -> list[int]:
+    """Return the tasks of each node, which Slurm writes as "8(x2),4".  Errors: ValueError for anything else."""
+    found: list[int] = []
+    for part in text.split(","):
+        read = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if read is None:
+            raise ValueError(text)
+        found += [int(read[1])] * int(read[2] or 1)
+    return found
+
+
+def first_host(nodes: str) -> str:
+    """Return the first name of a list of nodes as Slurm writes it: "gpu[07-09,12],big1" is "gpu07"."""
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodes).split(",")[0]

@@ -18,9 +18,8 @@ import torch
 
 from warpfold import settings
 from warpfold.data.load.order import Source
-from warpfold.engine.checkpoint import AppendedFile
+from warpfold.engine.checkpoint import AppendedFile, Checkpoint, DamagedCheckpoint, StepFolders, finite
 from warpfold.engine.packed import PackedWeights
-from warpfold.engine.step_folders import Checkpoint, DamagedCheckpoint, StepFolders, finite
 from warpfold.engine.watch import Row, Watching, as_watchers
 from warpfold.errors import UserError
 from warpfold.files import wait_for_lock

@@ -22,9 +22,8 @@ from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import entry_keys, open_entry
 from warpfold.data.store.stored_example import StoredExample
 from warpfold.device import default_workers
-from warpfold.engine.checkpoint import RunFolder
+from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.loop import Log
-from warpfold.engine.step_folders import Checkpoint
 from warpfold.errors import UserError
 from warpfold.files import opened
 from warpfold.keyed import keyed_rng

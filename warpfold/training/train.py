@@ -19,11 +19,10 @@ from warpfold.data.load.loader import Loader
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.device import Snapshot
-from warpfold.engine.checkpoint import RunFolder
+from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.learn import DeviceResult, Learner, in_batches
 from warpfold.engine.loop import Log, StopSignals
 from warpfold.engine.optim import Optimizer
-from warpfold.engine.step_folders import Checkpoint
 from warpfold.engine.watch import CsvFile, TensorBoard, Watching, WeightsAndBiases, as_watchers
 from warpfold.errors import UserError, listed
 from warpfold.model.alphafold import AlphaFold

@@ -17,9 +17,9 @@ from torch import Tensor
 from warpfold.batch import Batch, to_tensors
 from warpfold.data.store.store import Store
 from warpfold.data.structure.chain import Chain
+from warpfold.engine.checkpoint import Checkpoint
 from warpfold.engine.loop import Log, StepTimer, StopSignals
 from warpfold.engine.optim import Optimizer
-from warpfold.engine.step_folders import Checkpoint
 from warpfold.engine.watch import Row
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
