@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from warpfold import files
 from warpfold.device import Snapshot
-from warpfold.engine import step_folders as module
+from warpfold.engine import checkpoint as module
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.errors import UserError
 

@@ -19,7 +19,7 @@ from tests.training.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold import settings
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
-from warpfold.engine import checkpoint, step_folders
+from warpfold.engine import checkpoint
 from warpfold.engine import learn as learning
 from warpfold.errors import UserError
 from warpfold.model.weights import load_model
@@ -88,14 +88,14 @@ def test_on_a_full_disk_the_run_ends_and_continues_later(
     store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        original = step_folders.save_file
+        original = checkpoint.save_file
 
         def full(tensors: dict, path: Path) -> None:
             if "00000004" in str(path):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             original(tensors, path)
 
-        patch.setattr(step_folders, "save_file", full)
+        patch.setattr(checkpoint, "save_file", full)
         with pytest.raises(UserError, match=r"No space left on device.*step 3 is safe"):
             train(tiny_run(), store, tmp_path / "run")
     train(tiny_run(), store, tmp_path / "run")

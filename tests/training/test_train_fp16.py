@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.runs import equal_tensors, make_store, rows, tiny_run
-from warpfold.engine import checkpoint, loss_scale
+from warpfold.engine import checkpoint, optim
 from warpfold.engine import learn as module
 from warpfold.errors import UserError
 from warpfold.parallel.plan import Plan
@@ -23,7 +23,7 @@ def test_overflows_are_counted_apart_and_a_resumed_run_is_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With on_nonfinite = "stop": at 2^24 gradients overflow, until the scale has come down."""
-    monkeypatch.setattr(loss_scale, "FIRST", 2.0**24)
+    monkeypatch.setattr(optim, "FIRST_SCALE", 2.0**24)
     store = make_store(tmp_path / "store")
     train(config_of(4), store, tmp_path / "unbroken")
     found = rows(tmp_path / "unbroken")
