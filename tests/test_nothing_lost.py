@@ -53,7 +53,6 @@ SAFE = {
     "engine/checkpoint.py:StepFolders.load_latest": "renames what is damaged to a name that is free",
     "engine/checkpoint.py:RunFolder.open_log": "appends; lines of steps that are done again go; " + OWN_FOLDER,
     "engine/checkpoint.py:RunFolder.replace_file": "a run's own names; " + OWN_FOLDER,
-    "engine/checkpoint.py:RunFolder.owe": "a draft of `replace_file`",
     "engine/checkpoint.py:StepFolders.save": OWN_DRAFT + ", renamed where nothing is",
     "engine/checkpoint.py:RunFolder.save_failure": "a folder of its own; " + OWN_FOLDER,
     "engine/checkpoint.py:RunFolder.write_settings": OWN_FOLDER + ", and of the same settings",
