@@ -37,8 +37,7 @@ from warpfold.device import keep_memory
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
-from warpfold.model.evoformer import EvoformerConfig
-from warpfold.model.pair import PairConfig
+from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.structure import StructureConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh, make_mesh

@@ -23,7 +23,7 @@ import torch
 from warpfold import settings
 from warpfold.geometry.residue import RESTYPES
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.weights import save_params
+from warpfold.model.weights.files import save_params
 from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.predict import predict
 from warpfold.prediction.share import Share

@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers import tiny_model
 from warpfold.model.template import TemplateConfig
-from warpfold.model.weights import save_params
+from warpfold.model.weights.files import save_params
 
 # Files that take a minute or more of a process, most of it waiting in some: first, so that none of them is left alone
 # at the end of a suite of which each process takes the next file.

@@ -9,8 +9,7 @@ from warpfold.batch import Batch
 from warpfold.geometry.residue import ATOM14_MASK, ATOM37_MASK
 from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
 from warpfold.model.embed import MultimerConfig
-from warpfold.model.evoformer import EvoformerConfig
-from warpfold.model.pair import PairConfig
+from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.structure import StructureConfig
 from warpfold.model.template import TemplateConfig
 

@@ -302,11 +302,11 @@ class GatedMLP(AxialUpdate):
         self.gate = Linear(c, 2 * c)
         self.out = Linear(2 * c, c)
 
-    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        (n,) = local
-        return self.out(self.value(n).relu() * self.gate(n).sigmoid()) * mask[..., None]
+    def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
+        n = self.norm(read)
+        return residual(x, self.out(self.value(n).relu() * self.gate(n).sigmoid()) * mask[..., None], factors)
 '''
-# How a block takes the layer: lines of model/pair.py, and what stands there then.
+# How a block takes the layer: lines of model/evoformer.py, and what stands there then.
 IN_A_BLOCK = {
     "        self.transition = Transition(c_z, c.transition, c.activation)\n": "        self.mlp = GatedMLP(c_z)\n",
     'Step("z", self.transition)': ', Step("z", self.mlp)',
@@ -325,17 +325,14 @@ def add_layer(root: Path) -> int:
 
     Errors: Gone, where a block takes layers in another way.
     """
-    path = root / "warpfold/model/pair.py"
+    path = root / "warpfold/model/evoformer.py"
     text = path.read_text(encoding="utf-8")
     for there, more in IN_A_BLOCK.items():
         if text.count(there) != 1:
-            raise Gone(f"{there.strip()} is not in model/pair.py once: tell IN_A_BLOCK how a block takes a layer")
+            raise Gone(f"{there.strip()} is not in model/evoformer.py once: tell IN_A_BLOCK how a block takes a layer")
         text = text.replace(there, there + more)
     start = text.index("\n\nclass ")
     text = text[:start] + LAYER.rstrip() + "\n" + text[start:]
-    imports = re.search(r"^from warpfold\.model\.axial import .*$", text, re.M)
-    if imports and "AxialUpdate" not in imports.group():
-        text = text.replace(imports.group(), imports.group().replace("import ", "import AxialUpdate, "))
     path.write_text(text, encoding="utf-8")
     return sum(bool(line.strip()) for line in LAYER.splitlines()) + len(IN_A_BLOCK)
 

@@ -19,7 +19,7 @@ from tests.test_cli import SEQUENCE, run, structure
 from tests.training.runs import make_store, tiny_run
 from warpfold.bench import kernels
 from warpfold.errors import UserError
-from warpfold.model.weights import save_params
+from warpfold.model.weights.files import save_params
 from warpfold.training.train import train
 
 PACKAGE = Path(warpfold.__file__).parent
@@ -45,7 +45,7 @@ SAFE = {
     "files.py:wait_for_lock": "replaces the line in which it said who held the lock before, and no other",
     "files.py:write_atomically": "replaces one file by name, whole or not at all; callers answer for the name",
     "host.py:in_file": "a temporary file that it made and that has no name",
-    "model/weights.py:save_params": "the file that the caller names; " + OWN_DRAFT,
+    "model/weights/files.py:save_params": "the file that the caller names; " + OWN_DRAFT,
     "data/load/blocks.py:_memory": "memory that it made itself and that has no name",
     "engine/checkpoint.py:RunFolder.__enter__": "drafts of a run that was killed; " + OWN_FOLDER,
     "engine/checkpoint.py:StepFolders.sweep": "drafts of a run that was killed, in a folder that is locked",

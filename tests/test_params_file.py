@@ -17,8 +17,8 @@ from tests.test_nothing_lost import KINDS, contents, place
 from tests.training.runs import make_store, tiny_run
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.deepmind import PREFIX, from_deepmind, to_deepmind
-from warpfold.model.weights import load_model, save_params
+from warpfold.model.weights.deepmind import PREFIX, from_deepmind, to_deepmind
+from warpfold.model.weights.files import load_model, save_params
 from warpfold.settings import toml_value
 from warpfold.training.config import RunConfig, load_settings
 from warpfold.training.train import initial_model

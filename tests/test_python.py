@@ -364,7 +364,7 @@ def words_of(annotation: Any) -> set[str]:
 
 def callables() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Every function of the interface, and the methods of its classes; results are made by us."""
-    from warpfold.model import weights
+    from warpfold.model.weights import files as weights
 
     for name in (*warpfold.__all__, "save_params"):
         found = getattr(weights if name == "save_params" else warpfold, name)

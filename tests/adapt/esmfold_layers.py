@@ -8,7 +8,7 @@ from torch import nn
 
 from warpfold.adapt.adapter import Adapter
 from warpfold.adapt.esmfold import EsmFoldTriangleAttention, EsmFoldTriangleMultiplication
-from warpfold.model.execution import Executable
+from warpfold.model.axial import Executable
 
 PACKAGE = "transformers"
 ADAPTERS = "esmfold"

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.adapt.adapter import Adapter, AttentionOf, LinearOf, NormOf, NotServed, RandomInputs, made_of
-from warpfold.model.attention import Transition
-from warpfold.model.pair import TriangleAttention, TriangleMultiplication
+from warpfold.model.evoformer import Transition, TriangleAttention, TriangleMultiplication
 
 
 class TheirMlp(nn.Module):

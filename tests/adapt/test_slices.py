@@ -68,8 +68,8 @@ def test_what_a_layer_needs_is_what_it_takes() -> None:
         layer = module._warpfold_layer
         for rows in (None, 8):
             with torch.no_grad():
-                said = layer.execution.needed(z, mask, None, rows)
-                took = peak(lambda: slices._delta(layer, z, mask, None, rows), CPU)  # noqa: B023
+                said = layer.execution.needed(z, mask, None, False, rows)
+                took = peak(lambda: slices._run(layer, z, mask, None, False, rows), CPU)  # noqa: B023
             assert said == pytest.approx(took, rel=0.05), (type(layer).__name__, rows)
 
 
@@ -82,23 +82,23 @@ def test_less_memory_means_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         for limit in (1 << 30, 100_000, 80_000, 1):
             execution.limit = limit
             monkeypatch.setattr(slices, "memory_in_use", lambda device: 0)
-            found.append(execution.rows_that_fit(z, mask, None, None))
+            found.append(execution.rows_that_fit(z, mask, None, False, None))
     assert found[0] is None
     assert found[-1] == 1
     assert found[1:] == sorted(found[1:], reverse=True)
-    assert execution.rows_that_fit(z, mask, None, 4) <= 4
+    assert execution.rows_that_fit(z, mask, None, False, 4) <= 4
 
 
 def test_rows_that_a_caller_chooses_are_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     model = warpfold.accelerate(TheirModel())
     seen: list[int] = []
-    real = slices.delta_in_slices
+    real = slices.layer_in_slices
 
-    def counted(layer: Any, x: Any, mask: Any, other: Any, rows: int) -> Any:
-        seen.append(rows)
-        return real(layer, x, mask, other, rows)
+    def counted(layer: Any, x: Tensor, mask: Any, other: Any, most: int, **how: Any) -> Any:
+        seen.append(most * x.shape[-2] // x.numel())
+        return real(layer, x, mask, other, most, **how)
 
-    monkeypatch.setattr(slices, "delta_in_slices", counted)
+    monkeypatch.setattr(slices, "layer_in_slices", counted)
     x, mask = inputs()
     whole = model(x, mask)
     assert not seen
@@ -113,7 +113,7 @@ def test_a_layer_that_adds_x_itself_has_the_limit_too(monkeypatch: pytest.Monkey
     module = model.blocks[0].attention
     layer, x, mask = module._warpfold_layer, torch.randn(1, 9, 9, 16), torch.ones(1, 9, 9)
     asked: list[int | None] = []
-    monkeypatch.setattr(layer.execution, "rows_that_fit", lambda x, mask, other, rows: asked.append(rows) or 2)
+    monkeypatch.setattr(layer.execution, "rows_that_fit", lambda *given: asked.append(given[-1]) or 2)
     new = Adapter.renew(layer, x, mask)
     assert asked == [None]
     assert (new - x - module(x, mask)).abs().max() < 1e-5

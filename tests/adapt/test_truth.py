@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from warpfold.adapt.adapter import Adapter, RandomInputs, swap
 from warpfold.adapt.verify import StaysDouble, compare
-from warpfold.model.execution import Executable
+from warpfold.model.axial import Executable
 from warpfold.ops.dispatch import always_fast
 
 

@@ -34,9 +34,8 @@ from warpfold.cost.replay import StepTime
 from warpfold.cost.report import choice_in_words
 from warpfold.engine.optim import OptimConfig
 from warpfold.errors import UserError
-from warpfold.model.evoformer import EvoformerConfig
+from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.losses import LossConfig
-from warpfold.model.pair import PairConfig
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.plan import Plan
 

@@ -16,9 +16,8 @@ from warpfold.cost.replay import Span, step_time
 from warpfold.cost.simulation import Scenario, simulate
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig
-from warpfold.model.evoformer import EvoformerConfig
+from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.losses import LossConfig
-from warpfold.model.pair import PairConfig
 from warpfold.model.structure import StructureConfig
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.plan import Plan

@@ -23,7 +23,7 @@ from warpfold.data.store import store as store_module
 from warpfold.data.store.store import Store
 from warpfold.files import lock_folder
 from warpfold.geometry.residue import RESTYPES
-from warpfold.model.weights import save_params
+from warpfold.model.weights.files import save_params
 
 LETTERS = np.array(list(RESTYPES))
 LONG, DEEP = 5_000, 100_000  # residues, alignment rows

@@ -10,9 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights, packed_order
-from warpfold.model.evoformer import Evoformer, EvoformerConfig
+from warpfold.model.evoformer import Evoformer, EvoformerConfig, PairConfig
 from warpfold.model.layers import Linear, joined
-from warpfold.model.pair import PairConfig
 from warpfold.model.pair_bias import AttentionPairBias
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
@@ -96,7 +95,7 @@ def test_a_bias_behind_a_projection_without_one_is_read_where_it_is() -> None:
     s, z = given[0].view(1, 4, C_M), given[1].view(4, 4, C_Z)
     for pack in (False, True):
         packed = PackedWeights(layer, trained=True) if pack else None
-        dx = layer.delta(s, torch.ones(1, 4), z)
+        dx = layer(s, torch.ones(1, 4), z, residual=False)
         dx.sum().backward()
         results.append([dx.detach(), *(p.grad.clone() for p in layer.parameters())])
         assert packed is None or packed.joined(torch.float64, layer.projections) is None

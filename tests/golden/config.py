@@ -11,9 +11,8 @@ from typing import Any
 from warpfold.errors import UserError
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.model.embed import MultimerConfig, RecyclingEmbedder
-from warpfold.model.evoformer import EvoformerConfig
+from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.losses import LossConfig
-from warpfold.model.pair import PairConfig
 from warpfold.model.structure import StructureConfig
 from warpfold.model.template import DISTANCE_BINS, TemplateConfig
 

@@ -13,7 +13,7 @@ from warpfold.geometry import atoms, residue
 from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.rigid import Rigid, rotation_to_quaternion, update_affine
 from warpfold.model import confidence, losses
-from warpfold.model.fape import backbone_fape, frame_aligned_point_error
+from warpfold.model.losses import backbone_fape, frame_aligned_point_error
 from warpfold.model.violations import Code, Violations, find_violations, violation_metrics
 
 CA = residue.ATOM_ORDER["CA"]

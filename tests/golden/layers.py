@@ -24,11 +24,17 @@ from tests.golden.multimer import (
 from tests.golden.reference import CaseOutputs, Compute, ReferenceCase, Tensors, load
 from warpfold.geometry.atoms import frames_to_atom14, torsions_to_frames
 from warpfold.geometry.rigid import Rigid
-from warpfold.model.attention import Transition
 from warpfold.model.axial import AxialUpdate
-from warpfold.model.evoformer import EvoformerBlock
-from warpfold.model.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention, OuterProductMean
-from warpfold.model.pair import TriangleAttention, TriangleMultiplication
+from warpfold.model.evoformer import (
+    EvoformerBlock,
+    MSAColumnAttention,
+    MSAColumnGlobalAttention,
+    MSARowAttention,
+    OuterProductMean,
+    Transition,
+    TriangleAttention,
+    TriangleMultiplication,
+)
 from warpfold.model.structure import FoldIteration, InvariantPointAttention, StructureModule, normalize_angles
 from warpfold.model.template import TemplateEmbedder, TemplatePairStack, TemplatePointwiseAttention, TemplateRows
 
@@ -43,7 +49,7 @@ def _layer(make: Make, name: str, mask: str, source: str | None = None) -> Compu
     def compute(case: ReferenceCase, x: Tensors) -> CaseOutputs:
         channels = [x[each].shape[-1] for each in (name, source) if each]
         layer = load(make(case.config, *channels), case)
-        out = layer.delta(x[name], x[mask], x[source] if source else None)
+        out = layer(x[name], x[mask], x[source] if source else None, residual=False)
         valid = {"out/out": x[mask] > 0, f"grad_in/{name}": x[mask] > 0}
         return CaseOutputs({"out": out}, layer, valid=valid)
 
@@ -67,7 +73,7 @@ def _outer_product_mean(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     m, mask = x["msa_act"], x["msa_mask"]
     shape = case.expected["out/out"].shape
     layer = load(OuterProductMean(m.shape[-1], shape[-1], case.config["num_outer_channel"]), case)
-    update = layer.delta(torch.zeros(shape), mask, m)
+    update = layer(torch.zeros(shape), mask, m, residual=False)
     together = torch.einsum("si,sj->ij", mask, mask) > 0  # pairs of columns that a sequence has both of
     valid = {"out/out": together, "grad_in/msa_act": mask > 0}
     return CaseOutputs({"out": update}, layer, valid=valid)

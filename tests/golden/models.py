@@ -31,11 +31,11 @@ from tests.golden.reference import BrokenCase, CaseOutputs, ReferenceCase, Tenso
 from warpfold.batch import FEATURES, Arrays, Batch, at_pass, to_tensors
 from warpfold.geometry.rigid import Rigid
 from warpfold.model.alphafold import AlphaFold, Output
-from warpfold.model.deepmind import PREFIX
 from warpfold.model.heads import distogram_breaks, pae_breaks
 from warpfold.model.losses import WEIGHTED, LossConfig, Terms, renamed_truth, total_loss
 from warpfold.model.structure import StructureOutput
 from warpfold.model.violations import find_violations, violation_metrics
+from warpfold.model.weights.deepmind import PREFIX
 
 SCOPE = PREFIX.rstrip("/")
 PAE_HEAD = f"{SCOPE}/predicted_aligned_error_head/logits"

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from warpfold.batch import Arrays
 from warpfold.errors import UserError
-from warpfold.model.deepmind import arrays, from_deepmind
+from warpfold.model.weights.deepmind import arrays, from_deepmind
 
 KINDS = ("geometry", "losses", "units", "models")
 COMPARED = ("out", "grad_in", "grad_params", "grad_params_sample", "grad_params_l2")

@@ -16,7 +16,7 @@ from tests.golden.layers import UNITS
 from tests.golden.models import whole_model
 from tests.golden.reference import BrokenCase, CaseFiles, CaseOutputs, Check, ReferenceCase, checks, find, read, tensors
 from warpfold.errors import UserError
-from warpfold.model.deepmind import PREFIX
+from warpfold.model.weights.deepmind import PREFIX
 from warpfold.progress import Progress, no_progress
 
 PASS, FAIL, NOT_RUN = "pass", "FAIL", "could not be run"

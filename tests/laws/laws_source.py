@@ -19,7 +19,7 @@ def trees(folder: str = "warpfold") -> dict[Path, ast.Module]:
 
 
 def room(path: Path) -> str:
-    """The part of the package that a file belongs to: warpfold/model/pair.py -> "model", warpfold/bulk.py -> "bulk"."""
+    """The part of the package that a file belongs to: warpfold/model/heads.py -> model."""
     return path.parts[1].removesuffix(".py")
 
 

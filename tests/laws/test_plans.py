@@ -22,9 +22,8 @@ from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.geometry.labels import structure_labels
 from warpfold.model import losses
 from warpfold.model.alphafold import AlphaFold, Output
-from warpfold.model.evoformer import EvoformerConfig
+from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.losses import LossConfig, total_loss
-from warpfold.model.pair import PairConfig
 from warpfold.ops.noise import Noise
 from warpfold.parallel import collectives, sharded
 from warpfold.parallel.collectives import local_shard

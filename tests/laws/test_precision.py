@@ -15,9 +15,8 @@ from tests.laws.test_plans import Work, example
 from warpfold.batch import Batch
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.alphafold import AlphaFold, HeadsConfig, ModelConfig
-from warpfold.model.evoformer import EvoformerConfig
+from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.losses import LossConfig, total_loss
-from warpfold.model.pair import PairConfig
 from warpfold.model.permutation import with_truth
 from warpfold.model.structure import StructureConfig
 from warpfold.model.template import TemplateConfig

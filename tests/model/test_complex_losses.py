@@ -14,8 +14,7 @@ from warpfold.geometry import atoms
 from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.rigid import Rigid
 from warpfold.model import losses
-from warpfold.model.fape import backbone_fape
-from warpfold.model.losses import LossConfig, renamed_sidechain_fape, total_loss
+from warpfold.model.losses import LossConfig, backbone_fape, renamed_sidechain_fape, total_loss
 from warpfold.model.permutation import with_truth
 from warpfold.model.violations import center_of_mass_loss, clash_violations, connection_violations, find_violations
 from warpfold.ops import tensors

@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from warpfold.model.attention import GatedAttention
-from warpfold.model.axial import AxialUpdate, Block, Step, Steps
-from warpfold.model.execution import PLAIN
-from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, LinearSlice, NoNorm, joined
-from warpfold.model.msa import MSARowAttention, OuterProductMean
-from warpfold.model.pair import TriangleAttention, TriangleMultiplication
+from warpfold.model.axial import PLAIN, AxialUpdate, Block, Step, Steps
+from warpfold.model.evoformer import GatedAttention, MSARowAttention, OuterProductMean, TriangleAttention, TriangleMultiplication
+from warpfold.model.layers import LayerNorm, Linear, LinearSlice, NoNorm, joined, project
 from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
 from warpfold.ops.dispatch import always_fast, using
 from warpfold.parallel.plan import Plan
@@ -55,19 +52,19 @@ def test_attention_with_pair_bias_is_algorithm_24() -> None:
     weights = logits.masked_fill(mask[:, None, None] == 0, -math.inf).softmax(-1)
     expected = at.out((weights @ v).transpose(-2, -3).flatten(-2) * at.gate(a).sigmoid())
     assert [name for name, p in at.named_parameters() if name.endswith("bias")] == ["q.bias"]
-    found = layer.delta(s.unsqueeze(-3), mask.unsqueeze(-2), z).squeeze(-3)
+    found = layer(s.unsqueeze(-3), mask.unsqueeze(-2), z, residual=False).squeeze(-3)
     torch.testing.assert_close(found, expected, rtol=CLOSE, atol=CLOSE)
 
 
 def test_what_was_normalised_and_a_bias_that_was_made_are_taken_as_they_are() -> None:
     layer = drawn(AttentionPairBias(C_S, C_Z, heads=3))
     s, z, mask = numbers(N, C_S), numbers(N, N, C_Z), mask_of(N)
-    expected = layer.delta(s[None], mask[None], z)
+    expected = layer(s[None], mask[None], z, residual=False)
     a, bias = layer.norm(s), layer.bias(layer.norm_z(z))
     layer.norm, layer.bias = NoNorm(), None
     for fast in (False, True):
         with always_fast() if fast else using("definition"):
-            found = layer.delta(a[None], mask[None], bias)
+            found = layer(a[None], mask[None], bias, residual=False)
         torch.testing.assert_close(found, expected, rtol=CLOSE, atol=CLOSE)
     assert not list(NoNorm().parameters())
 
@@ -82,7 +79,7 @@ def test_pair_weighted_averaging_is_algorithm_10() -> None:
     averaged = torch.stack([weights @ heads(layer.v(row), 3) for row in n])
     expected = layer.out(averaged.transpose(-2, -3).flatten(-2) * layer.gate(n).sigmoid())
     assert not [name for name, _ in layer.named_parameters() if name.endswith("bias") and "norm" not in name]
-    torch.testing.assert_close(layer.delta(m, mask, z), expected, rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(layer(m, mask, z, residual=False), expected, rtol=CLOSE, atol=CLOSE)
     whole = layer(m, mask, z)
     torch.testing.assert_close(whole, m + expected, rtol=CLOSE, atol=CLOSE)
     torch.testing.assert_close(layer_in_slices(layer, m, mask, z, N * C_S, False), whole, rtol=CLOSE, atol=CLOSE)
@@ -112,25 +109,11 @@ def test_a_block_gives_an_averaging_the_mask_of_z() -> None:
 @pytest.mark.parametrize("starting", [True, False])
 def test_a_bias_that_is_turned_is_that_of_z_turned(starting: bool) -> None:
     layer, z, mask = drawn(TriangleAttention(C_Z, starting, heads=2)), numbers(N, N, C_Z), mask_of(N, N)
-    usual = layer.delta(z, mask)
-    (bias,) = layer.shared(DeferredLayerNorm(z, layer.norm), mask)
-    local = layer.local(DeferredLayerNorm(z, layer.norm), mask)
-    expected = layer.update(local, (bias.transpose(0, 1),), mask)
+    usual = layer(z, mask, residual=False)
+    (bias,) = layer.shared(z, mask)
+    expected = layer.update(z, mask, (bias.mT,), None, None)
     layer.bias_transposed = True
-    torch.testing.assert_close(layer.delta(z, mask), expected, rtol=CLOSE, atol=CLOSE)
-    assert (usual - expected).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("outgoing", [True, False])
-def test_norms_of_a_triangle_product_may_differ_in_eps(outgoing: bool) -> None:
-    layer = drawn(TriangleMultiplication(C_Z, 6, outgoing))
-    z, mask = numbers(N, N, C_Z), mask_of(N, N)
-    usual = layer(z, mask)
-    layer.norm_out.eps = 0.5
-    expected = AxialUpdate.whole(layer, z, mask, None, None)
-    found = layer(z, mask), z + layer.delta(z, mask), layer_in_slices(layer, z, mask, None, N * C_Z, False)
-    for each in found:
-        torch.testing.assert_close(each, expected, rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(layer(z, mask, residual=False), expected, rtol=CLOSE, atol=CLOSE)
     assert (usual - expected).abs().max() > 0.01
 
 
@@ -147,7 +130,7 @@ def test_outer_products_count_and_divide_as_they_are_told(added: float, least: f
     count = (mask.T @ mask + added).clamp(min=least)[..., None]
     products = torch.einsum("sic,sjd->ijcd", a, b).flatten(-2)
     expected = layer.out(products) / count if divided else layer.out(products / count)
-    found = layer.delta(torch.zeros(N, N, C_Z).double(), mask, m)
+    found = layer(torch.zeros(N, N, C_Z).double(), mask, m, residual=False)
     torch.testing.assert_close(found, expected, rtol=CLOSE, atol=CLOSE)
 
 
@@ -159,7 +142,7 @@ def test_projections_with_and_without_biases_are_joined_in_any_order() -> None:
     assert bias is not None
     assert len(bias) == 9  # what comes later has none
     for of in (norm, NoNorm()):
-        for linear, y in zip(linears, DeferredLayerNorm(x, of).project(*linears)):
+        for linear, y in zip(linears, project(x, of, *linears)):
             torch.testing.assert_close(y, linear(of(x)), rtol=CLOSE, atol=CLOSE)
     assert joined(torch.float64, linears[0], LinearSlice(linears[3].weight[:2], None))[1] is None
 

@@ -10,9 +10,8 @@ from tests.launches import Launches
 from tests.model.proteins import example, random_frames, random_motion
 from warpfold.geometry.rigid import Rigid
 from warpfold.model import losses
-from warpfold.model.fape import backbone_fape, frame_aligned_point_error
 from warpfold.model.heads import distogram_breaks, pae_breaks
-from warpfold.model.losses import LossConfig, lddt, total_loss
+from warpfold.model.losses import LossConfig, backbone_fape, frame_aligned_point_error, lddt, total_loss
 from warpfold.ops.pairs import aligned_errors, overlaps
 
 EVERYTHING = LossConfig(violation=1.0, experimentally_resolved=0.01, predicted_aligned_error=0.1)

@@ -11,9 +11,9 @@ from tests.helpers import random_batch, tiny_config, tiny_model
 from tests.model.torch_files import Called, save
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.openfold import openfold_name
 from warpfold.model.template import TemplateConfig
-from warpfold.model.weights import assumed_settings, data_settings, load_config, load_model
+from warpfold.model.weights.files import assumed_settings, data_settings, load_config, load_model
+from warpfold.model.weights.openfold import openfold_name
 
 CONFIG = replace(
     tiny_config(), recycles=3, structure=replace(tiny_config().structure, layers=8)
@@ -88,7 +88,7 @@ PUBLISHED_IN_BLOCKS = {
 
 
 def test_names_are_those_of_openfolds_own_import(model: AlphaFold) -> None:
-    from warpfold.model.deepmind import arrays
+    from warpfold.model.weights.deepmind import arrays
 
     every = list(arrays(model))
     found = {array.theirs: openfold_name(array.ours) for array in every if array.block is None}

@@ -15,9 +15,8 @@ import warpfold
 from tests.helpers import as_multimer, filled_model, random_batch, tiny_config, tiny_model
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.deepmind import PREFIX, arrays, from_deepmind, to_deepmind
-from warpfold.model.deepmind_config import config_from_deepmind
-from warpfold.model.weights import FORMAT, assumed_settings, data_settings, load_config, load_model, save_params
+from warpfold.model.weights.deepmind import PREFIX, arrays, config_from_deepmind, from_deepmind, to_deepmind
+from warpfold.model.weights.files import FORMAT, assumed_settings, data_settings, load_config, load_model, save_params
 from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.predict import predict
 

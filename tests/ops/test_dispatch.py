@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warpfold.errors import UserError
-from warpfold.model.execution import Executable
+from warpfold.model.axial import Executable
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention
 from warpfold.ops.gate import gate, gated_linear_residual

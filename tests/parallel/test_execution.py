@@ -14,14 +14,19 @@ from torch import Tensor, nn
 from tests.helpers import random_batch, tiny_config, tiny_model
 from tests.ranks import run_ranks
 from warpfold.errors import UserError
-from warpfold.model import execution
-from warpfold.model.attention import AttentionUpdate, GatedAttention, Transition
-from warpfold.model.axial import COLS, ROWS, Block, BlockStack, Step, Steps
-from warpfold.model.evoformer import EvoformerBlock, EvoformerConfig
-from warpfold.model.execution import Executable, Tensors
+from warpfold.model import axial
+from warpfold.model.axial import COLS, ROWS, Block, BlockStack, Executable, Step, Steps, Tensors
+from warpfold.model.evoformer import (
+    AttentionUpdate,
+    EvoformerBlock,
+    EvoformerConfig,
+    GatedAttention,
+    MSAColumnAttention,
+    PairConfig,
+    PairStack,
+    Transition,
+)
 from warpfold.model.layers import LayerNorm
-from warpfold.model.msa import MSAColumnAttention
-from warpfold.model.pair import PairConfig, PairStack
 from warpfold.ops import dispatch
 from warpfold.parallel.collectives import local_shard
 from warpfold.parallel.execution import Execution
@@ -315,7 +320,7 @@ def test_templates_run_together_and_one_by_one_where_layers_run_in_slices(monkey
     assert seen == [3]
     torch.testing.assert_close(pair(Plan(precision="fp64", chunk=4)), together, rtol=LIMIT, atol=LIMIT)
     assert seen == [1, 1, 1]
-    monkeypatch.setattr(execution, "TOGETHER", 2 * 9 * 9)
+    monkeypatch.setattr(axial, "TOGETHER", 2 * 9 * 9)
     torch.testing.assert_close(pair(Plan(precision="fp64")), together, rtol=LIMIT, atol=LIMIT)
     assert seen == [2, 1]
 

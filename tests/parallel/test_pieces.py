@@ -12,16 +12,14 @@ from tests.ranks import run_ranks
 from warpfold.cost.fake import Memory, fake_ranks
 from warpfold.engine.packed import PackedWeights
 from warpfold.model.axial import COLS, ROWS
-from warpfold.model.evoformer import Evoformer, EvoformerConfig
-from warpfold.model.pair import PairConfig
+from warpfold.model.evoformer import Evoformer, EvoformerConfig, PairConfig
 from warpfold.ops.dispatch import standing_for
 from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.collectives import all_gather, all_to_all, local_shard, shard_sizes
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, make_mesh
-from warpfold.parallel.pieces import join_pieces, pieces
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.sharded_tensor import ShardedTensor
+from warpfold.parallel.sharded_tensor import ShardedTensor, join_pieces, pieces
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,8 @@ from tests.helpers import random_batch, tiny_config, tiny_model
 from tests.ranks import run_ranks
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.attention import Transition
-from warpfold.model.axial import COLS, ROWS, Step, Steps
-from warpfold.model.evoformer import Evoformer, EvoformerBlock, EvoformerConfig
-from warpfold.model.execution import PLAIN, Executable
-from warpfold.model.pair import PairConfig
+from warpfold.model.axial import COLS, PLAIN, ROWS, Executable, Step, Steps
+from warpfold.model.evoformer import Evoformer, EvoformerBlock, EvoformerConfig, PairConfig, Transition
 from warpfold.ops import dispatch
 from warpfold.parallel.collectives import local_shard as local_shard
 from warpfold.parallel.execution import Execution
@@ -144,7 +141,7 @@ def test_a_plan_that_cannot_run_a_model_says_why_and_leaves_it_as_it_was(
 def failing(model: AlphaFold) -> Iterator[None]:
     """Have a layer of the model fail, as where memory runs out."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("whole", "local", "update", "add", "add_slice"):
+        for name in ("prepare", "update"):
             patch.setattr(model.evoformer.blocks[1].pair.starting, name, Mock(side_effect=MemoryError))
         yield
 

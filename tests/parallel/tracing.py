@@ -20,10 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from warpfold.model import pair
 from warpfold.model.axial import COLS, ROWS
-from warpfold.model.evoformer import Evoformer, EvoformerConfig
-from warpfold.model.pair import PairConfig
+from warpfold.model.evoformer import Evoformer, EvoformerConfig, PairConfig
 from warpfold.ops.dispatch import Op
-from warpfold.parallel import collectives
+from warpfold.parallel import collectives, sharded
 from warpfold.parallel.collectives import Pending, local_shard
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
@@ -262,8 +261,9 @@ def _wrapped(trace: Trace) -> Iterator[None]:
         for name, operation in inspect.getmembers(module, lambda member: isinstance(member, Op)):
             changed.append((module, name, operation))
             setattr(module, name, unit(operation))
-    changed.append((pair, "triangle_product", pair.triangle_product))
-    pair.triangle_product = unit(pair.triangle_product)
+    for place in (pair, sharded):
+        changed.append((place, "triangle_product", place.triangle_product))
+        place.triangle_product = unit(place.triangle_product)
     for place, name in ((collectives, "_send"), (collectives._InFlight, "wait")):
         changed.append((place, name, getattr(place, name)))
         setattr(place, name, packing(getattr(place, name)))

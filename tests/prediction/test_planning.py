@@ -28,7 +28,7 @@ from warpfold.data.example.raw_example import from_sequence
 from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory, is_out_of_memory
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.weights import save_params
+from warpfold.model.weights.files import save_params
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan

@@ -17,7 +17,7 @@ from tests.prediction.runs import contents, run_cli, write_entry
 from warpfold.data.example.templates import template_from_file
 from warpfold.data.formats.alignment import decode
 from warpfold.errors import UserError
-from warpfold.model.weights import save_params
+from warpfold.model.weights.files import save_params
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.predict import predict

@@ -18,7 +18,7 @@ from warpfold.data.formats.alignment import decode
 from warpfold.data.formats.sequences import parse_a3m
 from warpfold.errors import UserError
 from warpfold.model.embed import MultimerConfig
-from warpfold.model.weights import save_params
+from warpfold.model.weights.files import save_params
 from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.notices import Notice, noted
 from warpfold.prediction.pages import warnings_of

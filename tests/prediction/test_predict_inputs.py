@@ -19,7 +19,7 @@ from warpfold.data.example.templates import TemplateOutcome
 from warpfold.data.search.server import AlignmentServer, ServerLimits
 from warpfold.errors import UserError
 from warpfold.model.template import TemplateConfig
-from warpfold.model.weights import save_params
+from warpfold.model.weights.files import save_params
 from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.params import params_files
 from warpfold.prediction.predict import predict

@@ -16,7 +16,7 @@ from warpfold.errors import UserError
 from warpfold.model.alphafold import HeadsConfig
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.evoformer import EvoformerConfig
-from warpfold.model.weights import save_params
+from warpfold.model.weights.files import save_params
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction.fold_options import PredictOptions

@@ -16,7 +16,7 @@ from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.sequences import parse_a3m
 from warpfold.model.embed import MultimerConfig
-from warpfold.model.weights import save_params
+from warpfold.model.weights.files import save_params
 from warpfold.prediction import predictor
 from warpfold.prediction.predictor import load
 from warpfold.report.coverage import PICTURED, Coverage, coverage_of, seen_rows

@@ -19,8 +19,7 @@ from warpfold.data.store.stored_example import example_arrays, example_notes
 from warpfold.engine.optim import OptimConfig
 from warpfold.geometry.residue import ATOM_ORDER, RESTYPES
 from warpfold.model.alphafold import HeadsConfig
-from warpfold.model.evoformer import EvoformerConfig
-from warpfold.model.pair import PairConfig
+from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.template import TemplateConfig
 from warpfold.training.config import RunConfig, TrainConfig
 from warpfold.training.train import train

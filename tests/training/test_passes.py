@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers import random_batch, tiny_model
 from tests.ranks import run_ranks
-from warpfold.model.execution import PLAIN
+from warpfold.model.axial import PLAIN
 from warpfold.ops import dispatch
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh

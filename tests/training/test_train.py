@@ -22,7 +22,7 @@ from warpfold.data.store.store import Store
 from warpfold.engine import checkpoint
 from warpfold.engine import learn as learning
 from warpfold.errors import UserError
-from warpfold.model.weights import load_model
+from warpfold.model.weights.files import load_model
 from warpfold.training import examples as chosen
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import draw_recycles, split

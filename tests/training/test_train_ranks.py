@@ -32,7 +32,7 @@ from warpfold.engine import learn as learning
 from warpfold.engine.loop import StepTimer
 from warpfold.engine.watch import Watching
 from warpfold.errors import UserError
-from warpfold.model import weights
+from warpfold.model.weights import files as weights
 from warpfold.parallel import collectives, exchange, messages, replicas
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.errors import UserError
-from warpfold.model.axial import AxialUpdate
-from warpfold.model.execution import Executable, PlainExecution
+from warpfold.model.axial import AxialUpdate, Executable, PlainExecution
 from warpfold.model.layers import DrawsNoise
 from warpfold.ops.dispatch import kernels, report_refusal, small_on_cpu
 from warpfold.ops.norm import EPS, layer_norm
@@ -100,7 +99,7 @@ class Adapter:
         """
         x, other = cast_by_autocast(x), None if other is None else cast_by_autocast(other)
         with layer.computing():
-            return layer.execution.delta(layer, x, mask, other, rows)
+            return layer.execution.layer(layer, x, mask, other, False, rows)
 
     @classmethod
     def renew(cls, layer: AxialUpdate, x: Tensor, mask: Tensor) -> Tensor:

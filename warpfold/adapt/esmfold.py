@@ -24,8 +24,8 @@ from warpfold.adapt.kinds import (
     TriangleProductAdapter,
     refuse_fp16,
 )
-from warpfold.model.execution import Executable
-from warpfold.model.layers import DeferredLayerNorm
+from warpfold.model.axial import Executable
+from warpfold.model.layers import project
 
 MODELING = "transformers.models.esm.modeling_esmfold"
 MASKED = 1e6  # what theirs subtracts from the logits of masked keys is more than this, so that they have no weight
@@ -122,7 +122,7 @@ class NormedLinear(Executable):
     linear: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        return DeferredLayerNorm(x, self.norm).project(self.linear)[0]
+        return project(x, self.norm, self.linear)[0]
 
 
 class EsmFoldPairToSequence(LayerAdapter):
@@ -156,7 +156,7 @@ class PairsOfSequence(Executable):
 
     def forward(self, s: Tensor) -> Tensor:
         """Return [b, i, j, c] of s [b, r, c_s]."""
-        q, k = DeferredLayerNorm(s, self.norm).project(self.proj)[0].chunk(2, -1)
+        q, k = project(s, self.norm, self.proj)[0].chunk(2, -1)
         products, differences = (part.weight.to(q.dtype) for part in (self.of_products, self.of_differences))
         bias = self.of_products.bias.to(q.dtype) - k @ differences.t()  # [b, i, c]
         if k.shape[1] < len(products):  # the products are fewer numbers than the matrices

@@ -27,12 +27,9 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.adapt.adapter import Adapter, AttentionOf, LinearOf, NormOf, NotServed, RandomInputs, StackedOf, made_of
-from warpfold.model.attention import Transition
-from warpfold.model.axial import COLS, ROWS
-from warpfold.model.execution import Executable
+from warpfold.model.axial import COLS, ROWS, Executable
+from warpfold.model.evoformer import OuterProductMean, Transition, TriangleAttention, TriangleMultiplication
 from warpfold.model.layers import NoNorm
-from warpfold.model.msa import OuterProductMean
-from warpfold.model.pair import TriangleAttention, TriangleMultiplication
 from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
 
 LEAST = 2**18  # numbers of z, or of s, that are worth our operations on a CPU: measured of Boltz and Protenix
@@ -114,11 +111,14 @@ class TriangleProductAdapter(LayerAdapter):
         return bool(module._outgoing)
 
     def layer(self, module: Any, parts: Parts) -> Parts:
+        """Return what our layer is made of.  Errors: NotServed where the two norms differ in eps."""
         outgoing = self.outgoing(module)
         if not outgoing:  # of ours, a has the column in both
             exchanged = {"a": "b", "b": "a", "a_gate": "b_gate", "b_gate": "a_gate"}
             parts = {exchanged.get(name, name): part for name, part in parts.items()}
         how = {"outgoing": outgoing, "axis": ROWS if outgoing else COLS, "fused": False}
+        if parts["norm"].eps != parts["norm_out"].eps:
+            raise NotServed("its two norms differ in eps")
         return {**parts, **how, "channels": len(parts["norm_out"].weight)}
 
     def forward(self, layer: Any, z: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> Any:

@@ -28,9 +28,8 @@ from warpfold.adapt.kinds import (
     attention_names,
     mask_of,
 )
-from warpfold.model.axial import COLS, ROWS
-from warpfold.model.execution import Executable
-from warpfold.model.msa import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention
+from warpfold.model.axial import COLS, ROWS, Executable
+from warpfold.model.evoformer import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention
 
 LAYERS = "openfold3.core.model.layers"
 FUSED = (
@@ -151,7 +150,7 @@ class RowAttentions(Masked, GatedAttentionAdapter):
         **__: Any,
     ) -> Tensor:
         """Return the update.  Errors: NotServed where z is missing, or not wanted."""
-        if (z is None) == layer.shared_from_other:
+        if (z is None) == (layer.shares == "other"):
             raise NotServed("a row attention without z" if z is None else "z for an attention without a bias")
         return self.update(layer, m, mask_of(m, mask), z, chunk_size)
 

@@ -17,8 +17,8 @@ from torch.fx.proxy import TraceError
 from torch.overrides import TorchFunctionMode
 
 from warpfold.adapt.adapter import Adapter, LinearOf, NormOf, NotServed, RandomInputs, StackedOf, made_of
-from warpfold.model.attention import Transition
-from warpfold.model.execution import Executable
+from warpfold.model.axial import Executable
+from warpfold.model.evoformer import Transition
 from warpfold.ops.attention import attention
 from warpfold.ops.norm import norm_linear
 

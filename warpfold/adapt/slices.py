@@ -15,11 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from warpfold.adapt.adapter import Adapter
 from warpfold.cost.fake import Memory
 from warpfold.memory import memory_in_use
-from warpfold.model.axial import AxialUpdate
-from warpfold.model.execution import PlainExecution
+from warpfold.model.axial import PLAIN, AxialUpdate, PlainExecution
 from warpfold.ops.dispatch import Kernels, standing_for
 from warpfold.ops.triton.launch import unlaunched
-from warpfold.parallel.slices import cut_axes, delta_in_slices, longest_axis
+from warpfold.parallel.slices import cut_axes, layer_in_slices, longest_axis
 
 UNIT = {"cpu": 1, "cuda": 512}  # bytes: torch's allocator gives multiples of these
 ROOM = 1.05  # of what tensors need, for workspaces of torch's libraries
@@ -43,39 +42,43 @@ class SlicedExecution(PlainExecution):
         """Return the same: a copy of a layer runs as the original does."""
         return self
 
-    def delta(
-        self, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None, rows: int | None = None
+    def layer(
+        self,
+        layer: AxialUpdate,
+        x: Tensor,
+        mask: Tensor,
+        other: Tensor | None = None,
+        residual: bool = True,
+        rows: int | None = None,
     ) -> Tensor:
-        """Return the layer's update without x; rows: of a slice, where the caller chose; None: as fit, or all."""
+        """Return x with the layer's update, or the update alone; rows: of a slice, where the caller chose."""
         if self.limit is not None and self.twin is not None:
-            rows = self.rows_that_fit(x, mask, other, rows)
+            rows = self.rows_that_fit(x, mask, other, residual, rows)
             if torch.is_grad_enabled():
-                args = (layer, x, mask, other, rows)
-                return cast(Tensor, checkpoint(_delta, *args, use_reentrant=False, preserve_rng_state=False))
-        return _delta(layer, x, mask, other, rows)
-
-    def layer(self, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
-        """Return x with the layer's update; with a limit in slices that fit."""
-        return super().layer(layer, x, mask, other) if self.limit is None else x + self.delta(layer, x, mask, other)
+                args = (layer, x, mask, other, residual, rows)
+                return cast(Tensor, checkpoint(_run, *args, use_reentrant=False, preserve_rng_state=False))
+        return _run(layer, x, mask, other, residual, rows)
 
     @torch.compiler.disable  # it asks how much memory is in use now
-    def rows_that_fit(self, x: Tensor, mask: Tensor, other: Tensor | None, rows: int | None) -> int | None:
+    def rows_that_fit(
+        self, x: Tensor, mask: Tensor, other: Tensor | None, residual: bool, rows: int | None
+    ) -> int | None:
         """Return how many rows of x to compute together, at most as many as given; None: all of them, at once."""
         assert self.limit is not None
         assert self.twin is not None
         left = self.limit - memory_in_use(x.device)
         count = x.shape[cut_axes(self.twin, longest_axis(x))[0]]
-        while ROOM * self.needed(x, mask, other, rows) > left and (rows is None or rows > 1):
+        while ROOM * self.needed(x, mask, other, residual, rows) > left and (rows is None or rows > 1):
             rows = max(1, min(count, rows or count) // 2)
         return rows
 
-    def needed(self, x: Tensor, mask: Tensor, other: Tensor | None, rows: int | None) -> int:
+    def needed(self, x: Tensor, mask: Tensor, other: Tensor | None, residual: bool, rows: int | None) -> int:
         """Return the bytes that a call takes at its peak, backward pass included where gradients are on."""
-        key = (*(None if t is None else (t.shape, t.stride(), t.dtype) for t in (x, mask, other)), rows, x.device.type,
-               torch.is_grad_enabled())  # fmt: skip
+        like = (None if t is None else (t.shape, t.stride(), t.dtype) for t in (x, mask, other))
+        key = (*like, residual, rows, x.device.type, torch.is_grad_enabled())
         if key not in self._needs:
             assert self.twin is not None
-            self._needs[key] = _needed(self.twin, x, mask, other, rows)
+            self._needs[key] = _needed(self.twin, x, mask, other, residual, rows)
         return self._needs[key]
 
 
@@ -85,20 +88,27 @@ def on_meta(adapter: Adapter, module: nn.Module) -> AxialUpdate | None:
     return layer if isinstance(layer, AxialUpdate) else None
 
 
-def _delta(layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, rows: int | None) -> Tensor:
-    """Return the layer's update of x without x, at once or in slices."""
+def _run(layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, residual: bool, rows: int | None) -> Tensor:
+    """Return x with the layer's update, or the update alone, at once or in slices."""
     with layer.computing():  # also where it is computed again, perhaps by another thread
-        if rows is None or x.dim() < 2 or rows >= x.shape[cut_axes(layer, longest_axis(x))[0]]:
-            return layer.delta(x, mask, other)
-        return delta_in_slices(layer, x, mask, other, rows)
+        if rows is None or x.dim() < 2:
+            return PLAIN.layer(layer, x, mask, other, residual)
+        anywhere = longest_axis(x)
+        axis = cut_axes(layer, anywhere)[0]
+        if rows >= x.shape[axis]:
+            return PLAIN.layer(layer, x, mask, other, residual)
+        most = rows * max(1, x.numel() // max(1, x.shape[axis]))
+        return layer_in_slices(
+            layer, x, mask, other, most, residual=residual, anywhere=anywhere, recompute=torch.is_grad_enabled()
+        )
 
 
-def _needed(twin: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, rows: int | None) -> int:
+def _needed(twin: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, residual: bool, rows: int | None) -> int:
     """Run a layer without memory on tensors without memory, like those given, and return the bytes at the peak."""
     kind = cast(Literal["cpu", "cuda"], x.device.type)
     x, mask, other = (None if t is None else _without_memory(t) for t in (x, mask, other))  # type: ignore[assignment]
     with standing_for(kind), unlaunched() if kind == "cuda" else nullcontext(), Memory(unit=UNIT[kind]) as memory:
-        update = _delta(twin, x, mask, other, rows)
+        update = _run(twin, x, mask, other, residual, rows)
         if update.requires_grad:
             wanted = [t for t in (x, other) if t is not None]
             torch.autograd.grad(update, wanted, torch.empty_like(update), allow_unused=True)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from warpfold.adapt.adapter import Adapter, NotServed, RandomInputs, swap
 from warpfold.adapt.report import LayerSpeed
 from warpfold.bench.timing import Subject, Times, measure
-from warpfold.model.execution import PlainExecution
+from warpfold.model.axial import PlainExecution
 from warpfold.ops.dispatch import always_fast
 
 SIZES = (7, 33)  # residues: below a tile of any kernel, and above, both odd

@@ -8,9 +8,8 @@ from warpfold.check.cases import BENCHED, PROFILES
 from warpfold.check.op_profile import LayerSizes, OpCase
 from warpfold.errors import UserError
 from warpfold.model.alphafold import ModelConfig
-from warpfold.model.evoformer import EvoformerConfig
-from warpfold.model.execution import PLAIN
-from warpfold.model.pair import PairConfig
+from warpfold.model.axial import PLAIN
+from warpfold.model.evoformer import EvoformerConfig, PairConfig
 
 EXTRA, TEMPLATE = "extra ", "template "  # how names of layers in these stacks begin
 

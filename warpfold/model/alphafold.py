@@ -10,10 +10,10 @@ from torch import Tensor
 from warpfold.batch import FEATURES, Batch, at_pass, on_device, passes
 from warpfold.geometry.atoms import CA, pseudo_beta
 from warpfold.geometry.rigid import Rigid
+from warpfold.model.axial import ALL, Executable, Residues
 from warpfold.model.clusters import cluster_features
 from warpfold.model.embed import ExtraMSAEmbedder, InputEmbedder, MultimerConfig, RecyclingEmbedder
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
-from warpfold.model.execution import ALL, Executable, Residues
 from warpfold.model.heads import DistogramHead, LogitsHead, PLDDTHead
 from warpfold.model.layers import DrawsNoise, Linear
 from warpfold.model.structure import StructureConfig, StructureModule, StructureOutput
@@ -155,7 +155,7 @@ class AlphaFold(Executable):
     """Algorithm 2 with recycling (Algorithms 30 and 31), on a batch of the feature table (warpfold/batch.py).
 
     Under a plan that shards an example over processes, each has its shard of what has a pair axis or an alignment:
-    m cut along residues, z along its rows (model/execution.py).  The batch, and everything per residue, is whole.
+    m cut along residues, z along its rows (model/axial.py).  The batch, and everything per residue, is whole.
     """
 
     def __init__(self, config: ModelConfig | None = None) -> None:

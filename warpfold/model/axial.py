@@ -1,138 +1,282 @@
 """What the trunk's layers have in common, an update that is independent along one axis; and blocks made of them.
 
-    x  <-  x + dropout(update(local(n), shared(n)))          n = layer_norm(operand)
+    x  <-  x + dropout(update)
 
-Almost all of AlphaFold2's trunk has this form.  A layer states which axis it is, what every slice must see whole
-(`shared`: the pair bias, or one factor of a product), and what a slice can prepare from itself alone (`local`).  How
-the work is executed, all at once, in chunks, in place or on several ranks, is decided by an *execution*
-(warpfold/model/execution.py, warpfold/parallel/execution.py); the layer never knows.
+Almost all of AlphaFold2's trunk has this form.  A layer says which axis it is, and two things:
 
-The operand comes with its norm not yet applied (`DeferredLayerNorm`), so that a projection can normalise on the way;
-and a layer may add its update itself (`add`), where projection, gate, dropout and residual are one operation.
+    shared(source, mask)                        what every slice must see whole: a pair bias, one factor of a product
+    update(read, mask, shared, x, factors)      the update of one slice, added to x where that is given
+
+All of x is a slice.  How the work is executed, all at once, in chunks, in place or on several ranks, is decided by an
+*execution* (`PlainExecution` in warpfold/model/axial.py, warpfold/parallel/execution.py); the layer never knows.
 
 Two laws make every execution right; tests/laws/test_slicing.py checks them for every subclass there is:
 
-    shared(n)                     is the join of  shared(slice)                    along `join_axis`
-    update(local(n), shared)      is the join of  update(local(slice), shared)     along `axis`
+    shared(source)            is the join of  shared(slice)                along `join_axis`
+    update(read, shared)      is the join of  update(slice, shared)        along `axis`
 
-and more say that what is done at once equals what is done in parts: `local_and_shared` is (local, shared), `add` is
-x + factors * update, `add_slice` is `local` and `add` of a slice, and `whole` is `add` of all of x.  `delta` and
-`delta_slice` are the updates alone, for a caller that adds them: whole is x + factors * delta.
+Two things make it fast.  Where all of x is there, `update` makes what is shared itself, on the way (`shared` is None).
+And while what is shared still travels between ranks, a slice may do what it can without it (`prepare`).
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from warpfold.model.execution import Executable, Tensors
-from warpfold.model.layers import DeferredLayerNorm, DrawsNoise, LayerNorm, Linear
+from warpfold.device import Function, Named
+from warpfold.host import fetch, fetch_each, store
+from warpfold.model.layers import DrawsNoise, LayerNorm
+from warpfold.ops.dispatch import Kernels, alike, enough, using, watched
 from warpfold.ops.noise import Factors
+from warpfold.ops.tensors import upcast_half
+
+Tensors = tuple[Tensor, ...]
+
+
+class Residues:
+    """The residues that this process holds: here all of them.
+
+    Outside the trunk's layers, m [*, s, r, c] is sharded along residues and z [*, i, j, c] along its rows, and
+    everything without a pair axis or an alignment is whole on every process.  Axes count from the right.
+
+    The loss of an example is a sum over the processes that share it: what comes from a shard counts as it is, what
+    every process computes alike (of `shards` shards, or in `replicas` of the same shard) is divided by their number.
+    """
+
+    shards = 1
+    replicas = 1
+
+    def local_shard(self, x: Tensor, axis: int) -> Tensor:
+        """Return this process's shard of a tensor that every process has whole."""
+        return x
+
+    def all_gather(self, x: Tensor, axis: int, length: int) -> Tensor:
+        """Return the whole of a tensor of which every process has its shard; `length`: of the whole along `axis`."""
+        return x
+
+    def shard_spans(self, length: int) -> list[slice]:
+        """Return which of so many residues each process holds."""
+        return [slice(0, length)]
+
+    def transposed(self, z: Tensor, length: int) -> Tensor:
+        """Return this process's rows of z [*, i, j, c] with i and j exchanged.
+
+        z may have some columns alone, of `length` rows in all: each process then gets its shard of them.
+        """
+        return z.transpose(-3, -2)
+
+
+ALL = Residues()
+TOGETHER = 1 << 20  # positions of templates: four of 512 residues; larger ones fill a device one by one
+
+
+class PlainExecution:
+    """Run layers, blocks and stacks in plain torch: the default, and the meaning of every other execution."""
+
+    dtype: torch.dtype = torch.float32  # of m and z
+    everywhere: bool = False  # whether what follows the trunk projects in this dtype too, and not in fp32 at least
+    kernels: Kernels | None = None  # how operations are computed; None: as they are around the call
+    residues: Residues = ALL
+    in_place: bool = False  # whether what a function is given to update may be written over: no gradient needs it
+
+    def stack(self, stack: "BlockStack", states: Tensors, masks: Tensors) -> Tensors:
+        """Run the blocks of a stack one after another."""
+        for block in stack.blocks:
+            states = block(*states, *masks)
+        return states
+
+    def block(self, block: "Block", states: Tensors, masks: Tensors) -> Tensors:
+        """Run the steps of a block one after another; `states` and `masks` in the order of `block.states`."""
+        held, mask = dict(zip(block.states, states)), dict(zip(block.states, masks))
+        for step in block.checked_steps():
+            others = () if step.other is None else (held[step.other],)
+            held[step.state] = step.layer(held[step.state], mask[step.masked], *others)
+        return tuple(held.values())
+
+    def layer(
+        self,
+        layer: "AxialUpdate",
+        x: Tensor,
+        mask: Tensor,
+        other: Tensor | None = None,
+        residual: bool = True,
+        rows: int | None = None,
+    ) -> Tensor:
+        """Return x with the layer's update, or without `residual` the update alone, computed for all of x at once.
+
+        rows: how many rows (or columns) to compute together, where the caller chooses; heeded by an execution that cuts
+        layers for callers.
+        """
+        read = layer.named(layer.reads, x, other)
+        shared = None
+        if layer.shares not in (None, layer.reads):
+            shared = layer.shared(layer.named(layer.shares, x, other), mask)
+        factors = layer.dropout_factors(x.shape, x) if residual else None
+        return layer.update(read, mask, shared, x if residual else None, factors)
+
+    def call(
+        self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], reason: str | None = None
+    ) -> Named:
+        """Return what a function of tensors that runs the model returns; another execution may replay its graph.
+
+        reason: why it cannot be recorded.
+        """
+        return function(inputs)
+
+    def rows(self, count: int) -> list[slice]:
+        """Return which of so many rows of z are computed together: here all; at least one slice, even of none."""
+        return [slice(0, count)]
+
+    def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate zeros for z, in the dtype of the trunk; `like`: a tensor on the device that computes."""
+        return like.new_zeros(shape, dtype=self.dtype)
+
+    def aside(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate zeros for what is read and written seldom beside z, such as a sum over templates."""
+        return self.pair_memory(like, shape)
+
+    def fetch(self, z: Tensor, rows: slice, axis: int = -3) -> Tensor:
+        """Return rows of z [*, i, j, c], or columns (axis -2), where they are computed with: a view, or a copy of what
+        lies in host memory."""
+        return fetch(z, rows, axis)
+
+    def store(self, z: Tensor, rows: slice, new: Tensor, axis: int = -3) -> None:
+        """Write new rows over those of z [*, i, j, c], or columns (axis -2)."""
+        store(z, rows, new, axis)
+
+    def parts(self, count: int, positions: int) -> list[slice]:
+        """Return which of so many templates are computed together: as many as have `TOGETHER` positions, or one.
+
+        positions: of the pair representation of one.
+        """
+        each = max(TOGETHER // max(positions, 1), 1)
+        return [slice(start, min(start + each, count)) for start in range(0, count, each)]
+
+
+PLAIN = PlainExecution()
+
+
+class Executable(nn.Module):
+    """A module that can run in more than one way; its `execution` says how."""
+
+    execution: PlainExecution = PLAIN
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.computing():
+            return super().__call__(*args, **kwargs)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Compute operations as the execution says within the context; a call of the module does."""
+        return nullcontext() if self.execution.kernels is None else using(self.execution.kernels)
+
+    @property
+    def residues(self) -> Residues:
+        """The residues that this process holds."""
+        return self.execution.residues
+
+    def by_rows(self, function: Callable[[slice], Tensor], count: int, axis: int) -> Tensor:
+        """Return the join along `axis` of what a function makes of so many rows, as many at a time as the plan says.
+
+        Without gradients each part is written to its place at once, so that there is never more than the result and
+        one part.
+        """
+        slices = self.execution.rows(count)
+        if len(slices) == 1:
+            return function(slices[0])
+        if torch.is_grad_enabled():
+            return torch.cat([function(rows) for rows in slices], axis)
+        joined = None
+        for rows in alike(slices):
+            part = function(rows)
+            if joined is None:
+                shape = list(part.shape)
+                shape[axis] = count
+                joined = part.new_empty(shape)
+            joined.narrow(axis, rows.start, rows.stop - rows.start).copy_(part)
+        assert joined is not None
+        return joined
+
+    def renew_rows(self, z: Tensor, function: Callable[[slice, Tensor], Tensor]) -> Tensor:
+        """Return z [*, i, j, c] with what a function makes of each slice and its rows of z; in place where that may be.
+
+        What is made has the shape and the dtype of what is given.
+        """
+        execution = self.execution
+        if not execution.in_place:
+            return self.by_rows(lambda rows: function(rows, execution.fetch(z, rows)), z.shape[-3], -3)
+        parts = enough(execution.rows(z.shape[-3]))
+        for rows, old in watched(fetch_each(z, parts), len(parts)):
+            execution.store(z, rows, function(rows, old))
+        return z
+
+    def around_trunk(self, x: Tensor) -> Tensor:
+        """Return what the trunk computed in the dtype in which this module goes on: in fp32 at least, or as it is."""
+        return x if self.execution.everywhere else upcast_half(x)
+
 
 # Axes are counted from the right; masks lack the channel axis, so a mask is cut along axis + 1.
 ROWS, COLS = -3, -2  # of m [*, s, r, c] and of z [*, i, j, c]
+Which = Literal["x", "other"]  # of the tensors that a layer is called with
+Read = Tensor | Tensors  # a slice of what a layer reads, or what it prepared of that
+Shared = Tensors | None
 
 
 class AxialUpdate(Executable, DrawsNoise):
     """Base of the trunk's layers; see the module's docstring for the contract.
 
-    Subclasses set `norm` and override `shared`, `local` and `update`.  x and the returned tensor are m or z; `other`
-    is the other one of them, for the two layers that read both.
+    Subclasses set `norm` and override `update` and, where slices share anything, `shares` and `shared`.  x and the
+    returned tensor are m or z; `other` is the other one of them, for layers that read both.
     """
 
     axis: int | None = None  # where x may be cut; None: anywhere
-    operand_is_other = False  # the layer normalises and reads `other`, not x
-    shared_from_other = False  # `shared` is made from `other` (`shared_of`), position by position
-    mask_of_other = False  # the mask is that of `other`, and belongs to what is shared
-    shared_cuts: int | None = None  # where `shared` is cut along `join_axis`, the update is of x cut along this axis
+    reads: Which = "x"  # what `update` reads of each slice
+    shares: Which | None = None  # what `shared` is made of
+    mask_of: Which = "x"  # whose mask the layer is given
+    pieces_axis: int | None = None  # where `shared` is cut along `join_axis`, the update is of x cut along this axis
     dropout_rate = 0.0
     dropout_shared_axis = ROWS  # one draw serves all of this axis
 
     norm: LayerNorm
 
     @property
-    def operand_axis(self) -> int | None:
-        """The axis along which the operand is cut when x is cut along `axis`."""
+    def read_axis(self) -> int | None:
+        """The axis along which what is read is cut when x is cut along `axis`."""
         return self.axis
 
-    @property
-    def shared_axis(self) -> int | None:
-        """The axis along which the tensor that `shared` is made from may be cut; None where nothing is shared."""
-        return self.operand_axis
-
-    @property
-    def join_axis(self) -> int | None:
-        """The axis along which tensors of `shared` are joined: `shared_axis`, unless they have another layout."""
-        return self.shared_axis
-
-    def operand(self, x: Tensor, other: Tensor | None) -> Tensor:
-        """Return the tensor that the layer normalises and reads."""
-        if not self.operand_is_other:
+    def named(self, which: Which | None, x: Tensor, other: Tensor | None) -> Tensor:
+        """Return what `reads` or `shares` names.  Errors: ValueError where that is `other`, which was not given."""
+        if which != "other":
             return x
-        assert other is not None
+        if other is None:
+            raise ValueError(f"{type(self).__name__} reads another tensor beside x, and was given none")
         return other
 
-    def local(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
-        """Return what a slice prepares from itself alone, while `shared` may still be on its way."""
-        return (n.value,)
+    def join_axis(self, cut: int) -> int:
+        """Return the axis along which tensors of `shared` are joined that are made of a source cut along `cut`."""
+        return cut
 
-    def shared(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
-        """Return what every slice must see whole."""
-        return ()
+    def shared(self, source: Tensor, mask: Tensor) -> Tensors:
+        """Return what every slice must see whole, made of what `shares` names, or of a slice of that.
 
-    def shared_of(self, other: Tensor, mask: Tensor | None = None) -> Tensors:
-        """Return the same, for a layer that makes it from the other representation (`shared_from_other`).
-
-        mask: of that, for a layer that wants it (`mask_of_other`); None: ones.
+        mask: of the source, where the layer's mask is that (`mask_of`).
         """
         raise NotImplementedError
 
-    def local_and_shared(self, n: DeferredLayerNorm, mask: Tensor, other: Tensor | None) -> tuple[Tensors, Tensors]:
-        """Return `local` and `shared` of all of n; overridden by layers that make both in one pass over it."""
-        local = self.local(n, mask)
-        if self.shared_from_other:
-            assert other is not None
-            return local, self.shared_of(other, mask if self.mask_of_other else None)
-        return local, self.shared(n, mask)
+    def prepare(self, read: Tensor, mask: Tensor) -> Read:
+        """Return what `update` takes in the place of `read`: all that a slice can do before it has what is shared."""
+        return read
 
-    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        """Return the residual update of one slice."""
-        raise NotImplementedError
+    def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
+        """Return x + factors * update of one slice; or, without x, the update: what the supplement's algorithm returns.
 
-    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
-        """Return one slice of x plus its update times the dropout factors (None: ones)."""
-        dx = self.update(local, shared, mask)
-        return x + (dx if factors is None else dx * factors)
-
-    def add_slice(
-        self, x: Tensor, n: DeferredLayerNorm, shared: Tensors, mask: Tensor, factors: Factors | None
-    ) -> Tensor:
-        """Return one slice of x with its update, of its part of the operand; overridden where that is one operation."""
-        return self.add(x, self.local(n, mask), shared, mask, factors)
-
-    def delta_slice(self, x: Tensor, n: DeferredLayerNorm, shared: Tensors, mask: Tensor) -> Tensor:
-        """Return the residual update of one slice of x, before dropout; overridden where that is one operation."""
-        return self.update(self.local(n, mask), shared, mask)
-
-    def empty_shared(self, part: Tensor, length: int) -> Tensor:
-        """Allocate a tensor of `shared` of which one slice's is `part`; laid out in memory as slices read it."""
-        assert self.join_axis is not None
-        shape = list(part.shape)
-        shape[self.join_axis] = length
-        return part.new_empty(shape)
-
-    def whole(self, x: Tensor, mask: Tensor, other: Tensor | None, factors: Factors | None) -> Tensor:
-        """Return all of x with its update; overridden by layers for which that is one operation."""
-        n = DeferredLayerNorm(self.operand(x, other), self.norm)
-        return self.add(x, *self.local_and_shared(n, mask, other), mask, factors)
-
-    def delta(self, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
-        """Return the residual update of all of x, before dropout: what the supplement's algorithm returns.
-
-        Overridden where that is one operation, as `whole`.
+        read: the slice of what `reads` names, not yet normalised, or what `prepare` made of it.  mask: of it, where
+        the layer's mask is that.  shared: of all slices; None where nothing is shared, or where `read` is all that it
+        is made of.  x: the slice itself.  factors: of dropout, cut as x is; None: ones.
         """
-        n = DeferredLayerNorm(self.operand(x, other), self.norm)
-        return self.update(*self.local_and_shared(n, mask, other), mask)
+        raise NotImplementedError
 
     def dropout_factors(self, shape: Sequence[int], like: Tensor) -> Factors | None:
         """Return the dropout factors for all of x, of this shape but 1 along `dropout_shared_axis` (Supp. 1.11.6).
@@ -146,51 +290,16 @@ class AxialUpdate(Executable, DrawsNoise):
         drawn[self.dropout_shared_axis] = 1
         return self.noise.factors(drawn, self.dropout_rate, self.stream, like)
 
-    def forward(self, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
-        """Return x with this layer's update; mask: of the operand."""
-        return self.execution.layer(self, x, mask, other)
+    def forward(self, x: Tensor, mask: Tensor, other: Tensor | None = None, residual: bool = True) -> Tensor:
+        """Return x with this layer's update, or without `residual` the update alone, before dropout."""
+        return self.execution.layer(self, x, mask, other, residual)
 
 
-class ChannelProduct(AxialUpdate):
-    """A layer whose update mixes two factors of n channel by channel: finish(product(left, right), gate_logits).
-
-    So it may also be cut along the product's channels: a rank then has all rows and columns of a few of them, which
-    sends less than gathering a factor does, from three ranks on (docs/communication.md).  The factors have their
-    channels in front, [*, c, ., .], and lie as n does otherwise.
-    """
-
-    channels: int  # of the product
-    gate: Linear
-
-    def left(self, n: DeferredLayerNorm, mask: Tensor) -> Tensor:
-        """Return the factor of the slice."""
-        raise NotImplementedError
-
-    def right(self, n: DeferredLayerNorm, mask: Tensor) -> Tensor:
-        """Return the factor that every slice needs whole."""
-        raise NotImplementedError
-
-    def gate_logits(self, n: DeferredLayerNorm) -> Tensor:
-        """Return the gate of the product before its sigmoid."""
-        return n.project(self.gate)[0]
-
-    def product(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return [*, i, j, c] of factors [*, c, ., .], of any channels."""
-        raise NotImplementedError
-
-    def finish(self, x: Tensor, gate_logits: Tensor) -> Tensor:
-        """Return the update, given the product of all channels; position by position."""
-        raise NotImplementedError
-
-    def shared(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
-        return (self.right(n, mask),)
-
-    def local(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
-        return self.left(n, mask), self.gate_logits(n)
-
-    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        left, gate_logits = local
-        return self.finish(self.product(left, *shared), gate_logits)
+def residual(x: Tensor | None, dx: Tensor, factors: Factors | None) -> Tensor:
+    """Return x + factors * dx (None: ones), or dx where x is None: the last line of an `update`."""
+    if x is None:
+        return dx
+    return x + (dx if factors is None else dx * factors)
 
 
 class Step(NamedTuple):
@@ -206,8 +315,8 @@ class Step(NamedTuple):
 
     @property
     def masked(self) -> str:
-        """The state whose mask the layer is given: the one that it normalises and reads, unless it says otherwise."""
-        of_other = getattr(self.layer, "operand_is_other", False) or getattr(self.layer, "mask_of_other", False)
+        """The state whose mask the layer is given."""
+        of_other = getattr(self.layer, "mask_of", "x") == "other"
         return self.other if self.other is not None and of_other else self.state
 
 

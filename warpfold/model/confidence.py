@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from warpfold.model.execution import ALL, PlainExecution, Residues
+from warpfold.model.axial import ALL, PlainExecution, Residues
 from warpfold.model.heads import pae_breaks
 from warpfold.ops.dispatch import alike
 from warpfold.ops.tensors import upcast_half

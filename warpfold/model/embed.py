@@ -7,7 +7,7 @@ from torch import Tensor
 
 from warpfold.batch import Batch
 from warpfold.geometry.atoms import distance_bins
-from warpfold.model.execution import Executable
+from warpfold.model.axial import Executable
 from warpfold.model.layers import LayerNorm, Linear
 from warpfold.ops.tensors import one_hot, take_rows
 

@@ -1,14 +1,419 @@
-"""The Evoformer block and the stack of them (Algorithms 6 and 18)."""
+"""The Evoformer and its layers: m [*, s, r, c_m], z [*, i, j, c_z] (Algorithms 6 to 15, 18 and 19).
 
+The extra MSA stack is one with global column attention; the template stack is made of the pair stack alone, in another
+order.
+"""
+
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
-from warpfold.model.axial import Block, BlockStack, Step, Steps
-from warpfold.model.msa import MSAStack, OuterProductMean
-from warpfold.model.pair import PairConfig, PairStack
-from warpfold.ops.transition import Activation
+from warpfold.model.axial import (
+    COLS,
+    ROWS,
+    AxialUpdate,
+    Block,
+    BlockStack,
+    Read,
+    Shared,
+    Step,
+    Steps,
+    Tensors,
+    residual,
+)
+from warpfold.model.layers import LayerNorm, Linear, LinearSlice, NoNorm, Projection, joined, project
+from warpfold.ops.attention import attention, global_attention, masked_mean
+from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.gated_attention import gated_attention
+from warpfold.ops.noise import Factors
+from warpfold.ops.outer import outer_product
+from warpfold.ops.transition import HALVES, Activation, transition
+from warpfold.ops.triangle import triangle_product
+from warpfold.ops.triangle_multiplication import triangle_multiplication
+from warpfold.ops.triangle_slice import projected_factor, triangle_slice
+
+
+class GatedAttention(nn.Module):
+    """The parameters of multi-head attention whose output is gated by the sigmoid of a projection of its input.
+
+    biased: which of its linear layers have a bias: AlphaFold2's gate and output, AlphaFold3's queries.
+    """
+
+    def __init__(self, c: int, heads: int, width: int | None = None, biased: Collection[str] = ("gate", "out")) -> None:
+        super().__init__()
+        width = c // heads if width is None else width
+        self.heads = heads
+        self.q = Linear(c, heads * width, "q" in biased, init="glorot")
+        self.k = Linear(c, heads * width, "k" in biased, init="glorot")
+        self.v = Linear(c, heads * width, "v" in biased, init="glorot")
+        self.gate = Linear(c, heads * width, "gate" in biased, init="gating")
+        self.out = Linear(heads * width, c, "out" in biased, init="final")
+
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The linear layers of the gate, q, k and v, in the order in which they are joined: a bias comes first."""
+        return self.gate, self.q, self.k, self.v
+
+
+class AttentionUpdate(AxialUpdate):
+    """A trunk layer whose update is a gated attention, within each row or, if `by_column`, within each column.
+
+    `shared` is nothing, or the bias of the attention's logits [*, h, K, K]: query a and key b of a row have that of
+    z[a, b], those of a column that of z[b, a]; with `bias_transposed` the other way round.
+    """
+
+    attention: GatedAttention
+    bias: Linear | None  # makes the bias; None: `other` is the bias
+    norm_z: LayerNorm  # of what the bias is made of, where that is not x
+    by_column = False
+    bias_transposed = False  # no layer of AlphaFold2's
+
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The linear layers of what is read that are joined: the attention's, and that of a bias of x itself."""
+        own = (self.bias,) if self.shares == "x" and self.bias is not None else ()
+        return *self.attention.projections, *own
+
+    def join_axis(self, cut: int) -> int:
+        keys = (cut == ROWS) == (self.by_column != self.bias_transposed)
+        return -1 if keys else -2
+
+    def shared(self, source: Tensor, mask: Tensor) -> Tensors:
+        bias = source  # as it is, where there is no projection
+        if self.bias is not None:
+            (bias,) = project(source, self.norm if self.shares == "x" else self.norm_z, self.bias)
+        return ((bias.transpose(ROWS, COLS) if self.by_column != self.bias_transposed else bias).movedim(-1, -3),)
+
+    def prepare(self, read: Tensor, mask: Tensor) -> Tensors:
+        """Return the gate's logits, q, k and v, each [*, K, h d], columns exchanged with the rows if `by_column`."""
+        read = read.transpose(ROWS, COLS) if self.by_column else read
+        return project(read, self.norm, *self.attention.projections)
+
+    def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
+        """Return x + factors * attention of the slice, gated and projected: one operation, of what it prepared several."""
+        norm, heads, out = self.norm, self.attention.heads, self.attention.out
+        if shared is None and self.bias_transposed:  # on the way it would be made as x lies
+            assert isinstance(read, Tensor)
+            shared = self.shared(read, mask)
+        bias = None if shared is None else shared[0]
+        if isinstance(read, Tensor) and isinstance(norm, NoNorm):
+            read = self.prepare(read, mask)
+        if self.by_column:
+            mask = mask.mT
+            x = None if x is None else x.transpose(ROWS, COLS)
+            factors = None if factors is None else factors.transpose(ROWS, COLS)
+        if isinstance(read, Tensor):  # all of it is one operation
+            read = read.transpose(ROWS, COLS) if self.by_column else read
+            into = joined(read.dtype, *(self.projections if shared is None else self.attention.projections))
+            out_of, mask, add = joined(read.dtype, out), mask.contiguous(), x is not None
+            of_norm = norm.weight, norm.bias
+            new = gated_attention(read, *of_norm, *into, *out_of, mask, bias, heads, factors, norm.eps, add)
+        else:
+            g, q, k, v = read[0], *(t.unflatten(-1, (heads, -1)) for t in read[1:])
+            bias = None if bias is None else bias[..., None, :, :, :]  # the same for every row
+            o = attention(q, k, v, mask, bias).flatten(-2)
+            new = out(gate(o, g)) if x is None else gated_linear_residual(x, o, g, *joined(o.dtype, out), factors)
+        return new.transpose(ROWS, COLS) if self.by_column else new
+
+
+class Transition(AxialUpdate):
+    """Algorithms 9 and 15: a two-layer perceptron at each position alone.  Masked positions are updated too.
+
+    With "swiglu" its layers have no biases (AlphaFold3, Algorithm 11), and `up` makes gates and then values.
+    """
+
+    def __init__(self, c: int, factor: int = 4, activation: Activation = "relu") -> None:
+        super().__init__()
+        self.activation, biased = activation, activation == "relu"
+        self.norm = LayerNorm(c)
+        self.up = Linear(c, HALVES[activation] * factor * c, biased, init="relu")
+        self.down = Linear(factor * c, c, biased, init="final")
+
+    def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
+        """Return x + factors * perceptron of the slice."""
+        assert isinstance(read, Tensor)
+        norm, (up, up_bias), (down, down_bias) = self.norm, joined(read.dtype, self.up), joined(read.dtype, self.down)
+        parameters = norm.weight, norm.bias, up, up_bias, down, down_bias
+        at_once = x is not None and factors is None
+        new = transition(read, *parameters, at_once, norm.eps, self.activation)
+        return new if at_once else residual(x, new, factors)
+
+
+class MSARowAttention(AttentionUpdate):
+    """Algorithm 7: attention within each sequence, biased by the pair representation."""
+
+    axis = ROWS
+    shares = "other"  # rows of z, whichever they are
+
+    def __init__(self, c_m: int, c_z: int, heads: int = 8, rate: float = 0.15) -> None:
+        super().__init__()
+        self.dropout_rate = rate
+        self.norm = LayerNorm(c_m)
+        self.norm_z = LayerNorm(c_z)
+        self.bias = Linear(c_z, heads, bias=False)
+        self.attention = GatedAttention(c_m, heads)
+
+
+class MSAColumnAttention(AttentionUpdate):
+    """Algorithm 8: attention within each residue's column, between sequences."""
+
+    axis = COLS
+    by_column = True
+
+    def __init__(self, c_m: int, heads: int = 8) -> None:
+        super().__init__()
+        self.norm = LayerNorm(c_m)
+        self.attention = GatedAttention(c_m, heads)
+
+
+class MSAColumnGlobalAttention(AxialUpdate):
+    """Algorithm 19: column attention of the extra MSA, one averaged query per column, shared keys and values."""
+
+    axis = COLS
+
+    def __init__(self, c_m: int, heads: int = 8) -> None:
+        super().__init__()
+        width = c_m // heads
+        self.heads = heads
+        self.norm = LayerNorm(c_m)
+        self.q = Linear(c_m, heads * width, bias=False, init="glorot")
+        self.k = Linear(c_m, width, bias=False, init="glorot")
+        self.v = Linear(c_m, width, bias=False, init="glorot")
+        self.gate = Linear(c_m, heads * width, init="gating")
+        self.out = Linear(heads * width, c_m, init="final")
+
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The linear layers of the gate, k and v; q is of the mean over the sequences."""
+        return self.gate, self.k, self.v
+
+    def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
+        """Return x + factors * attention of each column."""
+        assert isinstance(read, Tensor)
+        read, mask = read.transpose(ROWS, COLS), mask.mT  # [*, r, s, c], [*, r, s]
+        q = self.q(masked_mean(self.norm(read), mask[..., None], axis=-2)).unflatten(-1, (self.heads, -1))
+        g, k, v = project(read, self.norm, *self.projections)
+        o = global_attention(q, k, v, mask).flatten(-2)[..., None, :].expand(g.shape)  # the same for all sequences
+        if x is None:
+            return self.out(gate(o, g)).transpose(ROWS, COLS)
+        factors = None if factors is None else factors.transpose(ROWS, COLS)
+        return gated_linear_residual(x.transpose(ROWS, COLS), o, g, *joined(o.dtype, self.out), factors).transpose(
+            ROWS, COLS
+        )
+
+
+class OuterProductMean(AxialUpdate):
+    """Algorithm 10: row i of z from column i of m, given every column's b.  x is z, other is m, mask is m's.
+
+    The sum over sequences is divided by how many have both residues, plus `count_added`, `count_least` at least, and
+    the output's bias with it (`bias_divided`), as AlphaFold2 has it; others count and divide otherwise.
+    """
+
+    count_added = 1e-3
+    count_least = 0.0
+    bias_divided = True
+    axis = ROWS
+    read_axis = pieces_axis = COLS
+    reads = shares = mask_of = "other"
+
+    def __init__(self, c_m: int, c_z: int, c: int = 32) -> None:
+        super().__init__()
+        self.norm = LayerNorm(c_m)
+        self.a = Linear(c_m, c)
+        self.b = Linear(c_m, c)
+        self.out = Linear(c * c, c_z, init="final")  # from the products, left channel outermost
+
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The linear layers of both factors."""
+        return self.a, self.b
+
+    def shared(self, source: Tensor, mask: Tensor) -> Tensors:
+        mask = mask[..., None].to(source.dtype)
+        return project(source, self.norm, self.b)[0] * mask, mask
+
+    def prepare(self, read: Tensor, mask: Tensor) -> Tensors:
+        return (project(read, self.norm, self.a)[0] * mask[..., None].to(read.dtype),)
+
+    def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
+        """Return x + factors * mean over sequences of the outer products of a, of the slice, and b."""
+        mask = mask.to(read.dtype if isinstance(read, Tensor) else read[0].dtype)
+        if shared is None:  # both factors in one pass
+            assert isinstance(read, Tensor)
+            b_mask = mask[..., None]
+            a, b = (factor * b_mask for factor in project(read, self.norm, *self.projections))
+        else:
+            (a,), (b, b_mask) = self.prepare(read, mask) if isinstance(read, Tensor) else read, shared
+        both = torch.einsum("...si,...sjx->...ijx", mask, b_mask)  # sequences that have both
+        count = both + self.count_added
+        if self.count_least:
+            count = count.clamp(min=self.count_least)
+        return residual(x, outer_product(a, b, *joined(a.dtype, self.out), count, self.bias_divided), factors)
+
+
+class MSAStack(nn.Module):
+    """The MSA half of a block: row attention, column attention (global for the extra MSA), transition."""
+
+    def __init__(
+        self,
+        c_m: int,
+        c_z: int,
+        heads: int = 8,
+        factor: int = 4,
+        rate: float = 0.15,
+        global_column: bool = False,
+        activation: Activation = "relu",
+    ) -> None:
+        super().__init__()
+        self.row = MSARowAttention(c_m, c_z, heads, rate)
+        self.column = MSAColumnGlobalAttention(c_m, heads) if global_column else MSAColumnAttention(c_m, heads)
+        self.transition = Transition(c_m, factor, activation)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig:
+    """The settings of a pair stack; the defaults are the Evoformer's."""
+
+    heads: int = 4  # Algorithms 13 and 14
+    head_width: int | None = None  # None: c_z / heads
+    c_triangle: int = 128  # Algorithms 11 and 12: c
+    transition: int = 4  # Algorithm 15: n
+    activation: Activation = "relu"  # of the transition; "swiglu" is AlphaFold3's: another model
+    rate: float = 0.25  # dropout, Algorithm 6
+    fused: bool = False  # one projection for both factors of a triangle product (AlphaFold 2.3, Multimer v3)
+    order: Literal["multiplication_first", "attention_first"] = "multiplication_first"
+
+
+class TriangleMultiplication(AxialUpdate):
+    """Algorithms 11 and 12.  Outgoing: each row i alone, given b.  Incoming: each column j alone, given b.
+
+    outgoing  x_ij = sum_k a_ik b_jk         incoming  x_ij = sum_k a_kj b_ki
+
+    In both, the slice brings its a and its gate, and b is shared.  (For incoming this a is the supplement's b.)  The
+    factors have their channels in front, [*, c, ., .], as the product wants them: b is laid out once for all slices.
+    """
+
+    shares = "x"
+
+    def __init__(self, c_z: int, c: int, outgoing: bool, rate: float = 0.25, fused: bool = False) -> None:
+        super().__init__()
+        self.outgoing, self.fused, self.channels, self.dropout_rate = outgoing, fused, c, rate
+        self.axis = ROWS if outgoing else COLS
+        self.norm = LayerNorm(c_z)
+        if fused:  # a in the first half of the channels, b in the second
+            self.ab = Linear(c_z, 2 * c)
+            self.ab_gate = Linear(c_z, 2 * c, init="gating")
+        else:
+            self.a = Linear(c_z, c)
+            self.b = Linear(c_z, c)
+            self.a_gate = Linear(c_z, c, init="gating")
+            self.b_gate = Linear(c_z, c, init="gating")
+        self.norm_out = LayerNorm(c)
+        self.out = Linear(c, c_z, init="final")
+        self.gate = Linear(c_z, c_z, init="gating")
+
+    @property
+    def projections(self) -> tuple[Linear, ...]:
+        """The linear layers of both factors, of their gates, and of the product's gate."""
+        if self.fused:
+            return self.ab, self.ab_gate, self.gate
+        return self.a, self.a_gate, self.b, self.b_gate, self.gate
+
+    def of_factor(self, which: int) -> tuple[Projection, ...]:
+        """Return the projections of a (0) or b (1), and of its gate."""
+        fused: tuple[Linear, ...] = (self.ab, self.ab_gate) if self.fused else ()
+        if not self.fused:
+            return ((self.a, self.a_gate), (self.b, self.b_gate))[which]
+        halves = ((p.weight.chunk(2)[which], None if p.bias is None else p.bias.chunk(2)[which]) for p in fused)
+        return tuple(LinearSlice(*half) for half in halves)
+
+    def join_axis(self, cut: int) -> int:
+        return cut + 1  # no channel axis is behind it
+
+    def factor(self, which: int, z: Tensor, mask: Tensor) -> Tensor:
+        """Return a (0) or b (1) of some rows or columns of z, [*, c, ., .] (lines 1 and 2)."""
+        of_norm = self.norm.weight, self.norm.bias
+        return projected_factor(z, mask, of_norm, joined(z.dtype, *self.of_factor(which)), self.norm.eps)
+
+    def shared(self, source: Tensor, mask: Tensor) -> Tensors:
+        return (self.factor(1, source, mask),)
+
+    def prepare(self, read: Tensor, mask: Tensor) -> Tensors:
+        """Return a and the logits of the product's gate."""
+        return self.factor(0, read, mask), *project(read, self.norm, self.gate)
+
+    def finish(self, product: Tensor, g: Tensor, x: Tensor | None, factors: Factors | None) -> Tensor:
+        """Return x + factors * update, of a product [*, i, j, c] and the logits of its gate (lines 3 and 4)."""
+        (dx,) = project(product, self.norm_out, self.out)
+        return residual(x, gate(dx, g), factors)
+
+    def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
+        """Return x + factors * product of a, of the slice, and b, gated and projected: one operation, of what it prepared several."""
+        if not isinstance(read, Tensor):
+            assert shared is not None
+            return self.finish(triangle_product(read[0], shared[0], self.outgoing), read[1], x, factors)
+        norm, norm_out, dtype = self.norm, self.norm_out, read.dtype
+        of_norm, of_out = (norm.weight, norm.bias), (norm_out.weight, norm_out.bias)
+        out, add = joined(dtype, self.out), x is not None
+        if shared is None:
+            into = joined(dtype, *self.projections)
+            return triangle_multiplication(
+                read, mask, *of_norm, *into, *of_out, *out, self.outgoing, self.fused, factors, norm.eps, add
+            )
+        into, of_gate = joined(dtype, *self.of_factor(0)), joined(dtype, self.gate)
+        return triangle_slice(
+            read, mask, *shared, of_norm, into, of_gate, of_out, out, self.outgoing, factors, norm.eps, add
+        )
+
+
+class TriangleAttention(AttentionUpdate):
+    """Algorithms 13 and 14.  Starting node: within each row i.  Ending node: within each column j, on z transposed.
+
+    RoseTTAFold3's and OpenFold3's ending nodes are `bias_transposed`.
+    """
+
+    shares = "x"
+
+    def __init__(
+        self, c_z: int, starting: bool, heads: int = 4, head_width: int | None = None, rate: float = 0.25
+    ) -> None:
+        super().__init__()
+        self.by_column, self.dropout_rate = not starting, rate
+        self.axis = self.dropout_shared_axis = ROWS if starting else COLS
+        self.norm = LayerNorm(c_z)
+        self.bias = Linear(c_z, heads, bias=False)
+        self.attention = GatedAttention(c_z, heads, head_width)
+
+
+class PairStack(Block):
+    """The pair half of a block: triangle updates and transition; z [*, i, j, c_z] and its mask [*, i, j] -> z."""
+
+    states = ("z",)
+
+    def __init__(self, c_z: int, config: PairConfig) -> None:
+        super().__init__()
+        c = config
+        self.multiplication_first = c.order == "multiplication_first"
+        # In the order of the steps: parameters are numbered, drawn and laid out for the optimiser in this order.
+        for kind in ("mul", "att") if self.multiplication_first else ("att", "mul"):
+            if kind == "mul":
+                self.outgoing = TriangleMultiplication(c_z, c.c_triangle, True, c.rate, c.fused)
+                self.incoming = TriangleMultiplication(c_z, c.c_triangle, False, c.rate, c.fused)
+            else:
+                self.starting = TriangleAttention(c_z, True, c.heads, c.head_width, c.rate)
+                self.ending = TriangleAttention(c_z, False, c.heads, c.head_width, c.rate)
+        self.transition = Transition(c_z, c.transition, c.activation)
+
+    @property
+    def steps(self) -> Steps:
+        """Lines 6 to 10 of Algorithm 6; with attention first, lines 2 to 6 of Algorithm 16."""
+        multiplication = Step("z", self.outgoing), Step("z", self.incoming)
+        attention = Step("z", self.starting), Step("z", self.ending)
+        both = multiplication + attention if self.multiplication_first else attention + multiplication
+        return *both, Step("z", self.transition)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from warpfold.model.execution import Executable
+from warpfold.model.axial import Executable
 from warpfold.model.layers import LayerNorm, Linear
 from warpfold.ops.tensors import upcast_half
 

@@ -5,7 +5,6 @@ that the activations alone decide between fp32, bf16 and fp64, with no autocast 
 """
 
 import math
-from functools import cached_property
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -131,37 +130,18 @@ def joined(dtype: torch.dtype, *projections: Projection) -> tuple[Tensor, Tensor
     return torch.cat(weights), torch.cat(given) if given else None
 
 
-class DeferredLayerNorm:
-    """A tensor and a norm that is applied only when its purpose is known: a projection normalises on the way.
+def project(x: Tensor, norm: LayerNorm, *projections: Projection) -> tuple[Tensor, ...]:
+    """Return every projection of the normalised x, made in one pass over it, as views of one tensor.
 
-    So no normalised tensor is written to memory, read again and kept for the gradient.  `value` is that tensor.
+    As of `joined`.  So no normalised tensor is written to memory, read again and kept for the gradient.
     """
-
-    def __init__(self, x: Tensor, norm: LayerNorm) -> None:
-        self.x, self.norm = x, norm
-
-    @cached_property
-    def value(self) -> Tensor:
-        """The normalised tensor."""
-        y: Tensor = self.norm(self.x)
-        return y
-
-    def project(self, *projections: Projection) -> tuple[Tensor, ...]:
-        """Return every projection of the normalised tensor, made in one pass over it, as views of one tensor.
-
-        As of `joined`.
-        """
-        weight, bias = joined(self.x.dtype, *projections)
-        if isinstance(self.norm, NoNorm):
-            if bias is not None and len(bias) < len(weight):
-                bias = F.pad(bias, (0, len(weight) - len(bias)))
-            y = F.linear(self.x, weight.to(self.x.dtype), None if bias is None else bias.to(self.x.dtype))
-        else:
-            y = norm_linear(self.x, self.norm.weight, self.norm.bias, weight, bias, self.norm.eps)
-        if len(projections) == 1:
-            return (y,)  # the gradient of a split would be copied
-        return y.split([len(projection.weight) for projection in projections], -1)
-
-    def transpose(self, a: int, b: int) -> "DeferredLayerNorm":
-        """Return the same with two axes exchanged."""
-        return DeferredLayerNorm(self.x.transpose(a, b), self.norm)
+    weight, bias = joined(x.dtype, *projections)
+    if isinstance(norm, NoNorm):
+        if bias is not None and len(bias) < len(weight):
+            bias = F.pad(bias, (0, len(weight) - len(bias)))
+        y = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    else:
+        y = norm_linear(x, norm.weight, norm.bias, weight, bias, norm.eps)
+    if len(projections) == 1:
+        return (y,)  # the gradient of a split would be copied
+    return y.split([len(projection.weight) for projection in projections], -1)

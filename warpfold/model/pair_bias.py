@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor
 
-from warpfold.model.attention import AttentionUpdate, GatedAttention
-from warpfold.model.axial import ROWS, AxialUpdate
-from warpfold.model.execution import Tensors
-from warpfold.model.layers import DeferredLayerNorm, LayerNorm, Linear, joined
+from warpfold.model.axial import ROWS, AxialUpdate, Read, Shared, Tensors
+from warpfold.model.evoformer import AttentionUpdate, GatedAttention
+from warpfold.model.layers import LayerNorm, Linear, joined, project
 from warpfold.ops.gate import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
 from warpfold.ops.tensors import upcast_half
@@ -20,9 +19,7 @@ class AttentionPairBias(AttentionUpdate):
     """
 
     axis = ROWS
-    shared_from_other = True
-    norm_z: LayerNorm
-    bias: Linear | None  # None: `other` is the bias, [*, N, N, heads]
+    shares = "other"  # z; or, where there is no `bias`, the bias itself, [*, N, N, heads]
 
     def __init__(self, c_s: int, c_z: int, heads: int = 16) -> None:
         super().__init__()
@@ -31,22 +28,16 @@ class AttentionPairBias(AttentionUpdate):
         self.bias = Linear(c_z, heads, bias=False)
         self.attention = GatedAttention(c_s, heads, biased=("q",))
 
-    def shared_of(self, other: Tensor, mask: Tensor | None = None) -> Tensors:
-        if self.bias is None:
-            return (other,)
-        return DeferredLayerNorm(other, self.norm_z).project(self.bias)  # [*, i, j, h]
-
 
 class PairWeightedAveraging(AxialUpdate):
     """AlphaFold3, Algorithm 10: each row of m is averaged over residues, with weights that z alone decides.
 
     m [*, s, r, c_m], other is z [*, i, j, c_z], and the mask is z's, [*, i, j] (1: i reads from j; where it is 0 for
-    all j, all weigh alike).  `shared` is the weights [*, h, i, j], the same for every row; `local` the gate's logits
-    and the values, [*, s, j, h d].
+    all j, all weigh alike).  `shared` is the weights [*, h, i, j], the same for every row.
     """
 
     axis = ROWS
-    shared_from_other = mask_of_other = True
+    shares = mask_of = "other"
     norm_z: LayerNorm
 
     def __init__(self, c_m: int, c_z: int, heads: int = 8, head_width: int = 32) -> None:
@@ -58,32 +49,26 @@ class PairWeightedAveraging(AxialUpdate):
         self.v = Linear(c_m, heads * head_width, bias=False, init="glorot")
         self.out = Linear(heads * head_width, c_m, bias=False, init="final")
 
-    @property
-    def join_axis(self) -> int:
-        return -2  # of the weights
+    def join_axis(self, cut: int) -> int:
+        return cut + 1
+
+    def shared(self, source: Tensor, mask: Tensor) -> Tensors:
+        (logits,) = project(source, self.norm_z, self.bias)
+        logits = upcast_half(logits.movedim(-1, -3)).masked_fill(mask[..., None, :, :] == 0, -1e9)
+        return (logits.softmax(-1).to(source.dtype),)
 
     @property
     def projections(self) -> tuple[Linear, ...]:
         """The linear layers of the gate and the values."""
         return self.gate, self.v
 
-    def shared_of(self, other: Tensor, mask: Tensor | None = None) -> Tensors:
-        (logits,) = DeferredLayerNorm(other, self.norm_z).project(self.bias)
-        logits = upcast_half(logits.movedim(-1, -3))
-        if mask is not None:
-            logits = logits.masked_fill(mask[..., None, :, :] == 0, -1e9)
-        return (logits.softmax(-1).to(other.dtype),)
-
-    def local(self, n: DeferredLayerNorm, mask: Tensor) -> Tensors:
-        return n.project(*self.projections)
-
-    def average(self, local: Tensors, shared: Tensors) -> Tensor:
-        """Return the weighted averages of the values, [*, s, i, h d]."""
-        (weights,), values = shared, local[1].unflatten(-1, (shared[0].shape[-3], -1))
-        return torch.einsum("...hij,...sjhd->...sihd", weights, values).flatten(-2)
-
-    def update(self, local: Tensors, shared: Tensors, mask: Tensor) -> Tensor:
-        return self.out(gate(self.average(local, shared), local[0]))
-
-    def add(self, x: Tensor, local: Tensors, shared: Tensors, mask: Tensor, factors: Factors | None) -> Tensor:
-        return gated_linear_residual(x, self.average(local, shared), local[0], *joined(x.dtype, self.out), factors)
+    def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
+        """Return x + factors * average of the values of each row, gated and projected."""
+        assert isinstance(read, Tensor)
+        assert shared is not None
+        g, v = project(read, self.norm, *self.projections)
+        values = v.unflatten(-1, (shared[0].shape[-3], -1))
+        o = torch.einsum("...hij,...sjhd->...sihd", shared[0], values).flatten(-2)
+        return (
+            self.out(gate(o, g)) if x is None else gated_linear_residual(x, o, g, *joined(o.dtype, self.out), factors)
+        )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from warpfold.geometry.atoms import atom14_to_atom37, frames_to_atom14, torsions_to_frames
 from warpfold.geometry.rigid import Rigid, multiply, update_affine
-from warpfold.model.execution import Executable
+from warpfold.model.axial import Executable
 from warpfold.model.layers import DrawsNoise, LayerNorm, Linear, joined
 from warpfold.ops.exact import exact_linear, exact_matmul
 from warpfold.ops.noise import dropout

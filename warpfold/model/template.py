@@ -14,10 +14,9 @@ from warpfold.batch import Batch
 from warpfold.geometry.atoms import Torsions, atom37_to_torsions, distogram_bins
 from warpfold.geometry.residue import ATOM_ORDER, UNKNOWN
 from warpfold.geometry.rigid import Rigid
-from warpfold.model.axial import BlockStack
-from warpfold.model.execution import Executable, Residues
+from warpfold.model.axial import BlockStack, Executable, Residues
+from warpfold.model.evoformer import PairConfig, PairStack
 from warpfold.model.layers import LayerNorm, Linear, joined
-from warpfold.model.pair import PairConfig, PairStack
 from warpfold.ops.attention import attention
 from warpfold.ops.dispatch import alike
 from warpfold.ops.tensors import one_hot, upcast_half

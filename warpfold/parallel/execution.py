@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from warpfold.device import Function, Graphs, Named, Offload
 from warpfold.errors import UserError
 from warpfold.host import HostTensor
-from warpfold.model.axial import COLS, AxialUpdate, Block, BlockStack
-from warpfold.model.execution import Executable, PlainExecution, Tensors
+from warpfold.model.axial import COLS, AxialUpdate, Block, BlockStack, Executable, PlainExecution, Tensors
 from warpfold.model.layers import Linear
 from warpfold.ops.dispatch import allow_tf32, backend, using
 from warpfold.parallel.mesh import Mesh
@@ -22,11 +21,7 @@ from warpfold.parallel.sharded import ShardedStack
 from warpfold.parallel.sharded_tensor import ShardedResidues
 from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_numbers, slices_of
 
-# The functions of a layer that are compiled: they only compute.
-COMPILED = (
-    *("local", "shared", "shared_of", "local_and_shared", "update", "add", "add_slice", "whole"),
-    *("left", "right", "gate_logits", "product", "finish"),
-)
+COMPILED = ("shared", "prepare", "update", "factor", "finish")  # functions of a layer, which only compute
 log = logging.getLogger("warpfold")
 M = TypeVar("M", bound=nn.Module)
 TILE = 32  # rows of a tile of z in host memory, at least: one of 128 channels in bf16 has 256 KiB
@@ -134,22 +129,30 @@ class Execution(PlainExecution):
             return self._over_ranks(block, states, masks)
         return super().block(block, states, masks)
 
-    def layer(self, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
-        """Return x with the layer's update, computed at once or in slices."""
+    def layer(
+        self,
+        layer: AxialUpdate,
+        x: Tensor,
+        mask: Tensor,
+        other: Tensor | None = None,
+        residual: bool = True,
+        rows: int | None = None,
+    ) -> Tensor:
+        """Return x with the layer's update, or the update alone, computed at once or in slices."""
         if self.plan.axial > 1:  # it would take a shard for the whole
             raise ValueError(f"a {type(layer).__name__} of a sharded model is called outside of its block")
         if self.plan.recompute == "layer" and torch.is_grad_enabled() and layer not in self._keeping:
-            result: Tensor = self._recomputed(self._layer, layer, x, mask, other)
+            result: Tensor = self._recomputed(self._layer, layer, x, mask, other, residual)
             return result
-        return self._layer(layer, x, mask, other)
+        return self._layer(layer, x, mask, other, residual)
 
-    def _layer(self, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None = None) -> Tensor:
+    def _layer(self, layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, residual: bool) -> Tensor:
         layer = self._compiled.get(layer, layer)
         with using(self.plan.kernels):  # also where it is recomputed, perhaps by another thread
             if self.plan.chunk is None:
-                return super().layer(layer, x, mask, other)
+                return super().layer(layer, x, mask, other, residual)
             most = slice_numbers(self.plan.chunk, x.shape[COLS], self._channels or x.shape[-1])
-            return layer_in_slices(layer, x, mask, other, most, self.plan.in_place)
+            return layer_in_slices(layer, x, mask, other, most, self.plan.in_place, residual)
 
     def call(
         self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], reason: str | None = None
@@ -257,4 +260,4 @@ def _compile(model: nn.Module) -> dict[AxialUpdate, Any]:
         raise UserError("plan.compile on a CPU needs a C++ compiler; install g++, or leave it out") from None
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
     layers = (module for module in model.modules() if isinstance(module, AxialUpdate))
-    return {layer: _Compiled(layer) for layer in layers if layer.shared_axis is not None}
+    return {layer: _Compiled(layer) for layer in layers if layer.shares is not None}

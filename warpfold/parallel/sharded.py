@@ -7,27 +7,27 @@ be done meanwhile.
 """
 
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeGuard, cast
+from typing import TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from warpfold.errors import UserError
-from warpfold.model.axial import COLS, ROWS, AxialUpdate, Block, BlockStack, ChannelProduct, Step, Steps
-from warpfold.model.execution import Tensors
-from warpfold.model.layers import DeferredLayerNorm
-from warpfold.ops.dispatch import using, watched
+from warpfold.model.axial import COLS, ROWS, AxialUpdate, Block, BlockStack, Shared, Step, Steps, Tensors, residual
+from warpfold.model.evoformer import TriangleMultiplication
+from warpfold.model.layers import project
+from warpfold.ops.dispatch import alike, using, watched
 from warpfold.ops.noise import Factors
+from warpfold.ops.triangle import triangle_product
 from warpfold.parallel.collectives import Pending, all_gather, all_to_all, local_shard, sendrecv, tied
-from warpfold.parallel.in_place import add_by_shared, multiply_in_place, shared_in_pieces
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.sharded_tensor import ShardedTensor
-from warpfold.parallel.slices import add_in_slices, cut_axes, shared_in_slices, slice_numbers
+from warpfold.parallel.sharded_tensor import Piece, ShardedTensor, join_pieces, pieces
+from warpfold.parallel.slices import cut_axes, mask_slice, shared_in_slices, slice_numbers, slices_of, update_in_slices
 
 Phases = Generator[Sequence[Pending], None, ShardedTensor]  # what it is about to wait for
 Sharded = dict[str, ShardedTensor]
@@ -91,8 +91,8 @@ def _axes_read(step: Step, by_channels: bool) -> tuple[int | None, int | None]:
     layer = step.layer
     if not can_be_cut(layer):
         return None, None
-    axis = None if by_channels and isinstance(layer, ChannelProduct) else layer.axis
-    return axis, layer.operand_axis if layer.operand_is_other else None
+    axis = None if by_channels and isinstance(layer, TriangleMultiplication) else layer.axis
+    return axis, layer.read_axis if layer.reads == "other" else None
 
 
 def can_be_cut(layer: nn.Module) -> TypeGuard[AxialUpdate]:
@@ -127,7 +127,7 @@ def unsupported_reason(plan: Plan, name: str, block: Block) -> str | None:
         if plan.axial > 1 and not can_be_cut(step.layer):
             why = "has a forward of its own" if isinstance(step.layer, AxialUpdate) else "has none"
             return f"{setting} = {size} cuts layers along an axis, but {layer} in {kind} {why}; leave it at 1"
-        if getattr(step.layer, "mask_of_other", False):
+        if isinstance(step.layer, AxialUpdate) and step.layer.mask_of != step.layer.reads:
             return f"{setting} = {size} does not serve {layer} in {kind}, masked by its other state; leave it at 1"
     halves = any(len({steps[index].state for index in run}) > 1 for run in independent_runs(steps))
     if plan.branch > 1 and len(block.states) > 1 and not halves:
@@ -170,7 +170,9 @@ class ShardedStack:
             if reason := unsupported_reason(self.plan, self.name, block):
                 raise UserError(reason)
         self.layouts = {ways: layout_plan(self.name, self.blocks, ways) for ways in (False, True)}  # by channels or not
-        products = (step.layer for *_, steps in found for step in steps if isinstance(step.layer, ChannelProduct))
+        products = (
+            step.layer for *_, steps in found for step in steps if isinstance(step.layer, TriangleMultiplication)
+        )
         self.product_channels = next((layer.channels for layer in products), 0)
         self._planned = found
 
@@ -252,8 +254,8 @@ class ShardedStack:
                 x = self._plain(step, x, mask[step.masked], other, layout)
                 continue
             run = self.compiled.get(layer, layer)
-            if by_channels and isinstance(layer, ChannelProduct):
-                x = yield from self._by_channels(cast(ChannelProduct, run), x, mask[step.masked], layout)
+            if by_channels and isinstance(layer, TriangleMultiplication):
+                x = yield from self._by_channels(cast(TriangleMultiplication, run), x, mask[step.masked], layout)
             else:
                 x = yield from self._by_slices(run, x, mask[step.masked], other, layout)
         return x
@@ -269,39 +271,36 @@ class ShardedStack:
         self, layer: AxialUpdate, x: ShardedTensor, mask: Mask, other: ShardedTensor | None, layout: StepLayout
     ) -> Phases:
         """Run a layer, interrupted wherever it may have to wait for others."""
-        axis, operand_axis = cut_axes(layer, x.present)
+        axis, read_axis = cut_axes(layer, x.present)
+        read = other if other is not None and layer.reads == "other" else x
         pending: list[Pending] = []
-        operand = x
-        if x.piece is not None and not layer.operand_is_other:
+        if x.piece is not None and read is x:
             x.pending(axis)  # before what is shared takes memory
-        if other is not None and layer.shared_from_other:
+        if other is not None and layer.shares != layer.reads == "x":  # it is made position by position, as other lies
             pending = self._share(layer, other, mask, other.present, layout)
-        elif other is not None and layer.operand_is_other:
-            operand = other
-        yield [operand.pending(operand_axis)]
-        held_operand = operand.along(operand_axis)
-        if x.piece is not None and layer.shared_cuts is not None:
-            factors, n_mask = self._factors(layer, x, x.along(axis), axis), mask[operand_axis]
-            return self._leave(x, axis, add_by_shared(layer, x, operand, n_mask, factors, layout.name), layout)
-        n, n_mask = DeferredLayerNorm(held_operand, layer.norm), mask[operand_axis]
-        if layer.shared_axis is not None and not layer.shared_from_other:
-            pending = self._share(layer, operand, mask, operand_axis, layout, n)
-        local = layer.local(n, n_mask) if self.plan.chunk is None else None
+        yield [read.pending(read_axis)]
+        held_read, n_mask = read.along(read_axis), mask[read_axis]
+        if x.piece is not None and layer.pieces_axis is not None:
+            factors = self._factors(layer, x, x.along(axis), axis)
+            return self._leave(x, axis, update_by_shared(layer, x, read, n_mask, factors, layout.name), layout)
+        if layer.shares == layer.reads:
+            pending = self._share(layer, read, mask, read_axis, layout)
+        prepared = layer.prepare(held_read, n_mask) if self.plan.chunk is None else held_read
         yield pending
-        shared = tuple(p.wait() for p in pending)
+        shared: Shared = tuple(p.wait() for p in pending) if layer.shares is not None else None
         dx = None
-        if local is not None and layer.operand_is_other:  # x may still be on its way
-            dx = layer.update(local, shared, n_mask)
+        if self.plan.chunk is None and read is not x:  # x may still be on its way
+            dx = layer.update(prepared, n_mask, shared, None, None)
         yield [x.pending(axis)]
         held = x.along(axis)
         factors = self._factors(layer, x, held, axis)
         if dx is not None:
-            new = held + (dx if factors is None else dx * factors)
-        elif local is not None:
-            new = layer.add(held, local, shared, n_mask, factors)
+            new = residual(held, dx, factors)
+        elif self.plan.chunk is None:
+            new = layer.update(prepared, n_mask, shared, held, factors)
         else:
-            axes, most = (axis, operand_axis), self._slice_numbers(x)
-            new = add_in_slices(layer, held, held_operand, n_mask, shared, factors, axes, most, self.plan.in_place)
+            axes, most = (axis, read_axis), self._slice_numbers(x)
+            new = update_in_slices(layer, held, held_read, n_mask, shared, factors, axes, most, self.plan.in_place)
         return self._leave(x, axis, new, layout)
 
     def _slice_numbers(self, x: ShardedTensor) -> int:
@@ -309,38 +308,22 @@ class ShardedStack:
         assert self.plan.chunk is not None
         return slice_numbers(self.plan.chunk, x.lengths[COLS], self.channels or x.along(x.present).shape[-1])
 
-    def _share(
-        self,
-        layer: AxialUpdate,
-        of: ShardedTensor,
-        mask: Mask,
-        axis: int,
-        layout: StepLayout,
-        n: DeferredLayerNorm | None = None,
-    ) -> list[Pending]:
-        """Return `shared` of this rank's shard, each tensor on its way to be joined with the others'.
-
-        of: the operand, which n normalises; or, without n, the other representation.
-        """
-        held = of.along(axis)
+    def _share(self, layer: AxialUpdate, of: ShardedTensor, mask: Mask, axis: int, layout: StepLayout) -> list[Pending]:
+        """Return `shared` of this rank's shard along `axis`, each tensor on its way to be joined with the others'."""
+        held, length, name = of.along(axis), of.lengths[axis], f"{layout.name} shared"
         if of.piece is not None:
-            known = None if n is None else mask[axis]
-            return [Pending(t) for t in shared_in_pieces(layer, of, known, axis, f"{layout.name} shared")]
-        join_axis = axis if n is None or layer.join_axis is None else layer.join_axis
+            return [Pending(t) for t in shared_in_pieces(layer, of, mask[axis], axis, name)]
         if self.plan.chunk is not None:
-            n_mask = mask[axis] if n is not None else held  # not read where `shared` is made from the other
-            tensors = shared_in_slices(layer, held, n_mask, held, self._slice_numbers(of))
-        elif n is None:
-            tensors = layer.shared_of(held)
+            tensors = shared_in_slices(layer, held, mask[axis], axis, self._slice_numbers(of))
         else:
-            tensors = layer.shared(n, mask[axis])
-        length, name = of.lengths[axis], f"{layout.name} shared"
+            tensors = layer.shared(held, mask[axis])
+        join_axis = layer.join_axis(axis)
         pending = [all_gather(t, join_axis, length, self.group, f"{name} {i}") for i, t in enumerate(tensors)]
         if layout.other_next is not None:  # later than what is needed sooner
             of.start(layout.other_next)
         return pending
 
-    def _by_channels(self, layer: ChannelProduct, x: ShardedTensor, mask: Mask, layout: StepLayout) -> Phases:
+    def _by_channels(self, layer: TriangleMultiplication, x: ShardedTensor, mask: Mask, layout: StepLayout) -> Phases:
         """Run a product on whole rows and columns of this rank's channels, whatever the axis along which x is there."""
         axis = x.present
         yield [x.pending(axis)]
@@ -348,21 +331,17 @@ class ShardedStack:
         if x.piece is not None:
             factors = self._factors(layer, x, held, axis)
             return self._leave(x, axis, multiply_in_place(layer, x, mask[axis], factors, layout.name), layout)
-        n, n_mask = DeferredLayerNorm(held, layer.norm), mask[axis]
         had = axis + 1  # of the factors, which have no channels behind
         length = x.lengths[axis]
-        right = all_to_all(layer.right(n, n_mask), had, -3, length, self.group, f"{layout.name} right")
-        factor = layer.left(n, n_mask)
-        channels = factor.shape[-3]
-        left = all_to_all(factor, had, -3, length, self.group, f"{layout.name} left")
-        gate_logits = layer.gate_logits(n)
+        right = all_to_all(layer.factor(1, held, mask[axis]), had, -3, length, self.group, f"{layout.name} right")
+        left = all_to_all(layer.factor(0, held, mask[axis]), had, -3, length, self.group, f"{layout.name} left")
+        (gate_logits,) = project(held, layer.norm, layer.gate)
         yield [left, right]
-        product = layer.product(left.wait(), right.wait())
-        back = all_to_all(product, -1, axis, channels, self.group, f"{layout.name} product")
+        product = triangle_product(left.wait(), right.wait(), layer.outgoing)
+        back = all_to_all(product, -1, axis, layer.channels, self.group, f"{layout.name} product")
         factors = self._factors(layer, x, held, axis)
         yield [back]
-        dx = layer.finish(back.wait(), gate_logits)
-        return self._leave(x, axis, held + (dx if factors is None else dx * factors), layout)
+        return self._leave(x, axis, layer.finish(back.wait(), gate_logits, held, factors), layout)
 
     def _factors(self, layer: AxialUpdate, x: ShardedTensor, held: Tensor, axis: int) -> Factors | None:
         """Return this rank's shard of the dropout factors, which are drawn for all of x."""
@@ -398,3 +377,137 @@ def _alternate(*works: Phases) -> tuple[ShardedTensor, ...]:
         except StopIteration as end:
             results[number] = end.value
     return tuple(results[number] for number in range(len(works)))
+
+
+# In place: layers on a rank's shard, written over it.  Beside the shards of m and z a rank holds what a layer shares,
+# and a few pieces: of a triangle product one factor, all rows and columns of this rank's channels; of an attention its
+# bias; of an outer product a piece of the right factor.
+
+T = TypeVar("T")
+GATHERED = (
+    8  # ranks whose rows are gathered at a time as one rank's slice has them: where there are more, fewer of each
+)
+Cut = tuple[int, int, int]  # the first of this rank's rows, how many, and how many of all ranks
+
+
+def shared_in_pieces(layer: AxialUpdate, of: ShardedTensor, mask: Tensor, axis: int, name: str) -> Tensors:
+    """Return `shared` whole, made of all ranks' shards along `axis`; mask: of this rank's shard."""
+    x, length, group = of.along(axis), of.lengths[axis], of.group
+    # Gathered, a piece has the rows of all ranks; of a bias, few channels.
+    rows = max(min(of.rows(axis), of.rows(axis) * GATHERED // group.size), 1)
+    join_axis = layer.join_axis(axis)
+
+    def begin(piece: Piece) -> list[Pending]:
+        assert layer.shares is not None
+        n_mask = mask_slice(layer, layer.shares, mask, axis, piece.part)
+        made = layer.shared(piece.of_shard(x, axis), n_mask)
+        return [all_gather(t, join_axis, piece.length, group, f"{name} {i}") for i, t in enumerate(made)]
+
+    return join_pieces(begin, join_axis, length, rows, group)
+
+
+def update_by_shared(
+    layer: AxialUpdate, to: ShardedTensor, of: ShardedTensor, mask: Tensor, factors: Factors | None, name: str
+) -> Tensor:
+    """Return this rank's shard of x, updated in one piece of what is shared after another; for layers with
+    `pieces_axis`.
+
+    to: x [*, i, j, c].  of: what is read, mask: of this rank's shard of it; what that prepares is there whole.
+    """
+    cuts, axis = layer.pieces_axis, layer.read_axis
+    assert cuts is not None
+    assert axis is not None
+    read, length, group, join_axis = of.along(axis), of.lengths[axis], of.group, layer.join_axis(axis)
+    along, _ = cut_axes(layer, to.present)
+    x, rows = to.along(along), to.rows(along)
+    parts = slices_of(read.shape[axis], rows)
+
+    def some(part: slice) -> tuple[Tensor, Tensor]:
+        return read.narrow(axis, part.start, part.stop - part.start), mask_slice(layer, layer.reads, mask, axis, part)
+
+    prepared = tuple(torch.cat(tensors, axis) for tensors in zip(*(layer.prepare(*some(part)) for part in parts)))
+
+    def begin(piece: Piece) -> tuple[Piece, list[Pending]]:
+        made = layer.shared(*some(piece.part))
+        return piece, [all_gather(t, join_axis, piece.length, group, f"{name} shared {i}") for i, t in enumerate(made)]
+
+    for piece, arriving in _ahead(map(begin, pieces(length, rows, group))):
+        shared = [pending.wait().split(piece.sizes, join_axis) for pending in arriving]
+        for offset, size, *of_rank in zip(piece.offsets, piece.sizes, *shared):
+            part = x.narrow(cuts, offset, size)
+            drawn = cut_factors(factors, cuts, offset, size)
+            part.copy_(layer.update(prepared, mask, tuple(of_rank), part, drawn))
+    return x
+
+
+def multiply_in_place(
+    layer: TriangleMultiplication, of: ShardedTensor, mask: Tensor, factors: Factors | None, name: str
+) -> Tensor:
+    """Return this rank's shard, as it is present, with a triangle product's update.
+
+    The right factor comes whole, of this rank's channels: as large as x where the product is as wide as z.  The left
+    one, the product and the update are pieces: while one is multiplied, the next factor and the product before travel.
+    """
+    axis, group = of.present, of.group
+    x, length, rows = of.along(axis), of.lengths[axis], of.rows(axis)
+    here = axis + 1  # of the factors, which have no channels behind
+
+    def some(along: int, start: int, size: int) -> tuple[Tensor, Tensor]:
+        return x.narrow(along, start, size), mask.narrow(along + 1, start, size)
+
+    def begin_right(piece: Piece) -> list[Pending]:
+        factor = layer.factor(1, *some(axis, piece.start, piece.sizes[piece.rank]))
+        return [all_to_all(factor, here, -3, piece.length, group, f"{name} right")]
+
+    def begin_left(cut: Cut) -> tuple[Cut, Pending]:
+        start, size, every = cut
+        factor = layer.factor(0, *some(along, start, size))
+        return cut, all_to_all(factor, here, -3, every, group, f"{name} left")
+
+    def finish(cut: Cut, product: Pending) -> None:
+        start, size, _ = cut
+        part = x.narrow(along, start, size)
+        (gate_logits,) = project(part, layer.norm, layer.gate)
+        drawn = cut_factors(factors, along, start, size)
+        dx = layer.finish(product.wait(), gate_logits, None, None)
+        part.add_(dx if drawn is None else dx * drawn)
+
+    (right,) = join_pieces(begin_right, here, length, rows, group)
+    assert layer.axis is not None
+    along = layer.axis
+    cuts: Iterator[Cut]
+    if along == axis:
+        cuts = ((piece.start, piece.sizes[piece.rank], piece.length) for piece in pieces(length, rows, group))
+    else:  # all ranks have these
+        width = rows * group.size
+        there = x.shape[along]
+        cuts = ((start, min(width, there - start), length) for start in alike(range(0, there, width)))
+    before = None
+    for cut, left in _ahead(map(begin_left, cuts)):
+        product = triangle_product(left.wait(), right, layer.outgoing)
+        travelling = all_to_all(product, -1, axis, layer.channels, group, f"{name} product")
+        del left, product
+        if before is not None:
+            finish(*before)
+        before = cut, travelling
+    if before is not None:
+        finish(*before)
+    return x
+
+
+def _ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yield the items, each when the next one has been made: a collective begins before the last one is awaited."""
+    waiting: deque[T] = deque()
+    for item in items:
+        waiting.append(item)
+        del item
+        if len(waiting) > 1:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def cut_factors(factors: Factors | None, axis: int, start: int, length: int) -> Factors | None:
+    """Return some rows of dropout factors, where they differ along `axis`."""
+    if factors is None or factors.shape[axis] == 1:
+        return factors
+    return factors.narrow(axis, start, length)

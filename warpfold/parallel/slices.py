@@ -4,38 +4,47 @@ Right because of the two laws of the contract (warpfold/model/axial.py).  x and 
 memory (warpfold/host.py): slices are then fetched, and stored where they are written in place.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from warpfold.host import fetch_each, store
-from warpfold.model.axial import ROWS, AxialUpdate, Block
-from warpfold.model.execution import Tensors
-from warpfold.model.layers import DeferredLayerNorm
-from warpfold.ops.dispatch import alike, enough, watched
+from warpfold.model.axial import ROWS, AxialUpdate, Block, Shared, Tensors, Which
+from warpfold.ops.dispatch import enough, watched
 from warpfold.ops.noise import Factors
 
 
 def layer_in_slices(
-    layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, most: int, in_place: bool
+    layer: AxialUpdate,
+    x: Tensor,
+    mask: Tensor,
+    other: Tensor | None,
+    most: int,
+    in_place: bool = False,
+    residual: bool = True,
+    anywhere: int = ROWS,
+    recompute: bool = False,
 ) -> Tensor:
-    """Return x with the layer's update, made in slices of rows (or columns) that hold `most` numbers each.
+    """Return x with the layer's update, or without `residual` the update alone, in slices of `most` numbers each.
 
-    in_place: write each slice over its part of x, so that no second x exists; right because a slice reads only itself
-    and what is already whole.  Errors: RuntimeError for `in_place` where gradients are on.
+    anywhere: the axis along which a layer is cut that may be cut along any.  The rest: as of `update_in_slices`.
     """
-    operand = layer.operand(x, other)
-    shared = shared_in_slices(layer, operand, mask, other, most)
-    factors = layer.dropout_factors(x.shape, x)
-    return add_in_slices(layer, x, operand, mask, shared, factors, cut_axes(layer, ROWS), most, in_place)
+    shared = None
+    if layer.shares is not None:
+        source, axis = layer.named(layer.shares, x, other), ROWS if layer.shares != layer.reads else layer.read_axis
+        assert axis is not None
+        shared = shared_in_slices(layer, source, mask, axis, most)
+    factors = layer.dropout_factors(x.shape, x) if residual else None
+    axes, read = cut_axes(layer, anywhere), layer.named(layer.reads, x, other)
+    return update_in_slices(layer, x, read, mask, shared, factors, axes, most, in_place, residual, recompute)
 
 
 def pair_channels(model: nn.Module) -> int:
     """Return how many channels the z of a model has: the most of any layer that updates a z; 0: there is none."""
     steps = (step for block in model.modules() if isinstance(block, Block) for step in block.steps if step.state == "z")
-    layers = (step.layer for step in steps if isinstance(step.layer, AxialUpdate) and not step.layer.operand_is_other)
+    layers = (step.layer for step in steps if isinstance(step.layer, AxialUpdate) and step.layer.reads == "x")
     return max((layer.norm.normalized_shape[0] for layer in layers), default=0)
 
 
@@ -60,128 +69,98 @@ def slices_of(count: int, size: int) -> list[slice]:
 
 
 def cut_axes(layer: AxialUpdate, anywhere: int) -> tuple[int, int]:
-    """Return the axes along which x and the operand are cut; `anywhere`: for a layer that may be cut along any."""
+    """Return the axes along which x and what is read are cut; `anywhere`: for a layer that may be cut along any."""
     axis = anywhere if layer.axis is None else layer.axis
-    return axis, axis if layer.operand_axis is None else layer.operand_axis
+    return axis, axis if layer.read_axis is None else layer.read_axis
 
 
-def shared_in_slices(layer: AxialUpdate, operand: Tensor, mask: Tensor, other: Tensor | None, most: int) -> Tensors:
-    """Return `layer.shared`, made slice by slice, so that no whole normalised operand exists.
+def mask_slice(layer: AxialUpdate, which: Which, mask: Tensor, axis: int, part: slice) -> Tensor:
+    """Return the mask of a slice of what `which` names: of another tensor, the mask is given as it is."""
+    return mask.narrow(axis + 1, part.start, part.stop - part.start) if layer.mask_of == which else mask
+
+
+def shared_in_slices(layer: AxialUpdate, source: Tensor, mask: Tensor, axis: int, most: int) -> Tensors:
+    """Return `layer.shared`, made in slices along `axis` of the source, so that nothing between is there whole.
 
     Without gradients each part is written to its place at once, so that no tensor of `shared` exists twice.
     """
-    if layer.shared_axis is None or layer.join_axis is None:
-        return ()
-    source = operand
-    if layer.shared_from_other:
-        assert other is not None
-        source = other
-    cuts, joined = slices(source, layer.shared_axis, most), torch.is_grad_enabled()
-    parts = _shared_parts(layer, source, mask, cuts if joined else enough(cuts))
-    if joined:
-        return tuple(torch.cat(tensors, layer.join_axis) for tensors in zip(*(made for _, made in parts)))
+    assert layer.shares is not None
+    joined, keeps = layer.join_axis(axis), torch.is_grad_enabled()
+    cuts: Sequence[slice] = slices(source, axis, most)
+    cuts = cuts if keeps else enough(cuts)
+    parts: list[Tensors] = []
     wholes: list[Tensor] = []
-    for part, made in parts:
-        if not wholes:
-            wholes = [layer.empty_shared(t, source.shape[layer.shared_axis]) for t in made]
-        for index, whole in enumerate(wholes):
-            whole.narrow(layer.join_axis, part.start, part.stop - part.start).copy_(made[index])
-        del made  # before the next slice is begun
-    return tuple(wholes)
-
-
-def _shared_parts(
-    layer: AxialUpdate, source: Tensor, mask: Tensor, cuts: Sequence[slice]
-) -> Iterator[tuple[slice, Tensors]]:
-    """Yield `shared` of each slice of what it is made from."""
-    axis = layer.shared_axis
-    assert axis is not None
     for part, piece in watched(fetch_each(source, cuts, axis), len(cuts)):
-        if layer.shared_from_other and not layer.mask_of_other:
-            yield part, layer.shared_of(piece)
+        made = layer.shared(piece, mask_slice(layer, layer.shares, mask, axis, part))
+        if keeps:
+            parts.append(made)
             continue
-        piece_mask = mask.narrow(axis + 1, part.start, part.stop - part.start)
-        if layer.shared_from_other:
-            yield part, layer.shared_of(piece, piece_mask)
-        else:
-            yield part, layer.shared(DeferredLayerNorm(piece, layer.norm), piece_mask)
+        for index, new in enumerate(made):
+            if len(wholes) == index:
+                shape = list(new.shape)
+                shape[joined] = source.shape[axis]
+                wholes.append(new.new_empty(shape))
+            wholes[index].narrow(joined, part.start, part.stop - part.start).copy_(new)
+        del made, new, piece  # before the next slice is begun
+    return tuple(torch.cat(tensors, joined) for tensors in zip(*parts)) if keeps else tuple(wholes)
 
 
-def add_in_slices(
+def update_in_slices(
     layer: AxialUpdate,
     x: Tensor,
-    operand: Tensor,
+    read: Tensor,
     mask: Tensor,
-    shared: Tensors,
+    shared: Shared,
     factors: Factors | None,
     axes: tuple[int, int],
     most: int,
-    in_place: bool,
+    in_place: bool = False,
+    residual: bool = True,
+    recompute: bool = False,
 ) -> Tensor:
-    """Return x with the layer's update, in slices of `most` numbers along axes[0] of x (axes[1] of the operand).
+    """Return x with the layer's update, in slices of `most` numbers along axes[0] of x and axes[1] of what is read.
 
-    factors: of dropout, as long as x along that axis, or 1.  in_place: write over x, else into a new tensor.
+    factors: of dropout, as long as x along that axis, or 1.  in_place: write over x, so that no second x exists; right
+    because a slice reads only itself and what is already whole.  residual: else return the update alone.
+    recompute: compute each slice again in the backward pass, which else keeps all that is between.
     Errors: RuntimeError for `in_place` where gradients are on.
     """
-    if in_place and torch.is_grad_enabled():
+    keeps = torch.is_grad_enabled()
+    if in_place and keeps:
         raise RuntimeError("a plan with in_place cannot be differentiated: use torch.no_grad(), or chunk alone")
-    axis, operand_axis = axes
-    parts = []
-    cuts: Sequence[slice] = slices(x, axis, most)
-    cuts = enough(cuts) if in_place else cuts  # once where a rank has no row: for the gradient
-    for part, piece in watched(fetch_each(x, cuts, axis), len(cuts)):
-        start, length = part.start, part.stop - part.start
-        read = piece if operand is x else operand.narrow(operand_axis, start, length)
-        n_mask = mask if layer.mask_of_other else mask.narrow(operand_axis + 1, start, length)
-        n = DeferredLayerNorm(read, layer.norm)
+    axis, read_axis = axes
+    if layer.mask_of == layer.reads:
+        mask = mask.expand(read.shape[:-1])
+
+    def update(part: slice, piece: Tensor, of_read: Tensor, *all_shared: Tensor) -> Tensor:
+        n_mask = mask_slice(layer, layer.reads, mask, read_axis, part)
         drawn = factors
         if factors is not None and factors.shape[axis] != 1:
-            drawn = factors.narrow(axis, start, length)
-        new = layer.add_slice(piece, n, shared, n_mask, drawn)
-        if in_place:
-            store(x, part, new, axis)
-            del new, n, read, piece
-        else:
-            parts.append(new)
-    return x if in_place else torch.cat(parts, axis)
-
-
-def delta_in_slices(layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, rows: int) -> Tensor:
-    """Return the layer's update of x without x, before dropout, in slices of so many rows (or columns) of x.
-
-    With gradients each slice is computed again in the backward pass: else all that is between would be kept.
-    """
-    operand = layer.operand(x, other)
-    axis, operand_axis = cut_axes(layer, longest_axis(x))
-    count = x.shape[axis]
-    most = rows * max(1, x.numel() // max(1, count))
-    shared = shared_in_slices(layer, operand, mask, other, most)
-    sizes = [part.stop - part.start for part in slices_of(count, rows)]
-    if layer.axis is not None and not layer.mask_of_other:
-        mask = mask.expand(operand.shape[:-1])
-    # A layer that may be cut anywhere reads no mask, and is given whatever there is.
-    masked = not layer.mask_of_other and mask.shape == operand.shape[:-1]
-    masks = mask.split(sizes, operand_axis + 1) if masked else [mask] * len(sizes)
-
-    def update(part: Tensor, piece: Tensor, piece_mask: Tensor, *shared: Tensor) -> Tensor:
+            drawn = factors.narrow(axis, part.start, part.stop - part.start)
         with layer.computing():  # also where it is computed again, perhaps by another thread
-            return layer.delta_slice(part, DeferredLayerNorm(piece, layer.norm), shared, piece_mask)
+            return layer.update(of_read, n_mask, all_shared or None, piece if residual else None, drawn)
 
-    pieces = list(zip(x.split(sizes, axis), operand.split(sizes, operand_axis), masks))
-    if torch.is_grad_enabled():
-        parts = (checkpoint(update, *p, *shared, use_reentrant=False, preserve_rng_state=False) for p in pieces)
-        return torch.cat(list(parts), axis)
-    whole, start = x.new_empty(0), 0
-    for part, piece, piece_mask in alike(pieces):
-        new = update(part, piece, piece_mask, *shared)
-        if start == 0:
+    cuts: Sequence[slice] = slices(x, axis, most)
+    cuts = cuts if keeps else enough(cuts)  # all where a rank has no row: for the gradient
+    parts: list[Tensor] = []
+    whole = x if in_place else None
+    for part, piece in watched(fetch_each(x, cuts, axis), len(cuts)):
+        of_read = piece if read is x else read.narrow(read_axis, part.start, part.stop - part.start)
+        if recompute and keeps:
+            given = part, piece, of_read, *(shared or ())
+            parts.append(checkpoint(update, *given, use_reentrant=False, preserve_rng_state=False))
+            continue
+        new = update(part, piece, of_read, *(shared or ()))
+        if keeps:
+            parts.append(new)
+            continue
+        if whole is None:
             shape = list(new.shape)
-            shape[axis] = count
+            shape[axis] = x.shape[axis]
             whole = new.new_empty(shape)
-        whole.narrow(axis, start, new.shape[axis]).copy_(new)
-        start += new.shape[axis]
-        del new  # before the next slice is begun
-    return whole
+        store(whole, part, new, axis)
+        del new, of_read, piece  # before the next slice is begun
+    return torch.cat(parts, axis) if whole is None else whole
 
 
 def longest_axis(x: Tensor) -> int:

@@ -14,9 +14,8 @@ from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import UserError, listed
 from warpfold.files import check_new, file_name, opened, write_new
 from warpfold.model.alphafold import AlphaFold, ModelConfig
-from warpfold.model.deepmind import PREFIX, to_deepmind
-from warpfold.model.deepmind_config import config_from_deepmind
-from warpfold.model.weights import assumed_settings, data_settings, load_config, load_model, save_params
+from warpfold.model.weights.deepmind import PREFIX, config_from_deepmind, to_deepmind
+from warpfold.model.weights.files import assumed_settings, data_settings, load_config, load_model, save_params
 from warpfold.settings import build, differences, to_dict, to_toml
 from warpfold.training.first_weights import HEADS
 

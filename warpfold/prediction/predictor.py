@@ -24,7 +24,7 @@ from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
 from warpfold.memory import release_memory
 from warpfold.model.alphafold import AlphaFold, Recycled
-from warpfold.model.weights import assumed_settings, data_settings, load_model
+from warpfold.model.weights.files import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan, Precision

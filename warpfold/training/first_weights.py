@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from warpfold.errors import UserError, listed
 from warpfold.model.alphafold import AlphaFold, ModelConfig
-from warpfold.model.weights import load_config, load_state, without_memory
+from warpfold.model.weights.files import load_config, load_state, without_memory
 from warpfold.settings import differences, to_dict
 
 log = logging.getLogger("warpfold")

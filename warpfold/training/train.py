@@ -26,7 +26,7 @@ from warpfold.engine.optim import Optimizer
 from warpfold.engine.watch import CsvFile, TensorBoard, Watching, WeightsAndBiases, as_watchers
 from warpfold.errors import UserError, listed
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.weights import load_model, save_params
+from warpfold.model.weights.files import load_model, save_params
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES

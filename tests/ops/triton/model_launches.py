@@ -15,12 +15,10 @@ from torch import nn
 from warpfold.bench.kernels import launching
 from warpfold.cost.fake import memory_of
 from warpfold.model.alphafold import ModelConfig
-from warpfold.model.attention import Transition
 from warpfold.model.axial import AxialUpdate
+from warpfold.model.evoformer import OuterProductMean, Transition, TriangleAttention, TriangleMultiplication
 from warpfold.model.layers import Linear
 from warpfold.model.losses import LossConfig
-from warpfold.model.msa import OuterProductMean
-from warpfold.model.pair import TriangleAttention, TriangleMultiplication
 from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
 from warpfold.ops import dispatch
 from warpfold.ops.adam import adam_step
@@ -75,7 +73,7 @@ def foreign_launches(name: str, dtype: torch.dtype) -> list[KernelLaunch]:
             layer.out, layer.bias_divided = Linear(32 * 32, 128), False
         others = () if other is None else (torch.empty(other, dtype=dtype, requires_grad=True),)
         given = torch.empty(x, dtype=dtype, requires_grad=True), torch.empty(mask, dtype=dtype)
-        layer.delta(*given, *others).sum().backward()
+        layer(*given, *others, residual=False).sum().backward()
     return list(launches)
 
 

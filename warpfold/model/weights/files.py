@@ -1,4 +1,4 @@
-"""Parameters in files: WarpFold's safetensors, DeepMind's params_model_*.npz (model/deepmind.py), OpenFold's .pt.
+"""Parameters in files: WarpFold's safetensors, DeepMind's params_model_*.npz (deepmind.py), OpenFold's .pt.
 
 The ending says which it is.
 """
@@ -21,10 +21,17 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from warpfold.errors import UserError
-from warpfold.model import openfold
 from warpfold.model.alphafold import AlphaFold, ModelConfig
-from warpfold.model.deepmind import PREFIX, check_arrays, from_deepmind, refuse
-from warpfold.model.deepmind_config import FUSED, MULTIMER_POSITIONS, config_from_deepmind
+from warpfold.model.weights import openfold
+from warpfold.model.weights.deepmind import (
+    FUSED,
+    MULTIMER_POSITIONS,
+    PREFIX,
+    check_arrays,
+    config_from_deepmind,
+    from_deepmind,
+    refuse,
+)
 from warpfold.settings import build, to_dict
 
 FORMAT = "warpfold-1"

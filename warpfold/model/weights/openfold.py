@@ -16,8 +16,7 @@ from torch import Tensor
 
 from warpfold.errors import UserError
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
-from warpfold.model.evoformer import EvoformerConfig
-from warpfold.model.pair import PairConfig
+from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.structure import StructureConfig
 from warpfold.model.template import TemplateConfig
 
