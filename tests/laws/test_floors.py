@@ -38,9 +38,6 @@ CIRCLES = {
 FULL = {
     "warpfold": 17,
     "warpfold/cli": 21,
-    "warpfold/model": 23,
-    "warpfold/ops": 18,
-    "warpfold/ops/triton": 29,
     "warpfold/parallel": 18,
     "warpfold/prediction": 17,
 }

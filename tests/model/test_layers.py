@@ -7,7 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.model.axial import PLAIN, AxialUpdate, Block, Step, Steps
-from warpfold.model.evoformer import GatedAttention, MSARowAttention, OuterProductMean, TriangleAttention, TriangleMultiplication
+from warpfold.model.evoformer import (
+    GatedAttention,
+    MSARowAttention,
+    OuterProductMean,
+    TriangleAttention,
+    TriangleMultiplication,
+)
 from warpfold.model.layers import LayerNorm, Linear, LinearSlice, NoNorm, joined, project
 from warpfold.model.pair_bias import AttentionPairBias, PairWeightedAveraging
 from warpfold.ops.dispatch import always_fast, using

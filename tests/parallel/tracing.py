@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from warpfold.model import pair
+from warpfold.model import evoformer
 from warpfold.model.axial import COLS, ROWS
 from warpfold.model.evoformer import Evoformer, EvoformerConfig, PairConfig
 from warpfold.ops.dispatch import Op
@@ -261,7 +261,7 @@ def _wrapped(trace: Trace) -> Iterator[None]:
         for name, operation in inspect.getmembers(module, lambda member: isinstance(member, Op)):
             changed.append((module, name, operation))
             setattr(module, name, unit(operation))
-    for place in (pair, sharded):
+    for place in (evoformer, sharded):
         changed.append((place, "triangle_product", place.triangle_product))
         place.triangle_product = unit(place.triangle_product)
     for place, name in ((collectives, "_send"), (collectives._InFlight, "wait")):

@@ -93,7 +93,7 @@ class AttentionUpdate(AxialUpdate):
         return project(read, self.norm, *self.attention.projections)
 
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
-        """Return x + factors * attention of the slice, gated and projected: one operation, of what it prepared several."""
+        """Return x + factors * attention, gated and projected; one operation, or of what it prepared several."""
         norm, heads, out = self.norm, self.attention.heads, self.attention.out
         if shared is None and self.bias_transposed:  # on the way it would be made as x lies
             assert isinstance(read, Tensor)
@@ -351,7 +351,7 @@ class TriangleMultiplication(AxialUpdate):
         return residual(x, gate(dx, g), factors)
 
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
-        """Return x + factors * product of a, of the slice, and b, gated and projected: one operation, of what it prepared several."""
+        """Return x + factors * product of the slice's a and b, gated and projected."""
         if not isinstance(read, Tensor):
             assert shared is not None
             return self.finish(triangle_product(read[0], shared[0], self.outgoing), read[1], x, factors)

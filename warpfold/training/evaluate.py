@@ -24,7 +24,7 @@ from warpfold.engine.watch import Row, Watching, as_watchers
 from warpfold.errors import UserError
 from warpfold.files import wait_for_lock
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.weights import save_params
+from warpfold.model.weights.files import save_params
 from warpfold.parallel.plan import DTYPES
 from warpfold.parallel.team import Team
 from warpfold.training.config import RunConfig
