@@ -37,7 +37,7 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
 
-PARTS = ("local", "update", "add", "add_slice", "whole")  # of a layer, that work on a slice; the rest makes factors
+PARTS = ("prepare", "update")  # of a layer, that work on a slice; the rest makes factors
 # Of a model's parts, whose what they make is.
 WHOSE = {
     **dict.fromkeys(("distogram", "masked_msa", "plddt", "resolved", "pae"), "heads"),

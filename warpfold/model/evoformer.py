@@ -25,15 +25,12 @@ from warpfold.model.axial import (
     residual,
 )
 from warpfold.model.layers import LayerNorm, Linear, LinearSlice, NoNorm, Projection, joined, project
-from warpfold.ops.attention import attention, global_attention, masked_mean
+from warpfold.ops.attention import attention, gated_attention, global_attention, masked_mean
 from warpfold.ops.gate import gate, gated_linear_residual
-from warpfold.ops.gated_attention import gated_attention
 from warpfold.ops.noise import Factors
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import HALVES, Activation, transition
-from warpfold.ops.triangle import triangle_product
-from warpfold.ops.triangle_multiplication import triangle_multiplication
-from warpfold.ops.triangle_slice import projected_factor, triangle_slice
+from warpfold.ops.triangle import projected_factor, triangle_multiplication, triangle_product, triangle_slice
 
 
 class GatedAttention(nn.Module):
@@ -365,7 +362,7 @@ class TriangleMultiplication(AxialUpdate):
             )
         into, of_gate = joined(dtype, *self.of_factor(0)), joined(dtype, self.gate)
         return triangle_slice(
-            read, mask, *shared, of_norm, into, of_gate, of_out, out, self.outgoing, factors, norm.eps, add
+            read, mask, shared[0], of_norm, into, of_gate, of_out, out, self.outgoing, factors, norm.eps, add
         )
 
 
