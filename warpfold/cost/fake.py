@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from warpfold.batch import FEATURES, Batch
 from warpfold.engine.packed import PackedWeights
@@ -221,7 +221,8 @@ class Memory(TorchDispatchMode):
         if key is None:
             return function(*args, **kwargs)
         if (trace := self._traces.get(key)) is not None:
-            return self._repeat(trace, args)
+            with _disable_current_modes():  # what is made for the record is noted by hand
+                return self._repeat(trace, args)
         begun, first, noted = self.moment, len(self.pieces), len(self.course)
         out = function(*args, **kwargs)
         trace = self._traced(out, args, self.pieces[first:], begun)
@@ -420,7 +421,8 @@ def _can_be_made_again(out: Any, made: Sequence[Tensor]) -> bool:
 
 def _whole(t: Tensor) -> bool:
     """Return whether a tensor fills its memory, as one that is made anew does."""
-    return t.untyped_storage().nbytes() == torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=META).nbytes
+    reaches = 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride())) if t.numel() else 0
+    return t.untyped_storage().nbytes() == reaches * t.element_size()
 
 
 def tensors_in(given: Any, found: list[Tensor]) -> list[Tensor]:

@@ -165,14 +165,20 @@ def test_no_more_is_made_ahead_than_was_allowed(store: Store, tmp_path: Path) ->
 
 
 def test_large_arrays_need_no_shared_memory(store: Store, tmp_path: Path) -> None:
+    def shared(process: int | str) -> set[str]:
+        """What the process has mapped of /dev/shm; nothing if it is gone."""
+        maps = Path(f"/proc/{process}/maps")
+        lines = maps.read_text().splitlines() if maps.exists() else []
+        return {line.split(maxsplit=5)[-1] for line in lines if "/dev/shm" in line}
+
+    before = shared("self")  # by other tests, in this process
     with loader(store, Puppet(tmp_path, size=3_000_000), steps=3, workers=1) as examples:
         assert examples.workers is not None
         for sample in examples:
             assert sample.features["msa_mask"].shape == (1, 3, 3_000_000)
             assert int(sample.features["aatype"][-1]) == sample.index
             assert float(sample.features["resolution"]) == sample.index / 2
-            maps = [Path(f"/proc/{pid}/maps") for pid in (*examples.workers.processes(), "self")]
-            assert not any("/dev/shm" in path.read_text() for path in maps if path.exists())
+            assert not set().union(*map(shared, (*examples.workers.processes(), "self"))) - before
 
 
 def asides(limit: int = 2, known: Sequence[str] = ()) -> tuple[Quarantine, list[tuple[str, int, str]]]:
