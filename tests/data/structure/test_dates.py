@@ -1,14 +1,11 @@
 """Dates: one day is one day however it is spelled, and is never compared as text."""
 
-import ast
 from datetime import date
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import warpfold
 from tests.data.entries import backbone, entry
 from warpfold.data.pack.inputs import drop_reason
 from warpfold.data.pack.options import PackOptions
@@ -87,64 +84,3 @@ def test_an_option_that_is_no_date_is_refused() -> None:
     for name in ("released_after", "released_before", "max_template_date"):
         with pytest.raises(UserError, match=f"--{name.replace('_', '-')} 2.1.2017: is not a date"):
             PackOptions(**{name: "2.1.2017"})
-
-
-# Where dates are ordered, as "module: expression".  All of these are `datetime.date`; mypy refuses to order one against
-# text.  Whoever adds a place sees to it that both sides come from `data.structure.chain`, and names it here.
-ORDERED = {
-    "data/structure/mmcif.py: min(dates)",
-    "data/pack/build.py: min(dates, default=None)",
-    "data/pack/inputs.py: released < after",
-    "data/pack/inputs.py: released >= before",
-    "data/pack/report.py: max(days)",
-    "data/pack/report.py: min(days)",
-    "data/example/templates.py: released > max_date",
-}
-# What is text and is called a date: columns and notes in files, options as they were given.
-TEXT = {
-    *(
-        "data/example/raw_example.py: release_date",
-        "data/store/stored_assembly.py: release_date",
-        "data/pack/report.py: release_date",
-        "data/structure/write.py: release_date",
-    ),
-    *("data/pack/options.py: released_after", "data/pack/options.py: released_before"),
-    *("data/pack/options.py: max_template_date", "prediction/templates.py: max_date"),
-    *("prediction/predictor.py: max_template_date", "prediction/queries.py: max_date"),
-    "cli/predict.py: max_template_date",
-}
-WORDS = {"date", "dates", "day", "days", "released"}  # of a name that is a date's
-
-
-def is_date_name(node: ast.AST) -> bool:
-    """Whether an expression is a name, an attribute or an item that is called a date."""
-    if isinstance(node, ast.Subscript):
-        node = node.slice if isinstance(node.slice, ast.Constant) else node.value
-    name = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
-    name = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else name
-    return isinstance(name, str) and bool(set(name.lower().split("_")) & WORDS)
-
-
-def test_dates_are_ordered_nowhere_but_where_they_are_dates() -> None:
-    """Comparisons, minima and sorts of what is called a date, and dates that are text: all known by name."""
-    root = Path(warpfold.__file__).parent
-    ordered, text = set(), set()
-    for path in sorted(root.rglob("*.py")):
-        module = path.relative_to(root).as_posix()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Compare) and any(
-                isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in node.ops
-            ):
-                sides = [node.left, *node.comparators]
-            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("min", "max", "sorted"):
-                sides = node.args
-            else:
-                sides = []
-            if any(is_date_name(side) for side in sides):
-                ordered.add(f"{module}: {ast.unparse(node)}")
-            annotated = isinstance(node, ast.AnnAssign | ast.arg) and node.annotation is not None
-            target = node.target if isinstance(node, ast.AnnAssign) else node
-            if annotated and is_date_name(target) and "str" in ast.unparse(node.annotation).split("[")[0].split(" | "):
-                text.add(f"{module}: {getattr(target, 'id', None) or getattr(target, 'arg', '')}")
-    assert ordered == ORDERED
-    assert text <= TEXT, text - TEXT

@@ -4,7 +4,12 @@ gemmi reads the syntax; the meaning is read here.  Atoms are taken from mmCIF co
 an NMR entry of twenty models costs one.  PDB files and files without SEQRES come here through `pdb.py`.
 """
 
-from collections.abc import Container, Mapping, Sequence
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -14,14 +19,45 @@ from gemmi import cif
 
 from warpfold.data.structure import pdb
 from warpfold.data.structure.assemblies import AssemblyTable
-from warpfold.data.structure.atom_site import ABSENT, Columns, Polymer, occupancies, place_atoms, place_of, read_columns
 from warpfold.data.structure.chain import Chain, Structure, parse_date
-from warpfold.errors import UserError
+from warpfold.errors import UserError, listed
 from warpfold.files import LARGEST, read_file
-from warpfold.geometry.residue import ATOM_ORDER, RESTYPE_3, RESTYPE_ORDER, RESTYPES
+from warpfold.geometry.residue import (
+    ATOM37_MASK,
+    ATOM_ORDER,
+    ATOM_TYPES,
+    RESTYPE_3,
+    RESTYPE_ORDER,
+    RESTYPES,
+    UNKNOWN,
+)
+
+ABSENT = (".", "?")  # mmCIF's two marks for a missing value
+
+# Atoms that a residue of each type may have: its own, the C-terminal OXT, and the backbone if the type is unknown.
+KNOWN_ATOMS = ATOM37_MASK > 0  # [21, 37]
+KNOWN_ATOMS[:, ATOM_ORDER["OXT"]] = True
+KNOWN_ATOMS[UNKNOWN, [ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "O")]] = True
+
+FARTHEST = 1e6  # angstrom; a larger coordinate is damage
+MOST_DIGITS = 18  # of a whole number in a file, so that it fits into int64
 
 _NEAREST = {"U": "C", "O": "K"}  # selenocysteine, pyrrolysine: the nearest of the twenty
 _LETTERS = dict(zip(RESTYPE_3, RESTYPES))  # "ALA" -> "A", of the twenty
+
+Columns = dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Polymer:
+    """A protein chain to put atoms on: mmCIF's name and the author's, and the residues at each place of SEQRES."""
+
+    label: str
+    author: str
+    entity: str
+    # [N], several names where the crystal has a mixture, first that of the atoms to take
+    monomers: list[tuple[str, ...]]
+    letters: str  # [N], of the first of each
 
 
 def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST) -> Structure:
@@ -44,14 +80,21 @@ def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST
 def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: bool = False) -> Structure:
     """Parse text in memory as `read_structure` does; `source` is its name in errors."""
     data = data.encode() if isinstance(data, str) else data
+    is_pdb = b"_atom_site." not in data and re.search(rb"^(ATOM  |HETATM|HEADER    )", data, re.MULTILINE)
+    with _damage(source):
+        return _structure(pdb.read(data, source) if is_pdb else _read_mmcif(data, source), source, ca_only)
+
+
+@contextmanager
+def _damage(source: str) -> Iterator[None]:
+    """Turn gemmi's errors into a UserError that says so on one line."""
     try:
-        block = pdb.read(data, source) if pdb.is_pdb(data) else _read_mmcif(data, source)
-        return _structure(block, source, ca_only)
+        yield
     except UnicodeDecodeError:
         raise UserError(f"{source}: is damaged, it has names that are not text; fetch the file again") from None
-    except RuntimeError as error:  # gemmi's, for a category that is two loops, or a loop and a pair
+    except (ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{source}: is not valid mmCIF ({reason}); fetch the file again") from None
+        raise UserError(f"{source}: is cut short, or no valid mmCIF or PDB ({reason}); fetch it again") from error
 
 
 def read_release_date(path: str | Path, limit: int = LARGEST) -> date | None:
@@ -64,7 +107,7 @@ def read_release_date(path: str | Path, limit: int = LARGEST) -> date | None:
     data = read_file(path, limit)
     head = data[: max(data.rfind(b"loop_", 0, max(data.find(b"\n_atom_site."), 0)), 0)]
     if b"_pdbx_audit_revision_history.revision_date" in head:
-        with pdb.gemmi_errors(str(path), "is not valid mmCIF"):
+        with _damage(str(path)):
             return _release_date(cif.read_string(head)[0])
     return parse_structure(data, str(path)).release_date
 
@@ -77,30 +120,31 @@ def _read_mmcif(data: bytes, source: str) -> cif.Block:
     last = data[-1000:].rstrip().rpartition(b"\n")[2]
     if not last.startswith(b"#") and data.count(b"\n#") >= 5:  # written with '#' after each category
         raise UserError(f"{source}: ends in the middle of a category, so it is cut short; fetch the file again")
-    with pdb.gemmi_errors(source, "is cut short or not valid mmCIF"):
-        blocks = [block for block in cif.read_string(data) if len(block.find_values("_atom_site.Cartn_x"))]
-    if not blocks:
+    block = next((block for block in cif.read_string(data) if len(block.find_values("_atom_site.Cartn_x"))), None)
+    if block is None:
         raise UserError(f"{source}: has no atoms (_atom_site.Cartn_x); give a file with coordinates")
-    block = blocks[0]
     return block if len(block.find_values("_entity_poly_seq.mon_id")) else pdb.complete_mmcif(block, source)
 
 
 def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
-    columns = read_columns(block, source)
+    columns = _read_columns(block, source)
     asyms = _asyms(block, columns)
-    polymers, dropped, names = _polymers(block, columns, asyms, source)
-    if not polymers:
-        raise UserError(f"{source}: has no protein chain{_because(dropped)}; give an entry with a protein")
-    atoms = place_atoms(columns, polymers, source)
-    backbone = np.min(atoms.mask[:, [ATOM_ORDER[name] for name in ("N", "CA", "C")]], axis=1) > 0
-    numbers = _scheme_numbers(block, polymers)
+    polymers, names, dropped = _polymers(block, columns, asyms, source)
+    starts = np.cumsum([0, *(len(polymer.letters) for polymer in polymers)]).tolist()
+    positions, mask, numbers = place_atoms(columns, polymers, starts, source)
+    backbone = np.min(mask[:, [ATOM_ORDER[name] for name in ("N", "CA", "C")]], axis=1) > 0
+    # How the author numbers residues that were not seen.
+    spans = {polymer.label: range(*span) for polymer, span in zip(polymers, itertools.pairwise(starts))}
+    schemes = dict.fromkeys(range(len(numbers)), "")
+    for row in block.find("_pdbx_poly_seq_scheme.", ["asym_id", "seq_id", "pdb_seq_num", "?pdb_ins_code"]):
+        if 0 < (place := place_of(row.str(1))) <= len(span := spans.get(row.str(0), range(0))):
+            schemes[span[place - 1]] = row.str(2) + (row.str(3) if row.has(3) else "")
     chains: dict[str, Chain] = {}
-    start = 0
-    for polymer, scheme in zip(polymers, numbers):
-        rows = slice(start, start + len(polymer.letters))
-        start = rows.stop
-        name = names[polymer.label] = _free_name(polymer, [*chains, *dropped])
-        if not atoms.mask[rows].any():
+    for polymer in polymers:
+        span = spans[polymer.label]
+        rows = slice(span.start, span.stop)
+        name = names[polymer.label] = _free_name(polymer.label, polymer.author, {*chains, *dropped})
+        if not mask[rows].any():
             dropped[name] = "no residue has coordinates"
         elif not (ca_only or backbone[rows].any()):
             dropped[name] = "no residue has N, CA and C, a CA-only chain"
@@ -108,16 +152,16 @@ def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
             chains[name] = Chain(
                 id=name,
                 sequence=polymer.letters,
-                positions=atoms.positions[rows],
-                mask=atoms.mask[rows],
+                positions=positions[rows],
+                mask=mask[rows],
                 residue_index=np.arange(len(polymer.letters), dtype=np.int64),
-                author_numbers=tuple(seen or given for seen, given in zip(atoms.numbers[rows], scheme)),
+                author_numbers=tuple(numbers[i] or schemes[i] for i in span),
                 entity=polymer.entity,
             )
     if not chains:
-        raise UserError(
-            f"{source}: has no protein chain that can be used{_because(dropped)}; give all-atom coordinates"
-        )
+        reasons = [f"{name}: {reason}" for name, reason in dropped.items()]
+        because = f" ({listed(reasons, 4, '; ')})" if reasons else ""
+        raise UserError(f"{source}: has no protein chain that can be used{because}; give a protein, with all its atoms")
     entry = next(iter(_values(block, "_entry.id")), "") or block.name
     if entry in ("", "XXXX", "model"):  # placeholders of programs that know no id
         entry = Path(source).name.split(".")[0]
@@ -150,12 +194,6 @@ def _assemblies(
     return AssemblyTable(source, tuple(generators), operators, names, entities, compounds)
 
 
-def _because(dropped: dict[str, str]) -> str:
-    reasons = [f"{name}: {reason}" for name, reason in dropped.items()]
-    more = f"; {len(reasons) - 4} more" if len(reasons) > 4 else ""
-    return f" ({'; '.join(reasons[:4])}{more})" if reasons else ""
-
-
 def _values(block: cif.Block, *tags: str) -> list[str]:
     return [cif.as_string(value) for tag in tags for value in block.find_values(tag) if value not in ABSENT]
 
@@ -174,13 +212,20 @@ def _release_date(block: cif.Block) -> date | None:
 def _polymers(
     block: cif.Block, columns: Columns, asyms: Mapping[str, tuple[str, str]], source: str
 ) -> tuple[list[Polymer], dict[str, str], dict[str, str]]:
-    """Return the protein chains in the order of the file; the kind of each other polymer by name; and their names."""
+    """Return the protein chains in the order of the file; the name of each other polymer, and its kind by that name."""
     sequences = _sequences(block, source)
-    parents = _named_parents(block)
+    parents: dict[str, str] = {}  # the letter of each modified residue's parent
+    for category, tags in (
+        ("_pdbx_struct_mod_residue.", ["label_comp_id", "parent_comp_id"]),
+        ("_chem_comp.", ["id", "mon_nstd_parent_comp_id"]),
+    ):
+        for row in block.find(category, tags):
+            if letter := _LETTERS.get(row.str(1).upper()):  # several parents ("SER,TYR,GLY") have none
+                parents.setdefault(row.str(0), letter)
     rows = block.find("_entity_poly.", ["entity_id", "pdbx_seq_one_letter_code_can"])
     canonical = {row.str(0): "".join(row.str(1).split()).upper() for row in rows}
     mixed = any(len(names) > 1 for monomers in sequences.values() for names in monomers)
-    seen = occupancies(columns) if mixed else {}
+    seen = _occupancies(columns) if mixed else {}
     kinds = {row.str(0): row.str(1).lower() for row in block.find("_entity_poly.", ["entity_id", "type"])}
     polymers: list[Polymer] = []
     dropped: dict[str, str] = {}
@@ -193,17 +238,16 @@ def _polymers(
             for place, found in enumerate(sequences[entity], 1)
         ]
         letters = _one_letter(monomers, parents, canonical.get(entity, ""))
-        polymer = Polymer(label, author, monomers, letters, entity)
         kind = kinds.get(entity)
         if not kind:  # the file does not say: what most residues are
             amino = sum(gemmi.find_tabulated_residue(names[0]).is_amino_acid() for names in monomers)
             kind = "polypeptide(l)" if 2 * amino > len(monomers) else "no polypeptide"
         if kind == "polypeptide(l)":
-            polymers.append(polymer)
+            polymers.append(Polymer(label, author, entity, monomers, letters))
         else:
-            name = names[label] = _free_name(polymer, dropped)
+            name = names[label] = _free_name(label, author, dropped)
             dropped[name] = kind
-    return polymers, dropped, names
+    return polymers, names, dropped
 
 
 def _sequences(block: cif.Block, source: str) -> dict[str, list[tuple[str, ...]]]:
@@ -242,19 +286,6 @@ def _asyms(block: cif.Block, columns: Columns) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _named_parents(block: cif.Block) -> dict[str, str]:
-    """Return the letter of each modified residue's parent, as `pdbx_struct_mod_residue` and `chem_comp` name it."""
-    named: dict[str, str] = {}
-    for category, tags in (
-        ("_pdbx_struct_mod_residue.", ["label_comp_id", "parent_comp_id"]),
-        ("_chem_comp.", ["id", "mon_nstd_parent_comp_id"]),
-    ):
-        for row in block.find(category, tags):
-            if letter := _LETTERS.get(row.str(1).upper()):  # several parents ("SER,TYR,GLY") have none
-                named.setdefault(row.str(0), letter)
-    return named
-
-
 def _one_letter(monomers: Sequence[tuple[str, ...]], parents: Mapping[str, str], canonical: str) -> str:
     """Return one letter for the first name of each place: by gemmi's table, else its parent's, else X.
 
@@ -274,16 +305,166 @@ def _one_letter(monomers: Sequence[tuple[str, ...]], parents: Mapping[str, str],
     return "".join(letters)
 
 
-def _free_name(polymer: Polymer, taken: Container[str]) -> str:
+def _free_name(label: str, author: str, taken: Container[str]) -> str:
     """Return the author's name of a chain, followed by mmCIF's own if another chain has it already."""
-    return polymer.author if polymer.author not in taken else f"{polymer.author}-{polymer.label}"
+    return author if author not in taken else f"{author}-{label}"
 
 
-def _scheme_numbers(block: cif.Block, polymers: list[Polymer]) -> list[list[str]]:
-    """Return the author's number and insertion code of every residue, seen or not, as `pdbx_poly_seq_scheme` has it."""
-    numbers = {polymer.label: [""] * len(polymer.letters) for polymer in polymers}
-    for row in block.find("_pdbx_poly_seq_scheme.", ["asym_id", "seq_id", "pdb_seq_num", "?pdb_ins_code"]):
-        label, place = row.str(0), row.str(1)
-        if label in numbers and 0 < place_of(place) <= len(numbers[label]):
-            numbers[label][place_of(place) - 1] = row.str(2) + (row.str(3) if row.has(3) else "")
-    return list(numbers.values())
+def _read_columns(block: cif.Block, source: str) -> Columns:
+    """Return the columns that matter, of the first model's rows; optional ones that the file lacks are full of '?'."""
+    needed = ["label_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z"]
+    optional = ["auth_asym_id", "label_entity_id", "label_alt_id", "occupancy", "auth_seq_id", "pdbx_PDB_ins_code"]
+    tags = [*needed, *optional, "pdbx_PDB_model_num"]
+    table = block.find("_atom_site.", [*needed, *("?" + tag for tag in tags[len(needed) :])])
+    if not len(table):
+        missing = [tag for tag in needed if not block.find_values("_atom_site." + tag)]
+        what = f"atom_site has no column {', '.join(missing)}" if missing else "has no atoms"
+        raise UserError(f"{source}: {what}; give a file with coordinates")
+    rows: Sequence[int] = range(len(table))
+    if table.has_column(len(tags) - 1):  # the model number: keep those of the first model, nearly always a range from 0
+        models = list(table.column(len(tags) - 1))
+        count = models.count(models[0])
+        if models[count - 1] == models[0] and (count == len(models) or models[count] != models[0]):
+            rows = range(count)
+        else:
+            rows = [i for i, model in enumerate(models) if model == models[0]]
+    return {
+        tag: _texts(table.column(i), rows) if table.has_column(i) else ["?"] * len(rows)
+        for i, tag in enumerate(tags[:-1])
+    }
+
+
+def place_atoms(
+    columns: Columns, polymers: Sequence[Polymer], starts: Sequence[int], source: str
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Put heavy atoms on atom37, one conformation per residue, arginine's NH1 and NH2 told apart by distance.
+
+    starts: of the polymers' residues among all M, and M.  Returns positions float32 [M, 37, 3] in angstrom, 0 where
+    masked; the mask float32 [M, 37]; and the author's number and insertion code of each residue, "" without atoms.
+    Errors: UserError for a residue that the sequence does not have there, and for positions that are not numbers.
+    """
+    rows, residues, atoms = _rows_of_polymers(columns, polymers, starts, source)
+    total = starts[-1]
+    numbers = [""] * total
+    authors, codes = columns["auth_seq_id"], columns["pdbx_PDB_ins_code"]
+    firsts = np.unique(residues, return_index=True)
+    for residue, row in zip(firsts[0], rows[firsts[1]]):
+        if authors[row] not in ABSENT:
+            numbers[residue] = authors[row] + ("" if codes[row] in ABSENT else codes[row])
+    letters = "".join(polymer.letters for polymer in polymers)
+    types = np.array([RESTYPE_ORDER.get(letter, UNKNOWN) for letter in letters], dtype=np.int64)
+    known = (atoms >= 0) & KNOWN_ATOMS[types[residues], atoms]
+    rows, residues, atoms = rows[known], residues[known], atoms[known]
+    kept = rows.tolist()
+    xyz = np.stack([_numbers([columns[f"Cartn_{axis}"][row] for row in kept]) for axis in "xyz"], axis=-1)
+    possible = np.abs(xyz) < FARTHEST  # NaN is not
+    if not possible.all():
+        row = kept[np.flatnonzero(~possible.all(1))[0]]
+        atom, chain = columns["label_atom_id"][row], columns["auth_asym_id"][row]
+        raise UserError(
+            f"{source}: atom {atom} of residue {authors[row]} of chain {chain} has a position that is not a number or "
+            "far too large; correct the file or leave the atom out"
+        )
+    picked = _one_conformation(columns, rows, residues, atoms)
+    positions, mask = np.zeros((total, 37, 3), np.float32), np.zeros((total, 37), np.float32)
+    positions[residues[picked], atoms[picked]] = xyz[picked]
+    mask[residues[picked], atoms[picked]] = 1.0
+    # NH1 is the nitrogen that is nearer to CD (Supp. 1.2.1).
+    cd, nh1, nh2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
+    arginine = np.flatnonzero((types == RESTYPE_ORDER["R"]) & mask[:, [cd, nh1, nh2]].all(1))
+    to_cd = np.linalg.norm(positions[arginine][:, [nh1, nh2]] - positions[arginine][:, [cd]], axis=-1)
+    swapped = arginine[to_cd[:, 0] > to_cd[:, 1]]
+    positions[swapped[:, None], [nh1, nh2]] = positions[swapped[:, None], [nh2, nh1]]
+    return positions, mask, numbers
+
+
+def _occupancies(columns: Columns) -> dict[tuple[str, str, str], float]:
+    """Return the mean occupancy of each residue's best conformation, by mmCIF's chain name, place and residue name."""
+    keys = zip(*(columns[f"label_{tag}_id"] for tag in ("asym", "seq", "comp", "alt")))
+    values = np.nan_to_num(_numbers(columns["occupancy"]), nan=1.0).tolist()
+    found: defaultdict[tuple[str, str, str, str], list[float]] = defaultdict(list)
+    for key, value in zip(keys, values):
+        found[key].append(value)
+    best: dict[tuple[str, str, str], float] = {}
+    for (chain, place, name, _), each in found.items():
+        best[chain, place, name] = max(best.get((chain, place, name), 0.0), sum(each) / len(each))
+    return best
+
+
+def place_of(text: str) -> int:
+    """Return a place in a sequence, from 1; 0 for anything else, such as a number that does not fit into int64."""
+    return int(text) if len(text) <= MOST_DIGITS and text.isdecimal() else 0
+
+
+def _texts(column: cif.Column, rows: Sequence[int]) -> list[str]:
+    """Return the values of some rows without their quotes."""
+    values = list(itertools.islice(column, len(rows))) if isinstance(rows, range) else [column[i] for i in rows]
+    if any(quote in "".join(values) for quote in "'\""):  # a quote alone is an insertion code that a PDB file had
+        return [cif.as_string(value) if value[0] in "'\"" and len(value) > 1 else value for value in values]
+    return values
+
+
+def _numbers(values: list[str]) -> np.ndarray:
+    """Return float64: 12.5 for '12.5(3)', NaN for anything that is not a number."""
+    try:
+        return np.array([float(value) for value in values])
+    except ValueError:
+        return np.array([cif.as_number(value) for value in values])
+
+
+def _rows_of_polymers(
+    columns: Columns, polymers: Sequence[Polymer], starts: Sequence[int], source: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the rows whose residue is in its sequence (the first of a mixture), their residues of M and atoms of 37.
+
+    The atom is -1 if it is none of the 37.  Selenium of selenomethionine counts as the sulfur of methionine.
+    """
+    places = {polymer.label: (polymer.monomers, start) for polymer, start in zip(polymers, starts)}
+    keys = list(zip(*(columns[f"label_{tag}_id"] for tag in ("asym", "seq", "comp"))))
+    residue_of = dict.fromkeys(keys, -1)  # so that most work is done per residue, not per atom
+    for key in residue_of:
+        label, place, monomer = key
+        if label not in places or place in ABSENT:
+            continue
+        monomers, start = places[label]
+        i = place_of(place) - 1
+        if not 0 <= i < len(monomers) or monomer not in monomers[i]:
+            place = place if len(place) <= MOST_DIGITS else f"{place[:MOST_DIGITS]}..."
+            expected = "/".join(monomers[i]) if 0 <= i < len(monomers) else f"1 to {len(monomers)}"
+            raise UserError(
+                f"{source}: chain {columns['auth_asym_id'][keys.index(key)]} has an atom of {monomer} at place {place} "
+                f"of its sequence, which has {expected}; the file contradicts itself, fetch it again"
+            )
+        if monomer == monomers[i][0]:
+            residue_of[key] = start + i
+    names = columns["label_atom_id"]
+    if "SE" in names:
+        names = ["SD" if name == "SE" and key[2] == "MSE" else name for name, key in zip(names, keys)]
+    residues = np.array([residue_of[key] for key in keys], dtype=np.int64)
+    atoms = np.array([ATOM_ORDER.get(name, -1) for name in names], dtype=np.int64)
+    rows = np.flatnonzero(residues >= 0)
+    return rows, residues[rows], atoms[rows]
+
+
+def _one_conformation(columns: Columns, rows: np.ndarray, residues: np.ndarray, atoms: np.ndarray) -> np.ndarray:
+    """Return which of `rows` to keep, one per atom: that of the residue's conformation of highest mean occupancy.
+
+    An atom that this conformation lacks is taken from another one.
+    """
+    keys = residues * len(ATOM_TYPES) + atoms
+    if np.unique(keys).size == keys.size:
+        return np.arange(keys.size)
+    altlocs = [columns["label_alt_id"][row] for row in rows]
+    occupancy = np.nan_to_num(_numbers([columns["occupancy"][row] for row in rows]), nan=1.0)
+    order = {altloc: i for i, altloc in enumerate(dict.fromkeys([".", "?", *altlocs]))}  # as they appear
+    altloc = np.array([order[a] for a in altlocs])
+    group = residues * len(order) + altloc
+    size = (int(residues.max()) + 1) * len(order)
+    counts = np.bincount(group, minlength=size)
+    means = np.bincount(group, occupancy, size) / np.maximum(counts, 1)
+    means = np.where(counts > 0, means, -1.0).reshape(-1, len(order))
+    best = 2 + means[:, 2:].argmax(1) if len(order) > 2 else np.zeros(len(means), dtype=np.int64)
+    preferred = (altloc < 2) | (altloc == best[residues])
+    ranked = np.lexsort((-occupancy, ~preferred, keys))  # stable: the first in the file among equals
+    first = np.unique(keys[ranked], return_index=True)[1]
+    return np.sort(ranked[first])

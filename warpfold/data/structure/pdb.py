@@ -4,8 +4,7 @@ gemmi finds the polymers; what is added is the place of each residue in its chai
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import gemmi
 import numpy as np
@@ -17,25 +16,11 @@ BOND = 2.0  # angstrom; C to N of the next residue: nearer is bonded (1.33 in a 
 LONGEST_GAP = 200  # residues: a longer jump in the numbers is a change of numbering rather than a missing part
 
 
-def is_pdb(data: bytes) -> bool:
-    """Return whether a file is in PDB format: its lines begin with record names, ATOM or HETATM among them."""
-    return b"_atom_site." not in data and re.search(rb"^(ATOM  |HETATM|HEADER    )", data, re.MULTILINE) is not None
-
-
-@contextmanager
-def gemmi_errors(source: str, what: str) -> Iterator[None]:
-    """Turn gemmi's errors into a UserError: `source`, `what` is wrong, and gemmi's reason on one line."""
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{source}: {what} ({reason}); fetch the file again") from None
-
-
 def read(data: bytes, source: str) -> cif.Block:
     """Return the first model of a PDB file as an mmCIF block with SEQRES, method, resolution and release date.
 
-    Errors: UserError for a file that gemmi cannot read, that was cut short, or with a position that is not a number.
+    Errors: UserError for a file that was cut short, or with a position that is not a number; gemmi's own, ValueError
+    and RuntimeError, for one that it cannot read.
     """
     last = data.rstrip(b"\n").rpartition(b"\n")[2]
     if last.startswith((b"ATOM  ", b"HETATM")) and len(last.rstrip()) < 54:  # its coordinates end at column 54
@@ -54,8 +39,7 @@ def read(data: bytes, source: str) -> cif.Block:
                 raise UserError(
                     f"{source}: atom {atom} has a position that is not a number; correct the file or leave the atom out"
                 ) from None
-    with gemmi_errors(source, "is not valid PDB"):
-        structure = gemmi.read_pdb_string(model.decode("latin-1"))
+    structure = gemmi.read_pdb_string(model.decode("latin-1"))
     structure.name = dict(structure.info.items()).get("_entry.id", "")
     block = _complete(structure, source)
     if structure.resolution > 0:
@@ -71,11 +55,9 @@ def complete_mmcif(block: cif.Block, source: str) -> cif.Block:
     The sequence starts with the first residue seen.  Between two residues that are not bonded, and whose numbers
     (label_seq_id if the file has it, else the author's) leave a gap of at most 200, as many X are put, masked.
 
-    Errors: UserError for a block that gemmi cannot read.
+    Errors: ValueError and RuntimeError, gemmi's, for a block that it cannot read.
     """
-    with gemmi_errors(source, "is not valid mmCIF"):
-        structure = gemmi.make_structure_from_block(block)
-    completed = _complete(structure, source)
+    completed = _complete(gemmi.make_structure_from_block(block), source)
     for category in (
         *("_exptl", "_refine", "_em_3d_reconstruction", "_reflns", "_pdbx_audit_revision_history"),
         *("_database_PDB_rev", "_chem_comp", "_pdbx_struct_mod_residue"),
@@ -121,7 +103,16 @@ def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
         places = _places_by_number(residues, sequence) if sequence else None
         if not sequence:
             sequence, places = _derive_sequence(residues)
-            _give_sequence(structure, polymer, sequence)
+            # An entity of its own: in chains of one protein, different residues are seen.
+            subchain = polymer.subchain_id()
+            for other in structure.entities:
+                other.subchains = [name for name in other.subchains if name != subchain]
+            entity = gemmi.Entity(f"polymer-{subchain}")
+            entity.entity_type = gemmi.EntityType.Polymer
+            entity.polymer_type = polymer.check_polymer_type()
+            entity.subchains = [subchain]
+            entity.full_sequence = sequence
+            structure.entities.append(entity)
         if places is not None:
             by_number = {str(residue.seqid): place for residue, place in zip(residues, places)}
             for residue in polymer:
@@ -179,16 +170,3 @@ def _derive_sequence(residues: Sequence[gemmi.Residue]) -> tuple[list[str], list
         sequence.append(residue.name)
         places.append(len(sequence))
     return sequence, places
-
-
-def _give_sequence(structure: gemmi.Structure, polymer: gemmi.ResidueSpan, sequence: list[str]) -> None:
-    """Give a chain an entity of its own: in chains of one protein, different residues are seen."""
-    subchain = polymer.subchain_id()
-    for other in structure.entities:
-        other.subchains = [name for name in other.subchains if name != subchain]
-    entity = gemmi.Entity(f"polymer-{subchain}")
-    entity.entity_type = gemmi.EntityType.Polymer
-    entity.polymer_type = polymer.check_polymer_type()
-    entity.subchains = [subchain]
-    entity.full_sequence = sequence
-    structure.entities.append(entity)
