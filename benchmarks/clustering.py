@@ -24,7 +24,7 @@ import torch
 from warpfold.data.example.raw_example import RawExample, from_sequence
 from warpfold.data.features.choose import SampleConfig, keyed_rng, row_budget, select, with_query
 from warpfold.data.features.msa import PROFILE, mask_msa, nearest_cluster, write_codes
-from warpfold.data.formats.sequences import read_alignment
+from warpfold.data.formats.alignment import read_alignment
 from warpfold.geometry.residue import GAP
 
 PAPER = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # initial training, Supp. table 4

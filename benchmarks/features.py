@@ -30,7 +30,7 @@ from warpfold.batch import to_tensors
 from warpfold.data.example.raw_example import RawExample, from_sequence, profile_of
 from warpfold.data.features.choose import SampleConfig, predicted_cost
 from warpfold.data.features.make import make_features
-from warpfold.data.formats.sequences import read_alignment
+from warpfold.data.formats.alignment import read_alignment
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_assembly import chain_keys
 from warpfold.data.store.stored_example import StoredExample, example_arrays, example_notes, read_example

@@ -17,7 +17,7 @@ import warpfold
 from tests.helpers import tiny_multimer
 from warpfold import cli
 from warpfold.arguments import PathLike, Paths, check, decides
-from warpfold.data.formats.sequences import read_alignment
+from warpfold.data.formats.alignment import read_alignment
 from warpfold.errors import UserError, options_given
 from warpfold.model.confidence import pae as expected_error
 from warpfold.model.confidence import plddt as expected_lddt

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from warpfold.data.formats.sequences import read_alignment, read_fasta
+from warpfold.data.formats.alignment import parse_fasta, read_alignment
 from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.mmcif import parse_structure, read_structure
 from warpfold.data.structure.write import write_mmcif
@@ -111,7 +111,7 @@ def test_alignments_parse_with_and_without_their_query() -> None:
         assert alignment.deletions.min() == 0
         depths[path.parent.name] = max(depths.get(path.parent.name, 0), len(alignment))
         if fasta.exists():
-            assert np.array_equal(read_alignment(path, read_fasta(fasta)[0][1]).rows, alignment.rows)
+            assert np.array_equal(read_alignment(path, parse_fasta(fasta.read_bytes())[0][1]).rows, alignment.rows)
     for target, row in table("MSA_TARGETS.tsv").items():
         assert depths[target] == int(row["max_depth"]), target
 

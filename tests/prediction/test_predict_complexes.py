@@ -14,8 +14,7 @@ import pytest
 
 from tests.helpers import tiny_config, tiny_model
 from tests.prediction.runs import run_cli, write_entry
-from warpfold.data.formats.alignment import decode
-from warpfold.data.formats.sequences import parse_a3m
+from warpfold.data.formats.alignment import decode, parse_a3m
 from warpfold.errors import UserError
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights.files import save_params

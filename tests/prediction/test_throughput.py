@@ -23,7 +23,7 @@ from warpfold.bulk import JobPart
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.raw_example import from_sequence
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.formats.sequences import parse_a3m
+from warpfold.data.formats.alignment import parse_a3m
 from warpfold.errors import UserError
 from warpfold.model.alphafold import HeadsConfig
 from warpfold.model.template import TemplateConfig

@@ -14,7 +14,7 @@ from warpfold.data.example.complexes import Complex, assemble
 from warpfold.data.example.raw_example import RawExample, from_sequence
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
-from warpfold.data.formats.sequences import parse_a3m
+from warpfold.data.formats.alignment import parse_a3m
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights.files import save_params
 from warpfold.prediction import predictor

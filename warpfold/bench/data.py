@@ -29,7 +29,7 @@ from warpfold.batch import Arrays, to_tensors
 from warpfold.data.example.raw_example import RawExample, from_chain
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
-from warpfold.data.formats.sequences import read_alignment
+from warpfold.data.formats.alignment import read_alignment
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.order import Order, Source
 from warpfold.data.load.schedule import Schedule, State

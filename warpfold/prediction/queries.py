@@ -16,9 +16,8 @@ from warpfold.data.example.complexes import Complex, assemble, chain_ids, search
 from warpfold.data.example.query_files import Given, read_query_files
 from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
 from warpfold.data.example.templates import TemplateOutcome
-from warpfold.data.formats.alignment import Alignment, encode
-from warpfold.data.formats.chain_alignments import ChainAlignments, as_row, read_chain_alignments
-from warpfold.data.formats.sequences import parse_a3m
+from warpfold.data.formats.alignment import Alignment, as_row, encode, parse_a3m
+from warpfold.data.formats.input_files import ChainAlignments, read_chain_alignments
 from warpfold.errors import UserError
 from warpfold.files import file_name
 from warpfold.prediction.notices import Notice, noted, shorten_list

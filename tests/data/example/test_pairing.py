@@ -20,8 +20,7 @@ from warpfold.data.example.pairing import (
     species_of,
 )
 from warpfold.data.example.raw_example import from_sequence
-from warpfold.data.formats.alignment import Alignment, decode
-from warpfold.data.formats.sequences import parse_a3m
+from warpfold.data.formats.alignment import Alignment, decode, parse_a3m
 
 
 @pytest.mark.parametrize(

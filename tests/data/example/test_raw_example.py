@@ -8,8 +8,7 @@ import pytest
 from warpfold.data.example.raw_example import check_map, from_chain, from_sequence, merge, place, profile_of
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
-from warpfold.data.formats.alignment import Alignment, decode, encode
-from warpfold.data.formats.sequences import parse_a3m
+from warpfold.data.formats.alignment import Alignment, decode, encode, parse_a3m
 from warpfold.data.similar.pairwise import column_map
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.errors import UserError

@@ -19,7 +19,7 @@ from warpfold.data.example.complexes import (
 )
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.query_files import read_complexes, sequences_to_search
-from warpfold.data.formats.chain_alignments import read_chain_alignments
+from warpfold.data.formats.input_files import read_chain_alignments
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 

@@ -9,9 +9,8 @@ from tests.data.example.test_pairing import reference
 from warpfold.data.example.complexes import Complex, assemble
 from warpfold.data.example.pairing import key_of, pair_rows, species_of
 from warpfold.data.example.raw_example import from_sequence
-from warpfold.data.formats.alignment import CODE_LETTERS
-from warpfold.data.formats.chain_alignments import read_chain_alignments
-from warpfold.data.formats.sequences import read_fasta
+from warpfold.data.formats.alignment import CODE_LETTERS, parse_fasta
+from warpfold.data.formats.input_files import read_chain_alignments
 
 REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
 pytestmark = pytest.mark.skipif(not REALDATA.is_dir(), reason="../shared/realdata is not here")
@@ -20,7 +19,7 @@ HHBLITS = "ACDEFGHIKLMNPQRSTVWYX-"  # the order of the official `msa` feature
 
 def real(*targets: str) -> tuple[Complex, list[Path]]:
     folders = [REALDATA / "msas" / target for target in targets]
-    sequences = tuple(read_fasta(folder / "query.fasta")[0][1] for folder in folders)
+    sequences = tuple(parse_fasta((folder / "query.fasta").read_bytes())[0][1] for folder in folders)
     return Complex("real", tuple(targets), sequences), folders
 
 

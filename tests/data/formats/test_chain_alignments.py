@@ -8,9 +8,8 @@ from hypothesis import given as drawn
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from warpfold.data.formats.alignment import Alignment, decode
-from warpfold.data.formats.chain_alignments import ChainAlignments, parse_chain_alignments, read_chain_alignments
-from warpfold.data.formats.input_files import serves_pairing
+from warpfold.data.formats.alignment import Alignment, decode, parse_chain_alignments
+from warpfold.data.formats.input_files import ChainAlignments, read_chain_alignments
 from warpfold.errors import UserError
 
 COMPLEX = """#4,3\t1,2
@@ -98,28 +97,6 @@ def test_alignments_with_nul_between_them() -> None:
     np.testing.assert_array_equal(one.pair_keys, two.pair_keys)
     assert (one.stands_alone, two.stands_alone) == (False, False)
     assert "have 2, 1 rows" in refusal(text.decode().replace(">b\nM-V\n", ""), None, True)
-
-
-@pytest.mark.parametrize(
-    ("name", "serves"),
-    [
-        ("uniprot_hits.sto", True),
-        ("uniprot.a3m.gz", True),
-        ("UniProt_2024.a3m", True),
-        ("pairing.a3m", True),
-        ("pair.a3m", True),
-        ("7abc_paired.a3m", True),
-        ("non_pairing.a3m", False),
-        ("unpaired.a3m", False),
-        ("x_un_paired.a3m", False),
-        ("uniref90_hits.sto", False),
-        ("bfd_uniclust_hits.a3m", False),
-        ("repair.a3m", False),
-        ("A.a3m", False),
-    ],
-)
-def test_which_names_serve_pairing(name: str, serves: bool) -> None:
-    assert serves_pairing(name) == serves
 
 
 def write(path: Path, text: str) -> Path:

@@ -9,14 +9,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from warpfold.data.formats.alignment import Alignment, decode, encode, is_nucleic, merge
-from warpfold.data.formats.sequences import (
+from warpfold.data.formats.alignment import (
+    Alignment,
+    decode,
+    encode,
+    is_nucleic,
     parse_a3m,
     parse_alignment,
     parse_fasta,
-    parse_stockholm,
     read_alignment,
-    read_fasta,
     write_a3m,
     write_fasta,
 )
@@ -24,6 +25,22 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP, RESTYPES, UNKNOWN
 
 A3M = ">query\nMKVLW\n>one\nM-VaaLW\n>two\nxxMKV-Wy\n"
+HHSUITE = ">ss_pred PSIPRED\nHHHHHCC\n>ss_conf\n0123456\n>q_consensus\nxxx\n>Consensus\nMKvlw\n"
+COMPLEX = "#3,2\t1,1\n>101\t102\nMKVLW\n>a\nM-V--\n>b\n---aLW\n"
+MMSEQS = A3M + "\0>101\nWWW\n>x\nW-W\n\0"
+STO = "# STOCKHOLM 1.0\n"
+BLOCKS = f"""{STO}#=GF ID family
+#=GS hit/1-4 DE a hit
+query    MK.VLW
+hit/1-4  MKaV--
+
+query    AA
+hit/1-4  A-
+#=GR hit/1-4 PP 99
+//
+"""
+HITS = f"{STO}a MK.V-\nb M-aVW\n#=GC RF xx.xx\n//\n"
+PLAIN = [{}, {3: 2}, {0: 2}]
 
 
 def refusal(call: object, *arguments: object) -> str:
@@ -38,13 +55,8 @@ def test_letters_mean_what_hhblits_table_says() -> None:
     assert encode(RESTYPES).tolist() == list(range(20))
     assert decode(encode("BZUJOX")) == "DECXXX"
     assert encode("acd").tolist() == encode("ACD").tolist()
-
-
-@pytest.mark.parametrize("bad", ["M*K", "M-K", "M1K", "M K", "Mé"])
-def test_encode_names_the_character_and_its_place(bad: str) -> None:
-    message = refusal(encode, bad)
-    assert "position 2" in message
-    assert repr(bad[1].upper()) in message
+    for bad in ("M*K", "M-K", "M1K", "M K", "Mé"):
+        assert f"has {bad[1].upper()!r} at position 2" in refusal(encode, bad)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +72,77 @@ def test_fasta_joins_lines_and_keeps_the_header() -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "query", "names", "rows", "deletions"),
+    [
+        pytest.param(A3M, None, "query one two", "MKVLW M-VLW MKV-W", PLAIN, id="A3M: lower case is inserted"),
+        pytest.param(HHSUITE + A3M, None, "query one two", "MKVLW M-VLW MKV-W", PLAIN, id="HH-suite's annotations"),
+        pytest.param(A3M + "\0", "MKVLW", "query one two", "MKVLW M-VLW MKV-W", PLAIN, id="an entry of MMseqs2"),
+        pytest.param(MMSEQS, "WWW", "101 x", "WWW W-W", [{}, {}], id="one of several entries"),
+        pytest.param("#5\t1\n" + A3M, None, "query one two", "MKVLW M-VLW MKV-W", PLAIN, id="ColabFold, one chain"),
+        pytest.param(COMPLEX, "LW", "101\t102 b", "LW LW", [{}, {0: 1}], id="one chain of a complex"),
+        pytest.param(">q\nMCD\n", "MUB", "q", "MCD", [{}], id="letters that mean the same"),
+        pytest.param(">q\nMK..V\n>a\nMKacV\n>b\nM-.cV\n", None, "q a b", "MKV MKV M-V", [{}, {2: 2}, {2: 1}], id="A2M"),
+        pytest.param(">q\nMKV\n>a\nM.V\n", None, "q a", "MKV M-V", [{}, {}], id="dots as gaps"),
+        pytest.param(">q\nM--KV\n>a\nMACK-\n", None, "q a", "MKV MK-", [{}, {1: 2}], id="aligned FASTA"),
+        pytest.param(">q\nMkv.LW\n>a\nM.va-W\n", None, "q a", "MLW M-W", [{1: 2}, {1: 2}], id="A2M of part of a query"),
+        pytest.param(
+            ">q\nMkv.LW\n>a\nM.va-W\n", "MKVLW", "q a", "MKVLW M-V-W", [{}, {3: 1}], id="the same of all of it"
+        ),
+        # In Stockholm the name has the description, as in A3M: what pairs rows may be in it.
+        pytest.param(BLOCKS, None, "query hit/1-4_a_hit", "MKVLWAA MKV--A-", [{}, {2: 1}], id="Stockholm in blocks"),
+        pytest.param(HITS, "MKVW", "query a b", "MKVW MKV- M-VW", [{}, {}, {2: 1}], id="of a profile"),
+        pytest.param(
+            f"{STO}a MK.V-\nquery M-AVW\n//\n", "MAVW", "query a", "MAVW M-V-", [{}, {1: 1}], id="query below"
+        ),
+        pytest.param("MKV\nM-V\nMKL\n", None, "row_1 row_2 row_3", "MKV M-V MKL", [{}, {}, {}], id="rows alone"),
+    ],
+)
+def test_alignments_of_every_format(
+    text: str, query: str | None, names: str, rows: str, deletions: list[dict[int, int]]
+) -> None:
+    found = parse_alignment(text, query=query)
+    assert [name.replace(" ", "_") for name in found.names] == names.split(" ")
+    assert [decode(row) for row in found.rows] == rows.split(" ")
+    assert [{i: n for i, n in enumerate(row) if n} for row in found.deletions.tolist()] == deletions
+    assert (found.rows.dtype, found.deletions.dtype) == (np.uint8, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("text", "query", "said"),
+    [
+        (">q\nMKV\n>ok\nMKV\n>short\nMK\n", None, "row 3, 'short', has 2"),
+        (">q\nMKV\n>a\nM5V\n", None, "record 2, 'a', position 2 has '5'"),
+        (A3M, "MKVLWW", "5 residues, the query has 6"),
+        (A3M, "MAVLW", "at 1 of 5 residues, first at 2 (K, not A)"),
+        (">q\nM-V\n>a\nMaKV\n", None, "query, has gaps"),
+        (">q\nGGACUUCGGUCC\n", None, "nucleic"),
+        (">q\nGGACUUCGGUCC\n", "GGACUUCGGUCC", "nucleic"),
+        ("#6\t1\n" + A3M, None, "announces 6 columns"),
+        (COMPLEX, None, "complex of 2 chains (3, 2 residues)"),
+        (COMPLEX, "LL", "none of them the query"),
+        (MMSEQS, None, "holds 2 alignments"),
+        (MMSEQS, "AAA", "none or several"),
+        (HITS, None, "no row of the query"),
+        (HITS, "MKVWW", "none of its 2 rows"),
+        (f"{STO}a MKV\n", None, "cut short"),
+        (f"{STO}a MKV\n//\n{STO}a MKV\n//\n", None, "several alignments"),
+        (f"{STO}a MKV\nb MK\n//\n", None, "row 2, 'b', has 2 columns"),
+        (f"{STO}a MKV x\n//\n", None, "line 2"),
+        (f"{STO}//\n", None, "no rows"),
+        (f"{STO}a M*V\n//\n", None, "position 2 has '*'"),
+        ("MKV\nMK\n", None, "row 2, 'row 2', has 2 columns"),
+        ("CLUSTAL W (1.83)\n\na MKV\n", None, "CLUSTAL"),
+        ("Query 1abc\nMatch_columns 3\n", None, "not an alignment"),
+        ("\n\n", None, "empty"),
+    ],
+)
+def test_alignments_that_are_refused(text: str, query: str | None, said: str) -> None:
+    message = refusal(parse_alignment, text, "x.a3m", query)
+    assert message.startswith("x.a3m: ")
+    assert said in message
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("MKV\n", "'>'"),
@@ -70,149 +153,9 @@ def test_fasta_joins_lines_and_keeps_the_header() -> None:
     ],
 )
 def test_fasta_refuses_what_is_no_sequence(text: str, said: str) -> None:
-    assert said in refusal(parse_fasta, text, "x.fasta")
-    assert refusal(parse_fasta, text, "x.fasta").startswith("x.fasta: ")
-
-
-def test_lower_case_counts_as_deletions_before_the_next_column() -> None:
-    alignment = parse_a3m(A3M)
-    assert [decode(row) for row in alignment.rows] == ["MKVLW", "M-VLW", "MKV-W"]
-    assert alignment.deletions.tolist() == [[0] * 5, [0, 0, 0, 2, 0], [2, 0, 0, 0, 0]]
-    assert alignment.names == ["query", "one", "two"]
-    assert (alignment.rows.dtype, alignment.deletions.dtype) == (np.uint8, np.int32)
-
-
-def test_rows_of_the_hh_suite_that_are_no_sequences_are_left_out() -> None:
-    extra = ">ss_pred PSIPRED\nHHHHHCC\n>ss_conf\n0123456\n>q_consensus\nxxx\n>Consensus\nMKvlw\n"
-    assert len(parse_a3m(extra + A3M)) == 3
-    assert parse_a3m(extra + A3M).names == ["query", "one", "two"]
-
-
-def test_dots_pad_insertions_in_a2m_and_are_gaps_elsewhere() -> None:
-    a2m = parse_a3m(">q\nMK..V\n>a\nMKacV\n>b\nM-.cV\n")
-    assert a2m.deletions.tolist() == [[0, 0, 0], [0, 0, 2], [0, 0, 1]]
-    dotted = parse_a3m(">q\nMKV\n>a\nM.V\n")
-    assert decode(dotted.rows[1]) == "M-V"
-
-
-def test_aligned_fasta_is_projected_on_its_first_row() -> None:
-    alignment = parse_a3m(">q\nM--KV\n>a\nMACK-\n")
-    assert [decode(row) for row in alignment.rows] == ["MKV", "MK-"]
-    assert alignment.deletions.tolist() == [[0, 0, 0], [0, 2, 0]]
-
-
-def test_a2m_whose_query_has_lower_case_is_read_whole_for_that_query() -> None:
-    text = ">q\nMkv.LW\n>a\nM.va-W\n"
-    assert parse_a3m(text).query == "MLW"
-    alignment = parse_a3m(text, query="MKVLW")
-    assert [decode(row) for row in alignment.rows] == ["MKVLW", "M-V-W"]
-    assert alignment.deletions.tolist() == [[0] * 5, [0, 0, 0, 1, 0]]
-
-
-def test_a3m_names_the_row_of_another_length() -> None:
-    message = refusal(parse_a3m, ">q\nMKV\n>ok\nMKV\n>short\nMK\n", "x.a3m")
-    assert message.startswith("x.a3m: row 3, 'short', has 2")
-
-
-def test_a3m_names_row_character_and_place_of_what_is_no_residue() -> None:
-    assert "record 2, 'a', position 2 has '5'" in refusal(parse_a3m, ">q\nMKV\n>a\nM5V\n")
-
-
-def test_the_first_row_must_be_the_query() -> None:
-    assert parse_a3m(A3M, query="MKVLW").query == "MKVLW"
-    assert "5 residues, the query has 6" in refusal(parse_a3m, A3M, "x.a3m", "MKVLWW")
-    assert "at 1 of 5 residues, first at 2 (K, not A)" in refusal(parse_a3m, A3M, "x.a3m", "MAVLW")
-    assert parse_a3m(">q\nMCD\n", query="MUB").query == "MCD"
-
-
-def test_a_gapped_query_with_insertions_is_refused() -> None:
-    assert "query, has gaps" in refusal(parse_a3m, ">q\nM-V\n>a\nMaKV\n")
-
-
-def test_rna_is_refused() -> None:
-    assert "nucleic" in refusal(parse_a3m, ">q\nGGACUUCGGUCC\n")
-    assert "nucleic" in refusal(parse_a3m, ">q\nGGACUUCGGUCC\n", "x", "GGACUUCGGUCC")
-
-
-def test_colabfold_header_of_one_chain_and_of_a_complex() -> None:
-    assert len(parse_a3m("#5\t1\n" + A3M)) == 3
-    assert "announces 6 columns" in refusal(parse_a3m, "#6\t1\n" + A3M)
-    paired = "#3,2\t1,1\n>101\t102\nMKVLW\n>a\nM-V--\n>b\n---aLW\n"
-    assert "complex of 2 chains (3, 2 residues)" in refusal(parse_a3m, paired)
-    alignment = parse_a3m(paired, query="LW")
-    assert (alignment.names, alignment.deletions.tolist()) == (["101\t102", "b"], [[0, 0], [1, 0]])
-    assert "none of them the query" in refusal(parse_a3m, paired, "x", "LL")
-
-
-def test_nul_bytes_separate_entries_of_an_mmseqs_database() -> None:
-    assert len(parse_a3m(A3M + "\0")) == 3
-    both = A3M + "\0>101\nWWW\n>x\nW-W\n\0"
-    assert "holds 2 alignments" in refusal(parse_a3m, both)
-    assert parse_a3m(both, query="WWW").names == ["101", "x"]
-    assert "none or several" in refusal(parse_a3m, both, "x", "AAA")
-
-
-STOCKHOLM = """# STOCKHOLM 1.0
-#=GF ID family
-#=GS hit/1-4 DE a hit
-query    MK.VLW
-hit/1-4  MKaV--
-
-query    AA
-hit/1-4  A-
-#=GR hit/1-4 PP 99
-#=GC RF  {rf}xx
-//
-"""
-
-
-def test_stockholm_joins_blocks_and_counts_insertions() -> None:
-    text = STOCKHOLM.replace("#=GC RF  {rf}xx\n", "")
-    alignment = parse_stockholm(text)
-    assert [decode(row) for row in alignment.rows] == ["MKVLWAA", "MKV--A-"]
-    assert alignment.deletions[1].tolist() == [0, 0, 1, 0, 0, 0, 0]
-    assert alignment.names == ["query", "hit/1-4 a hit"]  # as in A3M: what pairs rows may be in the description
-
-
-def test_stockholm_of_a_profile_search_needs_the_query() -> None:
-    hits = "# STOCKHOLM 1.0\na MK.V-\nb M-aVW\n#=GC RF xx.xx\n//\n"
-    assert "no row of the query" in refusal(parse_stockholm, hits)
-    alignment = parse_stockholm(hits, query="MKVW")
-    assert [decode(row) for row in alignment.rows] == ["MKVW", "MKV-", "M-VW"]
-    assert alignment.deletions[2].tolist() == [0, 0, 1, 0]
-    assert "none of its 2 rows" in refusal(parse_stockholm, hits, "x", "MKVWW")
-
-
-def test_stockholm_finds_the_query_below_the_first_row() -> None:
-    text = "# STOCKHOLM 1.0\na MK.V-\nquery M-AVW\n//\n"
-    alignment = parse_stockholm(text, query="MAVW")
-    assert alignment.names == ["query", "a"]
-    assert decode(alignment.rows[1]) == "M-V-"
-    assert alignment.deletions[1].tolist() == [0, 1, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("# STOCKHOLM 1.0\na MKV\n", "cut short"),
-        ("# STOCKHOLM 1.0\na MKV\n//\n# STOCKHOLM 1.0\na MKV\n//\n", "several alignments"),
-        ("# STOCKHOLM 1.0\na MKV\nb MK\n//\n", "row 2, 'b', has 2 columns"),
-        ("# STOCKHOLM 1.0\na MKV x\n//\n", "line 2"),
-        ("# STOCKHOLM 1.0\n//\n", "no rows"),
-        ("# STOCKHOLM 1.0\na M*V\n//\n", "position 2 has '*'"),
-    ],
-)
-def test_stockholm_refuses_what_it_cannot_trust(text: str, said: str) -> None:
-    assert said in refusal(parse_alignment, text)
-
-
-def test_rows_without_headers() -> None:
-    alignment = parse_alignment("MKV\nM-V\nMKL\n")
-    assert [decode(row) for row in alignment.rows] == ["MKV", "M-V", "MKL"]
-    assert "row 2, 'row 2', has 2 columns" in refusal(parse_alignment, "MKV\nMK\n")
-    assert "CLUSTAL" in refusal(parse_alignment, "CLUSTAL W (1.83)\n\na MKV\n")
-    assert "not an alignment" in refusal(parse_alignment, "Query 1abc\nMatch_columns 3\n")
-    assert "empty" in refusal(parse_alignment, "\n\n")
+    message = refusal(parse_fasta, text, "x.fasta")
+    assert message.startswith("x.fasta: ")
+    assert said in message
 
 
 def test_files_gz_crlf_and_byte_order_marks(tmp_path: Path) -> None:
@@ -234,22 +177,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         message = refusal(read_alignment, tmp_path / name)
         assert said in message
         assert name in message
-    assert "no such file" in refusal(read_fasta, tmp_path / "none.fasta")
-    assert "is a folder" in refusal(read_fasta, tmp_path)
+    assert "no such file" in refusal(read_alignment, tmp_path / "none.a3m")
+    assert "is a folder" in refusal(read_alignment, tmp_path)
 
 
-def test_select_and_merge() -> None:
+def test_rows_are_selected_by_index_or_mask_and_one_row_is_an_alignment() -> None:
     alignment = parse_a3m(A3M + ">again\nM-VLW\n")
     assert alignment.select([0, 2]).names == ["query", "two"]
     assert alignment.select(alignment.rows[:, 1] == GAP).names == ["one", "again"]
-    both = merge([alignment, parse_a3m(">q2\nMKVLW\n>three\nMKVLL\n")])
-    assert both.names == ["query", "one", "two", "again", "three"]
-    assert "differs from the query" in refusal(merge, [alignment, parse_a3m(">q\nMKVLL\n")])
-
-
-def test_one_row_alignment() -> None:
-    alignment = Alignment.of_query("MXK")
-    assert alignment.rows.tolist() == [[12, UNKNOWN, 11]]
+    assert Alignment.of_query("MXK").rows.tolist() == [[12, UNKNOWN, 11]]
     assert "no residues" in refusal(Alignment.of_query, "")
     assert "nucleic" in refusal(Alignment.of_query, "ACGUACGUACGU")
 

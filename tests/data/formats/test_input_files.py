@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +13,8 @@ from hypothesis import strategies as st
 
 from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, structure
 from warpfold.data.formats import input_files as sources
-from warpfold.data.formats.alignment import decode
+from warpfold.data.formats.alignment import decode, read_alignment
 from warpfold.data.formats.input_files import ALIGNMENTS, STRUCTURES, InputFile, find, read_query, stacked
-from warpfold.data.formats.sequences import read_alignment
 from warpfold.data.pack.pack import find_inputs, pack
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import read_example
@@ -53,15 +54,17 @@ def test_names_that_a_source_may_be_called_by() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hits"),
+    ("names", "hits", "pairing"),
     [
-        *((name, True) for name in ("pdb70_hits.hhr", "hmm_output.sto", "pdb_hits.sto", "x.hhr.gz", "templates.sto")),
-        ("1abc_A_hmmsearch.a3m.gz", True),
-        *((name, False) for name in ("uniref90_hits.a3m", "mgnify_hits.sto", "bfd_uniclust_hits.a3m", "pdb1abc.a3m")),
+        ("pdb70_hits.hhr hmm_output.sto pdb_hits.sto x.hhr.gz templates.sto 1abc_A_hmmsearch.a3m.gz", True, False),
+        ("uniref90_hits.a3m mgnify_hits.sto bfd_uniclust_hits.a3m pdb1abc.a3m repair.a3m A.a3m", False, False),
+        ("non_pairing.a3m unpaired.a3m x_un_paired.a3m uniref90_hits.sto", False, False),
+        ("uniprot_hits.sto uniprot.a3m.gz UniProt_2024.a3m pairing.a3m pair.a3m 7abc_paired.a3m", False, True),
     ],
 )
-def test_files_of_hits_are_known_by_their_names(name: str, hits: bool) -> None:
-    assert InputFile(name, Path("/x") / name).is_hits is hits
+def test_what_a_file_is_for_is_known_by_its_name(names: str, hits: bool, pairing: bool) -> None:
+    for file in (InputFile(name, Path("/x") / name) for name in names.split()):
+        assert (file.is_hits, file.serves_pairing) == (hits, pairing), file.name
 
 
 def _stockholm(rows: list[tuple[str, str]], width: int) -> str:
@@ -162,19 +165,92 @@ def test_real_queries() -> None:
         assert read_query(source) == query, source.name
 
 
-def _database(folder: Path, members: dict[str, dict[str, bytes]]) -> Path:
-    """An alignment database of one shard."""
-    data, index = b"", {}
+def _database(folder: Path, members: dict[str, dict[str, bytes]], shard: str = "db_0") -> Path:
+    """An alignment database of one shard, or one more of a database; a shard has an index of its own."""
+    data, whole, own = b"", folder / "super.index", {}
     for owner, files in members.items():
-        listed = []
+        listed = own[owner] = []
         for name, content in files.items():
             listed.append([name, len(data), len(content)])
             data += content
-        index[owner] = {"db": "db_0.db", "files": listed}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "db_0.db").write_bytes(data)
-    (folder / "super.index").write_text(json.dumps(index))
+    (folder / f"{shard}.db").write_bytes(data)
+    (folder / f"{shard}.one").write_text(json.dumps(own))
+    known = json.loads(whole.read_text()) if whole.exists() else {}
+    whole.write_text(json.dumps(known | {owner: {"db": f"{shard}.db", "files": files} for owner, files in own.items()}))
     return folder
+
+
+MEMBERS = {
+    "3lrm_A": {"uniref90_hits.a3m": b">q\nMFAF\n>r\nMF-F\n", "pdb70_hits.hhr": b"Query 3lrm_A\n"},
+    "6kwc_A": {"uniref90_hits.a3m": b">q\nGSTI\n"},
+}
+MORE = {"1abc_A": {"mgnify_hits.sto": b"# STOCKHOLM 1.0\n"}}
+
+
+def contents(index: Path) -> dict[str, dict[str, bytes]]:
+    found: dict[str, dict[str, bytes]] = {}
+    for one in find([index], (*ALIGNMENTS, ".hhr"), "files"):
+        found.setdefault(one.chain, {})[one.member] = one.read_bytes()
+    return found
+
+
+def test_every_kind_of_index_gives_every_file(tmp_path: Path) -> None:
+    _database(tmp_path, MEMBERS)
+    _database(tmp_path, MORE, "db_1")
+    assert contents(tmp_path / "super.index") == MEMBERS | MORE
+    for shard, members in (("db_0", MEMBERS), ("db_1", MORE)):
+        assert contents((tmp_path / f"{shard}.one").rename(tmp_path / f"{shard}.index")) == members
+
+
+def test_a_shard_that_cannot_be_read(tmp_path: Path) -> None:
+    """It spares what comes before the damage; memory is not taken, and a pipe is not waited for."""
+    shard = _database(tmp_path, MEMBERS) / "db_0.db"
+    first, last = find([tmp_path / "super.index"], ALIGNMENTS, "alignments")
+    with pytest.raises(UserError, match=r"a member has more than 1e-08 GB"):
+        first.read_bytes(limit=10)
+    shard.write_bytes(shard.read_bytes()[:-3])
+    assert first.read_bytes() == MEMBERS["3lrm_A"]["uniref90_hits.a3m"]
+    with pytest.raises(UserError, match=r"db_0.db: has 34 bytes, its index names 37: cut"):
+        last.read_bytes()
+    with pytest.raises(UserError, match=r"its index names"):
+        replace(first, start=2**70, size=2**60).read_bytes(2**62)
+    shard.unlink()
+    with pytest.raises(UserError, match=r"db_0.db: cannot be read: No such file"):
+        first.read_bytes()
+    os.mkfifo(shard)
+    with pytest.raises(UserError, match=r"db_0\.db: is a pipe, a socket or a device"):
+        first.read_bytes()
+
+
+NO_ENTRY = r"db\.index: 1abc_A is not an entry of an alignment database; expected \{CHAIN"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", r"db\.index: is not an index of an alignment database; expected \{CHAIN"),
+        (b"\xff\xfe\x00", r"db\.index: damaged, or no JSON"),
+        ("[" * 100_000, r"db\.index: damaged, or no JSON"),
+        ('{"1abc_A": [["x.a3m", 0, ' + "9" * 5000 + "]]}", r"db\.index: damaged, or no JSON \(.*digits"),
+        *(
+            (json.dumps({"1abc_A": entry}), NO_ENTRY)
+            for entry in (
+                *(3, {"files": []}, {"db": 5, "files": []}, [["x.a3m", 0]], [["x.a3m", -1, 4]], [["x.a3m", "0", 4]]),
+                *([[["x.a3m"], 0, 4]], [[5, 0, 4]], [["x.a3m", 10**400, 4]]),
+                *({"db": "x\0.db", "files": []}, {"db": "x\ud800.db", "files": []}),
+            )
+        ),
+        *(
+            (json.dumps({"1abc_A": {"db": shard, "files": [["x.a3m", 0, 6]]}}), "1abc_A lies in .*, outside the index")
+            for shard in ("/etc/hostname", "../other.db", "below/../../other.db")
+        ),
+    ],
+)
+def test_what_is_no_index(tmp_path: Path, text: str | bytes, said: str) -> None:
+    (tmp_path / "db.index").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(UserError, match=said):
+        find([tmp_path / "db.index"], ALIGNMENTS, "alignments")
 
 
 def test_openproteinset_and_databases_give_what_plain_folders_give(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.data.formats.sequences import write_fasta
+from warpfold.data.formats.alignment import write_fasta
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.report import PackReport
 from warpfold.data.structure.chain import Chain

@@ -18,8 +18,7 @@ from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample, from_chain
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
-from warpfold.data.formats.alignment import decode
-from warpfold.data.formats.sequences import parse_alignment
+from warpfold.data.formats.alignment import decode, parse_alignment
 from warpfold.data.load.loader import Maker
 from warpfold.data.load.order import Order, Source
 from warpfold.data.pack.options import PackOptions

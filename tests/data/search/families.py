@@ -3,8 +3,7 @@
 from functools import cache
 from pathlib import Path
 
-from warpfold.data.formats.alignment import decode
-from warpfold.data.formats.sequences import write_fasta
+from warpfold.data.formats.alignment import decode, write_fasta
 from warpfold.data.synthetic.proteins import make_protein
 from warpfold.geometry.residue import GAP
 

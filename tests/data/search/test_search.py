@@ -15,8 +15,8 @@ from warpfold.bulk import JobPart
 from warpfold.data.example.complexes import assemble
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.query_files import read_complexes, sequences_to_search
-from warpfold.data.formats.chain_alignments import read_chain_alignments
-from warpfold.data.formats.sequences import read_alignment, read_fasta, write_fasta
+from warpfold.data.formats.alignment import parse_fasta, read_alignment, write_fasta
+from warpfold.data.formats.input_files import read_chain_alignments
 from warpfold.data.search import search as searching
 from warpfold.data.search.database import Database
 from warpfold.data.search.hmmer import Jackhmmer
@@ -261,7 +261,7 @@ def test_complexes_are_searched_for_chain_by_chain(
     files: tuple[Path, Path], tmp_path: Path, searched: list[str]
 ) -> None:
     """Copies once; what is found is what `predict` pairs: whole headers, and a name that says what it is for."""
-    chains = [sequence for _, sequence in read_fasta(files[0])]
+    chains = [sequence for _, sequence in parse_fasta(files[0].read_bytes())]
     rows = [record.replace(">", ">tr|A0A000|A0A000_RAT ", 1) for record in re.split(r"(?=>)", files[1].read_text())[1:]]
     named = write(tmp_path / "named.fasta", "".join(rows))
     table = write(tmp_path / "q.csv", f"id,sequence\nx,{chains[0]}:{chains[1]}:{chains[0]}\n")
@@ -317,7 +317,9 @@ def test_real_families_are_recovered(tmp_path: Path) -> None:
     targets = {"HBB": 0.99, "PDL1_B": 0.98}
     whole = gzip.decompress(union.read_bytes()).decode()
     fasta = tmp_path / "targets.fasta"
-    fasta.write_text(write_fasta([(n, read_fasta(REALDATA / f"msas/{n}/query.fasta")[0][1]) for n in targets]))
+    fasta.write_text(
+        write_fasta([(n, parse_fasta((REALDATA / f"msas/{n}/query.fasta").read_bytes())[0][1]) for n in targets])
+    )
     seqres = REALDATA / "fastadb/pdb_seqres_of_mmcif.fasta.gz"
     globins = Database("globins", REALDATA / "fastadb/globins45.fa")
     report = search([fasta], [Database("union", union), globins], tmp_path / "out", templates=seqres)

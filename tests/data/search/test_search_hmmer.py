@@ -15,7 +15,7 @@ from pyhmmer.plan7 import Pipeline
 
 from tests.data.search.families import database, family, headers
 from warpfold.data.example.hits import parse_hits
-from warpfold.data.formats.sequences import write_fasta
+from warpfold.data.formats.alignment import write_fasta
 from warpfold.data.search import hmmer as search_hmmer
 from warpfold.data.search.database import SearchQuery, read_chunks, survey_fasta
 from warpfold.data.search.hmmer import AMINO, Hmmsearch, Jackhmmer, in_columns

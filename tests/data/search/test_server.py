@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.search.alignment_server import Fault, Server, msa_files, packed, pair_files, sending, serving
-from warpfold.data.formats.sequences import read_alignment
+from warpfold.data.formats.alignment import read_alignment
 from warpfold.data.search.fetch import Wanted, fetch, search_by_server
 from warpfold.data.search.server import AlignmentServer, NoAnswer, ServerGone, ServerLimits
 from warpfold.errors import UserError

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from warpfold.data.formats.sequences import read_alignment
+from warpfold.data.formats.alignment import read_alignment
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.data.synthetic.backbone import (
     MIN_DISTANCE,

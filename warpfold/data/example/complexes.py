@@ -13,8 +13,8 @@ from string import ascii_lowercase, ascii_uppercase, digits
 from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import RawExample, from_sequence
-from warpfold.data.formats.alignment import Alignment
-from warpfold.data.formats.chain_alignments import ChainAlignments, as_row
+from warpfold.data.formats.alignment import Alignment, as_row
+from warpfold.data.formats.input_files import ChainAlignments
 from warpfold.errors import UserError
 from warpfold.files import file_name
 

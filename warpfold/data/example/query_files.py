@@ -20,8 +20,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from warpfold.data.example.complexes import Complex, chain_ids, first_word, search_names
-from warpfold.data.formats.chain_alignments import as_row, parse_chain_alignments
-from warpfold.data.formats.complex_a3m import announced, is_complex
+from warpfold.data.formats.alignment import (
+    announced,
+    as_row,
+    fasta_records,
+    is_complex,
+    parse_chain_alignments,
+    parse_fasta,
+    plain_text,
+)
 from warpfold.data.formats.input_files import (
     ALIGNMENTS,
     STRUCTURES,
@@ -30,7 +37,6 @@ from warpfold.data.formats.input_files import (
     find,
     stacking_order,
 )
-from warpfold.data.formats.sequences import fasta_records, parse_fasta, plain_text
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe, read_file
@@ -360,8 +366,8 @@ def _of_alignment(data: bytes, name: str, source: str, file: InputFile) -> Compl
     """Return the chains of an alignment, in the order and the copies that ColabFold's first line gives them."""
     alignments, notes = [], []
     for one in parse_chain_alignments(data, source, row_by_row=file.serves_pairing):
-        one, cut = as_alphafold_reads(one, file.file, source)
-        alignments.append(replace(one, stands_alone=one.stands_alone and not file.serves_pairing))
+        one, cut = as_alphafold_reads(one, file)
+        alignments.append(one)
         notes += cut
     sequences = [one.query for one in alignments if one.stands_alone]  # not those of its pairs, a second time
     sequences = sequences or [one.query for one in alignments]

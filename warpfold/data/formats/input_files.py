@@ -1,28 +1,41 @@
-"""Find the files that `pack` reads, in folders or in alignment databases, and tell them apart by their names.
+"""Find structures, alignments and hits in folders and alignment databases, and tell them apart by their names.
 
-Also read the query of an alignment without the rest.
+Also read the query of an alignment without the rest, and the alignments that belong to given sequences.
+
+OpenFold's alignment databases are the files of many chains joined into a few, and a JSON index of their offsets.  There
+are two kinds of index (openfold/docs/source/Aux_seq_files.md): one for all shards, as OpenProteinSet's tools make it,
+{"3lrm_A": {"db": "alignment_db_0.db", "files": [["uniref90_hits.a3m", start, size], ...]}, ...}, and one per shard,
+{"3lrm_A": [["uniref90_hits.a3m", start, size], ...], ...}, where `NAME.index` belongs to `NAME.db` beside it.
+An index may only name shards in its own folder or below; they may be symbolic links, which only its owner can make.
 """
 
+import json
 import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 
-from warpfold.data.formats.alignment import Alignment
-from warpfold.data.formats.alignment_db import AlignmentDB, Slice
-from warpfold.data.formats.complex_a3m import is_complex, split_complex
-from warpfold.data.formats.sequences import parse_alignment, parse_complex_a3m
+from warpfold.data.formats.alignment import (
+    Alignment,
+    as_row,
+    is_complex,
+    parse_alignment,
+    parse_chain_alignments,
+    parse_complex_a3m,
+)
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, opened, read_file
+from warpfold.files import LARGEST, open_regular, opened, pread, read_file
 
 STRUCTURES = (".cif", ".mmcif", ".pdb", ".ent")
 ALIGNMENTS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln", ".afa")  # .fasta only if named itself
 HITS = (".hhr", ".sto", ".a3m")
 DATABASE = ".index"
+_FARTHEST = 10**30  # bytes; a larger number is damage, and may be too large to be printed or divided
+_EXPECTED = 'expected {CHAIN: {"db": FILE, "files": [[NAME, START, SIZE], ...]}, ...}'
 
 LAYOUT = ("a3m", "hhr", "sto")  # OpenProteinSet's folders below a chain's
 # What AlphaFold2, OpenFold, ColabFold and `warpfold search` call the template hits that lie among alignments.
@@ -69,7 +82,8 @@ class InputFile:
     changed: int = 0  # nanoseconds since 1970; for a member, of the index
     chain: str = ""  # members only
     member: str = ""
-    slice: Slice | None = None  # where a member lies
+    shard: Path | None = None  # where a member lies, from byte `start` on
+    start: int = 0
 
     def __lt__(self, other: "InputFile") -> bool:
         return self.name < other.name  # names are unique among those found together
@@ -77,7 +91,7 @@ class InputFile:
     @property
     def identity(self) -> tuple[Path, int]:
         """Return a key of the bytes themselves: two indices may name one member."""
-        return (self.slice.path, self.slice.start) if self.slice else (self.path, 0)
+        return (self.shard or self.path, self.start)
 
     @property
     def file(self) -> str:
@@ -127,7 +141,7 @@ class InputFile:
     @property
     def serves_pairing(self) -> bool:
         """Return whether it is an alignment that serves pairing alone, by its name."""
-        return serves_pairing(self.file)
+        return _PAIRING_NAME.search(self.file.lower()) is not None
 
     @property
     def version(self) -> tuple[str, int, int]:
@@ -140,7 +154,7 @@ class InputFile:
         Errors: UserError if it cannot be read, is empty or damaged, or has more than `limit` bytes.
         """
         try:
-            return self.slice.read(limit=limit) if self.slice else read_file(self.path, limit)
+            return read_file(self.path, limit) if self.shard is None else self._read_member(0, self.size, limit)
         except UserError as error:
             raise self._named(error) from None
 
@@ -148,16 +162,40 @@ class InputFile:
         """Read its first records, among them the query, or all of a Stockholm file.  Errors: as in `read_bytes`."""
         head = b""
         try:
-            with nullcontext() if self.slice else opened(self.path) as file:
+            with nullcontext() if self.shard else opened(self.path) as file:
                 while len(head) <= min(_MOST, limit) and (_is_stockholm(head) or _end(head) is None):
                     size = max(_HEAD, len(head))
-                    more = file.read(size) if file else self.slice.read(len(head), size) if self.slice else b""
-                    if not more:
+                    if not (more := file.read(size) if file else self._read_member(len(head), size)):
                         break
                     head += more
         except UserError as error:
             raise self._named(error) from None
         return head if head.strip() and len(head) <= min(_MOST, limit) else self.read_bytes(limit)
+
+    def _read_member(self, begin: int, size: int, limit: int = LARGEST) -> bytes:
+        """Read up to `size` bytes of a member from `begin` on.
+
+        Errors: UserError if the shard cannot be read or ends before the member does, or for more than `limit` bytes.
+        """
+        assert self.shard is not None
+        try:
+            shard = open_regular(self.shard)
+        except OSError as error:
+            raise UserError(f"{self.shard}: cannot be read: {error.strerror}; keep it beside its index") from None
+        try:
+            end, length = self.start + self.size, os.fstat(shard).st_size
+            if end > length:
+                found = f"has {length} bytes, its index names {end}"
+                raise UserError(f"{self.shard}: {found}: cut short, or of another index; fetch it again")
+            size = min(size, self.size - begin)
+            if size > limit:
+                raise UserError(
+                    f"{self.shard}: a member has more than {limit / 1e9:g} GB; leave it out, or allow more (pack "
+                    "--max-file-gb)"
+                )
+            return pread(shard, size, self.start + begin)
+        finally:
+            os.close(shard)
 
     def _named(self, error: UserError) -> UserError:
         """Return the error with this file's `name`, so that reports are the same wherever the files lie."""
@@ -173,22 +211,18 @@ def stacking_order(file: str) -> int:
     return next((place for place, words in enumerate(_STACKED) if words.search(name)), len(_STACKED))
 
 
-def serves_pairing(file: str) -> bool:
-    """Return whether an alignment with this file name serves pairing alone (`Alignment.stands_alone`)."""
-    return _PAIRING_NAME.search(file.lower()) is not None
+def as_alphafold_reads(alignment: Alignment, file: InputFile) -> tuple[Alignment, list[str]]:
+    """Return the rows that AlphaFold uses of an alignment in a file of this name, and a note on the others.
 
-
-def as_alphafold_reads(alignment: Alignment, file: str, source: str) -> tuple[Alignment, list[str]]:
-    """Return the rows that AlphaFold uses of a file of this name, and a note on those that are left out.
-
-    source: what the note calls the file.
+    It stands alone unless the name says that it serves pairing.
     """
-    found = _ALPHAFOLD_NAME.fullmatch(file.lower())
+    alone = alignment.stands_alone and not file.serves_pairing
+    found = _ALPHAFOLD_NAME.fullmatch(file.file.lower())
     most = ALPHAFOLD_ROWS[found[1]] if found else len(alignment)
-    if len(alignment) <= most:
-        return alignment, []
-    note = f"{source}: the first {most} of {len(alignment)} rows are used, as in AlphaFold; rename the file to use all"
-    return alignment.select(slice(most)), [note]
+    used = replace(alignment.select(slice(most)) if most < len(alignment) else alignment, stands_alone=alone)
+    total = len(alignment)
+    note = f"{file.name}: the first {most} of {total} rows are used, as in AlphaFold; rename the file to use all"
+    return used, [note] if most < total else []
 
 
 def stacked(sources: Iterable[InputFile]) -> list[InputFile]:
@@ -232,15 +266,36 @@ def _text(name: str) -> str:
 
 
 def _members(index: InputFile, suffixes: Sequence[str]) -> Iterator[InputFile]:
-    """Yield the members of an alignment database whose names end in `suffixes`."""
+    """Yield the members of an alignment database whose names end in `suffixes`; shards are checked when they are read.
+
+    Errors: UserError if the index cannot be read, or is none.
+    """
     if not set(suffixes) & {*ALIGNMENTS, *HITS}:
         return
-    database = AlignmentDB(index.path)
-    for chain in database.chains():
-        for member, slice in database.files(chain).items():
-            if member.lower().endswith(tuple(suffixes)):
-                name = _text(f"{index.name}:{chain}/{member}")
-                yield replace(index, name=name, size=slice.size, chain=chain, member=member, slice=slice)
+    try:
+        entries = json.loads(read_file(index.path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{index.path}: damaged, or no JSON ({error}); fetch or make the index again") from None
+    if not isinstance(entries, dict):
+        raise UserError(f"{index.path}: is not an index of an alignment database; {_EXPECTED}")
+    for chain, entry in sorted(entries.items()):
+        try:
+            name, files = (entry["db"], entry["files"]) if isinstance(entry, dict) else (f"{index.path.stem}.db", entry)
+            shard = index.path.parent / name
+            name.encode()  # JSON may hold lone surrogates, which no file name has
+            members = {member: (start, size) for member, start, size in files}
+            numbers = [number for place in members.values() for number in place]
+            if "\0" in name or not all(type(number) is int and 0 <= number < _FARTHEST for number in numbers):
+                raise ValueError
+            known = {member: place for member, place in members.items() if member.lower().endswith(tuple(suffixes))}
+        except (KeyError, TypeError, ValueError, AttributeError):
+            what = "is not an entry of an alignment database"
+            raise UserError(f"{index.path}: {chain} {what}; {_EXPECTED}") from None
+        if PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+            raise UserError(f"{index.path}: {chain} lies in {name}, outside the index's folder; shards lie beside it")
+        for member, (start, size) in known.items():
+            text = _text(f"{index.name}:{chain}/{member}")
+            yield replace(index, name=text, size=size, chain=chain, member=member, shard=shard, start=start)
 
 
 def _walk(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
@@ -262,6 +317,63 @@ def _walk(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
                 yield Path(path)
 
 
+@dataclass(frozen=True)
+class ChainAlignments:
+    """Alignments by the sequence in their first row (`as_row`), and the files in the given folders that fit none.
+
+    notes: what the user should know about the others.
+    """
+
+    by_sequence: dict[str, list[Alignment]]
+    unused: list[str]
+    notes: list[str] = field(default_factory=list)
+
+    def of(self, sequence: str) -> list[Alignment]:
+        """Return the alignments of a sequence, in the order in which they are stacked."""
+        return self.by_sequence.get(as_row(sequence), [])
+
+    def joined(self, other: "ChainAlignments") -> "ChainAlignments":
+        """Return these and, below them, those of another one."""
+        every = {key: [*self.by_sequence.get(key, []), *rows] for key, rows in other.by_sequence.items()}
+        return ChainAlignments(self.by_sequence | every, [*self.unused, *other.unused], [*self.notes, *other.notes])
+
+
+def read_chain_alignments(
+    paths: Sequence[Path], sequences: Iterable[str], queries: str, are_all: bool = True
+) -> ChainAlignments:
+    """Read alignments of these sequences from files and folders; each goes to the sequence that is its first row.
+
+    They are stacked in the official order where their names tell (`stacking_order`), otherwise as given.  A folder is
+    searched recursively, such as AlphaFold-Multimer's `msas/A/uniprot_hits.sto`; template hits in it are not read.
+    A file serves pairing alone if its name says so.  queries: what the sequences are of, for errors.
+    are_all: False if other records could not be read, to which a file may belong.
+    Errors: UserError for a file that cannot be read, or one that was named and belongs to none of the sequences.
+    """
+    wanted = {as_row(sequence): sequence for sequence in sequences}
+    only = next(iter(wanted.values())) if are_all and len(wanted) == 1 else None
+    found = ChainAlignments({}, [])
+    files = [
+        (file, path.is_dir())
+        for path in paths
+        for file in (find([path], ALIGNMENTS, "alignments") if path.is_dir() else [InputFile(str(path), path)])
+        if not (path.is_dir() and file.is_hits)
+    ]
+    for file, in_folder in sorted(files, key=lambda one: stacking_order(one[0].file)):
+        data = file.read_bytes() if in_folder else read_file(file.path, pipe=True)
+        every = parse_chain_alignments(data, file.name, None if in_folder else only, row_by_row=file.serves_pairing)
+        own = [one for one in every if one.query in wanted]
+        if not own and not in_folder and are_all:
+            raise UserError(
+                f"{file.name}: its first row is not the sequence of any record in {queries}; give alignments of these"
+            )
+        found.unused.extend([] if own else [file.name])
+        for one in own:
+            one, notes = as_alphafold_reads(one, file)
+            found.notes.extend(notes)
+            found.by_sequence.setdefault(one.query, []).append(one)
+    return found
+
+
 def digest(sources: Iterable[InputFile]) -> str:
     """Return a fingerprint of the files' names, sizes and times of writing: 32 hexadecimal digits."""
     lines = (f"{one.name}\0{one.size}\0{one.changed}\n" for one in sources)
@@ -279,8 +391,7 @@ def read_query(source: InputFile, limit: int = LARGEST) -> str:
         head = _first_row(head)
     head = head[: _end(head)]
     if is_complex(head):
-        alignment, lengths, _ = parse_complex_a3m(head, source.name)
-        return ":".join(chain[0].query for chain in split_complex(alignment, lengths))
+        return ":".join(chain[0].query for chain in parse_complex_a3m(head, source.name))
     return parse_alignment(head, source.name).query
 
 

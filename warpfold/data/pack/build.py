@@ -12,11 +12,8 @@ import numpy as np
 from warpfold.data.example.hits import Hit, parse_hits
 from warpfold.data.example.raw_example import CA, RawExample, check_map, from_chain
 from warpfold.data.example.templates import count_refusals, templates_from_hits
-from warpfold.data.formats.alignment import Alignment
-from warpfold.data.formats.chain_alignments import parse_chain_alignments
-from warpfold.data.formats.complex_a3m import is_complex
+from warpfold.data.formats.alignment import Alignment, is_complex, parse_alignment, parse_chain_alignments
 from warpfold.data.formats.input_files import InputFile, as_alphafold_reads, read_query
-from warpfold.data.formats.sequences import parse_alignment
 from warpfold.data.pack.assemblies import build_assemblies
 from warpfold.data.pack.inputs import drop_reason
 from warpfold.data.pack.options import PackOptions
@@ -195,8 +192,8 @@ def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> 
     if is_complex(data):
         every = parse_chain_alignments(data, source.name)
         return [one for one in every if check_map(*column_map(one.query, sequence), MIN_IDENTITY) is None], []
-    alignment, notes = as_alphafold_reads(parse_alignment(data, source.name), source.file, source.name)
-    return [replace(alignment, stands_alone=not source.serves_pairing)], notes
+    alignment, notes = as_alphafold_reads(parse_alignment(data, source.name), source)
+    return [alignment], notes
 
 
 def _build_one(

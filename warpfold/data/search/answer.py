@@ -12,8 +12,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-from warpfold.data.formats.alignment import decode, encode
-from warpfold.data.formats.sequences import parse_alignment
+from warpfold.data.formats.alignment import decode, encode, parse_alignment
 from warpfold.errors import UserError, printable
 from warpfold.geometry.residue import UNKNOWN
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from warpfold.data.formats.sequences import parse_alignment, write_fasta
+from warpfold.data.formats.alignment import parse_alignment, write_fasta
 from warpfold.data.search.database import Engine, SearchQuery, Survey, Tell
 from warpfold.errors import UserError
 from warpfold.files import opened

@@ -22,8 +22,7 @@ import zstandard
 from warpfold import __version__
 from warpfold.bulk import JobPart, in_order, pool
 from warpfold.data.example.query_files import Given, sequences_to_search
-from warpfold.data.formats.alignment import LETTERS, is_nucleic
-from warpfold.data.formats.sequences import write_fasta
+from warpfold.data.formats.alignment import LETTERS, is_nucleic, write_fasta
 from warpfold.data.search.database import Database, Engine, SearchQuery, Survey, Tell
 from warpfold.data.search.hmmer import LONGEST, Hmmsearch, Jackhmmer
 from warpfold.data.search.output import REPORT_FORMAT, check_output

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from warpfold import __version__
-from warpfold.data.formats.sequences import write_a3m
+from warpfold.data.formats.alignment import write_a3m
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.data.synthetic.dimers import Dimer, make_dimer
