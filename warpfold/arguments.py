@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin
 
-from warpfold.errors import UserError, as_arguments, called
+from warpfold.errors import UserError, as_arguments, given
 from warpfold.progress import Progress, no_progress
 from warpfold.settings import plain, toml_value
 
@@ -225,7 +225,7 @@ def whole(name: str, value: Any, least: float | None = None, most: float | None 
             raise TypeError
         found = operator.index(value)
     except TypeError:
-        raise WrongArgument(f"{called(name)} = {shown(value)}: a whole number is needed") from None
+        raise WrongArgument(f"{given(name, shown(value))}: a whole number is needed") from None
     return _in_range(name, found, least, most)
 
 
@@ -234,11 +234,11 @@ def number(
 ) -> float:
     """Return a finite number, of at least `least`, at most `most` and more than `above`."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise WrongArgument(f"{called(name)} = {shown(value)}: a number is needed")
+        raise WrongArgument(f"{given(name, shown(value))}: a number is needed")
     if not math.isfinite(value):
-        raise WrongArgument(f"{called(name)} = {value}: a finite number is needed")
+        raise WrongArgument(f"{given(name, value)}: a finite number is needed")
     if above is not None and value <= above:
-        raise WrongArgument(f"{called(name)} = {value:g}: a number over {above:g} is needed")
+        raise WrongArgument(f"{given(name, value)}: a number over {above:g} is needed")
     return _in_range(name, float(value), least, most)
 
 
@@ -247,16 +247,16 @@ Number = TypeVar("Number", int, float)
 
 def _in_range(name: str, value: Number, least: float | None, most: float | None) -> Number:
     if least is not None and value < least:
-        raise WrongArgument(f"{called(name)} = {value:g}: at least {least:g} is needed")
+        raise WrongArgument(f"{given(name, value)}: at least {least:g} is needed")
     if most is not None and value > most:
-        raise WrongArgument(f"{called(name)} = {value:g}: at most {most:g} is possible")
+        raise WrongArgument(f"{given(name, value)}: at most {most:g} is possible")
     return value
 
 
 def flag(name: str, value: Any) -> bool:
     """Return True or False."""
     if not isinstance(value, bool):
-        raise WrongArgument(f"{called(name)} = {shown(value)}: True or False is needed")
+        raise WrongArgument(f"{given(name, shown(value))}: True or False is needed")
     return value
 
 
@@ -264,14 +264,14 @@ def one_of(name: str, value: Any, known: Iterable[str]) -> str:
     """Return one of the known words."""
     known = list(known)
     if value not in known:
-        raise WrongArgument(f"{called(name)} = {shown(value)}: not one of {', '.join(known)}")
+        raise WrongArgument(f"{given(name, shown(value))}: not one of {', '.join(known)}")
     return str(value)
 
 
 def text(name: str, value: Any) -> str:
     """Return a text that is not empty."""
     if not isinstance(value, str) or not value.strip():
-        raise WrongArgument(f"{called(name)} = {shown(value)}: a text is needed")
+        raise WrongArgument(f"{given(name, shown(value))}: a text is needed")
     return value
 
 
@@ -285,7 +285,7 @@ def progress_of(value: Any) -> Progress:
 def path(name: str, value: Any) -> Path:
     """Return a path; an empty one would be the current folder."""
     if not isinstance(value, str | os.PathLike) or not str(value).strip():
-        raise WrongArgument(f"{called(name)} = {shown(value)}: a path is needed, text or pathlib.Path")
+        raise WrongArgument(f"{given(name, shown(value))}: a path is needed, text or pathlib.Path")
     return Path(value)
 
 
@@ -301,7 +301,7 @@ def paths(name: str, value: Any) -> list[Path]:
     if isinstance(value, str | os.PathLike):
         return [path(name, value)]
     if not is_list(value):
-        raise WrongArgument(f"{called(name)} = {shown(value)}: a path or a list of paths is needed")
+        raise WrongArgument(f"{given(name, shown(value))}: a path or a list of paths is needed")
     return [path(f"{name}[{i}]", one) for i, one in enumerate(value)]
 
 

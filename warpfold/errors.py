@@ -45,6 +45,12 @@ def called(name: str) -> str:
     return f"--{name.replace('_', '-')}" if _options_given else name
 
 
+def given(name: str, value: object) -> str:
+    """Return an argument with its value, as the user wrote it: "--recycles -1", or from Python "recycles = -1"."""
+    said = f"{value:g}" if isinstance(value, float) else value
+    return f"{called(name)} {said}" if _options_given else f"{called(name)} = {said}"
+
+
 def as_arguments(message: str, names: Mapping[str, str]) -> str:
     """Return a message for who called from Python: --max-hits is max_hits there, unless a command line was given.
 

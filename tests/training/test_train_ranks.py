@@ -33,7 +33,7 @@ from warpfold.engine.loop import StepTimer
 from warpfold.engine.watch import Watching
 from warpfold.errors import UserError
 from warpfold.model.weights import files as weights
-from warpfold.parallel import collectives, exchange, messages, replicas
+from warpfold.parallel import collectives, exchange, messages, reducer
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import make_mesh
@@ -204,7 +204,7 @@ def test_no_step_waits_for_all_ranks_to_speak(
 
     for name in ("all_reduce", "all_gather", "all_to_all_single", "broadcast", "barrier", "send", "recv"):
         monkeypatch.setattr(dist, name, counted(name, getattr(dist, name)))
-    for place in (collectives, exchange, messages, replicas):
+    for place in (collectives, exchange, messages, reducer):
         monkeypatch.setattr(place, "all_gather_flat", counted("all_gather_single", collectives.all_gather_flat))
 
     def watch(row: dict[str, Any]) -> None:

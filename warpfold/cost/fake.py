@@ -112,10 +112,10 @@ class MemoryPiece:
         """Return whether it exists when so many pieces have come or gone."""
         return self.born <= moment and (self.died is None or moment < self.died)
 
-    def shifted(self, moments: int) -> "MemoryPiece":
-        """Return one like it, so many moments later."""
-        died = None if self.died is None else self.died + moments
-        return MemoryPiece(self.bytes, self.shape, self.made_by, self.place, self.born + moments, died, self.host)
+    def shifted(self, moments: int, place: Any = None) -> "MemoryPiece":
+        """Return one like it, so many moments later; place: where it is made then, None: where this one was."""
+        died, place = None if self.died is None else self.died + moments, self.place if place is None else place
+        return MemoryPiece(self.bytes, self.shape, self.made_by, place, self.born + moments, died, self.host)
 
 
 class Memory(TorchDispatchMode):
@@ -253,7 +253,7 @@ class Memory(TorchDispatchMode):
         if sorted(own) != sorted(left) or self.moment - begun != len(made) + released:  # the latter: of others', too
             return None
         pieces = [piece.shifted(-begun) for piece in made]
-        return _Trace(pieces, sources, isinstance(out, Tensor), *_highest(pieces))
+        return _Trace(pieces, sources, isinstance(out, Tensor), *_highest(pieces), len({p.place for p in pieces}) == 1)
 
     def _repeat(self, trace: "_Trace", args: Sequence[Any]) -> Any:
         """Note the pieces of a trace as if they came and went now, and return new results."""
@@ -261,7 +261,8 @@ class Memory(TorchDispatchMode):
         if self.now + trace.most > self.peak:
             self.peak, self._peak_moment = self.now + trace.most, begun + trace.most_at
         self.host_peak = max(self.host_peak, self.host_now + trace.host_most)
-        self.pieces += [p.shifted(begun) for p in trace.pieces]
+        place = self.place() if trace.one_place else None
+        self.pieces += [p.shifted(begun, place) for p in trace.pieces]
         self.course += [(begun + moment, name) for moment, name in trace.course]
         self.moment = begun + trace.moments
         results = []
@@ -316,7 +317,8 @@ class _Trace:
     """What a function makes and lets go, in moments since it began.
 
     results: of each the number of an argument, or of a piece, and how it lies there.  most, host_most: bytes that are
-    held at most beyond those before.  course: as of `Memory`.
+    held at most beyond those before.  one_place: all was made at one place, as by an operation, which is called from
+    others, too.  course: as of `Memory`.
     """
 
     pieces: list[MemoryPiece]
@@ -325,6 +327,7 @@ class _Trace:
     most: int
     most_at: int
     host_most: int
+    one_place: bool
     moments: int = 0
     course: Sequence[tuple[int, str]] = ()
 
