@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from warpfold.engine.optim import OptimConfig, Optimizer, learning_rate
-from warpfold.engine.rules import RULES
+from warpfold.engine.optim import RULES, OptimConfig, Optimizer, learning_rate
 
 
 def small_model() -> nn.Module:

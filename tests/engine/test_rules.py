@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,10 +10,8 @@ from torch import Tensor, nn
 
 from tests.engine.test_optim import example, run, small_model
 from tests.ranks import run_ranks
-from warpfold.engine import rules
-from warpfold.engine.optim import OptimConfig, Optimizer
-from warpfold.engine.rules import RULES, PlainRule
-from warpfold.parallel.exchange import SyncConfig
+from warpfold.engine.optim import RULES, OptimConfig, Optimizer, PlainRule
+from warpfold.parallel.exchange import ALIGN, SyncConfig
 from warpfold.parallel.mesh import make_mesh
 
 State = dict[str, Tensor]  # a parameter's, zeros at first where it has the parameter's shape
@@ -46,15 +45,15 @@ class NormedDescent(PlainRule):
 
     decays_weights = False
 
-    def __init__(self, config: OptimConfig, shard: rules.Shard) -> None:
-        super().__init__(config, shard)
-        self.slopes = torch.zeros_like(shard.norms(shard.weights))
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.slopes = torch.zeros_like(self.norms(self.weights))
         self.replicated["slopes"] = self.slopes
 
     def step(self, rate: Tensor, gradient: Tensor) -> None:
-        self.slopes.mul_(0.9).add_(self.shard.norms(gradient), alpha=0.1)
-        rows = self.shard.per_row(self.slopes + 1e-3)
-        self.shard.weights.view(-1, rules.ALIGN).sub_(rate * gradient.view(-1, rules.ALIGN) / rows)
+        self.slopes.mul_(0.9).add_(self.norms(gradient), alpha=0.1)
+        rows = self.per_row(self.slopes + 1e-3)
+        self.weights.view(-1, ALIGN).sub_(rate * gradient.view(-1, ALIGN) / rows)
 
 
 def normed_descent(p: Tensor, g: Tensor, state: State, rate: float, step: int) -> Tensor:
@@ -138,6 +137,6 @@ def test_norms_of_large_parameters_are_right_in_float32() -> None:
     """Millions of squares added one by one in float32 would be wrong by several per cent."""
     model = nn.ParameterList([torch.ones(3), torch.full((1500, 1500), 0.37), torch.full((5,), 1e-3)])
     optimizer = Optimizer(model, OptimConfig(name="lamb"))
-    norms = optimizer.rule.shard.norms(optimizer.weights)
+    norms = optimizer.rule.norms(optimizer.weights)
     expected = torch.stack([torch.linalg.vector_norm(p.detach().double()) for p in model])
     torch.testing.assert_close(norms.double(), expected, rtol=1e-6, atol=0)

@@ -10,7 +10,6 @@ from torch import Tensor
 from tests.parallel.toys import TINY, trained
 from tests.ranks import RankError, run_ranks
 from warpfold.engine.optim import OptimConfig
-from warpfold.parallel.buckets import Layout, make_layout
 from warpfold.parallel.compress import (
     CompressionConfig,
     Compressor,
@@ -20,7 +19,7 @@ from warpfold.parallel.compress import (
     matrix_blocks,
     orthonormal,
 )
-from warpfold.parallel.exchange import SyncConfig, Wire
+from warpfold.parallel.exchange import Layout, SyncConfig, Wire, make_layout
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.waits import Event, watched
 

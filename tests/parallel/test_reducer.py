@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from tests.parallel.toys import TINY, Toy, part_of_loss, trained
 from tests.ranks import RankError, run_ranks
 from warpfold.engine.optim import OptimConfig, Optimizer
-from warpfold.parallel.buckets import ALIGN, make_layout
-from warpfold.parallel.exchange import ClipFactors, Plain, Stages, SyncConfig
+from warpfold.parallel.exchange import ALIGN, ClipFactors, Plain, Stages, SyncConfig, make_layout
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.reducer import Reducer
 from warpfold.parallel.waits import watched

@@ -155,7 +155,7 @@ def test_what_is_compared_or_is_rank_zeros_reaches_nobody_else(crew: Crew) -> No
         assert (team.largest(rank - 2.5, "a number"), team.smallest(rank, "a number")) == (0.5, 0)
         assert team.if_different({"settings": [1, "ä"]}, "settings") == []
         assert team.if_different({"settings": rank // 3}, "settings") == [{"settings": rank // 3} for rank in range(4)]
-        found = team.gather_object(["ä" * rank], "a checkpoint")
+        found = team.all_gather_object(["ä" * rank], "a checkpoint", to_all=False)
         assert found == ([["ä" * rank] for rank in range(4)] if rank == 0 else [])
         rows = team.all_gather(torch.full((3,), rank), "results", to_all=False).wait()
         assert rows.tolist() == ([[rank] * 3 for rank in range(4)] if rank == 0 else [])
@@ -185,7 +185,11 @@ def test_alone_one_hears_oneself() -> None:
         )
         assert team.is_rank_zero
         assert team.is_example_leader
-        assert (team.largest(2.5, ""), team.if_different(1, ""), team.gather_object(1, "")) == (2.5, [], [1])
+        assert (team.largest(2.5, ""), team.if_different(1, ""), team.all_gather_object(1, "", to_all=False)) == (
+            2.5,
+            [],
+            [1],
+        )
 
 
 def test_the_first_ones_tensors_reach_all_to_the_bit(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:

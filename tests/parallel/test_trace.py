@@ -14,7 +14,7 @@ from tests.parallel.tracing import InReverse, Order, at_once, traced
 from tests.ranks import run_ranks
 from warpfold.parallel import collectives, sharded
 from warpfold.parallel.plan import Plan, Triangle
-from warpfold.parallel.sharded_tensor import ShardedTensor
+from warpfold.parallel.sharded import ShardedTensor
 
 Found = list[tuple[str, str, list[str]]]
 CUTS: tuple[Triangle, ...] = ("gather", "channels")

@@ -22,9 +22,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from warpfold.errors import UserError
-from warpfold.parallel.buckets import ALIGN, Segment
 from warpfold.parallel.compress import CompressionConfig, Compressor, make_compressor
-from warpfold.parallel.exchange import Plain, Wire, finish, make_hierarchical
+from warpfold.parallel.exchange import ALIGN, Plain, Segment, Wire, finish, make_hierarchical
 from warpfold.parallel.mesh import Group, Mesh, split, time_limit, world
 from warpfold.parallel.waits import LostError, SerialThread, waiting
 

@@ -18,7 +18,6 @@ from warpfold.engine.optim import Optimizer
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.losses import LossConfig, Terms, ca_lddt, total_loss
 from warpfold.model.permutation import COPIES, with_truth
-from warpfold.parallel.messages import PendingGather
 from warpfold.parallel.team import Team
 
 T = TypeVar("T")
@@ -78,12 +77,16 @@ class Learner:
         outputs, batches = (output.unbind(), unstack(batch)) if several else ([output], [batch])
         losses, terms, scores = zip(*(self._losses(one, labels) for one, labels in zip(outputs, batches)))
         every = {"": torch.stack(losses)} | {name: torch.stack([each[name] for each in terms]) for name in terms[0]}
-        sums = begin_sums(every, self.team)  # over the ranks that share the example
+        # Summed over the ranks that share the example: they travel during the backward pass.
+        own = torch.stack([part.detach().double() for part in every.values()])
+        arriving = self.team.all_gather_of_example(own.flatten(), "the losses")
         loss = every[""].sum()
         self.optimizer.scaled(loss).backward()
         norm = self.optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
+        first, *others = arriving.wait()
+        sums = sum(others, first).view(own.shape)
         return {
-            **{f"loss:{name}": x for name, x in sums.wait().items()},
+            **{f"loss:{name}": x for name, x in zip(every, sums)},
             "norm": norm,
             "lddt_ca": torch.stack(scores),
             "overflowed": self.optimizer.overflowed,
@@ -98,29 +101,6 @@ class Learner:
 
     def _update(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"rate": self.optimizer.update()}  # Adam; the moving average
-
-
-@dataclass(frozen=True)
-class ExampleSums:
-    """The sums of an example's numbers over the ranks that share it, while they are being gathered."""
-
-    names: tuple[str, ...]
-    shape: torch.Size
-    parts: PendingGather
-
-    def wait(self) -> dict[str, Tensor]:
-        """Return the sums by name, the same on all ranks that share the example; float64, on the device."""
-        first, *others = self.parts.wait()
-        return dict(zip(self.names, sum(others, first).view(self.shape)))
-
-
-def begin_sums(parts: Mapping[str, Tensor], team: Team) -> ExampleSums:
-    """Begin to sum an example's numbers, or a batch's [*], over the ranks that share it.
-
-    They travel during the backward pass.
-    """
-    own = torch.stack([part.detach().double() for part in parts.values()])
-    return ExampleSums(tuple(parts), own.shape, team.all_gather_of_example(own.flatten(), "the losses"))
 
 
 def undecided(batch: Batch) -> str | None:

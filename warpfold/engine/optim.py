@@ -5,20 +5,21 @@ average.  Clipping, Adam and averaging are then a handful of operations whatever
 thousands of tiny ones, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from warpfold.data.load.schedule import share_of
 from warpfold.engine.packed import PackedWeights
-from warpfold.engine.rules import RULES, Change, Shard
 from warpfold.errors import UserError
+from warpfold.ops.adam import adam_step
 from warpfold.parallel.compress import CompressionConfig
-from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.exchange import ALIGN, Segment, SyncConfig
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.reducer import Reducer, check_replicas
 
@@ -69,7 +70,7 @@ class LossScale:
 class OptimConfig:
     """[optim]: Supp. 1.11.3 and 1.11.7; its counts of samples are steps here, one step being 128 samples there.
 
-    name: one of engine.rules.RULES; "lamb" and "lars" are for large batches and use weight_decay.
+    name: one of RULES; "lamb" and "lars" are for large batches and use weight_decay.
     clip: what clip_norm bounds, each "example"'s gradient (the paper's), or the "step"'s, the mean over all examples.
     """
 
@@ -103,6 +104,156 @@ class OptimConfig:
             raise ValueError(f'name = "{self.name}" has no weight_decay; {" and ".join(others)} have')
         if self.clip == "step" and self.compression.method != "none":
             raise ValueError('compression needs clip = "example": the error that it carries over must be finite')
+
+
+class Rule(ABC):
+    """One way to change the flat part of the weights that this rank owns by a gradient.
+
+    A new rule is a subclass of `PlainRule` with its name in `RULES`.  `optim.name` then finds it, checkpoints hold its
+    state, and tests/engine/test_rules.py runs it against its definition once that is written there.
+    A rule may keep two kinds of state; checkpoints hold both, and fit any number of ranks:
+
+    moments     flat tensors of the shard's size, sharded as the weights are; in checkpoints "moment1.PARAMETER" ...
+    replicated  tensors of any shape, the same on every rank: the steps taken, a number for each parameter, factors of
+                a moment by row and by column (summed over the shards); in checkpoints under their own names
+    """
+
+    kept: ClassVar[tuple[str, ...]] = ()  # names of its moments
+    decays_weights: ClassVar[bool] = True  # whether it uses optim.weight_decay
+
+    def __init__(
+        self,
+        config: OptimConfig,
+        weights: Tensor,
+        segments: Sequence[Segment],
+        names: Sequence[str],
+        sum_shards: Callable[[Tensor], Tensor],
+    ) -> None:
+        """weights: the shard.  segments: where in it which part of which parameter lies.  names: of all parameters.
+
+        sum_shards: sums a tensor over the ranks that hold the other shards, in place.
+        """
+        self.config, self.weights, self._sum_shards, self._names = config, weights, sum_shards, len(names)
+        self.moments = {name: torch.zeros_like(weights) for name in self.kept}
+        self.steps = torch.zeros((), device=weights.device)  # float32, as torch's fused Adam wants it
+        self.replicated = {"steps": self.steps}
+        number = {name: i for i, name in enumerate(names)}
+        # Runs of rows of ALIGN elements: parameters begin at multiples of ALIGN, so no row has two.  What lies between
+        # parameters belongs to one more, after the last.
+        owners, lengths, end = [], [], 0
+        for segment in segments:
+            start, stop = segment.where.start // ALIGN, -(-segment.where.stop // ALIGN)
+            owners += [len(names), number[segment.name]]
+            lengths += [start - end, stop - start]
+            end = stop
+        owners.append(len(names))
+        lengths.append(len(weights) // ALIGN - end)
+        self._owners = torch.tensor(owners, device=weights.device)
+        self._lengths, self._rows = torch.tensor(lengths, device=weights.device), sum(lengths)
+
+    @abstractmethod
+    def take(
+        self, gradient: Tensor, scale: Tensor, used: Tensor, rate: Tensor, average: Tensor, packed: Tensor | None
+    ) -> None:
+        """Change the weights in place, their moving average, and their packed copy in another dtype.
+
+        gradient: this rank's shard, which may be written over; times `scale` it is the mean.  used: whether to take the
+        step at all: where not, nothing changes, whatever the gradient holds.  Numbers are tensors on the device, which
+        the host does not wait for.
+        """
+
+    def norms(self, flat: Tensor) -> Tensor:
+        """Compute the norm of each parameter, [parameters], of a flat vector of which this rank's shard is `flat`."""
+        rows = flat.view(-1, ALIGN).square().sum(1).double()
+        # unsafe: the check of the lengths would wait for the device.
+        sums = torch.segment_reduce(rows, "sum", lengths=self._lengths, unsafe=True)
+        squares = sums.new_zeros(self._names + 1)
+        squares[self._owners[1::2]] = sums[1::2]  # a shard has at most one part of a parameter
+        return self._sum_shards(squares)[:-1].sqrt().to(flat.dtype)
+
+    def per_row(self, numbers: Tensor) -> Tensor:
+        """Repeat a number for each parameter over its rows of `ALIGN` elements, [rows, 1]; 1 between parameters."""
+        padded = torch.cat([numbers, numbers.new_ones(1)])
+        return padded[self._owners].repeat_interleave(self._lengths, output_size=self._rows)[:, None]
+
+
+class PlainRule(Rule):
+    """A rule that is written in plain torch, as `step`, and undone where the step is not used."""
+
+    def take(
+        self, gradient: Tensor, scale: Tensor, used: Tensor, rate: Tensor, average: Tensor, packed: Tensor | None
+    ) -> None:
+        """Take the rule's step; then put back what it changed, where the step is not used."""
+        changing = [self.weights, *self.moments.values(), *self.replicated.values()]
+        before = [tensor.clone() for tensor in changing]
+        self.steps += 1
+        self.step(rate, torch.where(used, gradient.mul_(scale), 0))
+        for tensor, old in zip(changing, before):
+            tensor.copy_(torch.where(used, tensor, old))
+        average.copy_(torch.where(used, average.lerp(self.weights, 1 - self.config.average_decay), average))
+        if packed is not None:
+            packed.copy_(self.weights)
+
+    @abstractmethod
+    def step(self, rate: Tensor, gradient: Tensor) -> None:
+        """Change the shard's weights in place; gradient: the mean, this rank's shard of it; `steps` counts this one."""
+
+
+class Adam(Rule):
+    """Adam (Kingma and Ba 2015, algorithm 1): one operation, one pass over the buffers."""
+
+    kept = ("moment1", "moment2")
+    decays_weights = False
+
+    def take(
+        self, gradient: Tensor, scale: Tensor, used: Tensor, rate: Tensor, average: Tensor, packed: Tensor | None
+    ) -> None:
+        c, m, v = self.config, self.moments["moment1"], self.moments["moment2"]
+        self.steps += used
+        numbers = used, scale.to(m.dtype), rate.to(m.dtype), self.steps
+        factors = c.beta1, c.beta2, c.eps, c.average_decay
+        adam_step(self.weights, gradient, m, v, average, packed, *numbers, *factors)
+
+
+class Lamb(PlainRule):
+    """LAMB (You et al. 2020, algorithm 2): Adam's step, scaled in each parameter to the norm of its weights.
+
+    The scaling function of norms is the identity; a parameter that is zero, or whose step is, is not scaled.
+    """
+
+    kept = ("moment1", "moment2")
+
+    def step(self, rate: Tensor, gradient: Tensor) -> None:
+        """Update the moments; subtract their unbiased ratio plus weight decay, scaled."""
+        c, weights = self.config, self.weights
+        m, v = self.moments["moment1"], self.moments["moment2"]
+        m.lerp_(gradient, 1 - c.beta1)
+        v.mul_(c.beta2).addcmul_(gradient, gradient, value=1 - c.beta2)
+        steps = self.steps.double()  # stays on the device: reading it would make the host wait
+        root = (v / (1 - c.beta2**steps)).sqrt_().add_(c.eps)
+        update = (m / (1 - c.beta1**steps)).div_(root).add_(weights, alpha=c.weight_decay)
+        have, want = self.norms(weights), self.norms(update)
+        trust = torch.where((have > 0) & (want > 0), have / want, 1)
+        weights.view(-1, ALIGN).sub_(update.view(-1, ALIGN).mul_(rate * self.per_row(trust)))
+
+
+class Lars(PlainRule):
+    """LARS (You et al. 2017, algorithm 1): momentum SGD whose rate in each parameter is trust |w| / (|g| + decay |w|).
+
+    A parameter that is zero, or has no gradient, keeps the global rate.  The momentum is beta1.
+    """
+
+    kept = ("moment1",)
+
+    def step(self, rate: Tensor, gradient: Tensor) -> None:
+        c, weights = self.config, self.weights
+        have, slope = self.norms(weights), self.norms(gradient)
+        local = torch.where((have > 0) & (slope > 0), c.trust * have / (slope + c.weight_decay * have), 1)
+        update = gradient.add(weights, alpha=c.weight_decay).view(-1, ALIGN).mul_(rate * self.per_row(local))
+        weights.sub_(self.moments["moment1"].mul_(c.beta1).add_(update.view(-1)))
+
+
+RULES: dict[str, type[Rule]] = {"adam": Adam, "lamb": Lamb, "lars": Lars}
 
 
 def learning_rate(config: OptimConfig, step: int) -> float:
@@ -185,8 +336,9 @@ class Optimizer:
         self.used, self.overflows = torch.zeros_like(self.rate), torch.zeros_like(self.rate)
         self.loss_scale = LossScale(self.weights.device) if scaling else None
         segments = self.layout.segments(self.reducer.shards, self.reducer.shard_index)
-        shard = Shard(self.owned, segments, list(self.layout.places), self.reducer.sum_of_shards)
-        self.rule = RULES[config.name](config, shard)
+        self.rule = RULES[config.name](
+            config, self.owned, segments, list(self.layout.places), self.reducer.sum_of_shards
+        )
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -233,7 +385,10 @@ class Optimizer:
         gradient = self.reducer.finish()
         norm = self.reducer.norm(gradient, data=False, loss=loss) * self._unscale
         used = norm.isfinite()
-        self.overflowed = self._overflowed(norm, loss)
+        self.overflowed = torch.zeros_like(used)
+        if self.loss_scale is not None:  # whether the loss itself is finite, of all ranks' parts
+            finite = self.reducer.norm(norm.new_zeros(1), data=False, loss=loss).isfinite()
+            self.overflowed = self.loss_scale.overflowed(norm, finite)
         self.overflows.add_(self.overflowed)
         factor = torch.where(used, self._factor(norm) * self._unscale, 0)
         if self.config.clip == "step":
@@ -279,7 +434,7 @@ class Optimizer:
             scale = scale * self._factor(norm)
             good = (used == self.config.accumulate) & norm.isfinite()
         alone = self.owned is self.weights
-        self.rule.take(Change(gradient, scale, good, self.rate), self.average, self.packed.copy if alone else None)
+        self.rule.take(gradient, scale, good, self.rate, self.average, self.packed.copy if alone else None)
         if not alone:
             self.reducer.all_gather(self.owned, self.weights)
             self.packed.refresh()
@@ -297,13 +452,6 @@ class Optimizer:
     def _unscale(self) -> Tensor | float:
         """What gradients are multiplied by to undo the loss scale, a power of two."""
         return 1.0 if self.loss_scale is None else 1 / self.loss_scale.scale
-
-    def _overflowed(self, norm: Tensor, loss: Tensor | None) -> Tensor:
-        """Return whether the last example's gradient is not finite for its loss scale alone; on the device."""
-        if self.loss_scale is None:
-            return torch.zeros_like(norm, dtype=torch.bool)
-        finite = self.reducer.norm(norm.new_zeros(1), data=False, loss=loss).isfinite()  # of all ranks' parts
-        return self.loss_scale.overflowed(norm, finite)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

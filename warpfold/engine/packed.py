@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from warpfold.model.layers import Linear, Projection
-from warpfold.parallel.buckets import Layout, make_layout
+from warpfold.parallel.exchange import Layout, make_layout
 
 Joined = tuple[Tensor, Tensor | None]
 Watch = Callable[[str, Tensor], None]

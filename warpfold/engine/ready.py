@@ -23,12 +23,12 @@ from warpfold.data.load.workers import Killed, Made, Refused, Workers
 from warpfold.device import Upload, Uploads
 from warpfold.engine.checkpoint import AppendedFile
 from warpfold.engine.nested import Flattening, unflatten
-from warpfold.engine.randomness import kept_random
 from warpfold.engine.ready_maker import (
     BatchMaker,
-    CostMaker,
+    Costs,
     ReadyError,
     find_costs,
+    kept_random,
     read_batch,
     start_workers,
 )
@@ -336,7 +336,7 @@ class Ready:
         group = world()
         shared = group.size == self.ranks
         own = range(self._size)[self.rank :: self.ranks] if shared else range(self._size)
-        found = find_costs(CostMaker(self.dataset, cost, self.seed), own, self.num_workers)
+        found = find_costs(BatchMaker(Costs(self.dataset, cost), np.array, self.seed), own, self.num_workers)
         if not shared:
             return found
         costs = np.empty(self._size)

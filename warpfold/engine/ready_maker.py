@@ -1,9 +1,10 @@
 """What the processes of `Ready` do: make examples and batches, with random numbers of their own; and costs."""
 
 import json
+import random
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -14,13 +15,14 @@ from torch import Tensor
 from warpfold.data.load.blocks import view
 from warpfold.data.load.workers import Made, Workers
 from warpfold.engine.nested import Flattening, to_arrays, unflatten
-from warpfold.engine.randomness import kept_random, seed_random
 from warpfold.errors import UserError
 from warpfold.keyed import keyed_hash
 
 TREE = "tree"  # the name of the JSON among a batch's arrays
 FAILED = "failed"  # of the JSON of an error: it is raised when it is the batch's turn
 SHARE = 64  # examples whose costs are found together
+
+# ruff: noqa: NPY002 (the global generator is the one that datasets of others use)
 
 
 class ReadyError(RuntimeError):
@@ -36,7 +38,7 @@ class _About:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not isinstance(error, ReadyError):
             said = str(error).partition("\n")[0]
             raise ReadyError(f"{self._what}: {type(error).__name__}{': ' * bool(said)}{said}") from error
 
@@ -54,7 +56,8 @@ class BatchMaker:
         try:
             tree = flattening.tree(self.batch(epoch, indices))
         except (ReadyError, UserError) as error:
-            return _failure(error)
+            trace = "" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
+            return {FAILED: _json([str(error), trace])}
         arrays = {str(number): array for number, array in enumerate(to_arrays(flattening.leaves))}
         return {TREE: _json(tree), **arrays}
 
@@ -66,71 +69,47 @@ class BatchMaker:
             with _About(f"examples {indices} of the dataset"):
                 examples = many(indices)
         else:
-            examples = [self.example(epoch, index) for index in indices]
+            examples = []
+            for index in indices:
+                self._seed(epoch, index)
+                with _About(f"example {index} of the dataset"):
+                    examples.append(self.dataset[index])
         with _About(f"examples {indices} of the dataset, as a batch"):
             return self.collate(examples)
 
-    def example(self, epoch: int, index: int) -> Any:
-        """Return an example, drawn for an epoch."""
-        self._seed(epoch, index)
-        with _About(f"example {index} of the dataset"):
-            return self.dataset[index]
-
     def _seed(self, epoch: int, index: int) -> None:
-        seed_random(keyed_hash(self.seed, epoch, index))
+        """Seed the generators of the host."""
+        number = keyed_hash(self.seed, epoch, index)
+        random.seed(number)
+        np.random.seed(number & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(number & (2**63 - 1))
 
 
-class CostMaker:
-    """Find the costs of examples; an object that processes get, with the dataset."""
+class Costs:
+    """A dataset whose examples are the costs of another's, as they are drawn for the first epoch."""
 
-    def __init__(self, dataset: Any, cost: Callable[[Any], float], seed: int) -> None:
-        self._examples, self._cost = BatchMaker(dataset, list, seed), cost
+    def __init__(self, dataset: Any, cost: Callable[[Any], float]) -> None:
+        self.dataset, self.cost = dataset, cost
 
-    def __call__(self, indices: list[int]) -> Mapping[str, np.ndarray]:
-        """Return the costs of these examples, as they are drawn for the first epoch."""
-        try:
-            return {"costs": self.costs(indices)}
-        except ReadyError as error:
-            return _failure(error)
-
-    def costs(self, indices: list[int]) -> np.ndarray:
-        """Return the costs themselves, or raise."""
-        found = []
-        for index in indices:
-            example = self._examples.example(0, index)
-            with _About(f"the cost of example {index} of the dataset"):
-                found.append(float(self._cost(example)))
-        return np.array(found)
+    def __getitem__(self, index: int) -> float:
+        example = self.dataset[index]
+        with _About(f"the cost of example {index} of the dataset"):
+            return float(self.cost(example))
 
 
 def _json(value: Any) -> np.ndarray:
     return np.frombuffer(json.dumps(value).encode(), np.uint8)
 
 
-def _failure(error: Exception) -> Mapping[str, np.ndarray]:
-    trace = "" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
-    return {FAILED: _json([str(error), trace])}
-
-
-def _read(made: Made) -> tuple[list[tuple[str, str, tuple[int, ...], int]], Tensor]:
-    """Return where the arrays lie, and the bytes.  Errors: what the worker raised, with its traceback."""
-    host = torch.as_tensor(made.buffer)
-    (name, dtype, shape, offset), *_ = made.layout
-    if name == FAILED:
-        said, trace = json.loads(view(host, dtype, shape, offset).numpy().tobytes())
-        raise ReadyError(f"{said}\n\nIn the worker:\n{trace}") if trace else UserError(said)
-    return made.layout, host
-
-
-def find_costs(make: CostMaker, indices: Sequence[int], workers: int) -> np.ndarray:
-    """Return the costs of examples, found by so many processes (or here)."""
+def find_costs(make: BatchMaker, indices: Sequence[int], workers: int) -> np.ndarray:
+    """Find the costs of examples, [n] float64, with so many processes (or here); make: of a dataset of `Costs`."""
+    jobs = [list(indices[begin : begin + SHARE]) for begin in range(0, len(indices), SHARE)]
     if not workers:
         with kept_random():
-            return make.costs(list(indices))
-    jobs = [list(indices[begin : begin + SHARE]) for begin in range(0, len(indices), SHARE)]
+            return np.concatenate([make.batch(0, job) for job in jobs])
     with start_workers(make, min(workers, len(jobs)), None) as those:
         for number, job in enumerate(jobs):
-            those.submit(number, [job])
+            those.submit(number, (0, job))
         with those.changed:
             while len(those.outcomes) < len(jobs):
                 those.wait()
@@ -139,16 +118,22 @@ def find_costs(make: CostMaker, indices: Sequence[int], workers: int) -> np.ndar
     for outcome in outcomes:
         if not isinstance(outcome, Made):
             raise ReadyError(f"the costs of examples: {outcome.reason}")
-        [(_, dtype, shape, offset)], host = _read(outcome)
-        costs.append(view(host, dtype, shape, offset).numpy().copy())
+        costs.append(read_batch(outcome, None).copy())
     return np.concatenate(costs)
 
 
 def read_batch(made: Made, on_device: Tensor | None) -> Any:
-    """Return the batch that a worker made; its tensors are views of what lies on the device, if anything does."""
-    ((_, dtype, shape, offset), *others), host = _read(made)
-    whole = host if on_device is None else on_device
+    """Return the batch that a worker made; its tensors are views of what lies on the device, if anything does.
+
+    Errors: what the worker raised, with its traceback.
+    """
+    host = torch.as_tensor(made.buffer)
+    (name, dtype, shape, offset), *others = made.layout
     tree = json.loads(view(host, dtype, shape, offset).numpy().tobytes())
+    if name == FAILED:
+        said, trace = tree
+        raise ReadyError(f"{said}\n\nIn the worker:\n{trace}") if trace else UserError(said)
+    whole = host if on_device is None else on_device
 
     def tensor(number: int) -> Tensor:
         _, dtype, shape, offset = others[number]
@@ -161,9 +146,8 @@ def read_batch(made: Made, on_device: Tensor | None) -> Any:
     return unflatten(tree, tensor, array, classes=True)
 
 
-def start_workers(make: Any, count: int, buffer: Callable[[int], Any] | None) -> Workers:
+def start_workers(make: BatchMaker, count: int, buffer: Callable[[int], Any] | None) -> Workers:
     """Start processes.  Errors: UserError where what they need cannot be sent to them."""
-    examples = make if isinstance(make, BatchMaker) else make._examples
 
     def refused(kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if isinstance(error, AttributeError | TypeError) or type(error).__name__ == "PicklingError":
@@ -172,8 +156,21 @@ def start_workers(make: Any, count: int, buffer: Callable[[int], Any] | None) ->
                 "classes and functions at the top of a module, or use workers=0"
             ) from error
 
-    preload = [module for module in (type(examples.dataset).__module__,) if module != "__main__"]
+    dataset = make.dataset.dataset if isinstance(make.dataset, Costs) else make.dataset
+    preload = [module for module in (type(dataset).__module__,) if module != "__main__"]
     with ExitStack() as stack:
         stack.push(refused)
         return Workers(make, count, buffer, preload)
     raise AssertionError("not reached")
+
+
+@contextmanager
+def kept_random() -> Iterator[None]:
+    """Leave the generators of the host as they were, whatever is drawn within."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

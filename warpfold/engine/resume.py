@@ -5,6 +5,7 @@ FOLDER/step-00000100/    as in engine/checkpoint.py: tensors by name, such as mo
 """
 
 import logging
+import random
 import re
 import weakref
 from collections import OrderedDict
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from warpfold.engine.checkpoint import Checkpoint, DamagedCheckpoint, StepFolders
 from warpfold.engine.nested import Flattening, Leaf, portable, unflatten, unported
-from warpfold.engine.randomness import random_state, set_random_state
 from warpfold.errors import UserError
 from warpfold.files import wait_for_lock
 from warpfold.parallel.mesh import world
@@ -27,6 +27,8 @@ from warpfold.parallel.messages import all_gather_object
 logger = logging.getLogger("warpfold")
 
 LOCK = ".lock"
+
+# ruff: noqa: NPY002 (the global generator is the one that datasets and models of others use)
 
 
 class Resumed(NamedTuple):
@@ -244,3 +246,20 @@ def _on_host(name: str, leaf: Leaf) -> Tensor:
         raise UserError(f"Checkpoints: {name} is complex128, which safetensors lacks; give its real and imaginary part")
     x = leaf.cpu().contiguous()
     return x.clone() if x.untyped_storage().nbytes() != x.nbytes else x
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of all generators, that of the current GPU too: nested values, with arrays."""
+    state = {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go on with a state that `random_state` returned; that of a GPU where there is one."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -7,7 +7,6 @@ known, and is awaited as late as possible, when autograd has nothing else to do.
 """
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -34,15 +33,10 @@ def shard_sizes(length: int, ranks: int) -> list[int]:
     return [each + (rank < more) for rank in range(ranks)]
 
 
-def shard_offset(length: int, group: Group) -> int:
-    """Return the first of `length` rows that this rank holds."""
-    return sum(shard_sizes(length, group.size)[: group.rank])
-
-
 def local_shard(x: F, axis: int, group: Group) -> F:
     """Return this rank's shard, a view, of a tensor that every rank has whole, or of dropout factors not yet drawn."""
-    length = x.shape[axis]
-    shard: Any = x.narrow(axis, shard_offset(length, group), shard_sizes(length, group.size)[group.rank])  # type of x
+    sizes = shard_sizes(x.shape[axis], group.size)
+    shard: Any = x.narrow(axis, sum(sizes[: group.rank]), sizes[group.rank])  # type of x
     return shard
 
 
@@ -66,26 +60,131 @@ class Pending:
         return self._tensor is not None
 
 
+# The buffer that will be filled, the one that is sent, the handle, and the bytes that leave this rank.
+Started = tuple[Tensor, Tensor, dist.Work | None, int]
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """A linear map between tensors that lie on several ranks: pack and send (`start`), then `unpack` what has come."""
+
+    kind: str
+    name: str
+    start: Callable[[Tensor], Started]
+    unpack: Callable[[Tensor], Tensor]
+
+
+def _exchange(sent: Tensor, leave: list[int], come: list[int], group: Group) -> Started:
+    """Start to send `leave` numbers to each rank, and to receive `come` from each."""
+    buffer = sent.new_empty(sum(come))
+    work = dist.all_to_all_single(buffer, sent, come, leave, group=group.handle, async_op=True)
+    return buffer, sent, work, (len(sent) - leave[group.rank]) * sent.element_size()
+
+
+def _with_size(shape: torch.Size, axis: int, size: int) -> torch.Size:
+    found = list(shape)
+    found[axis] = size
+    return torch.Size(found)
+
+
+def _padded(flat: Tensor, width: int) -> Tensor:
+    return flat if len(flat) == width else torch.cat([flat, flat.new_zeros(width - len(flat))])
+
+
+# On flat buffers, without gradients: torch's names from 2.13 on, and before.
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def all_gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pending:
-    """Make x, sharded along `axis` with `length` rows in all, whole on every rank."""
-    return _begin(x, _AllGather(group, name, x.shape, axis, length))
+    """Make x, sharded along `axis` with `length` rows in all, whole on every rank.
+
+    Shards are padded to the size of the largest, and only where sizes differ.  The transpose adds up the whole tensors
+    of all ranks, and gives each rank its shard.
+    """
+    if group.size == 1:
+        return Pending(x)
+    sizes = shard_sizes(length, group.size)
+    shapes = [_with_size(x.shape, axis, size) for size in sizes]
+    own, width = shapes[group.rank], max(shape.numel() for shape in shapes)
+
+    def gather(x: Tensor) -> Started:
+        sent = _padded(x.contiguous().view(-1), width)
+        buffer = sent.new_empty(group.size * width)
+        work = all_gather_flat(buffer, sent, group=group.handle, async_op=True)
+        return buffer, sent, work, (group.size - 1) * sent.nbytes
+
+    def join(buffer: Tensor) -> Tensor:
+        rows = zip(buffer.view(group.size, width), shapes)
+        return torch.cat([row[: shape.numel()].view(shape) for row, shape in rows], axis)
+
+    def reduce_scatter(x: Tensor) -> Started:
+        sent = torch.cat([_padded(part.reshape(-1), width) for part in x.split(sizes, axis)])
+        buffer = sent.new_empty(width)
+        work = reduce_scatter_flat(buffer, sent, group=group.handle, async_op=True)
+        return buffer, sent, work, (group.size - 1) * buffer.nbytes
+
+    def shard(buffer: Tensor) -> Tensor:
+        return buffer[: own.numel()].view(own)
+
+    there = _Collective("all_gather", name, gather, join)
+    return _begin(x, there, _Collective("reduce_scatter", name, reduce_scatter, shard))
 
 
 def all_to_all(x: Tensor, had: int, wanted: int, length: int, group: Group, name: str) -> Pending:
-    """Shard x along `wanted`, where it is whole, instead of along `had`, where it has `length` rows in all."""
-    return _begin(x, _AllToAll(group, name, x.shape, had, wanted, length))
+    """Shard x along `wanted`, where it is whole, instead of along `had`, where it has `length` rows in all.
+
+    Every rank sends to every other the part that both shards share.
+    """
+    if group.size == 1:
+        return Pending(x)
+
+    def resharding(shape: torch.Size, had: int, wanted: int, length: int) -> _Collective:
+        """Say how the whole of a shard of this shape, `length` rows along `had`, is sharded anew."""
+        had_sizes, wanted_sizes = shard_sizes(length, group.size), shard_sizes(shape[wanted], group.size)
+        leave = [_with_size(shape, wanted, size).numel() for size in wanted_sizes]
+        kept = _with_size(shape, wanted, wanted_sizes[group.rank])
+        come = [_with_size(kept, had, size) for size in had_sizes]
+
+        def start(x: Tensor) -> Started:
+            sent = torch.cat([part.reshape(-1) for part in x.split(wanted_sizes, wanted)])
+            return _exchange(sent, leave, [shape.numel() for shape in come], group)
+
+        def join(buffer: Tensor) -> Tensor:
+            parts = buffer.split([shape.numel() for shape in come])  # in the order of the ranks
+            return torch.cat([part.view(shape) for part, shape in zip(parts, come)], had)
+
+        return _Collective("all_to_all", name, start, join)
+
+    own = shard_sizes(x.shape[wanted], group.size)[group.rank]
+    there = _with_size(_with_size(x.shape, had, length), wanted, own)
+    back = resharding(there, wanted, had, x.shape[wanted])
+    return _begin(x, resharding(x.shape, had, wanted, length), back)
 
 
 def sendrecv(x: Tensor, other: Sequence[int], group: Group, name: str) -> Pending:
     """Send x to the other of two ranks, and receive the tensor of shape `other` that it sends."""
-    return _begin(x, _SendRecv(group, name, x.shape, other))
+    if group.size == 1:
+        return Pending(x)
+
+    def swap(shape: torch.Size, other: torch.Size) -> _Collective:
+        leave, come = ([0, n] if group.rank == 0 else [n, 0] for n in (shape.numel(), other.numel()))
+        return _Collective(
+            "sendrecv",
+            name,
+            lambda x: _exchange(x.contiguous().view(-1), leave, come, group),
+            lambda buffer: buffer.view(other),
+        )
+
+    there = torch.Size(other)
+    return _begin(x, swap(x.shape, there), swap(there, x.shape))
 
 
 @dataclass
 class _InFlight:
     """A collective that was started, with all that must stay alive until it is done."""
 
-    collective: "_Collective"
+    collective: _Collective
     buffer: Tensor
     sent: Tensor
     work: dist.Work | None
@@ -107,35 +206,13 @@ class _Call:
     backward: _InFlight | None = None
 
 
-class _Collective(ABC):
-    """A linear map between tensors that lie on several ranks: pack, communicate flat buffers, unpack."""
-
-    kind: str
-
-    def __init__(self, group: Group, name: str) -> None:
-        self.group, self.name = group, name
-
-    @abstractmethod
-    def start(self, x: Tensor) -> tuple[Tensor, Tensor, dist.Work | None, int]:
-        """Pack and send x; return the buffer that will be filled, the one that is sent, the handle, the bytes sent."""
-
-    @abstractmethod
-    def unpack(self, buffer: Tensor) -> Tensor:
-        """Return the result from the filled buffer."""
-
-    @abstractmethod
-    def transpose(self) -> "_Collective":
-        """Return the collective that the gradient takes."""
-
-
-def _begin(x: Tensor, collective: _Collective) -> Pending:
-    if collective.group.size == 1:
-        return Pending(x)
+def _begin(x: Tensor, there: _Collective, back: _Collective) -> Pending:
+    """Start a collective; back: the one that the gradient takes, its transpose."""
     call = _Call()
-    placeholder = _Start.apply(x, collective, call)
+    placeholder = _Start.apply(x, there, call)
     if placeholder.requires_grad:
         placeholder.grad_fn._set_sequence_nr(_reserved.next())
-    return Pending(None, lambda given: _Wait.apply(placeholder, collective, call, given))
+    return Pending(None, lambda given: _Wait.apply(placeholder, back, call, given))
 
 
 def _send(collective: _Collective, x: Tensor, backward: bool) -> _InFlight:
@@ -191,8 +268,8 @@ class _Wait(Function):
     """The placeholder -> the tensor."""
 
     @staticmethod
-    def forward(ctx: Any, placeholder: Tensor, collective: _Collective, call: _Call, given: bool) -> Tensor:
-        ctx.collective, ctx.call = collective, call
+    def forward(ctx: Any, placeholder: Tensor, back: _Collective, call: _Call, given: bool) -> Tensor:
+        ctx.back, ctx.call = back, call
         in_flight, call.forward = call.forward, None
         assert in_flight is not None
         if not given:  # so that `backward` can ask for it; the input of a block is not part of its recomputation
@@ -205,7 +282,7 @@ class _Wait(Function):
         # that have more rows, or another branch, would otherwise recompute sooner or later than others, and the
         # collectives of one rank's recomputation would meet those of another's backward pass.
         _ = ctx.saved_tensors
-        ctx.call.backward = _send(ctx.collective.transpose(), grads[0], True)
+        ctx.call.backward = _send(ctx.back, grads[0], True)
         return grads[0].new_zeros(()), None, None, None
 
 
@@ -226,130 +303,3 @@ class _Tie(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         return grads
-
-
-# On flat buffers, without gradients: torch's names from 2.13 on, and before.
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-class _AllGather(_Collective):
-    """Shards -> the whole.  Shards are padded to the size of the largest, and only where sizes differ."""
-
-    kind = "all_gather"
-
-    def __init__(self, group: Group, name: str, shape: Sequence[int], axis: int, length: int) -> None:
-        super().__init__(group, name)
-        self.shapes = []  # of every rank's shard
-        for size in shard_sizes(length, group.size):
-            self.shapes.append(list(shape))
-            self.shapes[-1][axis] = size
-        self.axis = axis
-        self.width = max(_numel(s) for s in self.shapes)
-
-    def start(self, x: Tensor) -> tuple[Tensor, Tensor, dist.Work | None, int]:
-        sent = _padded(x.contiguous().view(-1), self.width)
-        buffer = sent.new_empty(self.group.size * self.width)
-        work = all_gather_flat(buffer, sent, group=self.group.handle, async_op=True)
-        return buffer, sent, work, (self.group.size - 1) * sent.nbytes
-
-    def unpack(self, buffer: Tensor) -> Tensor:
-        rows = buffer.view(self.group.size, self.width)
-        return torch.cat([row[: _numel(s)].view(s) for row, s in zip(rows, self.shapes)], self.axis)
-
-    def transpose(self) -> "_ReduceScatter":
-        return _ReduceScatter(self)
-
-
-class _ReduceScatter(_Collective):
-    """The transpose of an all-gather: add up the whole tensors of all ranks, and give each rank its shard."""
-
-    kind = "reduce_scatter"
-
-    def __init__(self, gather: _AllGather) -> None:
-        super().__init__(gather.group, gather.name)
-        self.gather = gather
-
-    def start(self, x: Tensor) -> tuple[Tensor, Tensor, dist.Work | None, int]:
-        g = self.gather
-        parts = x.split([s[g.axis] for s in g.shapes], g.axis)
-        sent = torch.cat([_padded(part.reshape(-1), g.width) for part in parts])
-        buffer = sent.new_empty(g.width)
-        work = reduce_scatter_flat(buffer, sent, group=self.group.handle, async_op=True)
-        return buffer, sent, work, (self.group.size - 1) * buffer.nbytes
-
-    def unpack(self, buffer: Tensor) -> Tensor:
-        shape = self.gather.shapes[self.group.rank]
-        return buffer[: _numel(shape)].view(shape)
-
-    def transpose(self) -> _AllGather:
-        return self.gather
-
-
-class _AllToAll(_Collective):
-    """Sharded along `had` -> along `wanted`: every rank sends to every other the part that both shards share."""
-
-    kind = "all_to_all"
-
-    def __init__(self, group: Group, name: str, shape: Sequence[int], had: int, wanted: int, length: int) -> None:
-        super().__init__(group, name)
-        self.had, self.wanted, self.shape = had, wanted, list(shape)
-        self.had_sizes, self.wanted_sizes = (shard_sizes(n, group.size) for n in (length, shape[wanted]))
-        self.length = length
-        self.rest = _numel([n for axis, n in enumerate(shape) if axis - len(shape) not in (had, wanted)])
-
-    def start(self, x: Tensor) -> tuple[Tensor, Tensor, dist.Work | None, int]:
-        rank = self.group.rank
-        sent = torch.cat([part.reshape(-1) for part in x.split(self.wanted_sizes, self.wanted)])
-        leave = [self.had_sizes[rank] * n * self.rest for n in self.wanted_sizes]
-        come = [n * self.wanted_sizes[rank] * self.rest for n in self.had_sizes]
-        buffer = sent.new_empty(sum(come))
-        work = dist.all_to_all_single(buffer, sent, come, leave, group=self.group.handle, async_op=True)
-        return buffer, sent, work, (sum(leave) - leave[rank]) * sent.element_size()
-
-    def unpack(self, buffer: Tensor) -> Tensor:
-        """Join the parts, which lie in the order of the ranks, along `had`."""
-        shape = list(self.shape)
-        shape[self.wanted] = self.wanted_sizes[self.group.rank]
-        parts, start = [], 0
-        for size in self.had_sizes:
-            shape[self.had] = size
-            parts.append(buffer[start : start + _numel(shape)].view(shape))
-            start += _numel(shape)
-        return torch.cat(parts, self.had)
-
-    def transpose(self) -> "_AllToAll":
-        shape = list(self.shape)
-        shape[self.had], shape[self.wanted] = self.length, self.wanted_sizes[self.group.rank]
-        return _AllToAll(self.group, self.name, shape, self.wanted, self.had, self.shape[self.wanted])
-
-
-class _SendRecv(_Collective):
-    """Between two ranks: each gets what the other has."""
-
-    kind = "sendrecv"
-
-    def __init__(self, group: Group, name: str, shape: Sequence[int], other: Sequence[int]) -> None:
-        super().__init__(group, name)
-        self.shape, self.other = list(shape), list(other)
-
-    def start(self, x: Tensor) -> tuple[Tensor, Tensor, dist.Work | None, int]:
-        sent = x.contiguous().view(-1)
-        buffer = sent.new_empty(_numel(self.other))
-        leave, come = ([0, n] if self.group.rank == 0 else [n, 0] for n in (len(sent), len(buffer)))
-        work = dist.all_to_all_single(buffer, sent, come, leave, group=self.group.handle, async_op=True)
-        return buffer, sent, work, sent.nbytes
-
-    def unpack(self, buffer: Tensor) -> Tensor:
-        return buffer.view(self.other)
-
-    def transpose(self) -> "_SendRecv":
-        return _SendRecv(self.group, self.name, self.other, self.shape)
-
-
-def _padded(flat: Tensor, width: int) -> Tensor:
-    return flat if len(flat) == width else torch.cat([flat, flat.new_zeros(width - len(flat))])
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.parallel.buckets import Segment
-from warpfold.parallel.exchange import Wire
+from warpfold.parallel.exchange import Segment, Wire
 
 Method = Literal["none", "powersgd", "topk", "int8", "1bit"]
 BLOCK = 256  # numbers that share a scale

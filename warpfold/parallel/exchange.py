@@ -1,4 +1,6 @@
-"""How data ranks take the mean of their gradients: lossless but for rounding.
+"""How gradients lie in one flat buffer, and how data ranks take their mean: lossless but for rounding.
+
+A `Layout` cuts the buffer into buckets, which are sent whole; each rank may own a piece of each.
 
 Like an all-reduce, every strategy has two halves: `reduce_scatter` adds up the ranks' contributions and leaves each
 rank a piece of the sum, and `all_gather` makes the pieces whole on every rank.  If each rank keeps the optimiser's
@@ -7,7 +9,7 @@ would wait, so that many buckets are in flight at once; `finish` runs them in on
 """
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
@@ -28,6 +30,92 @@ STRATEGIES = get_args(Strategy)
 PIECE = 2**16  # bytes: a message of less than that takes no less time, on most links
 ROUNDS = 5  # of the measurement that "auto" makes
 CLEARLY = 0.9  # another strategy is chosen if it takes less than this part of plain's time
+
+# Each parameter starts at a multiple of 64 bytes, as if it had been allocated alone: matrix kernels are faster so.
+ALIGN = 16
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The part of a parameter that lies in a shard."""
+
+    name: str
+    where: slice  # in the shard
+    first: int  # the index, in the flat parameter, of the part's first element
+    shape: torch.Size  # of the whole parameter
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parameters in the order of the forward pass; buckets in the order in which their gradients come, the reverse.
+
+    A bucket's length and start are divisible by the number of ranks.  Shard `index` of `parts` joins piece `index` of
+    every bucket; the bucket that lies at a:b of the whole lies at a/parts:b/parts of the shard.
+    """
+
+    places: dict[str, slice]
+    shapes: dict[str, torch.Size]
+    buckets: tuple[slice, ...]
+    members: tuple[tuple[str, ...], ...]  # of each bucket
+    size: int
+
+    def view(self, flat: Tensor, name: str) -> Tensor:
+        """Return a parameter's part of a flat buffer, in the parameter's shape."""
+        return flat[self.places[name]].view(self.shapes[name])
+
+    def within(self, parts: int) -> list[slice]:
+        """Return where the buckets' pieces lie in a shard, in the order of the buckets."""
+        return [slice(b.start // parts, b.stop // parts) for b in self.buckets]
+
+    def shard(self, flat: Tensor, parts: int, index: int) -> Tensor:
+        """Return shard `index` of `parts`: a copy, or `flat` itself if there is only one."""
+        if parts == 1:
+            return flat
+        return torch.cat([flat[bucket].view(parts, -1)[index] for bucket in reversed(self.buckets)])
+
+    def segments(self, parts: int = 1, index: int = 0) -> list[Segment]:
+        """Return which parts of which parameters lie in shard `index` of `parts`, in the order of the shard."""
+        found = []
+        for bucket, names in zip(reversed(self.buckets), reversed(self.members)):
+            length = (bucket.stop - bucket.start) // parts
+            begin, offset = bucket.start + index * length, bucket.start // parts
+            for name in names:
+                place = self.places[name]
+                start, stop = max(place.start, begin), min(place.stop, begin + length)
+                if start < stop:
+                    where = slice(offset + start - begin, offset + stop - begin)
+                    found.append(Segment(name, where, start - place.start, self.shapes[name]))
+        return found
+
+
+def make_layout(
+    parameters: Mapping[str, Tensor], bucket_bytes: float, ranks: int, together: Collection[str] = ()
+) -> Layout:
+    """Lay out parameters, named in the order of the forward pass, for `ranks` ranks in all.
+
+    A bucket is closed as soon as it has `bucket_bytes`; a parameter is never split between buckets, and those in
+    `together` stay in the bucket of the one before.  Whatever is a multiple of ALIGN long has the next right behind it.
+    """
+    groups: list[list[str]] = [[]]
+    filled = 0
+    closed = False
+    for name in reversed(list(parameters)):
+        if filled >= bucket_bytes and closed:
+            groups.append([])
+            filled = 0
+        groups[-1].insert(0, name)
+        filled += parameters[name].nbytes
+        closed = name not in together
+    places, buckets, end = {}, [], 0
+    for group in reversed(groups):
+        start = end
+        for name in group:
+            places[name] = slice(end, end + parameters[name].numel())
+            end += -(-parameters[name].numel() // ALIGN) * ALIGN
+        end = start + -((start - end) // (ALIGN * ranks)) * ALIGN * ranks
+        buckets.append(slice(start, end))
+    shapes = {name: p.shape for name, p in parameters.items()}
+    return Layout(places, shapes, tuple(reversed(buckets)), tuple(map(tuple, groups)), end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,13 +209,14 @@ class Plain:
     """Send each piece to its owner, which adds them up in the order of the ranks; then gather the sums.
 
     The bytes are those of a ring.  But each sum is made in one place and in one order, so replicas agree to the bit.
-    index: which piece this rank owns.
+    index: which piece this rank owns.  dtype: that numbers are rounded to while they travel; they are added up in their
+    own.
     """
 
     late_factors = True  # contributions may be sent before their clipping factors are known
 
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
+    def __init__(self, wire: Wire, dtype: torch.dtype | None = None) -> None:
+        self.wire, self.dtype = wire, dtype
         self.index = wire.group.rank
 
     def reduce_scatter(self, x: Tensor, factors: ClipFactors | None = None) -> Stages[Tensor]:
@@ -135,7 +224,7 @@ class Plain:
 
         `factors` is called when all has arrived, after the second yield; a contribution of factor zero may hold NaN.
         """
-        packed = self.pack(x)
+        packed = x.to(self.dtype or x.dtype)
         received = torch.empty_like(packed)
         work = self.wire.all_to_all(received, packed)
         yield
@@ -148,28 +237,12 @@ class Plain:
 
     def all_gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
         """Join every rank's piece into `out`.  exact: without rounding."""
-        work = self.wire.all_gather(out, piece)
+        arriving = out if exact or self.dtype is None else torch.empty_like(out, dtype=self.dtype)
+        work = self.wire.all_gather(arriving, piece.to(arriving.dtype))
         yield
         work.wait()
-
-    def pack(self, x: Tensor) -> Tensor:
-        """Return what is sent for x."""
-        return x
-
-
-class Bf16(Plain):
-    """Send numbers rounded to bfloat16, half the bytes, and add them in their own precision."""
-
-    def pack(self, x: Tensor) -> Tensor:
-        return x.bfloat16()
-
-    def all_gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
-        if exact:
-            yield from super().all_gather(piece, out)
-        else:
-            rounded = torch.empty_like(out, dtype=torch.bfloat16)
-            yield from super().all_gather(self.pack(piece), rounded)
-            out.copy_(rounded)
+        if arriving is not out:
+            out.copy_(arriving)
 
 
 class Hierarchical:
@@ -202,7 +275,7 @@ def make_exchanges(strategy: Strategy, mesh: Mesh, wire: Wire, ranks_per_node: i
     if mesh.data.size == 1 or strategy == "plain":
         return {"plain": Plain(wire)}
     if strategy == "bf16":
-        return {"bf16": Bf16(wire)}
+        return {"bf16": Plain(wire, torch.bfloat16)}
     if strategy == "hierarchical":
         return {"hierarchical": make_hierarchical(mesh, ranks_per_node)}
     if _ranks_of_node(mesh, ranks_per_node) is None:

@@ -17,8 +17,7 @@ from warpfold.model.layers import Linear
 from warpfold.ops.dispatch import allow_tf32, backend, using
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
-from warpfold.parallel.sharded import ShardedStack
-from warpfold.parallel.sharded_tensor import ShardedResidues
+from warpfold.parallel.sharded import ShardedResidues, ShardedStack
 from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_numbers, slices_of
 
 COMPILED = ("shared", "prepare", "update", "factor", "finish")  # functions of a layer, which only compute

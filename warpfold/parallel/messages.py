@@ -12,7 +12,7 @@ from torch import Tensor
 
 from warpfold.parallel.collectives import all_gather_flat
 from warpfold.parallel.mesh import Group
-from warpfold.parallel.waits import Work, waiting
+from warpfold.parallel.waits import Work
 
 
 @dataclass(frozen=True)
@@ -86,28 +86,16 @@ def _device(group: Group) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if alone else host
 
 
-def all_gather_object(value: Any, group: Group, what: str) -> list[Any]:
-    """Return the values, JSON-able, of all processes of a group, in the order of ranks."""
+def all_gather_object(value: Any, group: Group, what: str, to_all: bool = True) -> list[Any]:
+    """Return the values, JSON-able, of all processes of a group, in the order of ranks.
+
+    to_all: or on the first alone, and nothing on the others.
+    """
     if group.size == 1:
         return [value]
     device = _device(group)
     text = to_bytes(value).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size)]
-    with waiting(what):
-        dist.all_gather(sizes, torch.tensor([len(text)], device=device), group=group.handle)
-        longest = max(int(size) for size in sizes)
-        parts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in sizes]
-        dist.all_gather(parts, torch.nn.functional.pad(text, (0, longest - len(text))), group=group.handle)
-    return [json.loads(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes)]
-
-
-def gather_object(value: Any, group: Group, what: str) -> list[Any]:
-    """Return the values, JSON-able, of all processes of a group, on its first, in the order of ranks; else nothing."""
-    if group.size == 1:
-        return [value]
-    text = to_bytes(value)
-    sizes = begin_gather(torch.tensor([len(text)]), group, what, to_all=False).wait()
-    longest = int(begin_largest(torch.tensor([len(text)]), group, what).wait())
-    padded = torch.nn.functional.pad(text, (0, longest - len(text)))
-    rows = begin_gather(padded, group, what, to_all=False).wait()
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes.flatten().tolist())]
+    sizes = begin_gather(torch.tensor([len(text)], device=device), group, what).wait().flatten().tolist()
+    padded = torch.nn.functional.pad(text, (0, max(sizes) - len(text)))
+    rows = begin_gather(padded, group, what, to_all).wait().cpu()
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes)]

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from warpfold.errors import UserError
-from warpfold.parallel.buckets import Layout
 from warpfold.parallel.collectives import all_gather_flat
 from warpfold.parallel.compress import CompressionConfig, make_compressor
 from warpfold.parallel.exchange import (
     STRATEGIES,
     Exchange,
+    Layout,
     Stages,
     SyncConfig,
     Wire,

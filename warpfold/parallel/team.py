@@ -35,7 +35,6 @@ from warpfold.parallel.messages import (
     begin_gather,
     begin_largest,
     digest,
-    gather_object,
     pieces,
     to_bytes,
 )
@@ -180,20 +179,18 @@ class Team:
         """Whether it is the first of those that share its examples."""
         return self.mesh.model.rank == 0
 
-    def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        """Return every process's value, JSON-able, in the order of ranks.  NaN and inf are kept."""
+    def all_gather_object(self, value: Any, what: str, to_all: bool = True) -> list[Any]:
+        """Return every process's value, JSON-able, in the order of ranks.  NaN and inf are kept.
+
+        to_all: or on rank 0 alone, and nothing on the others.
+        """
         self._meet(what)
-        return all_gather_object(value, self.mesh.world, what)
+        return all_gather_object(value, self.mesh.world, what, to_all)
 
     def all_gather_object_of_example(self, value: Any, what: str) -> list[Any]:
         """Return the values of those that share this process's example."""
         self._advance(what, slices=1)
         return all_gather_object(value, self.mesh.model, what)
-
-    def gather_object(self, value: Any, what: str) -> list[Any]:
-        """Return on rank 0 every process's value, JSON-able, in the order of ranks; nothing on the others."""
-        self._meet(what)
-        return gather_object(value, self.mesh.world, what)
 
     def all_gather(self, x: Tensor, what: str, to_all: bool = True) -> PendingGather:
         """Begin to gather a flat tensor, of the same length on every process.  to_all: or only on rank 0."""

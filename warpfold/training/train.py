@@ -260,7 +260,9 @@ def save(
     """
     log.phase("saving")
     # What all ranks together have used: it lets any other number of ranks go on.
-    used = examples.state(team.of_example_leaders(team.gather_object(examples.exchanged(), "a checkpoint")))
+    used = examples.state(
+        team.of_example_leaders(team.all_gather_object(examples.exchanged(), "a checkpoint", to_all=False))
+    )
     with optimizer.averaged():
         params = Snapshot.of(model.state_dict() if team.is_rank_zero else {})
     state = optimizer.state()
