@@ -110,7 +110,7 @@ class Rule(ABC):
     """One way to change the flat part of the weights that this rank owns by a gradient.
 
     A new rule is a subclass of `PlainRule` with its name in `RULES`.  `optim.name` then finds it, checkpoints hold its
-    state, and tests/engine/test_rules.py runs it against its definition once that is written there.
+    state, and tests/engine/test_optim.py runs it against its definition once that is written there.
     A rule may keep two kinds of state; checkpoints hold both, and fit any number of ranks:
 
     moments     flat tensors of the shard's size, sharded as the weights are; in checkpoints "moment1.PARAMETER" ...
