@@ -11,7 +11,7 @@ import torch
 
 from tests.test_cli import refused, run
 from warpfold.ops.attention import attention
-from warpfold.ops.gate import gate
+from warpfold.ops.linear import gate
 
 PARSERS = ("gemmi", "pyhmmer", "zstandard")  # machines that only compute may lack them
 QUICK = ("--device", "cpu", "--repeats", "1", "--ways", "definition,ours")

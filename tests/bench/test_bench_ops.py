@@ -281,7 +281,7 @@ def test_shapes_of_no_operation_asked_for() -> None:
 
 
 def test_red_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warpfold.ops.gate import gate
+    from warpfold.ops.linear import gate
 
     monkeypatch.setattr(gate, "fast", lambda x, g: x * g)
     said = [verdict.says() for verdict in failures(odd(["gate"]), CPU)]

@@ -19,8 +19,7 @@ from warpfold.check.sizes import DataSizes
 from warpfold.cost.machine import describe, version
 from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import UserError
-from warpfold.ops.gate import gate
-from warpfold.ops.norm import layer_norm
+from warpfold.ops.linear import gate, layer_norm
 from warpfold.training.config import RunConfig
 
 CPU = torch.device("cpu")

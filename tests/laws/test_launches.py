@@ -9,7 +9,7 @@ from tests.helpers import tiny_config
 from warpfold.cost.example import BlockSizes, ExampleSizes
 from warpfold.cost.launches import LaunchCount, block_launches, counting
 from warpfold.model.alphafold import ModelConfig
-from warpfold.ops.gate import gate
+from warpfold.ops.linear import gate
 
 SIZES = ExampleSizes(residues=256, sequences=128, extra=1, templates=0)
 BLOCK = BlockSizes.of(ModelConfig(), SIZES)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tests.ops.cpu_cases import DTYPES, LAYOUTS, given, mistakes
-from warpfold.ops.cpu import blocks
-from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.cpu import linear
+from warpfold.ops.linear import gate, gated_linear_residual
 from warpfold.ops.triangle import triangle_factor
 
 TAIL = SimpleNamespace(
@@ -22,7 +22,7 @@ TAIL = SimpleNamespace(
 
 @pytest.fixture(params=[64, 2048], autouse=True)
 def positions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "POSITIONS", request.param)
+    monkeypatch.setattr(linear, "POSITIONS", request.param)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from tests.ops.cpu_cases import DTYPES, LAYOUTS, Largest, given, mistakes
-from warpfold.ops.cpu import blocks
+from warpfold.ops.cpu import linear
 from warpfold.ops.dispatch import implementation
-from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.ops.linear import layer_norm, norm_linear
 
 SIZES = st.integers(1, 12)
 
@@ -20,7 +20,7 @@ SIZES = st.integers(1, 12)
 def test_norms_are_their_definitions(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, layout: str, positions: int
 ) -> None:
-    monkeypatch.setattr(blocks, "POSITIONS", positions)
+    monkeypatch.setattr(linear, "POSITIONS", positions)
     x, weight, bias, wide, shift = given((2, 13, 17, 24), (24,), (24,), (20, 24), (20,))
     x = LAYOUTS[layout](3 * x + 1)
     assert not mistakes(layer_norm, [x, weight, bias], 2, dtype)
@@ -40,13 +40,13 @@ def test_whatever_the_sizes_and_strides(lead: list[int], c: int, outputs: int, p
     back = [order.index(axis) for axis in range(len(lead))]
     x = x.permute(*order, len(lead)).contiguous().permute(*back, len(lead))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blocks, "POSITIONS", positions)
+        patch.setattr(linear, "POSITIONS", positions)
         assert not mistakes(layer_norm, [x, weight, bias], 2, torch.float64)
         assert not mistakes(norm_linear, [x, weight, bias, wide], 3, torch.float64)
 
 
 def test_the_normalised_tensor_never_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "POSITIONS", 64)
+    monkeypatch.setattr(linear, "POSITIONS", 64)
     x, weight, bias, wide = given((32, 32, 40), (40,), (40,), (4, 40))
     with Largest(x) as seen:
         y, mean, scale = implementation("norm_linear", x)(x, weight, bias, wide, None, 1e-5)

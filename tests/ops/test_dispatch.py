@@ -12,8 +12,7 @@ from warpfold.errors import UserError
 from warpfold.model.axial import Executable
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention
-from warpfold.ops.gate import gate, gated_linear_residual
-from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.ops.linear import gate, gated_linear_residual, layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor

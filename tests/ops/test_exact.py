@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.model.structure import StructureConfig, StructureModule
 from warpfold.ops import dispatch
-from warpfold.ops.exact import exact_linear, exact_matmul
+from warpfold.ops.tensors import exact_linear, exact_matmul
 
 PRODUCTS = {"mm", "bmm", "addmm", "baddbmm"}
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.check.checks import answer, wrong
-from warpfold.ops.gate import gated_linear_residual
+from warpfold.ops.linear import gated_linear_residual
 from warpfold.ops.noise import DropoutFactors, Noise, dropout, dropout_factors
 
 

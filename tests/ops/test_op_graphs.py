@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from warpfold.errors import UserError
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, gated_attention, global_attention
-from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.linear import gate, gated_linear_residual, layer_norm, norm_linear
 from warpfold.ops.noise import DropoutFactors
-from warpfold.ops.norm import layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor, triangle_multiplication

@@ -11,8 +11,7 @@ from warpfold.check.checks import answer, wrong
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, gated_attention, global_attention
 from warpfold.ops.dispatch import Op
-from warpfold.ops.gate import gate, gated_linear_residual
-from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.ops.linear import gate, gated_linear_residual, layer_norm, norm_linear
 from warpfold.ops.triangle import triangle_multiplication
 
 Arguments = tuple[Tensor | None, ...]

@@ -9,8 +9,8 @@ from tests.ops.wrong_shapes import KNOWN, OPERANDS, changed, check, operands
 from warpfold.errors import UserError
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention
-from warpfold.ops.gate import gate
-from warpfold.ops.shapes import broadcast_shape, expands_to
+from warpfold.ops.dispatch import broadcast_shape, expands_to
+from warpfold.ops.linear import gate
 
 # What is read in a wrong place is NaN, or off by about 1.  What is right is off by its rounding in fp64: a hundred
 # additions of numbers about 1, after a norm that divides by a deviation of 0.3 or more, cost some 1e-13.

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
-from warpfold.ops.gate import gate
-from warpfold.ops.norm import layer_norm, norm_linear
+from warpfold.ops.linear import gate, layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor

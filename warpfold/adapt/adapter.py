@@ -22,7 +22,7 @@ from warpfold.errors import UserError
 from warpfold.model.axial import AxialUpdate, Executable, PlainExecution
 from warpfold.model.layers import DrawsNoise
 from warpfold.ops.dispatch import kernels, report_refusal, small_on_cpu
-from warpfold.ops.norm import EPS, layer_norm
+from warpfold.ops.linear import EPS, layer_norm
 
 L = TypeVar("L", bound=Executable)
 LAYER = "_warpfold_layer"  # where a swapped module keeps our layer: an attribute, and no submodule

@@ -20,7 +20,7 @@ from warpfold.adapt.adapter import Adapter, LinearOf, NormOf, NotServed, RandomI
 from warpfold.model.axial import Executable
 from warpfold.model.evoformer import Transition
 from warpfold.ops.attention import attention
-from warpfold.ops.norm import norm_linear
+from warpfold.ops.linear import norm_linear
 
 
 class LoneNorm(Executable):

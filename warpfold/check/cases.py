@@ -24,8 +24,7 @@ from warpfold.check.op_profile import (
 )
 from warpfold.ops.attention import attention, global_attention
 from warpfold.ops.dispatch import Op
-from warpfold.ops.gate import gate, gated_linear_residual
-from warpfold.ops.norm import EPS, layer_norm, norm_linear
+from warpfold.ops.linear import EPS, gate, gated_linear_residual, layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor

@@ -18,9 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.check.cases import ODD, OPS, inputs, meant_by, size_in_words
 from warpfold.check.op_profile import Argument, OpCase, OpInputs
-from warpfold.ops.dispatch import backend, using
+from warpfold.ops.dispatch import accumulation_dtype, backend, using
 from warpfold.ops.noise import DropoutFactors
-from warpfold.ops.tensors import accumulation_dtype
 
 BAR = 2.0  # times the worst draw's error, as a root mean square
 PEAK_BAR = 4.0  # times the worst draw's largest error: one wrong number must not hide in a mean

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.dispatch import Op
+from warpfold.ops.linear import padded
 from warpfold.ops.noise import DropoutFactors, Factors, Noise
-from warpfold.ops.norm import padded
 
 MASKED = 0.15  # the share of keys masked in checks, where the last row is masked throughout
 DROPPED = 0.25  # the dropout rate
@@ -140,7 +140,7 @@ class RandomTensors:
 
     def positions(self, case: OpCase, channels: int) -> Tensor:
         """Draw [rows, length, channels] or [batches, rows, ...], laid out as that layer's tensors; each position's
-        numbers lie as projections do (ops/norm.py)."""
+        numbers lie as projections do (ops/linear.py)."""
         rows, leading = case.rows // case.batches, ((case.batches,) if case.batches > 1 else ())
         order = (case.length, rows) if case.transposed else (rows, case.length)
         x = self.normal(*leading, *order, padded(channels))[..., :channels]

@@ -29,9 +29,8 @@ from torch import Tensor, nn
 from warpfold.device import Function, Named
 from warpfold.host import fetch, fetch_each, store
 from warpfold.model.layers import DrawsNoise, LayerNorm
-from warpfold.ops.dispatch import Kernels, alike, enough, using, watched
+from warpfold.ops.dispatch import Kernels, alike, enough, upcast_half, using, watched
 from warpfold.ops.noise import Factors
-from warpfold.ops.tensors import upcast_half
 
 Tensors = tuple[Tensor, ...]
 

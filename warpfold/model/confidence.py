@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from warpfold.model.axial import ALL, PlainExecution, Residues
 from warpfold.model.heads import pae_breaks
-from warpfold.ops.dispatch import alike
-from warpfold.ops.tensors import upcast_half
+from warpfold.ops.dispatch import alike, upcast_half
 
 CONTACT = 8.0  # angstrom between beta carbons, as contacts are counted in CASP
 

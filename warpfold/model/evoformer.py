@@ -26,7 +26,7 @@ from warpfold.model.axial import (
 )
 from warpfold.model.layers import LayerNorm, Linear, LinearSlice, NoNorm, Projection, joined, project
 from warpfold.ops.attention import attention, gated_attention, global_attention, masked_mean
-from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.linear import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import HALVES, Activation, transition

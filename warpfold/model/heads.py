@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from warpfold.model.axial import Executable
 from warpfold.model.layers import LayerNorm, Linear
-from warpfold.ops.tensors import upcast_half
+from warpfold.ops.dispatch import upcast_half
 
 
 def distogram_breaks(bins: int = 64, first: float = 2.3125, last: float = 21.6875) -> Tensor:

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from warpfold.ops.linear import layer_norm, norm_linear
 from warpfold.ops.noise import Noise
-from warpfold.ops.norm import layer_norm, norm_linear
 
 Init = Literal["default", "relu", "glorot", "gating", "final"]
 

@@ -22,8 +22,8 @@ from warpfold.model.axial import ALL, Residues
 from warpfold.model.heads import distogram_breaks, pae_breaks
 from warpfold.model.permutation import COPIES, with_truth
 from warpfold.model.violations import Code, center_of_mass_loss, find_violations
+from warpfold.ops.dispatch import upcast_half
 from warpfold.ops.pairs import aligned_errors
-from warpfold.ops.tensors import upcast_half
 
 # Angstrom; code: the monomer's distance is sqrt(d^2 + 1e-4), Multimer's sqrt(max(d^2, 1e-8)).
 SOFTENING = 0.01

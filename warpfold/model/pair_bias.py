@@ -6,9 +6,9 @@ from torch import Tensor
 from warpfold.model.axial import ROWS, AxialUpdate, Read, Shared, Tensors
 from warpfold.model.evoformer import AttentionUpdate, GatedAttention
 from warpfold.model.layers import LayerNorm, Linear, joined, project
-from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.dispatch import upcast_half
+from warpfold.ops.linear import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
-from warpfold.ops.tensors import upcast_half
 
 
 class AttentionPairBias(AttentionUpdate):

@@ -16,9 +16,9 @@ from warpfold.geometry.atoms import atom14_to_atom37, frames_to_atom14, torsions
 from warpfold.geometry.rigid import Rigid, multiply, update_affine
 from warpfold.model.axial import Executable
 from warpfold.model.layers import DrawsNoise, LayerNorm, Linear, joined
-from warpfold.ops.exact import exact_linear, exact_matmul
+from warpfold.ops.dispatch import upcast_half
 from warpfold.ops.noise import dropout
-from warpfold.ops.tensors import upcast_half
+from warpfold.ops.tensors import exact_linear, exact_matmul
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ class InvariantPointAttention(Executable):
     of these rows of z again.  So that the squares stay small beside the distances, and fp32 exact enough, points are
     taken from the centre of all residues: what is lost is some 1e-7 of the squared extent of the protein, which at 100
     angstrom makes 1e-5 in a logit.  With TF32 it would be 0.1: these products, and those that make points and frames,
-    stay exact (ops/exact.py).
+    stay exact (ops/tensors.py).
     """
 
     def __init__(

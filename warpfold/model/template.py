@@ -18,8 +18,8 @@ from warpfold.model.axial import BlockStack, Executable, Residues
 from warpfold.model.evoformer import PairConfig, PairStack
 from warpfold.model.layers import LayerNorm, Linear, joined
 from warpfold.ops.attention import attention
-from warpfold.ops.dispatch import alike
-from warpfold.ops.tensors import one_hot, upcast_half
+from warpfold.ops.dispatch import alike, upcast_half
+from warpfold.ops.tensors import one_hot
 
 AATYPES = 22  # one-hot of template residue types: 20, X, gap
 DISTANCE_BINS = 39  # of the beta carbon distances, 3.25 to 50.75 angstrom

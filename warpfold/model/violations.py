@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from warpfold.geometry import residue
 from warpfold.geometry.atoms import residue_rows
+from warpfold.ops.dispatch import upcast_half
 from warpfold.ops.pairs import C_ATOM, N_ATOM, overlaps
-from warpfold.ops.tensors import upcast_half
 
 CA_ATOM = 1  # its place in atom14
 Code = Literal["monomer", "multimer"]

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import backend
-from warpfold.ops.register import register
+from warpfold.ops.dispatch import backend, register
 
 FLAT = ("weights", "gradient", "moment1", "moment2", "average")
 

@@ -23,13 +23,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import Operands, backend, faster_on_cpu, op
-from warpfold.ops.gate import gate
+from warpfold.ops.dispatch import (
+    EMPTY,
+    Operands,
+    Shape,
+    Sizes,
+    accumulation_dtype,
+    backend,
+    broadcast_shape,
+    empty_like,
+    empty_parameters,
+    expands_to,
+    faster_on_cpu,
+    op,
+    register,
+    upcast_half,
+)
+from warpfold.ops.linear import EPS, empty_projected, empty_statistics, gate, norm_linear, padded, unsupported_channels
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
-from warpfold.ops.norm import EPS, empty_projected, empty_statistics, norm_linear, padded, unsupported_channels
-from warpfold.ops.register import register
-from warpfold.ops.shapes import EMPTY, Shape, Sizes, broadcast_shape, expands_to
-from warpfold.ops.tensors import accumulation_dtype, empty_like, empty_parameters, upcast_half
 
 WIDTHS = (8, 16, 24, 32, 48, 64)  # of a head, that the Triton kernels serve
 

@@ -5,7 +5,7 @@ is the same on every rank; the stream says which layer draws.  So slices, ranks,
 same noise (docs/decisions/0003-keyed-noise.md), and no generator state has to be saved or restored.
 
 A draw needs nothing but its number, so nothing has to be drawn ahead: layers pass on `DropoutFactors`, which say what
-would be drawn, and the operation that multiplies by them draws them (`ops.gate.gated_linear_residual`).
+would be drawn, and the operation that multiplies by them draws them (`ops.linear.gated_linear_residual`).
 """
 
 import functools
@@ -19,9 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from warpfold.ops.dispatch import backend, faster_on_cpu
-from warpfold.ops.register import Expansion, register
-from warpfold.ops.shapes import EMPTY
+from warpfold.ops.dispatch import EMPTY, Expansion, backend, faster_on_cpu, register
 
 LOW = 0xFFFFFFFF
 OF_STREAM, OF_PASS = 0x9E3779B9, 0x85EBCA6B  # odd numbers, by which streams and passes shift the second word

@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import backend, faster_on_cpu
-from warpfold.ops.register import register
-from warpfold.ops.tensors import empty_parameters
+from warpfold.ops.dispatch import backend, empty_parameters, faster_on_cpu, register
 
 CHANNELS = 64  # of a factor, at most, that the Triton kernels serve
 

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import faster_on_cpu
-from warpfold.ops.register import register
-from warpfold.ops.tensors import in_blocks, upcast_half
+from warpfold.ops.dispatch import faster_on_cpu, register, upcast_half
+from warpfold.ops.tensors import in_blocks
 
 LEAST = 1e-4  # angstrom: a shorter distance counts as this, and has no gradient
 

@@ -1,26 +1,23 @@
-"""What operations ask of a tensor besides its shape: the dtype to compute in, the layout of what they return,
-and how much of it is computed at a time."""
+"""What layers and losses ask of torch beyond it: parts of a large matrix, rows of a table, products that stay exact.
+
+TF32 keeps ten bits of a mantissa.  That is enough for activations; a coordinate 100 angstrom from the centre would be
+off by 0.05.  The setting is torch's and of the process, and a backward pass reads it when it runs, perhaps in a thread
+of autograd: so an exact product, which `plan.tf32` does not reach, sets it in both passes itself.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from warpfold.ops.dispatch import accumulation_dtype, exact_products
+
 PAIRS = 1 << 27  # entries of a matrix of pairs that are computed at a time (`in_blocks`)
 ONES = 1 << 25  # entries of a one-hot matrix that exist at a time (`sums_by_row`)
-
-
-def upcast_half(x: Tensor) -> Tensor:
-    """Return x in fp32 if it has 16 bits, else x itself: for norms, softmax, frames, losses and logits."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
-
-
-def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype of sums over x, of its statistics and its logits: fp64 for fp64, else fp32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def one_hot(codes: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
@@ -29,26 +26,6 @@ def one_hot(codes: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
     Not torch's one_hot, which on a CPU reads the codes on the host, and makes integers of eight bytes.
     """
     return (codes[..., None] == torch.arange(classes, device=codes.device)).to(dtype)
-
-
-def empty_like(x: Tensor) -> Tensor:
-    """Allocate a dense tensor of x's shape whose axes lie in memory in the order of x's.
-
-    Not torch.empty_like, which makes a tensor in row-major order of one that is expanded or a slice.
-    """
-    order = sorted(range(x.dim()), key=lambda axis: x.stride(axis), reverse=True)
-    back = [order.index(axis) for axis in range(x.dim())]
-    return x.new_empty([x.shape[axis] for axis in order]).permute(back)
-
-
-def empty_parameters(*parameters: Tensor | None) -> tuple[Tensor, ...]:
-    """Allocate a contiguous tensor for the gradient of each of these, in fp32 at least: sums over all positions.
-
-    For None, which is no parameter, one without numbers.
-    """
-    some = next(p for p in parameters if p is not None)
-    given = (some.new_empty(0) if p is None else p for p in parameters)
-    return tuple(p.new_empty(p.shape, dtype=accumulation_dtype(p)) for p in given)
 
 
 def in_blocks(of_rows: Callable[[slice], tuple[Tensor, ...]], rows: int, columns: int) -> list[tuple[Tensor, ...]]:
@@ -97,3 +74,49 @@ def sums_by_row(x: Tensor, index: Tensor, rows: int) -> Tensor:
     for part, at in zip(x.split(max(ONES // rows, 1)), index.split(max(ONES // rows, 1))):
         sums.addmm_((at == every).to(sums.dtype), part.to(sums.dtype))
     return sums
+
+
+class _ExactMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, added: Tensor | None) -> Tensor:
+        ctx.save_for_backward(a, b)
+        with exact_products():
+            if added is None:
+                return a @ b
+            flat = (x.flatten(0, -3) for x in (added, a, b))
+            return torch.baddbmm(*flat).view(added.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (a, b), needed = gradients, ctx.saved_tensors, ctx.needs_input_grad
+        with exact_products():
+            return g @ b.mT if needed[0] else None, a.mT @ g if needed[1] else None, g if needed[2] else None
+
+
+class _ExactLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        with exact_products():
+            return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (g,), (x, weight), needed = gradients, ctx.saved_tensors, ctx.needs_input_grad
+        rows = g.flatten(0, -2)
+        with exact_products():
+            of_x = g @ weight if needed[0] else None
+            of_weight = rows.mT @ x.flatten(0, -2) if needed[1] else None
+        return of_x, of_weight, rows.sum(0) if needed[2] else None
+
+
+def exact_matmul(a: Tensor, b: Tensor, added: Tensor | None = None) -> Tensor:
+    """Return a @ b, plus `added`: a [*, n, k], b [*, k, m], added [*, n, m], with the same first axes, one at least."""
+    product: Tensor = _ExactMatmul.apply(a, b, added)
+    return product
+
+
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x W^T + b: x [*, n, c], weight [o, c], bias [o], of one dtype."""
+    projected: Tensor = _ExactLinear.apply(x, weight, bias)
+    return projected

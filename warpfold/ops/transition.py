@@ -9,11 +9,8 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import Operands, backend, faster_on_cpu
-from warpfold.ops.norm import EPS
-from warpfold.ops.register import register
-from warpfold.ops.shapes import Sizes
-from warpfold.ops.tensors import upcast_half
+from warpfold.ops.dispatch import Operands, Sizes, backend, faster_on_cpu, register, upcast_half
+from warpfold.ops.linear import EPS
 
 # relu: of each output of `up` (AlphaFold2).  swiglu: silu of the first half of them, times the second half (Shazeer,
 # 2020; AlphaFold3, Algorithm 11).

@@ -17,13 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import Op, Operands, backend, faster_on_cpu, implementation, modules, unsupported_device
-from warpfold.ops.gate import gate
+from warpfold.ops.dispatch import (
+    EMPTY,
+    Op,
+    Operands,
+    Sizes,
+    backend,
+    empty_like,
+    faster_on_cpu,
+    implementation,
+    modules,
+    register,
+    unsupported_device,
+)
+from warpfold.ops.linear import EPS, ROW, empty_statistics, gate, layer_norm, norm_linear
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
-from warpfold.ops.norm import EPS, ROW, empty_statistics, layer_norm, norm_linear
-from warpfold.ops.register import register
-from warpfold.ops.shapes import EMPTY, Sizes
-from warpfold.ops.tensors import empty_like
 
 
 def empty_factor(y: Tensor) -> Tensor:

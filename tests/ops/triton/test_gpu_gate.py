@@ -7,9 +7,9 @@ from torch import Tensor
 from tests.ops.triton.gate_cases import FACTORS, GATES, TAILS, factor_case, gate_case, tail_case
 from tests.ops.triton.layouts import laid, poisoned, within
 from warpfold.check.checks import answer, wrong
-from warpfold.ops.gate import gate, gated_linear_residual
+from warpfold.ops.dispatch import empty_like
+from warpfold.ops.linear import gate, gated_linear_residual
 from warpfold.ops.noise import dropout_factors
-from warpfold.ops.tensors import empty_like
 from warpfold.ops.triangle import triangle_factor
 
 pytestmark = pytest.mark.gpu

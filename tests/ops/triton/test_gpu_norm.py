@@ -7,8 +7,8 @@ from torch import Tensor
 from tests.ops.triton.layouts import laid, poisoned, within
 from tests.ops.triton.norm_cases import LINEARS, NORMS, linear_case, norm_case, of_dtype
 from warpfold.check.checks import answer, wrong
-from warpfold.ops.norm import empty_projected, layer_norm, norm_linear
-from warpfold.ops.tensors import empty_like
+from warpfold.ops.dispatch import empty_like
+from warpfold.ops.linear import empty_projected, layer_norm, norm_linear
 
 pytestmark = pytest.mark.gpu
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

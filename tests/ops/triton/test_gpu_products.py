@@ -9,8 +9,8 @@ from torch import Tensor
 from tests.ops.triton.layouts import laid, poisoned, within
 from tests.ops.triton.product_cases import OUTERS, TRANSITIONS, dtypes, outer_case, transition_case
 from warpfold.check.checks import answer, wrong
+from warpfold.ops.dispatch import empty_like
 from warpfold.ops.outer import outer_product
-from warpfold.ops.tensors import empty_like
 from warpfold.ops.transition import HALVES, transition
 
 pytestmark = pytest.mark.gpu

@@ -8,7 +8,7 @@ import torch
 from warpfold.bench.kernels import GpuBench, Workload, choose, head, launches_of, timed, tuning_tasks, write
 from warpfold.check.cases import inputs
 from warpfold.check.op_profile import OpCase
-from warpfold.ops.gate import gate
+from warpfold.ops.linear import gate
 from warpfold.ops.triton import launch as launches
 from warpfold.ops.triton.launch import config_for, recorded, table_for
 

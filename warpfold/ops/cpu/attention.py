@@ -17,12 +17,19 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.attention import empty_bias, empty_given_bias, empty_layer_lse, empty_lse, empty_out, empty_rows
-from warpfold.ops.cpu.blocks import accumulate, examples, gate_values, put, row_slices, rows, writable
-from warpfold.ops.cpu.gate import drawn_factors
-from warpfold.ops.cpu.norm import parameter_gradients
-from warpfold.ops.dispatch import Operands, alike
-from warpfold.ops.norm import empty_statistics
-from warpfold.ops.tensors import accumulation_dtype, empty_like
+from warpfold.ops.cpu.linear import (
+    accumulate,
+    drawn_factors,
+    examples,
+    gate_values,
+    parameter_gradients,
+    put,
+    row_slices,
+    rows,
+    writable,
+)
+from warpfold.ops.dispatch import Operands, accumulation_dtype, alike, empty_like
+from warpfold.ops.linear import empty_statistics
 
 BLOCK = 2**20  # logits of a block: 4 MiB in fp32; the backward pass has two such, of half as many
 LOG2E = 1 / math.log(2)
@@ -233,7 +240,7 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
 
 
 def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
-    """Compute warpfold::gated_attention_backward; the gradients of the norm from one product, as in norm.py."""
+    """Compute warpfold::gated_attention_backward; the gradients of the norm from one product, as in linear.py."""
     f = drawn_factors(t.grad, t)
     of = _Parameters(t)
     sums, whole_dx, length, own = _Sums(of), empty_like(t.x), t.x.shape[-2], of.makes_bias

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from warpfold.ops.cpu.blocks import accumulate
-from warpfold.ops.dispatch import Operands, alike
-from warpfold.ops.tensors import accumulation_dtype
+from warpfold.ops.cpu.linear import accumulate
+from warpfold.ops.dispatch import Operands, accumulation_dtype, alike
 
 PRODUCTS = 2**21  # numbers of a block
 

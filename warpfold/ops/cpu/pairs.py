@@ -12,9 +12,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import Operands, alike
+from warpfold.ops.dispatch import Operands, accumulation_dtype, alike
 from warpfold.ops.pairs import C_ATOM, LEAST, N_ATOM, SG_ATOM
-from warpfold.ops.tensors import accumulation_dtype
 
 PAIRS = 2**16  # of frames and points at a time
 GROUP = 8  # frames with one origin: those of a residue, or the backbones of some residues

@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.cpu.blocks import accumulate, blocks, put, rows, writable
-from warpfold.ops.dispatch import Operands
-from warpfold.ops.tensors import accumulation_dtype, empty_like
+from warpfold.ops.cpu.linear import accumulate, blocks, put, rows, writable
+from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like
 from warpfold.ops.transition import HALVES
 
 HIDDEN = 2**20  # numbers of the hidden layer in a block
@@ -39,7 +38,7 @@ def transition(t: Operands) -> Tensor:
 
 
 def transition_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute warpfold::transition_backward; the gradients of up and of the norm from one product, as in norm.py."""
+    """Compute warpfold::transition_backward; the gradients of up and of the norm from one product, as in linear.py."""
     x, up = t.x, t.up
     dx, dtype, c = empty_like(x), accumulation_dtype(x), x.shape[-1]
     nw, nb, w = t.norm_weight.to(dtype), _cast(t.norm_bias, dtype), up.to(dtype)

@@ -5,7 +5,7 @@ Triangle multiplication on a CPU, block by block, so that what lies between stay
 The projections are made with their channels in front, [output, positions], by one product: so the factors are gated and
 masked where they lie and written in long runs, the product's norm runs over the first axis, and nothing is turned.
 
-Parts of a triangle multiplication on a CPU, block by block, as in triangle_multiplication.py: channels in front.
+Parts of a triangle multiplication on a CPU, block by block: channels in front, too.
 """
 
 from typing import Any
@@ -14,12 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.cpu.blocks import accumulate, blocks, examples, gate_values, put, row_slices, rows, writable
-from warpfold.ops.cpu.gate import drawn_factors
-from warpfold.ops.cpu.norm import parameter_gradients
-from warpfold.ops.dispatch import Operands
-from warpfold.ops.norm import empty_statistics
-from warpfold.ops.tensors import accumulation_dtype, empty_like
+from warpfold.ops.cpu.linear import (
+    accumulate,
+    blocks,
+    drawn_factors,
+    examples,
+    gate_values,
+    parameter_gradients,
+    put,
+    row_slices,
+    rows,
+    writable,
+)
+from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like
+from warpfold.ops.linear import empty_statistics
 from warpfold.ops.triangle import empty_factor, empty_planes, split_projections
 
 POSITIONS = 1024  # of a block, at least a row
@@ -86,7 +94,7 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
 
 
 def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
-    """Compute warpfold::triangle_multiplication_backward; the gradients of both norms from products, as in norm.py."""
+    """Compute warpfold::triangle_multiplication_backward; the gradients of both norms from products, as in linear.py."""
     grad, x = t.grad, t.x
     of = _Parameters(t)
     f = drawn_factors(grad, t)
@@ -205,7 +213,7 @@ class _Sums:
         self.gate_total += gate.sum(0, dtype=self.gate_total.dtype)
 
     def gradients(self) -> list[Tensor]:
-        """Return those of the parameters of the input's norm and projection, and of the output's: see norm.py."""
+        """Return those of the parameters of the input's norm and projection, and of the output's: see linear.py."""
         (a_gate, a, b_gate, b), fused = self.factors.chunk(4), self.of.fused
         product = torch.cat([a, b, a_gate, b_gate, self.gate] if fused else [a, a_gate, b, b_gate, self.gate])
         a_gate, a, b_gate, b = self.factors_total.chunk(4)

@@ -1,7 +1,38 @@
-"""attention on a GPU: which kernels run, over what, and how they are launched.
+"""Attention on a GPU: the kernels, and below them which of them run, over what, and how they are launched.
 
-One family serves every attention of the trunk, at any strides: rows and columns, with a bias or without, few queries or
-many.  One query over a handful of keys, the template attention, has a kernel of its own.
+q, k, v, the output and their gradients are `Strided` with strides (batch, row, query or key, head), and stride 1 along
+the width; a mask has strides (batch, row), a bias (batch, head, query).
+
+Attention, forward: a program owns a tile of queries of one head, for some rows that share one tile of the bias.
+
+Online softmax runs over the keys, tile by tile: of each query the maximum m_i so far, the sum l_i of the weights and
+the sum acc of weighted values, both rescaled by alpha where the maximum grows.  A logit costs one fused multiply-add,
+s = q k^T / sqrt(d) + bias, and its weight another and one exp2, 2^(log2(e) s - log2(e) max).
+
+Attention, backward: three kernels, each of which owns what it writes, so that nothing is added up out of order.
+
+With s the logits, p = e^(s - lse) their weights, o the output and do its gradient:
+
+    ds = p (do v^T - delta),  delta = sum do o;   dq = ds k / sqrt(d)   dk = ds^T q / sqrt(d)   dv = p^T do   dbias = ds
+
+dq owns queries of some rows and runs over the keys; dk and dv own keys of some rows and run over the queries, all of it
+transposed; dbias owns a tile of queries and keys and runs over the rows.  The weights are computed anew in each.
+A query of which no unmasked key counts (all keys are masked, or the others have a bias of -inf) has lse = inf, so that
+p = 0.  It weighs its masked keys alike, and its logits have no gradient; without masked keys all of it is NaN.
+
+Attention, backward, of short rows: one program makes dq, dk and dv of a head of a row.
+
+The general kernels compute each weight twice, once where queries are owned and once where keys are.  Here a program
+runs over all tiles of keys, and for each over all queries: a weight is computed once, with five products instead of
+seven.  dk and dv of a tile are done with when it is; dq is added up in fp32, in memory that no other program sees and
+that stays in the cache, from one tile of keys to the next: in order, and not at all where one tile has all keys.
+
+Attention of one query over a handful of keys, for very many rows: the templates' features of each pair.
+A program owns a tile of (batch, row, head), each with its one query, and runs over the keys one after another.  It has
+no matrix product for tensor cores; each vector is read once.
+
+One family of kernels serves every attention of the trunk, at any strides: rows and columns, with a bias or without,
+few queries or many.
 
 gated_attention on a GPU: the kernels of its parts, one after another, over memory that they share.
 
@@ -14,23 +45,941 @@ and read 2 x 17, x and out 34, in all 223 MB, 67 us at 3.35 TB/s; backward some 
 read twice, is 208.  The parts called one by one join their gradients in between: 138 MB more.
 """
 
+# mypy: disable-error-code="assignment,attr-defined"
+# Triton lets a tuple grow.
+
 import functools
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from warpfold.ops.attention import batched, empty_bias, empty_given_bias, empty_layer_lse, empty_lse, empty_out, parts
-from warpfold.ops.dispatch import Operands
-from warpfold.ops.norm import empty_projected
-from warpfold.ops.shapes import Shape
-from warpfold.ops.tensors import empty_like
-from warpfold.ops.triton import attention_kernels as kernels
-from warpfold.ops.triton import gate
-from warpfold.ops.triton.launch import ByPrecision, Key, TiledKernel, cores
-from warpfold.ops.triton.norm import norm_linear, norm_linear_backward
+from warpfold.ops.dispatch import Operands, Shape, empty_like
+from warpfold.ops.linear import empty_projected
+from warpfold.ops.triton.launch import (
+    ByPrecision,
+    Kernel,
+    Key,
+    TiledKernel,
+    configs,
+    cores,
+    register,
+    register_by_precision,
+)
+from warpfold.ops.triton.linear import (
+    gated_linear_residual,
+    gated_linear_residual_sums,
+    norm_linear,
+    norm_linear_backward,
+)
 from warpfold.ops.triton.positions import Strided, cdiv
+
+LOG2E = tl.constexpr(1.4426950408889634)
+NEIGHBOURS = tl.constexpr(8)  # groups of rows whose keys and values stay in the cache while the bias passes by
+BIAS_UNIT = 16  # divides the strides of a bias as the kernels are given it
+SCAN = tl.constexpr(512)  # entries of a mask looked at together
+
+
+class Sizes(NamedTuple):
+    """Sizes of one call, as the kernels are given them; bias_keys: keys of the bias as it lies in memory."""
+
+    rows: int
+    queries: int
+    keys: int
+    heads: int
+    bias_keys: int
+
+
+@triton.constexpr_function
+def padded_width(width: int) -> int:
+    """Return how wide a tile of vectors is: a power of two that tensor cores take."""
+    return max(16, 1 << (int(width) - 1).bit_length())
+
+
+@triton.jit
+def offset(index: tl.tensor, stride: tl.tensor, unit: tl.constexpr) -> tl.tensor:
+    """Return an offset in 64 bits.  Strides come divided by `unit`: the compiler knows then what divides an address."""
+    return index.to(tl.int64) * stride * unit
+
+
+@triton.jit
+def vectors_of(x: tl.tuple, batch: tl.tensor, row: tl.tensor, head: tl.tensor) -> tl.tensor:
+    """Return where the vectors of one head of one row begin."""
+    start = x.data + offset(batch, x.strides[0], x.unit)
+    return start + offset(row, x.strides[1], x.unit) + offset(head, x.strides[3], x.unit)
+
+
+@triton.jit
+def program_tile(tiles: tl.tensor, heads: tl.tensor, groups: tl.tensor) -> tl.tensor:
+    """Return this program's tile, head, group of rows and batch; neighbours in time share keys, values and bias."""
+    program = tl.program_id(0)
+    each = groups * heads * tiles
+    batch = program // each
+    program = program % each
+    block = NEIGHBOURS * heads * tiles
+    first = program // block * NEIGHBOURS
+    program = program % block
+    size = tl.minimum(groups - first, NEIGHBOURS)
+    group = first + program % size
+    program = program // size
+    return program % tiles, program // tiles, group, batch
+
+
+@triton.jit
+def load_tile(
+    x: tl.tuple,
+    batch: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    index: tl.tensor,
+    count: tl.tensor,
+    WIDTH: tl.constexpr,
+    WHOLE: tl.constexpr = False,
+) -> tl.tensor:
+    """Load vectors [index, WIDTH], of which there are `count` (WHOLE: no index is past them), padded with 0."""
+    start = vectors_of(x, batch, row, head)
+    across = tl.arange(0, padded_width(WIDTH))
+    pointers = start + offset(index[:, None], x.strides[2], x.unit) + across[None, :]
+    if WHOLE and padded_width(WIDTH) == WIDTH:
+        return tl.load(pointers)
+    valid = across[None, :] < WIDTH
+    if not WHOLE:
+        valid = valid & (index[:, None] < count)
+    return tl.load(pointers, mask=valid, other=0.0)
+
+
+@triton.jit
+def store_tile(
+    x: tl.tuple,
+    batch: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    tile: tl.tensor,
+    index: tl.tensor,
+    count: tl.tensor,
+    WIDTH: tl.constexpr,
+) -> None:
+    """Store vectors, as `load_tile` loads them."""
+    start = vectors_of(x, batch, row, head)
+    across = tl.arange(0, padded_width(WIDTH))
+    valid = (across[None, :] < WIDTH) & (index[:, None] < count)
+    pointers = start + offset(index[:, None], x.strides[2], x.unit) + across[None, :]
+    tl.store(pointers, tile.to(x.data.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def bias_of(bias: tl.tuple, batch: tl.tensor, head: tl.tensor) -> tl.tensor:
+    """Return where the bias of one head begins."""
+    return bias.data + (offset(batch, bias.strides[0], bias.unit) + offset(head, bias.strides[1], bias.unit))
+
+
+@triton.jit
+def load_bias(
+    bias: tl.tuple, start: tl.tensor, i: tl.tensor, j: tl.tensor, queries: tl.tensor, bias_keys: tl.tensor
+) -> tl.tensor:
+    """Load the bias of queries i and keys j, of which one is a column and the other a row, in fp32."""
+    valid = (i < queries) & (j < bias_keys)
+    return tl.load(start + offset(i, bias.strides[2], bias.unit) + j, mask=valid, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def exp_shifted(s: tl.tensor, shift: tl.tensor, EXACT: tl.constexpr) -> tl.tensor:
+    """Return e^(s - shift) by one fused multiply-add and one exp2; EXACT, for fp32, subtracts before it multiplies."""
+    if EXACT:
+        return tl.math.exp2((s - shift) * LOG2E)
+    return tl.math.exp2(s * LOG2E - shift * LOG2E)
+
+
+@triton.jit
+def mask_of(mask: tl.tuple, batch: tl.tensor, row: tl.tensor) -> tl.tensor:
+    """Return where the mask of one row begins."""
+    return mask.data + offset(batch, mask.strides[0], mask.unit) + offset(row, mask.strides[1], mask.unit)
+
+
+@triton.jit
+def load_mask(mask: tl.tuple, batch: tl.tensor, row: tl.tensor, j: tl.tensor, keys: tl.tensor) -> tl.tensor:
+    """Return which of the keys j one row attends to."""
+    return tl.load(mask_of(mask, batch, row) + j, j < keys, 0) != 0
+
+
+@triton.jit
+def first_masked_key(
+    mask: tl.tuple, batch: tl.tensor, first_row: tl.tensor, rows: tl.tensor, keys: tl.tensor, ROWS: tl.constexpr
+) -> tl.tensor:
+    """Return the first key that some of the rows masks; `keys` if none does."""
+    firsts = tl.zeros([SCAN], tl.int32) + keys
+    for start in range(0, keys, SCAN):
+        j = start + tl.arange(0, SCAN)
+        for n in tl.static_range(ROWS):
+            row = tl.minimum(first_row + n, rows - 1)
+            attended = tl.load(mask_of(mask, batch, row) + j, j < keys, 1)
+            firsts = tl.minimum(firsts, tl.where(attended != 0, keys, j))
+    return tl.min(firsts, 0)
+
+
+# A masked logit.  A power of two, so that log2(e) times it is exact: where nothing else counts (all keys are masked, or
+# the others have a bias of -inf), masked keys weigh 1 each.
+NEVER = tl.constexpr(-(2.0**60))
+# Where the running maximum begins: below every logit that counts, and finite, so that a logit of -inf weighs nothing
+# beside it, and not NaN.  In half precision log2(e) times it must be finite too.
+LOWEST = tl.constexpr(-(2.0**126))
+LOWEST_FP32 = tl.constexpr(-3.4028234663852886e38)
+
+
+@triton.jit
+def _attend(
+    state: tl.tuple,
+    q_tiles: tl.tuple,
+    bias: tl.tuple,
+    bias_start: tl.tensor,
+    k: tl.tuple,
+    v: tl.tuple,
+    mask: tl.tuple,
+    i: tl.tensor,
+    where: tl.tuple,
+    sizes: tl.tuple,
+    begin: tl.tensor,
+    end: tl.tensor,
+    MASKED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Return the state, m_i, l_i and acc of each row, after the keys from begin to end.
+
+    where: batch, first row, head.
+    """
+    batch, first_row, head = where
+    EXACT: tl.constexpr = k.data.dtype.element_ty == tl.float32
+    m_i, l_i, acc = state
+    for start in range(begin, end, BLOCK_K):
+        j = start + tl.arange(0, BLOCK_K)
+        if bias is not None:
+            b = load_bias(bias, bias_start, i[:, None], j[None, :], sizes.queries, sizes.bias_keys)
+        # Tuples cannot be assigned to by index: the state of all rows is built anew for each tile of keys.
+        new_m, new_l, new_acc = (), (), ()
+        for n in tl.static_range(ROWS):
+            row = tl.minimum(first_row + n, sizes.rows - 1)
+            k_tile = load_tile(k, batch, row, head, j, sizes.keys, WIDTH, not MASKED)
+            s = tl.dot(q_tiles[n], tl.trans(k_tile)) * WIDTH**-0.5
+            if bias is not None:
+                s += b
+            if MASKED:
+                never = tl.where(j < sizes.keys, NEVER, float("-inf"))
+                s = tl.where(load_mask(mask, batch, row, j, sizes.keys)[None, :], s, never[None, :])
+            m_ij = tl.maximum(m_i[n], tl.max(s, 1))
+            p = exp_shifted(s, m_ij[:, None], EXACT)
+            alpha = exp_shifted(m_i[n] - m_ij, 0.0, EXACT)
+            v_tile = load_tile(v, batch, row, head, j, sizes.keys, WIDTH, not MASKED)
+            new_m = new_m + (m_ij,)
+            new_l = new_l + (l_i[n] * alpha + tl.sum(p, 1),)
+            rescaled = acc[n] * alpha[:, None]
+            new_acc = new_acc + (tl.dot(p.to(v_tile.dtype), v_tile, acc=rescaled),)
+        m_i, l_i, acc = new_m, new_l, new_acc
+    return m_i, l_i, acc
+
+
+@triton.jit
+def _attention_forward(
+    q: tl.tuple,
+    k: tl.tuple,
+    v: tl.tuple,
+    mask: tl.tuple,
+    bias: tl.tuple,
+    out: tl.tuple,
+    lse: tl.tensor,
+    sizes: tl.tuple,
+    WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Store the output, and the logarithm lse [B, R, h, Q] of each query's sum of weights."""
+    rows, queries, keys, heads, _ = sizes
+    tile, head, group, batch = program_tile(tl.cdiv(queries, BLOCK_Q), heads, tl.cdiv(rows, ROWS))
+    first_row = group * ROWS
+    i = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    bias_start = bias_of(bias, batch, head) if bias is not None else None
+    q_tiles, m_i, l_i, acc = (), (), (), ()
+    LEAST: tl.constexpr = LOWEST_FP32 if k.data.dtype.element_ty == tl.float32 else LOWEST
+    for n in tl.static_range(ROWS):
+        row = tl.minimum(first_row + n, rows - 1)  # past the last: as the last, and not stored
+        q_tiles = q_tiles + (load_tile(q, batch, row, head, i, queries, WIDTH),)
+        m_i = m_i + (tl.full([BLOCK_Q], LEAST, tl.float32),)
+        l_i = l_i + (tl.zeros([BLOCK_Q], tl.float32),)
+        acc = acc + (tl.zeros([BLOCK_Q, padded_width(WIDTH)], tl.float32),)
+
+    # Up to the first key that is masked, whole tiles need no look at the mask: most often that is all of them.  The
+    # rest goes by half tiles, or it would want more registers than the others have left.
+    clear = first_masked_key(mask, batch, first_row, rows, keys, ROWS) // BLOCK_K * BLOCK_K
+    for masked in tl.static_range(2):
+        m_i, l_i, acc = _attend(
+            (m_i, l_i, acc),
+            q_tiles,
+            bias,
+            bias_start,
+            *(k, v, mask, i, (batch, first_row, head), sizes),
+            *(clear if masked == 1 else 0, keys if masked == 1 else clear, masked == 1),
+            *(WIDTH, BLOCK_K // 2 if masked == 1 else BLOCK_K, ROWS),
+        )
+
+    for n in tl.static_range(ROWS):
+        limit = tl.where(first_row + n < rows, queries, 0)
+        store_tile(out, batch, first_row + n, head, acc[n] / l_i[n][:, None], i, limit, WIDTH)
+        logs = tl.where((m_i[n] == NEVER) | (l_i[n] == 0), float("inf"), m_i[n] + tl.log(l_i[n]))
+        lse_row = lse + ((batch.to(tl.int64) * rows + first_row + n) * heads + head) * queries
+        tl.store(lse_row + i, logs, mask=i < limit)
+
+
+# Half precision uses tensor cores; fp32, exact and without them, wants smaller tiles.  dq's loop has the same shape.
+ROW_TILES = configs(
+    "BLOCK_Q BLOCK_K ROWS",
+    *((64, 64, rows, 4, stages) for rows in (1, 2) for stages in (2, 3)),
+    *((64, 32, rows, 4, stages) for rows in (1, 2) for stages in (2, 3)),
+    *((128, keys, 1, 8, stages) for keys in (32, 64) for stages in (2, 3)),
+    *((128, 32, 2, 8, 2), (64, 128, 1, 4, 2)),
+    *((16, 64, 1, 1, 3), (16, 128, 1, 2, 3), (32, 64, 1, 2, 3)),
+)
+ROW_TILES_FP32 = configs(
+    "BLOCK_Q BLOCK_K ROWS",
+    (32, 32, 1, 4, 2),
+    (64, 32, 1, 8, 2),
+    (16, 32, 1, 2, 2),
+    (16, 32, 1, 4, 2),
+    (16, 64, 1, 4, 2),
+)
+FORWARD = register_by_precision("attention_forward", _attention_forward, ROW_TILES, ROW_TILES_FP32)
+
+
+@triton.jit
+def _add_dq(
+    acc: tl.tuple,
+    own: tl.tuple,
+    bias: tl.tuple,
+    bias_start: tl.tensor,
+    k: tl.tuple,
+    v: tl.tuple,
+    mask: tl.tuple,
+    i: tl.tensor,
+    where: tl.tuple,
+    sizes: tl.tuple,
+    begin: tl.tensor,
+    end: tl.tensor,
+    MASKED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> tl.tensor:
+    """Return acc (ds k of each row) after the keys from begin to end.
+
+    own: q, do, lse and delta of each row; where: batch, first row, head.
+    """
+    batch, first_row, head = where
+    EXACT: tl.constexpr = k.data.dtype.element_ty == tl.float32
+    q_tiles, do_tiles, lse_tiles, deltas = own
+    for start in range(begin, end, BLOCK_K):
+        j = start + tl.arange(0, BLOCK_K)
+        if bias is not None:
+            b = load_bias(bias, bias_start, i[:, None], j[None, :], sizes.queries, sizes.bias_keys)
+        new_acc = ()
+        for n in tl.static_range(ROWS):
+            row = tl.minimum(first_row + n, sizes.rows - 1)
+            k_tile = load_tile(k, batch, row, head, j, sizes.keys, WIDTH, not MASKED)
+            v_tile = load_tile(v, batch, row, head, j, sizes.keys, WIDTH, not MASKED)
+            s = tl.dot(q_tiles[n], tl.trans(k_tile)) * WIDTH**-0.5
+            if bias is not None:
+                s += b
+            p = exp_shifted(s, lse_tiles[n][:, None], EXACT)
+            ds = p * (tl.dot(do_tiles[n], tl.trans(v_tile)) - deltas[n][:, None])
+            if MASKED:
+                ds = tl.where(load_mask(mask, batch, row, j, sizes.keys)[None, :], ds, 0.0)
+            new_acc = new_acc + (tl.dot(ds.to(k_tile.dtype), k_tile, acc=acc[n]),)
+        acc = new_acc
+    return acc
+
+
+@triton.jit
+def _attention_dq(
+    grad: tl.tuple,
+    q: tl.tuple,
+    k: tl.tuple,
+    v: tl.tuple,
+    mask: tl.tuple,
+    bias: tl.tuple,
+    out: tl.tuple,
+    lse: tl.tensor,
+    delta: tl.tensor,
+    firsts: tl.tensor,
+    dq: tl.tuple,
+    sizes: tl.tuple,
+    WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Store dq, and what the other two need: delta [B, R, h, Q]; firsts [B, R], the first masked key of each row."""
+    rows, queries, keys, heads, _ = sizes
+    tile, head, group, batch = program_tile(tl.cdiv(queries, BLOCK_Q), heads, tl.cdiv(rows, ROWS))
+    first_row = group * ROWS
+    i = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    bias_start = bias_of(bias, batch, head) if bias is not None else None
+    q_tiles, do_tiles, lse_tiles, deltas, acc = (), (), (), (), ()
+    clear = keys
+    for n in tl.static_range(ROWS):
+        row = tl.minimum(first_row + n, rows - 1)  # past the last: as the last, and not stored
+        limit = tl.where(first_row + n < rows, queries, 0)
+        line = (batch.to(tl.int64) * rows + row) * heads + head
+        do_tile = load_tile(grad, batch, row, head, i, queries, WIDTH)
+        o_tile = load_tile(out, batch, row, head, i, queries, WIDTH)
+        q_tiles = q_tiles + (load_tile(q, batch, row, head, i, queries, WIDTH),)
+        d = tl.sum(do_tile.to(tl.float32) * o_tile.to(tl.float32), 1)
+        tl.store(delta + line * queries + i, d, mask=i < limit)
+        do_tiles = do_tiles + (do_tile,)
+        deltas = deltas + (d,)
+        lse_tiles = lse_tiles + (tl.load(lse + line * queries + i, mask=i < queries, other=0.0),)
+        acc = acc + (tl.zeros([BLOCK_Q, padded_width(WIDTH)], tl.float32),)
+        first = first_masked_key(mask, batch, row, rows, keys, 1)
+        tl.store(firsts + batch.to(tl.int64) * rows + row, first, mask=(tile == 0) & (head == 0))
+        clear = tl.minimum(clear, first)
+
+    clear = clear // BLOCK_K * BLOCK_K
+    for masked in tl.static_range(2):  # first whole tiles without a masked key
+        acc = _add_dq(
+            acc,
+            (q_tiles, do_tiles, lse_tiles, deltas),
+            bias,
+            bias_start,
+            *(k, v, mask, i, (batch, first_row, head), sizes),
+            *(clear if masked == 1 else 0, keys if masked == 1 else clear, masked == 1),
+            *(WIDTH, BLOCK_K // 2 if masked == 1 else BLOCK_K, ROWS),
+        )
+    for n in tl.static_range(ROWS):
+        limit = tl.where(first_row + n < rows, queries, 0)
+        store_tile(dq, batch, first_row + n, head, acc[n] * WIDTH**-0.5, i, limit, WIDTH)
+
+
+@triton.jit
+def some_fully_masked(lse: tl.tensor, queries: tl.tensor) -> tl.tensor:
+    """Return whether some query of a row weighs masked keys alone."""
+    most = tl.full([SCAN], float("-inf"), tl.float32)
+    for start in range(0, queries, SCAN):
+        i = start + tl.arange(0, SCAN)
+        most = tl.maximum(most, tl.load(lse + i, mask=i < queries, other=float("-inf")))
+    return tl.max(most, 0) == float("inf")
+
+
+@triton.jit
+def uniform_dv(
+    grad: tl.tuple,
+    lse: tl.tensor,
+    mask: tl.tuple,
+    batch: tl.tensor,
+    row: tl.tensor,
+    head: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+) -> tl.tensor:
+    """Return what the queries of a row that weigh its masked keys alike add to dv of each of those, [1, WIDTH]; and how
+    many masked keys there are."""
+    hidden = tl.zeros([SCAN], tl.int32)
+    for start in range(0, keys, SCAN):
+        j = start + tl.arange(0, SCAN)
+        hidden += tl.where((j < keys) & (tl.load(mask_of(mask, batch, row) + j, j < keys, 0) == 0), 1, 0)
+    count = tl.sum(hidden, 0)
+    acc = tl.zeros([padded_width(WIDTH)], tl.float32)
+    for start in range(0, queries, BLOCK_Q):
+        i = start + tl.arange(0, BLOCK_Q)
+        fully_masked = tl.load(lse + i, mask=i < queries, other=0.0) == float("inf")
+        do_tile = load_tile(grad, batch, row, head, i, queries, WIDTH).to(tl.float32)
+        acc += tl.sum(tl.where(fully_masked[:, None], do_tile, 0.0), 0)
+    return (acc / count)[None, :], count
+
+
+@triton.jit
+def _attention_dkdv(
+    grad: tl.tuple,
+    q: tl.tuple,
+    k: tl.tuple,
+    v: tl.tuple,
+    mask: tl.tuple,
+    bias: tl.tuple,
+    lse: tl.tensor,
+    delta: tl.tensor,
+    dk: tl.tuple,
+    dv: tl.tuple,
+    sizes: tl.tuple,
+    WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Store dk and dv of a tile of keys.  Masked keys are computed like others and set right at the end."""
+    rows, queries, keys, heads, bias_keys = sizes
+    tile, head, group, batch = program_tile(tl.cdiv(keys, BLOCK_K), heads, tl.cdiv(rows, ROWS))
+    first_row = group * ROWS
+    j = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    bias_start = bias_of(bias, batch, head) if bias is not None else None
+    EXACT: tl.constexpr = k.data.dtype.element_ty == tl.float32
+    k_tiles, v_tiles, dk_acc, dv_acc = (), (), (), ()
+    for n in tl.static_range(ROWS):
+        row = tl.minimum(first_row + n, rows - 1)  # past the last: as the last, and not stored
+        k_tiles = k_tiles + (load_tile(k, batch, row, head, j, keys, WIDTH),)
+        v_tiles = v_tiles + (load_tile(v, batch, row, head, j, keys, WIDTH),)
+        dk_acc = dk_acc + (tl.zeros([BLOCK_K, padded_width(WIDTH)], tl.float32),)
+        dv_acc = dv_acc + (tl.zeros([BLOCK_K, padded_width(WIDTH)], tl.float32),)
+
+    for start in range(0, queries, BLOCK_Q):
+        i = start + tl.arange(0, BLOCK_Q)
+        if bias is not None:
+            b = load_bias(bias, bias_start, i[None, :], j[:, None], queries, bias_keys)
+        new_dk, new_dv = (), ()
+        for n in tl.static_range(ROWS):
+            row = tl.minimum(first_row + n, rows - 1)
+            line = ((batch.to(tl.int64) * rows + row) * heads + head) * queries
+            q_tile = load_tile(q, batch, row, head, i, queries, WIDTH)
+            do_tile = load_tile(grad, batch, row, head, i, queries, WIDTH)
+            lse_tile = tl.load(lse + line + i, mask=i < queries, other=float("inf"))
+            d = tl.load(delta + line + i, mask=i < queries, other=0.0)
+            s = tl.dot(k_tiles[n], tl.trans(q_tile)) * WIDTH**-0.5
+            if bias is not None:
+                s += b
+            p = exp_shifted(s, lse_tile[None, :], EXACT)
+            dv_new = tl.dot(p.to(do_tile.dtype), do_tile, acc=dv_acc[n])
+            ds = p * (tl.dot(v_tiles[n], tl.trans(do_tile)) - d[None, :])
+            new_dk = new_dk + (tl.dot(ds.to(q_tile.dtype), q_tile, acc=dk_acc[n]),)
+            new_dv = new_dv + (dv_new,)
+        dk_acc, dv_acc = new_dk, new_dv
+
+    for n in tl.static_range(ROWS):
+        limit = tl.where(first_row + n < rows, keys, 0)
+        row = tl.minimum(first_row + n, rows - 1)
+        attended = load_mask(mask, batch, row, j, keys)[:, None]
+        dk_tile = tl.where(attended, dk_acc[n], 0.0) * WIDTH**-0.5
+        store_tile(dk, batch, first_row + n, head, dk_tile, j, limit, WIDTH)
+        dv_tile = tl.where(attended, dv_acc[n], 0.0)
+        lse_row = lse + ((batch.to(tl.int64) * rows + row) * heads + head) * queries
+        if some_fully_masked(lse_row, queries):
+            each, hidden = uniform_dv(grad, lse_row, mask, batch, row, head, queries, keys, WIDTH, BLOCK_Q)
+            dv_tile = tl.where(attended, tl.where(hidden == 0, float("nan"), dv_tile), each)
+        store_tile(dv, batch, first_row + n, head, dv_tile, j, limit, WIDTH)
+
+
+@triton.jit
+def _attention_dbias(
+    grad: tl.tuple,
+    q: tl.tuple,
+    k: tl.tuple,
+    v: tl.tuple,
+    mask: tl.tuple,
+    bias: tl.tuple,
+    lse: tl.tensor,
+    delta: tl.tensor,
+    firsts: tl.tensor,
+    dbias: tl.tuple,
+    sizes: tl.tuple,
+    slab: tl.tensor,
+    batches: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Store the gradient of the bias over the rows of one slab, `slab` of them: dbias [slabs, B, h, Q, K]."""
+    rows, queries, keys, heads, bias_keys = sizes
+    program = tl.program_id(0)
+    across, down = tl.cdiv(keys, BLOCK_K), tl.cdiv(queries, BLOCK_Q)
+    j = program % across * BLOCK_K + tl.arange(0, BLOCK_K)
+    i = program // across % down * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    image = program // (across * down)  # (slab, batch, head)
+    head = image % heads
+    batch = image // heads % batches
+    number = image // (heads * batches)
+    first_row = number * slab
+    last_key = program % across * BLOCK_K + BLOCK_K
+
+    b = load_bias(bias, bias_of(bias, batch, head), i[:, None], j[None, :], queries, bias_keys)
+    EXACT: tl.constexpr = k.data.dtype.element_ty == tl.float32
+    acc = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    for n in range(tl.minimum(slab, rows - first_row)):
+        row = first_row + n
+        line = ((batch.to(tl.int64) * rows + row) * heads + head) * queries
+        q_tile = load_tile(q, batch, row, head, i, queries, WIDTH)
+        k_tile = load_tile(k, batch, row, head, j, keys, WIDTH)
+        v_tile = load_tile(v, batch, row, head, j, keys, WIDTH)
+        do_tile = load_tile(grad, batch, row, head, i, queries, WIDTH)
+        lse_tile = tl.load(lse + line + i, mask=i < queries, other=float("inf"))
+        d = tl.load(delta + line + i, mask=i < queries, other=0.0)
+        s = tl.dot(q_tile, tl.trans(k_tile)) * WIDTH**-0.5 + b
+        p = exp_shifted(s, lse_tile[:, None], EXACT)
+        ds = p * (tl.dot(do_tile, tl.trans(v_tile)) - d[:, None])
+        if tl.load(firsts + batch.to(tl.int64) * rows + row) < last_key:
+            ds = tl.where(load_mask(mask, batch, row, j, keys)[None, :], ds, 0.0)
+        acc += ds
+    start = dbias.data + offset(number, dbias.strides[0], dbias.unit) + offset(batch, dbias.strides[1], dbias.unit)
+    lines = start + offset(head, dbias.strides[2], dbias.unit) + offset(i, dbias.strides[3], dbias.unit)[:, None]
+    into = lines + j.to(tl.int64)[None, :] * dbias.strides[4]
+    tl.store(into, acc.to(dbias.data.dtype.element_ty), mask=(i[:, None] < queries) & (j[None, :] < keys))
+
+
+@triton.jit
+def _attention_slabs(
+    parts: tl.tensor,
+    dbias: tl.tuple,
+    positions: tl.tensor,
+    queries: tl.tensor,
+    keys: tl.tensor,
+    slabs: tl.tensor,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Store dbias [B, h, Q, K], the sum of parts [slabs, B, h, Q, K], one after another; positions: B Q K.
+
+    All heads of BLOCK positions: in the gradient of a projection they lie side by side.
+    """
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    h = tl.arange(0, triton.next_power_of_2(HEADS))
+    k, line = index % keys, index // keys
+    i, batch = line % queries, line // queries
+    valid = (index < positions)[:, None] & (h < HEADS)[None, :]
+    image = (batch * HEADS)[:, None] + h[None, :]
+    parts += (image * queries + i[:, None]) * keys + k[:, None]
+    acc = tl.zeros([BLOCK, triton.next_power_of_2(HEADS)], tl.float32)
+    for _ in range(slabs):
+        acc += tl.load(parts, mask=valid, other=0.0)
+        parts += positions * HEADS
+    at = offset(batch, dbias.strides[0], dbias.unit) + offset(i, dbias.strides[2], dbias.unit) + k * dbias.strides[3]
+    into = dbias.data + at[:, None] + offset(h, dbias.strides[1], dbias.unit)[None, :]
+    tl.store(into, acc.to(dbias.data.dtype.element_ty), mask=valid)
+
+
+DQ = register_by_precision("attention_dq", _attention_dq, ROW_TILES, ROW_TILES_FP32)
+DKDV = register_by_precision(
+    "attention_dkdv",
+    _attention_dkdv,
+    configs(
+        "BLOCK_Q BLOCK_K ROWS",
+        *((64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (64, 128, 1, 8, 2), (32, 64, 1, 4, 2), (32, 64, 2, 4, 2)),
+        *((32, 128, 1, 8, 2), (32, 128, 1, 4, 2), (16, 64, 1, 2, 2), (16, 64, 1, 4, 2), (16, 128, 1, 8, 2)),
+    ),
+    configs("BLOCK_Q BLOCK_K ROWS", (32, 32, 1, 4, 2), (32, 64, 1, 8, 2), (16, 32, 1, 4, 2), (16, 64, 1, 8, 2)),
+)
+DBIAS = register_by_precision(
+    "attention_dbias",
+    _attention_dbias,
+    configs(
+        "BLOCK_Q BLOCK_K",
+        *((64, 64, 4, 2), (64, 64, 4, 3), (64, 32, 4, 2), (64, 32, 4, 3), (32, 64, 4, 3)),
+        *((128, 64, 8, 2), (128, 64, 8, 3), (64, 128, 8, 2), (128, 32, 8, 3)),
+    ),
+    configs("BLOCK_Q BLOCK_K", (32, 32, 4, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
+)
+SLABS = register("attention_slabs", _attention_slabs, configs("BLOCK", (256, 4, 1), (128, 4, 1)))
+
+
+LONGEST = 384  # queries, and keys, of a row
+NEAR = 2**31  # numbers between the vectors of a row, at most: their offsets have 32 bits
+
+
+@triton.jit
+def _near(x: tl.tuple, start: tl.tensor, index: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return pointers to the vectors of one head of one row, by offsets of 32 bits: half the registers."""
+    return start + (index[:, None] * (x.strides[2] * x.unit) + tl.arange(0, padded_width(WIDTH))[None, :])
+
+
+@triton.jit
+def _load_near(x: tl.tuple, start: tl.tensor, index: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    valid = (tl.arange(0, padded_width(WIDTH)) < WIDTH)[None, :] & (index < count)[:, None]
+    return tl.load(_near(x, start, index, WIDTH), mask=valid, other=0.0)
+
+
+@triton.jit
+def _store_near(
+    x: tl.tuple, start: tl.tensor, tile: tl.tensor, index: tl.tensor, count: tl.tensor, WIDTH: tl.constexpr
+) -> None:
+    valid = (tl.arange(0, padded_width(WIDTH)) < WIDTH)[None, :] & (index < count)[:, None]
+    tl.store(_near(x, start, index, WIDTH), tile.to(x.data.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _store_deltas(
+    grad: tl.tuple,
+    grad_start: tl.tensor,
+    out: tl.tuple,
+    out_start: tl.tensor,
+    delta: tl.tensor,
+    queries: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+) -> None:
+    """Store delta of every query of a row, and wait until all threads of the program can read it."""
+    for start in range(0, queries, BLOCK_Q):
+        i = start + tl.arange(0, BLOCK_Q)
+        do_tile = _load_near(grad, grad_start, i, queries, WIDTH).to(tl.float32)
+        o_tile = _load_near(out, out_start, i, queries, WIDTH).to(tl.float32)
+        tl.store(delta + i, tl.sum(do_tile * o_tile, 1), mask=i < queries)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _attention_short(
+    grad: tl.tuple,
+    q: tl.tuple,
+    k: tl.tuple,
+    v: tl.tuple,
+    mask: tl.tuple,
+    bias: tl.tuple,
+    out: tl.tuple,
+    lse: tl.tensor,
+    delta: tl.tensor,
+    firsts: tl.tensor,
+    partial: tl.tensor,
+    dq: tl.tuple,
+    dk: tl.tuple,
+    dv: tl.tuple,
+    sizes: tl.tuple,
+    WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Store dq, dk and dv of one head of one row; and delta and, unless it is None, firsts as `_attention_dq` does.
+
+    partial [programs, Q, padded WIDTH], in fp32: for dq, where there are several tiles of keys; else None.
+    """
+    rows, queries, keys, heads, bias_keys = sizes
+    _, head, row, batch = program_tile(1, heads, rows)
+    line = ((batch.to(tl.int64) * rows + row) * heads + head) * queries
+    lse += line
+    delta += line
+    if firsts is not None:  # noqa: SIM102  (the one is a constant, the other is not)
+        if head == 0:
+            first = first_masked_key(mask, batch, row, rows, keys, 1)
+            tl.store(firsts + batch.to(tl.int64) * rows + row, first)
+    EXACT: tl.constexpr = k.data.dtype.element_ty == tl.float32
+    WIDE: tl.constexpr = padded_width(WIDTH)
+    bias_start = bias_of(bias, batch, head) if bias is not None else None
+    grad_start, q_start = vectors_of(grad, batch, row, head), vectors_of(q, batch, row, head)
+    _store_deltas(grad, grad_start, out, vectors_of(out, batch, row, head), delta, queries, WIDTH, BLOCK_Q)
+    alike = tl.zeros([1, WIDE], tl.float32)  # dv of masked keys: from queries that attend to nothing else
+    spoiled = 0.0  # NaN where such a query has no masked key either
+    if some_fully_masked(lse, queries):
+        alike, hidden = uniform_dv(grad, lse, mask, batch, row, head, queries, keys, WIDTH, BLOCK_Q)
+        spoiled = tl.where(hidden == 0, float("nan"), 0.0)
+
+    for first in range(0, keys, BLOCK_K):
+        j = first + tl.arange(0, BLOCK_K)
+        k_tile = _load_near(k, vectors_of(k, batch, row, head), j, keys, WIDTH)
+        v_tile = _load_near(v, vectors_of(v, batch, row, head), j, keys, WIDTH)
+        attended = load_mask(mask, batch, row, j, keys)[:, None]
+        dk_tile = tl.zeros([BLOCK_K, WIDE], tl.float32)
+        dv_tile = tl.zeros([BLOCK_K, WIDE], tl.float32)
+        for start in range(0, queries, BLOCK_Q):
+            i = start + tl.arange(0, BLOCK_Q)
+            q_tile = _load_near(q, q_start, i, queries, WIDTH)
+            do_tile = _load_near(grad, grad_start, i, queries, WIDTH)
+            lse_tile = tl.load(lse + i, mask=i < queries, other=float("inf"))
+            d = tl.load(delta + i, mask=i < queries, other=0.0)
+            s = tl.dot(k_tile, tl.trans(q_tile)) * WIDTH**-0.5
+            if bias is not None:
+                at = i[None, :] * (bias.strides[2] * bias.unit) + j[:, None]
+                valid = (i < queries)[None, :] & (j < bias_keys)[:, None]
+                s += tl.load(bias_start + at, mask=valid, other=0.0).to(tl.float32)
+            p = tl.where(attended, exp_shifted(s, lse_tile[None, :], EXACT), 0.0)
+            dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, acc=dv_tile)
+            dp = tl.dot(v_tile, tl.trans(do_tile))
+            ds = (p * (dp - d[None, :])).to(k_tile.dtype)
+            dk_tile = tl.dot(ds, q_tile, acc=dk_tile)
+            dq_tile = tl.dot(tl.trans(ds), k_tile)
+            if partial is not None:
+                at = line * WIDE + i[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+                known = (i < queries)[:, None]
+                dq_tile += tl.load(partial + at, mask=known & (first > 0), other=0.0)
+                tl.store(partial + at, dq_tile, mask=known & (first + BLOCK_K < keys))
+            limit = tl.where(first + BLOCK_K < keys, 0, queries)
+            _store_near(dq, vectors_of(dq, batch, row, head), dq_tile * WIDTH**-0.5, i, limit, WIDTH)
+        dv_tile = tl.where(attended, dv_tile + spoiled, alike)
+        _store_near(dk, vectors_of(dk, batch, row, head), dk_tile * WIDTH**-0.5, j, keys, WIDTH)
+        _store_near(dv, vectors_of(dv, batch, row, head), dv_tile, j, keys, WIDTH)
+
+
+SHORT = register(
+    "attention_short",
+    _attention_short,
+    configs(
+        "BLOCK_Q BLOCK_K",
+        *((32, keys, warps, stages) for keys, warps in ((64, 4), (128, 8)) for stages in (1, 2)),
+        *((16, 64, 4, 1), (16, 128, 8, 1), (64, 64, 4, 1), (64, 128, 8, 1), (32, 256, 8, 1)),
+    ),
+)
+
+
+def serves_short(vectors: Iterable[Tensor], bias: Tensor | None) -> bool:
+    """Return whether the kernel is for vectors [B, R, Q or K, h, d]: short ones of 16 bits, for tensor cores."""
+    return all(
+        t.element_size() == 2 and t.shape[2] <= LONGEST and t.shape[2] * t.stride(2) < NEAR for t in vectors
+    ) and (bias is None or bias.shape[2] * bias.stride(2) < NEAR)
+
+
+POINTWISE_KEYS = 32  # at most; with more, a tile of keys at a time is faster
+
+
+@triton.jit
+def _each_pointers(x: tl.tuple, where: tl.tuple, j: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return pointers to the j-th vectors of a tile of (batch, row, head)."""
+    batch, row, head = where
+    starts = (
+        offset(batch, x.strides[0], x.unit) + offset(row, x.strides[1], x.unit) + offset(head, x.strides[3], x.unit)
+    )
+    return x.data + (starts + offset(j, x.strides[2], x.unit))[:, None] + tl.arange(0, padded_width(WIDTH))[None, :]
+
+
+@triton.jit
+def _real(valid: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return which numbers of a tile of vectors there are, of those (batch, row, head) that are valid."""
+    return valid[:, None] & (tl.arange(0, padded_width(WIDTH)) < WIDTH)[None, :]
+
+
+@triton.jit
+def _load_each(x: tl.tuple, where: tl.tuple, j: tl.tensor, valid: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Load the j-th vectors of a tile of (batch, row, head), in fp32, padded with 0."""
+    return tl.load(_each_pointers(x, where, j, WIDTH), mask=_real(valid, WIDTH), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_each(
+    x: tl.tuple, where: tl.tuple, j: tl.tensor, vectors: tl.tensor, valid: tl.tensor, WIDTH: tl.constexpr
+) -> None:
+    """Store the j-th vectors of a tile of (batch, row, head)."""
+    tl.store(_each_pointers(x, where, j, WIDTH), vectors.to(x.data.dtype.element_ty), mask=_real(valid, WIDTH))
+
+
+@triton.jit
+def _pointwise_forward(
+    q: tl.tuple,
+    k: tl.tuple,
+    v: tl.tuple,
+    mask: tl.tuple,
+    out: tl.tuple,
+    lse: tl.tensor,
+    rows: tl.tensor,
+    keys: tl.tensor,
+    heads: tl.tensor,
+    count: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Store the output and lse; count: of (batch, row, head).  Strides are (batch, row, query or key, head)."""
+    item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = item < count
+    line = item // heads
+    where = (line // rows, line % rows, item % heads)
+    zero = tl.zeros([BLOCK], tl.int64)
+    scale: tl.constexpr = WIDTH**-0.5
+    q_tile = _load_each(q, where, zero, valid, WIDTH) * scale
+    mask_start = mask_of(mask, where[0], where[1])
+    m_i = tl.full([BLOCK], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK, padded_width(WIDTH)], tl.float32)
+    unweighted = tl.zeros([BLOCK, padded_width(WIDTH)], tl.float32)  # the sum of all values, for what is fully masked
+    for j in range(keys):
+        attended = tl.load(mask_start + j, mask=valid, other=0) != 0
+        k_tile = _load_each(k, where, zero + j, valid, WIDTH)
+        v_tile = _load_each(v, where, zero + j, valid, WIDTH)
+        s = tl.where(attended, tl.sum(q_tile * k_tile, 1), float("-inf"))
+        m_ij = tl.maximum(m_i, s)
+        base = tl.where(m_ij == float("-inf"), 0.0, m_ij)
+        p = tl.math.exp2((s - base) * LOG2E)
+        alpha = tl.math.exp2((m_i - base) * LOG2E)
+        l_i = l_i * alpha + p
+        acc = acc * alpha[:, None] + p[:, None] * v_tile
+        unweighted += v_tile
+        m_i = m_ij
+    dead = m_i == float("-inf")
+    result = tl.where(dead[:, None], unweighted, acc) / tl.where(dead, keys, l_i)[:, None]
+    _store_each(out, where, zero, result, valid, WIDTH)
+    tl.store(lse + item, tl.where(dead, float("inf"), m_i + tl.log(tl.where(dead, 1.0, l_i))), mask=valid)
+
+
+@triton.jit
+def _pointwise_backward(
+    grad: tl.tuple,
+    q: tl.tuple,
+    k: tl.tuple,
+    v: tl.tuple,
+    mask: tl.tuple,
+    out: tl.tuple,
+    lse: tl.tensor,
+    dq: tl.tuple,
+    dk: tl.tuple,
+    dv: tl.tuple,
+    rows: tl.tensor,
+    keys: tl.tensor,
+    heads: tl.tensor,
+    count: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Store dq, dk and dv; each (batch, row, head) has its own keys, so every gradient is written once."""
+    item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = item < count
+    line = item // heads
+    where = (line // rows, line % rows, item % heads)
+    zero = tl.zeros([BLOCK], tl.int64)
+    scale: tl.constexpr = WIDTH**-0.5
+    q_tile = _load_each(q, where, zero, valid, WIDTH) * scale
+    do_tile = _load_each(grad, where, zero, valid, WIDTH)
+    o_tile = _load_each(out, where, zero, valid, WIDTH)
+    delta = tl.sum(do_tile * o_tile, 1)
+    lse_tile = tl.load(lse + item, mask=valid, other=0.0)
+    dead = lse_tile == float("inf")
+    mask_start = mask_of(mask, where[0], where[1])
+    acc = tl.zeros([BLOCK, padded_width(WIDTH)], tl.float32)
+    for j in range(keys):
+        attended = tl.load(mask_start + j, mask=valid, other=0) != 0
+        k_tile = _load_each(k, where, zero + j, valid, WIDTH)
+        v_tile = _load_each(v, where, zero + j, valid, WIDTH)
+        p = tl.math.exp2((tl.sum(q_tile * k_tile, 1) - tl.where(dead, 0.0, lse_tile)) * LOG2E)
+        ds = tl.where(attended, p * (tl.sum(do_tile * v_tile, 1) - delta), 0.0)
+        p = tl.where(attended, p, tl.where(dead, 1.0 / keys, 0.0))
+        acc += ds[:, None] * k_tile
+        _store_each(dk, where, zero + j, ds[:, None] * q_tile, valid, WIDTH)
+        _store_each(dv, where, zero + j, p[:, None] * do_tile, valid, WIDTH)
+    _store_each(dq, where, zero, acc * scale, valid, WIDTH)
+
+
+_POINTWISE = configs("BLOCK", *((block, warps, 1) for block in (32, 64, 128, 256) for warps in (2, 4, 8)))
+POINTWISE_FORWARD = register("pointwise_forward", _pointwise_forward, _POINTWISE)
+POINTWISE_BACKWARD = register("pointwise_backward", _pointwise_backward, _POINTWISE)
+
+
+def serves_pointwise(q: Tensor, k: Tensor, bias: Tensor | None) -> bool:
+    """Return whether these kernels are for such tensors, [B, R, Q or K, h, d]."""
+    return bias is None and q.shape[2] == 1 and k.shape[2] <= POINTWISE_KEYS
+
+
+def run_pointwise(of: Kernel, vectors: dict[str, Strided], mask: Strided, lse: Tensor) -> None:
+    """Run a kernel over vectors [B, R, Q or K, h, d], by the names of its arguments, and the mask."""
+    k = vectors["k"].data
+    assert k is not None
+    _, rows, keys, heads, width = k.shape
+    kernel = of.tiled((width, k.element_size()), k)
+    kernel.run(
+        (triton.cdiv(lse.numel(), kernel["BLOCK"]),),
+        **vectors,
+        mask=mask,
+        lse=lse,
+        rows=rows,
+        keys=keys,
+        heads=heads,
+        count=lse.numel(),
+        WIDTH=width,
+    )
+
 
 WARPS = 8  # of the gradient of the bias that a core runs at once: its tiles take most of the registers
 MAX_SLABS = 16  # of rows whose gradients of the bias are summed apart
@@ -46,11 +995,11 @@ def attention(t: Operands) -> tuple[Tensor, Tensor]:
 def _forward(t: Operands) -> None:
     """Write the output of attention, [B, R, Q, h, d], and its logarithms [B, R, h, Q]."""
     vectors = {"q": t.q, "k": t.k, "v": t.v, "out": t.out}
-    if kernels.serves_pointwise(t.q, t.k, t.bias):
-        kernels.run_pointwise(kernels.POINTWISE_FORWARD, strided(vectors), strided_mask(t.mask), t.lse)
+    if serves_pointwise(t.q, t.k, t.bias):
+        run_pointwise(POINTWISE_FORWARD, strided(vectors), strided_mask(t.mask), t.lse)
         return
     call = _Call(vectors, t.mask, t.bias)
-    kernel = call.tiled(kernels.FORWARD)
+    kernel = call.tiled(FORWARD)
     kernel.run(call.row_grid(kernel, "BLOCK_Q"), **call.arguments, lse=t.lse)
 
 
@@ -69,11 +1018,11 @@ def attention_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _backward(t: Operands) -> None:
     """Write the gradients of attention into dq, dk, dv, stride 1 along the width; and dbias [B, h, Q, K], if wanted."""
     vectors = {name: getattr(t, name) for name in ("grad", "q", "k", "v", "out", "dq", "dk", "dv")}
-    if kernels.serves_pointwise(t.q, t.k, t.bias):
-        kernels.run_pointwise(kernels.POINTWISE_BACKWARD, strided(vectors), strided_mask(t.mask), t.lse)
+    if serves_pointwise(t.q, t.k, t.bias):
+        run_pointwise(POINTWISE_BACKWARD, strided(vectors), strided_mask(t.mask), t.lse)
         return
     call = _Call(vectors, t.mask, t.bias)
-    if kernels.serves_short(vectors.values(), t.bias):
+    if serves_short(vectors.values(), t.bias):
         call.run_short(t.lse, t.dbias)
     else:
         call.run_long(t.lse, t.dbias)
@@ -108,7 +1057,7 @@ class _Call:
         self.batches, rows, queries, heads, width = self.q.shape
         laid_out = None if bias is None else _strided_bias(bias)
         bias_keys = 0 if laid_out is None or laid_out.data is None else laid_out.data.shape[-1]
-        self.sizes = kernels.Sizes(rows, queries, vectors["k"].shape[2], heads, bias_keys)
+        self.sizes = Sizes(rows, queries, vectors["k"].shape[2], heads, bias_keys)
         self.arguments: dict[str, Any] = {
             **strided(vectors),
             "mask": strided_mask(mask),
@@ -139,9 +1088,9 @@ class _Call:
         rest = dict(self.arguments)
         out, dq, dk, dv = (rest.pop(name) for name in ("out", "dq", "dk", "dv"))
         rest |= {"lse": lse, "delta": delta}
-        kernel = self.tiled(kernels.DQ)
+        kernel = self.tiled(DQ)
         kernel.run(self.row_grid(kernel, "BLOCK_Q"), **rest, out=out, dq=dq, firsts=firsts)
-        kernel = self.tiled(kernels.DKDV)
+        kernel = self.tiled(DKDV)
         kernel.run(self.row_grid(kernel, "BLOCK_K"), **rest, dk=dk, dv=dv)
         if dbias is not None:
             self._run_bias(rest, firsts, dbias)
@@ -149,7 +1098,7 @@ class _Call:
     def run_short(self, lse: Tensor, dbias: Tensor | None) -> None:
         """Compute the gradients of rows that `attention_short` serves."""
         delta, firsts = self._between(lse)
-        kernel, sizes, wide = kernels.SHORT.tiled(self.key, self.q), self.sizes, kernels.padded_width(self.q.shape[-1])
+        kernel, sizes, wide = SHORT.tiled(self.key, self.q), self.sizes, padded_width(self.q.shape[-1])
         several = sizes.keys > kernel["BLOCK_K"]
         kernel.run(
             (self.batches * sizes.rows * sizes.heads,),
@@ -169,7 +1118,7 @@ class _Call:
 
     def _run_bias(self, rest: dict[str, Any], firsts: Tensor, dbias: Tensor) -> None:
         sizes, batches = self.sizes, self.batches
-        kernel = self.tiled(kernels.DBIAS)
+        kernel = self.tiled(DBIAS)
         blocks = cdiv(sizes.queries, kernel["BLOCK_Q"]) * cdiv(sizes.keys, kernel["BLOCK_K"])
         tiles = batches * sizes.heads * blocks
         slab, slabs = slabs_for(sizes.rows, tiles, cores(dbias.device) * max(1, WARPS // kernel.config.warps))
@@ -177,7 +1126,7 @@ class _Call:
         into = Strided.of(parts, parts.stride()[:4], 16, parts.stride(4))
         kernel.run((slabs * tiles,), **rest, firsts=firsts, dbias=into, slab=slab, batches=batches)
         if slabs > 1:
-            kernel = kernels.SLABS.tiled((dbias.numel(),), dbias)
+            kernel = SLABS.tiled((dbias.numel(),), dbias)
             positions = batches * sizes.queries * sizes.keys
             kernel.run(
                 (cdiv(positions, kernel["BLOCK"]),),
@@ -234,16 +1183,12 @@ def _strided_bias(bias: Tensor) -> Strided:
     shared = bias.stride(0) == 0
     bias = bias[:1] if shared else bias
     keys = bias.shape[-1]
-    if (
-        bias.stride(-1) != 1
-        or keys % kernels.BIAS_UNIT
-        or any(s % kernels.BIAS_UNIT for s in _strides(bias.shape, bias.stride()))
-    ):
-        padded = bias.new_empty(*bias.shape[:-1], cdiv(keys, kernels.BIAS_UNIT) * kernels.BIAS_UNIT)
+    if bias.stride(-1) != 1 or keys % BIAS_UNIT or any(s % BIAS_UNIT for s in _strides(bias.shape, bias.stride())):
+        padded = bias.new_empty(*bias.shape[:-1], cdiv(keys, BIAS_UNIT) * BIAS_UNIT)
         padded[..., :keys] = bias
         bias = padded
     batch, head, query = _strides(bias.shape, bias.stride())
-    return Strided.of(bias, (0 if shared else batch, head, query), kernels.BIAS_UNIT)
+    return Strided.of(bias, (0 if shared else batch, head, query), BIAS_UNIT)
 
 
 def gated_attention(t: Operands) -> tuple[Tensor, ...]:
@@ -255,7 +1200,7 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
     q, k, v, out = (batched(each, 5) for each in (*vectors, o.unflatten(-1, (t.heads, -1))))
     bias = None if bias is None else batched(bias, 4)
     _forward(Operands(q=q, k=k, v=v, mask=batched(t.mask, 3), bias=bias, out=out, lse=batched(lse, 4)))
-    new = gate.gated_linear_residual(t.but(o=o, g=g, weight=t.out_weight, bias=t.out_bias), t.residual)
+    new = gated_linear_residual(t.but(o=o, g=g, weight=t.out_weight, bias=t.out_bias), t.residual)
     if not t.kept:
         return new, *(x.new_empty(0) for _ in range(5))
     return new, y, mean, scale, o, lse
@@ -268,7 +1213,7 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
     dy, do = empty_projected(x, t.weight.shape[0]), empty_projected(x, inner)
     g, *vectors, bias = parts(t.y, inner, t.heads, t.bias)
     dg, *gradients, dbias = parts(dy, inner, t.heads, given if t.bias_wanted else None)
-    of_end = gate.backward(t.but(o=t.attended, g=g, weight=t.out_weight, bias=t.out_bias), do, dg)
+    of_end = gated_linear_residual_sums(t.but(o=t.attended, g=g, weight=t.out_weight, bias=t.out_bias), do, dg)
     do, o = (each.unflatten(-1, (t.heads, -1)) for each in (do, t.attended))
     do, q, k, v, o, dq, dk, dv = (batched(each, 5) for each in (do, *vectors, o, *gradients))
     bias, dbias = (None if each is None else batched(each, 4) for each in (bias, dbias))

@@ -30,7 +30,7 @@ from warpfold.ops.dispatch import fp32_products
 Key = tuple[int, ...]  # what a configuration depends on, as the kernel says: widths, lengths, bytes of an element
 SHIPPED = Path(__file__).parent / "tuned"
 # Of this package, that register kernels.
-MODULES = "adam", "attention", "gate", "noise", "norm", "outer", "pairs", "transition", "triangle"
+MODULES = "adam", "attention", "linear", "noise", "outer", "pairs", "transition", "triangle"
 
 
 @dataclass(frozen=True)

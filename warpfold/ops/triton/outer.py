@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.dispatch import Operands
-from warpfold.ops.tensors import empty_parameters
+from warpfold.ops.dispatch import Operands, empty_parameters
 from warpfold.ops.triton.launch import configs, register_by_precision
 from warpfold.ops.triton.positions import (
     Sum,

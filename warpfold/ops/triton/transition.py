@@ -15,10 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.dispatch import Operands
-from warpfold.ops.tensors import empty_like, empty_parameters
+from warpfold.ops.dispatch import Operands, empty_like, empty_parameters
 from warpfold.ops.triton.launch import configs, register_by_precision
-from warpfold.ops.triton.norm import shifted, statistics
+from warpfold.ops.triton.linear import shifted, statistics
 from warpfold.ops.triton.positions import (
     Positions,
     Sum,

@@ -1,6 +1,17 @@
-"""triangle_factor on a GPU: gated, masked and laid out for the product in one pass, by the functions of `gate`.
+"""Triangle multiplication on a GPU: in 16 bits two kernels and a product forward, four and two products backward.
 
-triangle_multiplication on a GPU, in 16 bits: two kernels and a product forward, four and two products backward.
+Positions are counted along rows that are padded as those of the planes are, so that 16 bytes of a plane are one channel
+of neighbouring positions.  Tiles [positions, channels] are read and written along the channels in x, along the
+positions in a plane, and change hands in shared memory on the way.
+
+Rows of the joined weight make a, a's gate, b, b's gate and the product's gate; FUSED (AlphaFold 2.3) they make a, b,
+a's gate, b's gate and the product's.
+
+Forward there are kernels of the factors and of what follows their product; backward of the gradients of the product, of
+the operand and of norms, and of the two weights and their biases.  Of the latter, each program owns some channels and
+runs over a span of positions; for those of a factor it makes the projections again.
+What it adds up lies in partials, a row for each span: of the rows of the joined weight that make the factors, and of
+their biases; of those that make the product's gate, and of their biases, then of the output's weight and of its bias.
 
 A plane is [*, h, n, n], channels in front, its rows padded to whole sectors of memory, so that any n is read in wide
 words and multiplied by the quick products of the vendor's library, which want rows of 16 bytes.
@@ -26,6 +37,8 @@ norm_linear, gate, dropout, the residual) the layer moved 25 T forward: 140 us.
 The gradients of a's and b's projections (4 T, written once and read twice, 70 us) are never in memory: the two kernels
 that want them make the projections again, 8.6 GFLOP or 14 us each.  a, b and their product are kept (3 T): to make a
 and b again would cost 3 T and 8.6 GFLOP more, some 20 us of 200.  Whoever lacks the memory recomputes the whole layer.
+
+triangle_factor, for fp32: gated, masked and laid out for the product in one pass, by the functions of `gate`.
 """
 
 import functools
@@ -35,15 +48,22 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.dispatch import Operands
-from warpfold.ops.norm import empty_statistics
-from warpfold.ops.tensors import empty_like, empty_parameters
+from warpfold.ops.dispatch import Operands, empty_like, empty_parameters
+from warpfold.ops.linear import empty_statistics
 from warpfold.ops.triangle import empty_factor, empty_planes, row_pitch
-from warpfold.ops.triton.gate import gate_backward_kernel, gate_kernel, run_gate, run_gate_backward
 from warpfold.ops.triton.launch import Kernel, TiledKernel, configs, register
-from warpfold.ops.triton.noise import SCALARS, DropoutOperands, fill
+from warpfold.ops.triton.linear import (
+    gate_backward_kernel,
+    gate_kernel,
+    run_gate,
+    run_gate_backward,
+    shifted,
+    statistics,
+)
+from warpfold.ops.triton.noise import SCALARS, DropoutOperands, dropout_tile, fill
 from warpfold.ops.triton.positions import (
     Axes,
     Strided,
@@ -52,19 +72,641 @@ from warpfold.ops.triton.positions import (
     coalesce,
     contiguous,
     empty_partials,
+    offsets,
     or_unwanted,
+    pointers,
     power_of_two,
     programs_for,
     sum_partials,
 )
-from warpfold.ops.triton.triangle_kernels import (
-    FACTORS,
-    FACTORS_BACKWARD,
-    FACTORS_WEIGHT,
-    OUT,
-    OUT_BACKWARD,
-    OUT_WEIGHT,
+
+
+@triton.jit
+def present_of(m: tl.tensor, axes: tl.tuple, n: tl.tensor, PADDED: tl.constexpr) -> tl.tensor:
+    """Return which of these positions there are: not those past the last, nor those that pad a row of n."""
+    present = m < axes.positions
+    if PADDED:
+        present = present & (m % axes.inner < n)
+    return present
+
+
+@triton.jit
+def in_memory(m: tl.tensor, c: tl.tensor, axes: tl.tuple, C: tl.constexpr) -> tl.tensor:
+    """Return which elements of a plane there is memory for, also those that pad its rows: so words of it are wide."""
+    return (m < axes.positions)[:, None] & (c < C)[None, :]
+
+
+@triton.jit
+def load_normed(
+    x: tl.tuple,
+    readable: tl.tensor,
+    norm_weight: tl.tensor,
+    norm_bias: tl.tensor,
+    mean: tl.tensor,
+    rstd: tl.tensor,
+    at: tl.tensor,
+    m: tl.tensor,
+    present: tl.tensor,
+    axes: tl.tuple,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    AGAIN: tl.constexpr = False,
+) -> tl.tuple:
+    """Return the normalised channels of positions [m, c], in fp32 before weight and bias, in the dtype of x after them.
+
+    at: where the statistics of these positions lie.  readable: which elements of x may be read.  AGAIN: they were read
+    before, and are not to be held in registers meanwhile: so that the compiler does not, the loads are of another kind.
+    """
+    c = tl.arange(0, BLOCK_C)
+    once: tl.constexpr = "evict_first" if AGAIN else ""
+    v = tl.load(pointers(x, m, c, axes), mask=readable, other=0, eviction_policy=once).to(tl.float32)
+    mu = tl.load(mean + at, mask=present, other=0)
+    r = tl.load(rstd + at, mask=present, other=0)
+    x_hat = tl.where(present[:, None] & (c < C)[None, :], (v - mu[:, None]) * r[:, None], 0.0)
+    w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
+    return x_hat, shifted(x_hat * w[None, :], norm_bias, c, C).to(x.data.dtype.element_ty)
+
+
+@triton.jit
+def rows_of(
+    weight: tl.tensor,
+    first: tl.tensor,
+    o: tl.tensor,
+    c: tl.tensor,
+    dtype: tl.constexpr,
+    ROWS: tl.constexpr,
+    C: tl.constexpr,
+) -> tl.tensor:
+    """Load rows first + o of a weight [., C], of those with o < ROWS, transposed: [c, o]."""
+    known = (c < C)[:, None] & (o < ROWS)[None, :]
+    return tl.load(weight + first * C + o[None, :] * C + c[:, None], mask=known, other=0).to(dtype)
+
+
+@triton.jit
+def biased(
+    y: tl.tensor,
+    bias: tl.tensor,
+    first: tl.tensor,
+    o: tl.tensor,
+    ROWS: tl.constexpr,
+    BIASED: tl.constexpr,
+) -> tl.tensor:
+    """Return y [m, o] with elements first + o of a bias, which BIASED outputs have."""
+    if bias is not None:
+        known = (o < ROWS) & (first + o < BIASED)
+        return y + tl.load(bias + first + o, mask=known, other=0).to(tl.float32)[None, :]
+    else:
+        return y
+
+
+@triton.jit
+def norm_backward(
+    dn: tl.tensor,
+    x_hat: tl.tensor,
+    norm_weight: tl.tensor,
+    r: tl.tensor,
+    partials: tl.tensor,
+    C: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+) -> tl.tensor:
+    """Return the gradient of what was normalised, given that of the result; store this program's part of the norm's.
+
+    partials: [programs, 2 C], of the norm's weight and of its bias.
+    """
+    c = tl.arange(0, BLOCK_C)
+    mine = partials + tl.program_id(0).to(tl.int64) * (2 * C) + c
+    tl.store(mine, tl.sum(dn * x_hat, 0), mask=c < C)
+    tl.store(mine + C, tl.sum(dn, 0), mask=c < C)
+    dn = dn * tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)[None, :]
+    c1 = tl.sum(dn * x_hat, 1) / C
+    c2 = tl.sum(dn, 1) / C
+    return (dn - c2[:, None] - x_hat * c1[:, None]) * r[:, None]
+
+
+@triton.jit
+def _store_factor(
+    plane: tl.tuple,
+    n1: tl.tensor,
+    kept: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    m: tl.tensor,
+    axes: tl.tuple,
+    VALUES: tl.constexpr,
+    GATES: tl.constexpr,
+    C: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+) -> None:
+    """Store a factor; the rows of the weight that make it begin at VALUES, those that make its gate at GATES."""
+    c = tl.arange(0, BLOCK_C)
+    for start in range(0, HIDDEN, BLOCK_O):
+        o = start + tl.arange(0, BLOCK_O)
+        y = tl.dot(n1, rows_of(weight, VALUES, o, c, n1.dtype, HIDDEN, C))
+        g = tl.dot(n1, rows_of(weight, GATES, o, c, n1.dtype, HIDDEN, C))
+        y = biased(y, bias, VALUES, o, HIDDEN, BIASED)
+        y = y * tl.sigmoid(biased(g, bias, GATES, o, HIDDEN, BIASED)) * kept[:, None]
+        # What pads a row of the plane is written too.
+        tl.store(pointers(plane, m, o, axes), y.to(plane.data.dtype.element_ty), mask=in_memory(m, o, axes, HIDDEN))
+
+
+@triton.jit
+def _factors_forward(
+    x: tl.tuple,
+    mask: tl.tuple,
+    norm_weight: tl.tensor,
+    norm_bias: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    a: tl.tuple,
+    b: tl.tuple,
+    mean: tl.tuple,
+    rstd: tl.tensor,
+    axes: tl.tuple,
+    n: tl.tensor,
+    eps: tl.tensor,
+    C: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BIASED: tl.constexpr,
+    FUSED: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+) -> None:
+    """Store both factors and the statistics of x: all channels of BLOCK_M positions."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_C)
+    present = present_of(m, axes, n, PADDED)
+    valid = present[:, None] & (c < C)[None, :]
+    v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
+    d, mu, r = statistics(v, valid, eps, C)
+    w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
+    n1 = shifted(d * r[:, None] * w[None, :], norm_bias, c, C).to(x.data.dtype.element_ty)
+    at = offsets(mean, m, axes)
+    tl.store(mean.data + at, mu, mask=present)
+    tl.store(rstd + at, r, mask=present)
+    kept = tl.load(mask.data + offsets(mask, m, axes), mask=present, other=0).to(tl.float32)
+    B: tl.constexpr = HIDDEN if FUSED else 2 * HIDDEN
+    A_GATES: tl.constexpr = 2 * HIDDEN if FUSED else HIDDEN
+    _store_factor(a, n1, kept, weight, bias, m, axes, 0, A_GATES, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O)
+    _store_factor(b, n1, kept, weight, bias, m, axes, B, 3 * HIDDEN, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def _out_forward(
+    x: tl.tuple,
+    product: tl.tuple,
+    norm_weight: tl.tensor,
+    norm_bias: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out_norm_weight: tl.tensor,
+    out_norm_bias: tl.tensor,
+    out_weight: tl.tensor,
+    out_bias: tl.tensor,
+    factors: tl.tuple,
+    key: tl.tensor,
+    y: tl.tuple,
+    mean: tl.tuple,
+    rstd: tl.tensor,
+    out_mean: tl.tensor,
+    out_rstd: tl.tensor,
+    axes: tl.tuple,
+    n: tl.tensor,
+    eps: tl.tensor,
+    number: tl.tensor,
+    word: tl.tensor,
+    rate: tl.tensor,
+    scale: tl.tensor,
+    C: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BIASED: tl.constexpr,
+    PADDED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+) -> None:
+    """Store y = x + factors * (linear(norm(product)) * sigmoid(gate of x)), and the statistics of the product.
+
+    RESIDUAL: with x, or without it.
+    """
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
+    present = present_of(m, axes, n, PADDED)
+    known = present[:, None] & (h < HIDDEN)[None, :]
+    v = tl.load(pointers(product, m, h, axes), mask=in_memory(m, h, axes, HIDDEN), other=0).to(tl.float32)
+    if PADDED:
+        v = tl.where(known, v, 0.0)  # nobody wrote what pads the product's rows
+    d, mu, r = statistics(v, known, eps, HIDDEN)
+    w = tl.load(out_norm_weight + h, mask=h < HIDDEN, other=0).to(tl.float32)
+    n2 = shifted(d * r[:, None] * w[None, :], out_norm_bias, h, HIDDEN).to(x.data.dtype.element_ty)
+    at = offsets(mean, m, axes)
+    tl.store(out_mean + at, mu, mask=present)
+    tl.store(out_rstd + at, r, mask=present)
+    valid = present[:, None] & (c < C)[None, :]
+    _, n1 = load_normed(x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C)
+    GATES: tl.constexpr = 4 * HIDDEN
+    for start in range(0, C, BLOCK_O):
+        o = start + tl.arange(0, BLOCK_O)
+        g = tl.dot(n1, rows_of(weight, GATES, o, c, n1.dtype, C, C))
+        u = tl.dot(n2, rows_of(out_weight, 0, o, h, n1.dtype, C, HIDDEN))
+        u = biased(u, out_bias, 0, o, C, C) * tl.sigmoid(biased(g, bias, GATES, o, C, BIASED))
+        shown = present[:, None] & (o < C)[None, :]
+        if factors is not None:
+            drawn = offsets(factors, m, axes)[:, None] + (o.to(tl.int64) * factors.strides[3])[None, :]
+            u *= dropout_tile(factors, drawn, shown, key, number, word, rate, scale)
+        if RESIDUAL:
+            u += tl.load(pointers(x, m, o, axes), mask=shown, other=0).to(tl.float32)
+        tl.store(pointers(y, m, o, axes), u.to(y.data.dtype.element_ty), mask=shown)
+
+
+_FORWARD = configs(
+    "BLOCK_M BLOCK_O",
+    *((64, o, w, s) for o in (32, 64) for w in (4, 8) for s in (2, 3)),
+    *((128, o, 8, s) for o in (32, 64) for s in (2, 3)),
+    (64, 16, 8, 2),  # of 256 channels
 )
+FACTORS = register("triangle_factors", _factors_forward, _FORWARD)
+OUT = register("triangle_out", _out_forward, _FORWARD)
+
+
+@triton.jit(do_not_specialize=SCALARS)
+def _out_backward(
+    grad: tl.tuple,
+    x: tl.tuple,
+    product: tl.tuple,
+    norm_weight: tl.tensor,
+    norm_bias: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    out_norm_weight: tl.tensor,
+    out_norm_bias: tl.tensor,
+    out_weight: tl.tensor,
+    out_bias: tl.tensor,
+    factors: tl.tuple,
+    key: tl.tensor,
+    mean: tl.tuple,
+    rstd: tl.tensor,
+    out_mean: tl.tensor,
+    out_rstd: tl.tensor,
+    dproduct: tl.tuple,
+    dprojected: tl.tuple,
+    dgate: tl.tuple,
+    partials: tl.tensor,
+    axes: tl.tuple,
+    n: tl.tensor,
+    number: tl.tensor,
+    word: tl.tensor,
+    rate: tl.tensor,
+    scale: tl.tensor,
+    C: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BIASED: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+) -> None:
+    """Store the gradients of the product, of what it is projected to and of its gate's logits; and partials of the
+    second norm's."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
+    present = present_of(m, axes, n, PADDED)
+    at = offsets(mean, m, axes)
+    valid, plane = present[:, None] & (c < C)[None, :], in_memory(m, h, axes, HIDDEN)
+    _, n1 = load_normed(x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C)
+    _, n2 = load_normed(
+        product, plane, out_norm_weight, out_norm_bias, out_mean, out_rstd, at, m, present, axes, HIDDEN, BLOCK_H
+    )
+    dn = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+    GATES: tl.constexpr = 4 * HIDDEN
+    for start in range(0, C, BLOCK_O):
+        o = start + tl.arange(0, BLOCK_O)
+        gate_rows = rows_of(weight, GATES, o, c, n1.dtype, C, C)
+        out_rows = rows_of(out_weight, 0, o, h, n1.dtype, C, HIDDEN)
+        shown = present[:, None] & (o < C)[None, :]
+        dz = tl.load(pointers(grad, m, o, axes), mask=shown, other=0).to(tl.float32)
+        if factors is not None:
+            drawn = offsets(factors, m, axes)[:, None] + (o.to(tl.int64) * factors.strides[3])[None, :]
+            dz = dz * dropout_tile(factors, drawn, shown, key, number, word, rate, scale)
+        g = biased(tl.dot(n1, gate_rows), bias, GATES, o, C, BIASED)
+        u = biased(tl.dot(n2, out_rows), out_bias, 0, o, C, C)
+        gate_values = tl.sigmoid(g)
+        dz = dz * gate_values
+        dg = dz * u * (1 - gate_values)
+        du = dz.to(n1.dtype)
+        tl.store(pointers(dgate, m, o, axes), dg.to(n1.dtype), mask=shown)
+        tl.store(pointers(dprojected, m, o, axes), du, mask=shown)
+        dn = tl.dot(du, tl.trans(out_rows), dn)
+    x_hat, _ = load_normed(
+        product, plane, out_norm_weight, out_norm_bias, out_mean, out_rstd, at, m, present, axes, HIDDEN, BLOCK_H,
+        AGAIN=True,
+    )  # fmt: skip
+    r = tl.load(out_rstd + at, mask=present, other=0)
+    out = norm_backward(dn, x_hat, out_norm_weight, r, partials, HIDDEN, BLOCK_H)
+    tl.store(pointers(dproduct, m, h, axes), out.to(dproduct.data.dtype.element_ty), mask=plane)
+
+
+@triton.jit
+def of_factor(
+    plane: tl.tensor,
+    like: tl.tuple,
+    n1: tl.tensor,
+    kept: tl.tensor,
+    value_rows: tl.tensor,
+    gate_rows: tl.tensor,
+    bias: tl.tensor,
+    values: tl.tensor,
+    gates: tl.tensor,
+    m: tl.tensor,
+    o: tl.tensor,
+    axes: tl.tuple,
+    HIDDEN: tl.constexpr,
+    BIASED: tl.constexpr,
+) -> tl.tuple:
+    """Return the gradients of a factor's projection and of its gate's logits, [m, o] in the dtype of n1.
+
+    plane: where the factor's gradient begins, with the strides of `like`.  value_rows, gate_rows [c, o]: the rows of
+    the weight that make these channels, transposed; the first of their kind stand at `values` and `gates`.
+    """
+    at = offsets(like, m, axes)[:, None] + (o.to(tl.int64) * like.strides[3])[None, :]
+    d = tl.load(plane + at, mask=in_memory(m, o, axes, HIDDEN), other=0).to(tl.float32)
+    d = tl.where((kept != 0)[:, None], d * kept[:, None], 0.0)  # nobody wrote what pads the rows
+    y = biased(tl.dot(n1, value_rows), bias, values, o, HIDDEN, BIASED)
+    gate_values = tl.sigmoid(biased(tl.dot(n1, gate_rows), bias, gates, o, HIDDEN, BIASED))
+    dy = d * gate_values
+    return dy.to(n1.dtype), (dy * y * (1 - gate_values)).to(n1.dtype)
+
+
+@triton.jit
+def _add_factor(
+    dn: tl.tensor,
+    plane: tl.tensor,
+    like: tl.tuple,
+    n1: tl.tensor,
+    kept: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    m: tl.tensor,
+    axes: tl.tuple,
+    VALUES: tl.constexpr,
+    GATES: tl.constexpr,
+    C: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BIASED: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+) -> tl.tensor:
+    """Return dn, and what a factor adds to it: the gradient of the normalised x."""
+    c = tl.arange(0, BLOCK_C)
+    for start in range(0, HIDDEN, BLOCK_O):
+        o = start + tl.arange(0, BLOCK_O)
+        value_rows = rows_of(weight, VALUES, o, c, n1.dtype, HIDDEN, C)
+        gate_rows = rows_of(weight, GATES, o, c, n1.dtype, HIDDEN, C)
+        dy, dg = of_factor(
+            plane, like, n1, kept, value_rows, gate_rows, bias, VALUES, GATES, m, o, axes, HIDDEN, BIASED
+        )
+        dn = tl.dot(dy, tl.trans(value_rows), dn)
+        dn = tl.dot(dg, tl.trans(gate_rows), dn)
+    return dn
+
+
+@triton.jit
+def _factors_backward(
+    grad: tl.tuple,
+    x: tl.tuple,
+    mask: tl.tuple,
+    norm_weight: tl.tensor,
+    norm_bias: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    mean: tl.tuple,
+    rstd: tl.tensor,
+    dfactors: tl.tuple,
+    dgate: tl.tuple,
+    dx: tl.tuple,
+    partials: tl.tensor,
+    axes: tl.tuple,
+    n: tl.tensor,
+    apart: tl.tensor,
+    C: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BIASED: tl.constexpr,
+    FUSED: tl.constexpr,
+    PADDED: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+) -> None:
+    """Store dx, with the gradient of the residual if there is one; and partials of the first norm's.
+
+    dfactors: the gradient of a and, `apart` elements on, that of b.
+    """
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    c = tl.arange(0, BLOCK_C)
+    present = present_of(m, axes, n, PADDED)
+    at = offsets(mean, m, axes)
+    valid = present[:, None] & (c < C)[None, :]
+    _, n1 = load_normed(x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C)
+    kept = tl.load(mask.data + offsets(mask, m, axes), mask=present, other=0).to(tl.float32)
+    dn = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    B: tl.constexpr = HIDDEN if FUSED else 2 * HIDDEN
+    A_GATES: tl.constexpr = 2 * HIDDEN if FUSED else HIDDEN
+    da, db = dfactors.data, dfactors.data + apart.to(tl.int64)
+    dn = _add_factor(dn, da, dfactors, n1, kept, weight, bias, m, axes, 0, A_GATES, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O)
+    dn = _add_factor(
+        dn, db, dfactors, n1, kept, weight, bias, m, axes, B, 3 * HIDDEN, C, HIDDEN, BIASED, BLOCK_C, BLOCK_O
+    )
+    for start in range(0, C, BLOCK_O):
+        o = start + tl.arange(0, BLOCK_O)
+        dg = tl.load(pointers(dgate, m, o, axes), mask=present[:, None] & (o < C)[None, :], other=0)
+        rows = rows_of(weight, 4 * HIDDEN, o, c, n1.dtype, C, C)
+        dn = tl.dot(dg, tl.trans(rows), dn)
+    x_hat, _ = load_normed(
+        x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C, AGAIN=True
+    )
+    r = tl.load(rstd + at, mask=present, other=0)
+    out = norm_backward(dn, x_hat, norm_weight, r, partials, C, BLOCK_C)
+    if RESIDUAL:
+        out += tl.load(pointers(grad, m, c, axes), mask=valid, other=0).to(tl.float32)
+    tl.store(pointers(dx, m, c, axes), out.to(dx.data.dtype.element_ty), mask=valid)
+
+
+_BACKWARD = configs(
+    "BLOCK_M BLOCK_O",
+    *((m, o, 4, 2) for m in (32, 64) for o in (16, 32)),
+    *((m, o, 8, s) for m in (64, 128) for o in (32, 64) for s in (2, 3)),
+    (32, 16, 8, 2),  # of 256 channels
+)
+OUT_BACKWARD = register("triangle_out_backward", _out_backward, _BACKWARD)
+FACTORS_BACKWARD = register("triangle_factors_backward", _factors_backward, _BACKWARD)
+
+
+@triton.jit
+def _span(axes: tl.tuple, BLOCK_M: tl.constexpr) -> tl.tuple:
+    """Return the first position of this program's span, and the first that is past it."""
+    each = tl.cdiv(tl.cdiv(axes.positions, BLOCK_M), tl.num_programs(1)) * BLOCK_M
+    first = tl.program_id(1) * each
+    return first, min(axes.positions, first + each)
+
+
+@triton.jit
+def _factors_weight(
+    x: tl.tuple,
+    mask: tl.tuple,
+    norm_weight: tl.tensor,
+    norm_bias: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    mean: tl.tuple,
+    rstd: tl.tensor,
+    dfactors: tl.tuple,
+    partials: tl.tensor,
+    axes: tl.tuple,
+    n: tl.tensor,
+    apart: tl.tensor,
+    C: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BIASED: tl.constexpr,
+    FUSED: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+) -> None:
+    """Store what a span adds to the gradients of BLOCK_O channels of a factor and of their gates."""
+    CHUNKS: tl.constexpr = (HIDDEN + BLOCK_O - 1) // BLOCK_O
+    half = tl.program_id(0) // CHUNKS  # of a, or of b
+    o = tl.program_id(0) % CHUNKS * BLOCK_O + tl.arange(0, BLOCK_O)
+    c = tl.arange(0, BLOCK_C)
+    values = half * (HIDDEN if FUSED else 2 * HIDDEN)
+    gates = (2 * HIDDEN if FUSED else HIDDEN) + half * (HIDDEN if FUSED else 2 * HIDDEN)
+    value_rows = tl.trans(rows_of(weight, values, o, c, x.data.dtype.element_ty, HIDDEN, C))
+    gate_rows = tl.trans(rows_of(weight, gates, o, c, x.data.dtype.element_ty, HIDDEN, C))
+    value_bias = tl.zeros([BLOCK_O], tl.float32)
+    gate_bias = tl.zeros([BLOCK_O], tl.float32)
+    if BIASED > 0:
+        value_bias += tl.load(bias + values + o, mask=(o < HIDDEN) & (values + o < BIASED), other=0).to(tl.float32)
+        gate_bias += tl.load(bias + gates + o, mask=(o < HIDDEN) & (gates + o < BIASED), other=0).to(tl.float32)
+    plane = dfactors.data + half * apart.to(tl.int64) + (o.to(tl.int64) * dfactors.strides[3])[:, None]
+    dvalues = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+    dgates = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+    value_sums = tl.zeros([BLOCK_O], tl.float32)
+    gate_sums = tl.zeros([BLOCK_O], tl.float32)
+    first, last = _span(axes, BLOCK_M)
+    for start in range(first, last, BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)
+        present = present_of(m, axes, n, PADDED)
+        at = offsets(mean, m, axes)
+        valid = present[:, None] & (c < C)[None, :]
+        _, n1 = load_normed(x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C)
+        kept = tl.load(mask.data + offsets(mask, m, axes), mask=present, other=0).to(tl.float32)
+        # Channels along the rows here, as they lie in a plane: so n1 is an operand from shared memory alone.
+        there = (m < axes.positions)[None, :] & (o < HIDDEN)[:, None]
+        d = tl.load(plane + offsets(dfactors, m, axes)[None, :], mask=there, other=0).to(tl.float32)
+        d = tl.where((kept != 0)[None, :], d * kept[None, :], 0.0)  # nobody wrote what pads the rows
+        turned = tl.trans(n1)
+        y = tl.dot(value_rows, turned) + value_bias[:, None]
+        gate_values = tl.sigmoid(tl.dot(gate_rows, turned) + gate_bias[:, None])
+        dy = d * gate_values
+        dg = dy * y * (1 - gate_values)
+        dvalues = tl.dot(dy.to(n1.dtype), n1, dvalues)
+        dgates = tl.dot(dg.to(n1.dtype), n1, dgates)
+        if BIASED > 0:
+            value_sums += tl.sum(dy, 1)
+            gate_sums += tl.sum(dg, 1)
+    ROWS: tl.constexpr = 4 * HIDDEN
+    SUMS: tl.constexpr = ROWS if BIASED > ROWS else BIASED
+    mine = partials + tl.program_id(1).to(tl.int64) * (ROWS * C + SUMS)
+    known = (o < HIDDEN)[:, None] & (c < C)[None, :]
+    tl.store(mine + (values + o)[:, None] * C + c[None, :], dvalues, mask=known)
+    tl.store(mine + (gates + o)[:, None] * C + c[None, :], dgates, mask=known)
+    if BIASED > 0:
+        sums = mine + ROWS * C
+        tl.store(sums + values + o, value_sums, mask=(o < HIDDEN) & (values + o < BIASED))
+        tl.store(sums + gates + o, gate_sums, mask=(o < HIDDEN) & (gates + o < BIASED))
+
+
+@triton.jit
+def _out_weight(
+    x: tl.tuple,
+    product: tl.tuple,
+    norm_weight: tl.tensor,
+    norm_bias: tl.tensor,
+    out_norm_weight: tl.tensor,
+    out_norm_bias: tl.tensor,
+    out_bias: tl.tensor,
+    mean: tl.tuple,
+    rstd: tl.tensor,
+    out_mean: tl.tensor,
+    out_rstd: tl.tensor,
+    dprojected: tl.tuple,
+    dgate: tl.tuple,
+    partials: tl.tensor,
+    axes: tl.tuple,
+    n: tl.tensor,
+    C: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BIASED: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+) -> None:
+    """Store what a span adds to the gradients of BLOCK_O channels of the output and of their gates."""
+    o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    c, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
+    dgates = tl.zeros([BLOCK_O, BLOCK_C], tl.float32)
+    dout = tl.zeros([BLOCK_O, BLOCK_H], tl.float32)
+    gate_sums = tl.zeros([BLOCK_O], tl.float32)
+    out_sums = tl.zeros([BLOCK_O], tl.float32)
+    first, last = _span(axes, BLOCK_M)
+    for start in range(first, last, BLOCK_M):
+        m = start + tl.arange(0, BLOCK_M)
+        present = present_of(m, axes, n, PADDED)
+        at = offsets(mean, m, axes)
+        valid, plane = present[:, None] & (c < C)[None, :], in_memory(m, h, axes, HIDDEN)
+        known = present[:, None] & (o < C)[None, :]
+        _, n1 = load_normed(x, valid, norm_weight, norm_bias, mean.data, rstd, at, m, present, axes, C, BLOCK_C)
+        dg = tl.load(pointers(dgate, m, o, axes), mask=known, other=0)
+        dgates = tl.dot(tl.trans(dg), n1, dgates)
+        gate_sums += tl.sum(dg.to(tl.float32), 0)
+        _, n2 = load_normed(
+            product, plane, out_norm_weight, out_norm_bias, out_mean, out_rstd, at, m, present, axes, HIDDEN, BLOCK_H
+        )
+        du = tl.load(pointers(dprojected, m, o, axes), mask=known, other=0)
+        dout = tl.dot(tl.trans(du), n2, dout)
+        out_sums += tl.sum(du.to(tl.float32), 0)
+    SUMS: tl.constexpr = BIASED - 4 * HIDDEN if BIASED > 4 * HIDDEN else 0  # gates with a bias
+    OUT_SUMS: tl.constexpr = 0 if out_bias is None else C
+    mine = partials + tl.program_id(1).to(tl.int64) * (C * C + SUMS + C * HIDDEN + OUT_SUMS)
+    tl.store(mine + o[:, None] * C + c[None, :], dgates, mask=(o < C)[:, None] & (c < C)[None, :])
+    mine += C * C
+    if SUMS > 0:
+        tl.store(mine + o, gate_sums, mask=o < SUMS)
+    mine += SUMS
+    tl.store(mine + o[:, None] * HIDDEN + h[None, :], dout, mask=(o < C)[:, None] & (h < HIDDEN)[None, :])
+    if OUT_SUMS > 0:
+        tl.store(mine + C * HIDDEN + o, out_sums, mask=o < C)
+
+
+_WEIGHTS = configs(
+    "BLOCK_M BLOCK_O",
+    *((m, o, 4, 2) for m in (32, 64) for o in (16, 32)),
+    *((m, o, 8, s) for m in (32, 64, 128) for o in (32, 64) for s in (2, 3)),
+    (32, 16, 8, 2),  # of 256 channels
+)
+FACTORS_WEIGHT = register("triangle_factors_weight", _factors_weight, _WEIGHTS)
+OUT_WEIGHT = register("triangle_out_weight", _out_weight, _WEIGHTS)
+
 
 # Whole sectors of memory along both axes: the kernel reads along one and writes along the other.
 _FACTOR_TILES = configs(

@@ -8,7 +8,7 @@ from tests.ops.triton.layouts import poisoned
 from warpfold.check.checks import answer, wrong
 from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, global_attention
-from warpfold.ops.triton import attention_kernels
+from warpfold.ops.triton import attention as launchers
 from warpfold.ops.triton.launch import configs, forced
 
 ROWS, TILES = ("attention_forward", "attention_dq", "attention_dkdv"), ("attention_dbias", "attention_short")
@@ -46,13 +46,13 @@ SHORT = [
 @pytest.fixture(params=[False, True], ids=["long", "short"])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute gradients in fp32 as those of long rows, as a GPU does, and as those of short ones."""
-    monkeypatch.setattr(attention_kernels, "serves_short", lambda *_: request.param)
+    monkeypatch.setattr(launchers, "serves_short", lambda *_: request.param)
 
 
 @pytest.mark.parametrize("case", SHORT, ids=str)
 def test_short_rows_are_as_exact(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """With several tiles of keys, and with one."""
-    monkeypatch.setattr(attention_kernels, "serves_short", lambda *_: True)
+    monkeypatch.setattr(launchers, "serves_short", lambda *_: True)
     given = inputs(case, torch.float32)
     several, one = found(given), found(given, (64, 128))
     assert not mistakes(given, several)

@@ -6,10 +6,10 @@ import torch
 from tests.ops.triton.gate_cases import FACTORS, GATES, TAILS, factor_case, gate_case, tail_case
 from tests.ops.triton.layouts import exact_bf16, poisoned, within
 from warpfold.check.checks import answer, wrong
-from warpfold.ops.gate import gate, gated_linear_residual
-from warpfold.ops.tensors import empty_like
+from warpfold.ops.dispatch import empty_like
+from warpfold.ops.linear import gate, gated_linear_residual
 from warpfold.ops.triangle import triangle_factor
-from warpfold.ops.triton import gate as launchers
+from warpfold.ops.triton import linear as launchers
 from warpfold.ops.triton import positions as sums
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.ops.triton.layouts import exact_bf16, laid, poisoned, within
 from warpfold.check.checks import answer
-from warpfold.ops.gate import gated_linear_residual
+from warpfold.ops.linear import gated_linear_residual
 from warpfold.ops.noise import DropoutFactors, dropout_factors
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -6,9 +6,9 @@ import torch
 from tests.ops.triton.layouts import exact_bf16, laid, poisoned, within
 from tests.ops.triton.norm_cases import LINEARS, NORMS, linear_case, norm_case, of_dtype
 from warpfold.check.checks import answer, wrong
-from warpfold.ops.norm import empty_projected, layer_norm, norm_linear
-from warpfold.ops.tensors import empty_like
-from warpfold.ops.triton import norm
+from warpfold.ops.dispatch import empty_like
+from warpfold.ops.linear import empty_projected, layer_norm, norm_linear
+from warpfold.ops.triton import linear as launchers
 from warpfold.ops.triton import positions as sums
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -17,8 +17,8 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few programs that each has several blocks of positions, and so few sums at once that there are two rounds."""
-    monkeypatch.setattr(norm, "TILES", 2)
-    monkeypatch.setattr(norm, "PROGRAMS", 2)
+    monkeypatch.setattr(launchers, "TILES", 2)
+    monkeypatch.setattr(launchers, "PROGRAMS", 2)
     monkeypatch.setattr(sums, "ONCE", 1)
     monkeypatch.setattr(sums, "SPANS", 2)
 

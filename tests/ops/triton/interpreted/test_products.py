@@ -8,8 +8,8 @@ import torch
 from tests.ops.triton.layouts import exact_bf16, poisoned, within
 from tests.ops.triton.product_cases import OUTERS, TRANSITIONS, dtypes, outer_case, transition_case
 from warpfold.check.checks import answer, wrong
+from warpfold.ops.dispatch import empty_like
 from warpfold.ops.outer import outer_product
-from warpfold.ops.tensors import empty_like
 from warpfold.ops.transition import transition
 from warpfold.ops.triton import outer as outer_launcher
 from warpfold.ops.triton import positions as sums

@@ -6,8 +6,8 @@ import torch
 from tests.ops.triton.layouts import exact_bf16, poisoned
 from tests.ops.triton.triangle_cases import MULTIPLICATIONS, multiplication_case
 from warpfold.check.checks import answer, truth, wrong
+from warpfold.ops.dispatch import empty_like
 from warpfold.ops.noise import Noise
-from warpfold.ops.tensors import empty_like
 from warpfold.ops.triangle import triangle_multiplication
 from warpfold.ops.triton import positions as sums
 from warpfold.ops.triton import triangle as launchers

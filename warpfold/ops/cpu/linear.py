@@ -1,0 +1,249 @@
+"""Norms, gates and the projections beside them on a CPU, block by block, so that what lies between stays in cache.
+
+A block is some positions of tensors [*, c], in the order of memory; other operations of this room are cut likewise.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from warpfold.ops.cpu import noise
+from warpfold.ops.dispatch import Operands, accumulation_dtype, alike, empty_like
+from warpfold.ops.linear import empty_projected, empty_statistics
+
+POSITIONS = 2048  # of a block
+
+
+def blocks(like: Tensor, *tensors: Tensor, size: int | None = None) -> Iterator[list[Tensor]]:
+    """Yield the views of `tensors` for each block; the tensors share all axes but the last.
+
+    A block has `size` positions (None: POSITIONS) or fewer, in the order in which those of `like` lie in memory.
+    """
+    ones = [axis for axis in range(like.dim() - 1) if like.shape[axis] == 1]
+    axes = [axis for axis in range(like.dim() - 1) if like.shape[axis] != 1]
+    order = sorted(axes, key=like.stride, reverse=True)
+    turned = [t.permute(*ones, *order, t.dim() - 1)[(0,) * len(ones)] for t in tensors]
+    for index in alike(_indices([like.shape[axis] for axis in order], size or POSITIONS)):
+        yield [t[index] for t in turned]
+
+
+def examples(x: Tensor) -> Iterator[tuple[int, ...]]:
+    """Yield the index of each example among the leading axes of x [*, rows, length, c]."""
+    return itertools.product(*(range(size) for size in x.shape[:-3]))
+
+
+def row_slices(count: int, length: int, positions: int) -> Iterable[slice]:
+    """Yield slices of `count` rows of this length that have about so many positions, or a row each."""
+    size = max(1, positions // length)
+    return alike(slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def rows(block: Tensor) -> Tensor:
+    """Return a block [*, c] as [positions, c], to be read: a view, or a copy whose channels are contiguous."""
+    flat = block.flatten(0, -2) if block.dim() > 1 else block[None]
+    if flat.stride(-1) == 1:
+        return flat
+    # Two copies: the first reads long runs of memory, the second turns them round within the cache.
+    return flat.t().contiguous().t().contiguous()
+
+
+def writable(block: Tensor) -> Tensor:
+    """Return memory for the results of a block, [positions, c]: the block itself if it lies so, else a new tensor that
+    `put` copies to it."""
+    flat = block.flatten(0, -2) if block.dim() > 1 else block[None]
+    here = flat.data_ptr() == block.data_ptr() and flat.stride(-1) == 1
+    return flat if here else flat.new_empty(flat.shape)
+
+
+def gate_values(g: Tensor) -> Tensor:
+    """Return sigmoid(g), contiguous.  Without `out`, torch takes five times as long where g is a slice."""
+    return torch.sigmoid(g, out=g.new_empty(g.shape))
+
+
+def put(block: Tensor, results: Tensor) -> None:
+    """Write [positions, c] to the block, if `writable` did not give the block itself."""
+    if results.data_ptr() != block.data_ptr():
+        block.copy_(results.view(block.shape))
+
+
+def accumulate(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a^T b to `total`, in place; `total` may have a wider dtype than a and b."""
+    if total.dtype == a.dtype:
+        total.addmm_(a.t(), b)
+    else:
+        total += a.t() @ b
+
+
+def _indices(shape: list[int], size: int) -> Iterator[tuple[int | slice, ...]]:
+    """Yield the indices of the blocks: the innermost axes whole, then a slice of the next."""
+    inner = math.prod(shape[1:])
+    if not shape or (inner <= size and shape[0] * inner <= size):
+        yield ()
+    elif inner > size:
+        for i in range(shape[0]):
+            for rest in _indices(shape[1:], size):
+                yield (i, *rest)
+    else:
+        step = max(1, size // inner)
+        for start in range(0, shape[0], step):
+            yield (slice(start, start + step),)
+
+
+Projected = tuple[Tensor, Tensor | None, Tensor, Tensor | None]  # weight and bias of a norm and of its projection
+
+
+def layer_norm(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute warpfold::layer_norm."""
+    x = t.x
+    y, (mean, scale) = empty_like(x), empty_statistics(x)
+    w, b = t.weight.to(mean.dtype), None if t.bias is None else t.bias.to(mean.dtype)
+    for xb, yb, mb, sb in blocks(x, x, y, mean[..., None], scale[..., None]):
+        n, m, s = torch.native_layer_norm(rows(xb), x.shape[-1:], w, b, t.eps)
+        for block, results in ((yb, n), (mb, m), (sb, s)):
+            put(block, results)
+    return y, mean, scale
+
+
+def layer_norm_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute warpfold::layer_norm_backward."""
+    x = t.x
+    dx, w = empty_like(x), t.weight.to(t.mean.dtype)
+    dweight, dbias = torch.zeros_like(w), torch.zeros_like(w)
+    for xb, dxb, gb, mb, sb in blocks(x, x, dx, t.grad, t.mean[..., None], t.scale[..., None]):
+        g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))  # torch's kernel reads past strides
+        dxs, _, _ = torch.ops.aten.native_layer_norm_backward(g, xs, x.shape[-1:], m, s, w, w, [True, False, False])
+        put(dxb, dxs)
+        # Not by native_layer_norm_backward, which sums gradients of bf16 in bf16.
+        dweight += (xs.to(m.dtype) - m).mul_(s).mul_(g).sum(0)
+        dbias += g.sum(0, dtype=w.dtype)
+    return dx, *(total.to(accumulation_dtype(t.weight)) for total in (dweight, dbias))  # type: ignore[return-value]
+
+
+def norm_linear(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute warpfold::norm_linear."""
+    x = t.x
+    y, (mean, scale) = empty_projected(x, t.weight.shape[0]), empty_statistics(x)
+    nw, nb = t.norm_weight.to(mean.dtype), None if t.norm_bias is None else t.norm_bias.to(mean.dtype)
+    w, b = t.weight.to(x.dtype).t(), None if t.bias is None else t.bias.to(x.dtype)
+    for xb, yb, mb, sb in blocks(x, x, y, mean[..., None], scale[..., None]):
+        n, m, s = torch.native_layer_norm(rows(xb), x.shape[-1:], nw, nb, t.eps)
+        results = writable(yb)
+        if b is not None and len(b) == w.shape[1]:
+            torch.addmm(b, n, w, out=results)
+        else:
+            torch.mm(n, w, out=results)
+            if b is not None:
+                results[:, : len(b)] += b
+        for block, values in ((yb, results), (mb, m), (sb, s)):
+            put(block, values)
+    return y, mean, scale
+
+
+def norm_linear_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute warpfold::norm_linear_backward.
+
+    With h = (x - mean) * scale, the gradients of all parameters follow from grad^T h and from the sum of grad.
+    """
+    x, weight = t.x, t.weight
+    dx, (outputs, c) = empty_like(x), weight.shape
+    nw, w = t.norm_weight.to(t.mean.dtype), weight.to(t.mean.dtype)
+    narrow, one = weight.to(x.dtype), torch.ones_like(nw)
+    product, total = w.new_zeros(outputs, c), w.new_zeros(outputs)
+    for xb, dxb, gb, mb, sb in blocks(x, x, dx, t.grad, t.mean[..., None], t.scale[..., None]):
+        g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))  # torch's kernel reads past strides
+        h = (xs.to(m.dtype) - m).mul_(s).to(x.dtype)
+        accumulate(product, g, h)
+        total += g.sum(0, dtype=total.dtype)
+        dn = torch.mm(g, narrow)
+        dxs, _, _ = torch.ops.aten.native_layer_norm_backward(dn, xs, [c], m, s, nw, one, [True, False, False])
+        put(dxb, dxs)
+    return dx, *parameter_gradients(product, total, t.norm_weight, t.norm_bias, weight, t.bias)  # type: ignore[return-value]
+
+
+def parameter_gradients(
+    product: Tensor, total: Tensor, norm_weight: Tensor, norm_bias: Tensor | None, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Return the gradients of a norm's and its projection's parameters, given grad^T h and the sum of grad.
+
+    h: the operand of mean 0 and deviation 1.  Without elements for a bias that is None.
+    """
+    w, nw = weight.to(product.dtype), norm_weight.to(product.dtype)
+    dweight = product * nw if norm_bias is None else product * nw + total[:, None] * norm_bias.to(product.dtype)
+    made = (product * w).sum(0), total @ w, dweight, total
+    parameters = norm_weight, norm_bias, weight, bias
+    return tuple(
+        norm_weight.new_empty(0, dtype=accumulation_dtype(norm_weight))
+        if p is None
+        else gradient[: len(p)].to(accumulation_dtype(p))
+        for gradient, p in zip(made, parameters)
+    )
+
+
+def gate(t: Operands) -> Tensor:
+    """Compute warpfold::gate."""
+    y = empty_like(t.x)
+    for xb, gb, yb in blocks(t.x, t.x, t.g, y):
+        torch.mul(gate_values(gb), xb, out=yb)
+    return y
+
+
+def gate_backward(t: Operands) -> tuple[Tensor, Tensor]:
+    """Compute warpfold::gate_backward."""
+    dx, dg = empty_like(t.x), empty_like(t.g)
+    for xb, gb, db, dxb, dgb in blocks(t.x, t.x, t.g, t.grad, dx, dg):
+        s = gate_values(gb)
+        torch.mul(db, s, out=dxb)
+        # dg = grad x s (1 - s) = dx x (1 - s)
+        torch.mul(dxb * xb, s.neg_().add_(1), out=dgb)
+    return dx, dg
+
+
+def gated_linear_residual(t: Operands) -> Tensor:
+    """Compute warpfold::gated_linear_residual."""
+    x = t.x
+    f = drawn_factors(x, t)
+    y, w = empty_like(x), t.weight.to(x.dtype).t()
+    b = w.new_zeros(w.shape[1]) if t.bias is None else t.bias.to(x.dtype)
+    for xb, ob, gb, yb, fb in blocks(x, x, t.o, t.g, y, x if f is None else f):
+        gated = gate_values(gb).mul_(ob)
+        results = writable(yb)
+        if f is None:
+            torch.add(rows(xb), b, out=results).addmm_(rows(gated), w)
+        else:
+            torch.addmm(b, rows(gated), w, out=results)
+            results.mul_(rows(fb)).add_(rows(xb))
+        put(yb, results)
+    return y
+
+
+def gated_linear_residual_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute warpfold::gated_linear_residual_backward."""
+    grad, weight = t.grad, t.weight
+    f = drawn_factors(grad, t)
+    do, dg, w = empty_like(t.o), empty_like(t.g), weight.to(grad.dtype)
+    acc = torch.float64 if weight.dtype == torch.float64 or grad.dtype == torch.float64 else torch.float32
+    dweight = weight.new_zeros(weight.shape, dtype=acc)
+    dbias = weight.new_zeros(0 if t.bias is None else len(t.bias), dtype=acc)
+    for db, ob, gb, dob, dgb, fb in blocks(t.o, grad, t.o, t.g, do, dg, grad if f is None else f):
+        dx = rows(db) if f is None else rows(db * fb)
+        s, os = gate_values(rows(gb)), rows(ob)
+        accumulate(dweight, dx, s * os)
+        if t.bias is not None:
+            dbias += dx.sum(0, dtype=acc)
+        dgated = torch.mm(dx, w)
+        put(dob, dgated * s)
+        put(dgb, dgated.mul_(os).mul_(s).mul_(s.neg_().add_(1)))
+    kept = accumulation_dtype(weight)
+    return do, dg, dweight.to(kept), dbias.to(kept)
+
+
+def drawn_factors(x: Tensor, t: Operands) -> Tensor | None:
+    """Return the factors for x, of its shape: those given, or drawn, all at once: most share a draw."""
+    factors: Tensor | None = t.factors
+    if t.key is not None:
+        shape = [1 if stride == 0 else size for size, stride in zip(x.shape, t.strides)]
+        factors = noise.dropout_factors(t.but(shape=shape, dtype=x.dtype))
+    return None if factors is None else factors.to(x.dtype).expand(x.shape)
