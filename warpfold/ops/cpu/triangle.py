@@ -1,11 +1,7 @@
-"""The factors of the triangle products on a CPU: gated, masked and transposed block by block, within the cache.
-
-Triangle multiplication on a CPU, block by block, so that what lies between stays in cache.
+"""Triangle multiplication and its parts on a CPU, block by block, so that what lies between stays in cache.
 
 The projections are made with their channels in front, [output, positions], by one product: so the factors are gated and
 masked where they lie and written in long runs, the product's norm runs over the first axis, and nothing is turned.
-
-Parts of a triangle multiplication on a CPU, block by block: channels in front, too.
 """
 
 from typing import Any
@@ -94,7 +90,7 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
 
 
 def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
-    """Compute warpfold::triangle_multiplication_backward; the gradients of both norms from products, as in linear.py."""
+    """Compute warpfold::triangle_multiplication_backward; the norms as in linear.py."""
     grad, x = t.grad, t.x
     of = _Parameters(t)
     f = drawn_factors(grad, t)
