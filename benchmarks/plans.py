@@ -28,7 +28,7 @@ import torch.distributed as dist
 from link import Shape, refusal, run_ranks
 
 from warpfold.batch import Batch
-from warpfold.cluster.probe import measure_cluster
+from warpfold.cluster.links import measure_cluster
 from warpfold.cost.example import Job, random_example
 from warpfold.cost.machine import this_machine
 from warpfold.cost.memory import train_on_example

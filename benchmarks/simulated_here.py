@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from link import Shape, refusal, run_ranks
 
-from warpfold.cluster.probe import measure_cluster
+from warpfold.cluster.links import measure_cluster
 from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
 from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.measured_rates import measured

@@ -5,7 +5,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +67,8 @@ def test_a_slow_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(*args: Any) -> Any:
         found = before(*args)
         share = 0.2 if rank_of["rank"] == 2 else 1.0
-        used = replace(found.processors, own=0.9 * share, threads=1, held=0.0)
-        return replace(found, matrix={"fp32": 1e10 * share, "bf16": 1e10 * share}, memory=1e10, processors=used)
+        used = found["processors"] | {"own": 0.9 * share, "threads": 1, "held": 0.0}
+        return {**found, "matrix": {"fp32": 1e10 * share, "bf16": 1e10 * share}, "memory": 1e10, "processors": used}
 
     monkeypatch.setattr(doctor, "measure_rates", measured)
 
@@ -112,7 +111,7 @@ def tried(
 
     def run(team: Team) -> Any:
         prepare(team.process.rank)
-        trials = try_folder(place(team.process.rank), NODES, team, seen=0.3)
+        trials = try_folder(place(team.process.rank), NODES, team, patience=0.3)
         return [[one.check, one.outcome, one.says] for one in judge_folder(place(0), trials)]
 
     return {check: (outcome, says) for check, outcome, says in examine(run)[0]}
@@ -163,7 +162,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def test_a_store_that_is_not_there_is_named(tmp_path: Path) -> None:
     found = files.read_store(tmp_path / "none", 0.1, 0)
-    assert "not a store" in found.error
+    assert "not a store" in found["error"]
 
 
 # ---- ranks that do not answer

@@ -16,6 +16,7 @@ import torch
 from tests.cluster.wards import examine
 from warpfold.cluster import doctor
 from warpfold.cluster.judge_links import judge_links
+from warpfold.cluster.links import measure_links
 from warpfold.cluster.ranks import judge_ranks
 from warpfold.cost.links import network
 from warpfold.parallel.team import Team
@@ -42,7 +43,7 @@ needs_nodes = pytest.mark.skipif(REFUSED is not None, reason=str(REFUSED))
 
 
 def of_links(team: Team) -> Any:
-    measured, cluster = doctor.measure_links(NODES, team, CPU, "", time.time)
+    measured, cluster = measure_links(NODES, team, CPU, "", time.time)
     assert cluster is not None
     said = [[one.check, one.outcome, one.says] for one in judge_links(measured, network("eth10", 2))]
     return {"said": said, "within": vars(cluster.within), "between": vars(cluster.between)}

@@ -13,15 +13,15 @@ import torch
 import torch._dynamo  # before the forks, which would each load it
 import torch.distributed as dist
 
-from warpfold.cluster import doctor, files, measure_links, probe, ranks
+from warpfold.cluster import doctor, files, links, ranks
 from warpfold.parallel.team import ProcessInfo, Team, TeamError, distributed_context
 
 WAITED = 100.0  # seconds until a process counts as one that would not end
 
 QUICK: dict[Any, dict[str, Any]] = {
     doctor: {"RATE_SECONDS": 0.12, "READ_SECONDS": 0.1, "TRIES": 1},
-    probe: {"TRIES": 1},
-    measure_links: {
+    links: {
+        "TRIES": 1,
         "PINGS": 6, "PING_SECONDS": 0.05, "REPEATS": 2, "CARRY": 0.002, "MOST": {"cpu": 2**19},
         "AT_ONCE": 0.002, "COLLECTIVE_REPEATS": 2, "COLLECTIVE_SECONDS": 0.002, "CALLS": 3,
     },

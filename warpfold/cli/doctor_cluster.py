@@ -74,7 +74,7 @@ def check_cluster(
                 _say(found, to)
     except TeamError as error:
         if process.rank == 0:
-            _say(replace(latest[0].with_findings([_lost(error)]), seconds=time.monotonic() - began), to)
+            _say(replace(latest[0], findings=[*latest[0].findings, _lost(error)], seconds=time.monotonic() - began), to)
         raise
     raise typer.Exit(1 if found.wrong else 0)
 
@@ -111,7 +111,7 @@ def _say(found: "Examined", to: ResultFiles) -> None:
     if to.cluster and found.cluster:
         found.cluster.save(to.cluster)
     if to.figure and found.links:
-        from warpfold.cluster.drawn import matrices
+        from warpfold.cluster.judge_links import matrices
         from warpfold.report.figures import draw_links
 
         write_atomically(to.figure, draw_links(matrices(found.links), to.figure.suffix[1:]))
@@ -130,7 +130,8 @@ def _say(found: "Examined", to: ResultFiles) -> None:
 
 
 def _tables(found: "Examined") -> None:
-    from warpfold.cluster.drawn import draw, link_rows, matrices, rank_table
+    from warpfold.cluster.judge_links import WIDEST, draw, link_rows, matrices
+    from warpfold.cluster.ranks import rank_table
 
     ranks = sum(map(len, found.nodes))
     typer.echo(
@@ -143,7 +144,7 @@ def _tables(found: "Examined") -> None:
         show_table(("links", "measured", "usual", "worst"), link_rows(found.links))
     if found.rates:
         typer.echo("")
-        heads, rows = rank_table(found.rates, found.nodes)
+        heads, rows = rank_table(found.rates, found.nodes, WIDEST)
         show_table(heads, rows)
     typer.echo("")
 

@@ -1,7 +1,7 @@
 """Check a cluster as training would use it: what its ranks have, their links, what each can do, its files.
 
-`examine_cluster` measures and judges with all ranks.  What is measured is in files of their own (`measure_*`)
-and so is what is said of it (`judge_*`), which takes figures and can be given any.
+`examine_cluster` measures with all ranks and judges what was measured: facts are plain dictionaries, which travel as
+JSON, and what is said of them stands in tables (findings.py) that can be given any.
 """
 
 import time
@@ -14,13 +14,11 @@ import torch
 
 from warpfold.cluster.direct import measure_direct
 from warpfold.cluster.facts import system_facts
-from warpfold.cluster.files import StoreReads, judge_folder, judge_store, read_store, try_folder
-from warpfold.cluster.findings import ClusterFinding
-from warpfold.cluster.judge_links import MeasuredLinks, cluster_of, judge_links
-from warpfold.cluster.measure_links import counted, measure_call, measure_clocks, measure_collectives, read_counters
-from warpfold.cluster.probe import TRIES, measure_rounds
-from warpfold.cluster.ranks import RankRates, judge_ranks, measure_rates, seem_slow
-from warpfold.cluster.rounds import nodes_of, rounds
+from warpfold.cluster.files import judge_folder, judge_store, read_store, try_folder
+from warpfold.cluster.findings import ClusterFinding, Facts
+from warpfold.cluster.judge_links import judge_links
+from warpfold.cluster.links import TRIES, MeasuredLinks, measure_links, nodes_of
+from warpfold.cluster.ranks import better, judge_ranks, measure_rates, seem_slow
 from warpfold.cluster.rules import judge_system
 from warpfold.cost.links import Cluster, network
 from warpfold.cost.machine import name as name_device
@@ -40,9 +38,9 @@ class Examined:
     nodes: list[list[int]]
     device: str
     findings: list[ClusterFinding] = field(default_factory=list)
-    facts: list[dict[str, Any]] = field(default_factory=list)
+    facts: list[Facts] = field(default_factory=list)
     links: MeasuredLinks | None = None
-    rates: list[RankRates] = field(default_factory=list)
+    rates: list[Facts] = field(default_factory=list)
     cluster: Cluster | None = None
     seconds: float = 0.0
 
@@ -51,24 +49,11 @@ class Examined:
         """What is wrong."""
         return [one for one in self.findings if one.outcome == "wrong"]
 
-    def with_findings(self, more: Sequence[ClusterFinding]) -> "Examined":
-        """Return it with more findings."""
-        return replace(self, findings=[*self.findings, *more])
-
     def as_json(self) -> dict[str, Any]:
-        """Return all of it, JSON-able."""
-        return {
-            "ranks": sum(map(len, self.nodes)),
-            "per_node": max(map(len, self.nodes)),
-            "device": self.device,
-            "seconds": round(self.seconds, 1),
-            "wrong": len(self.wrong),
-            "findings": [asdict(one) for one in self.findings],
-            "cluster": None if self.cluster is None else asdict(self.cluster),
-            "facts": self.facts,
-            "links": None if self.links is None else asdict(self.links),
-            "rates": [asdict(one) for one in self.rates],
-        }
+        """Convert all of it to what JSON can hold."""
+        ranks, each = sum(map(len, self.nodes)), max(map(len, self.nodes))
+        own = {name: value for name, value in asdict(self).items() if name != "nodes"}
+        return {"ranks": ranks, "per_node": each, **own, "seconds": round(self.seconds, 1), "wrong": len(self.wrong)}
 
 
 @dataclass(frozen=True)
@@ -80,15 +65,12 @@ class Asked:
     link: str | None = None
 
 
-Report = Callable[[Examined, str], None]
-
-
 def examine_cluster(
     team: Team,
     device: torch.device,
     environ: Mapping[str, str],
     asked: Asked,
-    report: Report = lambda so_far, what: None,
+    report: Callable[[Examined, str], None] = lambda so_far, what: None,
     clock: Callable[[], float] = time.time,
 ) -> Examined:
     """Check all ranks, which call this together, and return on all of them what was found.
@@ -105,7 +87,7 @@ def examine_cluster(
 
     def add(findings: Sequence[ClusterFinding], **figures: Any) -> None:
         nonlocal found
-        found = replace(found.with_findings(findings), seconds=time.monotonic() - began, **figures)
+        found = replace(found, findings=[*found.findings, *findings], seconds=time.monotonic() - began, **figures)
 
     report(found, "what all ranks have")
     every = team.all_gather_object(system_facts(team.process, device, environ, nodes), "what all ranks have")
@@ -124,8 +106,7 @@ def examine_cluster(
     for store in asked.stores:
         report(found, f"store {store}")
         own = read_store(store, READ_SECONDS, seed=team.process.rank)
-        reads = [StoreReads(**one) for one in team.all_gather_object(asdict(own), f"reads of {store}")]
-        add(judge_store(store, reads, nodes))
+        add(judge_store(store, team.all_gather_object(own, f"reads of {store}"), nodes))
     if not asked.stores:
         add([ClusterFinding("files", "store", "not checked", "no store was named; --data STORE")])
     if asked.folder is not None:
@@ -136,34 +117,13 @@ def examine_cluster(
     return found
 
 
-def measure_links(
-    nodes: Sequence[Sequence[int]], team: Team, device: torch.device, name: str, clock: Callable[[], float]
-) -> tuple[MeasuredLinks, Cluster | None]:
-    """Measure all links, collectives and clocks; return them and the cluster they make.  name: of the device."""
-    before = read_counters()
-    measured = measure_rounds(nodes, rounds(nodes), team, device)
-    after = team.all_gather_object(counted(before, read_counters()), "what the network counted")
-    measured = replace(
-        measured,
-        lost=[(sent, lost) for (sent, lost), _ in (after[node[0]] for node in nodes)],
-        errors=[after[node[0]][1] for node in nodes],
-        clocks=measure_clocks(nodes, team, device, clock),
-    )
-    cluster = cluster_of(measured, name, measure_call(team, device))
-    if cluster is not None:
-        measured = replace(measured, collectives=measure_collectives(cluster, team, device))
-    return measured, cluster
-
-
-def measure_ranks(team: Team, device: torch.device) -> list[RankRates]:
+def measure_ranks(team: Team, device: torch.device) -> list[Facts]:
     """Measure what all ranks can do at the same time; again where one seems slow, and the best counts."""
-    best: list[RankRates] = []
+    best: list[Facts] = []
     for _ in range(TRIES):
         team.all_gather_object(None, "the rates of all ranks")
-        own = measure_rates(device, RATE_SECONDS)
-        every = team.all_gather_object(asdict(own), "what each rank can do")
-        rates = [RankRates.from_json(one) for one in every]
-        best = [one.better(new) for one, new in zip(best, rates)] if best else rates
+        rates = team.all_gather_object(measure_rates(device, RATE_SECONDS), "what each rank can do")
+        best = [better(one, new) for one, new in zip(best, rates)] if best else rates
         if not seem_slow(best, device.type):
             break
     return best

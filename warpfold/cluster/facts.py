@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import warpfold
-from warpfold.cluster.findings import Facts
+from warpfold.cluster.findings import Facts, runs
 from warpfold.cost.machine import name, version
 from warpfold.ops.triton.launch import table_for
 from warpfold.parallel.team import ProcessInfo
@@ -112,13 +112,7 @@ def cores_of(text: str) -> list[int]:
 
 def as_cores(cores: Iterable[int]) -> str:
     """Return cores as the kernel writes them: "0-3,8"."""
-    runs: list[list[int]] = []
-    for core in sorted(set(cores)):
-        if runs and core == runs[-1][1] + 1:
-            runs[-1][1] = core
-        else:
-            runs.append([core, core])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs(cores))
 
 
 # ---- software and variables

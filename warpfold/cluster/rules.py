@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from warpfold.cluster.facts import as_cores, cores_of
-from warpfold.cluster.findings import ClusterFinding, Facts, Fault, Fine, Outcome, Topic, all_fine, judge, sides, who
+from warpfold.cluster.findings import ClusterFinding, Facts, Fault, Fine, Outcome, Topic, judge, who
 from warpfold.cost.machine import in_gb
 
 MEMORY = 0.02  # of a node's memory: what firmware and kernels keep differs by less, a lost module of 32 is more
@@ -99,14 +99,14 @@ SAME = (
 
 
 def _set_to(name: str, *values: str) -> Callable[[Facts], bool]:
-    """Return whether a variable has one of these values; without any, whether it is set."""
+    """Tell whether a variable has one of these values; without any, whether it is set."""
     return lambda x: name in x["set"] and (not values or x["set"][name].strip().upper() in values)
 
 
 def _variable(
     name: str, values: tuple[str, ...], effect: str, outcome: Outcome = "wrong", of: str = "gpus", instead: str = ""
 ) -> Fault:
-    """Return the fault of a variable that hurts if it has such a value.  instead: what to set it to."""
+    """Make the fault of a variable that hurts if it has such a value.  instead: what to set it to."""
     cure = (
         f"set {name}={instead}" if instead else f"unset {name}, also in ~/.bashrc, in the image and in /etc/nccl.conf"
     )
@@ -116,7 +116,7 @@ def _variable(
 
 
 def _lost(name: str, what: str, of: str, here: str, exact: bool = False) -> tuple[Fault, Fault]:
-    """Return the faults of a variable that names a network card or an adapter: one that is not there, the loopback."""
+    """Make the faults of a variable that names a network card or an adapter: one that is not there, the loopback."""
 
     def is_lost(x: Facts) -> bool:
         value = x["set"].get(name)
@@ -280,10 +280,12 @@ WIRES = (
     Fault("IOMMU", "gpu adapters", lambda x: not x["virtual"] and str(x["pci"]["iommu"]).startswith("DMA"),
           "an IOMMU translates every transfer between devices at {at}",
           "boot with iommu=pt (intel_iommu=on iommu=pt), or switch VT-d / AMD-Vi off in the BIOS"),
+    Fault("network adapters", "unwired gpus", lambda x: x["several nodes"],
+          "no InfiniBand or RoCE adapter: NCCL sends by TCP",
+          "load the adapters' driver (MLNX_OFED, rdma-core), and give containers /dev/infiniband", "note"),
 )  # fmt: skip
-
-
 FINE = (
+    Fine("variables", "undisturbed", "of CUDA, NCCL, OpenMP and torch {x[set]} set; none hurts"),
     Fine("a GPU for each rank", "gpus", "{n} ranks, {n} GPUs"),
     Fine("threads", "ranks", "a core for each", lambda x: not x["cores of node"],
          "the kernel does not say which cores a rank has"),
@@ -296,66 +298,68 @@ FINE = (
     Fine("swap", "nodes", "none in use"),
     Fine("NUMA of GPU and cores", "gpus", "every rank runs on cores of its GPU's NUMA node", lambda x: not x["home"],
          "the system does not say which cores are near a GPU"),
-    Fine("link state", "adapters", "a port of each adapter is active", topic="rdma"),
-    Fine("link rate", "ports", "{x[best rate]:g} Gb/s", lambda x: not x["rate"], "the system does not say", "rdma"),
-    Fine("RoCE", "ethernet", "every port has a GID of v2", topic="rdma"),
-    Fine("PCIe lanes", "devices", "as many and as fast as GPUs and adapters can have", topic="rdma"),
-    Fine("kernel module", "wired gpu nodes", "{x[reads GPUs]}", topic="rdma"),
-    Fine("PCIe switch", "wired gpus", "every GPU has an adapter at its own switch",
-         lambda x: x["distance"] == UNKNOWN, "the system does not say where GPUs and adapters are", "rdma"),
-    Fine("ACS", "bridges", "no bridge above GPUs and adapters redirects", lambda x: x["redirects"] is None,
-         f"a virtual machine, whose host's bridges are not visible, or only root may read their {AS_ROOT}", "rdma"),
-    Fine("relaxed ordering", "gpu adapters", "on for every adapter", lambda x: x["pci"]["relaxed"] is None,
-         f"only root may read the adapters' {AS_ROOT}", "rdma"),
+    *(Fine(check, "without GPUs", "", bool, NO_GPU)
+      for check in ("CUDA, NCCL, driver, launch tables", "NUMA of GPU and cores")),
 )  # fmt: skip
-GPU_CHECKS = {
-    "software": ("CUDA, NCCL, driver, launch tables", "NUMA of GPU and cores"),
-    "rdma": ("kernel module", "PCIe switch", "ACS", "relaxed ordering", "adapter of each rank", "network adapters"),
-}
+FINE_WIRES = (
+    Fine("link state", "adapters", "a port of each adapter is active"),
+    Fine("link rate", "ports", "{x[best rate]:g} Gb/s", lambda x: not x["rate"], "the system does not say"),
+    Fine("RoCE", "ethernet", "every port has a GID of v2"),
+    Fine("PCIe lanes", "devices", "as many and as fast as GPUs and adapters can have"),
+    Fine("kernel module", "wired gpu nodes", "{x[reads GPUs]}"),
+    Fine("PCIe switch", "wired gpus", "every GPU has an adapter at its own switch",
+         lambda x: x["distance"] == UNKNOWN, "the system does not say where GPUs and adapters are"),
+    Fine("ACS", "bridges", "no bridge above GPUs and adapters redirects", lambda x: x["redirects"] is None,
+         f"a virtual machine, whose host's bridges are not visible, or only root may read their {AS_ROOT}"),
+    Fine("relaxed ordering", "gpu adapters", "on for every adapter", lambda x: x["pci"]["relaxed"] is None,
+         f"only root may read the adapters' {AS_ROOT}"),
+    Fine("adapter of each rank", "wired gpus", "{x[users]}", lambda x: not x["users"],
+         "the system does not say where GPUs and adapters are"),
+    Fine("network adapters", "unwired gpus", "none, and none is needed on one node"),
+    Fine("network adapters", "unwired without GPUs", "", bool, NO_GPU),
+    *(Fine(check, "without GPUs", "", bool, NO_GPU)
+      for check in ("kernel module", "PCIe switch", "ACS", "relaxed ordering", "adapter of each rank")),
+)  # fmt: skip
 
 
 # ---- the loop over them
 
 
 def judge_system(facts: Sequence[Facts]) -> list[ClusterFinding]:
-    """Return what is right and wrong with software, limits, variables, GPU Direct RDMA, and where nodes are unequal.
+    """Say what is right and wrong with software, limits, variables, GPU Direct RDMA, and where nodes are unequal.
 
     facts: of all ranks, in their order.
     """
     known = _known(facts)
-    found, variables = _same(known), [*judge(VARIABLES, known, "software"), *_differing_variables(known)]
-    if not variables:
-        names = {name for x in known["ranks"] for name in x["set"]}
-        says = f"of CUDA, NCCL, OpenMP and torch {len(names)} set; none hurts"
-        variables = [ClusterFinding("software", "variables", "ok", says)]
-    found += [*variables, *judge(SYSTEM, known, "software")]
-    wired = known["wired nodes"]
-    if wired:
-        found += judge(WIRES, known, "rdma")
-    elif known["gpus"] and known["ranks"][0]["several nodes"]:
-        cure = "load the adapters' driver (MLNX_OFED, rdma-core), and give containers /dev/infiniband"
-        says = "no InfiniBand or RoCE adapter: NCCL sends by TCP"
-        found.append(ClusterFinding("rdma", "network adapters", "note", says, cure))
-    elif known["gpus"]:
-        found.append(ClusterFinding("rdma", "network adapters", "ok", "none, and none is needed on one node"))
-    found += all_fine(FINE, known, found)
-    if not known["gpus"]:
-        for topic, checks in GPU_CHECKS.items():
-            missing = [check for check in checks if not (wired and check == "network adapters")]
-            found += [ClusterFinding(topic, check, "not checked", NO_GPU) for check in missing]  # type: ignore[arg-type]
-    elif wired:
-        found.append(_used(known["wired gpus"]))
-    return found
+    names = sorted({name for x in known["ranks"] for name in x["set"]})
+    # NCCL's must be the same, or ranks choose other algorithms and wait for ever.
+    differing = [
+        Same(name, "ranks", lambda x, name=name: x["set"].get(name, "not set"),  # type: ignore[misc]
+             f"export {name} to all ranks (srun --export=ALL; torchrun: on every node), or to none",
+             "wrong" if name.startswith("NCCL_") and known["gpus"] else "note", ok=False)
+        for name in names if name not in OWN
+    ]  # fmt: skip
+    variables = [*judge("software", known, VARIABLES), *_same(differing, known)]
+    known["undisturbed"] = [] if variables else [{"set": len(names)}]
+    return [
+        *_same(SAME, known),
+        *variables,
+        *judge("software", known, SYSTEM, FINE),
+        *judge("rdma", known, WIRES, FINE_WIRES),
+    ]
 
 
-def _same(known: Mapping[str, list[Facts]]) -> list[ClusterFinding]:
-    """Return whether all have the same; who differs is named."""
+def _same(table: Sequence[Same], known: Mapping[str, list[Facts]]) -> list[ClusterFinding]:
+    """Say whether all have the same; who differs is named."""
     found = []
-    for same in SAME:
-        some, of_nodes = known[same.of], same.of.endswith("nodes")
-        parties = sides(some, lambda x: "not known" if same.value(x) in ("", None) else same.value(x))  # noqa: B023, it is called here
+    for same in table:
+        some, of_nodes, by_value = known[same.of], same.of.endswith("nodes"), dict[Any, list[Facts]]()
+        for x in some:
+            value = same.value(x)
+            by_value.setdefault("not known" if value in ("", None) else value, []).append(x)
         if not some or (of_nodes and len(known["nodes"]) < 2 and same.topic == "software"):
             continue
+        parties = sorted(by_value.items(), key=lambda one: -len(one[1]))  # of equals what the lowest rank has
         most = str(parties[0][0])
         if len(parties) == 1 and same.ok and most != "0":
             where = "on every node" if of_nodes else f"on {who(some, known['ranks'])}"
@@ -370,37 +374,18 @@ def _same(known: Mapping[str, list[Facts]]) -> list[ClusterFinding]:
     return found
 
 
-def _differing_variables(known: Mapping[str, list[Facts]]) -> list[ClusterFinding]:
-    """Return variables that are not the same on all ranks."""
-    found, ranks = [], known["ranks"]
-    for name in sorted({name for x in ranks for name in x["set"]} - set(OWN)):
-        parties = sides(ranks, lambda x: x["set"].get(name, "not set"))  # noqa: B023, it is called here
-        if len(parties) > 1:
-            says = ", ".join(f"{value} on {who(having, ranks)}" for value, having in parties)
-            # NCCL's must be the same, or ranks choose other algorithms and wait for ever.
-            outcome: Outcome = "wrong" if name.startswith("NCCL_") and known["gpus"] else "note"
-            cure = f"export {name} to all ranks (srun --export=ALL; torchrun: on every node), or to none"
-            found.append(ClusterFinding("software", name, outcome, says, cure))
-    return found
-
-
-def _used(gpus: Sequence[Facts]) -> ClusterFinding:
-    """Return which adapter each rank will use."""
-    check, users = "adapter of each rank", dict[str, set[int]]()
-    for x in gpus:
-        if x["adapter"]:
-            users.setdefault(x["adapter"], set()).add(x["local_rank"])
-    if not users:
-        return ClusterFinding("rdma", check, "not checked", "the system does not say where GPUs and adapters are")
-    words = (f"{name}: local ranks {', '.join(map(str, sorted(ranks)))}" for name, ranks in sorted(users.items()))
-    return ClusterFinding("rdma", check, "ok", "; ".join(words))
+def _nodes(having: Sequence[Facts]) -> str:
+    """Name nodes in words, by the names of their hosts: "node 3 (gpu-d)"; of many how many they are."""
+    if len(having) > 4:
+        return f"{len(having)} nodes"
+    return ", ".join(f"node {x['node']} ({x['host']})" for x in having)
 
 
 # ---- what follows from the facts
 
 
 def _known(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
-    """Return by kind those that are judged: ranks, nodes, GPUs, adapters, ports ...; each has its rank's facts, too."""
+    """Group by kind those that are judged: ranks, nodes, GPUs, adapters, ports ...; each has its rank's facts, too."""
     several = len({one["node"] for one in facts}) > 1
     first = {one["node"]: one for one in facts if one["local_rank"] == 0}
     needed, most = FILES + FILES_EACH * (len(facts) - 1), max(one["limits"]["memory"] for one in facts)
@@ -469,7 +454,13 @@ def _known(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
         port["v2"] = next((number for number, kind in port["gids"].items() if "v2" in kind), "")
         port["index"], port["gid"] = index, port["gids"].get(index, "no GID")
         port["old NCCL"] = any(number < CHOOSES_GID for number in versions if number)
-    wired = bool(adapters)
+    wired, users = bool(adapters), dict[str, set[int]]()
+    for x in gpus:
+        if x["adapter"]:
+            users.setdefault(x["adapter"], set()).add(x["local_rank"])
+    words = [f"{name}: local ranks {', '.join(map(str, sorted(some)))}" for name, some in sorted(users.items())]
+    for x in gpus:
+        x["users"] = "; ".join(words)
     cards = [{**x, **x["rdma"]["card"], "name": "the GPU"} for x in ranks if x["rdma"]["card"] and wired]
     bridges = {(x["host"], address): {**x, "address": address, "redirects": on and bool(on) if on is not None else None}
                for x in gpus for address, on in sorted(x["rdma"]["bridges"].items())}  # fmt: skip
@@ -486,17 +477,20 @@ def _known(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
         "ethernet": [port for port in ports if port["layer"] == "Ethernet"],
         "devices": [*cards, *({**a, **a["pci"]} for a in adapters)],
         "bridges": list(bridges.values()) if wired else [],
+        "unwired gpus": [] if wired else gpus[:1],
+        "without GPUs": [] if gpus else ranks[:1],
+        "unwired without GPUs": [] if gpus or wired else ranks[:1],
     }
 
 
 def _is_pinned(one: Facts) -> bool:
-    """Return whether a rank may use some of its node's cores only."""
+    """Tell whether a rank may use some of its node's cores only."""
     every = {core for cores in one["limits"]["numa"].values() for core in cores_of(cores)}
     return bool(one["limits"]["cores"]) and set(one["limits"]["cores"]) < every
 
 
 def _nearest(x: Facts, adapters: Sequence[Facts]) -> tuple[str, int]:
-    """Return the adapter that a rank will use, and how far it is: the nearest that is up; of equals ranks take turns.
+    """Choose the adapter that a rank will use, and how far it is: the nearest that is up; of equals ranks take turns.
 
     NCCL looks at rates too, and may use several: NCCL_DEBUG=INFO prints its choice.
     """
@@ -511,7 +505,7 @@ def _nearest(x: Facts, adapters: Sequence[Facts]) -> tuple[str, int]:
 
 
 def _distance(a: Facts, b: Facts) -> int:
-    """Return how near two PCI devices are: at one switch, one host bridge, one NUMA node, or beyond."""
+    """Tell how near two PCI devices are: at one switch, one host bridge, one NUMA node, or beyond."""
     if any(one == other for one, other in zip(a["path"][:-1], b["path"][:-1])):
         return SWITCH
     if a["bridge"] and a["bridge"] == b["bridge"]:
@@ -520,7 +514,7 @@ def _distance(a: Facts, b: Facts) -> int:
 
 
 def chosen_of(value: str, names: Sequence[str]) -> list[str]:
-    """Return the cards or adapters that NCCL takes: names that begin so, "=" exactly, "^" all others.
+    """Select the cards or adapters that NCCL takes: names that begin so, "=" exactly, "^" all others.
 
     A port ("mlx5_0:1") is not looked at.
     """
@@ -529,13 +523,3 @@ def chosen_of(value: str, names: Sequence[str]) -> list[str]:
     wanted = [word.strip().partition(":")[0] for word in rest.split(",") if word.strip()]
     fits = {name for name in names for word in wanted if (name == word if exactly else name.startswith(word))}
     return [name for name in names if (name in fits) != without]
-
-
-# ---- words
-
-
-def _nodes(having: Sequence[Facts]) -> str:
-    """Return nodes in words, by the names of their hosts: "node 3 (gpu-d)"; of many how many they are."""
-    if len(having) > 4:
-        return f"{len(having)} nodes"
-    return ", ".join(f"node {x['node']} ({x['host']})" for x in having)

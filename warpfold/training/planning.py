@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from warpfold.batch import Batch
-from warpfold.cluster.probe import measure_cluster
+from warpfold.cluster.links import measure_cluster
 from warpfold.cost.example import ExampleSizes, Job, sizes_of
 from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.machine import Machine, this_machine
