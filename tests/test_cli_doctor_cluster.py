@@ -98,7 +98,7 @@ def test_a_doctor_that_has_to_end_says_what_it_knows(
 
 
 def test_links_are_drawn_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from tests.cluster.test_links import healthy
+    from tests.cluster.test_measured_links import healthy
     from warpfold.cli.doctor_cluster import ResultFiles, _say
     from warpfold.cluster.judge_links import judge_links
     from warpfold.cluster.links import cluster_of
