@@ -18,7 +18,7 @@ from warpfold.bench.ahead import AheadJob, compile_shares
 from warpfold.bench.doctor import cases_of, cut
 from warpfold.bench.kernels import Workload
 from warpfold.check.sizes import shapes
-from warpfold.cli.common import measured
+from warpfold.cli.bench import measured
 from warpfold.cost.example import ExampleSizes, ModelBench
 from warpfold.ops.triton.launch import SHIPPED, table_for
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from warpfold.cli.common import measured
+from warpfold.cli.bench import measured
 from warpfold.cost.example import ModelBench, random_example, random_model, shortened
 from warpfold.cost.machine import describe
 from warpfold.cost.measured_memory import most_allocated

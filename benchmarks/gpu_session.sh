@@ -170,7 +170,7 @@ workers=()
 if "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 8); fi  # most of the tests' time is Triton's compiler's
 readonly tiny_step='
 import torch
-from warpfold.cli.common import measured
+from warpfold.cli.bench import measured
 from warpfold.cost.example import TrainingStep
 device = "cuda" if torch.cuda.is_available() else "cpu"
 step = TrainingStep(measured("tiny", ["plan.precision=bf16"], {"residues": 24}, 1, 1), device)

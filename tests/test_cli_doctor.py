@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from tests.test_cli import refused, run
+from warpfold.check import cases
+from warpfold.cli import bench
 from warpfold.ops.attention import attention
 from warpfold.ops.linear import gate
 
@@ -31,6 +33,10 @@ def test_doctor_alone_says_what_is_here_and_what_it_could_do(capsys: pytest.Capt
     assert "warpfold doctor --kernels" in out
     held = json.loads(run(capsys, "doctor", "--device", "cpu", "--json")[1])
     assert held["machine"]["torch"] == torch.__version__
+
+
+def test_help_names_every_operation() -> None:
+    assert (bench.BENCHED, bench.TUNED) == (cases.BENCHED, cases.TUNED)
 
 
 def test_it_needs_no_parser() -> None:

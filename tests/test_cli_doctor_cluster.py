@@ -99,7 +99,8 @@ def test_a_doctor_that_has_to_end_says_what_it_knows(
 
 def test_links_are_drawn_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     from tests.cluster.test_measured_links import healthy
-    from warpfold.cli.doctor_cluster import ResultFiles, _say
+    from warpfold.cli.common import show
+    from warpfold.cli.doctor import cluster_report
     from warpfold.cluster.judge_links import judge_links
     from warpfold.cluster.links import cluster_of
     from warpfold.cost.links import read_cluster
@@ -107,14 +108,14 @@ def test_links_are_drawn_and_saved(capsys: pytest.CaptureFixture[str], tmp_path:
     links = healthy(2, 4)
     found = doctor.Examined(list(links.nodes), "H100", judge_links(links), links=links,
                             cluster=cluster_of(links, "H100", 1e-4))  # fmt: skip
-    _say(found, ResultFiles(tmp_path / "cluster.toml", tmp_path / "links.svg", False))
+    show(cluster_report(found, tmp_path / "cluster.toml", tmp_path / "links.svg"), as_json=False)
     out = capsys.readouterr().out
     assert "8 ranks on 2 nodes, H100" in out
     assert "bandwidth from and to ranks, GB/s" in out
     assert "0 wrong" in out
     assert read_cluster(tmp_path / "cluster.toml").between.bandwidth == 8e9
     assert (tmp_path / "links.svg").read_text().startswith("<svg")
-    _say(found, ResultFiles(None, None, True))
+    show(cluster_report(found, None, None), as_json=True)
     assert json.loads(capsys.readouterr().out)["cluster"]["per_node"] == 4
 
 
@@ -122,7 +123,7 @@ def test_links_are_drawn_and_saved(capsys: pytest.CaptureFixture[str], tmp_path:
     ("arguments", "says"),
     [
         (["--link", "token-ring"], "not a network"),
-        (["--figure", "links.gif"], "name it .png or .svg"),
+        (["--figure", "links.gif"], "ends in .png or .svg"),
         (["--kernels"], "--cluster goes without --kernels"),
         (["--settings", "tiny"], "--cluster goes without"),
         (["--device", "cuda:77"], "--device"),

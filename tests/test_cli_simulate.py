@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.test_cli import refused, run
-from warpfold.cli.plan import _Asked
+from warpfold.cli.plan import PlanCommand
+from warpfold.cli.simulate import SimulateCommand
 from warpfold.cost.planner import joined
-from warpfold.training.simulating import known_cluster
 
 
 def test_a_step_and_a_training_are_said_and_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -38,13 +38,13 @@ def test_what_does_not_fit_together_is_refused(capsys: pytest.CaptureFixture[str
     assert "cannot share a step of 1 so" in refused(run(capsys, "simulate", "tiny", "--devices", 8, "--plan.data", 3))
     assert "not a network" in refused(run(capsys, "simulate", "tiny", "--link", "wifi"))
     assert "is not known" in refused(run(capsys, "simulate", "tiny", "--device", "GTX 480"))
-    assert "ends in .svg or .png" in refused(run(capsys, "simulate", "tiny", "--figure", tmp_path / "a.pdf"))
+    assert "ends in .png or .svg" in refused(run(capsys, "simulate", "tiny", "--figure", tmp_path / "a.pdf"))
     assert "does not fill 64 devices; give --devices 1" in refused(run(capsys, "simulate", "tiny", "--devices", 64))
 
 
 def test_plan_and_simulate_take_devices_to_be_joined_alike() -> None:
     """`plan` once put 256 devices on one node."""
-    _, there = _Asked(None, 256, None, None, None, "H100", None, None).machine_and_cluster()
-    assert there == known_cluster(None, 256, None, "H100", None)
+    _, there = PlanCommand(target="monomer", devices=256, device="H100").machine_and_cluster()
+    assert there == SimulateCommand(settings="monomer", devices=256).joined()
     assert there is not None
     assert joined(there).startswith("32 nodes of 8, 360 GB/s within and 320 GB/s between")

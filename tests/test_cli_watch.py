@@ -127,7 +127,7 @@ def test_a_stopped_command_says_how_to_go_on(
     assert run(capsys, "sample", "--out", tmp_path / "a b") == (
         130,
         "",
-        f"stopped by Ctrl-C; to start again: warpfold sample --out '{tmp_path / 'a b'}'\n",
+        f"stopped; to start again: warpfold sample --out '{tmp_path / 'a b'}'\n",
     )
     for given, said in (
         (["train", "tiny", "--set", "a=[1, 2]"], "the same command continues: warpfold train tiny --set 'a=[1, 2]'"),

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu_table import COUNTED_NOTHING, FULL, FULL_STEP, lines
 from warpfold.bench.model import block_name, step_name
-from warpfold.cli.common import measured
+from warpfold.cli.bench import measured
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu_session.sh"

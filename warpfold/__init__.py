@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
+    from warpfold.cli.demo import sample
     from warpfold.cli.pack import pack
     from warpfold.cli.params import params
     from warpfold.cli.predict import predict
-    from warpfold.cli.sample import sample
     from warpfold.cli.score import score
     from warpfold.cli.search import search
     from warpfold.cli.train import evaluate, train
@@ -62,8 +62,9 @@ _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("FoldResult", "Predictor", "load"), "warpfold.prediction.predictor"),
-    **{name: f"warpfold.cli.{name}" for name in ("pack", "params", "predict", "sample", "score", "search", "train")},
+    **{name: f"warpfold.cli.{name}" for name in ("pack", "params", "predict", "score", "search", "train")},
     "evaluate": "warpfold.cli.train",
+    "sample": "warpfold.cli.demo",
     "Checkpoints": "warpfold.engine.resume",
     **dict.fromkeys(("CompressionState", "compression_hook"), "warpfold.engine.comm_hook"),
     **dict.fromkeys(("CsvFile", "Phase", "TensorBoard", "Watcher", "WeightsAndBiases"), "warpfold.engine.watch"),

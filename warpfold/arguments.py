@@ -171,8 +171,8 @@ def _of_types(signature: inspect.Signature) -> inspect.Signature:
 
 
 def name_of(command: Any) -> str:
-    """Return the name of a command: of the class `PackCommand` pack."""
-    return str(command.__name__).removesuffix("Command").lower()
+    """Return the name of a command: of the class `PackCommand`, or of the function `pack_in_shell`, pack."""
+    return str(command.__name__).removesuffix("_in_shell").removesuffix("Command").lower()
 
 
 def _doc(command: Any) -> str:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.helpers import tiny_config
 from tests.ops.triton.model_launches import one_block
 from tests.test_cli import refused, run
-from warpfold.cli.common import measured
+from warpfold.cli.bench import measured
 from warpfold.cost.example import ExampleSizes, ModelBench, TrainingStep, shortened
 from warpfold.cost.observe import MARK, OUTSIDE, Place, Spans
 from warpfold.cost.rates import Ceilings

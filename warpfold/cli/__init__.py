@@ -27,9 +27,8 @@ from warpfold.errors import UserError, printable
 from warpfold.parallel.process import is_one_of_several
 
 # Their files, in the order of --help; a file may have several commands.
-FILES = ("demo", "sample", "search", "pack", "plan", "simulate", "launch", "train", "watch", "predict", "params",
-         "score", "golden", "doctor", "bench", "tune", "profile")  # fmt: skip
-for file in FILES:
+FILES = "demo search pack plan simulate launch train predict params score doctor bench"
+for file in FILES.split():
     import_module(f"warpfold.cli.{file}")
 
 # What ColabFold and OpenFold call options of `predict`, whose nearest names here are of something else.
@@ -78,9 +77,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
         code = _complain(f"{error.filename or 'writing'}: {error.strerror}", 1)
-    except (StoppedByUser, KeyboardInterrupt, typer.Abort):
-        print(f"stopped by Ctrl-C; {how_to_go_on()}", file=sys.stderr)
-        code = 130
+    except (StoppedByUser, KeyboardInterrupt, typer.Abort) as stop:
+        print(f"stopped; {how_to_go_on()}", file=sys.stderr)
+        code = stop.code if isinstance(stop, StoppedByUser) else 130
     _leave(code if isinstance(code, int) else 0)
 
 

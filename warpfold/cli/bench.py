@@ -1,77 +1,98 @@
-"""`warpfold bench`."""
+"""`warpfold bench`, `warpfold tune` and `warpfold profile`: how fast this machine is, and how it becomes faster."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
-from warpfold.arguments import Device, Memory, decides, reads, runs, writes
+from warpfold.arguments import Device, Memory, argument, decides, reads, runs, writes
 from warpfold.cli.common import (
+    Answer,
     AsJson,
-    Blocks,
     Change,
-    Extra,
-    Recycles,
-    Residues,
-    Sequences,
-    Templates,
     app,
+    check_outputs,
     chosen,
     command,
     device_of,
-    measured,
-    name_operations,
     parts,
     say_refused,
     show,
-    show_table,
+    table,
+    warn,
 )
 from warpfold.errors import UserError
-from warpfold.files import check_new, row_file, write_atomically
+from warpfold.files import row_file, write_atomically
 from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from warpfold.bench.kernels import TuningTask
     from warpfold.cost.example import ModelBench
 
+# As in check/cases.py, which loads torch: --help does not.
+BENCHED = (
+    "attention", "gated_attention", "layer_norm", "norm_linear", "gate", "tail", "transition", "triangle_factor",
+    "outer_product", "triangle_multiplication", "aligned_errors", "overlaps",
+)  # fmt: skip
+TUNED = tuple(one for one in BENCHED if one != "gated_attention")
 
-Operations = Annotated[
-    list[str] | None,
-    decides("OPERATIONS; several with commas, or repeated."),
+# The size of a random example that is timed or profiled; what is left out is that of the settings' training examples.
+Residues = Annotated[
+    int | None, decides("Residues of the example; default: the settings' crop, on a CPU at most 64.", min=4)
 ]
-ShapesOf = Annotated[
-    list[str] | None,
-    decides("row, column, global, msa (:128x256), starting, ending, pair, dropout (:256); default: all that fit."),
+Sequences = Annotated[
+    int | None, decides("Rows of its alignment; default: the settings' max_msa, on a CPU at most 32.", min=1)
 ]
-SettingsOf = Annotated[
-    str | None, reads("TOML file or preset of --block, --step; default: tiny on a CPU, monomer on a GPU.")
+Extra = Annotated[
+    int | None, decides("Rows of its extra MSA; default: the settings' max_extra, on a CPU at most 64.", min=1)
 ]
-Unchecked = Annotated[
-    bool, runs("Time at once: whether the figures are of right results, `doctor --kernels` says.", "--unchecked")
+Templates = Annotated[
+    int | None, decides("Its templates; default: the settings' max_templates, on a CPU at most 1.", min=0)
 ]
-Model = Annotated[
-    str | None,
-    decides("module:function that returns a user-supplied model (or model and inputs): before and after accelerate.",
-            "--model"),
-]  # fmt: skip
-Inputs = Annotated[
-    str | None, decides("module:function that returns what it is called with: a tensor, a tuple, a dict by name.")
-]
-Only = Annotated[list[str] | None, decides("Of --model: patterns of its layers' names, or operations; default: all.")]
-Rows = Annotated[Path | None, writes("File for each figure as soon as it is measured, a JSON object a line.")]
-
-
-class _Bench(TyperGroup):
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help, with the operations that can be timed."""
-        name_operations(self, "BENCHED")
-        super().format_help(ctx, formatter)
+Blocks = Annotated[int | None, decides("Blocks of each stack, at most; default: the settings', on a CPU 2.", min=1)]
+Recycles = Annotated[int, decides("Passes without gradient before the one that counts.", min=0)]
+# A whole model on a CPU: at most these, so that the large settings take a minute or two.
+ON_CPU = {"residues": 64, "sequences": 32, "extra": 64, "templates": 1}
+BLOCKS_ON_CPU = 2
+LONGEST = 16  # rows of a profile's tables on the terminal; profile.json has all
 
 
-bench = typer.Typer(cls=_Bench, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+def measured(
+    settings: str,
+    changes: Sequence[str],
+    sizes: Mapping[str, int | None],
+    blocks: int | None,
+    recycles: int,
+    on_cpu: bool = False,
+) -> "ModelBench":
+    """Return what `bench --block`, `bench --step` and `profile` measure, from settings and the sizes that were given.
+
+    on_cpu: a whole model, on a CPU: what was not given is at most `ON_CPU`, and that is said on stderr.
+    Errors: UserError for settings that are wrong, or that are for several processes.
+    """
+    from warpfold import settings as toml
+    from warpfold.cost.example import bench_of, shortened
+
+    given = bench_of(toml.load(settings, changes), settings, blocks)
+    chosen = {name: value for name, value in sizes.items() if value is not None}
+    found = replace(given, sizes=replace(given.sizes, **chosen), recycles=recycles)
+    if not on_cpu:
+        return found
+    less = {name: min(most, getattr(found.sizes, name)) for name, most in ON_CPU.items() if name not in chosen}
+    model = found.model if blocks else shortened(found.model, BLOCKS_ON_CPU)
+    small = replace(found, model=model, sizes=replace(found.sizes, **less))
+    if small != found:
+        most = ", ".join(f"{count} {name}" for name, count in ON_CPU.items())
+        warn(f"on a CPU, unless options say otherwise, at most: {most}, {BLOCKS_ON_CPU} blocks")
+    return small
+
+
+bench = typer.Typer(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 app.add_typer(bench, name="bench")
 
 
@@ -81,220 +102,205 @@ app.add_typer(bench, name="bench")
     "warpfold bench --block --settings monomer --csv block.csv;  warpfold bench --step --settings tiny;  "
     "warpfold bench --model mine:make_model --inputs mine:make_inputs",
 )
-def operations(
-    context: typer.Context,
-    block: Annotated[bool, decides("Time one Evoformer block of the settings.", "--block")] = False,
-    step: Annotated[bool, decides("Time whole training steps of the settings.", "--step")] = False,
-    model: Model = None,
-    inputs: Inputs = None,
-    only: Only = None,
-    memory: Memory = None,
-    op: Operations = None,
-    shapes: ShapesOf = None,
-    dtype: Annotated[list[str] | None, decides("bf16, fp32; default: bf16 on a GPU, fp32 on a CPU.")] = None,
-    ways: Annotated[list[str] | None, decides("Time only these: definition, compile, sdpa, ours ...")] = None,
-    settings: SettingsOf = None,
-    change: Change = None,
-    residues: Residues = None,
-    sequences: Sequences = None,
-    extra: Extra = None,
-    templates: Templates = None,
-    blocks: Blocks = None,
-    recycles: Recycles = 0,
-    quick: Annotated[bool, runs("Time one size of each kind of shape.", "--quick")] = False,
-    unchecked: Unchecked = False,
-    repeats: Annotated[int | None, runs("Runs of each measurement; default: 30 on a GPU, 5 on a CPU.", min=1)] = None,
-    device: Device = None,
-    csv: Annotated[Path | None, writes("File for the figures, as CSV.", "--csv")] = None,
-    plot: Annotated[Path | None, writes("File for a picture: .png, .pdf, .svg.")] = None,
-    rows: Rows = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class BenchCommand:
     """Measure the speed of operations (--op), a block (--block), a training step (--step) on this machine, each way to
     compute it; of a user-supplied model (--model) before and after accelerate; or of data (`bench data --help`).
 
     --op first checks the operations, forward and backward, against their definitions in fp64; if one is wrong, it
     times nothing and exits with 1.
     """
-    of_model = [settings, change, residues, sequences, extra, templates, blocks, recycles]
-    of_ops, foreign = [op, shapes, quick, unchecked, plot], [model, inputs, only, memory]
-    if context.invoked_subcommand is not None:
-        if any([*of_model, *of_ops, *foreign, block, step, dtype, ways, repeats, device, csv, rows, as_json]):
-            raise UserError(f"options of `{context.invoked_subcommand}` go behind it; those before it belong to --op")
-        return
-    to = _Output(csv, plot, rows, as_json)
-    if any(foreign):
-        alone = not any([*of_model, *of_ops, block, step, dtype, ways, rows])
-        _foreign(model if alone else None, inputs, only or [], memory, repeats or 0, device_of(device), to)
-        return
-    if block or step:
-        if any(of_ops):
-            raise UserError("--block and --step go without --op, --shapes, --quick, --unchecked and --plot")
-        sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
-        where = device_of(device)
-        given = _bench_of(settings, change, dtype, sizes, blocks, recycles, where, step)
-        _models(given, [block, step], where, ways or [], repeats or 0, to)
-        return
-    if any(of_model):
-        raise UserError("--settings, --set and the sizes of an example are for --block and --step")
-    if not op:
-        raise UserError("--op is missing: name an operation, for example warpfold bench --op attention")
-    more = {"quick": quick, "repeats": repeats or 0}
-    _operations(op, shapes or [], dtype or [], ways or [], device_of(device), not unchecked, more, to)
 
+    context: typer.Context
+    block: Annotated[bool, decides("Time one Evoformer block of the settings.")] = False
+    step: Annotated[bool, decides("Time whole training steps of the settings.")] = False
+    model: Annotated[
+        str | None,
+        decides(
+            "module:function that returns a user-supplied model (or model and inputs): before and after accelerate."
+        ),
+    ] = None
+    inputs: Annotated[
+        str | None, decides("module:function that returns what it is called with: a tensor, a tuple, a dict by name.")
+    ] = None
+    only: Annotated[
+        list[str] | None, decides("Of --model: patterns of its layers' names, or operations; default: all.")
+    ] = None
+    memory: Memory = None
+    op: Annotated[list[str] | None, decides(f"{', '.join(BENCHED)}; several with commas, or repeated.")] = None
+    shapes: Annotated[
+        list[str] | None,
+        decides("row, column, global, msa (:128x256), starting, ending, pair, dropout (:256); default: all that fit."),
+    ] = None
+    dtype: Annotated[list[str] | None, decides("bf16, fp32; default: bf16 on a GPU, fp32 on a CPU.")] = None
+    ways: Annotated[list[str] | None, decides("Time only these: definition, compile, sdpa, ours ...")] = None
+    settings: Annotated[
+        str | None, reads("TOML file or preset of --block, --step; default: tiny on a CPU, monomer on a GPU.")
+    ] = None
+    change: Change = None
+    residues: Residues = None
+    sequences: Sequences = None
+    extra: Extra = None
+    templates: Templates = None
+    blocks: Blocks = None
+    recycles: Recycles = 0
+    quick: Annotated[bool, runs("Time one size of each kind of shape.")] = False
+    unchecked: Annotated[
+        bool, runs("Time at once: whether the figures are of right results, `doctor --kernels` says.")
+    ] = False
+    repeats: Annotated[int | None, runs("Runs of each measurement; default: 30 on a GPU, 5 on a CPU.", min=1)] = None
+    device: Device = None
+    csv: Annotated[Path | None, writes("File for the figures, as CSV.")] = None
+    plot: Annotated[Path | None, writes("File for a picture: .png, .pdf, .svg.")] = None
+    rows: Annotated[Path | None, writes("File for each figure as soon as it is measured, a JSON object a line.")] = None
+    as_json: AsJson = False
 
-def _bench_of(
-    settings: str | None,
-    change: list[str] | None,
-    dtype: list[str] | None,
-    sizes: Mapping[str, int | None],
-    blocks: int | None,
-    recycles: int,
-    device: str,
-    step: bool,
-) -> "ModelBench":
-    """Return what is timed of a model of ours."""
-    changes = [*(change or ()), *(f"plan.precision={one}" for one in dtype or ())]
-    source = settings or ("tiny" if device == "cpu" else "monomer")
-    return measured(source, changes, sizes, blocks, recycles, on_cpu=step and device == "cpu")
+    def __call__(self) -> None:
+        """Time what was asked for; `bench data` is a command of its own, and all options here are of others."""
+        sizes = [self.residues, self.sequences, self.extra, self.templates]
+        of_model = any([self.settings, self.change, *sizes, self.blocks, self.recycles])
+        of_ops = any([self.op, self.shapes, self.quick, self.unchecked, self.plot])
+        of_foreign = any([self.model, self.inputs, self.only, self.memory])
+        timed = any([self.block, self.step, self.dtype, self.ways, self.rows])
+        if (name := self.context.invoked_subcommand) is not None:
+            if any([of_model, of_ops, of_foreign, timed, self.repeats, self.device, self.csv, self.as_json]):
+                raise UserError(f"options of `{name}` go behind it; those before it belong to --op")
+            return
+        check_outputs(self.csv, self.plot, self.rows)
+        if of_foreign:
+            if self.model is None or of_model or of_ops or timed:
+                raise UserError(
+                    "--model goes with --inputs, --only, --memory, --device, --repeats, --csv and --json alone"
+                )
+            answer = self._foreign()
+        elif self.block or self.step:
+            if of_ops:
+                raise UserError("--block and --step go without --op, --shapes, --quick, --unchecked and --plot")
+            answer = self._models()
+        elif of_model:
+            raise UserError("--settings, --set and the sizes of an example are for --block and --step")
+        elif not self.op:
+            raise UserError("--op is missing: name an operation, for example warpfold bench --op attention")
+        else:
+            answer = self._operations()
+        show(answer, self.as_json)
 
+    def _operations(self) -> Answer:
+        """Check the operations, and time them."""
+        import torch
 
-@dataclass(frozen=True)
-class _Output:
-    """Hold where the figures go."""
+        from warpfold.bench import ops as bench_ops
+        from warpfold.bench import peers
+        from warpfold.check import checks, sizes
 
-    csv: Path | None
-    plot: Path | None
-    rows: Path | None
-    as_json: bool
+        ops, where = chosen("--op", self.op, BENCHED), torch.device(device_of(self.device))
+        dtypes = chosen("--dtype", self.dtype or ["bf16" if where.type == "cuda" else "fp32"], checks.DTYPES)
+        names = chosen("--ways", self.ways, [way.name for one in ops for way in peers.WAYS[one]])
+        wanted = parts(self.shapes)
+        for one in ops:
+            sizes.shapes(one, wanted)  # so that a wrong name is an error before the checks begin
+        wrong = [] if self.unchecked else checks.failures(checks.odd(ops), where)
+        for verdict in wrong:
+            warn(f"red: {verdict.says()}")
+        if wrong:
+            raise typer.Exit(1)
+        more: dict[str, Any] = {"ways": names, "quick": self.quick, "repeats": self.repeats or 0}
+        with progress_bar(narrate=True) as progress, row_file(self.rows) as sink:
+            found = bench_ops.bench(ops, where, dtypes, wanted, progress=progress, sink=sink, **more)
+        if self.csv is not None:
+            bench_ops.write_csv(found, self.csv)
+        if self.plot is not None:
+            bench_ops.picture(found, self.plot)
 
-    def __post_init__(self) -> None:
-        for file in filter(None, (self.csv, self.plot, self.rows)):
-            check_new(file)
+        def text() -> "Iterator[str | Table]":
+            """Yield what is printed."""
+            yield from _facts(found)
+            for dtype, top in found["ceilings"].items():
+                exps = "" if top["gexp_per_s"] is None else f", {top['gexp_per_s']:.3g} Gexp/s"
+                yield f"{dtype}: {top['tflops']:.3g} TFLOP/s, {top['gb_per_s']:.4g} GB/s{exps} ({top['how']})"
+            yield ""
+            yield table(bench_ops.HEADS, bench_ops.table(found["rows"]), lambda row: "bold" if row[3] == "ours" else "")
+            if any(row.get("share_of_limit", 0) > 1 for row in found["rows"]):
+                yield (
+                    "over 100 % of the limit: the machine was busier while its ceilings were measured, or the way "
+                    "stores what the ideal recomputes"
+                )
+            if found["left_out"]:
+                left_out = ", ".join(found["left_out"])
+                yield f"left out, too large for this device unless named (--shapes): {left_out}"
 
+        return Answer(found, text())
 
-def _operations(
-    op: list[str],
-    shapes: list[str],
-    dtype: list[str],
-    ways: list[str],
-    device: str,
-    checked: bool,
-    more: Mapping[str, Any],
-    to: _Output,
-) -> None:
-    """Check the operations, and time them."""
-    import torch
+    def _models(self) -> Answer:
+        """Time a block, a step, or both, of a model of ours."""
+        import torch
 
-    from warpfold.bench import ops as bench_ops
-    from warpfold.bench import peers
-    from warpfold.check import cases, checks, sizes
+        from warpfold.bench import model as bench_model
+        from warpfold.bench import ops as bench_ops
 
-    ops = chosen("--op", op, cases.BENCHED)
-    where = torch.device(device)
-    dtypes = chosen("--dtype", dtype or ["bf16" if where.type == "cuda" else "fp32"], checks.DTYPES)
-    names = chosen("--ways", ways, [way.name for one in ops for way in peers.WAYS[one]])
-    wanted = parts(shapes)
-    for one in ops:
-        sizes.shapes(one, wanted)  # so that a wrong name is an error before the checks begin
-    wrong = checks.failures(checks.odd(ops), where) if checked else []
-    for verdict in wrong:
-        typer.echo(f"red: {verdict.says()}", err=True)
-    if wrong:
-        raise typer.Exit(1)
-    with progress_bar(narrate=True) as progress, row_file(to.rows) as sink:
-        found = bench_ops.bench(ops, where, dtypes, wanted, ways=names, progress=progress, sink=sink, **more)
-    _say(found, to)
-
-
-def _models(given: "ModelBench", wanted: list[bool], device: str, ways: list[str], repeats: int, to: _Output) -> None:
-    """Time a block, a step, or both; wanted: which of the two."""
-    import torch
-
-    from warpfold.bench import model as bench_model
-    from warpfold.bench import ops as bench_ops
-
-    more: dict[str, Any] = {"ways": chosen("--ways", ways, [way.name for way in bench_model.WAYS]), "repeats": repeats}
-    with progress_bar(narrate=True) as progress, row_file(to.rows) as sink:
-        benches = [bench for bench, on in zip((bench_model.bench_block, bench_model.bench_step), wanted) if on]
-        found = [bench(given, torch.device(device), progress=progress, sink=sink, **more) for bench in benches]
-    if to.csv is not None:
-        rows = [row for one in found for row in one["rows"]]
-        bench_ops.write_csv({**found[0], "rows": rows}, to.csv, bench_model.COLUMNS)
-    if to.as_json:
-        show(found[0] if len(found) == 1 else {"parts": found})
-        return
-    for key, value in found[0]["machine"].items():
-        typer.echo(f"{key}: {value}")
-    for one in found:
-        typer.echo(f"\n{one['what']}")
-        show_table(bench_model.HEADS, bench_model.table(one["rows"]), lambda row: "bold" if row[0] == "ours" else "")
-        if device == "cpu":
-            typer.echo("launches: what a GPU would launch, counted without one")
-        for refusal, count in one["refused"].items():
-            typer.echo(f"by its definition, {count} times: {refusal}")
-
-
-def _foreign(
-    model: str | None,
-    inputs: str | None,
-    only: list[str],
-    memory: str | int | None,
-    repeats: int,
-    device: str,
-    to: _Output,
-) -> None:
-    """Time a user-supplied model before and after `accelerate`; model: None if other options were given with it."""
-    if model is None:
-        raise UserError("--model goes with --inputs, --only, --memory, --device, --repeats, --csv and --json alone")
-    import torch
-
-    from warpfold.adapt.bench import COLUMNS, HEADS, bench_foreign, foreign_model, table
-    from warpfold.bench.ops import write_csv
-
-    where = torch.device(device)
-    with progress_bar(narrate=True) as progress:
-        given = foreign_model(model, inputs, where)
-        more: dict[str, Any] = {"only": parts(only), "memory": memory, "repeats": repeats}
-        found = bench_foreign(given, where, progress=progress, **more)
-    if to.csv is not None:
-        write_csv(found, to.csv, COLUMNS)
-    if to.as_json:
-        show(found)
-        return
-    for key, value in found["machine"].items():
-        typer.echo(f"{key}: {value}")
-    typer.echo(f"\n{found['table']}\n\n{found['what']}")
-    show_table(HEADS, table(found["rows"]), lambda row: "bold" if row[-1] else "")
-    typer.echo(f"outputs differ by {found['difference']:.0e}")
-    say_refused(found["refused"])
-
-
-def _say(found: dict[str, Any], to: _Output) -> None:
-    """Write and print the figures as asked for."""
-    from warpfold.bench.ops import HEADS, picture, table, write_csv
-
-    if to.csv is not None:
-        write_csv(found, to.csv)
-    if to.plot is not None:
-        picture(found, to.plot)
-    if to.as_json:
-        show(found)
-        return
-    for key, value in found["machine"].items():
-        typer.echo(f"{key}: {value}")
-    for dtype, top in found["ceilings"].items():
-        exps = "" if top["gexp_per_s"] is None else f", {top['gexp_per_s']:.3g} Gexp/s"
-        typer.echo(f"{dtype}: {top['tflops']:.3g} TFLOP/s, {top['gb_per_s']:.4g} GB/s{exps} ({top['how']})")
-    typer.echo()
-    show_table(HEADS, table(found["rows"]), lambda row: "bold" if row[3] == "ours" else "")
-    if any(row.get("share_of_limit", 0) > 1 for row in found["rows"]):
-        typer.echo(
-            "over 100 % of the limit: the machine was busier while its ceilings were measured, or the way stores "
-            "what the ideal recomputes"
+        device = device_of(self.device)
+        changes = [*(self.change or ()), *(f"plan.precision={one}" for one in self.dtype or ())]
+        given = measured(
+            self.settings or ("tiny" if device == "cpu" else "monomer"),
+            changes,
+            {"residues": self.residues, "sequences": self.sequences, "extra": self.extra, "templates": self.templates},
+            self.blocks,
+            self.recycles,
+            on_cpu=self.step and device == "cpu",
         )
-    if found["left_out"]:
-        typer.echo(f"left out, too large for this device unless named (--shapes): {', '.join(found['left_out'])}")
+        more: dict[str, Any] = {"ways": chosen("--ways", self.ways, [way.name for way in bench_model.WAYS])}
+        benches = [bench_model.bench_block] * self.block + [bench_model.bench_step] * self.step
+        with progress_bar(narrate=True) as progress, row_file(self.rows) as sink:
+            more |= {"repeats": self.repeats or 0, "progress": progress, "sink": sink}
+            found = [one(given, torch.device(device), **more) for one in benches]
+        if self.csv is not None:
+            every = {**found[0], "rows": [row for one in found for row in one["rows"]]}
+            bench_ops.write_csv(every, self.csv, bench_model.COLUMNS)
+
+        def text() -> "Iterator[str | Table]":
+            """Yield what is printed."""
+            yield from _facts(found[0])
+            for one in found:
+                yield f"\n{one['what']}"
+                rows = bench_model.table(one["rows"])
+                yield table(bench_model.HEADS, rows, lambda row: "bold" if row[0] == "ours" else "")
+                if device == "cpu":
+                    yield "launches: what a GPU would launch, counted without one"
+                for refusal, count in one["refused"].items():
+                    yield f"by its definition, {count} times: {refusal}"
+
+        return Answer(found[0] if len(found) == 1 else {"parts": found}, text())
+
+    def _foreign(self) -> Answer:
+        """Time a user-supplied model before and after `accelerate`."""
+        import torch
+
+        from warpfold.adapt.bench import COLUMNS, HEADS, bench_foreign, foreign_model
+        from warpfold.adapt.bench import table as rows_of
+        from warpfold.bench.ops import write_csv
+
+        assert self.model is not None
+        where = torch.device(device_of(self.device))
+        with progress_bar(narrate=True) as progress:
+            given = foreign_model(self.model, self.inputs, where)
+            more: dict[str, Any] = {"only": parts(self.only), "memory": self.memory, "repeats": self.repeats or 0}
+            found = bench_foreign(given, where, progress=progress, **more)
+        if self.csv is not None:
+            write_csv(found, self.csv, COLUMNS)
+
+        def text() -> "Iterator[str | Table]":
+            """Yield what is printed."""
+            yield from _facts(found)
+            yield f"\n{found['table']}\n\n{found['what']}"
+            yield table(HEADS, rows_of(found["rows"]), lambda row: "bold" if row[-1] else "")
+            yield f"outputs differ by {found['difference']:.0e}"
+            say_refused(found["refused"])
+
+        return Answer(found, text())
+
+
+def _facts(found: Mapping[str, Any]) -> list[str]:
+    return [f"{key}: {value}" for key, value in found["machine"].items()]
 
 
 @command(register=bench.command, example="Example:  warpfold bench data --store store --sources files/ --out data.json")
@@ -305,24 +311,110 @@ def data(
         int, runs("How many entries to make features of, spread over the alignment depths.", min=2)
     ] = 48,
     steps: Annotated[int, runs("Steps of the simulated ranks.", min=1)] = 200,
-    out: Annotated[Path | None, writes("File for the figures, as JSON.", "--out", "-o")] = None,
-    as_json: AsJson = False,
-) -> None:
+    out: Annotated[Path | None, writes("File for the figures, as JSON.")] = None,
+) -> Answer:
     """Measure features per second, reading, memory, what slow examples cost a step, packing.  Takes some minutes."""
     from warpfold.bench.data import Simulation, bench_data, rows
     from warpfold.data.store.store import Store
 
-    if out is not None:
-        check_new(out)
+    check_outputs(out)
     with progress_bar() as progress:
         found = bench_data(Store(store), sources, entries, Simulation(steps=steps), progress)
     if out is not None:
         write_atomically(out, json.dumps(found, indent=1) + "\n")
-    if as_json:
-        show(found)
-        return
     lines, last = [], ""
     for part, what, figure in rows(found):
         lines.append((part if part != last else "", what, figure))
         last = part
-    show_table(("", "", "figure"), lines)
+    return Answer(found, [table(("", "", "figure"), lines)])
+
+
+@command(example="Example:  warpfold tune --op attention --quick")
+def tune(
+    op: Annotated[list[str] | None, decides(f"{', '.join(TUNED)}; default: all; repeated, or with commas.")] = None,
+    quick: Annotated[bool, decides("Tune for initial training in bf16 alone.")] = False,
+    out: Annotated[
+        Path | None, writes("Folder for the table; default: ~/.cache/warpfold/tuned, where runs look for it.")
+    ] = None,
+    device: Device = None,
+    dry_run: Annotated[bool, runs("Only say what would be timed; needs no GPU.")] = False,
+) -> Answer:
+    """Make the launch table of this GPU: for every kernel, the fastest of the launches that are exact.
+
+    Minutes with --quick, else up to an hour.  Shapes that the table lacks, and GPUs without a
+    table, use the package's default.  Runs agree bit for bit only with the same table.
+    """
+    import torch
+
+    from warpfold.bench.kernels import choose, head, report, tune_on, tuning_tasks, workloads, write
+    from warpfold.ops.triton.launch import home
+
+    ops = chosen("--op", op or ["all"], ("all", *TUNED))
+    ops = list(TUNED) if "all" in ops else ops
+    if dry_run:
+        return _tasks(tuning_tasks(workloads(ops, quick), quick))
+    where = torch.device(device_of(device))
+    with progress_bar(narrate=True) as progress:
+        found = tune_on(where, ops, quick, out or home(), progress)
+    entries = choose(found)
+    rows = report(found, entries)
+    path = write(out or home(), head(where), entries)
+    lines = []
+    for row in rows:
+        key = " ".join(map(str, row["key"]))
+        numbers = (f"{row['microseconds']:.1f}", f"{row['slowest']:.1f}", str(row["timed"]), str(len(row["out"])))
+        lines.append((row["kernel"], key, *numbers, row["launch"]))
+    shown = table(("kernel", "key", "us", "slowest us", "timed", "out", "launch"), lines)
+    return Answer({"table": str(path), **head(where), "launches": rows}, [shown, f"wrote {path}"])
+
+
+def _tasks(todo: "Sequence[TuningTask]") -> Answer:
+    launches, lines = [], []
+    for t in todo:
+        count = len(t.candidates)
+        launches.append({"kernel": t.kernel, "key": list(t.key), "place": str(t.workload), "candidates": count})
+        lines.append(f"{t.kernel} {t.key}: {count} candidates ({t.workload})")
+    lines.append(f"{sum(len(t.candidates) for t in todo)} trials; nothing was run")
+    return Answer({"launches": launches}, lines)
+
+
+@command(example="Example:  warpfold profile tiny --out profile;  warpfold profile monomer --residues 128 --forward")
+def profile(
+    settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...")],
+    out: Annotated[Path | None, writes("New folder for profile.json, and trace.json.gz for ui.perfetto.dev.")] = None,
+    forward: Annotated[bool, decides("One forward pass without gradient, in place of a training step.")] = False,
+    change: Change = None,
+    residues: Residues = None,
+    sequences: Sequences = None,
+    extra: Extra = None,
+    templates: Templates = None,
+    blocks: Blocks = None,
+    recycles: Recycles = 0,
+    device: Device = None,
+) -> Answer:
+    """Say where the time of a training step goes: by layer and operation, forward and backward, on a CPU or a GPU.
+
+    The example is random.  With fewer --blocks only those are run and shown: nothing is scaled up.  On a CPU large
+    settings are measured at a small size unless the options name another.
+    """
+    import torch
+
+    from warpfold.profile.step_profile import in_words, profile_model
+    from warpfold.profile.step_profile import table as rows_of
+
+    check_outputs(out)
+    sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
+    where = torch.device(device_of(device))
+    given = measured(settings, change or [], sizes, blocks, recycles, on_cpu=where.type == "cpu")
+    if out is not None:
+        out.mkdir()
+    with progress_bar(narrate=True) as progress:
+        trace = None if out is None else out / "trace.json.gz"
+        found = profile_model(given, where, trace, training=not forward, progress=progress)
+    text: list[Any] = [*in_words(found)]
+    for of in ("layers", "operations"):
+        text += ["", table(*rows_of(found, of, LONGEST))]
+    if out is not None:
+        write_atomically(out / "profile.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
+        text.append(f"\nwrote {out / 'profile.json'}, trace.json.gz: open it at ui.perfetto.dev")
+    return Answer(found, text)

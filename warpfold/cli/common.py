@@ -1,17 +1,19 @@
-"""What all commands share: the app, its kinds of options, the device, tables and JSON."""
+"""What all commands share: the app, how a command is declared and what it answers, its options, the device."""
 
 import inspect
 import json
 import logging
 import os
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from types import NoneType
+from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
@@ -19,16 +21,22 @@ from typer.core import TyperCommand, TyperGroup
 
 from warpfold.arguments import PathLike, Paths, decides, declaration, kinds_of, name_of, runs, writes
 from warpfold.errors import UserError, options_given
+from warpfold.files import check_new
 from warpfold.parallel.process import is_one_of_several
 from warpfold.progress import no_bars
 
 if TYPE_CHECKING:
-    from warpfold.cost.example import ModelBench
+    from rich.table import Table
+
     from warpfold.parallel.team import ProcessInfo
 
 
-class StoppedByUser(Exception):
-    """Ctrl-C ended a command."""
+class StoppedByUser(BaseException):
+    """Ctrl-C, or SIGTERM, ended a command; code: what the command line exits with."""
+
+    def __init__(self, code: int = 130) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 class Commands(TyperGroup):
@@ -41,6 +49,27 @@ class Commands(TyperGroup):
             raise StoppedByUser from None
 
 
+class Lists(TyperCommand):
+    """A command whose list options take several values after one name: `--msa a.a3m b.a3m`, as from a shell's *."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        lists = {name for parameter in self.params if getattr(parameter, "multiple", False) for name in parameter.opts}
+        return super().parse_args(ctx, repeat_names(args, lists))
+
+
+def repeat_names(arguments: Sequence[str], lists: set[str]) -> list[str]:
+    """Turn ["--msa", "a", "b"] into ["--msa", "a", "--msa", "b"] for the options in `lists`."""
+    found: list[str] = []
+    current = ""  # the list option that the next value belongs to
+    for argument in arguments:
+        if argument.startswith("-"):
+            current = argument if argument in lists else ""
+        elif current and found[-1] != current:
+            found.append(current)
+        found.append(argument)
+    return found
+
+
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
@@ -51,6 +80,68 @@ app = typer.Typer(
 )
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a command answers: `data` for --json, or `text` for people, lines and tables; code: its exit code."""
+
+    data: Any
+    text: "Iterable[str | Table]"
+    code: int = 0
+
+
+def show(answer: Answer, as_json: bool) -> None:
+    """Print an answer: JSON that any parser reads, without NaN or infinity; or lines, and tables, 200 columns wide
+    where the output is no terminal.
+    """
+    if as_json:
+        typer.echo(json.dumps(answer.data, indent=2, allow_nan=False))
+        return
+    for one in answer.text:
+        if isinstance(one, str):
+            typer.echo(one)
+        else:
+            from rich.console import Console
+
+            Console(width=None if sys.stdout.isatty() else 200).print(one)
+
+
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], style: Callable[[Sequence[str]], str] = lambda row: ""
+) -> "Table":
+    """Make a table; style: of a row."""
+    from rich.table import Table
+
+    made = Table(*heads, box=None, header_style="bold")
+    for row in rows:
+        made.add_row(*row, style=style(row) or None)
+    return made
+
+
+@contextmanager
+def logged(name: str, level: int, format: str = "%(message)s", propagate: bool = True) -> Iterator[None]:
+    """Print what a logger of the package is told to stderr, within the context."""
+    log, handler = logging.getLogger(name), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(format, "%H:%M:%S"))
+    before = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(level)
+    log.propagate = propagate
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]
+
+
+def plans_said(rank: int = 0) -> "ExitStack":
+    """Say on stderr, from the first process, what is chosen for each protein and asked of servers, in the context."""
+    stack = ExitStack()
+    if rank == 0:
+        stack.enter_context(logged("warpfold.plan", logging.INFO, propagate=False))
+    return stack
+
+
 @contextmanager
 def speaking(quiet: bool, verbose: bool, as_json: bool) -> Iterator[None]:
     """Have a command say less or more within the context.
@@ -58,7 +149,6 @@ def speaking(quiet: bool, verbose: bool, as_json: bool) -> Iterator[None]:
     quiet: no progress, and nothing on stdout but JSON; warnings and errors stay.  verbose: what the package logs goes
     to stderr, and so does where an error came from.
     """
-    log, handler = logging.getLogger("warpfold"), logging.StreamHandler()
     with ExitStack() as stack:
         stack.enter_context(options_given())
         if quiet:
@@ -66,11 +156,7 @@ def speaking(quiet: bool, verbose: bool, as_json: bool) -> Iterator[None]:
         if quiet and not as_json:
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
         if verbose:
-            handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
-            log.addHandler(handler)
-            stack.callback(log.removeHandler, handler)
-            stack.callback(log.setLevel, log.level)
-            log.setLevel(logging.DEBUG)
+            stack.enter_context(logged("warpfold", logging.DEBUG, "%(asctime)s %(name)s: %(message)s"))
         try:
             yield
         except UserError:
@@ -95,42 +181,49 @@ def command(
     register: Callable[..., Callable[[Any], Any]] = app.command,
     **more: Any,
 ) -> Callable[[Shell], Shell]:
-    """Return a decorator: a function is what a command does in a shell.
+    """Return a decorator: a dataclass is a command, its fields the options, its docstring the help, and a call does it.
 
-    options: a dataclass whose fields are the command's options, which the function gets as a dict, its first argument;
-    its docstring is the help.  Annotated arguments of the function are options of the shell alone; -q and -v are added.
-    example: ends --help.  continues: whether the same command goes on where it was stopped.  register, more: as of
-    typer's `Typer.command`.
+    A function may be one, too, whose annotated arguments are the options.  options: a dataclass whose fields are its
+    options besides, which it gets as a dict, its first argument.  -q and -v are added, and --json where an `Answer` is
+    returned, which is printed.  example: ends --help.  continues: whether the same command goes on where it was
+    stopped.  register, more: as of typer's `Typer.command`.
     """
 
-    def decorated(function: Shell) -> Shell:
-        """Register the function, and return it as it is."""
-        own = list(inspect.signature(function).parameters.values())
-        declared = [] if options is None else list(inspect.signature(options).parameters.values())
-        names = {one.name for one in declared if declaration(one.annotation)[1]}
-        shared = [_parameter("quiet", Quiet, False), _parameter("verbose", Verbose, False)]
-        parameters = [
-            *(_parameter(one.name, one.annotation, one.default) for one in declared if one.name in names),
-            *(_parameter(one.name, one.annotation, one.default) for one in own[len(declared) > 0 :]),
-            *shared,
-        ]
+    def decorated(shell: Shell) -> Shell:
+        """Register the command, and return it as it is."""
+        called = vars(shell)["__call__"] if isinstance(shell, type) else shell
+        of = shell if isinstance(shell, type) else options
+        fields = [] if of is None else list(inspect.signature(of).parameters.values())
+        fields = [one for one in fields if declaration(one.annotation)[1] or one.annotation is typer.Context]
+        own = list(inspect.signature(called).parameters.values())[of is not None :]
+        shared: dict[str, Any] = {"as_json": AsJson, "quiet": Quiet, "verbose": Verbose}
+        answers = inspect.signature(called).return_annotation in (Answer, "Answer")
+        if not answers or any(one.name == "as_json" for one in (*fields, *own)):
+            del shared["as_json"]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        added = [inspect.Parameter(name, keyword, default=False, annotation=hint) for name, hint in shared.items()]
+        parameters = [_parameter(one.name, one.annotation, one.default) for one in (*fields, *own, *added)]
 
-        def run(*, quiet: bool, verbose: bool, **values: Any) -> Any:
+        def run(*, quiet: bool, verbose: bool, **values: Any) -> None:
+            """Run the command, and print its answer."""
             values = {name: one.value if isinstance(one, Enum) else one for name, one in values.items()}
-            with speaking(quiet, verbose, bool(values.get("as_json"))):
-                if options is None:
-                    return function(**values)
-                given = {name: values.pop(name) for name in names}
-                return function(given, **values)
+            with speaking(quiet, verbose, as_json := bool(values.get("as_json"))):
+                if "as_json" in shared:
+                    del values["as_json"]
+                given = {one.name: values.pop(one.name) for one in fields}
+                answer = shell(**given)() if of is shell else shell(*([given] if fields else []), **values)
+                if answers:
+                    show(answer, as_json)
+                    raise typer.Exit(int(answer.code))
 
-        run.__name__ = name_of(function if options is None else options)
-        run.__doc__ = (function if options is None else options).__doc__
+        run.__name__ = name_of(shell)
+        run.__doc__ = shell.__doc__ if of is None or "__call__" not in vars(of) else of.__doc__
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in parameters}
         if continues:
             CONTINUE.add(run.__name__)
-        register(epilog=example, **more)(run)
-        return function
+        register(epilog=example, **({"cls": Lists} if register == app.command else {}) | more)(run)
+        return shell
 
     return decorated
 
@@ -180,69 +273,30 @@ Branch = Annotated[
     ),
 ]
 Change = Annotated[list[str] | None, decides("Settings that override those of the file, KEY=VALUE.", "--set")]
-
-# The size of a random example that is timed or profiled; what is left out is that of the settings' training examples.
-Residues = Annotated[
-    int | None, decides("Residues of the example; default: the settings' crop, on a CPU at most 64.", min=4)
-]
-Sequences = Annotated[
-    int | None, decides("Rows of its alignment; default: the settings' max_msa, on a CPU at most 32.", min=1)
-]
-Extra = Annotated[
-    int | None, decides("Rows of its extra MSA; default: the settings' max_extra, on a CPU at most 64.", min=1)
-]
-Templates = Annotated[
-    int | None, decides("Its templates; default: the settings' max_templates, on a CPU at most 1.", min=0)
-]
-Blocks = Annotated[int | None, decides("Blocks of each stack, at most; default: the settings', on a CPU 2.", min=1)]
-Recycles = Annotated[int, decides("Passes without gradient before the one that counts.", min=0)]
-# A whole model on a CPU: at most these, so that the large settings take a minute or two.
-ON_CPU = {"residues": 64, "sequences": 32, "extra": 64, "templates": 1}
-BLOCKS_ON_CPU = 2
+Figure = Annotated[Path | None, writes("File for a picture: .svg, .png.")]
 
 
-def repeat_names(arguments: Sequence[str], lists: set[str]) -> list[str]:
-    """Turn ["--msa", "a", "b"] into ["--msa", "a", "--msa", "b"] for the options in `lists`."""
-    found: list[str] = []
-    current = ""  # the list option that the next value belongs to
-    for argument in arguments:
-        if argument.startswith("-"):
-            current = argument if argument in lists else ""
-        elif current and found[-1] != current:
-            found.append(current)
-        found.append(argument)
-    return found
+def check_outputs(*files: Path | None, picture: Path | None = None) -> None:
+    """Raise UserError unless new files can be made there, and the picture by its ending."""
+    if picture is not None and picture.suffix not in (".png", ".svg"):
+        raise UserError(f"--figure {picture}: a picture's name ends in .png or .svg")
+    for file in (*files, picture):
+        if file is not None:
+            check_new(file)
 
 
-def parts(values: Sequence[str]) -> list[str]:
+def parts(values: Sequence[str] | None) -> list[str]:
     """Split values at commas: ["a,b", "c"] -> ["a", "b", "c"]."""
-    return [part.strip() for value in values for part in value.split(",") if part.strip()]
+    return [part.strip() for value in values or () for part in value.split(",") if part.strip()]
 
 
-def chosen(option: str, values: Sequence[str], known: Iterable[str]) -> list[str]:
+def chosen(option: str, values: Sequence[str] | None, known: Iterable[str]) -> list[str]:
     """Return the values, split at commas, each once.  Errors: UserError for one that is not known."""
     known = list(dict.fromkeys(known))
     for value in parts(values):
         if value not in known:
             raise UserError(f"{option} {value}: not one of {', '.join(known)}")
     return list(dict.fromkeys(parts(values)))
-
-
-class Lists(TyperCommand):
-    """A command whose list options take several values after one name: `--msa a.a3m b.a3m`, as from a shell's *."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        lists = {name for parameter in self.params if getattr(parameter, "multiple", False) for name in parameter.opts}
-        return super().parse_args(ctx, repeat_names(args, lists))
-
-
-def name_operations(command: Any, attribute: str) -> None:
-    """Put the operations of check/cases.py into a command's --help: only --help loads torch for their names."""
-    from warpfold.check import cases
-
-    for parameter in command.params:
-        if parameter.name == "op":
-            parameter.help = parameter.help.replace("OPERATIONS", ", ".join(getattr(cases, attribute)))
 
 
 GIVEN: list[str] = []  # the arguments of the command line that runs
@@ -257,31 +311,30 @@ def how_to_go_on() -> str:
     return f"the same command continues: {shlex.join(['warpfold', *(one for one in GIVEN if one != '--force')])}"
 
 
-def say_refused(refused: Mapping[str, int]) -> None:
-    """Say on stderr which operations were computed by their definitions, which is slower, and why."""
-    for refusal, count in refused.items():
-        typer.echo(f"slower than necessary: {refusal}: computed by its definition, {count} times", err=True)
-
-
 @contextmanager
-def plans_said(rank: int = 0) -> Iterator[None]:
-    """Say on stderr, from the first process, what is chosen for each protein and asked of servers, in the context."""
+def on_sigterm(error: BaseException) -> Iterator[None]:
+    """Raise an error at SIGTERM, which schedulers send some time before they kill a job, within the context."""
 
-    class Said(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            typer.echo(record.getMessage(), err=True)
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        raise error
 
-    log, handler = logging.getLogger("warpfold.plan"), Said()
-    before = log.level, log.propagate
-    if rank == 0:
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
-        log.removeHandler(handler)
-        log.level, log.propagate = before
+        signal.signal(signal.SIGTERM, before)
+
+
+def warn(text: str) -> None:
+    """Print a line to stderr."""
+    typer.echo(text, err=True)
+
+
+def say_refused(refused: Mapping[str, int]) -> None:
+    """Say on stderr which operations were computed by their definitions, which is slower, and why."""
+    for refusal, count in refused.items():
+        warn(f"slower than necessary: {refusal}: computed by its definition, {count} times")
 
 
 def this_process() -> "ProcessInfo":
@@ -306,53 +359,3 @@ def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:
     from warpfold import device
 
     return device.device_of(name, process.local_rank if process is not None and process.ranks > 1 else None)
-
-
-def show(result: Any) -> None:
-    """Print JSON that any parser reads: no NaN, no infinities."""
-    typer.echo(json.dumps(result, indent=2, allow_nan=False))
-
-
-def show_table(
-    heads: Sequence[str], rows: Iterable[Sequence[str]], style: Callable[[Sequence[str]], str] | None = None
-) -> None:
-    """Print a table, 200 columns wide where the output is no terminal; style: returns the style of a row, or ""."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*heads, box=None, header_style="bold")
-    for row in rows:
-        table.add_row(*row, style=style(row) if style else None)
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
-
-
-def measured(
-    settings: str,
-    changes: Sequence[str],
-    sizes: Mapping[str, int | None],
-    blocks: int | None,
-    recycles: int,
-    on_cpu: bool = False,
-) -> "ModelBench":
-    """Return what `bench --block`, `bench --step` and `profile` measure, from settings and the sizes that were given.
-
-    on_cpu: a whole model, on a CPU: what was not given is at most `ON_CPU`, and that is said on stderr.
-    Errors: UserError for settings that are wrong, or that are for several processes.
-    """
-    from dataclasses import replace
-
-    from warpfold import settings as toml
-    from warpfold.cost.example import bench_of, shortened
-
-    given = bench_of(toml.load(settings, changes), settings, blocks)
-    chosen = {name: value for name, value in sizes.items() if value is not None}
-    found = replace(given, sizes=replace(given.sizes, **chosen), recycles=recycles)
-    if not on_cpu:
-        return found
-    less = {name: min(most, getattr(found.sizes, name)) for name, most in ON_CPU.items() if name not in chosen}
-    model = found.model if blocks else shortened(found.model, BLOCKS_ON_CPU)
-    small = replace(found, model=model, sizes=replace(found.sizes, **less))
-    if small != found:
-        most = ", ".join(f"{count} {name}" for name, count in ON_CPU.items())
-        typer.echo(f"on a CPU, unless options say otherwise, at most: {most}, {BLOCKS_ON_CPU} blocks", err=True)
-    return small

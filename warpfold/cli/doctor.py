@@ -1,31 +1,50 @@
-"""`warpfold doctor`."""
+"""`warpfold doctor`: of one process, and of all that start together."""
 
-from dataclasses import asdict
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand
 
 from warpfold.arguments import Device, decides, reads, writes
-from warpfold.cli.common import AsJson, chosen, command, device_of, show, show_table
-from warpfold.cli.doctor_cluster import ResultFiles, check_cluster
+from warpfold.cli.common import (
+    Answer,
+    AsJson,
+    Lists,
+    check_outputs,
+    chosen,
+    command,
+    device_of,
+    on_sigterm,
+    show,
+    table,
+    this_process,
+    warn,
+)
 from warpfold.errors import UserError
-from warpfold.files import check_new, row_file
-from warpfold.progress import progress_bar
+from warpfold.files import row_file, write_atomically
+from warpfold.progress import are_hidden, progress_bar
 
 if TYPE_CHECKING:
     import torch
+    from rich.table import Table
 
     from warpfold.bench.doctor import Finding
+    from warpfold.cluster.doctor import Examined
 
 HINT = (
     "warpfold doctor --kernels checks every operation on this device against its definition; under torchrun or srun "
     "warpfold doctor --cluster checks all ranks, their links and files"
 )
+RED, YELLOW, GREEN = typer.colors.RED, typer.colors.YELLOW, typer.colors.GREEN
+COLORS = {"WRONG": RED, "Slow": YELLOW, "Short": YELLOW, "wrong": RED, "note": YELLOW, "ok": GREEN}
+SEVERITY = ("wrong", "note", "not checked", "ok")
 
 
-class WithoutFile(TyperCommand):
+class WithoutFile(Lists):
     """A command that takes no file, and says so: `--cluster FILE` is what others take."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -45,111 +64,193 @@ class WithoutFile(TyperCommand):
     example="Example:  warpfold doctor --kernels --settings monomer;  "
     "torchrun --nproc-per-node 8 -m warpfold doctor --cluster --data store --folder runs --out cluster.toml",
 )
-def doctor(
+@dataclass(frozen=True, kw_only=True)
+class DoctorCommand:
+    """Say what this machine has, and check that it computes what it should; exit with 1 if it does not."""
+
     kernels: Annotated[
-        bool, decides("Check every operation, forward and backward, against its definition; a minute.", "--kernels")
-    ] = False,
+        bool, decides("Check every operation, forward and backward, against its definition; a minute.")
+    ] = False
     settings: Annotated[
         str | None, reads("TOML file or preset whose sizes to check; default: tiny on a CPU, monomer on a GPU.")
-    ] = None,
-    dtype: Annotated[list[str] | None, decides("Of --kernels: bf16, fp32; default: both.")] = None,
+    ] = None
+    dtype: Annotated[list[str] | None, decides("Of --kernels: bf16, fp32; default: both.")] = None
     rows: Annotated[
         Path | None, writes("Of --kernels: file for each finding as soon as it is there, a JSON object a line.")
-    ] = None,
+    ] = None
     cluster: Annotated[
-        bool, decides("Check all ranks, their links and files, started as training is; two minutes.", "--cluster")
-    ] = False,
-    data: Annotated[list[Path] | None, reads("Of --cluster: stores that every rank reads from.")] = None,
-    folder: Annotated[Path | None, reads("Of --cluster: a folder where runs will be written, to try it.")] = None,
+        bool, decides("Check all ranks, their links and files, started as training is; two minutes.")
+    ] = False
+    data: Annotated[list[Path] | None, reads("Of --cluster: stores that every rank reads from.")] = None
+    folder: Annotated[Path | None, reads("Of --cluster: a folder where runs will be written, to try it.")] = None
     link: Annotated[
         str | None, reads("Of --cluster: what the network should be: ib400, roce100x2, eth25 (Gb/s, adapters).")
-    ] = None,
+    ] = None
     out: Annotated[
-        Path | None,
-        writes("Of --cluster: file for the measured links, which plan, train, simulate read.", "--out", "-o"),
-    ] = None,
-    figure: Annotated[Path | None, writes("Of --cluster: file for a picture of all links: .png, .svg.")] = None,
-    device: Device = None,
-    as_json: AsJson = False,
-) -> None:
-    """Say what this machine has, and check that it computes what it should; exit with 1 if it does not."""
-    given = [data, folder, link, out, figure]
-    if cluster:
-        if any([kernels, settings, dtype, rows]):
+        Path | None, writes("Of --cluster: file for the measured links, which plan, train, simulate read.")
+    ] = None
+    figure: Annotated[Path | None, writes("Of --cluster: file for a picture of all links: .png, .svg.")] = None
+    device: Device = None
+    as_json: AsJson = False
+
+    def __call__(self) -> Answer:
+        """Say what is here, or check the operations, or the cluster."""
+        of_kernels = any([self.settings, self.dtype, self.rows])
+        if self.cluster:
+            if self.kernels or of_kernels:
+                raise UserError(
+                    "--cluster goes without --kernels, --settings, --dtype and --rows; check the operations on one "
+                    "process"
+                )
+            self._check_cluster()
+        if any([self.data, self.folder, self.link, self.out, self.figure]):
+            raise UserError("--data, --folder, --link, --out and --figure are of --cluster; add it")
+        import torch
+
+        from warpfold.bench.doctor import of_machine
+        from warpfold.cost.machine import describe
+
+        if of_kernels and not self.kernels:
             raise UserError(
-                "--cluster goes without --kernels, --settings, --dtype and --rows; check the operations on one process"
+                "--settings gives the sizes for --kernels, and --dtype and --rows are for it; add --kernels"
             )
-        check_cluster(data or [], folder, link, device, ResultFiles(out, figure, as_json))
-    if any(given):
-        raise UserError("--data, --folder, --link, --out and --figure are of --cluster; add it")
-    import torch
+        where = torch.device(device_of(self.device))
+        if self.kernels:
+            return self._check_kernels(where)
+        machine, verdict = describe(where), of_machine(where)
+        text = [*_facts(machine), *_colored(verdict), f"\n{HINT}"]
+        return Answer({"machine": machine, "verdict": verdict}, text)
 
-    from warpfold.bench.doctor import of_machine
-    from warpfold.cost.machine import describe
+    def _check_kernels(self, where: "torch.device") -> Answer:
+        """Check every operation for the sizes of some settings."""
+        from warpfold import settings as toml
+        from warpfold.bench import doctor as checks
+        from warpfold.bench.doctor import of_findings, of_machine
+        from warpfold.cost.measured_memory import check_memory
 
-    if any([settings, dtype, rows]) and not kernels:
-        raise UserError("--settings gives the sizes for --kernels, and --dtype and --rows are for it; add --kernels")
-    where = torch.device(device_of(device))
-    if not kernels:
-        machine = describe(where)
-        if as_json:
-            show({"machine": machine, "verdict": of_machine(where)})
-        else:
-            _facts(machine)
-            _verdict(of_machine(where))
-            typer.echo(f"\n{HINT}")
-        return
-    _check_kernels(settings or ("monomer" if where.type == "cuda" else "tiny"), where, dtype or [], rows, as_json)
+        source = self.settings or ("monomer" if where.type == "cuda" else "tiny")
+        cases = checks.cases_of(toml.load(source), source)
+        dtypes = chosen("--dtype", self.dtype, checks.DTYPES) or list(checks.DTYPES)
+        check_outputs(self.rows)
+        with progress_bar() as progress, row_file(self.rows) as sink:
+            findings = checks.examine(cases, where, dtypes, progress, sink)
+        memory = check_memory(where)
+        verdict = [*of_findings(findings, source, where), *of_machine(where)]
+        report = {**checks.report(findings, where, source), "memory": asdict(memory), "verdict": verdict}
+
+        def text() -> "Iterator[str | Table]":
+            """Yield what is printed."""
+            yield from _facts(report["machine"])
+            yield from _findings(findings, where.type, source)
+            yield memory.says()
+            yield from _colored(verdict)
+
+        for finding in findings:
+            if finding.verdict.red:
+                warn(f"red: {finding.verdict.says()}")
+        return Answer(report, text(), bool(report["red"]))
+
+    def _check_cluster(self) -> NoReturn:
+        """Check the cluster with all processes, print from the first what was found, and exit on all: 1 if wrong."""
+        import torch
+
+        from warpfold.cluster.doctor import LIMIT, Asked, Examined, examine_cluster
+        from warpfold.cluster.findings import ClusterFinding
+        from warpfold.cost.links import network
+        from warpfold.parallel.team import TeamError, distributed_context
+
+        began, process = time.monotonic(), this_process()
+        where = torch.device(device_of(self.device, process))
+        if self.link is not None:
+            network(self.link, process.ranks_per_node)
+        if process.rank == 0:
+            check_outputs(self.out, picture=self.figure)
+        each = process.ranks_per_node  # of the nodes, until they say it themselves
+        nodes = [list(range(process.ranks))[start : start + each] for start in range(0, process.ranks, each)]
+        latest = [Examined(nodes, where.type)]
+
+        def report(so_far: Examined, what: str) -> None:
+            latest[:] = [so_far]
+            if process.rank == 0 and not are_hidden():
+                warn(f"checking {what} ...")
+
+        # A doctor that has to end says what it knows.
+        ended = TeamError(
+            f"rank {process.rank} was asked to end (SIGTERM): torchrun does so when another rank of the node has "
+            "ended, which says why itself; Slurm when the time is over"
+        )
+        try:
+            with on_sigterm(ended), distributed_context(process, None, where, LIMIT) as team:
+                asked = Asked(self.data or [], self.folder, self.link)
+                found = examine_cluster(team, where, os.environ, asked, report)
+                if team.is_rank_zero:  # before the others may leave: torchrun ends all when one has
+                    show(cluster_report(found, self.out, self.figure), self.as_json)
+        except TeamError as error:
+            if process.rank == 0:
+                cure = "see what that process and its node say (its log, dmesg); leave the node out"
+                lost = ClusterFinding("ranks", "all ranks answer", "wrong", str(error), cure)
+                known = replace(latest[0], findings=[*latest[0].findings, lost], seconds=time.monotonic() - began)
+                show(cluster_report(known, self.out, self.figure), self.as_json)
+            raise
+        raise typer.Exit(1 if found.wrong else 0)
 
 
-def _check_kernels(source: str, where: "torch.device", dtype: list[str], rows: Path | None, as_json: bool) -> None:
-    """Check every operation for the sizes of some settings, say what was found, and exit with 1 if one is wrong."""
-    from warpfold import settings as toml
-    from warpfold.bench import doctor as checks
-    from warpfold.bench.doctor import of_findings, of_machine
-    from warpfold.cost.measured_memory import check_memory
-
-    cases = checks.cases_of(toml.load(source), source)
-    dtypes = chosen("--dtype", dtype, checks.DTYPES) or list(checks.DTYPES)
-    if rows is not None:
-        check_new(rows)
-    with progress_bar() as progress, row_file(rows) as sink:
-        findings = checks.examine(cases, where, dtypes, progress, sink)
-    memory = check_memory(where)
-    verdict = [*of_findings(findings, source, where), *of_machine(where)]
-    report = {**checks.report(findings, where, source), "memory": asdict(memory), "verdict": verdict}
-    if as_json:
-        show(report)
-    else:
-        _facts(report["machine"])
-        _print(findings, where.type, source)
-        typer.echo(memory.says())
-        _verdict(verdict)
-    for finding in findings:
-        if finding.verdict.red:
-            typer.echo(f"red: {finding.verdict.says()}", err=True)
-    raise typer.Exit(1 if report["red"] else 0)
-
-
-def _facts(machine: dict[str, str]) -> None:
+def _facts(machine: dict[str, str]) -> list[str]:
     wide = max(map(len, machine))
-    for key, value in machine.items():
-        typer.echo(f"{key:{wide}}  {value}")
+    return [f"{key:{wide}}  {value}" for key, value in machine.items()]
 
 
-def _verdict(sentences: list[str]) -> None:
-    typer.echo("")
-    for sentence in sentences:
-        styles = {"WRONG": typer.colors.RED, "Slow": typer.colors.YELLOW, "Short": typer.colors.YELLOW}
-        typer.secho(sentence, fg=styles.get(sentence.partition(":")[0]))
+def _colored(sentences: list[str]) -> list[str]:
+    return ["", *(typer.style(one, fg=COLORS.get(one.partition(":")[0])) for one in sentences)]
 
 
-def _print(findings: "list[Finding]", kind: str, source: str) -> None:
-    from warpfold.bench.doctor import HEADS, table
+def _findings(findings: "list[Finding]", kind: str, source: str) -> "Iterator[str | Table]":
+    from warpfold.bench.doctor import HEADS
+    from warpfold.bench.doctor import table as rows_of
 
     if kind != "cuda":
-        typer.echo("\nNo GPU is checked: these are the CPU's fast ways.")
-    typer.echo(f"\nSizes of {source}.  Errors to fp64, ours / the definition's; rough speeds, from a few passes.\n")
-    show_table(HEADS, table(findings), lambda row: "bold red" if row[-1] == "RED" else "")
+        yield "\nNo GPU is checked: these are the CPU's fast paths."
+    yield f"\nSizes of {source}.  Errors to fp64, ours / the definition's; rough speeds, from a few passes.\n"
+    yield table(HEADS, rows_of(findings), lambda row: "bold red" if row[-1] == "RED" else "")
     if any(f.verdict.case.full_rows for f in findings):
-        typer.echo("where rows were cut, speeds are those of the cut")
+        yield "where rows were cut, speeds are those of the cut"
+
+
+def cluster_report(found: "Examined", out: Path | None, figure: Path | None) -> Answer:
+    """Return what was found of a cluster, and write the files that were asked for."""
+    from warpfold.cluster.judge_links import WIDEST, draw, link_rows, matrices
+    from warpfold.cluster.ranks import rank_table
+
+    if out and found.cluster:
+        found.cluster.save(out)
+    if figure and found.links:
+        from warpfold.report.figures import draw_links
+
+        write_atomically(figure, draw_links(matrices(found.links), figure.suffix[1:]))
+
+    def text() -> "Iterator[str | Table]":
+        """Yield what is printed."""
+        ranks, nodes = sum(map(len, found.nodes)), len(found.nodes)
+        yield f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, {found.device}"
+        if found.links:
+            for matrix in matrices(found.links):
+                yield "\n" + "\n".join(draw(matrix))
+            yield ""
+            yield table(("links", "measured", "usual", "worst"), link_rows(found.links))
+        if found.rates:
+            yield ""
+            yield table(*rank_table(found.rates, found.nodes, WIDEST))
+        yield ""
+        for one in sorted(found.findings, key=lambda one: SEVERITY.index(one.outcome)):
+            cure = f"  -> {one.cure}" if one.cure else ""
+            outcome = f"{one.outcome.upper() if one.outcome == 'wrong' else one.outcome:11}"
+            outcome = typer.style(outcome, fg=COLORS.get(one.outcome))
+            yield f"{outcome} {one.topic}: {one.check}: {one.says}{cure}"
+        counts = [f"{sum(one.outcome == outcome for one in found.findings)} {outcome}" for outcome in SEVERITY]
+        yield f"\n{', '.join(counts)}; {found.seconds:.0f} s"
+        if out and found.cluster:
+            yield f"measured links: {out}; `plan`, `train` and `simulate` read it"
+        elif out:
+            warn(f"{out} was not written: there are no links, or nodes are not equal")
+
+    return Answer(found.as_json(), text(), bool(found.wrong))

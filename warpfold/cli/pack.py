@@ -1,14 +1,9 @@
 """`warpfold pack`."""
 
-import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
 
 from warpfold.arguments import (
     Dask,
@@ -25,7 +20,7 @@ from warpfold.arguments import (
     writes,
 )
 from warpfold.bulk import JobPart
-from warpfold.cli.common import AsJson, Lists, command, how_to_go_on, show
+from warpfold.cli.common import Answer, StoppedByUser, command, on_sigterm, warn
 from warpfold.data.pack.options import PackOptions
 from warpfold.errors import UserError
 from warpfold.progress import Progress, progress_bar
@@ -90,77 +85,54 @@ pack = function(PackCommand)
 @command(
     PackCommand,
     continues=True,
-    cls=Lists,
     example="Example:  warpfold pack --structures mmcif/ --msas msas/ --hits msas/ --out store --workers 16",
 )
-def in_shell(
+def pack_in_shell(
     given: dict[str, Any],
     verify: Annotated[Path | None, instead("Check every byte of a store.")] = None,
     info: Annotated[Path | None, instead("Show what is in a store.")] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Make a store under a progress bar, or look at one."""
+    from warpfold.data.pack.report import store_summary_text, summarize_store
+    from warpfold.data.store.store import Store
+
     modes = {"--structures": given["structures"], "--merge": given["merge"], "--verify": verify, "--info": info}
     chosen = [name for name, value in modes.items() if value]
     if len(chosen) != 1:
         raise UserError(f"pack: give one of {', '.join(modes)}, not {' and '.join(chosen) or 'none'}; see --help")
     if verify is not None:
-        return _verify(verify, as_json)
+        return _verified(verify)
     if info is not None:
-        return _info(info, as_json)
-    try:
-        with _sigterm_stops(), progress_bar() as bar:
-            report = pack(**given, progress=bar)
-    except KeyboardInterrupt as stop:
-        typer.echo(f"stopped; {how_to_go_on()}", err=True)
-        raise typer.Exit(143 if isinstance(stop, _Terminated) else 130) from None
+        found = summarize_store(Store(info))
+        return Answer(found, [store_summary_text(found)])
+    # Without an answer to SIGTERM the files that are being read would be blamed for the death of the process.
+    with on_sigterm(StoppedByUser(143)), progress_bar() as bar:
+        report = pack(**given, progress=bar)
     part = JobPart.parse(given["shard"]) if given["shard"] and not given["merge"] else None
-    return show(report.to_json()) if as_json else _print_report(report, given["out"], part)
+    return Answer(report.to_json(), _lines(report, given["out"], part))
 
 
-class _Terminated(KeyboardInterrupt):
-    """The process was sent SIGTERM."""
-
-
-@contextmanager
-def _sigterm_stops() -> Iterator[None]:
-    """Treat SIGTERM, which schedulers send some time before they kill a job, like Ctrl-C.
-
-    Otherwise the files that are being read would be blamed for the death of the process.
-    """
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise _Terminated
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _print_report(report: "PackReport", out: Path, part: JobPart | None) -> None:
+def _lines(report: "PackReport", out: Path, part: JobPart | None) -> Iterator[str]:
     lines = [f"dropped {entry.name or entry.file}: {entry.reason}" for entry in report.dropped]
     lines += [f"unused {file}: {why}" for file, why in (report.unused | report.unused_hits).items()]
-    typer.echo("".join(f"{' '.join(line.split())}\n" for line in lines[:SHOWN]), nl=False)  # names may hold line ends
+    yield from (" ".join(line.split()) for line in lines[:SHOWN])  # names may hold line ends
     if len(lines) > SHOWN:
-        typer.echo(f"... and {len(lines) - SHOWN} more lines like these" + ("" if part else f", in {out / 'pack.tsv'}"))
+        yield f"... and {len(lines) - SHOWN} more lines like these" + ("" if part else f", in {out / 'pack.tsv'}")
     for warning in report.warnings():
-        typer.echo(f"warning: {warning}", err=True)
+        warn(f"warning: {warning}")
     if part is not None:
         from warpfold.data.pack.part import part_path
 
         pattern = part_path(out, part).name.replace(f"part-{part.number}-", "part-*-")
-        typer.echo(f"{part_path(out, part)}: part {part}, {report.summary()}")
-        typer.echo(f"when all are there: warpfold pack --merge {out.with_name(pattern)} --out {out}")
-    elif report.finished_before:
-        typer.echo(f"{out}: was finished before, from the same inputs and options: {report.summary()}")
+        yield f"{part_path(out, part)}: part {part}, {report.summary()}"
+        yield f"when all are there: warpfold pack --merge {out.with_name(pattern)} --out {out}"
     else:
-        typer.echo(f"{out}: {report.summary()}")
+        before = "was finished before, from the same inputs and options: " if report.finished_before else ""
+        yield f"{out}: {before}{report.summary()}"
 
 
-def _verify(path: Path, as_json: bool) -> None:
-    """List what is damaged, and exit with 1 if anything is."""
+def _verified(path: Path) -> Answer:
+    """List what is damaged."""
     from warpfold.data.store.store import Store
 
     with progress_bar() as bar:
@@ -171,21 +143,6 @@ def _verify(path: Path, as_json: bool) -> None:
             if not (path / "store.json").exists():
                 raise
             entries, damaged = 0, [str(error)]
-    if as_json:
-        show({"path": str(path), "entries": entries, "damaged": damaged})
-    else:
-        typer.echo("".join(f"{line}\n" for line in damaged), nl=False)
-        typer.echo(f"{path}: {f'{len(damaged)} damaged' if damaged else f'{entries} entries, all whole'}")
-    raise typer.Exit(1 if damaged else 0)
-
-
-def _info(path: Path, as_json: bool) -> None:
-    """Print what is in a store."""
-    from warpfold.data.pack.report import store_summary_text, summarize_store
-    from warpfold.data.store.store import Store
-
-    found = summarize_store(Store(path))
-    if as_json:
-        show(found)
-    else:
-        typer.echo(store_summary_text(found))
+    verdict = f"{len(damaged)} damaged" if damaged else f"{entries} entries, all whole"
+    found = {"path": str(path), "entries": entries, "damaged": damaged}
+    return Answer(found, [*damaged, f"{path}: {verdict}"], bool(damaged))

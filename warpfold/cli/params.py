@@ -3,10 +3,8 @@
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from warpfold.arguments import Checked, PathLike, argument, decides, function, path, path_or_none, writes
-from warpfold.cli.common import AsJson, command, show
+from warpfold.cli.common import Answer, command
 
 if TYPE_CHECKING:
     from warpfold.prediction.params import ParamsFile
@@ -41,18 +39,11 @@ params = function(ParamsCommand)
     example="Example:  warpfold params params_model_1_ptm.npz --check\n\n"
     "To another format:  warpfold params finetuning_ptm_1.pt --out finetuning_ptm_1.safetensors",
 )
-def in_shell(
+def params_in_shell(
     given: dict[str, Any],
     toml: Annotated[bool, writes("Print its settings as a file that `train` takes.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Print what the file is."""
     found = params(**given)
-    if as_json:
-        show(found.to_dict())
-    elif toml:
-        typer.echo(found.toml(), nl=False)
-    else:
-        for what, value in found.rows():
-            typer.echo(f"{what:12s} {value}")
-    raise typer.Exit(1 if found.problems else 0)
+    rows = [found.toml().rstrip("\n")] if toml else (f"{what:12s} {value}" for what, value in found.rows())
+    return Answer(found.to_dict(), rows, bool(found.problems))

@@ -1,7 +1,8 @@
 """`warpfold predict` and `warpfold relax`."""
 
 import json
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,16 +27,17 @@ from warpfold.arguments import (
 )
 from warpfold.bulk import JobPart
 from warpfold.cli.common import (
+    Answer,
     AsJson,
     Axial,
     Branch,
-    Lists,
     command,
     device_of,
     plans_said,
     say_refused,
     show,
     this_process,
+    warn,
 )
 from warpfold.errors import UserError
 from warpfold.prediction.fold_options import (
@@ -166,7 +168,6 @@ predict = function(PredictCommand)
 @command(
     PredictCommand,
     continues=True,
-    cls=Lists,
     example="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
     "A complex, a FASTA record for each chain:  warpfold predict dimer.fasta --msa msas/ "
     "--params params_model_*_multimer_v3.npz --seeds 2 --out folded\n\n"
@@ -176,76 +177,60 @@ predict = function(PredictCommand)
     "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded\n\n"
     "Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.",
 )
-def in_shell(given: dict[str, Any], axial: Axial = None, branch: Branch = None, as_json: AsJson = False) -> None:
-    """Have the processes meet and fold, relax what was predicted, and say how it went; ends the command."""
+def predict_in_shell(
+    given: dict[str, Any], axial: Axial = None, branch: Branch = None, as_json: AsJson = False
+) -> None:
+    """Have the processes meet and fold, relax what was predicted, and say how it went."""
     from warpfold.parallel.plan import Plan
     from warpfold.parallel.team import distributed_context
+    from warpfold.prediction.pages import warnings_of
 
     process, out, relax = this_process(), given["out"], given.pop("relax")
     _check_relax(relax)
     given["device"] = where = device_of(given["device"], process)
     # Without either, how the processes share out the proteins is chosen when these are known.
     plan = None if axial is None and branch is None else Plan(axial=axial or 1, branch=branch or 1)
-    with distributed_context(process, plan, where) as team, _bar(process.rank) as progress, plans_said(process.rank):
+    # Of several processes the first has a bar; `predict` says how much time is left.
+    bar = progress_bar(remaining=False, every=30.0) if process.rank == 0 else nullcontext()
+    with distributed_context(process, plan, where) as team, bar as progress, plans_said(process.rank):
         summary = predict(**given, progress=progress, team=team)
     if team.is_rank_zero:
-        if summary["status"] == "running":
-            _say_others(given["shard"] or "1/1", out, relax)
-        with progress_bar() as bar:  # the other processes have ended
-            summary = relax_predictions(summary, out, relax, where, bar)
-        _say(summary, out, as_json)
-    raise typer.Exit(1 if summary["failures"] or any(map(_lacks_templates, summary["predictions"])) else 0)
+        if summary["status"] == "running":  # others are at work on the rest, or have yet to begin
+            then = f", then `warpfold relax {out}`" if relax != "none" else ""
+            part = given["shard"] or "1/1"
+            warn(f"part {part} is done; the last part writes {out / 'summary.json'}{then}")
+        with progress_bar() as tell:  # the other processes have ended
+            summary = relax_predictions(summary, out, relax, where, tell)
+        say_refused(summary["refused"])
+        show(Answer(summary, _lines(summary, out)), as_json)
+        warnings = warnings_of(summary)
+        for one in warnings[:WARNED]:
+            warn(f"{one.heading('queries') or 'warning: '}{one.said}")
+        if len(warnings) > WARNED:
+            warn(f"and {len(warnings) - WARNED} more warnings, in {out / 'summary.json'}")
+        for failure in summary["failures"]:
+            of = f" ({failure['model']}, seed {failure['seed']})" if "model" in failure else ""
+            warn(f"failed {failure['name']}{of}: {failure['error']}")
+    # A protein may have hits, and there is none of their structures.
+    lack = any(not one["templates"] and one.get("templates_missing", 0) > 0 for one in summary["predictions"])
+    raise typer.Exit(1 if summary["failures"] or lack else 0)
 
 
-def _say_others(part: str, out: Path, relax: str) -> None:
-    """Say that others are at work on the rest, or have yet to begin."""
-    then = f", then `warpfold relax {out}`" if relax != "none" else ""
-    typer.echo(f"part {part} is done; the last part writes {out / 'summary.json'}{then}", err=True)
-
-
-def _bar(rank: int) -> AbstractContextManager[Progress | None]:
-    """Return the bar of the first of several processes; the caller says how much time is left."""
-    return progress_bar(remaining=False, every=30.0) if rank == 0 else nullcontext()
-
-
-def _lacks_templates(entry: dict[str, Any]) -> bool:
-    """Return whether a protein got no template though it had hits, because there is none of their structures."""
-    return not entry["templates"] and entry.get("templates_missing", 0) > 0
-
-
-def _say(summary: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Print the summary, or a line for each prediction; and in any case what is to be known of the input or failed."""
-    from warpfold.prediction.pages import warnings_of
-
-    say_refused(summary["refused"])
-    if as_json:
-        show(summary)
-    for entry in [] if as_json else summary["predictions"]:
-        typer.echo(_line(entry, out))
+def _lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
+    """Yield what is printed of each prediction."""
+    for entry in summary["predictions"]:
+        chains = f" ({len(entry['chains'])} chains)" if "chains" in entry else ""
+        rank = f", rank {entry['rank']}" if "ranked" in entry else ""
+        scores = [f"mean pLDDT {entry['mean_plddt']:.1f}"]
+        known = [(title, entry.get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM"))]
+        scores += [f"{title} {score:.2f}" for title, score in known if score is not None]
+        if entry["templates"]:
+            scores.append(f"templates {', '.join(entry['templates'])}")
+        yield f"{entry['name']}{chains}{rank}: {', '.join(scores)}, {out / entry['folder']}"
         if "relaxed" in entry:
-            typer.echo(relaxed_line(f"{entry['name']} relaxed", entry["relaxed"]))
-    if not as_json and summary["status"] != "running":
-        typer.echo(f"report: {out / 'report.html'}")
-    warnings = warnings_of(summary)
-    for one in warnings[:WARNED]:
-        typer.echo(f"{one.heading('queries') or 'warning: '}{one.said}", err=True)
-    if len(warnings) > WARNED:
-        typer.echo(f"and {len(warnings) - WARNED} more warnings, in {out / 'summary.json'}", err=True)
-    for failure in summary["failures"]:
-        of = f" ({failure['model']}, seed {failure['seed']})" if "model" in failure else ""
-        typer.echo(f"failed {failure['name']}{of}: {failure['error']}", err=True)
-
-
-def _line(entry: dict[str, Any], out: Path) -> str:
-    """Return what is printed of a prediction."""
-    chains = f" ({len(entry['chains'])} chains)" if "chains" in entry else ""
-    rank = f", rank {entry['rank']}" if "ranked" in entry else ""
-    scores = [f"mean pLDDT {entry['mean_plddt']:.1f}"]
-    known = [(title, entry.get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM"))]
-    scores += [f"{title} {score:.2f}" for title, score in known if score is not None]
-    if entry["templates"]:
-        scores.append(f"templates {', '.join(entry['templates'])}")
-    return f"{entry['name']}{chains}{rank}: {', '.join(scores)}, {out / entry['folder']}"
+            yield relaxed_line(f"{entry['name']} relaxed", entry["relaxed"])
+    if summary["status"] != "running":
+        yield f"report: {out / 'report.html'}"
 
 
 @command(continues=True, example="Example:  warpfold relax folded")
@@ -254,20 +239,18 @@ def relax(
     best: Annotated[bool, decides("Of several predictions of one query, only the one that is ranked first.")] = False,
     device: Device = None,
     force: Annotated[bool, writes("Relax again what is relaxed already.")] = False,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Remove clashes and broken bonds with Amber's force field; needs OpenMM: pip install "warpfold\\[relax]"."""
     from warpfold.relax.files import relax_paths
 
     with progress_bar() as progress:
         done = relax_paths(paths, device_of(device), "best" if best else "all", force, progress)
-    if as_json:
-        show(done)
-    for entry in [] if as_json else done["relaxed"]:
-        typer.echo(f"{relaxed_line(entry['name'], entry)}{', kept' if entry['kept'] else ''}, {entry['path']}")
+    lines = (
+        f"{relaxed_line(one['name'], one)}{', kept' if one['kept'] else ''}, {one['path']}" for one in done["relaxed"]
+    )
     for failure in done["failures"]:
-        typer.echo(f"failed {failure['name']}: {failure['error']}", err=True)
-    raise typer.Exit(1 if done["failures"] else 0)
+        warn(f"failed {failure['name']}: {failure['error']}")
+    return Answer(done, lines, bool(done["failures"]))
 
 
 def relaxed_line(name: str, report: dict[str, Any]) -> str:

@@ -1,15 +1,16 @@
-"""`warpfold score`."""
+"""`warpfold score` and `warpfold golden`: compare with a reference."""
 
+import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+import warpfold
 from warpfold.arguments import Checked, PathLike, argument, function, path, reads, shown
-from warpfold.cli.common import AsJson, command, show, show_table
+from warpfold.cli.common import Answer, command, table
 from warpfold.errors import UserError
+from warpfold.progress import progress_bar
 
 if TYPE_CHECKING:
     from warpfold.prediction.outputs import Prediction
@@ -63,16 +64,30 @@ score = function(ScoreCommand)
 
 
 @command(ScoreCommand, example="Example:  warpfold score predicted.cif 1ubq.cif.gz")
-def in_shell(given: dict[str, Any], as_json: AsJson = False) -> None:
+def score_in_shell(given: dict[str, Any]) -> Answer:
     """Print the scores."""
     from warpfold.scoring.score_complex import HEADS
 
-    result = score(**given)
-    if as_json:
-        show(result.to_dict())
-        return
-    for what, value in result.rows():
-        typer.echo(f"{what:18s} {value}")
-    if result.complex and result.complex.interfaces:
-        typer.echo()
-        show_table(HEADS, result.complex.table())
+    found = score(**given)
+    text: list[Any] = [f"{what:18s} {value}" for what, value in found.rows()]
+    if found.complex and found.complex.interfaces:
+        text += ["", table(HEADS, found.complex.table())]
+    return Answer(found.to_dict(), text)
+
+
+@command(example="Example:  warpfold golden tests/golden --only units/*")
+def golden(
+    folder: Annotated[Path, argument("Folder of reference cases.")],
+    only: Annotated[str | None, reads("A pattern for the cases' paths.")] = None,
+) -> Answer:
+    """Compare WarpFold with numbers of DeepMind's official code, array by array; in a clone."""
+    checkout = Path(warpfold.__file__).parents[1]  # whose tests know how each case is computed
+    if not (checkout / "tests/golden/run.py").is_file():
+        raise UserError("golden: the reference cases are tests of a clone of WarpFold (tests/golden); run it there")
+    sys.path.insert(0, str(checkout))
+    from tests.golden import run
+
+    with progress_bar() as progress:
+        found = run.run(folder, only, progress)
+    data = {"cases": run.as_data(found), "summary": run.summary(found)}
+    return Answer(data, [run.table(found), run.summary(found)], any(one.verdict != run.PASS for one in found))

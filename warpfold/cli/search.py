@@ -4,20 +4,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import typer
+from typing import Annotated, Any, Literal
 
 from warpfold import arguments
 from warpfold.arguments import Checked, Dask, PathLike, Paths, Workers, argument, decides, function, reads, runs, writes
 from warpfold.bulk import JobPart
-from warpfold.cli.common import AsJson, Lists, command, plans_said, show
+from warpfold.cli.common import Answer, command, plans_said, warn
 from warpfold.errors import UserError
 from warpfold.prediction.fold_options import MsaServer
 from warpfold.progress import Progress, progress_bar
-
-if TYPE_CHECKING:
-    from warpfold.data.search.database import Database
 
 
 @dataclass(frozen=True)
@@ -93,11 +88,20 @@ class SearchCommand(Checked):
         if not self.database:
             raise UserError("search: --database is missing; name one that you have, or a server with --msa-server")
         from warpfold.data.search import search as searching
+        from warpfold.data.search.database import Database, parse_max_hits
 
+        database, most = self.database, self.max_hits
+        if isinstance(most, Mapping):
+            most = [f"{key}={count}" for key, count in most.items()]
+        rows = parse_max_hits([str(most)] if isinstance(most, int | str) else list(most or ()))
+        if isinstance(database, Mapping):
+            named = [f"{key}={os.fspath(arguments.path('database', file))}" for key, file in database.items()]
+        else:
+            named = [str(file) for file in arguments.paths("database", database)]
         chosen = {"iterations": self.iterations, "e_value": self.e_value}
         return searching.search(
             queries,
-            self._databases(),
+            [Database.parse(text, rows) for text in named],
             out,
             searching.ENGINES[self.engine](**{key: value for key, value in chosen.items() if value is not None}),
             arguments.path_or_none("template_database", self.template_database),
@@ -108,20 +112,6 @@ class SearchCommand(Checked):
             tell,
         )  # fmt: skip
 
-    def _databases(self) -> "list[Database]":
-        """Return databases, however they are given.  Errors: UserError for names and numbers that are none."""
-        from warpfold.data.search.database import Database, parse_max_hits
-
-        database, most = self.database, self.max_hits
-        if isinstance(most, Mapping):
-            most = [f"{key}={count}" for key, count in most.items()]
-        rows = parse_max_hits([str(most)] if isinstance(most, int | str) else list(most or ()))
-        if isinstance(database, Mapping):
-            given = [f"{key}={os.fspath(arguments.path('database', file))}" for key, file in database.items()]
-        else:
-            given = [str(file) for file in arguments.paths("database", database)]
-        return [Database.parse(text, rows) for text in given]
-
 
 search = function(SearchCommand)
 
@@ -129,27 +119,23 @@ search = function(SearchCommand)
 @command(
     SearchCommand,
     continues=True,
-    cls=Lists,
     example="Example:  warpfold search proteins.fasta --database uniref90=uniref90.fasta mgnify=mgy_clusters.fa.gz "
     "--template-database pdb_seqres.txt --out found",
 )
-def in_shell(given: dict[str, Any], as_json: AsJson = False) -> None:
-    """Print the report, or a line for each protein, and what was not found; ends the command."""
+def search_in_shell(given: dict[str, Any]) -> Answer:
+    """Print the report, or a line for each protein, and what was not found."""
     with progress_bar() as progress, plans_said():
         report = search(**given, progress=progress)
-    if as_json:
-        show(report)
-    else:
-        for protein in report["proteins"]:
-            found = (f"{entry['hits']} in {name}" for name, entry in protein["databases"].items())
-            typer.echo(f"{protein['name']}: {', '.join(found) or 'nothing'}")
-        typer.echo(f"{given['out']}: {len(report['proteins'])} proteins, {report['seconds']:.0f} s")
+    lines = []
+    for protein in report["proteins"]:
+        found = (f"{entry['hits']} in {name}" for name, entry in protein["databases"].items())
+        lines.append(f"{protein['name']}: {', '.join(found) or 'nothing'}")
+    lines.append(f"{given['out']}: {len(report['proteins'])} proteins, {report['seconds']:.0f} s")
     found_in = [(one["name"], one["databases"].values()) for one in report["proteins"]]
-    alone = [name for name, each in found_in if not any(e["hits"] for e in each if e["file"].endswith(".a3m"))]
-    if alone:
+    if alone := [name for name, each in found_in if not any(e["hits"] for e in each if e["file"].endswith(".a3m"))]:
         some = ", ".join(alone[:5]) + (" ..." if len(alone) > 5 else "")
-        typer.echo(f"warning: no hit in any database, an alignment of one row: {some}", err=True)
+        warn(f"warning: no hit in any database, an alignment of one row: {some}")
     for failure in report["failures"]:
         where = f" in {failure['database']}" if "database" in failure else ""
-        typer.echo(f"failed {failure['name']}{where}: {failure['error']}", err=True)
-    raise typer.Exit(1 if report["failures"] else 0)
+        warn(f"failed {failure['name']}{where}: {failure['error']}")
+    return Answer(report, lines, bool(report["failures"]))

@@ -1,151 +1,199 @@
-"""`warpfold simulate`."""
+"""`warpfold simulate`: a training of some settings on a cluster that need not be here."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from warpfold.arguments import Seed, argument, decides, reads, runs, writes
-from warpfold.cli.common import AsJson, Axial, Branch, Change, command, show, show_table
+from warpfold.arguments import Seed, argument, decides, reads, runs
+from warpfold.cli.common import Answer, Axial, Branch, Change, Figure, check_outputs, command, table, warn
+from warpfold.cli.plan import Between, Node, Passes
 from warpfold.errors import UserError
-from warpfold.files import check_new, write_atomically
-from warpfold.progress import as_time, progress_bar, within
+from warpfold.files import write_atomically
+from warpfold.progress import Progress, as_time, progress_bar, within
 
 if TYPE_CHECKING:
-    from warpfold.cost.simulation import SimulatedTraining
+    from rich.table import Table
 
-Settings = Annotated[str, argument("What `train` reads: a TOML file or a preset.")]
-Devices = Annotated[int | None, runs("How many there are in all; default: 1, or those of --cluster.", min=1)]
-Node = Annotated[int | None, runs("Devices of each node; default: 8.", min=1)]
-Kind = Annotated[str, runs("A GPU that need not be here: A100, H100, H200, B200 ...", "--device")]
-LinkName = Annotated[
-    str | None,
-    runs("Between nodes: ib400 (the default), roce100, eth25 (Gb/s), ib200x4 for four adapters on each.", "--link"),
-]
-ClusterFile = Annotated[
-    Path | None, reads("What `doctor --cluster` measured; else vendor specifications.", "--cluster")
-]
-Data = Annotated[int | None, runs("Examples at the same time; what is not given is chosen.", "--plan.data")]
-Passes = Annotated[int | None, decides("Passes before the last, at most; default: the model's.", "--recycles", min=0)]
-Graphs = Annotated[bool, runs("As if graphs held whole steps, messages too; the code's are for one process.")]
-Loaders = Annotated[int | None, runs("Processes of each data rank that make examples; 0: never waited for.", min=0)]
-MakeSeconds = Annotated[float | None, runs("Seconds in which one of them makes an example, in the median.", min=0)]
-Slow = Annotated[float, runs("The share of examples that take ten times as long.", "--slow", min=0, max=1)]
-Spread = Annotated[float | None, runs("How much devices differ, as a share of their speed.", "--spread", min=0)]
-Failures = Annotated[float, runs("Of all devices together, each of which ends the run.", "--failures-per-day", min=0)]
-Restart = Annotated[float, runs("Seconds from a failure until it trains again.", min=0)]
-Validate = Annotated[float, runs("Seconds that each validation takes.", min=0)]
-Price = Annotated[float | None, decides("Of a device for an hour, in any currency.", min=0)]
-Count = Annotated[int | None, decides("Steps of the whole training; default: the settings'.", min=1)]
-Figure = Annotated[Path | None, writes("Picture of a block's timeline, forward and backward: .svg or .png.")]
+    from warpfold.cost.links import Cluster
+    from warpfold.cost.simulation import Scenario, SimulatedTraining
+
+WAITS = {
+    "compute": "operations",
+    "exposed": "waits for messages",
+    "launch": "waits for the host's launches",
+    "stragglers": "waits for slower ranks",
+    "loader": "waits for examples",
+}
 
 
 @command(
     example="Example:  warpfold simulate monomer --devices 2048 --plan.axial 8 --link ib400 --set optim.accumulate=256"
     "\n\nWhat failures cost:  warpfold simulate monomer --devices 128 --failures-per-day 2 --price 2.5"
 )
-def simulate(
-    settings: Settings,
-    devices: Devices = None,
-    node: Node = None,
-    device: Kind = "H100",
-    link: LinkName = None,
-    cluster: ClusterFile = None,
-    data: Data = None,
-    axial: Axial = None,
-    branch: Branch = None,
-    change: Change = None,
-    recycles: Passes = None,
-    graphs: Graphs = False,
-    workers: Loaders = None,
-    example_seconds: MakeSeconds = None,
-    slow: Slow = 0.0,
-    spread: Spread = None,
-    failures: Failures = 0.0,
-    restart: Restart = 120.0,
-    validation_seconds: Validate = 0.0,
-    price: Price = None,
-    steps: Count = None,
-    seed: Seed = 0,
-    figure: Figure = None,
-    as_json: AsJson = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class SimulateCommand:
     """Say how long a step of training takes on a cluster, and a whole training, on paper; nothing is computed.
 
     The schedule is the code's own, recorded; times are of data sheets, or measured where this machine is the cluster's.
     """
-    from warpfold.training.config import load_settings
-    from warpfold.training.simulating import chance_of, interruptions_of, known_cluster, run_scenario, scenario_of
 
-    _check(figure)
-    given = load_settings(settings, change or [])
-    with progress_bar(every=10) as progress:
-        found = scenario_of(
-            given,
-            known_cluster(cluster, devices, node, device, link),
-            {"data": data, "axial": axial, "branch": branch},
-            chance_of(workers, example_seconds, slow, spread),
-            interruptions_of(given, failures, restart, validation_seconds),
-            recycles,
-            within(progress, 0, 2, "choosing a plan, "),
-            graphs=graphs,
-            seed=seed,
-            **({} if steps is None else {"steps": steps}),
+    settings: Annotated[str, argument("What `train` reads: a TOML file or a preset.")]
+    devices: Annotated[int | None, runs("How many there are in all; default: 1, or those of --cluster.", min=1)] = None
+    node: Node = None
+    device: Annotated[str, runs("A GPU that need not be here: A100, H100, H200, B200 ...")] = "H100"
+    link: Between = None
+    cluster: Annotated[Path | None, reads("What `doctor --cluster` measured; else vendor specifications.")] = None
+    data: Annotated[int | None, runs("Examples at the same time; what is not given is chosen.", "--plan.data")] = None
+    axial: Axial = None
+    branch: Branch = None
+    change: Change = None
+    recycles: Passes = None
+    graphs: Annotated[bool, runs("As if graphs held whole steps, messages too; the code's are for one process.")] = (
+        False
+    )
+    workers: Annotated[
+        int | None, runs("Processes of each data rank that make examples; 0: never waited for.", min=0)
+    ] = None
+    example_seconds: Annotated[
+        float | None, runs("Seconds in which one of them makes an example, in the median.", min=0)
+    ] = None
+    slow: Annotated[float, runs("The share of examples that take ten times as long.", min=0, max=1)] = 0.0
+    spread: Annotated[float | None, runs("How much devices differ, as a share of their speed.", min=0)] = None
+    failures: Annotated[
+        float, runs("Of all devices together, each of which ends the run.", "--failures-per-day", min=0)
+    ] = 0.0
+    restart: Annotated[float, runs("Seconds from a failure until it trains again.", min=0)] = 120.0
+    validation_seconds: Annotated[float, runs("Seconds that each validation takes.", min=0)] = 0.0
+    price: Annotated[float | None, decides("Of a device for an hour, in any currency.", min=0)] = None
+    steps: Annotated[int | None, decides("Steps of the whole training; default: the settings'.", min=1)] = None
+    seed: Seed = 0
+    figure: Figure = None
+
+    def __call__(self) -> Answer:
+        """Simulate, and draw a block's timeline, forward and backward."""
+        from warpfold.cost.simulation import checkpoint_seconds, simulate
+
+        check_outputs(picture=self.figure)
+        spans: list[Any] = []  # what is on the timeline of a step with one pass
+        with progress_bar(every=10) as progress:
+            given = self._scenario(within(progress, 0, 2, "choosing a plan, "))
+            saved = replace(given.interruptions, save=checkpoint_seconds(given.job, given.rates))
+            found = simulate(replace(given, interruptions=saved), within(progress, 1, 2), spans.append)
+        if self.figure is not None:
+            from warpfold.report.timeline import draw_timeline
+
+            picture = draw_timeline(spans, given.job.model.evoformer.blocks, self.figure.suffix[1:])
+            write_atomically(self.figure, picture)
+            warn(f"wrote {self.figure}")
+        cost = {} if self.price is None else {"cost": self.price * found.device_hours}
+        return Answer(found.as_json() | cost, _text(found, self.price))
+
+    def joined(self) -> "Cluster":
+        """Return the cluster of a file, with another number of devices if one is given, or of vendor specifications."""
+        from warpfold.cost.links import read_cluster
+        from warpfold.cost.machine import planned_cluster, planned_machine
+        from warpfold.cost.rates import of_gpu
+
+        if self.cluster is None:
+            of_gpu(self.device)
+            return planned_cluster(planned_machine(self.device, None, self.devices or 1), self.node, self.link)
+        cluster = read_cluster(self.cluster)
+        return cluster if self.devices is None else replace(cluster, ranks=self.devices)
+
+    def _scenario(self, tell: Progress) -> "Scenario":
+        """Return what is to be simulated: what neither options nor settings say of the plan is chosen, as in `train`.
+
+        Errors: UserError for a plan that does not fill the cluster, that the settings do not allow, or does not fit.
+        """
+        import torch
+
+        from warpfold.cost.machine import of_sheet, planned_machine
+        from warpfold.cost.measured_rates import measured
+        from warpfold.cost.planner import CHOSEN_IN_TRAINING, choose
+        from warpfold.cost.rates import SHEETS, of_gpu
+        from warpfold.cost.report import choice_in_words
+        from warpfold.cost.simulation import Chance, Interruptions, Scenario
+        from warpfold.parallel.plan import DTYPES
+        from warpfold.training.config import load_settings
+        from warpfold.training.planning import training_job
+
+        given, cluster = load_settings(self.settings, self.change or []), self.joined()
+        config = given.config()
+        job, train = training_job(given, config), config.train
+        job = job if self.recycles is None else replace(job, recycles=self.recycles)
+        if any(name.lower() in cluster.device.lower() for name in SHEETS):
+            rates = of_gpu(cluster.device)
+        else:
+            rates = measured("cuda" if torch.cuda.is_available() else "cpu", DTYPES[config.plan.precision])
+        asked: dict[str, Any] = _given(data=self.data, axial=self.axial, branch=self.branch)
+        if given.auto:
+            fixed, sync = given.fixed_on_ranks(CHOSEN_IN_TRAINING)
+            machine = planned_machine(of_sheet(cluster.device), None, cluster.ranks)
+            try:
+                choice = choose(job, machine, {**fixed, **asked}, sync, cluster, rates, tell=tell)
+            except ValueError as error:
+                raise UserError(str(error)) from error
+            plan, said = choice.plan, choice_in_words(choice)
+        else:
+            plan, said = replace(config.plan, **asked), ""
+        if (needed := plan.data * plan.axial * plan.branch) != cluster.ranks:
+            raise UserError(
+                f"plan: data {plan.data} x axial {plan.axial} x branch {plan.branch} does not fill {cluster.ranks} "
+                f"devices; give --devices {needed}, or another plan"
+            )
+        chance = _given(workers=self.workers, example=self.example_seconds, spread=self.spread, noise=self.spread)
+        return Scenario(
+            job=job,
+            plan=given.config(**vars(plan)).plan,
+            said=said,
+            cluster=cluster,
+            rates=rates,
+            examples=config.optim.accumulate,
+            steps=self.steps or train.steps,
+            chance=Chance(slow=self.slow, **chance),
+            interruptions=Interruptions(
+                failures=self.failures,
+                restart=self.restart,
+                save_every=train.save_every,
+                validate_every=train.validate_every,
+                validate=self.validation_seconds,
+            ),
+            graphs=self.graphs,
+            seed=self.seed,
         )
-        result, spans = run_scenario(found, within(progress, 1, 2))
-    if as_json:
-        cost = {} if price is None else {"cost": price * result.device_hours}
-        show(result.as_json() | cost)
-    else:
-        _say(result, price)
-    if figure is not None:
-        from warpfold.report.timeline import draw_timeline
-
-        write_atomically(figure, draw_timeline(spans, found.job.model.evoformer.blocks, figure.suffix[1:]))
-        typer.echo(f"wrote {figure}", err=as_json)
 
 
-def _check(figure: Path | None) -> None:
-    """Raise UserError where a picture cannot be written."""
-    if figure is not None:
-        if figure.suffix not in (".svg", ".png"):
-            raise UserError(f"--figure {figure}: a picture's name ends in .svg or .png")
-        check_new(figure)
+def _given(**values: Any) -> dict[str, Any]:
+    """Return those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _say(found: "SimulatedTraining", price: float | None) -> None:
-    """Print a step, where its time goes, and the whole training."""
+def _text(found: "SimulatedTraining", price: float | None) -> "Iterator[str | Table]":
+    """Yield a step, where its time goes, and the whole training."""
     from warpfold.cost.planner import joined
 
     given, steps, whole = found.scenario, found.steps, found.training
     plan, cluster = given.plan, given.cluster
-    typer.echo(
+    yield (
         f"{given.ranks} x {cluster.device or given.rates.name}; {joined(cluster)}; data {plan.data} x axial "
         f"{plan.axial} x branch {plan.branch}; {given.job.sizes}; {given.examples} examples a "
         f"step, {plan.precision}; device {given.rates.how}"
     )
-    typer.echo(
+    yield (
         f"a step takes {steps.percentile(50):.3f} s (5 to 95 % of steps: {steps.percentile(5):.3f} to "
         f"{steps.percentile(95):.3f} s; {given.job.recycles} recycling passes at most), "
         f"{found.examples_per_second:.1f} examples/s; efficiency {found.efficiency:.0%} of one that only computes"
     )
     if given.said:
-        typer.echo(f"the plan that training would choose: {given.said}")
-    names = {"compute": "operations", "exposed": "waits for messages", "launch": "waits for the host's launches",
-             "stragglers": "waits for slower ranks", "loader": "waits for examples"}  # fmt: skip
-    taken = {names[name]: max(0.0, seconds) for name, seconds in steps.parts.items()}
+        yield f"the plan that training would choose: {given.said}"
+    taken = {WAITS[name]: max(0.0, seconds) for name, seconds in steps.parts.items()}
     rows = [[name, f"{seconds:.4f}", f"{seconds / steps.mean:.1%}"] for name, seconds in taken.items()]
-    show_table(["in the mean", "s", "share"], rows)
+    yield table(["in the mean", "s", "share"], rows)
     cost = "" if price is None else f", {price * found.device_hours:,.0f} at {price:g} a device-hour"
-    typer.echo(f"{given.steps:,} steps: {whole.days:.2f} days, {found.device_hours:,.0f} device-hours{cost}")
-    _say_parts(whole)
-
-
-def _say_parts(whole: Any) -> None:
-    """Print what a training does beside its steps."""
-    parts = {"saving": whole.saving, "validating": whole.validating, "repeated after failures": whole.repeated,
-             "restarting": whole.restarting}  # fmt: skip
-    said = [f"{name} {as_time(seconds)}" for name, seconds in parts.items() if seconds >= 1]
-    if said:
+    yield f"{given.steps:,} steps: {whole.days:.2f} days, {found.device_hours:,.0f} device-hours{cost}"
+    beside = {"saving": whole.saving, "validating": whole.validating, "repeated after failures": whole.repeated,
+              "restarting": whole.restarting}  # fmt: skip
+    if said := [f"{name} {as_time(seconds)}" for name, seconds in beside.items() if seconds >= 1]:
         failed = f"; {whole.failed:.1f} failures" if whole.failed else ""
-        typer.echo(f"beside its steps: {', '.join(said)}{failed}")
+        yield f"beside its steps: {', '.join(said)}{failed}"

@@ -1,12 +1,15 @@
-"""`warpfold train` and `warpfold evaluate`."""
+"""`warpfold train`, `warpfold evaluate` and `warpfold watch`."""
 
 import logging
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import KW_ONLY, asdict, dataclass
 from pathlib import Path
-from signal import SIGTERM
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
 import typer
@@ -30,10 +33,10 @@ from warpfold.arguments import (
     writes,
 )
 from warpfold.cli.common import (
+    Answer,
     AsJson,
     Axial,
     Branch,
-    Lists,
     command,
     device_of,
     how_to_go_on,
@@ -41,6 +44,7 @@ from warpfold.cli.common import (
     say_refused,
     show,
     this_process,
+    warn,
 )
 from warpfold.errors import UserError
 
@@ -49,7 +53,7 @@ if TYPE_CHECKING:
     from warpfold.data.store.store import Store
     from warpfold.engine.watch import Watching
     from warpfold.parallel.team import Team
-    from warpfold.training.config import GivenSettings, SettingsLike
+    from warpfold.training.config import SettingsLike
     from warpfold.training.train import Summary
 
 StoreLike = Union[PathLike, "Store", "Source"]  # a path may end in =WEIGHT
@@ -100,6 +104,7 @@ class TrainCommand(Checked):
         from warpfold.parallel.team import team_of
         from warpfold.training import train as training
         from warpfold.training.config import load_settings
+        from warpfold.training.first_weights import check_first
         from warpfold.training.planning import plan_training
 
         team = team_of(self.team)
@@ -111,7 +116,14 @@ class TrainCommand(Checked):
         stores = sources_of(self.data, given.config().model.multimer is not None)
         joined = None if self.cluster is None else read_cluster(Path(self.cluster))
         if init is not None:  # before minutes of planning, by one process: a file of hundreds of MB may be read
-            _check_init(given, init, team)
+            wrong = ""
+            if team.is_rank_zero:
+                try:
+                    check_first(given.config().model, init, given.config().train.new_heads)
+                except UserError as error:
+                    wrong = str(error)
+            if wrong := team.broadcast(wrong, "the parameters to start from"):
+                raise UserError(wrong)
         config, said = plan_training(given, out, where, memory, team, joined)
         team.remesh(config.plan, idle=given.auto)
         log = logging.getLogger("warpfold.plan")
@@ -125,20 +137,6 @@ class TrainCommand(Checked):
             log.warning("%s", slow)
         replay = path_or_none("replay", self.replay)
         return training.train(config, stores, out, init=init, replay=replay, device=where, watch=told, team=team)
-
-
-def _check_init(given: "GivenSettings", init: Path, team: "Team") -> None:
-    """Raise UserError, on all ranks, for parameters that do not fit the settings of a training."""
-    from warpfold.training.first_weights import check_first
-
-    config, wrong = given.config(), ""
-    if team.is_rank_zero:
-        try:
-            check_first(config.model, init, config.train.new_heads)
-        except UserError as error:
-            wrong = str(error)
-    if wrong := team.broadcast(wrong, "the parameters to start from"):
-        raise UserError(wrong)
 
 
 def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) -> "list[Source]":
@@ -175,12 +173,9 @@ train = function(TrainCommand)
 
 
 @command(
-    TrainCommand,
-    continues=True,
-    cls=Lists,
-    example="Example:  warpfold train tiny --data store --out run --set train.steps=500",
+    TrainCommand, continues=True, example="Example:  warpfold train tiny --data store --out run --set train.steps=500"
 )
-def in_shell(
+def train_in_shell(
     given: dict[str, Any],
     examples: Annotated[
         int | None, runs("Proteins at a time, each on its own processes.", "--plan.data", min=1)
@@ -204,29 +199,20 @@ def in_shell(
     bar = training_progress(config.train.steps, every=config.train.report_every) if process.rank == 0 else nullcontext()
     join = distributed_context(process, None, where, config.plan.time_limit)
     with join as team, bar as watcher, plans_said(process.rank):
-        result = train(settings, device=where, watch=watcher, team=team, **given)
+        found = train(settings, device=where, watch=watcher, team=team, **given)
     if team.is_rank_zero:
-        _say(result, given["out"], as_json)
-    raise typer.Exit(0 if result.finished or result.signal == SIGTERM else 130)
-
-
-def _say(result: "Summary", out: Path, as_json: bool) -> None:
-    """Say how a run ended."""
-    if result.quarantined:
-        names = ", ".join(result.quarantined[:3]) + (" ..." if len(result.quarantined) > 3 else "")
-        count = len(result.quarantined)
-        typer.echo(
-            f"entries that could not be used: {count} ({names}); {out / 'quarantine.jsonl'} has the reasons", err=True
-        )
-    say_refused(result.refused)
-    for reason, count in result.unrecorded.items():
-        typer.echo(f"slower than necessary: no {reason}, {count} times", err=True)
-    if as_json:
-        show({**asdict(result), "params": str(result.params)})
-    elif result.finished:
-        typer.echo(f"{result.steps} steps; parameters: {result.params}")
-    else:
-        typer.echo(f"stopped after {result.steps} steps; {how_to_go_on()}", err=True)
+        if found.quarantined:
+            names = ", ".join(found.quarantined[:3]) + (" ..." if len(found.quarantined) > 3 else "")
+            reasons = given["out"] / "quarantine.jsonl"
+            warn(f"entries that could not be used: {len(found.quarantined)} ({names}); {reasons} has the reasons")
+        say_refused(found.refused)
+        for reason, count in found.unrecorded.items():
+            warn(f"slower than necessary: no {reason}, {count} times")
+        if not found.finished and not as_json:
+            warn(f"stopped after {found.steps} steps; {how_to_go_on()}")
+        ended = [f"{found.steps} steps; parameters: {found.params}"] if found.finished else []
+        show(Answer({**asdict(found), "params": str(found.params)}, ended), as_json)
+    raise typer.Exit(0 if found.finished or found.signal == signal.SIGTERM else 130)
 
 
 @dataclass(frozen=True)
@@ -264,13 +250,56 @@ evaluate = function(EvaluateCommand)
 
 
 @command(EvaluateCommand, example="Example:  warpfold evaluate run --data store --follow")
-def evaluate_in_shell(given: dict[str, Any], as_json: AsJson = False) -> None:
+def evaluate_in_shell(given: dict[str, Any]) -> Answer:
     """Tell of each checkpoint as soon as it is evaluated."""
 
     def tell(row: dict[str, object]) -> None:
-        typer.echo(f"step {row['step']}: held-out lDDT-Cα {row['lddt_ca']:.3f}, loss {row['loss']:.3f}", err=True)
+        warn(f"step {row['step']}: held-out lDDT-Cα {row['lddt_ca']:.3f}, loss {row['loss']:.3f}")
 
     where = device_of(given.pop("device"), this_process())
-    found = evaluate(**given, device=where, watch=tell)
-    if as_json:
-        show(found)
+    return Answer(evaluate(**given, device=where, watch=tell), [])
+
+
+@command(example="Example:  warpfold watch run\n\nTwo of them, in a browser:  warpfold watch a b --html runs.html")
+def watch(
+    folders: Annotated[list[Path], argument("Folders of `warpfold train`, its --out; several are compared.")],
+    html: Annotated[
+        Path | None, writes("Draw the curves in an HTML page, which reloads itself; open it in a browser.")
+    ] = None,
+    once: Annotated[bool, runs("Show it once and end; so it does where there is no terminal.")] = False,
+    every: Annotated[float, runs("Seconds between two looks.", min=0.5)] = 5.0,
+) -> None:
+    """Show how training runs stand while they go on: loss, held-out lDDT-Cα, speed, what is left; curves with --html.
+
+    It changes nothing in their folders, and ends when they have finished, or with Ctrl-C.
+    """
+    from rich.live import Live
+    from rich.text import Text
+
+    from warpfold.report.curves import as_text, open_runs, write_page
+
+    logs = open_runs(folders)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # that is how one leaves: nothing is to be said
+
+    def news() -> Iterator[None]:
+        """Wait for what is new, again and again, until all runs have finished."""
+        while not all(log.is_finished for log in logs):
+            time.sleep(every)
+            for log in logs:
+                log.read()
+            yield
+
+    with suppress(KeyboardInterrupt):
+        if html is not None:
+            write_page(html, logs, every)
+            ends = once or all(log.is_finished for log in logs)
+            typer.echo(f"{html}: open it in a browser{'' if ends else '; Ctrl-C ends'}")
+            for _ in () if once else news():
+                write_page(html, logs, every)
+        elif once or not sys.stdout.isatty():
+            typer.echo(as_text(logs))
+        else:
+            with Live(Text(as_text(logs)), auto_refresh=False) as live:
+                for _ in news():
+                    live.update(Text(as_text(logs)), refresh=True)

@@ -8,11 +8,11 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
-from warpfold.cost.rates import SHEETS
+from warpfold.arguments import runs, writes
 from warpfold.errors import UserError
 
 PORT = 29500  # torch's own default
@@ -31,28 +31,36 @@ TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}|(?i:infinite|unlimited)")
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchJob:
-    """A command of WarpFold, and what it is to run on.
+    """A command of WarpFold, and what it is to run on: what is annotated is an option of `warpfold launch`.
 
-    command: with its arguments, without "warpfold".  gpus: whether each rank has one.  cores, memory: of each node.
-    grace: seconds that ranks get to save.  continues: whether the same command goes on where it was stopped.
-    lines, remarks: of shell, that cure what the doctor found; what else it found.  options: more of the scheduler's.
+    command: with its arguments, without "warpfold".  gpus: whether each rank has one.  continues: whether the same
+    command goes on where it was stopped.  lines, remarks: of shell, that cure what a doctor found; what else it found.
     """
 
     command: tuple[str, ...]
     nodes: int = 1
     per_node: int = 1
     gpus: bool = False
-    name: str = "warpfold"
-    cores: int | None = None
-    memory: str | None = None
-    time: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    image: str | None = None
-    options: tuple[str, ...] = ()
-    max_restarts: int = 3
-    grace: int = 180
-    logs: str = "logs"
+    cores: Annotated[int | None, runs("Cores of each node for this job; default: the scheduler's.", min=1)] = None
+    memory: Annotated[str | None, runs("Memory of each node for this job, as the scheduler writes it: 64G, 64Gi.")] = (
+        None
+    )
+    time: Annotated[
+        str | None, runs("Slurm: at most so long; the job saves before, and is queued again: 24:00:00.")
+    ] = None
+    grace: Annotated[int, runs("Seconds before that, or before a kill, that ranks get to save.")] = 180
+    name: Annotated[str, runs("Of the job.")] = "warpfold"
+    partition: Annotated[str | None, runs("Slurm: of these nodes.")] = None
+    account: Annotated[str | None, runs("Slurm: account to charge.")] = None
+    options: Annotated[
+        Sequence[str] | None,
+        runs("Slurm: more of its options, without --: qos=high, exclude=node7.", "--option", shell=list[str] | None),
+    ] = None
+    image: Annotated[
+        str | None, runs("Container: with Slurm an Apptainer .sif, or what Pyxis takes; Kubernetes needs one.")
+    ] = None
+    max_restarts: Annotated[int, runs("How often torchrun starts ranks again after one died.", min=0)] = 3
+    logs: Annotated[str, writes("Folder for a log of each rank, as the job will see it.")] = "logs"
     python: str = sys.executable
     continues: bool = True
     lines: tuple[str, ...] = ()
@@ -70,7 +78,7 @@ class LaunchJob:
                 f"--grace {self.grace}: give {2 * BEFORE_KILL} seconds or more: ranks have to save a checkpoint"
             )
         named = {"--name": self.name, "--time": self.time, "--partition": self.partition, "--account": self.account}
-        named |= {"--memory": self.memory, **{f"--option {one}": one for one in self.options}}
+        named |= {"--memory": self.memory, **{f"--option {one}": one for one in self.options or ()}}
         for option, value in named.items():
             if value is not None and not PLAIN.fullmatch(value):
                 raise UserError(
@@ -85,6 +93,8 @@ class LaunchJob:
 
 def has_gpus(device: str) -> bool:
     """Return whether a device's name, as `Cluster` has it, is a GPU's."""
+    from warpfold.cost.rates import SHEETS  # loads torch, and the command line declares its options from `LaunchJob`
+
     return any(name.lower() in device.lower() for name in (*SHEETS, "NVIDIA", "cuda"))
 
 
@@ -357,7 +367,7 @@ def slurm_script(job: LaunchJob) -> str:
             account=job.account,
             signal=job.grace if job.continues and job.time else None,
             requeue="requeue" if job.continues else "no-requeue",
-            options="\n".join(f"#SBATCH --{one}" for one in job.options) or None,
+            options="\n".join(f"#SBATCH --{one}" for one in job.options or ()) or None,
             remarks=_remarks(job),
             port=PORT,
             logs=shlex.quote(job.logs),
