@@ -151,7 +151,7 @@ def measure(config: RunConfig, store: Store, params: Path, tell: Stages) -> dict
         measured[kind] = []
         for key in names:
             assembly = read_assembly(store, key)  # of a chain: of one
-            example = replace(assembly, chains=tuple(chain.take(0, chain.length) for chain in assembly.chains))
+            example = replace(assembly, chains=tuple(chain.take(slice(None)) for chain in assembly.chains))
             before, after = (
                 model.fold_example(example, seed=config.train.seed, representations=False) for model in models
             )

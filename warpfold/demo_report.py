@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.raw_example import Assembly
 from warpfold.data.features.crop import move
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.data.structure.write import write_mmcif

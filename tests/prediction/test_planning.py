@@ -23,8 +23,7 @@ from warpfold.cost.links import Cluster, Link
 from warpfold.cost.machine import Machine
 from warpfold.cost.memory import MemoryEstimate
 from warpfold.cost.rates import Rates, of_gpu
-from warpfold.data.example.assembly import Assembly
-from warpfold.data.example.raw_example import from_sequence
+from warpfold.data.example.raw_example import Assembly, from_sequence
 from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory, is_out_of_memory
 from warpfold.model.alphafold import AlphaFold

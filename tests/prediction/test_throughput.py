@@ -20,8 +20,7 @@ from tests.ranks import run_ranks
 from warpfold import cli
 from warpfold.batch import stack
 from warpfold.bulk import JobPart
-from warpfold.data.example.assembly import Assembly
-from warpfold.data.example.raw_example import from_sequence
+from warpfold.data.example.raw_example import Assembly, from_sequence
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.formats.alignment import parse_a3m
 from warpfold.errors import UserError

@@ -9,9 +9,8 @@ import pytest
 
 from tests.helpers import tiny_config, tiny_model
 from warpfold.batch import Arrays, to_tensors
-from warpfold.data.example.assembly import Assembly
-from warpfold.data.example.complexes import Complex, assemble
-from warpfold.data.example.raw_example import RawExample, from_sequence
+from warpfold.data.example.query_files import Complex, assemble
+from warpfold.data.example.raw_example import Assembly, RawExample, from_sequence
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.alignment import parse_a3m

@@ -11,8 +11,7 @@ import torch
 
 from tests.training.runs import equal_tensors, helix, make_store, rows, scored, tiny_run
 from warpfold.batch import to_tensors
-from warpfold.data.example.assembly import Assembly
-from warpfold.data.example.raw_example import from_sequence
+from warpfold.data.example.raw_example import Assembly, from_sequence
 from warpfold.data.features.crop import ca_of, fixed_crop, near_other_chain
 from warpfold.data.store.store import ASSEMBLIES, Store, StoreWriter, pack_record
 from warpfold.data.store.stored_assembly import pack_assembly, read_assembly

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from warpfold.bulk import JobPart
-from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.raw_example import Assembly
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.parallel.team import Team

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from warpfold import __version__
-from warpfold.data.example.complexes import Complex
-from warpfold.data.example.query_files import Given
+from warpfold.data.example.query_files import Complex, Given
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe
 from warpfold.parallel.team import Team

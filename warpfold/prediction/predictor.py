@@ -14,9 +14,8 @@ from warpfold import arguments
 from warpfold.arguments import Memory, PathLike, Seed
 from warpfold.batch import stack, to_tensors
 from warpfold.cost.machine import parse_memory
-from warpfold.data.example.assembly import Assembly, Example
-from warpfold.data.example.complexes import Complex
-from warpfold.data.example.raw_example import RawExample
+from warpfold.data.example.query_files import Complex
+from warpfold.data.example.raw_example import Assembly, Example, RawExample
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.device import device_of, slow_precision

@@ -11,10 +11,8 @@ import numpy as np
 
 from warpfold import arguments
 from warpfold.arguments import PathLike, WrongArgument, is_list, path_or_none, paths, shown
-from warpfold.data.example.assembly import Assembly
-from warpfold.data.example.complexes import Complex, assemble, chain_ids, search_names
-from warpfold.data.example.query_files import Given, read_query_files
-from warpfold.data.example.raw_example import RawExample, Templates, from_sequence
+from warpfold.data.example.query_files import Complex, Given, assemble, chain_ids, read_query_files, search_names
+from warpfold.data.example.raw_example import Assembly, RawExample, Templates, from_sequence
 from warpfold.data.example.templates import TemplateOutcome
 from warpfold.data.formats.alignment import Alignment, as_row, encode, parse_a3m
 from warpfold.data.formats.input_files import ChainAlignments, read_chain_alignments
@@ -138,7 +136,7 @@ def read_given(
     Errors: UserError for a file that cannot be read, two records of one name, an alignment that belongs to none.
     """
     files = read_query_files(given, together)
-    read = [query for _, query in files.found]
+    read = files.found
     found: dict[str, Query | UserError] = {}
     for one in read:
         try:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.batch import Batch
-from warpfold.data.example.assembly import Assembly
-from warpfold.data.example.complexes import listed
-from warpfold.data.example.raw_example import RawExample
+from warpfold.data.example.query_files import listed
+from warpfold.data.example.raw_example import Assembly, RawExample
 from warpfold.data.features.choose import SampleConfig, choose_templates
 from warpfold.host import HostTensor, in_file
 from warpfold.model import confidence

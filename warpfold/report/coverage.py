@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from warpfold.batch import Batch
-from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.raw_example import Assembly
 from warpfold.geometry.residue import GAP
 
 PICTURED = 192  # rows of the picture, at most

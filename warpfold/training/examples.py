@@ -11,8 +11,7 @@ import torch
 
 from warpfold.batch import Arrays
 from warpfold.bulk import in_order
-from warpfold.data.example.assembly import Assembly
-from warpfold.data.example.raw_example import RawExample
+from warpfold.data.example.raw_example import Assembly, RawExample
 from warpfold.data.features.crop import fixed_crop
 from warpfold.data.features.make import make_features
 from warpfold.data.load.loader import Loader, Maker, Quarantine
@@ -124,7 +123,7 @@ def held_out_features(held_out: Sequence[tuple[Store, str]], config: RunConfig) 
         if isinstance(part, Assembly):
             crops = fixed_crop(part, most, config.data.interface_distance)
         elif whole > most:
-            part = part.take(0, most)
+            part = part.take(slice(most))
         drawn = config.train.seed, (key, "validation")
         return HeldOut(key, make_features(part, config.data, *drawn, passes, crops=crops), whole)
 

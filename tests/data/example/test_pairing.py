@@ -222,10 +222,10 @@ def test_rows_with_keys_of_their_own_stay_even_if_their_letters_are_equal() -> N
 
 def test_a_part_of_the_rows_keeps_what_pairs_them() -> None:
     raw = from_sequence("ACDE", [a3m("RAT:ACDD", "PIG:AAAA", "DOG:CCCC")], pairing=True)
-    part = raw.take(1, 3, rows=np.array([0, 2]))
+    part = raw.take(slice(1, 3), rows=np.array([0, 2]))
     assert raw.pairing is not None
     assert part.pairing is not None
     assert len(part.pairing) == part.depth == 2
     for name in ("species", "identity", "digest", "unpaired"):  # identity and digest stay those of the whole rows
         np.testing.assert_array_equal(getattr(part.pairing, name), getattr(raw.pairing, name)[[0, 2]])
-    np.testing.assert_array_equal(raw.take(0, 4).pairing.species, raw.pairing.species)  # type: ignore[union-attr]
+    np.testing.assert_array_equal(raw.take(slice(4)).pairing.species, raw.pairing.species)  # type: ignore[union-attr]

@@ -17,7 +17,7 @@ ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ"
 
 def named(found: QueryFiles) -> dict[str, tuple[tuple[str, ...], int]]:
     """Name -> sequences, and how many alignments came with them."""
-    return {query.name: (query.sequences, len(query.alignments)) for _, query in found.found}
+    return {query.name: (query.sequences, len(query.alignments)) for query in found.found}
 
 
 def a3m(sequence: str, *more: str) -> str:
@@ -138,7 +138,7 @@ def test_folders_as_openproteinset_has_them(tmp_path: Path) -> None:
         write(tmp_path / f"set/{name}/hhr/pdb70_hits.hhr", "Query x\n")
     found = read_query_files(tmp_path / "set")
     assert named(found) == {"1abc_A": ((ONE,), 3), "2xyz_B": ((TWO,), 3)}
-    assert [decode(one.rows[1])[0] for one in found.found[0][1].alignments] == ["W", "D", "M"]  # the official order
+    assert [decode(one.rows[1])[0] for one in found.found[0].alignments] == ["W", "D", "M"]  # the official order
     assert found.hits == ["set/1abc_A/hhr/pdb70_hits.hhr", "set/2xyz_B/hhr/pdb70_hits.hhr"]
 
 
@@ -172,7 +172,7 @@ def test_folders_as_alphafold_multimer_leaves_them(tmp_path: Path) -> None:
         write(tmp_path / f"af/target/msas/{id}/pdb_hits.sto", "# STOCKHOLM 1.0\n//\n")
     write(tmp_path / "af/target/ranked_0.pdb", "ATOM\n")
     found = read_query_files(tmp_path / "af")
-    ((_, query),) = found.found
+    (query,) = found.found
     assert (query.name, query.ids, query.sequences) == ("target", ("A", "B", "C"), (ONE, TWO, ONE))
     assert [one.stands_alone for one in query.alignments] == [True, True, False, False]
     assert (len(found.hits), found.predicted) == (2, ["af/target/ranked_0.pdb"])

@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from tests.data.entries import random_chain
 from tests.data.structure.test_assemblies import assembly_text
-from warpfold.data.example.complexes import (
+from warpfold.data.example.pairing import pair_rows
+from warpfold.data.example.query_files import (
     Complex,
     assemble,
     chain_ids,
+    read_complexes,
     search_names,
+    sequences_to_search,
 )
-from warpfold.data.example.pairing import pair_rows
-from warpfold.data.example.query_files import read_complexes, sequences_to_search
 from warpfold.data.formats.input_files import read_chain_alignments
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError

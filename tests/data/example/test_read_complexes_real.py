@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.data.example.test_pairing import reference
-from warpfold.data.example.complexes import Complex, assemble
 from warpfold.data.example.pairing import key_of, pair_rows, species_of
+from warpfold.data.example.query_files import Complex, assemble
 from warpfold.data.example.raw_example import from_sequence
 from warpfold.data.formats.alignment import CODE_LETTERS, parse_fasta
 from warpfold.data.formats.input_files import read_chain_alignments

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from tests.data.examples import example, templates
 from warpfold.batch import Batch, at_pass, to_tensors
-from warpfold.data.example.assembly import Assembly
 from warpfold.data.example.pairing import make_pairing, pair_rows
-from warpfold.data.example.raw_example import RawExample
+from warpfold.data.example.raw_example import Assembly, RawExample
 from warpfold.data.features.assembly import read_entities
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.crop import (

@@ -106,7 +106,7 @@ def test_clusters_of_the_crop_alone_are_those_of_a_chain_that_ends_there() -> No
     crop = make_features(raw, config, 0, ("x", 0), 2, train=True)
     start = crop["residue_index"][0]
     chosen = select(60, raw.depth, config, 0, ("x", 0), train=True)
-    alone = msa_features(raw.take(start, start + 16, chosen.rows), config, 0, ("x", 0), 2)
+    alone = msa_features(raw.take(slice(start, start + 16), chosen.rows), config, 0, ("x", 0), 2)
     for name in MSA_FEATURES:
         np.testing.assert_array_equal(crop[name], alone[name], err_msg=name)
     chain = make_features(raw, TRAIN, 0, ("x", 0), 2, train=True)

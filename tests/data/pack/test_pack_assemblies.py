@@ -13,9 +13,8 @@ from tests.data.entries import ONE as IDENTITY
 from tests.data.entries import TURN, assembly_text
 from tests.data.pack.pack_inputs import ONE, TWO, chain, contents, make_files, packed, structure
 from warpfold.bulk import JobPart
-from warpfold.data.example.assembly import Assembly, Example
 from warpfold.data.example.pairing import pair_rows
-from warpfold.data.example.raw_example import RawExample, from_chain
+from warpfold.data.example.raw_example import Assembly, Example, RawExample, from_chain
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.alignment import decode, parse_alignment
@@ -184,7 +183,7 @@ def test_what_pairs_rows_is_stored_and_copies_share_it(tmp_path: Path) -> None:
         assert found.dtype == array.dtype
         np.testing.assert_array_equal(found, array)
     assert raw.pairing.species.astype(bool).tolist() == [False, True, True, True]
-    part = stored.take(3, 9, np.array([0, 2]))
+    part = stored.take(slice(3, 9), np.array([0, 2]))
     assert part.pairing is not None
     np.testing.assert_array_equal(part.pairing.species, raw.pairing.species[[0, 2]])
     # Rows of an alignment that serves pairing alone come last, and a single chain's example is without them.
@@ -193,7 +192,7 @@ def test_what_pairs_rows_is_stored_and_copies_share_it(tmp_path: Path) -> None:
     assert both.depth == 1 + 1 + 2
     assert both.pairing.unpaired.tolist() == [True, True, False, False]
     assert (alone.depth, alone.pairing) == (2, None)
-    np.testing.assert_array_equal(alone.take(0, 30).msa, read_example(store, "1abc_B").msa[:2])
+    np.testing.assert_array_equal(alone.take(slice(30)).msa, read_example(store, "1abc_B").msa[:2])
     assert apart.exists()
 
 
@@ -306,7 +305,7 @@ def test_features_from_the_store_are_those_from_memory(files: Path, spatial: flo
 
 
 def whole(chain: Example) -> RawExample:
-    return chain.take(0, chain.length)
+    return chain.take(slice(None))
 
 
 @pytest.mark.parametrize("assemblies", [True, False])

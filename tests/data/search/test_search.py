@@ -12,9 +12,8 @@ import pytest
 from tests.data.search.families import database, family, headers, queries
 from tests.test_cli import refused, run
 from warpfold.bulk import JobPart
-from warpfold.data.example.complexes import assemble
 from warpfold.data.example.pairing import pair_rows
-from warpfold.data.example.query_files import read_complexes, sequences_to_search
+from warpfold.data.example.query_files import assemble, read_complexes, sequences_to_search
 from warpfold.data.formats.alignment import parse_fasta, read_alignment, write_fasta
 from warpfold.data.formats.input_files import read_chain_alignments
 from warpfold.data.search import search as searching

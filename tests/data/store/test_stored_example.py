@@ -75,11 +75,11 @@ def test_a_part_is_the_part_of_the_whole(store: Store, data: st.DataObject, key:
     rows = np.array(sorted(data.draw(st.sets(st.integers(0, raw.depth - 1), min_size=1))))
     chosen = np.array(sorted(data.draw(st.sets(st.integers(0, 4)))) if raw.templates else [], np.int64)
     stored = StoredExample(store, key)
-    assert not differences(stored.take(start, stop, rows, chosen), raw.take(start, stop, rows, chosen))
+    assert not differences(stored.take(slice(start, stop), rows, chosen), raw.take(slice(start, stop), rows, chosen))
     residues = np.array(sorted(data.draw(st.sets(st.integers(0, raw.length - 1), min_size=1))))
-    part = stored.take_residues(residues, rows, chosen)
-    assert not differences(part, raw.take_residues(residues, rows, chosen))
-    assert not differences(part, stored.take_residues(residues, rows, chosen, stored.whole_rows(rows)))
+    part = stored.take(residues, rows, chosen)
+    assert not differences(part, raw.take(residues, rows, chosen))
+    assert not differences(part, stored.take(residues, rows, chosen, stored.whole_rows(rows)))
     np.testing.assert_array_equal(part.msa, raw.msa[np.ix_(rows, residues)])
     np.testing.assert_array_equal(part.deletions, raw.deletions[np.ix_(rows, residues)])
 
@@ -137,13 +137,13 @@ def test_only_what_is_chosen_is_read(store: Store, reads: dict[str, int]) -> Non
     stored = StoredExample(store, "long")
     assert (stored.length, stored.depth, stored.templates_count) == (300, EXAMPLES["long"].depth, 5)
     assert not reads
-    stored.take(0, 50, np.arange(10), np.array([3]))
+    stored.take(slice(50), np.arange(10), np.array([3]))
     assert reads["msa"] == 10  # of one tile
     assert reads["positions"] == reads["aatype"] == 50
     assert reads["template_positions"] == 1
     assert reads["deletion_rows"] == np.count_nonzero(EXAMPLES["long"].deletions[:, :50])
     reads.clear()
-    stored.take(90, 110, np.arange(10), np.array([], np.int64))
+    stored.take(slice(90, 110), np.arange(10), np.array([], np.int64))
     assert reads["msa"] == 20  # of two
     assert "template_positions" not in reads
 
@@ -169,8 +169,8 @@ def test_a_damaged_part_is_named_and_the_others_are_read(store: Store, tmp_path:
     with pytest.raises(UserError, match="long, msa: damaged"):
         read_example(damaged, "long")
     last = np.array([EXAMPLES["long"].depth - 1])
-    part = StoredExample(damaged, "long").take(290, 300, last)
-    assert not differences(part, EXAMPLES["long"].take(290, 300, last))
+    part = StoredExample(damaged, "long").take(slice(290, 300), last)
+    assert not differences(part, EXAMPLES["long"].take(slice(290, 300), last))
 
 
 def test_tiles_and_sparse_columns_hold_what_is_there() -> None:

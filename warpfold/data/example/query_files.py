@@ -15,12 +15,16 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import ascii_lowercase, ascii_uppercase, digits
 
-from warpfold.data.example.complexes import Complex, chain_ids, first_word, search_names
+from warpfold.data.example.pairing import pair_rows
+from warpfold.data.example.raw_example import Assembly, RawExample, from_sequence
 from warpfold.data.formats.alignment import (
+    Alignment,
     announced,
     as_row,
     fasta_records,
@@ -32,6 +36,7 @@ from warpfold.data.formats.alignment import (
 from warpfold.data.formats.input_files import (
     ALIGNMENTS,
     STRUCTURES,
+    ChainAlignments,
     InputFile,
     as_alphafold_reads,
     find,
@@ -52,6 +57,9 @@ _PDB_CHAIN = re.compile(r"(\w+)(?:\[auth (\w+)\])?")
 _FOREIGN_HEADER = re.compile(  # >A|protein|./msa/a.a3m (Boltz), >protein|name=A (Chai)
     r"[^|\s]+\|(protein|dna|rna|ccd|smiles)(\||$)|(protein|dna|rna|ligand|glycan)\|", re.IGNORECASE
 )
+_ID = re.compile(r"(?![.?]\Z)[!#-&(-~]{1,100}")  # printable ASCII without blanks and quotes; . and ? mean none in mmCIF
+_LETTERS = ascii_uppercase + ascii_lowercase + digits  # what a PDB file can name
+MOST_LISTED = 8  # chains in one line
 _LINE = re.compile(rb"[A-Za-z:*\s]+")
 # What predictions are called by AlphaFold (ranked_0.pdb, relaxed_model_1.pdb), ColabFold (NAME_unrelaxed_rank_001_...)
 # and WarpFold (NAME_rank_1.cif, NAME_relaxed.cif).
@@ -61,50 +69,128 @@ Given = str | Path
 
 
 @dataclass(frozen=True)
+class Complex:
+    """Chains to fold together, in the user's order; a single protein is one of one chain."""
+
+    name: str  # as a file can be called
+    ids: tuple[str, ...]  # [K], all different
+    sequences: tuple[str, ...]  # [K], upper case
+    alignments: tuple[Alignment, ...] = ()  # that came with it, each of one of the sequences
+    notes: tuple[str, ...] = ()  # what the user should know, such as chains that were left out
+    error: str = ""  # why it cannot be folded; it has no chains then
+    source: str = ""  # the file that it stands in
+    place: int | None = None  # if that is an alignment: where it is stacked
+    is_part: bool = False  # an alignment that ColabFold has put into NAME.a3m, too
+
+    def __post_init__(self) -> None:
+        if twice := [name for name, times in Counter(self.ids).items() if times > 1]:
+            raise UserError(f"{self.name}: has two chains called {twice[0]}; give each chain a name of its own")
+        if wrong := [name for name in self.ids if not _ID.fullmatch(name)]:
+            raise UserError(f"{self.name}: {wrong[0][:40]!r} cannot be a chain's name in mmCIF; use letters and digits")
+
+    @property
+    def rows(self) -> set[str]:
+        """Return the sequences in the letters of alignments."""
+        return set(map(as_row, self.sequences))
+
+    def joined(self, others: Iterable["Complex"]) -> "Complex":
+        """Return it with the alignments of its sequences from others."""
+        every = sorted([*([] if self.place is None else [self]), *others], key=lambda one: one.place or 0)
+        more = tuple(a for one in every for a in one.alignments if a.query in self.rows)
+        notes = dict.fromkeys(note for one in (self, *every) for note in one.notes)
+        return replace(self, alignments=more, notes=tuple(notes)) if more else self
+
+
+@dataclass(frozen=True)
 class QueryFiles:
-    """What to fold, each with the file that it stands in, and what else the folders have.
+    """What to fold, and what else the folders have.
 
     hits: files of template hits.  predicted: structures that somebody predicted, which are not folded anew.
     """
 
-    found: list[tuple[str, Complex]]
+    found: list[Complex]
     hits: list[str]
     predicted: list[str]
 
 
-@dataclass(frozen=True)
-class _Read:
-    """What was read from one file.
+def chain_ids(count: int) -> list[str]:
+    """Return names for chains: A to Z, a to z, 0 to 9, as PDB files can have them, then AA, AB and so on."""
+    longer = (itertools.product(ascii_uppercase, repeat=length) for length in itertools.count(2))
+    names = itertools.chain(_LETTERS, map("".join, itertools.chain.from_iterable(longer)))
+    return list(itertools.islice(names, count))
 
-    place: where an alignment is stacked; None: it is none.  is_part: ColabFold has put it into NAME.a3m, too.
+
+def search_names(name: str, chains: Mapping[str, str]) -> dict[str, str]:
+    """Return what the results of searching for each sequence are called: NAME, or NAME_CHAIN of a complex's first copy.
+
+    Some file systems do not tell A from a: chains a of a complex that has a chain A too is NAME_a_.
+    chains: id -> sequence.  The names are by sequence, in the order of the chains.
     """
+    found: dict[str, str] = {}
+    for chain, sequence in chains.items():
+        if sequence not in found:
+            own = name if len(chains) == 1 else file_name(f"{name}_{chain}")
+            while own.lower() in map(str.lower, found.values()):
+                own += "_"
+            found[sequence] = own
+    return found
 
-    source: str
-    query: Complex
-    place: int | None = None
-    is_part: bool = False
 
-    @property
-    def sequences(self) -> set[str]:
-        return set(map(as_row, self.query.sequences))
+def assemble(query: Complex, alignments: ChainAlignments | None = None) -> tuple[Assembly, list[str]]:
+    """Return a complex with the alignments of its chains, and what the user should know about it, a line each.
 
-    def joined(self, others: Iterable["_Read"]) -> "_Read":
-        """Return the query with the alignments of its sequences from others."""
-        every = [self, *others] if self.place is not None else [*others]
-        every.sort(key=lambda one: one.place or 0)
-        more = [a for one in every for a in one.query.alignments if a.query in self.sequences]
-        notes = dict.fromkeys(note for one in (self, *every) for note in one.query.notes)
-        return replace(self, query=replace(self.query, alignments=tuple(more), notes=tuple(notes))) if more else self
+    Copies share their example.  A chain without alignment has its own row alone.
+    Errors: UserError for an alignment of another protein, or a sequence that is no protein's.
+    """
+    given: dict[str, list[Alignment]] = {}
+    for alignment in query.alignments:
+        given.setdefault(alignment.query, []).append(alignment)
+    examples: dict[str, RawExample] = {}
+    bare: list[str] = []
+    thin: list[str] = []
+    for chain, sequence in zip(query.ids, query.sequences):
+        own = given.get(as_row(sequence), []) + (alignments.of(sequence) if alignments else [])
+        bare += [] if own else [chain]
+        if sequence not in examples:
+            name = f"{query.name}_{chain}"
+            examples[sequence] = from_sequence(
+                sequence, own or [Alignment.of_query(sequence, name)], name, pairing=True
+            )
+        thin += [chain] if own and examples[sequence].depth == 1 else []
+    notes = [*query.notes]
+    if bare and len(query.ids) > 1:
+        notes.append(f"no alignment for {listed(bare)}: folded by the sequence alone")
+    if thin:
+        notes.append(f"the alignment of {listed(thin)} has one row, its own: folded by the sequence alone")
+    deep = [one for one in examples.values() if one.depth > 1]
+    if len(deep) > 1 and len(pair_rows([one.pairing for one in examples.values()])) == 1:
+        if sum(one.pairing is not None for one in deep) > 1:
+            notes.append("no rows are paired: the alignments of different chains have no species in common")
+        else:
+            notes.append(
+                "no rows are paired: the headers of the alignments name no species (UniProt's "
+                "tr|A0A0K0ME10|A0A0K0ME10_9STAP, UniRef's RepID=A0A0K0ME10_9STAP, or OX=1295)"
+            )
+    return Assembly(query.name, query.ids, tuple(examples[sequence] for sequence in query.sequences)), notes
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return chains as a sentence names them, some of them if there are many."""
+    if len(names) > MOST_LISTED:
+        return f"{len(names)} chains ({', '.join(names[:3])} ...)"
+    return f"{'chain' if len(names) == 1 else 'chains'} {', '.join(names)}"
+
+
+def first_word(header: str) -> str:
+    """Return a record's name, as a chain can be called, or nothing."""
+    word = (header.split() or [""])[0]
+    return word if not word or _ID.fullmatch(word) else file_name(word)
 
 
 def read_complexes(given: Given | Sequence[Given], as_one: bool = False) -> list[Complex]:
     """Return what to fold, as `read_query_files` reads it.  Errors: UserError for a bad record too."""
-    return [query for _, query in _without_bad(read_query_files(given, as_one).found)]
-
-
-def _without_bad(found: list[tuple[str, Complex]]) -> list[tuple[str, Complex]]:
-    """Return queries as they are; raise UserError for the first that cannot be folded."""
-    for _, query in found:
+    found = read_query_files(given, as_one).found
+    for query in found:
         if query.error:
             raise UserError(query.error)
     return found
@@ -124,12 +210,18 @@ def read_query_files(given: Given | Sequence[Given], as_one: bool = False) -> Qu
     """
     several = [given] if isinstance(given, Given) else list(given)
     bare = [one for one in several if isinstance(one, str) and is_sequence(one)]
-    found: list[_Read] = []
+    found: list[Complex] = []
     hits: list[str] = []
     predicted: list[str] = []
     for one in several:
         if isinstance(one, str) and one in bare:
-            found += _of_texts(bare, as_one) if one is bare[0] else []
+            if one is bare[0]:
+                names = ["query"] if len(bare) == 1 else [f"query_{place}" for place in range(1, len(bare) + 1)]
+                if as_one and len(bare) > 1 and not any(":" in sequence for sequence in bare):
+                    names = chain_ids(len(bare))
+                text = "".join(f">{name}\n{sequence}\n" for name, sequence in zip(names, bare)).encode()
+                records = _of_fasta(text, "query", "the sequences", as_one)
+                found += [replace(record, source="the sequences") for record in records]
             continue
         path = STDIN if one == "-" else Path(one)
         if not path.is_dir():
@@ -145,8 +237,15 @@ def read_query_files(given: Given | Sequence[Given], as_one: bool = False) -> Qu
                 found += _read(file, file.read_bytes(), as_one)
     if not found:
         raise UserError(f"{several[0]}: has predictions or template hits, but nothing to fold; name other files")
-    queries = [(one.source, one.query) for one in _with_alignments(found)]
-    _refuse_twice(queries)
+    queries = _with_alignments(found)
+    sources: dict[str, str] = {}
+    for query in queries:
+        if (key := query.name.lower()) in sources:  # some file systems do not tell A from a
+            where = "twice" if sources[key] == query.source else f"in {sources[key]} too"
+            raise UserError(
+                f"{query.source}: a record is called {query.name} {where}; give each protein a name of its own"
+            )
+        sources[key] = query.source
     return QueryFiles(queries, hits, predicted)
 
 
@@ -166,10 +265,12 @@ def sequences_to_search(given: Sequence[Given]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     taken: set[str] = set()
-    for source, query in _without_bad(read_query_files(given).found):
+    for query in read_complexes(given):
         for sequence, name in search_names(query.name, dict(zip(query.ids, query.sequences))).items():
             if name.lower() in taken:
-                raise UserError(f"{source}: another sequence is called {name} too; give each protein a name of its own")
+                raise UserError(
+                    f"{query.source}: another sequence is called {name} too; give each protein a name of its own"
+                )
             taken.add(name.lower())
             found[name] = sequence
     return found
@@ -177,65 +278,55 @@ def sequences_to_search(given: Sequence[Given]) -> dict[str, str]:
 
 def _check_path(given: Given) -> None:
     """Raise UserError for text that is no file, but nearly a sequence, and for `-` where nothing is piped in."""
-    text = str(given)
-    if text == "-" and not (is_given_pipe(STDIN) or STDIN.is_file()):
-        raise UserError("-: nothing is piped in; write `command | warpfold predict - ...`, or `< file`")
-    if (
-        len(text) >= SHORTEST
-        and set(text.upper()) <= {*RESTYPES, "X", ":"}
-        and text != text.upper()
-        and not Path(text[:200]).exists()
-    ):
-        short = text if len(text) <= 40 else f"{text[:37]}..."
-        raise UserError(f"{short}: no such file; if it is a sequence, write it in capitals")
-    if not re.fullmatch(r"[A-Z0-9:*-]+", text) or Path(text[:200]).exists() or text == "-":
+    text, letters = str(given), {*RESTYPES, "X", ":"}
+    if text == "-":
+        if not (is_given_pipe(STDIN) or STDIN.is_file()):
+            raise UserError("-: nothing is piped in; write `command | warpfold predict - ...`, or `< file`")
         return
-    wrong = sorted(set(text) - {*RESTYPES, "X", ":"})
-    if len(text) >= 2 * SHORTEST and wrong:
-        short = text if len(text) <= 40 else f"{text[:37]}..."
-        raise UserError(f"{short}: no such file, and no sequence: has {wrong[0]!r}; write it as FASTA, or correct it")
-    if not wrong:
-        raise UserError(
-            f"{text}: no such file; a sequence that is given itself has {SHORTEST} residues or more (others as FASTA)"
-        )
+    if Path(text[:200]).exists():
+        return
+    short = text if len(text) <= 40 else f"{text[:37]}..."
+    if len(text) >= SHORTEST and text != text.upper() and set(text.upper()) <= letters:
+        raise UserError(f"{short}: no such file; if it is a sequence, write it in capitals")
+    if re.fullmatch(r"[A-Z0-9:*-]+", text):
+        wrong = sorted(set(text) - letters)
+        if wrong and len(text) >= 2 * SHORTEST:
+            raise UserError(
+                f"{short}: no such file, and no sequence: has {wrong[0]!r}; write it as FASTA, or correct it"
+            )
+        if not wrong:
+            raise UserError(
+                f"{text}: no such file; a sequence that is given itself has {SHORTEST} residues or more (others as "
+                "FASTA)"
+            )
 
 
-def _with_alignments(found: Sequence[_Read]) -> list[_Read]:
-    """Return the queries with the alignments that were found beside them, each query once."""
-    if all(read.place is None for read in found):
+def _with_alignments(found: Sequence[Complex]) -> list[Complex]:
+    """Return the queries with the alignments that were found beside them, each query once.
+
+    Alignments of one name are one query, that of the most chains; those of other sequences stay as they are.
+    """
+    if all(one.place is None for one in found):
         return [*found]
-    chains = {sequence for read in found if read.place is None for sequence in read.sequences}
-    beside = [read for read in found if read.place is not None and read.sequences <= chains]
-    bad = {read.query.name.lower() for read in found if read.query.error}  # whose alignments are no other proteins
-    of_name: dict[str, list[_Read]] = {}
-    for read in found:
-        if read.place is not None and not read.sequences <= chains and read.query.name.lower() not in bad:
-            of_name.setdefault(read.query.name.lower(), []).append(read)
-    kept: list[_Read] = []
-    for read in found:
-        if read.place is None:
-            kept.append(read.joined(beside))
-        elif own := of_name.pop(read.query.name.lower(), None) if not read.sequences <= chains else None:
-            kept += _one_of_name(own)
+    chains = {row for one in found if one.place is None for row in one.rows}
+    bad = {one.name.lower() for one in found if one.error}  # whose alignments are no other proteins
+    beside: list[Complex] = []
+    of_name: dict[str, list[Complex]] = {}
+    for one in found:
+        if one.place is not None and one.rows <= chains:
+            beside.append(one)
+        elif one.place is not None and one.name.lower() not in bad:
+            of_name.setdefault(one.name.lower(), []).append(one)
+    kept: list[Complex] = []
+    for one in found:
+        if one.place is None:
+            kept.append(one.joined(beside))
+        elif not one.rows <= chains and (own := of_name.pop(one.name.lower(), None)):
+            whole = max(own, key=lambda each: (len(each.sequences), not each.is_part))
+            parts = [each for each in own if each is not whole and each.rows <= whole.rows]
+            has_all = not whole.is_part and all(each.is_part for each in parts)
+            kept += [whole.joined([] if has_all else parts), *(each for each in own if not each.rows <= whole.rows)]
     return kept
-
-
-def _one_of_name(found: Sequence[_Read]) -> list[_Read]:
-    """Return alignments of one name as one query, that of the most chains, and those of other sequences as they are."""
-    whole = max(found, key=lambda read: (len(read.query.sequences), not read.is_part))
-    others = [read for read in found if read is not whole and read.sequences <= whole.sequences]
-    more = [] if not whole.is_part and all(read.is_part for read in others) else others
-    return [whole.joined(more), *(read for read in found if read is not whole and read not in others)]
-
-
-def _refuse_twice(queries: Iterable[tuple[str, Complex]]) -> None:
-    """Raise UserError if two queries have one name; some file systems do not tell A from a."""
-    sources: dict[str, str] = {}
-    for source, query in queries:
-        if (key := query.name.lower()) in sources:
-            where = "twice" if sources[key] == source else f"in {sources[key]} too"
-            raise UserError(f"{source}: a record is called {query.name} {where}; give each protein a name of its own")
-        sources[key] = source
 
 
 def _ending(file: InputFile) -> str:
@@ -251,7 +342,15 @@ def _kind(file: InputFile, data: bytes) -> str:
     if ending in (*TABLES, *STRUCTURES, *ALIGNMENTS, *FASTA):
         return ending
     text = data.removeprefix(b"\xef\xbb\xbf").lstrip()
-    _refuse_other_forms(text, file.name)
+    for begins, what in (
+        (rb"[{\[]", "JSON, such as AlphaFold 3's or its server's"),
+        (rb"(#[^\n]*\n\s*)*(version|sequences):", "YAML, such as Boltz's"),
+    ):
+        if re.match(begins, text):
+            raise UserError(
+                f"{file.name}: is {what}, which is not read; write FASTA (>NAME, and the sequence; chains of a complex "
+                "as A:B), and give alignments by --msa"
+            )
     first = text.partition(b"\n")[0].lower()
     if text.startswith(b"# STOCKHOLM") or is_complex(text):
         return ".sto"
@@ -264,48 +363,39 @@ def _kind(file: InputFile, data: bytes) -> str:
     return ".seq" if _LINE.fullmatch(text.rstrip()) and len(text.split()) == 1 else ".fasta"
 
 
-def _read(file: InputFile, data: bytes, as_one: bool) -> list[_Read]:
+def _read(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
     """Read one file.  See `read_query_files`."""
     kind, path, source = _kind(file, data), file.path, file.name
     name = "query" if path == STDIN else file_name(path.name.split(".")[0])
     if kind in TABLES:
-        queries = _of_records(fasta_records(_fasta_of_table(data, source), source, chains=True), source)
+        found = _of_records(fasta_records(_fasta_of_table(data, source), source, chains=True), source)
     elif kind in STRUCTURES:
-        queries = [_of_structure(data, name, source)]
+        structure = parse_structure(data, source)
+        placed = structure.assembly()  # its first; what else it has is left out, and noted
+        if not placed.chains:
+            raise UserError(f"{source}: its first assembly has no protein chain; give a file with proteins")
+        notes = tuple(f"{what} is left out: {reason}" for what, reason in placed.left_out.items())
+        found = [
+            Complex(
+                name, placed.ids, tuple(structure.chains[chain].sequence for chain, _ in placed.chains), notes=notes
+            )
+        ]
     elif kind == CHAIN_MAP:
-        queries = [_of_chain_map(data, file_name(path.parent.parent.name), source)]
+        name = file_name(path.parent.parent.name)
+        try:
+            chains = {str(id): chain["sequence"] for id, chain in json.loads(data).items()}
+            text = "".join(f">{id}\n{sequence}\n" for id, sequence in chains.items())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(
+                f"{source}: is not AlphaFold-Multimer's list of chains; write it again, or remove it"
+            ) from None
+        found = [Complex(name, tuple(chains), tuple(sequence for _, sequence in parse_fasta(text, source)))]
     elif kind in ALIGNMENTS:
-        name = name if path == STDIN else file_name(file.protein)
-        query = _of_alignment(data, name, source, file)
-        return [_Read(source, query, stacking_order(file.file), file.is_colabfolds_part)]
-    elif kind == ".seq" and not data.lstrip().startswith(b">"):
-        queries = _of_fasta(b">query\n" + data, name, source, as_one)
+        found = [_of_alignment(data, name if path == STDIN else file_name(file.protein), file)]
     else:
-        queries = _of_fasta(data, name, source, as_one)
-    return [_Read(source, query) for query in queries]
-
-
-def _refuse_other_forms(text: bytes, source: str) -> None:
-    """Raise UserError for the input of other programs, by what is in it."""
-    if text.startswith((b"{", b"[")):
-        what = "JSON, such as AlphaFold 3's or its server's"
-    elif re.match(rb"(#[^\n]*\n\s*)*(version|sequences):", text):
-        what = "YAML, such as Boltz's"
-    else:
-        return
-    raise UserError(
-        f"{source}: is {what}, which is not read; write FASTA (>NAME, and the sequence; chains of a complex as A:B), "
-        "and give alignments by --msa"
-    )
-
-
-def _of_texts(sequences: Sequence[str], as_one: bool) -> list[_Read]:
-    """Return sequences that were given as text, as records of a FASTA file."""
-    names = ["query"] if len(sequences) == 1 else [f"query_{place}" for place in range(1, len(sequences) + 1)]
-    together = as_one and len(names) > 1
-    ids = chain_ids(len(names)) if together and not any(":" in one for one in sequences) else names
-    text = "".join(f">{id}\n{sequence}\n" for id, sequence in zip(ids, sequences))
-    return [_Read("the sequences", query) for query in _of_fasta(text.encode(), "query", "the sequences", as_one)]
+        bare = kind == ".seq" and not data.lstrip().startswith(b">")
+        found = _of_fasta(b">query\n" + data if bare else data, name, source, as_one)
+    return [replace(one, source=source) for one in found]
 
 
 def _of_fasta(data: bytes, name: str, source: str, as_one: bool) -> list[Complex]:
@@ -321,14 +411,17 @@ def _of_fasta(data: bytes, name: str, source: str, as_one: bool) -> list[Complex
         )
     if len({len(text) for _, text, _ in records}) == 1 and sum("-" in text for _, text, _ in records) > 1:
         raise UserError(f"{source}: has gaps in records of one length, so it is an alignment; call it .a3m")
-    ids = [_chains_of(header) for header, *_ in records]
+    ids = []  # of each record: its first word, or all the chains that the PDB's header names
+    for header, *_ in records:
+        named, word = _PDB_HEADER.match(header), first_word(header)
+        ids.append([author or id for id, author in _PDB_CHAIN.findall(named[1])] if named else [word] if word else [])
     single = len(records) == 1 and len(ids[0]) < 2
     if not as_one or single or any(":" in sequence for _, sequence, _ in records):
         return _of_records(records, source)
     if wrong := [error for *_, error in records if error]:  # without a chain it is another complex
         return [Complex(name, (), (), error=wrong[0])]
-    named = zip(ids, chain_ids(len(records)), records)
-    chains = [(id, sequence) for own, letter, (_, sequence, _) in named for id in own or [letter]]
+    each = zip(ids, chain_ids(len(records)), records)
+    chains = [(id, sequence) for own, letter, (_, sequence, _) in each for id in own or [letter]]
     return [Complex(name, tuple(id for id, _ in chains), tuple(sequence for _, sequence in chains))]
 
 
@@ -351,43 +444,27 @@ def _of_records(records: Sequence[tuple[str, str, str]], source: str) -> list[Co
     return found
 
 
-def _of_structure(data: bytes, name: str, source: str) -> Complex:
-    """Return the protein chains of a structure's first assembly; what else it has is left out, and noted."""
-    structure = parse_structure(data, source)
-    placed = structure.assembly()
-    if not placed.chains:
-        raise UserError(f"{source}: its first assembly has no protein chain; give a file with proteins")
-    sequences = tuple(structure.chains[chain].sequence for chain, _ in placed.chains)
-    notes = tuple(f"{what} is left out: {reason}" for what, reason in placed.left_out.items())
-    return Complex(name, placed.ids, sequences, notes=notes)
-
-
-def _of_alignment(data: bytes, name: str, source: str, file: InputFile) -> Complex:
+def _of_alignment(data: bytes, name: str, file: InputFile) -> Complex:
     """Return the chains of an alignment, in the order and the copies that ColabFold's first line gives them."""
     alignments, notes = [], []
-    for one in parse_chain_alignments(data, source, row_by_row=file.serves_pairing):
+    for one in parse_chain_alignments(data, file.name, row_by_row=file.serves_pairing):
         one, cut = as_alphafold_reads(one, file)
         alignments.append(one)
         notes += cut
     sequences = [one.query for one in alignments if one.stands_alone]  # not those of its pairs, a second time
     sequences = sequences or [one.query for one in alignments]
-    _, copies, _ = announced(plain_text(data, source).lstrip(b"\n"), source)
+    _, copies, _ = announced(plain_text(data, file.name).lstrip(b"\n"), file.name)
     counts = zip(sequences, copies) if copies else dict.fromkeys(sequences, 1).items()
     chains = tuple(sequence for sequence, count in counts for _ in range(count))
-    return Complex(name, tuple(chain_ids(len(chains))), chains, tuple(alignments), tuple(notes))
-
-
-def _of_chain_map(data: bytes, name: str, source: str) -> Complex:
-    """Return the chains that AlphaFold-Multimer lists beside its alignments: {"A": {"sequence": "MKT..."}, ...}.
-
-    Errors: UserError for anything else.
-    """
-    try:
-        chains = {str(id): chain["sequence"] for id, chain in json.loads(data).items()}
-        text = "".join(f">{id}\n{sequence}\n" for id, sequence in chains.items())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{source}: is not AlphaFold-Multimer's list of chains; write it again, or remove it") from None
-    return Complex(name, tuple(chains), tuple(sequence for _, sequence in parse_fasta(text, source)))
+    return Complex(
+        name,
+        tuple(chain_ids(len(chains))),
+        chains,
+        tuple(alignments),
+        tuple(notes),
+        place=stacking_order(file.file),
+        is_part=file.is_colabfolds_part,
+    )
 
 
 def _fasta_of_table(data: bytes, source: str) -> str:
@@ -419,11 +496,3 @@ def _fasta_of_table(data: bytes, source: str) -> str:
         name, sequence = (line[column].split() for column in at)
         records.append(f">{' '.join(name)}\n{''.join(sequence)}\n")
     return "".join(records)
-
-
-def _chains_of(header: str) -> list[str]:
-    """Return the chains that a record of a complex stands for: its first word, or all that the PDB's header names."""
-    if found := _PDB_HEADER.match(header):
-        return [author or id for id, author in _PDB_CHAIN.findall(found[1])]
-    word = first_word(header)
-    return [word] if word else []

@@ -1,12 +1,15 @@
 """Raw examples: one chain with its alignment, its coordinates and its templates, before anything is drawn (Supp. 1.2).
 
-A `RawExample` holds what can be prepared ahead of training; `data/features` draws from it and makes the features.
+A `RawExample` holds what can be prepared ahead of training; `data/features` draws from it and makes the features.  An
+`Assembly` is chains that are folded together (AlphaFold-Multimer).
 """
 
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import repeat
+from typing import Protocol
 
 import numpy as np
 
@@ -113,27 +116,17 @@ class RawExample:
 
     def take(
         self,
-        start: int,
-        stop: int,
-        rows: np.ndarray | None = None,
-        templates: np.ndarray | None = None,
-        whole: np.ndarray | None = None,
-    ) -> "RawExample":
-        """Return residues [start, stop) with these alignment rows and templates (indices, ascending; None: all).
-
-        whole: `whole_rows(rows)`, if it is there already.  The profile stays that of the whole alignment, and so does
-        what pairs its rows.
-        """
-        return self.take_residues(slice(start, stop), rows, templates, whole)
-
-    def take_residues(
-        self,
         residues: np.ndarray | slice,
         rows: np.ndarray | None = None,
         templates: np.ndarray | None = None,
         whole: np.ndarray | None = None,
     ) -> "RawExample":
-        """Return some residues (a slice, or indices, ascending), as `take`: the pieces of a spatial crop at once."""
+        """Return some residues (a slice, or indices, ascending: the pieces of a spatial crop at once).
+
+        rows, templates: those of the alignment and of the templates that are taken (indices, ascending; None: all).
+        whole: `whole_rows(rows)`, if it is there already.  The profile stays that of the whole alignment, and so does
+        what pairs its rows.
+        """
         residues = as_slice(residues) if isinstance(residues, np.ndarray) else residues
         kept = slice(None) if rows is None else rows
         chosen = self.templates
@@ -157,6 +150,65 @@ class RawExample:
         if self.positions is None or self.mask is None:
             return None
         return self.positions[:, CA], self.mask[:, CA]
+
+
+class Example(Protocol):
+    """One chain, in memory (`RawExample`) or in a store (`StoredExample`)."""
+
+    @property
+    def sequence(self) -> str: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def depth(self) -> int: ...
+    @property
+    def templates_count(self) -> int: ...
+    @property
+    def profile(self) -> np.ndarray: ...
+    @property
+    def pairing(self) -> Pairing | None: ...
+    def whole_rows(self, rows: np.ndarray) -> np.ndarray: ...
+    def atoms(self, residues: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None: ...
+    def take(
+        self,
+        residues: np.ndarray | slice,
+        rows: np.ndarray | None = None,
+        templates: np.ndarray | None = None,
+        whole: np.ndarray | None = None,
+    ) -> RawExample: ...
+    def ca_positions(self) -> tuple[np.ndarray, np.ndarray] | None: ...
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """Chains that are folded together, in the order of the input, each with its alignment, atoms and templates.
+
+    Chains of one sequence are copies of one entity; they have the same alignment and the same templates.
+    """
+
+    name: str
+    ids: tuple[str, ...]  # [K], the chains' names in input and output, all different
+    chains: tuple[Example, ...]  # [K]
+    # What moves the atoms of each chain to their place in the assembly: float64 [K, 3, 4], rotation and translation in
+    # angstrom; None: they are there.  A biological assembly may have a chain several times, moved by its symmetry.
+    operators: np.ndarray | None = None
+
+    @cached_property
+    def entity_id(self) -> np.ndarray:
+        """Return each chain's entity, int64 [K], numbered from 1 in the order of their first chains."""
+        numbers: dict[str, int] = {}
+        return np.array([numbers.setdefault(chain.sequence, len(numbers) + 1) for chain in self.chains])
+
+    @cached_property
+    def sym_id(self) -> np.ndarray:
+        """Return each chain's number among the copies of its entity, int64 [K], from 1."""
+        entity = self.entity_id
+        return np.array([int((entity[: place + 1] == entity[place]).sum()) for place in range(len(entity))])
+
+    @property
+    def length(self) -> int:
+        """Return the number of residues of all chains."""
+        return sum(chain.length for chain in self.chains)
 
 
 def as_slice(residues: np.ndarray) -> slice | np.ndarray:
@@ -226,6 +278,8 @@ def place(alignment: Alignment, sequence: str, min_identity: float = MIN_IDENTIT
     ends.  Residues that the query lacks get gaps.
     Errors: UserError if the query is another protein: identity below `min_identity`, or too little covered.
     """
+    if alignment.query == sequence:
+        return alignment.rows, np.minimum(alignment.deletions, MOST_DELETIONS).astype(np.uint16)
     column, identity = column_map(alignment.query, sequence)
     if error := check_map(column, identity, min_identity):
         raise UserError(f"alignment: {error}; give the alignment of this protein")
@@ -277,8 +331,12 @@ def stack_for_pairing(
         given = [None if alignments[i].stands_alone else alignments[i].pair_keys for i in part]
         arrays, kept = _stack(query, [placed[i] for i in part], given)
         stacked.append(arrays)
-        own = [_pair_keys(alignments[i], 1 + np.flatnonzero(new)) for i, new in zip(part, kept)]
-        keys.append(np.concatenate([np.zeros(1, np.uint64), *own]))
+        own = [np.zeros(1, np.uint64)]
+        for one, new in zip((alignments[i] for i in part), kept):
+            rows = 1 + np.flatnonzero(new)
+            names = (one.names[row] for row in rows.tolist())
+            own.append(species_keys(names) if one.pair_keys is None else one.pair_keys[rows])
+        keys.append(np.concatenate(own))
     (msa, deletions), (more, more_deletions) = stacked
     if not parts[1]:
         return msa, deletions, make_pairing(msa, keys[0], np.ones(len(msa), bool))
@@ -288,13 +346,6 @@ def stack_for_pairing(
     if pairs is None:
         return *merge(query, [placed[i] for part in parts for i in part]), None
     return both, np.concatenate([deletions, more_deletions[1:]]), pairs
-
-
-def _pair_keys(alignment: Alignment, rows: np.ndarray) -> np.ndarray:
-    """Return what pairs each of some rows (indices): uint64 [len(rows)]."""
-    if alignment.pair_keys is not None:
-        return alignment.pair_keys[rows]
-    return species_keys(alignment.names[row] for row in rows.tolist())
 
 
 def _stack(

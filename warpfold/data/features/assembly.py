@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from warpfold.batch import Arrays
-from warpfold.data.example.assembly import Assembly, Example
 from warpfold.data.example.pairing import pair_rows
-from warpfold.data.example.raw_example import RawExample, Templates, profile_of
+from warpfold.data.example.raw_example import Assembly, Example, RawExample, Templates, profile_of
 from warpfold.data.features.choose import SampleConfig, choose_templates, delete_blocks, with_query
 from warpfold.data.features.crop import crop_assembly, move
 from warpfold.data.features.labels import atom_masks
@@ -107,7 +106,7 @@ def read_entities(
             EntityCrop(
                 number=number,
                 residues=residues,
-                raw=example.take_residues(residues, used, templates),
+                raw=example.take(residues, used, templates),
                 paired=np.where(paired < 0, -1, np.searchsorted(used, paired)),
                 alone=np.searchsorted(used, alone),
                 columns=np.concatenate([starts[chain] + np.arange(len(crops[chain])) for chain in copies]),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.raw_example import Assembly
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.structure.assemblies import apply_operator
 from warpfold.keyed import keyed_rng

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from warpfold.batch import FEATURES, Arrays
-from warpfold.data.example.assembly import Assembly, Example
+from warpfold.data.example.raw_example import Assembly, Example
 from warpfold.data.features.assembly import assembly_features
 from warpfold.data.features.choose import SampleConfig, select
 from warpfold.data.features.labels import add_labels, atom_masks
@@ -41,7 +41,7 @@ def make_features(
     if config.clustering == "chain" and chosen.stop - chosen.start < example.length:
         chain = WholeChain(example.whole_rows(chosen.rows), example.profile, chosen.start)
     whole = None if chain is None else chain.msa
-    raw = example.take(chosen.start, chosen.stop, chosen.rows, chosen.templates, whole)
+    raw = example.take(slice(chosen.start, chosen.stop), chosen.rows, chosen.templates, whole)
     length = raw.length
     sizes = padded_sizes(config, length, train)
     features: Arrays = {

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from warpfold import __version__
-from warpfold.data.example.complexes import search_names
-from warpfold.data.example.query_files import Given, read_complexes
+from warpfold.data.example.query_files import Given, read_complexes, search_names
 from warpfold.data.formats.alignment import LETTERS, is_nucleic
 from warpfold.data.search.output import REPORT_FORMAT, check_output
 from warpfold.data.search.server import MSA, PAIR, AlignmentServer, NoAnswer, ServerGone

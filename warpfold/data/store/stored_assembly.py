@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from warpfold.data.example.assembly import Assembly
+from warpfold.data.example.raw_example import Assembly
 from warpfold.data.store.store import Packed, Store, pack_record
 from warpfold.data.store.stored_example import StoredExample
 from warpfold.data.structure.assemblies import is_rigid

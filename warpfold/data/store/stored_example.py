@@ -149,26 +149,13 @@ class StoredExample:
 
     def take(
         self,
-        start: int,
-        stop: int,
+        residues: np.ndarray | slice,
         rows: np.ndarray | None = None,
         templates: np.ndarray | None = None,
         whole: np.ndarray | None = None,
     ) -> RawExample:
-        """Return residues [start, stop) with these alignment rows and templates (indices, ascending; None: all).
-
-        The result is that of `RawExample.take` on the whole example.  whole: `whole_rows(rows)`, if already read.
-        """
-        return self.take_residues(np.arange(start, stop), rows, templates, whole)
-
-    def take_residues(
-        self,
-        residues: np.ndarray,
-        rows: np.ndarray | None = None,
-        templates: np.ndarray | None = None,
-        whole: np.ndarray | None = None,
-    ) -> RawExample:
-        """Return some residues (indices, ascending), as `take` does: each blob that they touch is read once."""
+        """Return some residues, rows and templates, as `RawExample.take`: each blob that they touch is read once."""
+        residues = np.arange(self.length)[residues]
         record, notes = self._record, self._record.notes
         parts: dict[str, Any] = {name: record.read(name, residues) for name in PER_RESIDUE if name in record.arrays}
         chosen = np.arange(self.depth) if rows is None else rows
@@ -247,4 +234,4 @@ def _misfits(record: Record) -> list[str]:
 def read_example(store: Store, key: str) -> RawExample:
     """Read the whole example `key`.  Errors: KeyError for a key that the store lacks; UserError if it is damaged."""
     example = StoredExample(store, key)
-    return example.take(0, example.length)
+    return example.take(slice(None))
