@@ -1,6 +1,6 @@
 """AlphaFold-Multimer's MSA features, made in the model: every row of the alignment joins the centres it agrees with.
 
-Which rows are centres in a pass, and how they are masked, was drawn with the features (data/features/assembly.py), so
+Which rows are centres in a pass, and how they are masked, was drawn with the features (data/features/make.py), so
 nothing here is random.  The monomer's features are made before the model, by another rule (data/features/msa.py).
 """
 

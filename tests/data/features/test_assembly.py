@@ -12,7 +12,6 @@ from tests.data.examples import example, templates
 from warpfold.batch import Batch, at_pass, to_tensors
 from warpfold.data.example.pairing import make_pairing, pair_rows
 from warpfold.data.example.raw_example import Assembly, RawExample
-from warpfold.data.features.assembly import read_entities
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.crop import (
     contiguous_crop,
@@ -21,7 +20,7 @@ from warpfold.data.features.crop import (
     near_other_chain,
     spatial_crop,
 )
-from warpfold.data.features.make import make_features
+from warpfold.data.features.make import make_features, read_entities
 from warpfold.geometry.residue import GAP
 from warpfold.keyed import keyed_rng
 from warpfold.model.clusters import cluster_features

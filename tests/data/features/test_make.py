@@ -250,3 +250,38 @@ def test_few_sizes_of_every_axis() -> None:
     assert "res" not in few_sizes(features, SampleConfig(), 2)  # whole chains
     padded = pad_features(features, few_sizes(features, config, 2))
     assert [padded[name].shape for name in shapes] == [(8,), (1, 3, 8), (1, 10, 8), (4, 8)]
+
+
+# What follows from residue types and atoms.
+LABELS = ["atom14_atom_exists", "atom37_atom_exists", *list(FEATURES)[list(FEATURES).index("pseudo_beta") :]]
+
+
+@pytest.mark.parametrize("case", ["monomer_model_1", "monomer_model_3_rec2"])
+def test_labels_are_the_official_ones(case: str) -> None:
+    file = ROOT.parent / "shared/golden/models" / case / "features.npz"
+    if not file.exists():
+        pytest.skip("no golden data beside the repository")
+    golden = {name: array[0] for name, array in np.load(file, allow_pickle=False).items()}
+    valid = golden["seq_mask"] > 0
+    aatype = golden["aatype"].astype(np.int64)
+    raw = example(len(aatype), 1)
+    known = {"positions": golden["all_atom_positions"], "mask": golden["all_atom_mask"].astype(np.uint8)}
+    features = make_features(
+        dataclasses.replace(raw, aatype=aatype.astype(np.uint8), **known), SampleConfig(), 0, ("x",)
+    )
+    ours = {name: x for name, x in features.items() if name in LABELS}
+    assert len(ours) == len(LABELS)
+    undefined = {  # where the mask is 0 the value means nothing
+        "rigidgroups_gt_frames": "rigidgroups_gt_exists",
+        "rigidgroups_alt_gt_frames": "rigidgroups_gt_exists",
+        "backbone_affine_tensor": "backbone_affine_mask",
+        "chi_angles": "chi_mask",
+    }
+    for name, array in ours.items():
+        where = valid if name not in undefined else (golden[undefined[name]].T * valid).T > 0
+        a, b = array[where], golden[name][where]
+        if name == "backbone_affine_tensor":  # q and -q are one rotation
+            b = np.concatenate([b[:, :4] * np.sign((a[:, :4] * b[:, :4]).sum(1, keepdims=True)), b[:, 4:]], 1)
+        if name == "chi_angles":
+            a, b = np.stack([np.sin(a), np.cos(a)]), np.stack([np.sin(b), np.cos(b)])
+        np.testing.assert_allclose(a, b, atol=1e-5, err_msg=name)
