@@ -18,7 +18,7 @@ from warpfold.data.example.hits import parse_hits
 from warpfold.data.formats.alignment import write_fasta
 from warpfold.data.search import hmmer as search_hmmer
 from warpfold.data.search.database import SearchQuery, read_chunks, survey_fasta
-from warpfold.data.search.hmmer import AMINO, Hmmsearch, Jackhmmer, in_columns
+from warpfold.data.search.hmmer import AMINO, Hmmsearch, Jackhmmer
 from warpfold.errors import UserError
 
 
@@ -173,23 +173,12 @@ def test_no_template_is_a_file_without_rows(tmp_path: Path) -> None:
     assert parse_hits(text, family(0)[0]) == []
 
 
-def rows_of(columns: int) -> st.SearchStrategy[list[list[str]]]:
-    """Of every row what it inserts before each column and behind the last."""
-    inserted = st.lists(st.sampled_from(["", "a", "wy"]), min_size=columns + 1, max_size=columns + 1)
-    return st.lists(inserted, min_size=1, max_size=5)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 6).flatmap(rows_of))
-def test_insertions_get_columns_of_their_own(insertions: list[list[str]]) -> None:
-    """The match columns are the row without its insertions, and nothing else is lost or moved."""
-    n = len(insertions[0]) - 1
-    matches = ["".join("MK-"[(i + j) % 3] for j in range(n)) for i in range(len(insertions))]
-    rows = [before[0] + "".join(a + b for a, b in zip(match, before[1:])) for match, before in zip(matches, insertions)]
-    wide, reference = in_columns(rows)
-    assert {len(row) for row in wide} == {len(reference)}
-    for row, match, a3m in zip(wide, matches, rows):
-        assert "".join(a for a, x in zip(row, reference) if x == "x") == match
-        assert row.replace("-", "") == a3m.replace("-", "")
-        assert all(a.islower() or a == "-" for a, x in zip(row, reference) if x != "x")
-    assert len(reference) == n + sum(max(len(row[i]) for row in insertions) for i in range(n + 1))
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.lists(st.sampled_from(["", "a", "wy"]), min_size=7, max_size=7), min_size=6, max_size=9))
+def test_a_profile_has_a_state_for_each_residue_of_the_query_whatever_rows_insert(insertions: list[list[str]]) -> None:
+    """Before each column and behind the last; where the rows have a W the profile has it too."""
+    rows = [before[0] + "".join(a + b for a, b in zip("MKWAYG", before[1:])) for before in insertions]
+    text = "".join(f">{i} x\n{row}\n" for i, row in enumerate(rows))
+    profile = search_hmmer._alignment_profile(SearchQuery("MKTAYG", text))
+    best = np.asarray(profile.match_emissions)[1:].argmax(1)
+    assert "".join(AMINO.symbols[i] for i in best) == "MKWAYG"

@@ -1,6 +1,7 @@
-"""Queries, engines and databases: FASTA files of any size, read some megabytes at a time."""
+"""Queries, engines, the output folder, and databases: FASTA files of any size, read some megabytes at a time."""
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ from warpfold.data.formats.alignment import LETTERS, is_nucleic
 from warpfold.data.formats.input_files import ALPHAFOLD_ROWS
 from warpfold.errors import UserError
 from warpfold.files import opened
+from warpfold.geometry.residue import RESTYPES
 
+REPORT_FORMAT = "warpfold-search-1"
 CHUNK = 32 << 20  # bytes of FASTA held at a time; pyhmmer's sequences take some six times as much
 # Rows of an alignment, including the query's, by the start of the database's name; of others all are kept.
 MAX_ROWS = ALPHAFOLD_ROWS | {"mgy": ALPHAFOLD_ROWS["mgnify"]}
@@ -106,6 +109,34 @@ class Engine(Protocol):
         Errors: UserError if all these queries have failed.
         """
         ...
+
+
+def check_output(out: Path) -> None:
+    """Raise UserError if the output folder of `warpfold search` holds other files than a search's."""
+
+    def is_report(path: Path) -> bool:
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return False
+        return isinstance(found, dict) and found.get("format") == REPORT_FORMAT
+
+    if out.exists() and not out.is_dir():
+        raise UserError(f"{out}: is a file; name a folder for the output")
+    names = {path.name for path in out.iterdir() if not path.name.startswith(".")} if out.is_dir() else set()
+    if names - {"cache"} and not any(map(is_report, out.glob("search*.json"))):
+        raise UserError(f"{out}: holds something else, which is left alone; name a new or an empty folder")
+
+
+def unsearchable_reason(sequence: str, longest: int | None = None) -> str | None:
+    """Return why a sequence cannot be searched for, or None.  longest: residues that an engine takes; None: any."""
+    if longest is not None and len(sequence) > longest:
+        return f"{len(sequence)} residues, more than HMMER's {longest}; search for its domains"
+    if is_nucleic(sequence):
+        return "looks like nucleic acid (only A, C, G, T, U, N); WarpFold searches for proteins"
+    if not any(LETTERS[letter] < len(RESTYPES) for letter in sequence):
+        return "has none of the 20 amino acids; there is nothing to search for"
+    return None
 
 
 def read_chunks(path: Path, size: int = CHUNK) -> Iterator[bytes]:

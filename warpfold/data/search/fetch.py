@@ -13,12 +13,10 @@ from typing import Any
 
 from warpfold import __version__
 from warpfold.data.example.query_files import Given, read_complexes, search_names
-from warpfold.data.formats.alignment import LETTERS, is_nucleic
-from warpfold.data.search.output import REPORT_FORMAT, check_output
+from warpfold.data.search.database import REPORT_FORMAT, check_output, unsearchable_reason
 from warpfold.data.search.server import MSA, PAIR, AlignmentServer, NoAnswer, ServerGone
 from warpfold.errors import UserError
 from warpfold.files import update_file
-from warpfold.geometry.residue import RESTYPES
 from warpfold.progress import Progress, no_progress
 
 
@@ -38,12 +36,6 @@ class Fetched:
     alignments: dict[str, list[Path]] = field(default_factory=dict)
     pairs: dict[str, list[Path]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def files(self) -> list[Path]:
-        """Return the files of alignments, without those of hits."""
-        every = [file for files in (*self.alignments.values(), *self.pairs.values()) for file in files]
-        return [file for file in every if file.suffix == ".a3m"]
 
 
 def wanted_of(name: str, chains: Mapping[str, str], lacking: Sequence[str] | None = None) -> Wanted:
@@ -68,9 +60,13 @@ def fetch(server: AlignmentServer, wanted: Sequence[Wanted], progress: Progress 
             names.setdefault(sequence, []).append(name)
     asked: list[tuple[str, list[str], Sequence[str]]] = [(MSA, own, (sequence,)) for sequence, own in names.items()]
     asked += [(PAIR, [one.name], tuple(one.sequences.values())) for one in wanted if one.paired]
-    reasons = {sequence: reason for sequence in names if (reason := _unsearchable_reason(sequence))}
+    reasons = {sequence: reason for sequence in names if (reason := unsearchable_reason(sequence))}
     unknown = [one for one in asked if not reasons.keys() & {*one[2]} and server.known(one[0], one[2]) is None]
-    _say_what_is_sent(server, unknown)
+    if first := list(dict.fromkeys(own[0] for _, own, _ in unknown)):  # said before they leave this machine
+        count = len({sequence for _, _, sequences in unknown for sequence in sequences})
+        what = "1 sequence" if count == 1 else f"{count} sequences"
+        some = ", ".join(first[:5]) + (" ..." if len(first) > 5 else "")
+        server.say(f"sending {what} to {server.url} ({some}); answers are kept in {server.cache}")
     for done, (endpoint, own, sequences) in enumerate(asked):
         progress(done, len(asked), f"asking {server.url} for {own[0]}")
         try:
@@ -85,25 +81,6 @@ def fetch(server: AlignmentServer, wanted: Sequence[Wanted], progress: Progress 
         except ServerGone as error:
             raise ServerGone(f"{own[0]}: {error}") from None
     return found
-
-
-def _say_what_is_sent(server: AlignmentServer, unknown: Sequence[tuple[str, list[str], Sequence[str]]]) -> None:
-    """Say which sequences leave this machine, before they do."""
-    names = list(dict.fromkeys(own[0] for _, own, _ in unknown))
-    if names:
-        some = ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
-        count = len({sequence for _, _, sequences in unknown for sequence in sequences})
-        what = "1 sequence" if count == 1 else f"{count} sequences"
-        server.say(f"sending {what} to {server.url} ({some}); answers are kept in {server.cache}")
-
-
-def _unsearchable_reason(sequence: str) -> str | None:
-    """Return why a sequence is not sent, or None."""
-    if is_nucleic(sequence):
-        return "looks like nucleic acid (only A, C, G, T, U, N); not sent"
-    if not any(LETTERS.get(letter, len(RESTYPES)) < len(RESTYPES) for letter in sequence):
-        return "has none of the 20 amino acids; not sent"
-    return None
 
 
 def search_by_server(
@@ -186,4 +163,5 @@ def alignments_of(server: AlignmentServer, wanted: Sequence[Wanted], progress: P
             f"{name}: {why}{also}; other answers are kept in {server.cache}: give alignments of these by "
             "--msa, leave them out, or try again"
         )
-    return fetched.files
+    every = [file for files in (*fetched.alignments.values(), *fetched.pairs.values()) for file in files]
+    return [file for file in every if file.suffix == ".a3m"]  # without those of hits

@@ -20,8 +20,8 @@ from pyhmmer.easel import (
     Alphabet,
     DigitalMSA,
     DigitalSequenceBlock,
+    MSAFile,
     SequenceFile,
-    TextMSA,
     TextSequence,
 )
 from pyhmmer.errors import EaselError
@@ -153,11 +153,11 @@ def _next_profile(sequence: str, hits: Sequence[TopHits]) -> "HMM[AA]":
 
 def _alignment_profile(query: SearchQuery) -> "HMM[AA]":
     """Return the profile of a query and its A3M rows, with a match state for every residue of the query."""
-    sequences, reference = in_columns([query.sequence, *query.rows.split("\n")[1::2]])
-    rows = [TextSequence(name=str(i), sequence=row) for i, row in enumerate(sequences)]
-    alignment = TextMSA(name="query", sequences=rows)
-    alignment.reference = reference
-    return Builder(AMINO, architecture="hand").build_msa(alignment.digitize(AMINO), Background(AMINO))[0]
+    text = io.BytesIO(f">query\n{query.sequence}\n{query.rows}".encode())
+    with MSAFile(text, format="a2m", digital=True, alphabet=AMINO) as file:  # A3M is A2M without its dots
+        alignment = cast("DigitalMSA[AA]", file.read())
+    alignment.name = "query"
+    return Builder(AMINO, architecture="hand").build_msa(alignment, Background(AMINO))[0]
 
 
 def _scan(
@@ -244,30 +244,6 @@ class _BestRows:
         """Return rows as A3M, best target first, its domains in their order."""
         good = [row for row in sorted(self.rows) if row[3] * self.reported <= self.threshold]
         return "".join(f">{header}\n{letters}\n" for *_, header, letters in good[: self.most])
-
-
-def in_columns(rows: Sequence[str]) -> tuple[list[str], str]:
-    """Return A3M rows as rows of one width, insertions in columns of their own, and which columns are the query's (x).
-
-    No loop runs over characters: every letter's column is computed from cumulative sums.
-    """
-    lengths = np.array([len(row) for row in rows])
-    letters = np.frombuffer("".join(rows).encode(), dtype=np.uint8)
-    row, place = np.repeat(np.arange(len(rows)), lengths), np.arange(len(letters))
-    starts = np.cumsum(lengths) - lengths
-    inserted = letters >= ord("a")
-    matches = np.cumsum(~inserted)
-    slot: np.ndarray = matches - (matches - ~inserted)[starts][row]  # match columns up to here in this row
-    last = np.maximum(np.maximum.accumulate(np.where(inserted, -1, place)), starts[row] - 1)
-    after = place - last  # 0 for a match, 1, 2, ... for the insertions behind it
-    widths = np.zeros(slot.max() + 1, dtype=np.int64)
-    np.maximum.at(widths, slot, after)
-    first = np.cumsum(widths + 1) - (widths + 1) - 1  # slot 0 lies before the first column
-    grid = np.full((len(rows), int((widths + 1).sum()) - 1), ord("-"), dtype=np.uint8)
-    grid[row, first[slot] + after] = letters
-    reference = np.full(grid.shape[1], ord("."), dtype=np.uint8)
-    reference[first[1:]] = ord("x")
-    return [line.tobytes().decode() for line in grid], reference.tobytes().decode()
 
 
 def _stockholm(hits: Sequence[TopHits]) -> str:

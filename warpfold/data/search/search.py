@@ -22,14 +22,21 @@ import zstandard
 from warpfold import __version__
 from warpfold.bulk import JobPart, in_order, pool
 from warpfold.data.example.query_files import Given, sequences_to_search
-from warpfold.data.formats.alignment import LETTERS, is_nucleic, write_fasta
-from warpfold.data.search.database import Database, Engine, SearchQuery, Survey, Tell
+from warpfold.data.formats.alignment import write_fasta
+from warpfold.data.search.database import (
+    REPORT_FORMAT,
+    Database,
+    Engine,
+    SearchQuery,
+    Survey,
+    Tell,
+    check_output,
+    unsearchable_reason,
+)
 from warpfold.data.search.hmmer import LONGEST, Hmmsearch, Jackhmmer
-from warpfold.data.search.output import REPORT_FORMAT, check_output
 from warpfold.data.search.programs import HHblits, MMseqs2
 from warpfold.errors import UserError
 from warpfold.files import update_file
-from warpfold.geometry.residue import RESTYPES
 from warpfold.progress import Progress, no_progress
 
 TEMPLATES = "templates"  # the name of the database of template hits
@@ -90,20 +97,12 @@ def search(
         return found
 
     write_report("running")
-    with pool(options.workers, options.cluster) as executor:
-        run.find_all(executor)
+    sequences = list(run.names)
+    with pool(options.workers, options.cluster) as executor:  # alignments first, then templates
+        run.find([one for one in searches if not one.for_templates], sequences, executor)
+        for at in range(0, len(sequences), HELD):
+            run.find([one for one in searches if one.for_templates], sequences[at : at + HELD], executor)
     return write_report("failed" if run.failures else "complete")
-
-
-def unsearchable_reason(sequence: str) -> str | None:
-    """Return why this sequence cannot be searched for, or None."""
-    if len(sequence) > LONGEST:
-        return f"{len(sequence)} residues, more than HMMER's {LONGEST}; search for its domains"
-    if is_nucleic(sequence):
-        return "looks like nucleic acid (only A, C, G, T, U, N); WarpFold searches for proteins"
-    if not any(LETTERS[letter] < len(RESTYPES) for letter in sequence):
-        return "has none of the 20 amino acids; there is nothing to search for"
-    return None
 
 
 class Cache:
@@ -216,7 +215,7 @@ class _SearchRun:
         chosen = list(names) if options.part is None else options.part.of(list(names))
         self.names: dict[str, list[str]] = {}  # of each sequence that is searched for
         for sequence in chosen:
-            if reason := unsearchable_reason(sequence):
+            if reason := unsearchable_reason(sequence, LONGEST):
                 self.failures += [{"name": name, "error": reason} for name in names[sequence]]
             else:
                 self.names[sequence] = names[sequence]
@@ -224,17 +223,15 @@ class _SearchRun:
             if sequence in self.names:
                 self.proteins[name] = {"length": len(sequence), "databases": {}}
 
-    def find_all(self, executor: Executor | None) -> None:
-        """Search all databases for every sequence, and write the results: alignments first, then templates."""
-        sequences = list(self.names)
-        self._find([one for one in self.searches if not one.for_templates], sequences, executor)
-        templates = [one for one in self.searches if one.for_templates]
-        for start in range(0, len(sequences), HELD):
-            self._find(templates, sequences[start : start + HELD], executor)
+    def find(self, searches: Sequence[DatabaseSearch], sequences: Sequence[str], executor: Executor | None) -> None:
+        """Search databases for every sequence, and write the results."""
 
-    def _find(self, searches: Sequence[DatabaseSearch], sequences: Sequence[str], executor: Executor | None) -> None:
+        def search_here(job: SearchJob) -> tuple[list[str | UserError], float]:
+            name = job.search.database.name
+            return search_batch(job, lambda done, total: self._tell(f"{name}, {done / total:.0%}" if total else name))
+
         jobs = [job for one in searches for job in self._jobs(one, sequences)]
-        answers = in_order(search_batch, jobs, executor) if executor else map(self._search_here, jobs)
+        answers = in_order(search_batch, jobs, executor) if executor else map(search_here, jobs)
         for job, (results, seconds) in zip(jobs, answers):
             for query, result in zip(job.queries, results):
                 if isinstance(result, UserError):
@@ -242,11 +239,6 @@ class _SearchRun:
                 else:
                     self.cache.put(job.search.key(query), result)
                     self._write_result(job.search, query, result, seconds / len(job.queries), cached=False)
-
-    def _search_here(self, job: SearchJob) -> tuple[list[str | UserError], float]:
-        """Do a job in this process, and report its progress."""
-        name = job.search.database.name
-        return search_batch(job, lambda done, total: self._tell(f"{name}, {done / total:.0%}" if total else name))
 
     def _tell(self, what: str) -> None:
         self.progress(self.done, len(self.names) * len(self.searches), what)
@@ -261,11 +253,12 @@ class _SearchRun:
             else:
                 self._write_result(search, query, text, 0.0, cached=True)
         self._tell(search.database.name)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if self.options.cluster:
             size, threads = CLUSTER_PASS, 1
         else:
             size = max(1, -(-len(missing) // self.options.workers))
-            threads = max(1, _cores() // self.options.workers)
+            threads = max(1, cores // self.options.workers)
         threads = self.options.threads or threads
         size = min(size, search.engine.queries_per_pass(threads))
         for start in range(0, len(missing), size):
@@ -325,8 +318,3 @@ class _SearchRun:
             "failures": self.failures,
             "seconds": round(seconds, 3),
         }
-
-
-def _cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -26,7 +26,6 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from email.message import Message
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -258,7 +257,11 @@ class AlignmentServer:
             except urllib.error.HTTPError as error:
                 self._is_there = True
                 with error:
-                    why, asked = f"answers {error.code} {printable(error.reason)}", _retry_after(error.headers)
+                    why, text = (
+                        f"answers {error.code} {printable(error.reason)}",
+                        error.headers.get("Retry-After") or "",
+                    )
+                    asked = float(text) if re.fullmatch(r"\d{1,9}", text.strip()) else None  # not a time of day
                 if error.code == 404 and form is None:
                     return None
                 last = ServerGone(f"{self.url}: {why}; try later: what it answered before is kept")
@@ -365,12 +368,6 @@ class _SameOrigin(urllib.request.HTTPRedirectHandler):
 def _port(url: urllib.parse.SplitResult) -> int:
     """Return the port that an address leads to."""
     return url.port or {"http": 80, "https": 443}.get(url.scheme, 0)
-
-
-def _retry_after(headers: Message) -> float | None:
-    """Return the seconds that a server asks to wait for; None where it does not say, or names a time of day."""
-    text = headers.get("Retry-After", "") or ""
-    return float(text) if re.fullmatch(r"\d{1,9}", text.strip()) else None
 
 
 def _read_status(file: IO[bytes]) -> dict[str, Any]:
