@@ -1,7 +1,7 @@
 """Packing: files found, alignments matched to their chains, everything dropped named, copies stored once."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -216,9 +216,6 @@ class Known(Queries):
 
     def __init__(self, alignments: Sequence[tuple[InputFile, str]]) -> None:
         self.found = {source.version: (query, "") for source, query in alignments}
-
-    def read_all(self, sources: Sequence[InputFile], tell: Callable[[int], None]) -> None:
-        self.read(sources)
 
 
 def matched(alignments: Sequence[tuple[InputFile, str]], key: str, sequence: str) -> tuple[list[InputFile], str]:

@@ -506,7 +506,7 @@ def test_a_task_of_a_job_array_reads_its_share_of_the_alignments(tmp_path: Path,
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
 
 
-def test_queries_of_parts_with_other_options_or_torn_lines_are_not_taken(tmp_path: Path) -> None:
+def test_queries_of_parts_with_other_options_are_not_taken(tmp_path: Path) -> None:
     files = make_files(tmp_path)
     packed(files, part=JobPart(1, 2), options=PackOptions(max_file_gb=1e-9))  # in which no alignment has a query
     part = part_path(files / "store", JobPart(1, 2))
@@ -515,8 +515,6 @@ def test_queries_of_parts_with_other_options_or_torn_lines_are_not_taken(tmp_pat
     assert plan["options"]["max_file_gb"] == 1e-9
     shutil.rmtree(part)
     packed(files, part=JobPart(1, 2))
-    queries = part / "queries"
-    queries.write_bytes(queries.read_bytes()[:-5])
     parts = [part_path(files / "store", JobPart(n, 2)) for n in (1, 2)]
     merge(parts, files / "store")
     packed(files, "whole")

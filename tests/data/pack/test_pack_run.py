@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.pack.killers import Here
-from tests.data.pack.pack_inputs import ONE, chain, contents, make_files, packed, structure
+from tests.data.pack.pack_inputs import contents, make_files, packed
 from warpfold.bulk import JobPart
 from warpfold.data.pack import inputs as packing_inputs
 from warpfold.data.pack import jobs as pack_jobs
@@ -278,14 +278,6 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(
             packed(files)
     packed(files)
     assert contents(files / "store") == whole
-
-
-def test_the_longest_jobs_come_first(tmp_path: Path) -> None:
-    for count, name in enumerate(("1aaa", "1bbb", "1ccc"), 1):
-        structure(tmp_path / f"s/{name}.cif", *(chain(letter, ONE) for letter in "ABC"[:count]))
-    inputs = packing.find_inputs([tmp_path / "s"])
-    ordered = sorted(inputs.structures, key=packing._cost(inputs), reverse=True)
-    assert [source.name for source in ordered] == ["s/1ccc.cif", "s/1bbb.cif", "s/1aaa.cif"]
 
 
 def test_a_part_reports_what_it_did(files: Path) -> None:

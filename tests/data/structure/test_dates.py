@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.entries import backbone, entry
-from warpfold.data.pack.inputs import drop_reason
+from warpfold.data.pack.build import drop_reason
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.structure.chain import Structure, given_date, parse_date
 from warpfold.data.structure.mmcif import parse_structure

@@ -1,32 +1,32 @@
 """The jobs of packing that workers do: read the queries of alignments, read structures, build records of chains."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from warpfold.batch import Arrays
 from warpfold.data.example.hits import Hit, parse_hits
-from warpfold.data.example.raw_example import CA, RawExample, check_map, from_chain
+from warpfold.data.example.raw_example import CA, Templates, check_map, from_chain
 from warpfold.data.example.templates import count_refusals, templates_from_hits
 from warpfold.data.formats.alignment import Alignment, is_complex, parse_alignment, parse_chain_alignments
 from warpfold.data.formats.input_files import InputFile, as_alphafold_reads, read_query
-from warpfold.data.pack.assemblies import build_assemblies
-from warpfold.data.pack.inputs import drop_reason
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.report import PackEntry
 from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
 from warpfold.data.store.store import Packed, pack_record
-from warpfold.data.store.stored_assembly import CHAINS
+from warpfold.data.store.stored_assembly import pack_assembly
 from warpfold.data.store.stored_example import example_arrays, example_notes
-from warpfold.data.structure.chain import Structure
+from warpfold.data.structure.chain import Chain, Structure
 from warpfold.data.structure.library import Library
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
 from warpfold.files import within_memory
+from warpfold.geometry.residue import ATOM_ORDER
 
 WORTH_SHARING = 1024  # bytes of an array: smaller ones are repeated
 
@@ -64,26 +64,21 @@ class BuildJob:
 class BuiltChains:
     """The result of building the chains of a structure file.
 
-    entries: as `PackEntry`, with "sequence", "entity", and if kept "record" (its number, header and crc) and "meta".
     bad: alignments and hits that could not be read, with the reason.  looked_up: the entries that its hits name.
     library: `Library.digest` of these.
     """
 
-    entries: list[dict[str, Any]] = field(default_factory=list)
-    records: list[Packed] = field(default_factory=list)
+    entries: list[PackEntry] = field(default_factory=list)
+    records: list[bytes] = field(default_factory=list)
     bad: dict[str, str] = field(default_factory=dict)
     looked_up: list[str] = field(default_factory=list)
     library: str = ""
 
-    def kept(self, entry: PackEntry, record: Packed, job: BuildJob) -> dict[str, Any]:
-        """Take the record of an entry that is kept, and return the entry with where it is, and what the index says."""
-        self.records.append(record)
-        columns = ("length", "depth", "templates", "resolution", "release_date")
-        meta = {name: getattr(entry, name) for name in columns} | {"method": job.structure.method}
-        if job.options.has_assemblies:
-            meta[CHAINS] = entry.chains or None
-        place = {"number": len(self.records) - 1, "header": record.header, "crc": record.crc}
-        return asdict(entry) | {"record": place, "meta": meta}
+    def keep(self, entry: PackEntry, record: Packed) -> None:
+        """Add an entry that is kept, and its record."""
+        entry.kept, entry.record = True, (len(self.records), record.header, record.crc)
+        self.entries.append(entry)
+        self.records.append(record.data)
 
 
 def read_queries(job: tuple[Sequence[InputFile], int]) -> list[tuple[str, str]]:
@@ -112,22 +107,41 @@ def read_chains(job: tuple[InputFile, PackOptions]) -> ReadChains:
     for name, chain in structure.chains.items():
         if reason := drop_reason(options, structure, chain):
             reasons[name] = reason
-            dropped.append(_entry(structure, name, file, False, reason))
+            dropped.append(replace(_entry(structure, name, file), reason=reason, length=len(chain.sequence)))
         else:
             kept[name] = chain
     return ReadChains(replace(structure, chains=kept, dropped=reasons), dropped)
 
 
-def _entry(structure: Structure, chain: str, file: InputFile, kept: bool, reason: str) -> PackEntry:
-    return PackEntry(
-        name=f"{structure.id}_{chain}",
-        file=file.name,
-        kept=kept,
-        reason=reason,
-        length=len(structure.chains[chain].sequence),
-        resolution=structure.resolution,
-        release_date=None if structure.release_date is None else structure.release_date.isoformat(),
-    )
+def drop_reason(options: PackOptions, structure: Structure, chain: Chain) -> str | None:
+    """Say why this chain is dropped; None if it is kept."""
+    length, resolved = len(chain.sequence), int((chain.mask[:, ATOM_ORDER["CA"]] > 0).sum())
+    residue, count = Counter(chain.sequence).most_common(1)[0] if length else ("", 0)
+    if structure.resolution is not None and structure.resolution > options.max_resolution:
+        return f"resolution {structure.resolution:g} Å, over {options.max_resolution:g}"
+    after, before, released = options.day("released_after"), options.day("released_before"), structure.release_date
+    if released is None and (after or before):
+        return "no release date"
+    if after and released and released < after:
+        return f"released {released}, before {after}"
+    if before and released and released >= before:
+        return f"released {released}, not before {before}"
+    if length < options.min_length:
+        return f"{length} residues, fewer than {options.min_length}"
+    if options.max_length is not None and length > options.max_length:
+        return f"{length} residues, more than {options.max_length}"
+    if resolved < options.min_length:
+        return f"{resolved} residues with a CA, fewer than {options.min_length}"
+    if count > options.max_single * length:
+        return f"{count / length:.0%} of the sequence is {residue}, over {options.max_single:.0%}"
+    return None
+
+
+def _entry(structure: Structure, part: str, file: InputFile, joint: str = "_") -> PackEntry:
+    """Begin the entry of a chain or an assembly of a structure."""
+    released = None if structure.release_date is None else structure.release_date.isoformat()
+    about = {"resolution": structure.resolution, "release_date": released, "method": structure.method}
+    return PackEntry(f"{structure.id}{joint}{part}", file.name, kept=False, **about)
 
 
 def build(job: BuildJob) -> BuiltChains:
@@ -139,48 +153,56 @@ def build(job: BuildJob) -> BuiltChains:
         copies[(sequence, *chain.alignments, None, *chain.hits)].append(chain)
     for group in copies.values():
         _build_copies(job, group, built)
-    for entry, packed in build_assemblies(job.structure, built.entries, job.file.name, job.options):
-        built.entries.append(asdict(entry) if packed is None else built.kept(entry, packed, job))
+    if job.options.has_assemblies:
+        _build_assemblies(job, built)
     return built
 
 
 def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) -> None:
-    """Add the records of chains of one sequence with the same alignments and hits to `built`."""
-    structure, name = job.structure, group[0].chain
+    """Add the records of chains of one sequence with the same alignments and hits."""
+    structure, options, first = job.structure, job.options, job.structure.chains[group[0].chain]
     alignments: list[Alignment] = []
+    read: list[Alignment] = []
     used, notes = [], [note for note in dict.fromkeys(chain.note for chain in group) if note]
     for source in group[0].alignments:
         try:
             with within_memory(source.name):
-                read, cut = _read_alignments(source, structure.chains[name].sequence, job.options)
-            alignments += read
-            notes += cut
-            used.append(source.name)
+                read, cut = _read_alignments(source, first.sequence, options)
         except UserError as error:
             notes.append(str(error))
             built.bad[source.name] = str(error)
-    model = _entry(structure, name, job.file, True, "; ".join(notes))
-    model.alignments, model.hits = used, [source.name for source in group[0].hits]
+        else:
+            alignments += read
+            notes += cut
+            used.append(source.name)
+    model = _entry(structure, group[0].chain, job.file)
+    model.reason, model.length = "; ".join(notes), len(first.sequence)
+    model.hits = [source.name for source in group[0].hits]
     todo = [chain.chain for chain in group]
     try:
-        if job.options.require_msa and not used:
+        if options.require_msa and not used:
             raise UserError("no alignment" + (f": {model.reason}" if notes else ""))
         with within_memory(job.file.name):
-            first = structure.chains[name]
-            pairing = job.options.has_assemblies
-            raw = from_chain(model.name, structure, first, alignments, used, MIN_IDENTITY, pairing)
-            del alignments  # they may take most of the memory, and `raw` has all their rows
+            raw = from_chain(model.name, structure, first, alignments, used, MIN_IDENTITY, options.has_assemblies)
+            del alignments, read  # they may take most of the memory, and `raw` has all their rows
             if group[0].hits:
-                raw = _with_templates(raw, group[0].hits, job, model, built)
-            model.depth = raw.depth
-            whole = _arrays(raw, job.options)
+                raw = replace(raw, templates=_templates(raw.sequence, group[0].hits, job, model, built))
+            model.alignments, model.depth, model.sequence = used, raw.depth, raw.sequence
+            whole, about = example_arrays(raw), example_notes(raw)
             while todo:
-                _build_one(raw, whole, job, todo[0], model, built)
+                chain = structure.chains[todo[0]]
+                entry = replace(model, name=f"{structure.id}_{todo[0]}", entity=f"{structure.id}_{chain.entity}")
+                atoms, shared = _atoms(chain, options), {}
+                if entry.name != raw.name:
+                    alike = [name for name, array in whole.items() if array.nbytes >= WORTH_SHARING]
+                    shared = {name: raw.name for name in alike if name not in atoms}
+                    entry.shares = raw.name if shared else ""
+                own = {name: array for name, array in (whole | atoms).items() if name not in shared}
+                built.keep(entry, pack_record(own, about | {"name": entry.name}, shared))
                 del todo[0]
     except UserError as error:
         for name in todo:
-            entry = replace(model, name=f"{structure.id}_{name}", kept=False, reason=str(error), alignments=[])
-            built.entries.append(asdict(entry))
+            built.entries.append(replace(model, name=f"{structure.id}_{name}", reason=str(error), alignments=[]))
 
 
 def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> tuple[list[Alignment], list[str]]:
@@ -196,64 +218,77 @@ def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> 
     return [alignment], notes
 
 
-def _build_one(
-    raw: RawExample,
-    whole: dict[str, np.ndarray],
-    job: BuildJob,
-    chain: str,
-    model: PackEntry,
-    built: BuiltChains,
-) -> None:
-    """Add the record of one of the copies; `raw` is the first copy, `whole` its arrays."""
-    structure = job.structure
-    entry = replace(model, name=f"{structure.id}_{chain}")
-    arrays, shared = whole, {}
-    if entry.name != raw.name:
-        own = _arrays(from_chain(entry.name, structure, structure.chains[chain]), job.options)
-        arrays = whole | {name: own[name] for name in ("positions", "mask", "ca") if name in own}
-        shared = {key: raw.name for key, a in whole.items() if arrays[key] is a and a.nbytes >= WORTH_SHARING}
-        arrays = {key: array for key, array in arrays.items() if key not in shared}
-    record = pack_record(arrays, {**example_notes(raw), "name": entry.name}, shared)
-    found = built.kept(entry, record, job) | {
-        "sequence": raw.sequence,
-        "entity": f"{structure.id}_{structure.chains[chain].entity}",
-    }
-    built.entries.append(found | ({"shares": raw.name} if shared else {}))
+def _atoms(chain: Chain, options: PackOptions) -> Arrays:
+    """Return a chain's atoms to store; with assemblies also the CA alone, which a crop needs of all chains."""
+    arrays = {"positions": chain.positions.astype(np.float32), "mask": (chain.mask > 0).astype(np.uint8)}
+    return arrays | ({"ca": arrays["positions"][:, CA]} if options.has_assemblies else {})
 
 
-def _arrays(raw: RawExample, options: PackOptions) -> dict[str, np.ndarray]:
-    """Return the arrays to store: for assemblies also the CA atoms, of which a crop needs those of all chains."""
-    arrays = example_arrays(raw)
-    return arrays if not options.has_assemblies else {**arrays, "ca": arrays["positions"][:, CA]}
-
-
-def _with_templates(
-    raw: RawExample, sources: Sequence[InputFile], job: BuildJob, entry: PackEntry, built: BuiltChains
-) -> RawExample:
-    """Return the example with its templates; put the counts of used and refused ones into `entry`."""
+def _templates(
+    sequence: str, sources: Sequence[InputFile], job: BuildJob, entry: PackEntry, built: BuiltChains
+) -> Templates | None:
+    """Return the templates of a chain; put the counts of used and refused ones into `entry`."""
     hits: list[Hit] = []
     for source in sources:
         try:
             with within_memory(source.name):
                 text = source.read_bytes(job.options.limit).decode("utf-8", "replace")
-                hits += parse_hits(text, raw.sequence, source.name)
+                hits += parse_hits(text, sequence, source.name)
         except UserError as error:
             built.bad[source.name] = str(error)
     dates = [day for day in (job.options.day("max_template_date"), job.structure.release_date) if day is not None]
     library = template_library(job.folders, job.options.limit)
-    templates, outcomes = templates_from_hits(
-        raw.sequence, hits, library, min(dates, default=None), exclude=(job.structure.id.lower(),)
-    )
+    latest, own = min(dates, default=None), job.structure.id.lower()
+    templates, outcomes = templates_from_hits(sequence, hits, library, latest, exclude=(own,))
     built.looked_up = sorted({*built.looked_up, *(hit.pdb_id for hit in hits)})
     built.library = library.digest(built.looked_up)
     entry.templates = 0 if templates is None else len(templates)
     entry.templates_refused = count_refusals(outcomes)
     missing = [one.name.rpartition("_")[0].lower() or one.name.lower() for one in outcomes if one.missing]
     entry.templates_missing, entry.structures_missing = len(missing), list(dict.fromkeys(missing))[:4]
-    return replace(raw, templates=templates)
+    return templates
 
 
 @lru_cache(maxsize=2)
 def template_library(folders: tuple[Path, ...], limit: int) -> Library:
     """Return the library of some folders, kept in this process for later jobs.  limit: as for `Library`."""
     return Library(*folders, limit=limit)
+
+
+def _build_assemblies(job: BuildJob, built: BuiltChains) -> None:
+    """Add the assemblies that the options ask for, of the chains that are kept; their entries say what is left out."""
+    structure, options = job.structure, job.options
+    found = {entry.name.removeprefix(f"{structure.id}_"): entry for entry in built.entries}
+    kept = {chain: found[chain] for chain in structure.chains if found[chain].kept}
+    dropped = structure.dropped | {chain: entry.reason for chain, entry in found.items() if not entry.kept}
+    names = structure.assemblies.ids
+    for name in names if options.all_assemblies else names[:1]:
+        entry = _entry(structure, name, job.file, "-assembly")  # as the PDB names the files of assemblies
+        built.entries.append(entry)
+        try:
+            placed = structure.assemblies.place(name, kept, dropped)
+        except UserError as error:
+            entry.reason = str(error)
+            continue
+        chains = [kept[chain] for chain, _ in placed.chains]
+        entry.length = sum(chain.length for chain in chains)
+        if not chains:
+            entry.reason = "none of its chains is kept"
+        elif len(chains) > options.max_chains:
+            entry.reason = f"{len(chains)} chains, more than {options.max_chains}"
+        elif entry.length > options.max_residues:
+            entry.reason = f"{entry.length} residues, more than {options.max_residues}"
+        else:
+            first: dict[str, PackEntry] = {}  # of each entity, by its sequence
+            for chain in chains:
+                first.setdefault(chain.sequence, chain)
+            entry.chains = [chain.name for chain in chains]
+            entry.depth = sum(chain.depth for chain in first.values())  # its copies share the alignment
+            entry.templates = max(chain.templates for chain in first.values())  # those of the chains stand side by side
+            entry.reason = "; ".join(f"without {part}: {why}" for part, why in placed.left_out.items())
+            entities = [[*first].index(chain.sequence) + 1 for chain in chains]
+            operators = np.stack([operator for _, operator in placed.chains])
+            about = entry.release_date, entry.resolution
+            record = pack_assembly(entry.name, placed.ids, entry.chains, entities, operators, *about)
+            built.entries.pop()
+            built.keep(entry, record)

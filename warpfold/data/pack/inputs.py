@@ -1,6 +1,5 @@
-"""What is packed: which chains, the files that were found, and which part packs which files."""
+"""What is packed: the files that were found, and which part packs which of them."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -11,34 +10,6 @@ from warpfold.bulk import JobPart
 from warpfold.data.formats.input_files import ALIGNMENTS, HITS, STRUCTURES, InputFile, digest, find
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.part import Manifest
-from warpfold.data.structure.chain import Chain, Structure
-from warpfold.geometry.residue import ATOM_ORDER
-
-
-def drop_reason(options: PackOptions, structure: Structure, chain: Chain) -> str | None:
-    """Return why this chain is dropped, or None."""
-    length, resolved = len(chain.sequence), int((chain.mask[:, ATOM_ORDER["CA"]] > 0).sum())
-    residue, count = Counter(chain.sequence).most_common(1)[0] if length else ("", 0)
-    if structure.resolution is not None and structure.resolution > options.max_resolution:
-        return f"resolution {structure.resolution:g} Å, over {options.max_resolution:g}"
-    after, before = options.day("released_after"), options.day("released_before")
-    if after is not None or before is not None:
-        released = structure.release_date
-        if released is None:
-            return "no release date"
-        if after is not None and released < after:
-            return f"released {released}, before {after}"
-        if before is not None and released >= before:
-            return f"released {released}, not before {before}"
-    if length < options.min_length:
-        return f"{length} residues, fewer than {options.min_length}"
-    if options.max_length is not None and length > options.max_length:
-        return f"{length} residues, more than {options.max_length}"
-    if resolved < options.min_length:
-        return f"{resolved} residues with a CA, fewer than {options.min_length}"
-    if count > options.max_single * length:
-        return f"{count / length:.0%} of the sequence is {residue}, over {options.max_single:.0%}"
-    return None
 
 
 @dataclass(frozen=True)
@@ -68,10 +39,6 @@ class PackInputs:
             "clusters": str(self.clusters.absolute()) if self.clusters else None,
         }
 
-    def structures_of(self, part: JobPart) -> list[InputFile]:
-        """Return the structure files of a part, chosen by their names alone."""
-        return [source for source in self.structures if _is_of(source.name, part)]
-
     def alignments_of(self, part: JobPart) -> list[InputFile]:
         """Return the alignments whose queries a part reads: those with its structures' names, and some others.
 
@@ -85,12 +52,13 @@ class PackInputs:
             named = (
                 entries[entry] for name in sorted(source.protein_names) if (entry := name.partition("_")[0]) in entries
             )
-            if _is_of(next(named, source.name), part):
+            if is_of(next(named, source.name), part):
                 own.append(source)
         return own
 
 
-def _is_of(name: str, part: JobPart) -> bool:
+def is_of(name: str, part: JobPart) -> bool:
+    """Return whether the file of this name is one of a part's: that follows from the name alone."""
     number = int.from_bytes(blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "little")
     return number % part.count == part.number - 1
 

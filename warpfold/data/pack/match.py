@@ -1,7 +1,7 @@
 """Match alignments and template hits to chains, reading only the queries of alignments that this needs.
 
 The tasks of a job array share what they read, so that every query is read once.  A part reads the queries of its own
-alignments and writes them into its folder.  For most chains these are enough, since an alignment named after the chain
+alignments and writes them into its journal.  For most chains these are enough, since an alignment named after the chain
 comes first.  A chain without one may belong to any alignment: its part then takes the queries of the other parts from
 their folders, beside its own, and reads those that are still missing.
 """
@@ -22,7 +22,7 @@ from warpfold.data.example.raw_example import check_map
 from warpfold.data.formats.input_files import InputFile, stacked
 from warpfold.data.pack.build import ChainJob, read_queries
 from warpfold.data.pack.jobs import DIED, JobRunner, PackJob
-from warpfold.data.pack.part import FileVersion, QueryOrError, has_same_options, part_paths, query_job, query_lines
+from warpfold.data.pack.part import FileVersion, QueryOrError, part_paths, queries_of_part, query_job
 from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
 from warpfold.progress import Progress, no_progress
 
@@ -43,7 +43,7 @@ class Queries:
     def __init__(self, runner: JobRunner, limit: int, part: JobPart, out: Path) -> None:
         self.runner, self.limit, self.part, self.out = runner, limit, part, out
         self.found: dict[FileVersion, QueryOrError] = dict(runner.writer.queries)
-        self._others: Counter[Path] = Counter()  # bytes of each part's queries that were read
+        self._others: Counter[Path] = Counter()  # bytes of each other part's journal that were read
         self._next_look = -math.inf
 
     def known(self, sources: Sequence[InputFile]) -> list[tuple[InputFile, str]]:
@@ -51,13 +51,23 @@ class Queries:
         found = ((source, self.found.get(source.version, ("", ""))[0]) for source in sources)
         return [(source, query) for source, queries in found for query in dict.fromkeys(queries.split(":")) if query]
 
-    def read(self, sources: Sequence[InputFile], progress: Progress = no_progress) -> None:
-        """Read the queries of these alignments that are not known here or in another part yet."""
-        missing = [source for source in sources if source.version not in self.found]
+    def read(self, sources: Sequence[InputFile], progress: Progress = no_progress, shuffle: bool = False) -> None:
+        """Read the queries of these alignments that are not known here or in another part yet.
+
+        shuffle: in another order in every part, so that parts that run together read different files.
+        """
+        missing = self._missing(sources)
         if not missing:
             return
+        if shuffle:
+            self._next_look = -math.inf  # look now: what the others have read need not be read again
+            self._look_at_others()
+            missing = self._missing(sources)
+        batches = [missing[start : start + BATCH] for start in range(0, len(missing), BATCH)]
+        if shuffle:
+            random.Random(self.part.number).shuffle(batches)
         known = len(sources) - len(missing)
-        for job, result in self.runner.run(self._jobs(missing)):
+        for job, result in self.runner.run(self._jobs(batches)):
             batch: Sequence[InputFile] = job.call[1][0]
             queries = [("", f"{source.name}: {DIED}") for source in batch] if result is None else result
             rows = [(source.version, query) for source, query in zip(batch, queries)]
@@ -67,24 +77,18 @@ class Queries:
             progress(known, len(sources), READING)
         progress(len(sources), len(sources), READING)
 
-    def read_all(self, sources: Sequence[InputFile], progress: Progress) -> None:
-        """Read as `read` does, in another order in every part, so that parts that run together read different files."""
-        self._next_look = -math.inf  # look now: what the others have read need not be read again
-        self._look_at_others()
-        missing = [source for source in sources if source.version not in self.found]
-        batches = [missing[start : start + BATCH] for start in range(0, len(missing), BATCH)]
-        random.Random(self.part.number).shuffle(batches)
-        self.read([source for batch in batches for source in batch], progress)
+    def _missing(self, sources: Sequence[InputFile]) -> list[InputFile]:
+        return [source for source in sources if source.version not in self.found]
 
-    def _jobs(self, sources: Sequence[InputFile]) -> Iterator[PackJob]:
+    def _jobs(self, batches: Sequence[Sequence[InputFile]]) -> Iterator[PackJob]:
         """Yield jobs as they are handed out, without the queries that another part has read in the meantime."""
 
         def job(batch: Sequence[InputFile], singles: tuple[PackJob, ...] = ()) -> PackJob:
             return PackJob(tuple(query_job(one.version) for one in batch), (read_queries, (batch, self.limit)), singles)
 
-        for start in range(0, len(sources), BATCH):
+        for each in batches:
             self._look_at_others()
-            if batch := [one for one in sources[start : start + BATCH] if one.version not in self.found]:
+            if batch := self._missing(each):
                 yield job(batch, tuple(job([one]) for one in batch) if len(batch) > 1 else ())
 
     def _look_at_others(self) -> None:
@@ -94,13 +98,10 @@ class Queries:
             return
         writer = self.runner.writer
         for path in part_paths(self.out, self.part.count):
-            at = self._others[path]
-            if path == writer.path or (at == 0 and not has_same_options(path, writer.manifest)):
-                continue
-            with suppress(OSError):  # just begun, just removed, or not readable for us
-                for found, length in query_lines(path, at):
-                    self.found.update(found)
-                    self._others[path] += length
+            if path != writer.path:
+                with suppress(OSError):  # just begun, just removed, or not readable for us
+                    found, self._others[path] = queries_of_part(path, writer.manifest, self._others[path])
+                    self.found |= found
         now = time.monotonic()
         self._next_look = now + max(LOOK, SELDOM * (now - begun))
 
@@ -164,7 +165,7 @@ class Matcher:
     @cached_property
     def _index(self) -> "_QueryIndex":
         """All alignments by their queries, which are all read for this; most runs never need it."""
-        self.queries.read_all(self.alignments, self.progress)
+        self.queries.read(self.alignments, self.progress, shuffle=True)
         return _QueryIndex(self.queries.known(self.alignments))
 
     def _find_hits(self, key: str, sequence: str, alignments: Sequence[InputFile]) -> list[InputFile]:

@@ -3,19 +3,19 @@
 import json
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from warpfold.data.pack.part import JobResult, Manifest, PartFolder, differences
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.similar.clusters import cluster_sequences, read_clusters
 from warpfold.data.store.store import ASSEMBLIES, VERSION, Packed, StoreWriter
+from warpfold.data.store.stored_assembly import CHAINS
 from warpfold.errors import UserError
 from warpfold.progress import Progress
 
-Found = dict[str, Any]  # one of `BuiltChains.entries`
-FileResults = list[tuple[PartFolder, JobResult, list[Found]]]
+META = ("length", "depth", "templates", "resolution", "release_date", "method")  # columns of the index, of `PackEntry`
+
+FileResults = list[tuple[PartFolder, JobResult, list[PackEntry]]]
 
 
 def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
@@ -41,7 +41,7 @@ def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
 
 def report_part(part: PartFolder) -> PackReport:
     """Return the report of one part among several: what is kept and dropped; what is unused is not known yet."""
-    return _report(_drop_duplicates([part]), {}, {})
+    return PackReport([entry for _, _, entries in _drop_duplicates([part]) for entry in entries], {})
 
 
 def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | None, progress: Progress) -> PackReport:
@@ -50,38 +50,28 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
     If two files have a chain with the same name, the first file (by name) counts.
     Errors: UserError if `out` exists or cannot be written, or for the file of clusters.
     """
-    files = _drop_duplicates(parts)
-    kept = [found for _, _, entries in files for found in entries if found["kept"]]
-    chains = [found for found in kept if not found["chains"]]
-    if kept:
-        progress(0, 1, "clustering")
-        for found, cluster in zip(chains, _clusters(chains, parts[0].manifest, executor)):
-            found["cluster"] = cluster
+    files, manifest = _drop_duplicates(parts), parts[0].manifest
+    report = PackReport([entry for _, _, entries in files for entry in entries], {})
     bad = {name: why for _, result, _ in files for name, why in result.data["bad"].items()}
-    report = _report(files, _unused_alignments(parts, chains, bad), _unused_hits(parts[0], chains, bad))
-    if not kept:
+    _find_unused(report, parts, bad)
+    if not report.kept:
         return report
-    with StoreWriter(out, version=ASSEMBLIES if "assemblies" in parts[0].manifest["options"] else VERSION) as writer:
-        done = 0
-        for part, result, entries in files:
-            for found in entries:
-                if found["kept"]:
-                    place = found["record"]
-                    record = Packed(part.record(result, place["number"]), place["header"], place["crc"])
-                    writer.add(found["name"], record, found["meta"] | {"cluster": found["cluster"]})
-                    done += 1
-                    progress(done, len(kept), "writing")
-        origin = {name: parts[0].manifest[name] for name in ("warpfold", "options", "inputs")}
-        texts = {"pack.json": report.text(), "pack.tsv": report.table()}
-        writer.finish(texts | {"sources.json": json.dumps(origin, indent=1) + "\n"})
+    progress(0, 1, "clustering")
+    chains = [entry for _, _, entries in files for entry in entries if entry.kept and not entry.chains]
+    for entry, cluster in zip(chains, _clusters(chains, manifest, executor)):
+        entry.cluster = cluster
+    with_assemblies = "assemblies" in manifest["options"]
+    with StoreWriter(out, version=ASSEMBLIES if with_assemblies else VERSION) as writer:
+        kept = [(part, result, entry) for part, result, entries in files for entry in entries if entry.kept]
+        for done, (part, result, entry) in enumerate(kept, 1):
+            number, header, crc = entry.record
+            meta = {name: getattr(entry, name) for name in META}
+            meta |= {CHAINS: entry.chains or None} if with_assemblies else {}
+            writer.add(entry.name, Packed(part.record(result, number), header, crc), meta | {"cluster": entry.cluster})
+            progress(done, len(kept), "writing")
+        origin = json.dumps({name: manifest[name] for name in ("warpfold", "options", "inputs")}, indent=1) + "\n"
+        writer.finish({"pack.json": report.text(), "pack.tsv": report.table(), "sources.json": origin})
     return report
-
-
-def _report(files: FileResults, unused: dict[str, str], unused_hits: dict[str, str]) -> PackReport:
-    names = {field.name for field in fields(PackEntry)}
-    every = (found for _, _, each in files for found in each)
-    entries = [PackEntry(**{name: value for name, value in found.items() if name in names}) for found in every]
-    return PackReport(sorted(entries, key=lambda entry: entry.sort_key), unused, unused_hits)
 
 
 def _drop_duplicates(parts: Sequence[PartFolder]) -> FileResults:
@@ -93,58 +83,50 @@ def _drop_duplicates(parts: Sequence[PartFolder]) -> FileResults:
     holders: dict[str, str] = {}
     files = []
     for _, part, result in jobs:
-        each: list[Found] = [dict(found) for found in result.data["entries"]]
-        gone = {found["name"]: holders[found["name"]] for found in each if found["kept"] and found["name"] in holders}
+        entries = [PackEntry(**entry) for entry in result.data["entries"]]
+        gone = {one.name: holders[one.name] for one in entries if one.kept and one.name in holders}
         lost: set[str] = set()  # chains that are not kept after all
-        for found in each:
-            name, shares = found["name"], found.get("shares", "")
-            if found["kept"] and name in gone:
-                found |= {"kept": False, "reason": f"the same name as in {gone[name]}"}
-            elif found["kept"] and shares in gone:
-                found |= {"kept": False, "reason": f"a copy of {shares}, which is also in {gone[shares]}"}
-            elif found["kept"] and (absent := [chain for chain in found["chains"] if chain in lost]):
-                found |= {"kept": False, "reason": f"its chain {absent[0]} is also in another file", "chains": []}
-            elif found["kept"]:
-                holders[name] = found["file"]
-            if not found["kept"]:
-                lost.add(name)
-        files.append((part, result, each))
+        for one in entries:
+            reason = ""
+            if one.name in gone:
+                reason = f"the same name as in {gone[one.name]}"
+            elif one.shares in gone:
+                reason = f"a copy of {one.shares}, which is also in {gone[one.shares]}"
+            elif absent := [chain for chain in one.chains if chain in lost]:
+                reason = f"its chain {absent[0]} is also in another file"
+            if one.kept and reason:
+                one.kept, one.reason, one.chains = False, reason, []
+            if one.kept:
+                holders[one.name] = one.file
+            else:
+                lost.add(one.name)
+        files.append((part, result, entries))
     return files
 
 
-def _clusters(kept: Sequence[Found], manifest: Manifest, executor: Executor | None) -> list[str]:
+def _clusters(chains: Sequence[PackEntry], manifest: Manifest, executor: Executor | None) -> list[str]:
     """Return the name of each chain's cluster: from a file, or that of the cluster's representative."""
-    keys, sequences = [found["name"] for found in kept], [found["sequence"] for found in kept]
-    first: dict[str, str] = {}
-    for key, sequence in zip(keys, sequences):
-        first.setdefault(sequence, key)
-    alone = [first[sequence] for sequence in sequences]
+    keys, sequences = [chain.name for chain in chains], [chain.sequence for chain in chains]
+    first = dict(zip(reversed(sequences), reversed(keys)))
     if manifest["clusters"]:
-        named = read_clusters(manifest["clusters"], keys, {found["name"]: found["entity"] for found in kept})
-        return [named.get(key, other) for key, other in zip(keys, alone)]
+        named = read_clusters(manifest["clusters"], keys, {chain.name: chain.entity for chain in chains})
+        return [named.get(key, first[sequence]) for key, sequence in zip(keys, sequences)]
     identity = manifest["options"]["cluster_identity"]
     if identity >= 1:
-        return alone
+        return [first[sequence] for sequence in sequences]
     return [keys[index] for index in cluster_sequences(sequences, identity, executor)]
 
 
-def _unused_alignments(parts: Sequence[PartFolder], kept: Sequence[Found], bad: dict[str, str]) -> dict[str, str]:
-    used = {name for found in kept for name in found["alignments"]}
-    sequences = {found["sequence"] for found in kept}
-    unused = {}
+def _find_unused(report: PackReport, parts: Sequence[PartFolder], bad: dict[str, str]) -> None:
+    """Put into the report which alignments and hits no chain uses, and why.  bad: those that could not be read."""
+    used = {name for chain in report.chains for name in chain.alignments}
+    sequences = {chain.sequence for chain in report.chains}
     for name, query, error in sorted(row for part in parts for row in part.results["alignments"].data):
         if name not in used:
             alike = "its chains have alignments that bear their names"
             none = "no chain that is kept has this sequence"
-            unused[name] = error or bad.get(name) or (alike if sequences & {*query.split(":")} else none)
-    return unused
-
-
-def _unused_hits(part: PartFolder, kept: Sequence[Found], bad: dict[str, str]) -> dict[str, str]:
-    used = {name for found in kept for name in found["hits"]}
-    hits = part.results["hits"].data if "hits" in part.results else []
-    return {
-        name: why or bad.get(name, "no chain that is kept has this name")
-        for name, why in hits
-        if name not in used or name in bad
-    }
+            report.unused[name] = error or bad.get(name) or (alike if sequences & {*query.split(":")} else none)
+    used = {name for chain in report.chains for name in chain.hits}
+    for name, why in parts[0].results["hits"].data:
+        if name not in used or name in bad:
+            report.unused_hits[name] = why or bad.get(name, "no chain that is kept has this name")

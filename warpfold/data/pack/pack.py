@@ -8,8 +8,8 @@ any number of workers, parts and kills.  A bad file becomes an entry of the repo
 """
 
 import json
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 from warpfold.bulk import AHEAD, JobPart, pool
 from warpfold.data.formats.input_files import InputFile
 from warpfold.data.pack.build import BuildJob, BuiltChains, ChainJob, ReadChains, build, read_chains, template_library
-from warpfold.data.pack.inputs import PackInputs, find_inputs
+from warpfold.data.pack.inputs import PackInputs, find_inputs, is_of
 from warpfold.data.pack.jobs import DIED, Call, JobRunner, PackJob
 from warpfold.data.pack.match import Matcher, Queries
 from warpfold.data.pack.merge import finished_report, merge_parts, report_part
@@ -115,38 +115,30 @@ def _fill(
     runner: JobRunner, inputs: PackInputs, options: PackOptions, part: JobPart, out: Path, progress: Progress
 ) -> None:
     """Do the jobs of a part that are not done yet, and forget those of files that are gone."""
-    writer, own, aligned = runner.writer, inputs.structures_of(part), inputs.alignments_of(part)
-    wanted = {_job_name(one) for one in own}
-    writer.forget([job for job, _ in writer.structures() if job not in wanted])
+    writer, aligned = runner.writer, inputs.alignments_of(part)
+    own = {f"structure {one.name}": one for one in inputs.structures if is_of(one.name, part)}
+    writer.forget([job for job, _ in writer.structures() if job not in own])
     unrequested = [[one.name, "template hits; name their folder in --hits to use them"] for one in inputs.unrequested]
-    _keep(writer, "hits", [*([one.name, ""] for one in inputs.hits), *unrequested])
+    writer.keep("hits", [*([one.name, ""] for one in inputs.hits), *unrequested])
     queries = Queries(runner, options.limit, part, out)
     queries.read(aligned, progress)
-    matcher = Matcher(queries, inputs.alignments, inputs.hits, progress)
-    jobs = StructureJobs(runner, matcher, options, inputs.folders)
-    waiting = [one for one in own if not jobs.is_done(one)]
-    waiting.sort(key=_cost(inputs), reverse=True)  # the longest first, so that no worker is busy alone at the end
-    done = len(own) - len(waiting)
-    progress(done, len(own), "packing")
-    for _ in jobs.run(waiting):
-        done += 1
-        progress(done, len(own), "packing")
-    _keep(writer, "alignments", [[one.name, *queries.found[one.version]] for one in aligned])
-
-
-def _keep(writer: PartWriter, job: str, data: list[list[str]]) -> None:
-    """Add a result unless the part has it already."""
-    if job not in writer.results or writer.results[job].data != data:
-        writer.add(job, data)
-
-
-def _cost(inputs: PackInputs) -> Callable[[InputFile], tuple[int, str]]:
-    """Return a sort key for structure files by cost: their bytes, and those of the alignments with their names."""
-    sizes: dict[str, int] = defaultdict(int)
+    jobs = StructureJobs(runner, Matcher(queries, inputs.alignments, inputs.hits, progress), options, inputs.folders)
+    waiting = {job: file for job, file in own.items() if not jobs.is_done(job, file)}
+    sizes: Counter[str] = Counter()  # bytes of the alignments that are named after an entry
     for source in inputs.alignments:
         for name in source.protein_names:
             sizes[name.partition("_")[0]] += source.size
-    return lambda file: (file.size + sizes[file.path.name.partition(".")[0].lower()], file.name)
+
+    def cost(job: str) -> tuple[int, str]:
+        file = waiting[job]
+        return file.size + sizes[file.path.name.partition(".")[0].lower()], file.name
+
+    longest_first = sorted(waiting, key=cost, reverse=True)  # so that no worker is busy alone at the end
+    before = len(own) - len(waiting)
+    progress(before, len(own), "packing")
+    for done, _ in enumerate(jobs.run({job: waiting[job] for job in longest_first}), before + 1):
+        progress(done, len(own), "packing")
+    writer.keep("alignments", [[one.name, *queries.found[one.version]] for one in aligned])
 
 
 class StructureJobs:
@@ -161,9 +153,9 @@ class StructureJobs:
         self.runner, self.matcher, self.options, self.folders = runner, matcher, options, folders
         self._inputs = _digest(runner.writer.manifest["inputs"])
 
-    def is_done(self, file: InputFile) -> bool:
+    def is_done(self, job: str, file: InputFile) -> bool:
         """Return whether a file has a result, and doing the job again would give the same."""
-        result = self.runner.writer.results.get(_job_name(file))
+        result = self.runner.writer.results.get(job)
         if result is None:
             return False
         made = result.data["from"]
@@ -178,11 +170,9 @@ class StructureJobs:
             return not looked_up
         return template_library(self.folders, self.options.limit).digest(looked_up) == made["library"]
 
-    def run(self, files: Sequence[InputFile]) -> Iterator[InputFile]:
-        """Yield each file when its result is kept."""
-        by_name = {_job_name(file): file for file in files}
-        jobs = (PackJob((name,), (read_chains, (file, self.options))) for name, file in by_name.items())
-        # By file that is being built: the dropped chains, the jobs of the others, and the arguments of `find` for them.
+    def run(self, files: dict[str, InputFile]) -> Iterator[str]:
+        """Yield each job when its result is kept.  files: by the names of their jobs."""
+        # By job that builds: the dropped chains, the jobs of the others, and the arguments of `find` for them.
         read: dict[str, tuple[list[PackEntry], list[ChainJob], list[list[str]]]] = {}
 
         def build_next(job: PackJob, result: ReadChains | BuiltChains) -> Call | None:
@@ -194,14 +184,15 @@ class StructureJobs:
                 read[name] = result.dropped, [], []
                 return None
             keys = [[f"{structure.id}_{chain}", chain, found.sequence] for chain, found in structure.chains.items()]
-            chain_jobs = [self.matcher.find(*key) for key in keys]
-            read[name] = result.dropped, chain_jobs, keys
-            return build, BuildJob(by_name[name], structure, chain_jobs, self.options, self.folders)
+            matched = [self.matcher.find(*key) for key in keys]
+            read[name] = result.dropped, matched, keys
+            return build, BuildJob(files[name], structure, matched, self.options, self.folders)
 
+        jobs = (PackJob((name,), (read_chains, (file, self.options))) for name, file in files.items())
         for job, result in self.runner.run(jobs, build_next):
             (name,) = job.names
-            file = by_name[name]
-            dropped, chain_jobs, keys = read.pop(name, ([], [], []))
+            file = files[name]
+            dropped, matched, keys = read.pop(name, ([], [], []))
             if result is None:
                 dropped = [PackEntry(file.title, file.name, False, f"{file.name}: {DIED}")]
             built = result if isinstance(result, BuiltChains) else BuiltChains()
@@ -209,17 +200,13 @@ class StructureJobs:
                 "inputs": self._inputs,
                 "file": [file.size, file.changed],
                 "chains": keys,
-                "match": _match_digest(chain_jobs),
+                "match": _match_digest(matched),
                 "looked_up": " ".join(built.looked_up),
                 "library": built.library,
             }
-            data = {"entries": [*map(asdict, dropped), *built.entries], "bad": built.bad, "from": made}
-            self.runner.writer.add(name, data, [record.data for record in built.records])
-            yield file
-
-
-def _job_name(file: InputFile) -> str:
-    return f"structure {file.name}"
+            entries = [asdict(entry) for entry in (*dropped, *built.entries)]
+            self.runner.writer.add(name, {"entries": entries, "bad": built.bad, "from": made}, built.records)
+            yield name
 
 
 def _match_digest(jobs: Sequence[ChainJob]) -> str:

@@ -2,8 +2,8 @@
 
 `plan.json` is its manifest: the inputs and options.  `records` holds bytes, and `journal` a line for each job: its
 result, and where its records lie.  A line is written after its records and with a checksum, so that after a kill we
-know what is whole.  Another kind of line says that a job was begun: it identifies a job that kills every process that
-tries it.  `queries` has the queries of the alignments that this part has read; the other parts of the store look there.
+know what is whole.  Other lines say that a job was begun, which identifies a job that kills every process that tries
+it, and what the queries of alignments are: the other parts of the store read these, too.
 """
 
 import json
@@ -14,16 +14,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from warpfold.bulk import JobPart
 from warpfold.errors import UserError
 from warpfold.files import lock_folder, pread, refuse_foreign, remove_own, writing
 
-FORMAT, VERSION = "warpfold-part", 3
+FORMAT, VERSION = "warpfold-part", 4
 _END = "end"  # the last job; its result is the inputs that were done
-_BEGUN, _STOPPED, _FORGOTTEN = "begun", "stopped", "forgotten"  # lines about jobs, which they list
-_OWN = ("plan.json", "plan.json.new", "journal", "records", "queries", "lock")
+_BEGUN, _STOPPED, _FORGOTTEN, _QUERIES = "begun", "stopped", "forgotten", "queries"  # lines about several jobs
+_OWN = ("plan.json", "plan.json.new", "journal", "records", "lock")
 _PIECE = 1 << 24  # bytes of the records that are checked at a time
 
 FileVersion = tuple[str, int, int]  # of an alignment: name, bytes, nanoseconds since 1970
@@ -58,28 +58,36 @@ def part_paths(out: Path, count: int) -> list[Path]:
 
 
 def query_job(version: FileVersion) -> str:
-    """Return the name of the job that reads an alignment's query; a later file with the same name has another one."""
+    """Name the job that reads an alignment's query; a later file of the same name has another one."""
     return " ".join(map(str, ("query", *version)))
 
 
-def query_lines(part: Path, at: int = 0) -> Iterator[tuple[list[tuple[FileVersion, QueryOrError]], int]]:
-    """Yield the queries that a part has read, line by line of its file from byte `at` on, with each line's length."""
-    for text, length in _whole_lines(part / "queries", at):
-        rows = json.loads(text)
-        yield [((name, size, changed), (query, error)) for name, size, changed, query, error in rows], length
+def queries_of_part(path: Path, manifest: Manifest, at: int) -> tuple[dict[FileVersion, QueryOrError], int]:
+    """Return the queries that another part has read, from byte `at` of its journal on, and where that ends now.
+
+    A part that was made with other options than `manifest`, or by another version, has none.
+    """
+    found: dict[FileVersion, QueryOrError] = {}
+    if at == 0:
+        try:
+            other = _read_manifest(path)
+        except UserError:
+            return found, 0
+        if (other["warpfold"], other["options"]) != (manifest["warpfold"], manifest["options"]):
+            return found, 0
+    for text, length in _whole_lines(path / "journal", at):
+        at += length
+        if text.startswith(b'["%s"' % _QUERIES.encode()):
+            found |= _queries(json.loads(text)[1])
+    return found, at
 
 
-def has_same_options(path: Path, manifest: Manifest) -> bool:
-    """Return whether a folder is a part made by this version with the same options; its inputs do not matter."""
-    try:
-        other = _read_manifest(path)
-    except UserError:
-        return False
-    return bool(other["warpfold"] == manifest["warpfold"] and other["options"] == manifest["options"])
+def _queries(rows: Sequence[Sequence[Any]]) -> dict[FileVersion, QueryOrError]:
+    return {(name, size, changed): (query, error) for name, size, changed, query, error in rows}
 
 
 def differences(one: Manifest, other: Manifest) -> list[str]:
-    """Return what differs between two manifests, in words for an error."""
+    """Say what differs between two manifests, in words for an error."""
     found = []
     for group, say in (("options", "--{}".format), ("inputs", "{} files".format)):
         names = [*one[group], *(name for name in other[group] if name not in one[group])]
@@ -88,7 +96,7 @@ def differences(one: Manifest, other: Manifest) -> list[str]:
 
 
 class PartFolder:
-    """A part, open for reading: its manifest, and the results of its jobs by name.
+    """A part, open for reading: its manifest, the results of its jobs by name, and the queries that it has read.
 
     Errors: UserError for a folder that is not a part.
     """
@@ -96,7 +104,9 @@ class PartFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.manifest = _read_manifest(path)
+        self.part = JobPart.parse(self.manifest["part"])
         self.results: dict[str, JobResult] = {}
+        self.queries: dict[FileVersion, QueryOrError] = {}
         self.tried: Counter[str] = Counter()  # how often each job without a result was begun
         self._whole = 0, 0  # bytes of the journal and of the records that are whole
         with open(path / "records", "rb") as records:
@@ -109,12 +119,8 @@ class PartFolder:
                 self._whole = journal + length, at + sum(sizes)
 
     @property
-    def part(self) -> JobPart:
-        return JobPart.parse(self.manifest["part"])
-
-    @property
     def finished(self) -> bool:
-        """Return whether all jobs are done, for the inputs of the manifest."""
+        """Whether all jobs are done, for the inputs of the manifest."""
         return _END in self.results and self.results[_END].data == self.manifest["inputs"]
 
     def structures(self) -> list[tuple[str, JobResult]]:
@@ -122,26 +128,30 @@ class PartFolder:
         return sorted((job, result) for job, result in self.results.items() if job.startswith("structure "))
 
     def record(self, result: JobResult, number: int) -> bytes:
-        """Return one of the records of a result.  No file stays open: a merge may have thousands of parts."""
+        """Read one of the records of a result.  No file stays open: a merge may have thousands of parts."""
         with open(self.path / "records", "rb") as records:
             return pread(records.fileno(), result.sizes[number], result.at + sum(result.sizes[:number]))
 
-    def _take(self, job: str, result: JobResult) -> None:
-        """Do what a line of the journal says."""
+    def _take(self, job: str, result: JobResult) -> list[str]:
+        """Do what a line of the journal says, and return the jobs that no longer run."""
+        ended: list[str] = []
         if job == _BEGUN:
             self.tried.update(result.data)
         elif job == _STOPPED:
-            self._forget_trials(result.data)
+            ended = result.data
         elif job == _FORGOTTEN:
             for name in result.data:
                 self.results.pop(name, None)
+        elif job == _QUERIES:
+            found = _queries(result.data)
+            self.queries |= found
+            ended = [query_job(version) for version in found]
         else:
             self.results[job] = result
-            self._forget_trials([job])
-
-    def _forget_trials(self, jobs: Sequence[str]) -> None:
-        for job in jobs:
-            self.tried.pop(job, None)
+            ended = [job]
+        for name in ended:
+            self.tried.pop(name, None)
+        return ended
 
 
 def _crc(file: int, size: int, at: int) -> int | None:
@@ -166,12 +176,6 @@ def _whole_lines(path: Path, at: int = 0) -> Iterator[tuple[bytes, int]]:
             yield text, len(line)
 
 
-def checked_line(value: Any) -> bytes:
-    """Return a line of a journal: a value as JSON, under its checksum."""
-    text = json.dumps(value, separators=(",", ":")).encode() + b"\n"
-    return b"%08x %s" % (zlib.crc32(text), text)
-
-
 class PartWriter(PartFolder):
     """A part, open for writing by this process alone; continues one that was begun with the same options.
 
@@ -184,7 +188,7 @@ class PartWriter(PartFolder):
         refuse_foreign(path, _OWN.__contains__)
         self._lock = lock_folder(path, path)
         manifest = {"format": FORMAT, "version": VERSION, **manifest}
-        file, journal = path / "plan.json", path / "journal"
+        file, journal, records = (path / name for name in ("plan.json", "journal", "records"))
         begun = _read_manifest(path) if file.exists() and journal.exists() and journal.stat().st_size else None
         if begun is not None:
             _check_same_run(path, begun, manifest)
@@ -192,21 +196,14 @@ class PartWriter(PartFolder):
             fresh = path / "plan.json.new"
             fresh.write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
             fresh.rename(file)
-        for name in ("journal", "records", "queries"):
-            (path / name).touch()
+        journal.touch()
+        records.touch()
         super().__init__(path)
-        self.queries: dict[FileVersion, QueryOrError] = {}
-        whole = 0
-        for found, length in query_lines(path):
-            self._take_queries(found)
-            whole += length
-        self._begun: set[str] = set()  # by this process, and not done
+        self._begun: set[str] = set()  # by this process, and not ended
         self._journal_file = open(journal, "r+b")  # noqa: SIM115 (open until the end)
-        self._records_file = open(path / "records", "r+b")  # noqa: SIM115
-        self._queries_file = open(path / "queries", "r+b")  # noqa: SIM115
-        self._opened = (self._journal_file, self._records_file, self._queries_file)
-        for opened, size in zip(self._opened, (*self._whole, whole)):  # cut off what a kill left torn
-            opened.truncate(size)
+        self._records_file = open(records, "r+b")  # noqa: SIM115
+        for opened, size in zip((self._journal_file, self._records_file), self._whole):
+            opened.truncate(size)  # cut off what a kill left torn
             opened.seek(size)
 
     def add(self, job: str, data: Any, records: Sequence[bytes] = ()) -> None:
@@ -215,26 +212,22 @@ class PartWriter(PartFolder):
         crc = 0
         for record in records:
             crc = zlib.crc32(record, crc)
-        self._append(self._records_file, *records)
-        self._append(self._journal_file, checked_line([job, data, result.sizes, crc]))
-        self._take(job, result)
-        self._begun.discard(job)
+        line = json.dumps([job, data, result.sizes, crc], separators=(",", ":")).encode() + b"\n"
+        with writing(self.path):
+            self._records_file.writelines(records)
+            self._records_file.flush()
+            self._journal_file.write(b"%08x %s" % (zlib.crc32(line), line))
+            self._journal_file.flush()
+        self._begun.difference_update(self._take(job, result))
+
+    def keep(self, job: str, data: Any) -> None:
+        """Add a result unless the part has it already."""
+        if job not in self.results or self.results[job].data != data:
+            self.add(job, data)
 
     def add_queries(self, found: Sequence[tuple[FileVersion, QueryOrError]]) -> None:
         """Keep the queries of some alignments where the other parts of the store find them."""
-        self._append(self._queries_file, checked_line([[*version, *query] for version, query in found]))
-        self._take_queries(found)
-        self._begun.difference_update(query_job(version) for version, _ in found)
-
-    def _take_queries(self, found: Sequence[tuple[FileVersion, QueryOrError]]) -> None:
-        self.queries.update(found)
-        self._forget_trials([query_job(version) for version, _ in found])
-
-    def _append(self, file: IO[bytes], *pieces: bytes) -> None:
-        with writing(self.path):
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
+        self.add(_QUERIES, [[*version, *query] for version, query in found])
 
     def begin(self, jobs: Sequence[str]) -> None:
         """Note that these jobs are tried now, so that a job that kills this process is known afterwards."""
@@ -257,7 +250,7 @@ class PartWriter(PartFolder):
         if self._begun:  # being interrupted by a stop does not count as killing the process
             with suppress(UserError, ValueError):  # a full disk, or a folder that was removed
                 self.add(_STOPPED, sorted(self._begun))
-        for file in (*self._opened, self._lock):
+        for file in (self._journal_file, self._records_file, self._lock):
             with suppress(OSError):  # on a full disk; `add` has said so
                 file.close()
 

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from warpfold.data.store.store import Store
@@ -19,7 +19,10 @@ TABLE = (
 
 @dataclass
 class PackEntry:
-    """The outcome of one chain, of one assembly, or of one file that could not be read."""
+    """The outcome of one chain, of one assembly, or of one file that could not be read.
+
+    The fields after `chains` are for the merge: no report has them, and no comparison.
+    """
 
     name: str
     file: str
@@ -37,24 +40,30 @@ class PackEntry:
     templates_missing: int = 0  # of these, those whose structure is not there
     structures_missing: list[str] = field(default_factory=list)  # their entries, the first four
     chains: list[str] = field(default_factory=list)  # of an assembly: the names of its chains; empty for a chain
-
-    @property
-    def sort_key(self) -> tuple[str, str]:
-        return self.file, self.name
+    sequence: str = field(default="", compare=False)
+    entity: str = field(default="", compare=False)  # as files of clusters name it, "1abc_1"
+    method: str | None = field(default=None, compare=False)
+    shares: str = field(default="", compare=False)  # the chain whose record holds this one's alignment
+    # Which of its file's records it is, and the bytes and the crc of that record's header.
+    record: Sequence[int] = field(default=(), compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain data for JSON; `chains` of assemblies alone."""
-        return {name: value for name, value in asdict(self).items() if name != "chains" or value}
+        """Return what reports have of it, as plain data for JSON; `chains` of assemblies alone."""
+        named = (one.name for one in fields(self) if one.compare)
+        return {name: getattr(self, name) for name in named if name != "chains" or self.chains}
 
 
 @dataclass(frozen=True)
 class PackReport:
     """The report of a run; `pack.json` and `pack.tsv` in the store hold the same."""
 
-    entries: list[PackEntry]
+    entries: list[PackEntry]  # by file, then by name
     unused: dict[str, str]  # alignment file -> why no chain uses it
     unused_hits: dict[str, str] = field(default_factory=dict)
     finished_before: bool = False  # nothing was done: the store existed, with the same inputs and options
+
+    def __post_init__(self) -> None:
+        self.entries.sort(key=lambda entry: (entry.file, entry.name))
 
     def __repr__(self) -> str:
         """Return it in one line."""
@@ -66,12 +75,12 @@ class PackReport:
 
     @property
     def chains(self) -> list[PackEntry]:
-        """Return the chains that are kept."""
+        """The chains that are kept."""
         return [entry for entry in self.kept if not entry.chains]
 
     @property
     def assemblies(self) -> list[PackEntry]:
-        """Return the assemblies that are kept."""
+        """The assemblies that are kept."""
         return [entry for entry in self.kept if entry.chains]
 
     @property
@@ -103,19 +112,17 @@ class PackReport:
     def from_json(cls, data: Mapping[str, Any]) -> "PackReport":
         """Read the report of a store that was finished before."""
         entries = [PackEntry(**entry) for entry in [*data["kept"], *data["dropped"]]]
-        entries.sort(key=lambda entry: entry.sort_key)
         return cls(entries, data["unused_alignments"], data["unused_hits"], finished_before=True)
 
     def table(self) -> str:
         """Return tab-separated text, a line per entry and per unused file, with a header."""
-        lines: list[tuple[str, ...]] = [TABLE]
+        rows: list[dict[str, Any]] = []
         for entry in self.entries:
-            values = asdict(entry) | {"status": "kept" if entry.kept else "dropped"}
-            values["templates_refused"] = "; ".join(f"{n} x {why}" for why, n in entry.templates_refused.items())
-            lines.append(tuple(_cell(values[name]) for name in TABLE))
+            refused = "; ".join(f"{n} x {why}" for why, n in entry.templates_refused.items())
+            rows.append(vars(entry) | {"status": "kept" if entry.kept else "dropped", "templates_refused": refused})
         for what, unused in (("alignment", self.unused), ("hits", self.unused_hits)):
-            row = dict.fromkeys(TABLE, "") | {"status": f"unused {what}"}
-            lines += [tuple((row | {"file": file, "reason": _cell(why)}).values()) for file, why in unused.items()]
+            rows += [{"file": file, "reason": why, "status": f"unused {what}"} for file, why in unused.items()]
+        lines = (TABLE, *([_cell(row.get(name)) for name in TABLE] for row in rows))
         return "".join("\t".join(line) + "\n" for line in lines)
 
     def summary(self) -> str:
@@ -136,13 +143,12 @@ class PackReport:
         if any(entry.hits for entry in self.kept) and not any(entry.templates for entry in self.chains):
             found.append(self._no_templates())
         if thin := [entry.name for entry in self.chains if entry.alignments and entry.depth <= 1]:
-            some = ", ".join(thin[:3]) + (", ..." if len(thin) > 3 else "")
             what = "alignment has" if len(thin) == 1 else "alignments have"
-            found.append(f"{len(thin)} {what} one row, the chain's own: {some}")
+            found.append(f"{len(thin)} {what} one row, the chain's own: {_some(thin)}")
         return found
 
     def _no_templates(self) -> str:
-        """Return why there is not a single template, though there are files of hits."""
+        """Say why there is not a single template, though there are files of hits."""
         reasons: Counter[str] = Counter()
         for entry in self.kept:
             reasons.update(entry.templates_refused)
@@ -151,22 +157,23 @@ class PackReport:
             return "0 templates: the files hold no hits"
         why = [f"{n} x {reason}" for reason, n in reasons.most_common() if not reason.startswith(NO_FILE)]
         if missing:
-            every = list(dict.fromkeys(one for entry in self.kept for one in entry.structures_missing))
-            some = ", ".join(every[:3]) + (", ..." if len(every) > 3 else "")
-            of = "" if missing == offered else "1 has " if missing == 1 else f"{missing} have "
-            why.insert(0, f"{of}no structure in the folders given ({some})")
+            names = list(dict.fromkeys(one for entry in self.kept for one in entry.structures_missing))
+            count = "" if missing == offered else "1 has " if missing == 1 else f"{missing} have "
+            why.insert(0, f"{count}no structure in the folders given ({_some(names)})")
         return f"0 of {offered} templates used: {'; '.join(why)}"
 
 
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
 def _cell(value: Any) -> str:
-    if isinstance(value, list):
-        value = " ".join(value)
+    value = " ".join(value) if isinstance(value, list) else value
     return "" if value is None else " ".join(str(value).split())
 
 
 def summarize_store(store: Store) -> dict[str, Any]:
     """Return what is in a store, as plain data for JSON; "packed": the inputs and options, if `pack` made it."""
-
     assemblies = chains_of(store)
 
     def column(name: str, of_assemblies: bool = False) -> list[Any]:
@@ -175,8 +182,7 @@ def summarize_store(store: Store) -> dict[str, Any]:
 
     lengths, depths, templates, dates = map(column, ("length", "depth", "templates", "release_date"))
     days = [day for text in dates if (day := parse_date(text)) is not None]
-    origin = store.path / "sources.json"
-    files = list(store.path.iterdir())
+    origin, files = store.path / "sources.json", list(store.path.iterdir())
     return {
         "path": str(store.path),
         "format": store.version,
@@ -184,19 +190,25 @@ def summarize_store(store: Store) -> dict[str, Any]:
         "shards": sum(file.suffix == ".wfs" for file in files),
         "entries": len(chain_keys(store)),
         "residues": sum(lengths),
-        "length": quartiles(lengths),
-        "depth": quartiles(depths),
+        "length": _quartiles(lengths),
+        "depth": _quartiles(depths),
         "alone": sum(depth <= 1 for depth in depths),
-        "templates": quartiles(templates),
+        "templates": _quartiles(templates),
         "with_templates": sum(count > 0 for count in templates),
         "clusters": len(set(column("cluster"))),
-        "resolution": quartiles(column("resolution")),
+        "resolution": _quartiles(column("resolution")),
         "release_date": [min(days).isoformat(), max(days).isoformat()] if days else None,
         "assemblies": len(assemblies),
-        "assembly_chains": quartiles([len(chains) for chains in assemblies.values()]),
-        "assembly_length": quartiles(column("length", of_assemblies=True)),
+        "assembly_chains": _quartiles([len(chains) for chains in assemblies.values()]),
+        "assembly_length": _quartiles(column("length", of_assemblies=True)),
         "packed": json.loads(origin.read_text(encoding="utf-8")) if origin.exists() else None,
     }
+
+
+def _quartiles(values: Sequence[float]) -> dict[str, float] | None:
+    ordered = sorted(values)
+    shares = {"min": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "max": 1.0}
+    return {name: ordered[round(share * (len(ordered) - 1))] for name, share in shares.items()} if ordered else None
 
 
 def store_summary_text(found: Mapping[str, Any]) -> str:
@@ -214,23 +226,12 @@ def store_summary_text(found: Mapping[str, Any]) -> str:
         "released": " to ".join(found["release_date"] or ["unknown"]),
         "size": f"{found['bytes'] / 1e6:,.1f} MB in {found['shards']} shards, format {found['format']}",
     }
-    if found["assemblies"]:
-        counts = f"{found['assemblies']:,}; chains: {values('assembly_chains')}; length: {values('assembly_length')}"
-        rows["assemblies"] = counts
+    if count := found["assemblies"]:
+        rows["assemblies"] = f"{count:,}; chains: {values('assembly_chains')}; length: {values('assembly_length')}"
     if packed := found["packed"]:
-        inputs = {name: one for name, one in packed["inputs"].items() if one["files"]}
+        inputs = ((name, one) for name, one in packed["inputs"].items() if one["files"])
+        options = (f"{name.replace('_', '-')} {one}" for name, one in packed["options"].items() if one is not None)
         rows["packed by"] = f"WarpFold {packed['warpfold']}"
-        sizes = (f"{one['files']:,} {name} ({one['bytes'] / 1e6:,.1f} MB)" for name, one in inputs.items())
-        rows["from"] = ", ".join(sizes)
-        given = {name: one for name, one in packed["options"].items() if one is not None}
-        rows["options"] = ", ".join(f"{name.replace('_', '-')} {one}" for name, one in given.items())
+        rows["from"] = ", ".join(f"{one['files']:,} {name} ({one['bytes'] / 1e6:,.1f} MB)" for name, one in inputs)
+        rows["options"] = ", ".join(options)
     return "\n".join(f"{name:16s}{text}" for name, text in rows.items())
-
-
-def quartiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Return the least, the quartiles and the largest of some numbers; None without any."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    shares = {"min": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "max": 1.0}
-    return {name: ordered[round(share * (len(ordered) - 1))] for name, share in shares.items()}
