@@ -48,11 +48,6 @@ def read_queries(job: "tuple[Sequence[InputFile], int]") -> list[tuple[str, str]
     return pack_build.read_queries(job)
 
 
-def starve(job: object) -> Any:
-    """Ask for more memory than there is."""
-    raise MemoryError
-
-
 class Here:
     """Replace `bulk.IsolatedProcess` where no process dies, which is quicker."""
 

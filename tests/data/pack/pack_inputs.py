@@ -5,9 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from warpfold import cli
+from warpfold.bulk import JobPart
 from warpfold.data.formats.alignment import write_fasta
 from warpfold.data.pack.pack import pack
+from warpfold.data.pack.part import PartWriter, part_path
 from warpfold.data.pack.report import PackReport
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
@@ -77,3 +81,33 @@ def packed(files: Path, name: str = "store", **options: Any) -> PackReport:
 def contents(store: Path) -> dict[str, bytes]:
     """Return the contents of every file of a store."""
     return {file.name: file.read_bytes() for file in store.iterdir()}
+
+
+def stopped(files: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Path:
+    """The part of a run that was stopped just before its end."""
+
+    def interrupt(_: PartWriter) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartWriter, "finish", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            packed(files, **options)
+    return part_path(files / "store", JobPart(1, 1))
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr of `warpfold ARGUMENTS`."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main([str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+def refused(result: tuple[int, str, str]) -> str:
+    """The one line of an error that is the input's fault."""
+    code, out, err = result
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err

@@ -1,13 +1,14 @@
-"""Packing: files found, alignments matched to their chains, everything dropped named, copies stored once."""
+"""Packing: files found, alignments and hits matched to chains, everything dropped named, copies stored once."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, make_files, packed, structure
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, packed, structure
 from warpfold.batch import to_tensors
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
@@ -25,15 +26,9 @@ from warpfold.geometry.residue import RESTYPE_ORDER
 REAL = Path(__file__).parents[4] / "shared/realdata"
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    return make_files(tmp_path)
-
-
-def test_everything_is_kept_or_named_with_its_reason(files: Path) -> None:
+def test_everything_is_kept_or_named_with_its_reason_in_the_report_and_in_the_store(files: Path) -> None:
     report = packed(files)
     kept = {entry.name: entry for entry in report.kept}
-    assert sorted(kept) == ["1mut_A", "1non_A", "1one_A", "1one_B", "1one_C", "1two_A"]
     assert {key: entry.alignments for key, entry in kept.items()} == {
         "1one_A": ["msas/a.a3m"],  # of its very sequence
         "1one_B": ["msas/1two/hits.a3m"],
@@ -66,9 +61,6 @@ def test_everything_is_kept_or_named_with_its_reason(files: Path) -> None:
     }
     assert report.summary() == "6 chains kept (1 with their sequence alone), 8 dropped, 5 alignments unused"
 
-
-def test_the_report_lies_in_the_store_as_json_and_as_a_table(files: Path) -> None:
-    report = packed(files)
     data = json.loads((files / "store/pack.json").read_text())
     assert data == report.to_json()
     assert PackReport.from_json(data).entries == report.entries
@@ -79,23 +71,28 @@ def test_the_report_lies_in_the_store_as_json_and_as_a_table(files: Path) -> Non
     (one,) = [row for row in table if row["name"] == "1one_A" and row["status"] == "kept"]
     assert (one["length"], one["depth"], one["file"]) == ("30", "3", "structures/1one.cif")
     assert {row["status"] for row in table} == {"kept", "dropped", "unused alignment"}
-    assert all(row["reason"] for row in table if row["status"] != "kept")
+
+    found = summarize_store(Store(files / "store"))
+    assert (found["entries"], found["alone"], found["shards"], found["residues"]) == (6, 1, 1, 5 * 30 + 35)
+    assert found["depth"] == {"min": 1, "25%": 2, "median": 2, "75%": 3, "max": 3}
+    assert found["packed"]["inputs"]["structures"]["files"] == 10
+    text = store_summary_text(found)
+    assert "6 in 3 clusters, 185 residues" in text
+    assert "10 structures" in text
 
 
 def test_what_is_packed_is_what_was_in_the_files(files: Path) -> None:
     packed(files)
     store = Store(files / "store")
-    for key in store.keys:
+    for place, key in enumerate(store.keys):
         raw = read_example(store, key)
         original = read_structure(next((files / "structures").rglob(f"{key[:4]}.cif"))).chains[key[5:]]
         assert raw.sequence == original.sequence
         np.testing.assert_array_equal(raw.positions, original.positions)
         np.testing.assert_array_equal(raw.mask, original.mask)
-    assert store.column("length") == [read_example(store, key).length for key in store.keys]
-    assert store.column("depth") == [read_example(store, key).depth for key in store.keys]
+        assert (store.column("length")[place], store.column("depth")[place]) == (raw.length, raw.depth)
     raw = read_example(store, "1one_A")
-    assert raw.sources == ("msas/a.a3m",)
-    assert raw.resolution == 2.0
+    assert (raw.sources, raw.resolution) == (("msas/a.a3m",), 2.0)
     np.testing.assert_array_equal(raw.msa[1:, 0], [RESTYPE_ORDER["M"], RESTYPE_ORDER["A"]])
     batch = to_tensors(make_features(raw, SampleConfig(crop=16, max_msa=3), 0, "key", 1, True))
     assert len(batch["aatype"]) == 16
@@ -157,16 +154,16 @@ def test_an_alignment_that_turns_out_bad_is_left_out_and_named(tmp_path: Path) -
         pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "other", PackOptions(require_msa=True))
 
 
-def test_chains_without_alignment_can_be_left_out(files: Path) -> None:
+def test_alignments_may_be_required_be_absent_or_have_one_row(files: Path) -> None:
     report = packed(files, options=PackOptions(require_msa=True))
     assert "1non_A" not in {entry.name for entry in report.kept}
     (reason,) = [entry.reason for entry in report.dropped if entry.name == "1non_A"]
     assert reason.startswith("no alignment: msas/1non_A.a3m: its query is another protein")
-
-
-def test_without_alignments_every_chain_stands_alone(files: Path) -> None:
-    report = pack([files / "structures"], [], files / "store")
+    report = pack([files / "structures"], [], files / "alone")
     assert {entry.depth for entry in report.kept} == {1}
+    alignment(files / "m/1mut_A.a3m", "C" + ONE[1:])
+    report = pack([files / "structures"], [files / "m"], files / "thin")
+    assert "1mut_A" in report.warnings()[0]
 
 
 def test_clusters_of_equal_sequences_of_similar_ones_or_of_a_file(files: Path) -> None:
@@ -191,20 +188,7 @@ def test_nothing_kept_leaves_nothing(files: Path) -> None:
     assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
 
 
-def test_a_long_chain_and_a_deep_alignment(tmp_path: Path) -> None:
-    long = "".join(np.random.default_rng(0).choice(list(RESTYPE_ORDER), 5000))
-    structure(tmp_path / "s/1big.cif", chain("A", long, resolved=50))
-    structure(tmp_path / "s/1one.cif", chain("A", ONE))
-    rows = np.random.default_rng(1).choice(np.frombuffer(b"ACDEFGHIKLMNPQRSTVWY-", np.uint8), (100_000, 30))
-    text = b">q\n" + ONE.encode() + b"".join(b"\n>r\n" + row.tobytes() for row in rows) + b"\n"
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m/deep.a3m").write_bytes(text)
-    report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store")
-    assert {entry.name: (entry.length, entry.depth) for entry in report.kept} == {
-        "1big_A": (5000, 1),
-        "1one_A": (30, 100_001),
-    }
-    assert list(Store(tmp_path / "store").verify()) == []
+# ---- what belongs to a chain
 
 
 def source(name: str) -> InputFile:
@@ -231,17 +215,20 @@ def test_the_matcher_takes_the_name_then_the_sequence_then_the_entry_then_the_ne
         source, ("m/x.a3m", "9abc_Z/y.a3m", "m/9abc.a3m", "m/n.a3m", "m/f.a3m", "m/l1.a3m", "m/l2.a3m")
     )
     all_of_them = [(x, ONE), (own, "CC" + ONE[2:]), (entry, ONE[:25]), (n, near), (f, far), (l1, longer), (l2, longest)]
-    assert matched(all_of_them, "9ABC_Z", ONE) == ([own], "")
-    assert matched(all_of_them, "9abc_A", ONE) == ([x], "")
-    assert matched(all_of_them[2:], "9abc_A", ONE) == ([entry], "")
-    assert matched(all_of_them[3:], "9abc_A", ONE) == ([l1], "")  # holds it, with the least else
-    assert matched(all_of_them[3:5], "9abc_A", ONE) == ([n], "")
+    for known, key, sequence, wanted in (
+        (all_of_them, "9ABC_Z", ONE, [own]),
+        (all_of_them, "9abc_A", ONE, [x]),
+        (all_of_them[2:], "9abc_A", ONE, [entry]),
+        (all_of_them[3:], "9abc_A", ONE, [l1]),  # holds it, with the least else
+        (all_of_them[3:5], "9abc_A", ONE, [n]),
+        ([(f, far)], "1abc_A", ONE, []),
+        ([], "1abc_A", ONE, []),
+        ([(x, ONE)], "1abc_A", "ACD", []),
+    ):
+        assert matched(known, key, sequence) == (wanted, ""), (key, sequence, wanted)
     found, note = matched([(own, far)], "9abc_Z", ONE)
     assert found == []
     assert note.startswith("9abc_Z/y.a3m: its query is another protein")
-    assert matched([(f, far)], "1abc_A", ONE) == ([], "")
-    assert matched([], "1abc_A", ONE) == ([], "")
-    assert matched([(x, ONE)], "1abc_A", "ACD") == ([], "")
 
 
 def test_hits_belong_by_name_or_stand_beside_the_alignments() -> None:
@@ -258,18 +245,6 @@ def test_hits_belong_by_name_or_stand_beside_the_alignments() -> None:
     assert found("1one_A") == []
 
 
-def test_info(files: Path) -> None:
-    packed(files)
-    found = summarize_store(Store(files / "store"))
-    assert (found["entries"], found["alone"], found["shards"]) == (6, 1, 1)
-    assert found["residues"] == 5 * 30 + 35
-    assert found["depth"] == {"min": 1, "25%": 2, "median": 2, "75%": 3, "max": 3}
-    assert found["packed"]["inputs"]["structures"]["files"] == 10
-    text = store_summary_text(found)
-    assert "6 in 3 clusters, 185 residues" in text
-    assert "10 structures" in text
-
-
 def test_real_pairs(tmp_path: Path) -> None:
     if not REAL.exists():
         pytest.skip("no real data beside the repository")
@@ -281,4 +256,89 @@ def test_real_pairs(tmp_path: Path) -> None:
     assert depth["8q4b_A"] > 4000  # its precursor's
     assert depth["2hhb_A"] == depth["2hhb_C"] > 4000
     assert depth["2hhb_B"] == 1
-    assert not list(Store(tmp_path / "store").verify())
+
+
+# ---- templates
+
+
+@pytest.fixture
+def queries(tmp_path: Path) -> Path:
+    """A query, its alignment with hits beside it, and the structures that they name."""
+    structure(tmp_path / "s/1one.cif", chain("A", ONE), chain("B", ONE), released="2005-01-01")
+    structure(tmp_path / "s/1old.cif", chain("A", "C" + ONE[1:], shift=7.0), released="2001-01-01")
+    structure(tmp_path / "s/1new.cif", chain("A", "D" + ONE[1:]), released="2006-01-01")
+    structure(tmp_path / "s/2old.cif", chain("A", "E" + ONE[1:25] + "A"), released="2003-01-01")
+    alignment(tmp_path / "m/1one_A/bfd.a3m", ONE, ONE[::-1])
+    ends = {"1one_B": ONE, "1new_A": "D" + ONE[1:], "1old_A": "C" + ONE[1:], "2old_A": "E" + ONE[1:25] + "-----"}
+    ends["9xyz_A"] = "F" + ONE[1:]
+    rows = "".join(f"{name}/1-{len(row.replace('-', ''))} {row}\n" for name, row in ends.items())
+    text = f"# STOCKHOLM 1.0\n\n{rows}#=GC RF {'x' * len(ONE)}\n//\n"
+    (tmp_path / "m/1one_A/hmm_output.sto").write_text(text)  # as hmmsearch writes it
+    return tmp_path
+
+
+def pack_queries(files: Path, name: str = "store", **more: object) -> tuple[PackReport, Store]:
+    report = pack([files / "s"], [files / "m"], files / name, hits=[files / "m"], **more)  # type: ignore[arg-type]
+    return report, Store(files / name)
+
+
+def names_of_templates(store: Store) -> tuple[str, ...]:
+    found = read_example(store, "1one_A").templates
+    return () if found is None else found.names
+
+
+def test_templates_lie_in_the_store_and_the_report_counts_them(queries: Path) -> None:
+    report, store = pack_queries(queries)
+    entries = {entry.name: entry for entry in report.kept}
+    for name in ("1one_A", "1one_B"):  # the copy has them too, by the alignment that it shares
+        raw = read_example(store, name)
+        assert raw.templates is not None
+        assert raw.templates.names == ("1old_A", "2old_A")
+        truth = chain("A", "C" + ONE[1:], shift=7.0)
+        same = np.array([letter != "R" for letter in ONE])  # whose NH1 and NH2 the reader names by their geometry
+        np.testing.assert_allclose(raw.templates.positions[0][same], truth.positions[same], atol=1e-3)
+        assert raw.templates.mask[1, 25:].sum() == 0
+        assert (entries[name].templates, entries[name].hits) == (2, ["m/1one_A/hmm_output.sto"])
+        assert entries[name].templates_refused == {
+            "is of the query's own entry": 1,
+            "came out N, after N": 1,
+            "has no N.cif or N.cif.gz; add it, or do without": 1,
+        }
+    assert dict(zip(store.keys, store.column("templates")))["1one_A"] == 2
+    assert report.unused_hits == {}
+    assert ", 4 templates" in report.summary()
+
+
+def test_a_store_without_templates_says_why(queries: Path) -> None:
+    """Hits ask for them, but the folder is the wrong one."""
+    structure(queries / "elsewhere/3old.cif", chain("A", TWO))
+    report, _ = pack_queries(queries, template_structures=[queries / "elsewhere"])
+    # 1one_A and its copy, five hits each: one of the query's own entry, four without a file
+    assert report.summary().endswith(
+        ", 0 of 10 templates used: 8 have no structure in the folders given (1new, 1old, 2old, ...); "
+        "2 x is of the query's own entry"
+    )
+    assert report.summary().endswith(f", {report.warnings()[0]}")
+
+
+def test_templates_are_as_old_as_asked_for_and_may_lie_elsewhere(queries: Path) -> None:
+    for name, day, found in (("a", "2002-01-01", ("1old_A",)), ("b", "1999-01-01", ())):
+        assert names_of_templates(pack_queries(queries, name, options=PackOptions(max_template_date=day))[1]) == found
+    for name in ("x/1old", "y/2old"):
+        (queries / name).parent.mkdir()
+        shutil.move(queries / f"s/{name[2:]}.cif", queries / f"{name}.cif")
+    _, store = pack_queries(queries, "c", template_structures=[queries / "x", queries / "y"])
+    assert names_of_templates(store) == ("1old_A", "2old_A")
+
+
+def test_bad_hits_and_bad_structures_of_templates_stop_nothing(queries: Path) -> None:
+    (queries / "s/1old.cif").write_text("data_1old\n_entry.id 1old\n")  # no coordinates
+    alignment(queries / "m/2one_A/bfd.a3m", TWO)
+    structure(queries / "s/2one.cif", chain("A", TWO))
+    (queries / "m/2one_A/x.hhr").write_text("Query q\ncut")
+    report, _ = pack_queries(queries)
+    entries = {entry.name: entry for entry in report.kept}
+    assert (entries["1one_A"].templates, entries["2one_A"].templates) == (1, 0)
+    assert any("has no atoms" in reason for reason in entries["1one_A"].templates_refused)
+    assert "cut short" in report.unused_hits["m/2one_A/x.hhr"]
+    assert [entry.name for entry in report.dropped] == ["1old.cif"]

@@ -11,11 +11,12 @@ import pytest
 
 from tests.data.entries import ONE as IDENTITY
 from tests.data.entries import TURN, assembly_text
-from tests.data.pack.pack_inputs import ONE, TWO, chain, contents, make_files, packed, structure
+from tests.data.pack.pack_inputs import ONE, TWO, chain, contents, packed, structure
 from warpfold.bulk import JobPart
 from warpfold.data.example.pairing import pair_rows
-from warpfold.data.example.raw_example import Assembly, Example, RawExample, from_chain
+from warpfold.data.example.raw_example import Assembly, from_chain
 from warpfold.data.features.choose import SampleConfig
+from warpfold.data.features.crop import ca_of
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.alignment import decode, parse_alignment
 from warpfold.data.load.loader import Maker
@@ -32,6 +33,8 @@ from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER
 
+REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
+realdata = pytest.mark.skipif(not REALDATA.is_dir(), reason="../shared/realdata is not here")
 FIRST, ALL = PackOptions(assemblies=True), PackOptions(all_assemblies=True)
 
 
@@ -48,16 +51,16 @@ def report_of(report: PackReport, name: str) -> str:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """`make_files`, and entries with assemblies."""
-    here = make_files(tmp_path) / "structures"
+def files(files: Path) -> Path:
+    """The files of the other tests, and entries with assemblies."""
+    here = files / "structures"
     pair = [chain("H", ONE), chain("L", TWO)]
     entry(here / "2sym.cif", pair, ("1", "1,2", "A,B"), ("2", "1", "B"))
     entry(here / "2mis.cif", pair, ("1", "1,7", "A,B"))
     entry(here / "2big.cif", pair, ("1", "(1-3)(1-3)(1-3)(1-3)", "A,B"))
     entry(here / "2abs.cif", [chain("A", ONE), chain("B", ONE[:4])], ("1", "1", "A,B,C"))
     entry(here / "2non.cif", [chain("A", ONE), chain("B", ONE[:4])], ("1", "1", "B"))
-    return tmp_path
+    return files
 
 
 def test_assemblies_are_packed_with_their_chains_and_operators(files: Path) -> None:
@@ -99,16 +102,18 @@ def test_what_is_left_out_is_reported(files: Path) -> None:
     assert [entry.chains for entry in saved.assemblies] == [entry.chains for entry in report.assemblies]
     assert "2sym-assembly1\tkept" in (files / "store/pack.tsv").read_text()
     assert f"{len(report.assemblies)} assemblies of" in report.summary()
-
-
-def test_other_limits_and_all_assemblies(files: Path) -> None:
-    limited = PackOptions(all_assemblies=True, max_chains=2, max_residues=59)
-    report = packed(files, options=limited)
-    assert report_of(report, "2sym-assembly1") == "dropped: 4 chains, more than 2"
-    assert report_of(report, "2sym-assembly2") == "kept: "
-    assert report_of(report, "1one-assembly1") == "dropped: 3 chains, more than 2"
-    report = packed(files, "other", options=PackOptions(assemblies=True, max_residues=119))
-    assert report_of(report, "2sym-assembly1") == "dropped: 120 residues, more than 119"
+    limited = packed(files, "limited", options=PackOptions(all_assemblies=True, max_chains=2, max_residues=59))
+    assert report_of(limited, "2sym-assembly1") == "dropped: 4 chains, more than 2"
+    assert report_of(limited, "2sym-assembly2") == "kept: "
+    limited = packed(files, "other", options=PackOptions(assemblies=True, max_residues=119))
+    assert report_of(limited, "2sym-assembly1") == "dropped: 120 residues, more than 119"
+    packed(files, "plain")
+    found, plain = (summarize_store(Store(files / name)) for name in ("store", "plain"))
+    same = ("entries", "residues", "length", "depth", "clusters", "alone")
+    assert {name: found[name] for name in same} == {name: plain[name] for name in same}
+    assert (found["assemblies"], plain["assemblies"], found["assembly_chains"]["max"]) == (6, 0, 4)
+    assert "assemblies      6; chains: min 1" in store_summary_text(found)
+    assert "assemblies" not in store_summary_text(plain)
 
 
 def test_a_store_without_assemblies_has_no_trace_of_them(files: Path) -> None:
@@ -133,13 +138,6 @@ def test_any_number_of_parts_gives_the_same_bytes(files: Path) -> None:
     assert packed(files, options=FIRST).finished_before
     with pytest.raises(UserError, match="--assemblies"):
         packed(files)
-
-
-@pytest.mark.slow
-def test_any_number_of_workers_gives_the_same_bytes(files: Path) -> None:
-    packed(files, options=FIRST)
-    packed(files, "workers", options=FIRST, workers=2)
-    assert contents(files / "store") == contents(files / "workers")
 
 
 def test_an_assembly_whose_chains_come_from_another_file_is_dropped(tmp_path: Path) -> None:
@@ -233,11 +231,8 @@ def test_records_that_contradict_themselves_are_refused(tmp_path: Path) -> None:
     refused("its chains and operators do not fit", key, operators=lambda array: array * np.nan)
     refused("its chains and operators do not fit", key, ids=lambda ids: ids[:-1])
     refused("its chains and operators do not fit", key, entities=lambda numbers: numbers[:-1])
-
-
-def test_a_store_whose_assembly_lacks_a_chain_is_refused_at_once(tmp_path: Path) -> None:
-    lacking = rewritten(stored_pairs(tmp_path), tmp_path / "other", "", without="1abc_B")
-    with pytest.raises(UserError, match="other: has no entry '1abc_B'; pack the store again"):
+    lacking = rewritten(store, tmp_path / "lacking", "", without="1abc_B")
+    with pytest.raises(UserError, match="lacking: has no entry '1abc_B'; pack the store again"):
         Source(lacking, assemblies=True)
 
 
@@ -276,36 +271,26 @@ def test_the_alignment_of_a_complex_gives_each_chain_its_rows_and_pairs(tmp_path
         assert "row 4, '3', has" in next(iter(damaged.unused.values()))
 
 
-def test_ca_atoms_are_stored_apart_and_are_those_of_all_atoms(tmp_path: Path) -> None:
-    structure(tmp_path / "s/1abc.cif", chain("A", ONE), chain("B", ONE, shift=9.0, resolved=20))
-    pack([tmp_path / "s"], [], tmp_path / "store", FIRST)
-    store = Store(tmp_path / "store")
-    for key in chain_keys(store):
-        assert "ca" in store.record(key).arrays
-        example = StoredExample(store, key)
-        found, raw = example.ca_positions(), read_example(store, key)
-        assert found is not None
-        assert raw.positions is not None
-        assert raw.mask is not None
-        np.testing.assert_array_equal(found[0], raw.positions[:, ATOM_ORDER["CA"]])
-        np.testing.assert_array_equal(found[1], raw.mask[:, ATOM_ORDER["CA"]])
-
-
 @pytest.mark.parametrize("spatial", [0.0, 1.0])
 def test_features_from_the_store_are_those_from_memory(files: Path, spatial: float) -> None:
     packed(files, options=FIRST)
-    stored = read_assembly(Store(files / "store"), "2sym-assembly1")
-    memory = Assembly(stored.name, stored.ids, tuple(whole(chain) for chain in stored.chains), stored.operators)
+    store = Store(files / "store")
+    stored = read_assembly(store, "2sym-assembly1")
+    for one in stored.chains:
+        found, raw = one.ca_positions(), one.take(0, one.length)
+        assert found is not None
+        assert raw.positions is not None
+        assert "ca" in store.record(raw.name).arrays
+        np.testing.assert_array_equal(found[0], raw.positions[:, ATOM_ORDER["CA"]])
+    memory = Assembly(
+        stored.name, stored.ids, tuple(chain.take(0, chain.length) for chain in stored.chains), stored.operators
+    )
     config = SampleConfig(crop=40, max_msa=4, max_extra=4, spatial_fraction=spatial, interface_distance=100.0)
     for step in range(3):
         one, other = (make_features(x, config, 0, ("2sym", step), 2, True) for x in (stored, memory))
         assert one.keys() == other.keys()
         for name, array in one.items():
             np.testing.assert_array_equal(array, other[name], err_msg=name)
-
-
-def whole(chain: Example) -> RawExample:
-    return chain.take(slice(None))
 
 
 @pytest.mark.parametrize("assemblies", [True, False])
@@ -325,13 +310,59 @@ def test_a_maker_makes_what_its_model_takes(files: Path, assemblies: bool) -> No
         assert features["copy_atom_positions"].shape == (2, 50, 37, 3)
 
 
-def test_the_summary_counts_chains_and_assemblies_apart(files: Path) -> None:
-    packed(files, options=FIRST)
-    packed(files, "plain")
-    found, plain = (summarize_store(Store(files / name)) for name in ("store", "plain"))
-    same = ("entries", "residues", "length", "depth", "clusters", "alone")
-    assert {name: found[name] for name in same} == {name: plain[name] for name in same}
-    assert (found["assemblies"], plain["assemblies"]) == (6, 0)
-    assert found["assembly_chains"]["max"] == 4
-    assert "assemblies      6; chains: min 1" in store_summary_text(found)
-    assert "assemblies" not in store_summary_text(plain)
+# ---- real entries with their real alignments
+
+ENTRIES = ("2hhb", "2q2k", "1hho", "1ncb", "3zee", "1a0a")
+ALIGNMENTS = ("1a00_A", "HBB", "2q2k_A")
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    path = tmp_path_factory.mktemp("realdata") / "store"
+    files = [file for name in ENTRIES for file in (REALDATA / "mmcif").glob(f"{name}.cif*")]
+    report = pack(files, [REALDATA / "msas" / name for name in ALIGNMENTS], path, PackOptions(assemblies=True))
+    reasons = {entry.name: entry.reason for entry in report.entries}
+    assert reasons["2hhb-assembly1"] == "without HEM: not a polymer; without PO4: not a polymer"
+    assert reasons["1a0a-assembly1"].startswith("without C: polydeoxyribonucleotide; without D: poly")
+    assert reasons["3zee-assembly1"] == "49 chains, more than 20"
+    return Store(path)
+
+
+@realdata
+def test_haemoglobin_is_two_copies_of_two_chains(real: Store) -> None:
+    whole, half = read_assembly(real, "2hhb-assembly1"), read_assembly(real, "1hho-assembly1")
+    assert whole.ids == ("A", "B", "C", "D")
+    assert half.ids == ("A", "B", "A-2", "B-2")  # the other half by the crystal's symmetry
+    for assembly in (whole, half):
+        assert assembly.entity_id.tolist() == [1, 2, 1, 2]
+        assert [one.length for one in assembly.chains] == [141, 146, 141, 146]
+        assert len({one.depth for one in assembly.chains[::2]}) == 1  # copies share the alignment
+        assert assembly.chains[0].depth > 1000
+        found = ca_of(assembly)
+        assert found is not None
+        ca = np.split(found[0], np.cumsum([141, 146, 141]))
+        for one, other in ((0, 1), (0, 3), (1, 2), (2, 3)):  # each alpha touches both betas
+            assert np.linalg.norm(ca[one][:, None] - ca[other], axis=-1).min() < 8
+        for k, own in enumerate(ca):  # and nobody overlaps
+            rest = np.concatenate(ca[:k] + ca[k + 1 :])
+            assert np.linalg.norm(own[:, None] - rest, axis=-1).min() > 3
+
+
+@realdata
+def test_rows_of_a_real_alignment_have_their_organisms(real: Store) -> None:
+    pairing = read_assembly(real, "2q2k-assembly1").chains[0].pairing
+    assert pairing is not None
+    apart = ~pairing.unpaired
+    assert apart.any()  # of uniprot_hits.sto
+    assert (pairing.species[apart] != 0).mean() > 0.9
+    assert not pairing.species[~apart].any()  # where there is an alignment for pairing, only that one pairs
+
+
+@realdata
+def test_real_assemblies_have_features(real: Store) -> None:
+    config = SampleConfig(crop=128, max_msa=16, max_extra=32)
+    for key in ("2hhb-assembly1", "2q2k-assembly1", "1ncb-assembly1", "1a0a-assembly1"):
+        features = make_features(read_assembly(real, key), config, 0, (key, 0), 1, train=True)
+        copies = read_assembly(real, key).sym_id.max()
+        assert features["copy_atom_positions"].shape[:2] <= (copies, 128)
+        assert len(features["aatype"]) == min(128, read_assembly(real, key).length)

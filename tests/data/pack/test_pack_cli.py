@@ -9,105 +9,82 @@ from typing import Any
 
 import pytest
 
-from tests.data.pack.pack_inputs import make_files
-from warpfold.cli import main
+from tests.data.pack.pack_inputs import refused, run
 from warpfold.data.pack import pack as packing
 from warpfold.data.pack.part import PartFolder
-
-Result = tuple[int, str, str]
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    return make_files(tmp_path)
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> Result:
-    with pytest.raises(SystemExit) as caught:
-        main(["pack", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return int(caught.value.code or 0), out, err
-
-
-def refused(result: Result) -> str:
-    """The one line of an error that is the input's fault."""
-    code, out, err = result
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    return err
 
 
 def test_parts_are_packed_and_merged(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     inputs = ("--structures", files / "structures", "--msas", files / "msas")
-    assert run(capsys, *inputs, "--out", files / "whole")[0] == 0
+    assert run(capsys, "pack", *inputs, "--out", files / "whole")[0] == 0
     for number in (1, 2):
-        code, out, _ = run(capsys, *inputs, "--out", files / "store", "--shard", f"{number}/2")
+        code, out, _ = run(capsys, "pack", *inputs, "--out", files / "store", "--shard", f"{number}/2")
         assert code == 0
         assert f"store.part-{number}-of-2: part {number}/2, " in out
         assert out.endswith(f"warpfold pack --merge {files}/store.part-*-of-2 --out {files}/store\n")
     parts = sorted(files.glob("store.part-*-of-2"))
-    code, out, _ = run(capsys, "--merge", *parts, "--out", files / "store")
+    code, out, _ = run(capsys, "pack", "--merge", *parts, "--out", files / "store")
     assert code == 0
     assert "store: 6 chains kept" in out
     for file in (files / "whole").iterdir():
         assert (files / "store" / file.name).read_bytes() == file.read_bytes()
-    assert "store: was finished before" in run(capsys, "--merge", *parts, "--out", files / "store")[1]
-    assert "2 is missing" in refused(run(capsys, "--merge", parts[0], "--out", files / "other"))
+    assert "store: was finished before" in run(capsys, "pack", "--merge", *parts, "--out", files / "store")[1]
+    assert "2 is missing" in refused(run(capsys, "pack", "--merge", parts[0], "--out", files / "other"))
 
 
 def test_verify_and_info(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     store = files / "store"
-    assert run(capsys, "--structures", files / "structures", "--out", store)[0] == 0
-    code, out, _ = run(capsys, "--verify", store)
+    assert run(capsys, "pack", "--structures", files / "structures", "--out", store)[0] == 0
+    code, out, _ = run(capsys, "pack", "--verify", store)
     assert (code, out) == (0, f"{store}: 6 entries, all whole\n")
-    code, out, _ = run(capsys, "--info", store)
+    code, out, _ = run(capsys, "pack", "--info", store)
     assert code == 0
     assert "6 in 3 clusters, 185 residues" in out
-    code, out, _ = run(capsys, "--info", store, "--json")
+    code, out, _ = run(capsys, "pack", "--info", store, "--json")
     assert json.loads(out)["packed"]["options"]["max_resolution"] == 9.0
 
     shard = store / "shard-00000.wfs"
     good = bytearray(shard.read_bytes())
     good[200] ^= 1  # in the first record
     shard.write_bytes(good)
-    code, out, err = run(capsys, "--verify", store)
+    code, out, err = run(capsys, "pack", "--verify", store)
     assert (code, err) == (1, "")
     assert "shard-00000.wfs: 1mut_A: damaged" in out.splitlines()[0]
     assert out.splitlines()[1:] == [f"{store}: 1 damaged"]
     shard.write_bytes(good[:-5])
-    code, out, _ = run(capsys, "--verify", store, "--json")
+    code, out, _ = run(capsys, "pack", "--verify", store, "--json")
     assert code == 1
     assert "truncated" in json.loads(out)["damaged"][0]
-    assert "truncated" in refused(run(capsys, "--info", store))
-    assert "not a store" in refused(run(capsys, "--verify", files))
+    assert "truncated" in refused(run(capsys, "pack", "--info", store))
+    assert "not a store" in refused(run(capsys, "pack", "--verify", files))
+
+
+GOOD = "--structures structures --out o"
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--out", "o"], "give one of --structures, --merge, --verify, --info, not none"),
-        (["--structures", "structures", "--verify", "o"], "not --structures and --verify"),
-        (["--structures", "structures"], "--out is missing"),
-        (["--structures", "structures", "--out", "o", "--shard", "9/8"], "--shard 9/8"),
-        (
-            ["--structures", "structures", "--out", "o", "--released-after", "May"],
-            "--released-after May: is not a date",
-        ),
-        (["--structures", "structures", "--out", "o", "--hits", "nowhere"], "nowhere: no such file"),
-        (["--structures", "structures", "--out", "o", "--clusters", "nowhere"], "nowhere: no such file"),
-        (["--structures", "structures", "--out", "o", "--cluster-identity", "40"], "--cluster-identity"),
-        (["--structures", "structures", "--out", "o", "--max-resolution", "nan"], "--max-resolution nan: a finite"),
-        (["--structures", "structures", "--out", "o", "--max-file-gb", "-1"], "--max-file-gb -1: a number over 0"),
-        (["--structures", "structures", "--out", "o", "--max-file-gb", "1e300"], "--max-file-gb"),
-        (["--structures", "structures", "--out", "o", "--shard", "1/" + "9" * 5000], "expected I/N with I from 1"),
+        ("--out o", "give one of --structures, --merge, --verify, --info, not none"),
+        ("--structures structures --verify o", "not --structures and --verify"),
+        ("--structures structures", "--out is missing"),
+        ("--structures structures --out .", "no name for a store"),
+        (f"{GOOD} --shard 9/8", "--shard 9/8"),
+        (f"{GOOD} --released-after May", "--released-after May: is not a date"),
+        (f"{GOOD} --hits nowhere", "nowhere: no such file"),
+        (f"{GOOD} --clusters nowhere", "nowhere: no such file"),
+        (f"{GOOD} --cluster-identity 40", "--cluster-identity"),
+        (f"{GOOD} --max-resolution nan", "--max-resolution nan: a finite"),
+        (f"{GOOD} --max-file-gb -1", "--max-file-gb -1: a number over 0"),
+        (f"{GOOD} --max-file-gb 1e300", "--max-file-gb"),
+        (f"{GOOD} --shard 1/{'9' * 5000}", "expected I/N with I from 1"),
     ],
 )
 def test_misuse_is_one_line(
-    capsys: pytest.CaptureFixture[str], files: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], says: str
+    capsys: pytest.CaptureFixture[str], files: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, says: str
 ) -> None:
     monkeypatch.chdir(files)
-    assert says in refused(run(capsys, *arguments))
+    assert says in refused(run(capsys, "pack", *arguments.split()))
     assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
 
 
@@ -118,10 +95,10 @@ def test_what_is_no_part_is_one_line(capsys: pytest.CaptureFixture[str], files: 
         if plan is not None:
             (folder / "plan.json").write_text(plan)
         else:  # whole, but of its other files only one was copied
-            run(capsys, "--structures", files / "structures", "--out", files / "p", "--shard", "1/1")
+            run(capsys, "pack", "--structures", files / "structures", "--out", files / "p", "--shard", "1/1")
             (files / "p.part-1-of-1/records").unlink()
             folder = files / "p.part-1-of-1"
-        assert "not a part of a store" in refused(run(capsys, "--merge", folder, "--out", files / "o"))
+        assert "not a part of a store" in refused(run(capsys, "pack", "--merge", folder, "--out", files / "o"))
 
 
 def test_sigterm_is_a_stop_and_no_death(
@@ -138,18 +115,20 @@ def test_sigterm_is_a_stop_and_no_death(
     inputs = ("--structures", files / "structures", "--msas", files / "msas")
     with monkeypatch.context() as patch:
         patch.setattr(packing, "read_chains", interrupted)
-        code, out, err = run(capsys, *inputs, "--out", files / "store")
+        code, out, err = run(capsys, "pack", *inputs, "--out", files / "store")
     assert (code, out) == (143, "")
     again = ["warpfold", "pack", *map(str, inputs), "--out", str(files / "store")]
     assert err == f"stopped; the same command continues: {shlex.join(again)}\n"
     assert signal.getsignal(signal.SIGTERM) is handler
     assert not [job for job in PartFolder(files / "store.part-1-of-1").tried if job.startswith("structure")]
-    assert run(capsys, *inputs, "--out", files / "store")[0] == 0
+    assert run(capsys, "pack", *inputs, "--out", files / "store")[0] == 0
 
 
 def test_a_scheduler_that_does_not_answer(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     pytest.importorskip("distributed", reason="Dask is not installed: pip install 'warpfold[cluster]'")
-    result = run(capsys, "--structures", files / "structures", "--out", files / "s", "--cluster", "tcp//nonsense")
+    result = run(
+        capsys, "pack", "--structures", files / "structures", "--out", files / "s", "--cluster", "tcp//nonsense"
+    )
     assert "--cluster tcp//nonsense" in refused(result)
     assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
 
@@ -157,12 +136,12 @@ def test_a_scheduler_that_does_not_answer(capsys: pytest.CaptureFixture[str], fi
 def test_assemblies_are_asked_for(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     inputs = ("--structures", files / "structures")
     for option, name in (("--assemblies", "first"), ("--all-assemblies", "all")):
-        code, out, _ = run(capsys, *inputs, option, "--max-chains", 2, "--out", files / name)
+        code, out, _ = run(capsys, "pack", *inputs, option, "--max-chains", 2, "--out", files / name)
         assert code == 0
         assert "dropped 1one-assembly1: 3 chains, more than 2\n" in out
         assert out.endswith(" 3 assemblies of 3 chains\n")
-        code, out, _ = run(capsys, "--info", files / name)
+        code, out, _ = run(capsys, "pack", "--info", files / name)
         assert f"assemblies {name}, max-chains 2" in out
         assert "assemblies      3; chains: min 1" in out
-    assert "--max-chains" in refused(run(capsys, *inputs, "--assemblies", "--out", files / "first"))
-    assert "already" in refused(run(capsys, *inputs, "--out", files / "first"))
+    assert "--max-chains" in refused(run(capsys, "pack", *inputs, "--assemblies", "--out", files / "first"))
+    assert "already" in refused(run(capsys, "pack", *inputs, "--out", files / "first"))

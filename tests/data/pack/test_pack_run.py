@@ -1,67 +1,50 @@
 """How packing runs changes nothing: workers, a cluster, parts, kills at any moment; what is finished stays."""
 
-import json
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.data.pack.killers import Here
-from tests.data.pack.pack_inputs import contents, make_files, packed
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, packed, stopped, structure
 from warpfold.bulk import JobPart
 from warpfold.data.pack import inputs as packing_inputs
 from warpfold.data.pack import jobs as pack_jobs
 from warpfold.data.pack import pack as packing
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import merge, pack
-from warpfold.data.pack.part import VERSION, PartWriter, part_path
-from warpfold.data.pack.report import PackReport
+from warpfold.data.pack.part import PartFolder, PartWriter, part_path
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    return make_files(tmp_path)
-
-
-@pytest.fixture
-def whole(files: Path) -> dict[str, bytes]:
-    """The store that one undisturbed run makes."""
-    packed(files, "whole")
-    return contents(files / "whole")
-
-
 def parts_of(files: Path, count: int, name: str = "store", **options: object) -> list[Path]:
-    for number in range(1, count + 1):
-        packed(files, name, part=JobPart(number, count), **options)
-    return [part_path(files / name, JobPart(number, count)) for number in range(1, count + 1)]
+    parts = [JobPart(number, count) for number in range(1, count + 1)]
+    for part in parts:
+        packed(files, name, part=part, **options)
+    return [part_path(files / name, part) for part in parts]
 
 
-def test_workers_make_the_same_bytes(files: Path, whole: dict[str, bytes]) -> None:
+def test_workers_and_other_places_make_the_same_bytes(files: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     calls: list[tuple[int, int, str]] = []
     packed(files, workers=2, progress=lambda *call: calls.append(call))
     assert contents(files / "store") == whole
     assert {stage for _, _, stage in calls} == {"reading alignments", "packing", "clustering", "writing"}
     assert all(done <= total for done, total, _ in calls)
     assert (10, 10, "packing") in calls
-
-
-def test_the_same_files_elsewhere_make_the_same_bytes(files: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
-    moved = tmp_path / "elsewhere/deeper"
-    moved.mkdir(parents=True)
     for name in ("structures", "msas"):
-        shutil.copytree(files / name, moved / name)  # with their times
-    packed(moved)
-    assert contents(moved / "store") == whole
+        shutil.copytree(files / name, tmp_path / "elsewhere/deeper" / name)  # with their times
+    packed(tmp_path / "elsewhere/deeper")
+    assert contents(tmp_path / "elsewhere/deeper/store") == whole
 
 
 @pytest.mark.slow
@@ -72,19 +55,21 @@ def test_a_dask_cluster_makes_the_same_bytes(files: Path, whole: dict[str, bytes
     assert contents(files / "store") == whole
 
 
-def test_parts_make_the_same_bytes(files: Path, whole: dict[str, bytes]) -> None:
+def test_parts_make_the_same_bytes_and_report_what_they_did(files: Path, whole: dict[str, bytes]) -> None:
     for count in (2, 3):
         parts = parts_of(files, count, f"store{count}")
         report = merge(parts[::-1], files / f"store{count}")
         assert contents(files / f"store{count}") == whole
         assert all(part.exists() for part in parts)
-        assert not report.finished_before
         again = merge(parts, files / f"store{count}")
-        assert again.finished_before
+        assert (report.finished_before, again.finished_before) == (False, True)
         assert again.entries == report.entries
+        reports = [packed(files, f"store{count}", part=JobPart(n, count)) for n in range(1, count + 1)]  # nothing to do
+        done = sorted(entry.name for report in reports for entry in report.kept if "gz" not in entry.file)
+        assert done == ["1mut_A", "1non_A", "1one_A", "1one_B", "1one_C", "1two_A"]
 
 
-def test_parts_that_do_not_belong_together(files: Path) -> None:
+def test_parts_that_do_not_belong_together(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, two = parts_of(files, 2)
     other = parts_of(files, 2, "other", options=PackOptions(min_length=12, require_msa=True))
     (third,) = parts_of(files, 1, "third")
@@ -94,6 +79,7 @@ def test_parts_that_do_not_belong_together(files: Path) -> None:
         ([one, other[1]], r"belongs to another store than .*\(it differs in --min-length, --require-msa\)"),
         ([one, two, third], r"is part 1/1, .* is 1/2; give the parts of one run"),
         ([one, files / "msas"], r"msas: not a part of a store"),
+        ([stopped(files, monkeypatch)], r"part 1/1 is unfinished; repeat its command"),
     ):
         with pytest.raises(UserError, match=message):
             merge(parts, files / "store")
@@ -103,36 +89,27 @@ def test_parts_that_do_not_belong_together(files: Path) -> None:
         merge(other, files / "store")
 
 
-def test_a_finished_store_is_left_as_it_is(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_store_and_what_is_none_are_left_as_they_are(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = packed(files)
     before = contents(files / "store")
     monkeypatch.setattr(packing, "_fill", lambda *_: pytest.fail("work was done"))
     again = packed(files)
-    assert again.finished_before
-    assert not first.finished_before
-    assert again.entries == first.entries
-    assert again.unused == first.unused
+    assert (first.finished_before, again.finished_before) == (False, True)
+    assert (again.entries, again.unused) == (first.entries, first.unused)
     for change, message in (
         (lambda: packed(files, options=PackOptions(min_length=11)), "--min-length"),
         (lambda: pack([files / "structures"], [], files / "store"), "alignments files"),
         (lambda: pack([files / "structures/1one.cif"], [files / "msas"], files / "store"), "structures files"),
-        (lambda: _touch(files / "structures/1one.cif") or packed(files), "structures files"),
+        (lambda: os.utime(files / "structures/1one.cif", ns=(1, 1)) or packed(files), "structures files"),
     ):
         with pytest.raises(UserError, match=rf"exists already, packed from other .*\({message}\); remove it"):
             change()
     assert contents(files / "store") == before
-
-
-def _touch(file: Path) -> None:
-    os.utime(file, ns=(1, 1))
-
-
-def test_what_is_no_store_is_never_overwritten(files: Path) -> None:
-    (files / "store").mkdir()
-    (files / "store/precious").touch()
-    with pytest.raises(UserError, match=r"store: exists already; remove it, or choose another name"):
-        packed(files)
-    assert [file.name for file in (files / "store").iterdir()] == ["precious"]
+    (files / "other").mkdir()
+    (files / "other/precious").touch()
+    with pytest.raises(UserError, match=r"other: exists already; remove it, or choose another name"):
+        packed(files, "other")
+    assert [file.name for file in (files / "other").iterdir()] == ["precious"]
 
 
 def test_a_killed_run_continues(files: Path, whole: dict[str, bytes]) -> None:
@@ -157,48 +134,30 @@ packed(Path({str(files)!r}), progress=progress)
     assert not part_path(files / "store", JobPart(1, 1)).exists()
 
 
-def _stopped(files: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The part of a run that was stopped when all jobs were done."""
-    with monkeypatch.context() as patch:
-        patch.setattr(PartWriter, "finish", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            packed(files)
-    return part_path(files / "store", JobPart(1, 1))
-
-
-def _interrupt(_: PartWriter) -> None:
-    raise KeyboardInterrupt
-
-
 def test_whatever_a_kill_leaves_of_a_part_the_store_is_the_same(
     files: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pack_jobs, "IsolatedProcess", Here)  # a process for each is slow
-    part = _stopped(files, monkeypatch)
-    good = {name: (part / name).read_bytes() for name in ("journal", "records")}
+    part = stopped(files, monkeypatch)
+    good = {name: (part / name).read_bytes() for name in ("plan.json", "journal", "records")}
     rng = random.Random(0)
     cuts = {name: [0, 1, len(data) - 1, len(data), *rng.sample(range(len(data)), 4)] for name, data in good.items()}
     endings = [b"", b"\0" * 100, b'00000000 ["structure x",1,[],0]\n']
-    for journal, records in zip(cuts["journal"], rng.sample(cuts["records"], 8)):
+
+    def goes_on(journal: bytes, records: bytes) -> bool:
         part.mkdir(exist_ok=True)
-        (part / "plan.json").write_text(_plan(files))
-        (part / "journal").write_bytes(good["journal"][:journal] + rng.choice(endings))
-        (part / "records").write_bytes(good["records"][:records] + rng.choice(endings))
+        for name, data in {**good, "journal": journal, "records": records}.items():
+            (part / name).write_bytes(data)
         packed(files)
-        assert contents(files / "store") == whole, (journal, records)
+        same = contents(files / "store") == whole
         shutil.rmtree(files / "store")
+        return same
+
+    for journal, records in zip(cuts["journal"], rng.sample(cuts["records"], 8)):
+        torn = good["journal"][:journal] + rng.choice(endings), good["records"][:records] + rng.choice(endings)
+        assert goes_on(*torn), (journal, records)
     place = len(good["records"]) // 2  # damage in the middle: what follows is made again
-    part.mkdir(exist_ok=True)
-    (part / "plan.json").write_text(_plan(files))
-    (part / "journal").write_bytes(good["journal"])
-    (part / "records").write_bytes(good["records"][:place] + b"\xff\x00" + good["records"][place + 2 :])
-    packed(files)
-    assert contents(files / "store") == whole
-
-
-def _plan(files: Path) -> str:
-    inputs = packing.find_inputs([files / "structures"], [files / "msas"])
-    return json.dumps({"format": "warpfold-part", "version": VERSION, **inputs.manifest(PackOptions(), JobPart(1, 1))})
+    assert goes_on(good["journal"], good["records"][:place] + b"\xff\x00" + good["records"][place + 2 :])
 
 
 def test_a_kill_while_the_store_is_written(
@@ -223,7 +182,10 @@ def test_a_kill_while_the_store_is_written(
 
 
 def test_an_unfinished_run_with_other_options_is_refused(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _stopped(files, monkeypatch)
+    part = part_path(files / "store", JobPart(1, 1))
+    part.mkdir()
+    (part / "plan.json").write_text("killed here")  # before it did anything: it binds nobody
+    stopped(files, monkeypatch)
     with pytest.raises(
         UserError, match=r"part-1-of-1: an unfinished run with other .*\(--max-single, structures files"
     ):
@@ -232,24 +194,7 @@ def test_an_unfinished_run_with_other_options_is_refused(files: Path, monkeypatc
         patch.setattr(packing_inputs, "__version__", "9.9")
         with pytest.raises(UserError, match=r"\(WarpFold .*, not 9\.9\)"):
             packed(files)
-    packed(files)
-    assert list(Store(files / "store").verify()) == []
 
-
-def test_a_run_that_did_nothing_yet_binds_nobody(files: Path) -> None:
-    part = part_path(files / "store", JobPart(1, 1))
-    part.mkdir()
-    (part / "plan.json").write_text("killed here")
-    packed(files, options=PackOptions(min_length=12))
-    assert list(Store(files / "store").verify()) == []
-
-
-def test_an_unfinished_part_is_not_merged(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"part 1/1 is unfinished; repeat its command"):
-        merge([_stopped(files, monkeypatch)], files / "store")
-
-
-def test_two_runs_at_a_time(files: Path) -> None:
     def second(done: int, total: int, stage: str) -> None:
         with pytest.raises(UserError, match="another process is writing"):
             packed(files)
@@ -280,9 +225,157 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(
     assert contents(files / "store") == whole
 
 
-def test_a_part_reports_what_it_did(files: Path) -> None:
-    reports: list[PackReport] = [packed(files, part=JobPart(number, 2)) for number in (1, 2)]
-    assert all(report.kept for report in reports)
-    done = {entry.name for report in reports for entry in report.kept}
-    assert done == {"1mut_A", "1non_A", "1one_A", "1one_B", "1one_C", "1two_A"}
-    assert packed(files, part=JobPart(1, 2)).entries == reports[0].entries  # again: nothing to do
+# ---- a run that continues with other inputs
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The structure files that are read from here on."""
+    read: list[str] = []
+    whole = packing.read_chains
+    monkeypatch.setattr(
+        packing, "read_chains", lambda job: read.append(job[0].name.partition("/")[2]) or whole(job)
+    )  # fmt: skip
+    return read
+
+
+CHANGES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "one structure more": (lambda f: structure(f / "structures/9new.cif", chain("A", TWO[::-1])), ["9new.cif"]),
+    "a copy less": (lambda f: (f / "structures/1one.cif").unlink(), []),
+    "a structure changed": (
+        lambda f: structure(f / "structures/1mut.cif", chain("A", "C" + ONE[1:], shift=9.0)),
+        ["1mut.cif"],
+    ),
+    "one alignment more, of a chain's name": (lambda f: alignment(f / "msas/1mut_A.a3m", "C" + ONE[1:]), ["1mut.cif"]),
+    "one alignment more, of nobody": (lambda f: alignment(f / "msas/x.a3m", "W" * 30), []),
+    "one alignment less": (
+        lambda f: (f / "msas/1two/hits.a3m").unlink(),
+        ["1one.cif", "1one.cif.gz", "deep/1two.cif"],
+    ),
+    "an alignment changed": (
+        lambda f: alignment(f / "msas/1two/hits.a3m", TWO, TWO[::-1], TWO),
+        ["1one.cif", "1one.cif.gz", "deep/1two.cif"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_continues_with_other_inputs_as_if_they_had_been_there_before(
+    files: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    stopped(files, monkeypatch)
+    change, again = CHANGES[name]
+    change(files)
+    read = count_reads(monkeypatch)
+    packed(files)
+    assert sorted(read) == sorted(again)
+    packed(files, "fresh")
+    assert contents(files / "store") == contents(files / "fresh")
+
+
+def test_templates_that_come_or_go_make_what_looked_for_them_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, sequence in (("1one", ONE), ("1two", TWO)):
+        structure(tmp_path / f"structures/{name}.cif", chain("A", sequence))
+    alignment(tmp_path / "msas/1one_A/bfd.a3m", ONE, ONE[::-1])
+    alignment(tmp_path / "msas/1one_A/hmmsearch.a3m", ONE).write_text(f">9tem_A/1-30 mol:protein\nC{ONE[1:]}\n")
+    stopped(tmp_path, monkeypatch, hits=[tmp_path / "msas"])
+    structure(tmp_path / "structures/9tem.cif", chain("A", "C" + ONE[1:]), released="2000-01-01")
+    read = count_reads(monkeypatch)
+    packed(tmp_path, hits=[tmp_path / "msas"])
+    assert sorted(read) == ["1one.cif", "9tem.cif"]
+    monkeypatch.undo()
+    packed(tmp_path, "fresh", hits=[tmp_path / "msas"], workers=2)
+    assert contents(tmp_path / "store") == contents(tmp_path / "fresh")
+    assert Store(tmp_path / "store").column("templates")[0] == 1
+
+
+def test_a_finished_part_continues_with_other_inputs(files: Path) -> None:
+    two = JobPart(1, 2), JobPart(2, 2)
+    packed(files, part=two[0])
+    structure(files / "structures/9new.cif", chain("A", TWO[::-1]))
+    packed(files, part=two[1])
+    parts = [part_path(files / "store", part) for part in two]
+    with pytest.raises(UserError, match="structures files"):
+        merge(parts, files / "store")
+    packed(files, part=two[0])
+    merge(parts, files / "store")
+    packed(files, "fresh")
+    assert contents(files / "store") == contents(files / "fresh")
+
+
+# ---- what parts share
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes in Linux's /proc")
+@pytest.mark.parametrize("named", [True, False])
+def test_a_task_of_a_job_array_reads_its_share_of_the_alignments(tmp_path: Path, named: bool) -> None:
+    """Stockholm files, which must be read whole for their queries.  Where names do not tell whose they are, the first
+    of these tasks, which run one after another, reads them all, and the others find them read."""
+    count, sizes, overhead = 4, {}, 300_000  # bytes of plans, answers and modules
+    for number in range(16):
+        sequence = ONE[number:] + TWO + ONE[:number]
+        structure(tmp_path / f"structures/{number:02d}ab.cif", chain("A", sequence))
+        path = tmp_path / "msas" / (f"{number:02d}ab_A" if named else f"x{number}") / "bfd.sto"
+        path.parent.mkdir(parents=True)
+        rows = "".join(f"r{i} {sequence[::-1]}\n" for i in range(3000))
+        path.write_text(f"# STOCKHOLM 1.0\n\nq {sequence}\n{rows}//\n")
+        sizes[f"{number:02d}ab_A"] = path.stat().st_size
+    packed(tmp_path, "whole")
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+    read, share = [], []
+    for number in range(1, count + 1):
+        before = bytes_read()
+        report = packed(tmp_path, part=JobPart(number, count))
+        read.append(bytes_read() - before)
+        share.append(sum(sizes[entry.name] for entry in report.kept))
+    total = sum(sizes.values())
+    assert sum(share) == total
+    if named:  # for its query, and to be packed
+        assert all(2 * own <= by <= 2 * own + overhead for own, by in zip(share, read)), (share, read)
+    else:
+        assert sum(read) <= 2 * total + count * overhead
+        assert read[0] <= total + share[0] + overhead
+        assert all(by <= own + overhead for own, by in zip(share[1:], read[1:])), (share, read)
+    merge([part_path(tmp_path / "store", JobPart(n, count)) for n in range(1, count + 1)], tmp_path / "store")
+    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
+
+
+def test_queries_of_parts_with_other_options_are_not_taken(files: Path, whole: dict[str, bytes]) -> None:
+    packed(files, part=JobPart(1, 2), options=PackOptions(max_file_gb=1e-9))  # in which no alignment has a query
+    packed(files, part=JobPart(2, 2))
+    part = part_path(files / "store", JobPart(1, 2))
+    shutil.rmtree(part)
+    packed(files, part=JobPart(1, 2))
+    merge([part, part_path(files / "store", JobPart(2, 2))], files / "store")
+    assert contents(files / "store") == whole
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in Linux's /proc")
+def test_parts_hold_no_file_open_and_may_be_many(files: Path) -> None:
+    """A thousand tasks have more parts than a process may have files."""
+    packed(files, part=JobPart(1, 1))
+    before = len(os.listdir("/proc/self/fd"))
+    opened = [PartFolder(part_path(files / "store", JobPart(1, 1))) for _ in range(8)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert opened[0].structures()
+    assert packed(files, part=JobPart(1, 10**15)).entries == []
+
+
+def test_records_beyond_what_one_read_gives_are_whole(
+    files: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux reads at most 0x7ffff000 bytes at a time; here 100."""
+    records = stopped(files, monkeypatch) / "records"
+    size = records.stat().st_size
+    capped = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, offset: capped(file, min(size, 100), offset))
+    read = count_reads(monkeypatch)
+    stopped(files, monkeypatch)
+    assert (read, records.stat().st_size) == ([], size)
+    packed(files)
+    assert contents(files / "store") == whole
+    assert list(Store(files / "store").verify()) == []
