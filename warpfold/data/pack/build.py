@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.batch import Arrays
 from warpfold.data.example.hits import Hit, parse_hits
 from warpfold.data.example.raw_example import CA, Templates, check_map, from_chain
 from warpfold.data.example.templates import count_refusals, templates_from_hits
@@ -140,8 +139,9 @@ def drop_reason(options: PackOptions, structure: Structure, chain: Chain) -> str
 def _entry(structure: Structure, part: str, file: InputFile, joint: str = "_") -> PackEntry:
     """Begin the entry of a chain or an assembly of a structure."""
     released = None if structure.release_date is None else structure.release_date.isoformat()
-    about = {"resolution": structure.resolution, "release_date": released, "method": structure.method}
-    return PackEntry(f"{structure.id}{joint}{part}", file.name, kept=False, **about)
+    entry = PackEntry(f"{structure.id}{joint}{part}", file.name, kept=False, resolution=structure.resolution)
+    entry.release_date, entry.method = released, structure.method
+    return entry
 
 
 def build(job: BuildJob) -> BuiltChains:
@@ -218,7 +218,7 @@ def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> 
     return [alignment], notes
 
 
-def _atoms(chain: Chain, options: PackOptions) -> Arrays:
+def _atoms(chain: Chain, options: PackOptions) -> dict[str, np.ndarray]:
     """Return a chain's atoms to store; with assemblies also the CA alone, which a crop needs of all chains."""
     arrays = {"positions": chain.positions.astype(np.float32), "mask": (chain.mask > 0).astype(np.uint8)}
     return arrays | ({"ca": arrays["positions"][:, CA]} if options.has_assemblies else {})
