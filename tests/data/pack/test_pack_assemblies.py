@@ -277,13 +277,13 @@ def test_features_from_the_store_are_those_from_memory(files: Path, spatial: flo
     store = Store(files / "store")
     stored = read_assembly(store, "2sym-assembly1")
     for one in stored.chains:
-        found, raw = one.ca_positions(), one.take(0, one.length)
+        found, raw = one.ca_positions(), one.take(slice(None))
         assert found is not None
         assert raw.positions is not None
         assert "ca" in store.record(raw.name).arrays
         np.testing.assert_array_equal(found[0], raw.positions[:, ATOM_ORDER["CA"]])
     memory = Assembly(
-        stored.name, stored.ids, tuple(chain.take(0, chain.length) for chain in stored.chains), stored.operators
+        stored.name, stored.ids, tuple(chain.take(slice(None)) for chain in stored.chains), stored.operators
     )
     config = SampleConfig(crop=40, max_msa=4, max_extra=4, spatial_fraction=spatial, interface_distance=100.0)
     for step in range(3):

@@ -221,7 +221,9 @@ def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> 
 def _atoms(chain: Chain, options: PackOptions) -> dict[str, np.ndarray]:
     """Return a chain's atoms to store; with assemblies also the CA alone, which a crop needs of all chains."""
     arrays = {"positions": chain.positions.astype(np.float32), "mask": (chain.mask > 0).astype(np.uint8)}
-    return arrays | ({"ca": arrays["positions"][:, CA]} if options.has_assemblies else {})
+    if options.has_assemblies:
+        arrays["ca"] = arrays["positions"][:, CA]
+    return arrays
 
 
 def _templates(
