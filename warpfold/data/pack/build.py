@@ -220,7 +220,8 @@ def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> 
 
 def _atoms(chain: Chain, options: PackOptions) -> dict[str, np.ndarray]:
     """Return a chain's atoms to store; with assemblies also the CA alone, which a crop needs of all chains."""
-    arrays = {"positions": chain.positions.astype(np.float32), "mask": (chain.mask > 0).astype(np.uint8)}
+    arrays: dict[str, np.ndarray] = {"positions": chain.positions.astype(np.float32)}
+    arrays["mask"] = (chain.mask > 0).astype(np.uint8)
     if options.has_assemblies:
         arrays["ca"] = arrays["positions"][:, CA]
     return arrays
