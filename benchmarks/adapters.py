@@ -119,12 +119,11 @@ def compare(make: Callable[[int], tuple[Any, tuple[Any, ...], dict[str, Any]]], 
     for name, times in found.items():
         if times.failed:
             raise RuntimeError(f"{name}: {times.failed}")
-        forward, training, backward = (times.median(which) for which in ("forward", "training", "backward"))
+        forward, both = times.median("forward"), times.median("training", "backward")
         assert forward is not None
-        assert training is not None
-        assert backward is not None
-        figures[name] = {"forward": round(forward, 4), "both": round(training + backward, 4)}
-        figures[name] |= {"forward_mib": (times.forward_peak or 0) >> 20, "both_mib": (times.backward_peak or 0) >> 20}
+        assert both is not None
+        figures[name] = {"forward": round(forward, 4), "both": round(both, 4)}
+        figures[name] |= {f"{which}_mib": times.peaks.get(which, 0) >> 20 for which in ("forward", "both")}
     theirs_took, ours_took = figures["theirs"], figures["ours"]
     figures["times as fast"] = {key: round(theirs_took[key] / ours_took[key], 2) for key in ("forward", "both")}
     figures["peak, ours of theirs"] = round(ours_took["both_mib"] / max(theirs_took["both_mib"], 1), 2)

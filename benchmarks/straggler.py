@@ -10,20 +10,146 @@ import datetime
 import json
 import os
 import platform
-from dataclasses import replace
+import statistics
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from warpfold.batch import Arrays
+from warpfold.bench.data import INITIAL, footprint
+from warpfold.data.load.loader import Loader, Quarantine
+from warpfold.data.load.order import Order, Source
+from warpfold.data.load.schedule import Schedule, State
+from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.keyed import keyed_rng
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A simulated run, times in seconds; `slow_share` of the examples take `slow_factor` times as long to make."""
+
+    ranks: int = 8
+    steps: int = 200
+    step: float = 0.1  # computing, on every rank
+    making: float = 0.2  # an example that is not slow
+    slow_share: float = 0.05
+    slow_factor: float = 10.0
+    recycles: int = 3  # at most; drawn for each step, as only examples with equally many passes change places
+    workers: int = 8
+    ahead: int = 4
+    window: int = 32
+    examples: int = 480  # of an epoch
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Sleeper:
+    """A maker of examples that only sleeps."""
+
+    case: Simulation
+
+    def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
+        """Return a nearly empty example, after the time that making a real one takes."""
+        slow = keyed_rng(self.case.seed, "slow", index).random() < self.case.slow_share
+        time.sleep(self.case.making * (self.case.slow_factor if slow else 1))
+        return {"aatype": np.zeros(1, np.int64)}
+
+
+def straggler(case: Simulation) -> dict[str, Any]:
+    """Return seconds per step without slow examples, with them, and with all examples in order, one run each.
+
+    A step begins when every rank has its example: a barrier.
+    """
+    without, in_order = replace(case, slow_share=0.0), replace(case, window=0)
+    runs = {"without slow examples": without, "window": case, "in order": in_order}
+    seconds = {name: simulate(each) for name, each in runs.items()}
+    base = statistics.mean(seconds["without slow examples"])
+    return {
+        "case": asdict(case),
+        "results": {
+            name: {
+                "seconds_per_step": round(statistics.mean(found), 4),
+                "against_without": round(statistics.mean(found) / base, 3),
+                "slowest_step": round(max(found), 3),
+            }
+            for name, found in seconds.items()
+        },
+    }
+
+
+def epoch_gap(case: Simulation) -> dict[str, Any]:
+    """Return the seconds that an epoch's first step waits: with processes that go on, and with new ones each time."""
+    case = replace(case, ranks=1, slow_share=0.0, examples=20, steps=100)
+    warm = case.workers * case.ahead
+    seconds = simulate(case)
+    going_on = [seconds[step - warm] for step in range(warm, warm + case.steps) if step % case.examples == 0]
+    anew = [simulate(replace(case, steps=1), warm=0)[0] for _ in going_on]
+    return {
+        "examples": case.examples,
+        "going_on": round(statistics.median(going_on) - case.step, 4),
+        "anew": round(statistics.median(anew) - case.step, 4),
+    }
+
+
+def simulate(case: Simulation, warm: int | None = None) -> list[float]:
+    """Return the seconds of each step after the first `warm` ones (by default as many as are made ahead)."""
+    warm = case.workers * case.ahead if warm is None else warm
+    begin = threading.Barrier(case.ranks)
+    ends: list[float] = []
+
+    def run(rank: int, loader: Loader) -> None:
+        """Take all steps of a rank; if it fails, break the barrier so that the others do not wait for it."""
+        with ExitStack() as unless_done:
+            unless_done.callback(begin.abort)
+            for _ in loader:
+                begin.wait()
+                time.sleep(case.step)
+                if rank == 0:
+                    ends.append(time.perf_counter())
+            unless_done.pop_all()
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        with StoreWriter(Path(folder) / "store") as writer:
+            for number in range(case.examples):
+                writer.add(f"e{number}", pack_record({"aatype": np.zeros(1, np.uint8)}, {}), {"length": 1})
+            writer.finish()
+        order = Order([Source(Store(Path(folder) / "store"))], case.seed)
+        ends.append(time.perf_counter())
+        loaders = [stack.enter_context(_loader(case, order, rank, case.steps + warm)) for rank in range(case.ranks)]
+        pool = stack.enter_context(ThreadPoolExecutor(case.ranks))
+        for done in [pool.submit(run, rank, loader) for rank, loader in enumerate(loaders)]:
+            done.result()
+    return np.diff(ends)[warm:].tolist()
+
+
+def _loader(case: Simulation, order: Order, rank: int, steps: int) -> Loader:
+    def passes(step: int) -> int:
+        return 1 + int(keyed_rng(case.seed, "recycles", step).integers(case.recycles + 1))
+
+    return Loader(
+        order,
+        Sleeper(case),
+        Schedule(State(), steps, case.ranks, rank, case.ranks),
+        Quarantine(0),
+        passes=passes,
+        workers=case.workers,
+        ahead=case.ahead,
+        window=case.window,
+    )
 
 
 def measure(store: Path | None) -> dict[str, Any]:
     """Measure everything, and print the figures as they come."""
-    from warpfold.bench.data import Simulation, epoch_gap, footprint, straggler
-    from warpfold.data.features.choose import SampleConfig
-    from warpfold.data.store.store import Store
-
     found: dict[str, Any] = {}
-    if store is not None:  # first of all: the libraries are not loaded yet where processes are forked
-        found["footprint"] = footprint(Store(store), SampleConfig(crop=256, max_msa=128, max_extra=1024))
+    if store is not None:
+        found["footprint"] = footprint(Store(store), INITIAL)
         print("processes:", found["footprint"])
     found["straggler"] = []
     print(f"{'made ahead per worker':24}{'order':24}{'s per step':>12}{'relative':>10}{'slowest':>9}")

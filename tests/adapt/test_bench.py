@@ -85,7 +85,7 @@ def test_a_frozen_model_has_one_pass_and_what_is_slower_says_so(here: Path, monk
     given = foreign_model("mine_to_bench:frozen", None, torch.device("cpu"))
 
     def measured(ways: object, *_: object) -> dict[str, Times]:
-        return {"before": Times([1.0]), "after": Times([1.25])}
+        return {"before": Times({"forward": [1.0]}), "after": Times({"forward": [1.25]})}
 
     monkeypatch.setattr("warpfold.adapt.bench.measure", measured)
     rows = bench_foreign(given, torch.device("cpu"), only=["attention"])["rows"]

@@ -14,10 +14,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import driver as nvidia
 
+from benchmarks import gpu_ahead as ahead
+from benchmarks.gpu_ahead import AheadJob, compile_share, compile_shares, recorded_launches
 from tests.helpers import tiny_config
 from tests.ops.triton.model_launches import one_block
-from warpfold.bench import ahead
-from warpfold.bench.ahead import AheadJob, compile_share, compile_shares, recorded_launches
 from warpfold.bench.kernels import Workload
 from warpfold.check.sizes import shapes
 from warpfold.cost.example import ExampleSizes, ModelBench

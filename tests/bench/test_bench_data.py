@@ -1,17 +1,18 @@
-"""`bench data`: every figure is there, of the user's own store, and sources that are not the store's are refused."""
+"""`bench data`: every figure is there, of the user's own store; our bench of simulated ranks runs the real loader."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from warpfold.bench.data import Simulation, bench_data, rows, source_files, spread_out
+from benchmarks.straggler import Simulation, epoch_gap, simulate, straggler
+from warpfold.bench.data import bench_data, rows, source_files, spread_out
 from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
 from warpfold.data.synthetic.folder import generate
 from warpfold.errors import UserError
 
-FAST = Simulation(ranks=2, steps=4, step=0.002, making=0.002, workers=1, ahead=2, window=2, examples=10)
+CASE = Simulation(ranks=2, steps=6, step=0.002, making=0.002, slow_share=0.3, workers=1, ahead=2, window=4, examples=5)
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +25,20 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, Path]:
 
 def test_all_is_measured(packed: tuple[Store, Path]) -> None:
     store, folder = packed
-    found = bench_data(store, folder, entries=2, case=FAST)
+    found = bench_data(store, folder, entries=2)
     json.dumps(found, allow_nan=False)
     figures = found["features"]["1 pass"]
     assert figures["store, exact"] > figures["source files, exact"] > 0
-    assert set(found["straggler"]) == {"without slow examples", "window", "in order"}
+    if Path("/proc/self/smaps_rollup").exists():
+        assert found["processes"]["workers"] == 2
+        assert 0 < found["processes"]["private_mib"] <= found["processes"]["proportional_mib"] < 200
     assert found["size"]["source files MB"] > 0
     assert len(found["pack"]) >= 2
-    assert len(rows(found)) > 20
+    assert len(rows(found)) > 15
 
 
 def test_without_sources_what_needs_them_is_not_measured(packed: tuple[Store, Path]) -> None:
-    found = bench_data(packed[0], entries=2, case=FAST)
+    found = bench_data(packed[0], entries=2)
     assert "pack" not in found
     assert found["features"]["1 pass"]["source files, exact"] is None
     assert "not measured" in {figure for *_, figure in rows(found)}
@@ -52,3 +55,13 @@ def test_entries_are_spread_over_depths(packed: tuple[Store, Path]) -> None:
 def test_sources_of_another_store_are_refused(packed: tuple[Store, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--sources"):
         source_files(packed[0], tmp_path, packed[0].keys[:1])
+
+
+def test_simulated_ranks_take_the_time_that_they_compute() -> None:
+    seconds = simulate(CASE)
+    assert len(seconds) == 6
+    assert min(seconds) >= 0.002
+    found = straggler(CASE)["results"]
+    assert set(found) == {"without slow examples", "window", "in order"}
+    assert found["without slow examples"]["against_without"] == 1
+    assert epoch_gap(CASE)["anew"] > 0, "processes that begin anew are waited for"

@@ -18,7 +18,8 @@ from tests.recorder import OperationRecorder
 from tests.test_cli import refused, run
 from warpfold import device
 from warpfold.bench import model as bench_model
-from warpfold.bench.model import OPENFOLD, PASSES, WAYS, bench_block, bench_step, block_flops, step_counts, table
+from warpfold.bench.model import COLUMNS, OPENFOLD, PASSES, WAYS, bench_block, bench_step, block_flops, step_counts
+from warpfold.bench.ops import table
 from warpfold.cost.example import BlockSizes, ExampleSizes, ModelBench, RandomBlock, TrainingStep
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig
@@ -118,7 +119,7 @@ def test_a_row_for_each_way_and_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["host_ms"] is None  # a CPU queues nothing
     assert [row["wall_ms"] is None for row in seen[:4]] == [False, True, True, False]
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert len(table(found["rows"])) == 9
+    assert len(table(found["rows"], COLUMNS)[1]) == 9
 
 
 def test_a_way_that_fails_says_why_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

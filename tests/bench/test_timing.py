@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from warpfold.bench import timing
-from warpfold.bench.timing import CudaTimer, Subject, Times, kernels_launched, measure, wall_times
+from warpfold.bench.timing import CudaTimer, Subject, Times, Whole, kernels_launched, measure
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def test_only_what_runs_between_two_marks_counts(queue: list[str]) -> None:
         *("busy", "mark", "forward", "mark", "wait"),
         *("busy", "mark", "forward", "mark", "backward", "backward", "mark", "wait"),
     ]
-    assert (times.forward, times.training, times.backward) == ([2e-3], [2e-3], [3e-3])
-    assert clock.queueing["it"] > 0
+    assert times.seconds == {"forward": [2e-3], "training": [2e-3], "backward": [3e-3]}
+    assert not times.wall
 
 
 def test_a_clock_is_calibrated_when_it_is_warm(monkeypatch: pytest.MonkeyPatch, queue: list[str]) -> None:
@@ -89,21 +89,29 @@ def test_a_run_that_the_device_began_too_early_is_counted(queue: list[str]) -> N
     assert times.late == 0
     queue.append("late")
     clock.once(one, times)
-    assert (times.late, len(times.forward)) == (1, 2)
+    assert (times.late, times.repeats) == (1, 2)
 
 
-def test_walls_are_taken_in_turns_and_prepared_outside_of_the_clock() -> None:
+def test_what_is_timed_as_a_whole_takes_turns_and_is_prepared_outside_of_the_clock() -> None:
     order: list[str] = []
 
     def wrong() -> None:
         raise RuntimeError("no such kernel\nmore")
 
-    runs = {"a": lambda: order.append("a"), "wrong": wrong, "b": lambda: order.append("b")}
-    found = wall_times(runs, torch.device("cpu"), repeats=2, prepare=lambda name: order.append(f"for {name}"))
+    ways = [Whole(name, lambda name=name: order.append(name), lambda name=name: order.append(f"for {name}"))  # type: ignore[misc]
+            for name in "ab"]  # fmt: skip
+    found = measure([ways[0], Whole("wrong", wrong), ways[1]], torch.device("cpu"), repeats=2, peaks=False)
     assert order[-8:] == ["for a", "a", "for b", "b"] * 2
-    assert len(found["a"].wall) == len(found["b"].wall) == 2
-    assert found["a"].median("host") is None
+    assert found["a"].median_wall("whole") == (found["a"].median("whole"), None)
     assert found["wrong"].failed == "failed: RuntimeError: no such kernel"
+
+
+def test_on_a_device_the_wall_is_timed_apart(queue: list[str]) -> None:
+    clock, times = CudaTimer(torch.device("cpu"), walls=True), Times()
+    queue.clear()
+    clock.once(Whole("it", lambda: queue.append("run")), times)
+    assert [entry.split()[0] for entry in queue] == ["busy", "mark", "run", "mark", "wait", "wait", "run", "wait"]
+    assert times.wall["whole"][0] >= times.host["whole"][0] > 0
 
 
 def test_a_device_on_which_nothing_was_seen_has_no_count(queue: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,20 +120,20 @@ def test_a_device_on_which_nothing_was_seen_has_no_count(queue: list[str], monke
         kernels_launched(lambda: None, torch.device("cpu"))
 
 
-def test_the_device_is_kept_busy_longer_than_queueing_takes_but_not_for_ever(queue: list[str]) -> None:
+@pytest.mark.parametrize(("seconds", "ours", "whole"), [(1e-3, 2e-3, 2e-3), (10.0, 0.05, 5.0)])
+def test_the_device_is_kept_busy_longer_than_queueing_takes_but_not_for_ever(
+    queue: list[str], seconds: float, ours: float, whole: float
+) -> None:
     clock = CudaTimer(torch.device("cpu"))
-    one = subject(queue)
-    for seconds, expected in ((1e-3, 2e-3), (10.0, 0.05)):
-        clock.queueing["it"] = seconds
+    for one, run, expected in ((subject(queue), "forward", ours), (Whole("it", lambda: None), "whole", whole)):
+        clock.queueing["it", run] = seconds
         queue.clear()
-        clock._ready(one)
-        assert int(queue[-1].split()[1]) == int(clock.cycles_per_second * expected)
+        clock.once(one, Times())
+        assert int(queue[0].split()[1]) == int(clock.cycles_per_second * expected)
 
 
 def test_peaks_are_the_allocators(queue: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    times = Times()
-    CudaTimer(torch.device("cpu")).peaks(subject(queue), times)
-    assert (times.forward_peak, times.backward_peak) == (64, 64)
     monkeypatch.setattr(timing, "CpuTimer", lambda: CudaTimer(torch.device("cpu")))
     found = measure([subject(queue)], torch.device("cpu"), repeats=4)["it"]
-    assert len(found.forward) == len(found.backward) == 4
+    assert found.peaks == {"forward": 64, "both": 64}
+    assert {len(seconds) for seconds in found.seconds.values()} == {4}

@@ -164,9 +164,8 @@ def _rows(name: str, times: Mapping[str, Times], trains: bool) -> list[Row]:
             rows.append(row | {"note": "no parameter wants a gradient"})
             continue
         for way, found in times.items():
-            seconds = [found.median(part) for part in parts]
-            peak = found.forward_peak if which == "forward" else found.backward_peak
-            row[f"{way}_ms"] = None if None in seconds else sum(x or 0.0 for x in seconds) * 1e3
+            seconds, peak = found.median(*parts), found.peaks.get(which)
+            row[f"{way}_ms"] = seconds and seconds * 1e3
             row[f"{way}_mib"] = None if peak is None else peak / 2**20
         if row["before_ms"] and row["after_ms"]:
             row["times_faster"] = row["before_ms"] / row["after_ms"]

@@ -252,14 +252,12 @@ def subject(name: str, run: Callable[[], Any], wanted: list[Tensor]) -> Subject:
 def ratios(theirs: Times, ours: Times) -> LayerSpeed:
     """Return how often faster the second is than the first."""
 
-    def both(times: Times) -> float:
-        return (times.median("training") or 0.0) + (times.median("backward") or 0.0)
-
+    both = [times.median("training", "backward") or 0.0 for times in (theirs, ours)]
     forward = (theirs.median("forward") or 0.0) / max(ours.median("forward") or 0.0, 1e-9)
     memory = None
-    if theirs.backward_peak and ours.backward_peak is not None:
-        memory = ours.backward_peak / theirs.backward_peak
-    return LayerSpeed(forward, both(theirs) / max(both(ours), 1e-9), memory)
+    if theirs.peaks.get("both") and "both" in ours.peaks:
+        memory = ours.peaks["both"] / theirs.peaks["both"]
+    return LayerSpeed(forward, both[0] / max(both[1], 1e-9), memory)
 
 
 def gain(speed: LayerSpeed, plain: bool) -> str:

@@ -11,12 +11,9 @@ import platform
 import random
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,7 @@ import numpy as np
 import torch
 
 from warpfold import __version__
-from warpfold.batch import Arrays, to_tensors
+from warpfold.batch import to_tensors
 from warpfold.data.example.raw_example import RawExample, from_chain
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
@@ -33,126 +30,11 @@ from warpfold.data.formats.alignment import read_alignment
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.order import Order, Source
 from warpfold.data.load.schedule import Schedule, State
-from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import chain_keys
 from warpfold.data.store.stored_example import StoredExample
 from warpfold.errors import UserError
-from warpfold.keyed import keyed_rng
 from warpfold.progress import Progress, no_progress
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """A simulated run, times in seconds; `slow_share` of the examples take `slow_factor` times as long to make."""
-
-    ranks: int = 8
-    steps: int = 200
-    step: float = 0.1  # computing, on every rank
-    making: float = 0.2  # an example that is not slow
-    slow_share: float = 0.05
-    slow_factor: float = 10.0
-    recycles: int = 3  # at most; drawn for each step, as only examples with equally many passes change places
-    workers: int = 8
-    ahead: int = 4
-    window: int = 32
-    examples: int = 480  # of an epoch
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Sleeper:
-    """A maker of examples that only sleeps."""
-
-    case: Simulation
-
-    def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
-        """Return a nearly empty example, after the time that making a real one takes."""
-        slow = keyed_rng(self.case.seed, "slow", index).random() < self.case.slow_share
-        time.sleep(self.case.making * (self.case.slow_factor if slow else 1))
-        return {"aatype": np.zeros(1, np.int64)}
-
-
-def straggler(case: Simulation) -> dict[str, Any]:
-    """Return seconds per step without slow examples, with them, and with all examples in order, one run each.
-
-    A step begins when every rank has its example: a barrier.
-    """
-    without, in_order = replace(case, slow_share=0.0), replace(case, window=0)
-    runs = {"without slow examples": without, "window": case, "in order": in_order}
-    seconds = {name: simulate(each) for name, each in runs.items()}
-    base = statistics.mean(seconds["without slow examples"])
-    return {
-        "case": asdict(case),
-        "results": {
-            name: {
-                "seconds_per_step": round(statistics.mean(found), 4),
-                "against_without": round(statistics.mean(found) / base, 3),
-                "slowest_step": round(max(found), 3),
-            }
-            for name, found in seconds.items()
-        },
-    }
-
-
-def epoch_gap(case: Simulation) -> dict[str, Any]:
-    """Return the seconds that an epoch's first step waits: with processes that go on, and with new ones each time."""
-    case = replace(case, ranks=1, slow_share=0.0, examples=20, steps=100)
-    warm = case.workers * case.ahead
-    seconds = simulate(case)
-    going_on = [seconds[step - warm] for step in range(warm, warm + case.steps) if step % case.examples == 0]
-    anew = [simulate(replace(case, steps=1), warm=0)[0] for _ in going_on]
-    return {
-        "examples": case.examples,
-        "going_on": round(statistics.median(going_on) - case.step, 4),
-        "anew": round(statistics.median(anew) - case.step, 4),
-    }
-
-
-def simulate(case: Simulation, warm: int | None = None) -> list[float]:
-    """Return the seconds of each step after the first `warm` ones (by default as many as are made ahead)."""
-    warm = case.workers * case.ahead if warm is None else warm
-    begin = threading.Barrier(case.ranks)
-    ends: list[float] = []
-
-    def run(rank: int, loader: Loader) -> None:
-        """Take all steps of a rank; if it fails, break the barrier so that the others do not wait for it."""
-        with ExitStack() as unless_done:
-            unless_done.callback(begin.abort)
-            for _ in loader:
-                begin.wait()
-                time.sleep(case.step)
-                if rank == 0:
-                    ends.append(time.perf_counter())
-            unless_done.pop_all()
-
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        with StoreWriter(Path(folder) / "store") as writer:
-            for number in range(case.examples):
-                writer.add(f"e{number}", pack_record({"aatype": np.zeros(1, np.uint8)}, {}), {"length": 1})
-            writer.finish()
-        order = Order([Source(Store(Path(folder) / "store"))], case.seed)
-        ends.append(time.perf_counter())
-        loaders = [stack.enter_context(_loader(case, order, rank, case.steps + warm)) for rank in range(case.ranks)]
-        pool = stack.enter_context(ThreadPoolExecutor(case.ranks))
-        for done in [pool.submit(run, rank, loader) for rank, loader in enumerate(loaders)]:
-            done.result()
-    return np.diff(ends)[warm:].tolist()
-
-
-def _loader(case: Simulation, order: Order, rank: int, steps: int) -> Loader:
-    def passes(step: int) -> int:
-        return 1 + int(keyed_rng(case.seed, "recycles", step).integers(case.recycles + 1))
-
-    return Loader(
-        order,
-        Sleeper(case),
-        Schedule(State(), steps, case.ranks, rank, case.ranks),
-        Quarantine(0),
-        passes=passes,
-        workers=case.workers,
-        ahead=case.ahead,
-        window=case.window,
-    )
 
 
 def footprint(store: Store, config: SampleConfig, workers: int = 4, examples: int = 40) -> dict[str, Any]:
@@ -196,16 +78,14 @@ def bench_data(
     store: Store,
     sources: Path | None = None,
     entries: int = 48,
-    case: Simulation | None = None,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Return all figures of a store, by name.
 
     sources: the folder that holds what the store was packed from; without it, what needs the files is left out.
-    entries: how many, spread over the alignment depths.  case: what the simulated ranks do.
+    entries: how many, spread over the alignment depths.
     Errors: UserError for sources that are not the store's.
     """
-    case = case or Simulation()
     chosen = spread_out(store, entries)
     files = source_files(store, sources, chosen) if sources is not None else {}
     parts: dict[str, Callable[[], Any]] = {
@@ -213,8 +93,6 @@ def bench_data(
         "reading": lambda: reading(store),
         "size": lambda: sizes(store),
         "processes": lambda: footprint(store, INITIAL, workers=2),
-        "straggler": lambda: straggler(case)["results"],
-        "epoch gap": lambda: epoch_gap(case),
     }
     if sources is not None:
         parts["pack"] = lambda: packing(store, sources)

@@ -11,7 +11,7 @@ pass alone, "both" these two, "step" everything from the batch on the device to 
 * launches: on a GPU kernels, copies and fills, as the profiler saw them; elsewhere what a GPU would launch, counted.
 """
 
-import datetime
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from warpfold.bench.ops import Columns, Row, report_of
 from warpfold.bench.peers import compile_unsupported
-from warpfold.bench.timing import Subject, Times, WallTimes, kernels_launched, measure, peak, wall_times
+from warpfold.bench.timing import Subject, Times, Whole, kernels_launched, measure
 from warpfold.cost.example import BlockSizes, ModelBench, RandomBlock, TrainingStep
-from warpfold.cost.launches import LaunchCount, block_launches, counted_products, step_launches
-from warpfold.cost.machine import describe
+from warpfold.cost.launches import block_launches, counted_products, step_launches
 from warpfold.cost.rates import ceilings
 from warpfold.device import find_recorder
 from warpfold.ops.dispatch import Kernels, refusals
@@ -35,13 +35,20 @@ from warpfold.progress import Progress, no_progress
 
 REPEATS = {"cpu": 3, "cuda": 20}
 BUDGET = {"cpu": 60.0, "cuda": 4.0}  # seconds for a way, without its warm-up
-COLUMNS = (
-    "what", "way", "pass", "ms", "times_definition", "wall_ms", "host_ms", "tflops", "share_of_gemm", "peak_mib",
-    "launches", "repeats", "note",
-)  # fmt: skip
+COLUMNS: Columns = {
+    "what": (None, ""), "way": ("way", ""), "pass": ("pass", ""), "ms": ("ms", ".4g"),
+    "times_definition": ("x definition", ".2f"), "wall_ms": ("wall ms", ".4g"), "host_ms": ("host ms", ".4g"),
+    "tflops": ("TFLOP/s", ".3g"), "share_of_gemm": ("of GEMM", ".0%"), "peak_mib": ("MiB", ".0f"),
+    "launches": ("launches", "d"), "repeats": (None, ""), "note": ("", ""),
+}  # fmt: skip
 COUNTED: Mapping[str, Kernels] = {"definition": "definition", "ours": "fast"}  # ways whose launches are counted
-PASSES = ("forward", "training", "backward", "both")
-Row = dict[str, Any]
+# Of a block: the parts that are timed together, and the run whose memory and wall time are those of the pass.
+PASSES = {
+    "forward": (("forward",), "forward"),
+    "training": (("training",), ""),
+    "backward": (("backward",), ""),
+    "both": (("training", "backward"), "both"),
+}
 RowSink = Callable[[Row], None]  # is given each row as soon as it is there
 OPENFOLD = "openfold.model.evoformer"
 
@@ -62,15 +69,11 @@ class ModelWay:
     make: Callable[[BlockSizes, Precision, torch.device], Subject] | None = None
 
     def block(self, sizes: BlockSizes, precision: Precision, device: torch.device) -> Subject:
-        """Return a block as a subject."""
+        """Make a block, as a subject."""
         if self.make is not None:
             return self.make(sizes, precision, device)
         block = RandomBlock(sizes, Plan(precision=precision, **self.changes), device)
         return Subject(self.name, block.forward, block.wanted, block.grads)
-
-    def plan(self, plan: Plan) -> Plan:
-        """Return the plan of a step."""
-        return replace(plan, **{"graph": False, **self.changes})
 
 
 def _graph_unsupported(device: torch.device) -> str | None:
@@ -153,6 +156,41 @@ WAYS = (
 )
 
 
+def _chosen(of: str, ways: Sequence[str], device: torch.device) -> dict[str, tuple[ModelWay, str]]:
+    """Choose ways by name, all by default; with each why it is not timed here, or nothing."""
+    return {
+        way.name: (way, ("" if ways or of == "block" else way.left_out) or way.unsupported_reason(device) or "")
+        for way in WAYS
+        if of in way.of and (not ways or way.name in ways)
+    }
+
+
+def _row(times: Mapping[str, Times], way: str, parts: Sequence[str], run: str, flops: float | None, rate: float) -> Row:
+    """Make the figures of a way: of parts of its runs together, and of the run that is all of them."""
+    found, seconds = times[way], times[way].median(*parts)
+    plain, peak = times.get("definition", Times()).median(*parts), found.peaks.get(run)
+    wall, host = found.median_wall(run)
+    tflops = flops / seconds / 1e12 if flops and seconds else None
+    return {
+        "ms": seconds and seconds * 1e3,
+        "times_definition": plain / seconds if plain and seconds else None,
+        "tflops": tflops,
+        "share_of_gemm": tflops and tflops * 1e12 / rate,
+        "wall_ms": wall and wall * 1e3,
+        "host_ms": host and host * 1e3,
+        "peak_mib": None if peak is None else peak / 2**20,
+        "repeats": found.repeats,
+    }
+
+
+def _launches(run: Callable[[], object], device: torch.device) -> Row:
+    """Count what one run launches on a GPU.  The times stand where nothing was seen: a count of nothing is none."""
+    try:
+        return {"launches": kernels_launched(run, device)}
+    except RuntimeError as error:
+        return {"launches": None, "note": str(error)}
+
+
 def bench_block(
     given: ModelBench,
     device: torch.device,
@@ -166,44 +204,57 @@ def bench_block(
 
     Returns the machine, what it can do, the rows, and what was refused.
     """
-    kind, precision = device.type, given.plan.precision
-    counts = {way: block_launches(given.block, precision, kernels) for way, kernels in COUNTED.items()}
+    kind, precision, what = device.type, given.plan.precision, block_name(given)
+    counts: dict[str, dict[str, int]] = {}
+    for way, kernels in COUNTED.items() if kind != "cuda" else ():
+        of_passes = block_launches(given.block, precision, kernels)
+        counts[way] = {which: sum(of_passes[part].total for part in parts) for which, (parts, _) in PASSES.items()}
     before = refusals()  # what a GPU would refuse does not count
-    chosen = [way for way in WAYS if "block" in way.of and (not ways or way.name in ways)]
-    notes = {way.name: way.unsupported_reason(device) or "" for way in chosen}
-    subjects = {way.name: way.block(given.block, precision, device) for way in chosen if not notes[way.name]}
-    top, turns = ceilings(device, DTYPES[precision]), repeats or REPEATS[kind]
-    progress(0, 2, f"a block of {given.block}")
-    times = measure(list(subjects.values()), device, turns, BUDGET[kind])
-    notes |= {name: found.failed for name, found in times.items()}
-    subjects = {name: subject for name, subject in subjects.items() if not notes[name]}
-    progress(1, 2, f"a block of {given.block}, by the wall's clock")
-    walls = {
-        which: wall_times({n: _run(s, which) for n, s in subjects.items()}, device, turns, BUDGET[kind])
-        for which in ("forward", "both")
-    }
-    clock = _BlockClock(times, walls, block_flops(given.block), top.flops)
-    what = block_name(given)
+    chosen = _chosen("block", ways, device)
+    subjects = {name: way.block(given.block, precision, device) for name, (way, note) in chosen.items() if not note}
+    top, flops = ceilings(device, DTYPES[precision]), block_flops(given.block)
+    progress(0, 1, f"a block of {given.block}")
+    times = measure(list(subjects.values()), device, repeats or REPEATS[kind], BUDGET[kind], walls=True)
     rows: list[Row] = []
 
     def add(row: Row) -> None:
         rows.append({"what": what, **row})
         sink(rows[-1])
 
-    for way in chosen:
-        if notes[way.name]:
-            add({"way": way.name, "note": notes[way.name]})
+    for name, (_, note) in chosen.items():
+        if note := note or times[name].failed:
+            add({"way": name, "note": note})
             continue
-        for which in PASSES:
-            row = {"way": way.name, "pass": which, **clock.row(way.name, which)}
-            try:
-                row["launches"] = _launches(subjects[way.name], which, device, counts.get(way.name))
-            except RuntimeError as error:  # the times stand; a count of nothing is none
-                row |= {"launches": None, "note": str(error)}
+        late = f"in {times[name].late} of {times[name].repeats} runs the device waited for the host"
+        for which, (parts, run) in PASSES.items():
+            row = {"way": name, "pass": which, **_row(times, name, parts, run, flops[which], top.flops)}
+            row |= {"note": late if times[name].late else "", "launches": counts.get(name, {}).get(which)}
+            if kind == "cuda":
+                timed = subjects[name].runs
+                if which == "backward":
+                    timed["both"]["training"]()
+                runs = [one for of_run in timed.values() for part, one in of_run.items() if part in parts]
+                row |= _launches(lambda: [one() for one in runs], device)  # noqa: B023, it is called here
             add(row)
     if kind == "cuda" and "ours" in subjects:
-        add(_as_graph(subjects["ours"]))
-    return _report(what, device, precision, top, rows, refusals(before))
+        add(_as_graph(subjects["ours"], device))
+    return report_of(f"{what}: ms are medians of turns", device, {precision: top}, rows) | {
+        "precision": precision, "refused": dict(refusals(before)),
+    }  # fmt: skip
+
+
+def _as_graph(one: Subject, device: torch.device) -> Row:
+    """Time our forward pass replayed as a CUDA graph, or say why it cannot be captured."""
+    row: Row = {"way": "ours, as a graph", "pass": "forward"}
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.no_grad(), torch.cuda.graph(graph):
+            one.forward()
+    except RuntimeError as error:
+        return row | {"note": f"cannot be captured: {str(error).splitlines()[0]}"}
+    times = measure([Whole("graph", graph.replay)], device, REPEATS["cuda"], BUDGET["cuda"], peaks=False)["graph"]
+    seconds = times.median("whole")
+    return row | {"ms": seconds and seconds * 1e3, "repeats": times.repeats, "note": times.failed}
 
 
 def bench_step(
@@ -216,58 +267,47 @@ def bench_step(
     sink: RowSink = lambda row: None,
 ) -> dict[str, Any]:
     """Time a whole training step each way, as `bench_block` does a block; the plan is that of the settings."""
-    kind, precision = device.type, given.plan.precision
-    chosen = [way for way in WAYS if "step" in way.of and (not ways or way.name in ways)]
-    notes = {way.name: ("" if ways else way.left_out) or way.unsupported_reason(device) or "" for way in chosen}
-    plans = {way.name: way.plan(given.plan) for way in chosen if not notes[way.name]}
+    kind, precision, what = device.type, given.plan.precision, step_name(given)
+    chosen = _chosen("step", ways, device)
+    plans = {name: replace(given.plan, **{"graph": False, **way.changes}) for name, (way, note) in chosen.items()
+             if not note}  # fmt: skip
     progress(0, 3, "counting")
     flops, launches = step_counts(given) if kind == "cpu" else (None, {})  # on a GPU they would take longer than it
     before = refusals()  # what a GPU would refuse does not count
     top = ceilings(device, DTYPES[precision])
     progress(1, 3, f"a step of {given.sizes}")
     step = TrainingStep(given, device)
-
-    def prepare(name: str) -> None:
-        step.bind(plans[name])
-
-    walls = wall_times(dict.fromkeys(plans, step), device, repeats or REPEATS[kind], 3 * BUDGET[kind], prepare)
-    notes |= {name: found.failed for name, found in walls.items()}
-    progress(2, 3, "memory and launches")
-    seconds = {name: found.median("device" if kind == "cuda" else "wall") for name, found in walls.items()}
-    what = step_name(given)
+    subjects = [Whole(name, step, functools.partial(step.bind, plan)) for name, plan in plans.items()]
+    turns, budget = repeats or REPEATS[kind], 3 * BUDGET[kind]
+    times = measure(subjects, device, turns, budget, peaks=kind == "cpu", walls=True)
+    progress(2, 3, "launches")
     rows: list[Row] = []
-    for name, note in notes.items():
+    for name, (_, note) in chosen.items():
+        note = note or times[name].failed
         row: Row = {"what": what, "way": name, "note": note}
-        if name in plans:
-            execution = step.bind(plans[name])
-            row["plan"] = str(execution)
         if not note:
-            found = walls[name]
-            row |= {"pass": "step", **_figures(seconds[name], seconds.get("definition"), flops, top.flops)}
-            most = peak(step, device) if kind == "cpu" else found.peak
-            row |= {"wall_ms": _ms(found.median("wall")), "host_ms": _ms(found.median("host"))}
-            row |= {"peak_mib": most / 2**20, "repeats": len(found.wall)}
-            if name in launches:
-                row["launches"] = launches[name]
+            execution = step.bind(plans[name])
+            row |= {"plan": str(execution), "pass": "step"}
+            row |= {"launches": launches[name]} if name in launches else {}
+            row |= _row(times, name, ["whole"], "whole", flops, top.flops)
             if kind == "cuda":
-                try:
-                    row["launches"] = kernels_launched(step, device)
-                except RuntimeError as error:  # the times stand; a count of nothing is none
-                    row |= {"launches": None, "note": str(error)}
+                row |= {"peak_mib": times[name].warm_peak / 2**20, **_launches(step, device)}
             refused = [f"{reason}, {count} times" for reason, count in execution.graphs.refused.items()]
             row |= {"replayed": execution.graphs.replayed, "note": "; ".join([*filter(None, [row["note"]]), *refused])}
         rows.append(row)
         sink(row)
-    return _report(what, device, precision, top, rows, refusals(before))
+    return report_of(f"{what}: ms are medians of turns", device, {precision: top}, rows) | {
+        "precision": precision, "refused": dict(refusals(before)),
+    }  # fmt: skip
 
 
 def block_name(given: ModelBench) -> str:
-    """Return what the rows of a block say of its size."""
+    """Say in the rows of a block how large it is."""
     return f"Evoformer block, {given.block}, {given.plan.precision}"
 
 
 def step_name(given: ModelBench) -> str:
-    """Return what the rows of a step say of its size."""
+    """Say in the rows of a step how large it is."""
     blocks = f"{given.model.evoformer.blocks} blocks, recycles {given.recycles}"
     return f"training step, {given.sizes}, {blocks}, {given.plan.precision}"
 
@@ -305,143 +345,3 @@ def step_counts(given: ModelBench) -> tuple[int, dict[str, int]]:
         with counted_products() as once:
             step.learn()
     return sum(once), launches
-
-
-def _run(subject: Subject, which: str) -> Callable[[], object]:
-    """Return what runs one pass of a block: "forward", "training" or "both"."""
-
-    def forward() -> object:
-        with torch.no_grad():
-            return subject.forward()
-
-    def both() -> object:
-        return torch.autograd.grad(subject.forward(), subject.wanted, subject.grad)
-
-    return {"forward": forward, "training": subject.forward, "both": both}[which]
-
-
-def _launches(
-    subject: Subject, which: str, device: torch.device, counts: Mapping[str, LaunchCount] | None
-) -> int | None:
-    """Return the launches of one pass; None for a way that cannot be counted here."""
-    if device.type != "cuda":
-        if counts is None:
-            return None
-        both = counts["training"].total + counts["backward"].total
-        return both if which == "both" else counts[which].total
-    if which != "backward":
-        return kernels_launched(_run(subject, which), device)
-    out = subject.forward()
-    return kernels_launched(lambda: torch.autograd.grad(out, subject.wanted, subject.grad), device)
-
-
-@dataclass(frozen=True)
-class _BlockClock:
-    """What was measured of all ways to compute a block, with the products of each pass and the device's rate."""
-
-    times: Mapping[str, Times]
-    walls: Mapping[str, Mapping[str, WallTimes]]
-    flops: Mapping[str, int]
-    rate: float
-
-    def seconds(self, way: str, which: str) -> float | None:
-        """Return the seconds of a way's pass; None where it was not measured."""
-        if way not in self.times:
-            return None
-        if which != "both":
-            return self.times[way].median(which)
-        parts = [self.times[way].median(part) for part in ("training", "backward")]
-        return None if None in parts else sum(part or 0.0 for part in parts)
-
-    def row(self, way: str, which: str) -> Row:
-        """Return the figures of a way's pass."""
-        times, wall = self.times[way], self.walls.get(which, {}).get(way, WallTimes())
-        row = _figures(self.seconds(way, which), self.seconds("definition", which), self.flops[which], self.rate)
-        row |= {"wall_ms": _ms(wall.median("wall")), "host_ms": _ms(wall.median("host"))}
-        most = {"forward": times.forward_peak, "both": times.backward_peak}.get(which)  # those that are measured
-        late = f"in {times.late} of {len(times.forward)} runs the device waited for the host" if times.late else ""
-        return row | {"peak_mib": most and most / 2**20, "repeats": len(times.forward), "note": late}
-
-
-def _figures(seconds: float | None, plain: float | None, flops: float | None, rate: float) -> Row:
-    if seconds is None:
-        return {"ms": None}
-    return {
-        "ms": seconds * 1e3,
-        "times_definition": plain / seconds if plain else None,
-        "tflops": flops and flops / seconds / 1e12,
-        "share_of_gemm": flops and flops / seconds / rate,
-    }
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
-
-
-def _as_graph(one: Subject, repeats: int = 20) -> Row:
-    """Return the row of our forward pass replayed as a CUDA graph, or why it cannot be captured."""
-    row: Row = {"way": "ours, as a graph", "pass": "forward"}
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.no_grad(), torch.cuda.graph(graph):
-            one.forward()
-    except RuntimeError as error:
-        return row | {"note": f"cannot be captured: {str(error).splitlines()[0]}"}
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    graph.replay()
-    start.record()
-    for _ in range(repeats):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return row | {"ms": start.elapsed_time(end) / repeats, "repeats": repeats, "note": ""}
-
-
-def _report(
-    what: str,
-    device: torch.device,
-    precision: Precision,
-    top: Any,
-    rows: list[Row],
-    refused: Mapping[str, int],
-) -> dict[str, Any]:
-    ceiling = {"tflops": top.flops / 1e12, "gb_per_s": top.bytes / 1e9, "how": top.how}
-    return {
-        "what": f"{what}: ms are medians of turns",
-        "date": datetime.date.today().isoformat(),
-        "machine": describe(device),
-        "precision": precision,
-        "ceilings": {precision: ceiling},
-        "rows": rows,
-        "refused": dict(refused),
-    }
-
-
-HEADS = (
-    "way", "pass", "ms", "x definition", "wall ms", "host ms", "TFLOP/s", "of GEMM", "MiB", "launches", "",
-)  # fmt: skip
-
-
-def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return the rows as figures for people; what did not run says why."""
-
-    def number(row: Row, name: str, form: str) -> str:
-        value = row.get(name)
-        return "" if value is None else format(value, form)
-
-    return [
-        (
-            row["way"],
-            row.get("pass", ""),
-            number(row, "ms", ".4g"),
-            number(row, "times_definition", ".2f"),
-            number(row, "wall_ms", ".4g"),
-            number(row, "host_ms", ".4g"),
-            number(row, "tflops", ".3g"),
-            number(row, "share_of_gemm", ".0%"),
-            number(row, "peak_mib", ".0f"),
-            number(row, "launches", "d"),
-            row["note"],
-        )
-        for row in rows
-    ]

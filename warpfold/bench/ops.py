@@ -7,7 +7,7 @@ import csv
 import datetime
 import io
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,13 @@ REPEATS = {"cpu": 5, "cuda": 30}
 BUDGET = {"cpu": 20.0, "cuda": 2.0}  # seconds for a way at a shape, without its warm-up
 
 Row = dict[str, Any]
-COLUMNS = (
-    "op", "shape", "dtype", "way", "pass", "ms", "times_definition", "tflops", "gb_per_s", "limit_ms", "share_of_limit",
-    "peak_mib", "repeats", "note",
-)  # fmt: skip
+Columns = Mapping[str, tuple[str | None, str]]  # of a row: the head in a table (None: only in files), and the format
+COLUMNS: Columns = {
+    "op": ("op", ""), "shape": ("shape", ""), "dtype": ("dtype", ""), "way": ("way", ""), "pass": ("pass", ""),
+    "ms": ("ms", ".4g"), "times_definition": ("x definition", ".2f"), "tflops": ("TFLOP/s", ".3g"),
+    "gb_per_s": ("GB/s", ".4g"), "limit_ms": ("limit ms", ".3g"), "share_of_limit": ("of limit", ".0%"),
+    "peak_mib": ("MiB", ".0f"), "repeats": (None, ""), "note": ("", ""),
+}  # fmt: skip
 
 
 def bench(
@@ -66,16 +69,21 @@ def bench(
     todo = [(*one, dtype) for one in cases for dtype in dtypes]
     for done, (op, name, case, dtype) in enumerate(todo):
         progress(done, len(todo), f"{op} {name} {dtype}")
-        if kind == "cuda":
-            torch.cuda.empty_cache()  # which holds what the last shape used
         given, chosen = inputs(case, DTYPES[dtype], device), [way for way in WAYS[op] if not ways or way.name in ways]
         head = {"op": op, "shape": name, "dtype": dtype}
         for row in _rows(given, chosen, repeats or REPEATS[kind], BUDGET[kind], tops[dtype]):
             rows.append(head | row)
             sink(rows[-1])
         del given  # before the next shape's are made
+    what = "WarpFold operations: ms are medians, interleaved; backward is the backward pass alone"
+    left_out = [f"{op} {name}" for op, name, case in named if (op, name, case) not in cases]
+    return report_of(what, device, tops, rows) | {"left_out": left_out}
+
+
+def report_of(what: str, device: torch.device, tops: Mapping[str, Ceilings], rows: list[Row]) -> dict[str, Any]:
+    """Put rows together with the machine and what it can do: its ceilings by dtype."""
     return {
-        "what": "WarpFold operations: ms are medians, interleaved; backward is the backward pass alone",
+        "what": what,
         "date": datetime.date.today().isoformat(),
         "machine": describe(device),
         "ceilings": {
@@ -88,7 +96,6 @@ def bench(
             for dtype, top in tops.items()
         },
         "rows": rows,
-        "left_out": [f"{op} {name}" for op, name, case in named if (op, name, case) not in cases],
     }
 
 
@@ -97,72 +104,52 @@ def _fits(case: OpCase, kind: str) -> bool:
 
 
 def _rows(given: OpInputs, ways: Sequence[Way], repeats: int, budget: float, top: Ceilings) -> Iterator[Row]:
-    """Time the ways for these inputs, and yield their rows."""
+    """Time the ways for these inputs, and yield a row for each way and pass."""
     notes = {way.name: way.unsupported_reason(given) or too_large(way, given) for way in ways}
     subjects = [way.make(given) for way in ways if notes[way.name] is None]
     times = measure(subjects, given.grad.device, repeats, budget)
+    passes: tuple[tuple[Pass, str], ...] = (("forward", "forward"), ("backward", "both"))
     for way in ways:
         if note := notes[way.name] or times[way.name].failed:
             yield {"way": way.name, "note": note}
-        else:
-            yield from (
-                {"way": way.name} | row for row in _figures(times[way.name], times.get("definition"), given, top)
-            )
-
-
-def _figures(times: Times, base: Times | None, given: OpInputs, top: Ceilings) -> Iterator[Row]:
-    """Yield the figures of one way for each pass that was timed; base: the times of the definition."""
-    passes: tuple[Pass, ...] = ("forward", "backward")
-    for direction in passes:
-        seconds = times.median(direction)
-        if seconds is None:
             continue
-        ideal = cost(given.case, direction, given.grad.element_size())
-        plain = base.median(direction) if base else None
-        peak = times.forward_peak if direction == "forward" else times.backward_peak
-        yield {
-            "pass": direction,
-            "ms": seconds * 1e3,
-            "times_definition": plain / seconds if plain else None,
-            "tflops": ideal.flops / seconds / 1e12,
-            "gb_per_s": ideal.bytes / seconds / 1e9,
-            "limit_ms": top.limit(ideal) * 1e3,
-            "share_of_limit": top.limit(ideal) / seconds,
-            "peak_mib": None if peak is None else peak / 2**20,
-            "repeats": len(times.forward),
-            "note": "",
-        }
+        for direction, run in passes:
+            if (seconds := times[way.name].median(direction)) is None:
+                continue
+            ideal, peak = cost(given.case, direction, given.grad.element_size()), times[way.name].peaks.get(run)
+            plain = times.get("definition", Times()).median(direction)
+            yield {
+                "way": way.name,
+                "pass": direction,
+                "ms": seconds * 1e3,
+                "times_definition": plain / seconds if plain else None,
+                "tflops": ideal.flops / seconds / 1e12,
+                "gb_per_s": ideal.bytes / seconds / 1e9,
+                "limit_ms": top.limit(ideal) * 1e3,
+                "share_of_limit": top.limit(ideal) / seconds,
+                "peak_mib": None if peak is None else peak / 2**20,
+                "repeats": times[way.name].repeats,
+                "note": "",
+            }
 
 
-def table(rows: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Return the rows as figures for people; what did not run says why."""
-    lines = []
-    for row in rows:
-        line = [row["op"], row["shape"], row["dtype"], row["way"]]
-        if "ms" in row:
-            plain, peak = row["times_definition"], row["peak_mib"]
-            line += [row["pass"], f"{row['ms']:.4g}", "" if plain is None else f"{plain:.2f}"]
-            line += [f"{row['tflops']:.3g}", f"{row['gb_per_s']:.4g}", f"{row['limit_ms']:.3g}"]
-            line += [f"{row['share_of_limit']:.0%}", "" if peak is None else f"{peak:.0f}", ""]
-        else:
-            line += [*[""] * 8, row["note"]]
-        lines.append(tuple(line))
-    return lines
+def table(rows: Iterable[Row], columns: Columns = COLUMNS) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Write rows as figures for people: heads, and lines; what did not run says why."""
+    shown = {name: form for name, (head, form) in columns.items() if head is not None}
+    lines = [
+        tuple("" if row.get(name) is None else format(row[name], form) for name, form in shown.items()) for row in rows
+    ]
+    return tuple(head for head, _ in columns.values() if head is not None), lines
 
 
-HEADS = (
-    "op", "shape", "dtype", "way", "pass", "ms", "x definition", "TFLOP/s", "GB/s", "limit ms", "of limit", "MiB", "",
-)  # fmt: skip
-
-
-def write_csv(found: dict[str, Any], path: Path, columns: Sequence[str] = COLUMNS) -> None:
+def write_csv(found: dict[str, Any], path: Path, columns: Iterable[str] = COLUMNS) -> None:
     """Write the rows as CSV, with the machine and the date in columns of their own.
 
     Errors: UserError when it cannot be written.
     """
     machine = "; ".join(f"{key} {value}" for key, value in found["machine"].items())
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, (*columns, "date", "machine"), restval="")
+    writer = csv.DictWriter(text, (*columns, "date", "machine"), restval="", extrasaction="ignore")
     writer.writeheader()
     writer.writerows(row | {"date": found["date"], "machine": machine} for row in found["rows"])
     write_atomically(path, text.getvalue())
@@ -189,19 +176,21 @@ def picture(found: dict[str, Any], path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    rows = [row for row in found["rows"] if "ms" in row]
-    panels = list(dict.fromkeys((r["op"], r["shape"].partition(":")[0], r["dtype"]) for r in rows))
+    panels: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
+    for row in found["rows"]:
+        if "ms" in row:
+            panel = panels.setdefault((row["op"], row["shape"].partition(":")[0], row["dtype"]), {})
+            panel.setdefault(row["pass"], []).append(row)
     if not panels:
         raise UserError("nothing was measured, so there is nothing to draw")
-    height = PANEL[1] * len(panels) + 1.3
-    figure = Figure(figsize=(2 * PANEL[0], height), layout="constrained")
+    figure = Figure(figsize=(2 * PANEL[0], PANEL[1] * len(panels) + 1.3), layout="constrained")
     ending = path.suffix.lstrip(".").lower()
     if ending not in figure.canvas.get_supported_filetypes():
         raise UserError(f"--plot {path}: the name must end in .png, .pdf or .svg")
     axes = figure.subplots(len(panels), 2, squeeze=False, sharey="row")
-    for line, panel in zip(axes, panels):
+    for line, (of, by_pass) in zip(axes, panels.items()):
         for axis, direction in zip(line, ("forward", "backward")):
-            _panel(axis, [r for r in rows if _of(r) == (*panel, direction)], *panel, direction)
+            _panel(axis, by_pass.get(direction, []), f"{', '.join(of)}: {direction}")
         line[0].set_ylabel("milliseconds")
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
@@ -212,36 +201,27 @@ def picture(found: dict[str, Any], path: Path) -> None:
     write_atomically(path, drawn.getvalue())
 
 
-def _of(row: Row) -> tuple[str, str, str, str]:
-    return row["op"], row["shape"].partition(":")[0], row["dtype"], row["pass"]
-
-
-def _panel(axis: Any, rows: list[Row], op: str, kind: str, dtype: str, direction: str) -> None:
+def _panel(axis: Any, rows: list[Row], title: str) -> None:
     from matplotlib.ticker import LogLocator
 
-    sizes = {_number(r["shape"]): r["shape"].partition(":")[2] for r in rows}
+    names = {row["shape"]: row["shape"].partition(":")[2] for row in rows}
+    size = {shape: math.prod(map(int, name.split("x"))) for shape, name in names.items()}  # N, or sequences x residues
     for way, (colour, marker) in STYLES.items():
-        points = sorted((_number(r["shape"]), r["ms"]) for r in rows if r["way"] == way)
-        if points:
-            top = 3 if way == "ours" else 2
-            size = 9 if way == "ours" else 5
-            axis.plot(*zip(*points), color=colour, marker=marker, markersize=size, linewidth=1.3, label=way, zorder=top)
-    limits = sorted({(_number(r["shape"]), r["limit_ms"]) for r in rows})
+        if points := sorted((size[row["shape"]], row["ms"]) for row in rows if row["way"] == way):
+            top, large = (3, 9) if way == "ours" else (2, 5)
+            axis.plot(
+                *zip(*points), color=colour, marker=marker, markersize=large, linewidth=1.3, label=way, zorder=top
+            )
+    limits = sorted({(size[row["shape"]], row["limit_ms"]) for row in rows})
     axis.plot(*zip(*limits), color="0.45", linestyle="--", marker="_", linewidth=1, label="limit of the device")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    axis.set_xticks(list(sizes), list(sizes.values()), fontsize=8)
+    axis.set_xticks(list(size.values()), list(names.values()), fontsize=8)
     axis.minorticks_off()
     low, high = axis.get_ylim()
     axis.yaxis.set_major_locator(LogLocator(subs=(1,) if high > 300 * low else (1, 2, 5)))
     axis.yaxis.set_major_formatter("{x:g}")
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.3)
-    across = "sequences x residues" if any("x" in s for s in sizes.values()) else "N"
-    axis.set_xlabel(across, fontsize=8)
-    axis.set_title(f"{op}, {kind}, {dtype}: {direction}", fontsize=9)
-
-
-def _number(shape: str) -> float:
-    """Return a size as the axis has it: N, or sequences times residues."""
-    return math.prod(int(part) for part in shape.partition(":")[2].split("x"))
+    axis.set_xlabel("sequences x residues" if any("x" in name for name in names.values()) else "N", fontsize=8)
+    axis.set_title(title, fontsize=9)

@@ -1,7 +1,8 @@
 """Time several ways to compute the same thing in turns, so that a slow minute of the machine affects all of them.
 
 On CUDA: by events, with the L2 cache flushed before each pass and the device kept busy until the whole pass is queued,
-so that only the device's own time counts.  On a CPU: by the process's clock.
+so that only the device's own time counts; and once more by the process's clock where that is asked for.  On a CPU: by
+the process's clock.
 """
 
 import os
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,61 +22,124 @@ from warpfold.errors import UserError
 SETTLE = 2  # warm-up runs, which do not count
 FLUSH = 2**28  # bytes; several times the largest L2
 STEADY, CALIBRATIONS = 0.02, 50  # a clock is warm when two waits of some milliseconds differ by less; tried so often
-LONGEST = 5.0  # seconds for which a device is kept busy while a step is queued
+
+Runs = Mapping[str, Mapping[str, Callable[[], object]]]  # by name, the parts of each run in their order
 
 
 @dataclass(frozen=True)
 class Subject:
-    """One way to compute something."""
+    """One way to compute something that has a gradient: "forward" without it, "both" a forward and a backward pass."""
 
     name: str
     forward: Callable[[], Tensor | tuple[Tensor, ...]]
     wanted: Sequence[Tensor]  # the tensors whose gradients the backward pass computes
     grad: Tensor | tuple[Tensor, ...]  # the gradient of what `forward` returns
+    longest: ClassVar[float] = 0.05  # seconds for which a device is kept busy, at most, while a run is queued
+
+    @property
+    def runs(self) -> Runs:
+        """A forward pass alone; one that saves tensors for its gradient ("training"), and its backward pass."""
+        held: list[Tensor | tuple[Tensor, ...]] = []
+
+        def forward() -> None:
+            with torch.no_grad():
+                self.forward()
+
+        def training() -> None:
+            held.append(self.forward())
+
+        def backward() -> None:
+            torch.autograd.grad(held.pop(), self.wanted, self.grad)
+
+        return {"forward": {"forward": forward}, "both": {"training": training, "backward": backward}}
+
+    def prepare(self) -> None:
+        """Do nothing: each run is like the others."""
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Something that is timed as a whole."""
+
+    name: str
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+    longest: ClassVar[float] = 5.0
+
+    @property
+    def runs(self) -> Runs:
+        """All of it."""
+        return {"whole": {"whole": self.run}}
 
 
 @dataclass
 class Times:
     """Seconds of each run of one way after the warm-up, and its peak bytes above what was allocated before."""
 
-    forward: list[float] = field(default_factory=list)  # without gradient
-    training: list[float] = field(default_factory=list)  # a forward pass that saves tensors for its gradient
-    backward: list[float] = field(default_factory=list)
-    forward_peak: int | None = None  # None: not measured
-    backward_peak: int | None = None  # of forward and backward together
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # of each part; of a GPU its own time
+    wall: dict[str, list[float]] = field(default_factory=dict)  # of each run, until its result was there
+    host: dict[str, list[float]] = field(default_factory=dict)  # until all was queued; a CPU queues nothing
+    peaks: dict[str, int] = field(default_factory=dict)  # of each run
+    warm_peak: int = 0  # of a GPU, in the warm-up: a graph allocates when it is recorded, and nothing when replayed
     late: int = 0  # runs in which a device began before all was queued, so that the host's time may be in the figure
     failed: str = ""
 
-    def median(self, which: str) -> float | None:
-        """Return the median of "forward", "training" or "backward"; None if it never ran."""
-        seconds: list[float] = getattr(self, which)
-        return statistics.median(seconds) if seconds else None
+    @property
+    def repeats(self) -> int:
+        """How often it was timed."""
+        return max(map(len, self.seconds.values()), default=0)
+
+    def median(self, *parts: str) -> float | None:
+        """The median seconds of a part, or of several together; None if one never ran."""
+        found = [self.seconds.get(part) for part in parts]
+        return sum(statistics.median(one) for one in found if one) if all(found) else None
+
+    def median_wall(self, run: str) -> tuple[float | None, float | None]:
+        """The median seconds of a run until its result was there, and until all was queued; None: not measured."""
+        wall, host = self.wall.get(run), self.host.get(run)
+        return statistics.median(wall) if wall else None, statistics.median(host) if host else None
 
 
 def measure(
-    subjects: Sequence[Subject], device: torch.device, repeats: int, budget: float = 20.0, peaks: bool = True
+    subjects: Sequence[Subject | Whole],
+    device: torch.device,
+    repeats: int,
+    budget: float = 20.0,
+    peaks: bool = True,
+    walls: bool = False,
 ) -> dict[str, Times]:
     """Time each way `repeats` times, in turns; fewer if its times would add up to more than `budget` seconds.
 
+    walls: on a GPU time each run once more by the process's clock, from a device with nothing to do to its end.
     A way that runs out of memory, or that fails in another's code, is left out, with the reason in `failed`.
     """
-    timer: CpuTimer = CudaTimer(device) if device.type == "cuda" else CpuTimer()
+    cuda = device.type == "cuda"
+    timer: CpuTimer = CudaTimer(device, walls) if cuda else CpuTimer()
     found = {s.name: Times() for s in subjects}
     left = {}
     for subject in subjects:
-        times = found[subject.name]
+        times, before = found[subject.name], 0
+        if cuda:
+            torch.cuda.empty_cache()  # the last way's, which a graph of this one could not use
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
         try:
             for _ in range(SETTLE):
                 start = time.perf_counter()
                 timer.once(subject, Times())
                 took = time.perf_counter() - start
-                if took > budget / 2:
+                if took > budget / 2 and not cuda:  # a GPU's first run compiles, and the second may record a graph
                     break
-            if peaks:
-                timer.peaks(subject, times)
+            times.warm_peak = torch.cuda.max_memory_allocated(device) - before if cuda else 0
+            for name, parts in subject.runs.items() if peaks else ():
+                subject.prepare()
+                times.peaks[name] = timer.peak(lambda: [run() for run in parts.values()])  # noqa: B023, called here
             left[subject.name] = max(1, min(repeats, int(budget / max(took, 1e-9))))
-        except (RuntimeError, ValueError, TypeError) as error:  # torch's own out-of-memory is a RuntimeError
-            times.failed = _reason(error)
+        except (RuntimeError, ValueError, TypeError, UserError) as error:  # torch's own out-of-memory is a RuntimeError
+            text = str(error).strip()
+            times.failed = f"failed: {type(error).__name__}: {text.splitlines()[0] if text else ''}"
+            if isinstance(error, torch.OutOfMemoryError | MemoryError):
+                times.failed = "out of memory"
     for turn in range(repeats):
         for subject in subjects:
             if turn < left.get(subject.name, 0):
@@ -82,36 +147,23 @@ def measure(
     return found
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return "out of memory"
-    return f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-
-
 class CpuTimer:
     """Time by the process's clock."""
 
-    def once(self, subject: Subject, times: Times) -> None:
-        """Time one forward pass without gradient, then one with it and its backward pass."""
-        start = time.perf_counter()
-        with torch.no_grad():
-            subject.forward()
-        times.forward.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        out = subject.forward()
-        middle = time.perf_counter()
-        torch.autograd.grad(out, subject.wanted, subject.grad)
-        times.training.append(middle - start)
-        times.backward.append(time.perf_counter() - middle)
-
-    def peaks(self, subject: Subject, times: Times) -> None:
-        """Measure the memory that the passes take above what was allocated before."""
-        with torch.no_grad():
-            times.forward_peak = self.peak(subject.forward)
-        times.backward_peak = self.peak(lambda: torch.autograd.grad(subject.forward(), subject.wanted, subject.grad))
+    def once(self, subject: Subject | Whole, times: Times) -> None:
+        """Time each run of a way once."""
+        for name, parts in subject.runs.items():
+            subject.prepare()
+            marks = [time.perf_counter()]
+            for run in parts.values():
+                run()
+                marks.append(time.perf_counter())
+            for part, begin, end in zip(parts, marks, marks[1:]):
+                times.seconds.setdefault(part, []).append(end - begin)
+            times.wall.setdefault(name, []).append(marks[-1] - marks[0])
 
     def peak(self, run: Callable[[], object]) -> int:
-        """Return the peak of what torch's CPU allocator held while `run` ran, above what it held before."""
+        """Measure the peak of what torch's CPU allocator held while `run` ran, above what it held before."""
         with without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profile:
             run()
         results = profile.kineto_results
@@ -126,14 +178,14 @@ class CpuTimer:
 class CudaTimer(CpuTimer):
     """Time by the device's clock, and measure memory as torch's allocator counts it."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, walls: bool = False) -> None:
+        self.device, self.walls = device, walls
         self.cache = torch.empty(FLUSH, dtype=torch.int8, device=device)
         self.cycles_per_second = self._calibrated()
-        self.queueing: dict[str, float] = {}  # seconds that it last took to queue a way's passes
+        self.queueing: dict[tuple[str, str], float] = {}  # seconds that it last took to queue a way's run
 
     def _calibrated(self, cycles: int = 10_000_000) -> float:
-        """Return how many cycles the device waits in a second: measured until it no longer changes.
+        """Measure how many cycles the device waits in a second, until it no longer changes.
 
         The first waits are those of a cold device, whose clock is still rising.
         """
@@ -151,136 +203,43 @@ class CudaTimer(CpuTimer):
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def _ready(self, subject: Subject) -> None:
-        """Flush the cache, and keep the device busy for twice the time that it last took to queue what follows."""
-        self.cache.zero_()
-        wait = min(2 * self.queueing.get(subject.name, 2e-3), 0.05)
-        torch.cuda._sleep(int(self.cycles_per_second * wait))
-
-    def once(self, subject: Subject, times: Times) -> None:
-        """Time by events what `CpuTimer.once` times."""
-        self._ready(subject)
-        with torch.no_grad():
+    def once(self, subject: Subject | Whole, times: Times) -> None:
+        """Time each run by events, the cache flushed, the device busy for twice the time that it took to queue it."""
+        late = False
+        for name, parts in subject.runs.items():
+            subject.prepare()
+            self.cache.zero_()
+            wait = min(2 * self.queueing.get((subject.name, name), 2e-3), subject.longest)
+            torch.cuda._sleep(int(self.cycles_per_second * wait))
+            began = time.perf_counter()
             marks = [self._mark()]
-            subject.forward()
-            marks.append(self._mark())
-        late = marks[0].query()
-        torch.cuda.synchronize(self.device)
-        times.forward.append(marks[0].elapsed_time(marks[1]) / 1e3)
-        self._ready(subject)
-        began = time.perf_counter()
-        marks = [self._mark()]
-        out = subject.forward()
-        marks.append(self._mark())
-        torch.autograd.grad(out, subject.wanted, subject.grad)
-        marks.append(self._mark())
-        self.queueing[subject.name] = time.perf_counter() - began
-        times.late += late or marks[0].query()
-        torch.cuda.synchronize(self.device)
-        times.training.append(marks[0].elapsed_time(marks[1]) / 1e3)
-        times.backward.append(marks[1].elapsed_time(marks[2]) / 1e3)
+            for run in parts.values():
+                run()
+                marks.append(self._mark())
+            self.queueing[subject.name, name] = time.perf_counter() - began
+            late |= marks[0].query()
+            torch.cuda.synchronize(self.device)
+            for part, begin, end in zip(parts, marks, marks[1:]):
+                times.seconds.setdefault(part, []).append(begin.elapsed_time(end) / 1e3)
+            if self.walls:
+                subject.prepare()
+                torch.cuda.synchronize(self.device)
+                began = time.perf_counter()
+                for run in parts.values():
+                    run()
+                times.host.setdefault(name, []).append(time.perf_counter() - began)
+                torch.cuda.synchronize(self.device)
+                times.wall.setdefault(name, []).append(time.perf_counter() - began)
+        times.late += late
 
     def peak(self, run: Callable[[], object]) -> int:
-        """Return the peak of the device's memory while `run` ran, above what was allocated before."""
+        """Measure the peak of the device's memory while `run` ran, above what was allocated before."""
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         run()
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
-
-
-@dataclass
-class WallTimes:
-    """Seconds of each run of a way: until its result was there, until all was queued, and of the device alone."""
-
-    wall: list[float] = field(default_factory=list)
-    host: list[float] = field(default_factory=list)  # on a CPU: none, for there is nothing to queue
-    device: list[float] = field(default_factory=list)
-    peak: int = 0  # on CUDA, bytes above what was allocated before, at most, in the runs that warm up: a graph has its
-    # memory from when it is recorded, and its replays allocate nothing
-    failed: str = ""
-
-    def median(self, which: str) -> float | None:
-        """Return the median of "wall", "host" or "device"; None if it was not measured."""
-        seconds: list[float] = getattr(self, which)
-        return statistics.median(seconds) if seconds else None
-
-
-def wall_times(
-    runs: Mapping[str, Callable[[], object]],
-    device: torch.device,
-    repeats: int,
-    budget: float = 20.0,
-    prepare: Callable[[str], object] = lambda name: None,
-) -> dict[str, WallTimes]:
-    """Time each of some runs by the process's clock, in turns, from a device with nothing to do to the end of its work;
-    and on CUDA once more each time by events, with the device kept busy until all is queued.
-
-    prepare: is called with the name before each run, and is not timed.  A run that fails is left out, as in `measure`.
-    """
-    found = {name: WallTimes() for name in runs}
-    left: dict[str, int] = {}
-    cuda = device.type == "cuda"
-    for name, run in runs.items():
-        before = torch.cuda.memory_allocated(device) if cuda else 0
-        if cuda:
-            torch.cuda.empty_cache()  # the last way's, which a graph of this one could not use
-            torch.cuda.reset_peak_memory_stats(device)
-        try:
-            for _ in range(SETTLE):
-                prepare(name)
-                took = _walled(run, device)[0]
-                if took > budget / 4 and not cuda:  # a GPU's first run compiles, and the second may record a graph
-                    break
-            left[name] = max(1, min(repeats, int(budget / max(took, 1e-9))))
-        except (RuntimeError, ValueError, TypeError, UserError) as error:
-            found[name].failed = _reason(error)
-        found[name].peak = torch.cuda.max_memory_allocated(device) - before if cuda else 0
-    for turn in range(repeats):
-        for name, run in runs.items():
-            if turn < left.get(name, 0):
-                prepare(name)
-                wall, host = _walled(run, device)
-                found[name].wall.append(wall)
-                if cuda:
-                    found[name].host.append(host)
-                    prepare(name)
-                    found[name].device.append(_kept_busy(run, device, host))
-    return found
-
-
-def _walled(run: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Return the seconds until the result was there, and until all was queued."""
-    _finish(device)
-    start = time.perf_counter()
-    run()
-    queued = time.perf_counter()
-    _finish(device)
-    return time.perf_counter() - start, queued - start
-
-
-def _kept_busy(run: Callable[[], object], device: torch.device, queueing: float) -> float:
-    """Return the seconds by events of a run that the device began when all was queued, as far as the run lets it."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    rate = CudaTimer(device).cycles_per_second
-    torch.cuda._sleep(int(rate * min(2 * queueing, LONGEST)))
-    begin.record()
-    run()
-    end.record()
-    _finish(device)
-    return begin.elapsed_time(end) / 1e3
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def peak(run: Callable[[], object], device: torch.device) -> int:
-    """Return the peak of a device's memory while `run` ran, above what was allocated before, in bytes."""
-    timer: CpuTimer = CudaTimer(device) if device.type == "cuda" else CpuTimer()
-    return timer.peak(run)
 
 
 def kernels_launched(run: Callable[[], object], device: torch.device) -> int:

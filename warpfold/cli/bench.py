@@ -219,7 +219,7 @@ class BenchCommand:
                 exps = "" if top["gexp_per_s"] is None else f", {top['gexp_per_s']:.3g} Gexp/s"
                 yield f"{dtype}: {top['tflops']:.3g} TFLOP/s, {top['gb_per_s']:.4g} GB/s{exps} ({top['how']})"
             yield ""
-            yield table(bench_ops.HEADS, bench_ops.table(found["rows"]), lambda row: "bold" if row[3] == "ours" else "")
+            yield table(*bench_ops.table(found["rows"]), lambda row: "bold" if row[3] == "ours" else "")
             if any(row.get("share_of_limit", 0) > 1 for row in found["rows"]):
                 yield (
                     "over 100 % of the limit: the machine was busier while its ceilings were measured, or the way "
@@ -262,8 +262,7 @@ class BenchCommand:
             yield from _facts(found[0])
             for one in found:
                 yield f"\n{one['what']}"
-                rows = bench_model.table(one["rows"])
-                yield table(bench_model.HEADS, rows, lambda row: "bold" if row[0] == "ours" else "")
+                yield table(*bench_ops.table(one["rows"], bench_model.COLUMNS), lambda row: "bold" if row[0] == "ours" else "")
                 if device == "cpu":
                     yield "launches: what a GPU would launch, counted without one"
                 for refusal, count in one["refused"].items():
@@ -310,16 +309,15 @@ def data(
     entries: Annotated[
         int, runs("How many entries to make features of, spread over the alignment depths.", min=2)
     ] = 48,
-    steps: Annotated[int, runs("Steps of the simulated ranks.", min=1)] = 200,
     out: Annotated[Path | None, writes("File for the figures, as JSON.")] = None,
 ) -> Answer:
-    """Measure features per second, reading, memory, what slow examples cost a step, packing.  Takes some minutes."""
-    from warpfold.bench.data import Simulation, bench_data, rows
+    """Measure features per second, reading, memory, packing.  Takes some minutes."""
+    from warpfold.bench.data import bench_data, rows
     from warpfold.data.store.store import Store
 
     check_outputs(out)
     with progress_bar() as progress:
-        found = bench_data(Store(store), sources, entries, Simulation(steps=steps), progress)
+        found = bench_data(Store(store), sources, entries, progress)
     if out is not None:
         write_atomically(out, json.dumps(found, indent=1) + "\n")
     lines, last = [], ""

@@ -29,13 +29,13 @@ def test_the_clock_is_the_device_s() -> None:
     times = measure([Subject("product", lambda: a @ b, [a], torch.ones_like(b))], CUDA, repeats=10)["product"]
     rate = 2 * n**3 / (times.median("forward") or 1)
     assert 0.3 < rate / ceilings(CUDA, torch.bfloat16).flops < 1.5
-    assert times.forward_peak == 2 * n * n
+    assert times.peaks["forward"] == 2 * n * n
     small = Times()
     clock = CudaTimer(CUDA)
     x = torch.ones(8, device=CUDA, requires_grad=True)
     for _ in range(5):
         clock.once(Subject("small", lambda: x * 2, [x], torch.ones_like(x)), small)
-    assert min(small.forward) < 3e-5  # a launch from this process takes as long; the device alone does not
+    assert min(small.seconds["forward"]) < 3e-5  # a launch from this process takes as long; the device alone does not
 
 
 def test_the_bench_runs() -> None:
