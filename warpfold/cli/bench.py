@@ -262,7 +262,9 @@ class BenchCommand:
             yield from _facts(found[0])
             for one in found:
                 yield f"\n{one['what']}"
-                yield table(*bench_ops.table(one["rows"], bench_model.COLUMNS), lambda row: "bold" if row[0] == "ours" else "")
+                yield table(
+                    *bench_ops.table(one["rows"], bench_model.COLUMNS), lambda row: "bold" if row[0] == "ours" else ""
+                )
                 if device == "cpu":
                     yield "launches: what a GPU would launch, counted without one"
                 for refusal, count in one["refused"].items():
