@@ -38,11 +38,12 @@ def job_of(training: bool, blocks: int = 2, sizes: ExampleSizes = SIZES, model: 
 
 @pytest.fixture
 def run_everything(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Call it to have nothing left out from then on: neither blocks nor turns of loops."""
+    """Call it to have nothing left out from then on: neither blocks nor turns of loops, nor what was run before."""
 
     def change() -> None:
         monkeypatch.setattr(memory, "BLOCKS", 10**6)
         monkeypatch.setattr(dispatch, "TURNS", 10**6)
+        monkeypatch.setattr(memory.Memory, "run", lambda self, what, function, args, kwargs: function(*args, **kwargs))
         forget()
 
     def forget() -> None:

@@ -6,8 +6,10 @@ from functools import cache
 
 import pytest
 
+from warpfold.cost import record as record_module
 from warpfold.cost import simulation
 from warpfold.cost.example import ExampleSizes, Job, ModelBench, shortened
+from warpfold.cost.fake import Memory
 from warpfold.cost.links import Cluster, Link
 from warpfold.cost.planner import parameters
 from warpfold.cost.rates import TORCH, of_gpu
@@ -132,6 +134,31 @@ def test_plan_and_simulate_say_the_same(plan: Plan) -> None:
     planned = step_time(of, plan, rates, cluster)
     assert planned.total == pytest.approx(sum(one.seconds for one in found.times.values()) / len(found.times))
     assert planned.total == pytest.approx(sum(planned.by_part.values()))
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+@pytest.mark.parametrize("plan", [Plan(), Plan(chunk=4, in_place=True)], ids=str)
+def test_what_is_repeated_is_what_would_have_run(plan: Plan, gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a fold each stack and operation is run once for each kind of arguments."""
+    sizes = replace(SIZES, templates=4)
+    fold = Job(model=replace(NARROW, ensemble=2, extra_blocks=1), sizes=sizes, recycles=1)
+
+    def totals() -> dict[tuple[str, str], tuple[float, ...]]:
+        found: dict[tuple[str, str], tuple[float, ...]] = {}
+        record_module._example.cache_clear()
+        for e in record(fold, plan, gpu=gpu).last:
+            if not isinstance(e, Operation):
+                continue
+            new = (e.times, e.times * e.launches, e.times * e.cost.flops, e.times * e.cost.bytes)
+            found[e.op, e.part] = tuple(a + b for a, b in zip(found.get((e.op, e.part), (0.0,) * 4), new))
+        return found
+
+    totals()  # tables of constants are made once
+    repeated = totals()
+    monkeypatch.setattr(Memory, "run", lambda self, what, function, args, kwargs: function(*args, **kwargs))
+    run = totals()
+    assert repeated.keys() == run.keys()
+    assert all(repeated[key] == pytest.approx(run[key]) for key in run)
 
 
 def test_kernels_that_a_gpu_would_launch_are_counted() -> None:

@@ -6,6 +6,7 @@ Nothing travels (torch's fake process group: collectives end at once), and nothi
 
 import enum
 import functools
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,23 @@ FACTORIES = {
 KNOWN = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
 FIRST = 1 << 20  # number of the first fake group: real ones have less
 PLAIN = (Tensor, nn.Parameter)
+# What torch's operations made before of tensors without memory: shapes, strides and dtypes.  To make the same again
+# takes a twentieth of what torch needs to find it out, in Python.
+_made: dict[Any, "list[_Layout]"] = {}
+MOST = 1 << 16  # that are remembered
 READ = 2**20  # numbers: what is larger is not brought to the host to be read
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Leave cyclic garbage where it is within the context: looking for it among all the pieces takes half the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
@@ -143,9 +160,6 @@ class Memory(TorchDispatchMode):
         self.seen: set[tuple[str, tuple[int, ...]]] = set()
         self._live: dict[int, MemoryPiece] = {}
         self._peak_moment = 0
-        # What operations made before of tensors without memory: shapes, strides and dtypes.  To make the same again
-        # takes a twentieth of what torch needs to find it out, in Python.
-        self._made: dict[Any, list[_Layout]] = {}
         self._traces: dict[Any, _Trace] = {}  # of functions: what they made and let go
         self.course: list[tuple[int, str]] = []  # from which moment on what was at work, as whoever watches notes it
 
@@ -181,8 +195,8 @@ class Memory(TorchDispatchMode):
             return args[0]
         if kind is Kind.VIEW:
             return func(*args, **kwargs)
-        key = _key(func, args, kwargs) if kind in (Kind.NEW, Kind.OUT) else None
-        if key is not None and (known := self._made.get(key)) is not None:
+        key = call_key(func, args, kwargs) if kind in (Kind.NEW, Kind.OUT) else None
+        if key is not None and (known := _made.get(key)) is not None:
             if kind is Kind.OUT:
                 return kwargs["out"]
             made = [torch.empty_strided(shape, stride, dtype=dtype, device=META) for shape, stride, dtype in known]
@@ -208,8 +222,11 @@ class Memory(TorchDispatchMode):
         made = [t for t in tensors_in((out,), []) if t.untyped_storage()._cdata not in storages]
         for tensor in made:
             self._note(tensor, func, host or (self.host_apart and not tensor.is_meta))
-        if key is not None and (_key(func, args, kwargs) == key if kind is Kind.OUT else _can_be_made_again(out, made)):
-            self._made[key] = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
+        again = call_key(func, args, kwargs) == key if kind is Kind.OUT else _can_be_made_again(out, made)
+        if key is not None and again:
+            if len(_made) >= MOST:
+                _made.clear()
+            _made[key] = [(tuple(t.shape), t.stride(), t.dtype) for t in made]
         return out
 
     def run(self, what: Any, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -217,7 +234,7 @@ class Memory(TorchDispatchMode):
 
         what: stands for the function, and whatever else decides about what it does.  No graph of autograd is made.
         """
-        key = _key(what, args, kwargs)
+        key = call_key(what, args, kwargs)
         if key is None:
             return function(*args, **kwargs)
         if (trace := self._traces.get(key)) is not None:
@@ -382,7 +399,7 @@ def _name(func: Any) -> str:
     return str(func)
 
 
-def _key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def call_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return what decides about the layout of what an operation makes, or None: only tensors on "meta" count."""
     parts: list[Any] = [func]
     if not _add_to_key(parts, args):

@@ -75,10 +75,11 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
             self.found[key] = self._of_torch(*key[1:]) if key[0] == TORCH else self._timed(key, self._usual(key[2]))
         return self.found[key]
 
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, tuple) and key[0] in MEASURED
+
     def _timed(self, key: RateKey, usual: Rate) -> Rate:
         op, which, dtype = key
-        if op not in MEASURED:
-            raise KeyError(key)
         self.tell(f"how fast this device is: {op}, {which}, {str(dtype).removeprefix('torch.')}")
         with torch.inference_mode(False), torch.set_grad_enabled(which != "forward"):
             timer = _Timer(self.device, self.clock)

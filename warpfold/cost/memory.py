@@ -2,9 +2,9 @@
 
 Nothing is computed and nothing is stored: every operation says which shapes it makes, those of ours by running what
 computes them (ops/cpu, or the launchers of ops/triton), and what they make is followed from its making to its release.
-Of what is alike little is run: one pass before the last, few turns of a loop over slices (`ops.dispatch.alike`), and of
-a stack at most three blocks of a kind.  What the second of them keeps for the backward pass, each of those that are
-left out keeps, too.
+Of what is alike little is run: one pass, and of a training one before it, few turns of a loop over slices
+(`ops.dispatch.alike`), and of a stack at most three blocks of a kind.  What the second of them keeps for the backward
+pass, each of those that are left out keeps, too.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from warpfold.batch import FEATURES, Batch, stack
 from warpfold.cost.example import Job, left_out
-from warpfold.cost.fake import META, Memory, MemoryPiece, fake_batch, fake_mesh
+from warpfold.cost.fake import META, Memory, MemoryPiece, fake_batch, fake_mesh, uncollected
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.model import confidence
@@ -282,7 +282,9 @@ def features_of(job: Job, passes: int) -> Batch:
 @lru_cache(maxsize=4096)
 def _estimate(job: Job, plan: Plan, device: Device) -> MemoryEstimate:
     """Return the estimate; nothing of it depends on what is not an argument."""
-    weights = _weights(job.model, plan, job.optim, job.training, device)
+    of_weights = Plan(data=plan.data, axial=plan.axial, branch=plan.branch, batch=plan.batch, precision=plan.precision,
+                      sync=plan.sync)  # fmt: skip
+    weights = _weights(job.model, of_weights, job.optim, job.training, device)
     everything = device == "cpu" or job.training  # else each pass moves what it sees
     passes = job.model.ensemble * (job.recycles + 1 if everything else 1)
     features = sum(x.nbytes for x in features_of(job, passes).values()) * plan.batch
@@ -467,8 +469,8 @@ def _run(job: Job, plan: Plan, device: Device) -> _Run:
     """Run few blocks of the model."""
     config, plan, stands_for = _few_blocks(job.model, plan, job.training)
     config = replace(config, ensemble=min(config.ensemble, 3))
-    recycles = min(job.recycles, 1)
-    with _on(device), fake_mesh(plan.data, plan.axial, plan.branch) as mesh:
+    recycles = min(job.recycles, 1) if job.training else 0  # all passes of a fold hold as much
+    with _on(device), fake_mesh(plan.data, plan.axial, plan.branch) as mesh, uncollected():
         made = _model(config, plan).train(job.training)
         Execution(plan, mesh).bind(made)
         packed = PackedWeights(made, DTYPES[plan.precision], trained=job.training)

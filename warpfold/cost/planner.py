@@ -19,7 +19,7 @@ from warpfold.cost.example import Job
 from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.machine import Machine, in_gb
 from warpfold.cost.memory import MemoryEstimate, estimate_memory, with_margin
-from warpfold.cost.rates import Rates
+from warpfold.cost.rates import NoRateError, Rates
 from warpfold.cost.replay import StepTime, data_ranks_on_node, step_time
 from warpfold.data.load.schedule import share_of
 from warpfold.errors import UserError
@@ -453,7 +453,7 @@ class _Search:
         self._say(f"estimating time: {describe_plan(plan, job.training)}")
         try:
             return step_time(job, plan, self._rates, cluster)
-        except ValueError:  # no rate of this dtype
+        except NoRateError:
             self._rates = None
             return None
 
@@ -697,11 +697,11 @@ def _cures(job: Job, machine: Machine, tightest: Plan, tell: Progress) -> Iterat
 def longest(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress) -> int:
     """Return how many residues fit with a plan, to about one in thirty; of a slice, rows in proportion.
 
-    What is held beside the weights grows with a power of them, which two sizes tell: a few estimates find it.
+    What is held beside the weights is a residue's part and a pair's, which two sizes tell: a few estimates find it.
     0: nothing fits.
     """
-    fits, at, power = 0, max(job.sizes.residues, 2 * FEWEST), 2.0
-    fails, before = math.inf, None
+    fits, at, known = 0, max(job.sizes.residues, 2 * FEWEST), list[tuple[int, int]]()
+    fails = math.inf
     while at > FEWEST and lacking(lower_bound(replace(job, sizes=replace(job.sizes, residues=at)), plan), machine):
         at = max(at - at // 8 - 1, FEWEST)  # without an estimate
     for turn in range(LOOKS):
@@ -710,23 +710,36 @@ def longest(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress
         chunk = None if plan.chunk is None else max(FEWEST, math.ceil(plan.chunk * at / job.sizes.residues))
         memory = estimate(one, replace(plan, chunk=chunk), machine, rounded=False)
         always = with_margin(memory.weights, machine.kind) - (memory.weights if machine.loaded else 0)
-        taken, left = max(1, needed_bytes(memory, machine) - always), machine.free - always
+        known.append((at, max(1, needed_bytes(memory, machine) - always)))
         if lacking(memory, machine):
             fails = min(fails, at)
         else:
             fits = max(fits, at)
-        if left <= 0 or fails <= NEAR * fits or (fails <= FEWEST):
+        if always >= machine.free or fails <= NEAR * fits or fails <= FEWEST:
             break
-        if before is not None and before[0] != at:
-            power = min(3.0, max(0.5, math.log(taken / before[1]) / math.log(at / before[0])))
-        before = at, taken
-        guess = int(0.99 * at * min(16.0, left / taken) ** (1 / power))  # a little less, so that it fits
+        guess = int(0.99 * min(16 * at, _size_of(known, machine.free - always)))  # a little less, so that it fits
         if memory.host > (machine.host or math.inf) or (guess > at and at >= fails):
             guess = int(0.9 * at)
-        if fits <= guess <= NEAR * fits:
+        if 0 < guess <= NEAR * fits:
             break
         at = max(min(guess, math.ceil(fails) - 1 if fails < math.inf else guess), FEWEST)
     return fits
+
+
+def _size_of(known: Sequence[tuple[int, int]], left: int) -> float:
+    """Return how many residues need so many bytes: a n + b n^2 of them, by the two last sizes that are known.
+
+    Of one alone, as if they were in proportion: between that and it there is no more to be guessed.
+    """
+    n, needed = known[-1]
+    before, less = known[-2] if len(known) > 1 and known[-2][0] != n else (0, 0)
+    pair = (needed / n - less / before) / (n - before) if before else 0.0
+    each = needed / n - pair * n
+    if pair <= 0:
+        return n * left / needed
+    if each < 0:
+        return n * (left / needed) ** (1 / 3)
+    return (math.sqrt(each**2 + 4 * pair * left) - each) / (2 * pair)
 
 
 def describe_plan(plan: Plan, training: bool = False) -> str:

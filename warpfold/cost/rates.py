@@ -116,6 +116,10 @@ class Rate:
         return self.call * calls + computing + self.byte * cost.bytes + self.far * beyond
 
 
+class NoRateError(ValueError):
+    """Nothing is known of an operation, or of a dtype."""
+
+
 @dataclass(frozen=True)
 class Rates:
     """What a device does per second, and how that is known.
@@ -138,22 +142,20 @@ class Rates:
     def seconds(self, op: str, which: PassName, cost: Cost, calls: float, dtype: torch.dtype) -> float:
         """Return what so many calls of an operation take that share a cost evenly, once they have begun.
 
-        A data sheet's leave out what a call takes.  Errors: ValueError for a dtype for which nothing is known.
+        A data sheet's leave out what a call takes.  Errors: NoRateError for a dtype for which nothing is known.
         """
         if self.how == "measured":
-            rate = self.ops.get((op, which, dtype))
-            if rate is None:
-                raise ValueError(f"no rate of {op}, {which}, {dtype} of {self.name}")
-            return rate.seconds(cost, calls)
+            if (op, which, dtype) not in self.ops:
+                raise NoRateError(f"no rate of {op}, {which}, {dtype} of {self.name}")
+            return self.ops[op, which, dtype].seconds(cost, calls)
         if dtype not in self.tops:
             known = ", ".join(sorted(str(one).removeprefix("torch.") for one in self.tops))
-            raise ValueError(f"the rates of {self.name} are of {known}, not of {str(dtype).removeprefix('torch.')}")
+            raise NoRateError(f"the rates of {self.name} are of {known}, not of {str(dtype).removeprefix('torch.')}")
         return self.tops[dtype].limit(cost) / self.efficiency
 
     def spread(self, op: str, which: PassName, dtype: torch.dtype) -> float:
         """Return the standard deviation of an operation's run, of its seconds; 0 where nothing is measured."""
-        rate = self.ops.get((op, which, dtype))
-        return 0.0 if rate is None else rate.spread
+        return self.ops[op, which, dtype].spread if (op, which, dtype) in self.ops else 0.0
 
 
 class Sheet(NamedTuple):

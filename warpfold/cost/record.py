@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import groupby
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from warpfold.batch import stack
 from warpfold.check.cases import PROFILES
 from warpfold.check.op_profile import Cost, OpCase
 from warpfold.cost.example import Job
-from warpfold.cost.fake import META, Memory, fake_mesh, tensors_in
+from warpfold.cost.fake import META, Memory, call_key, fake_mesh, tensors_in, uncollected
 from warpfold.cost.launches import ALLOCATE, EXPONENTIALS, products
 from warpfold.cost.memory import features_of, judge_example
 from warpfold.cost.observe import MadeAt, size
@@ -41,7 +41,7 @@ from warpfold.model.axial import BlockStack
 from warpfold.model.losses import total_loss
 from warpfold.ops import dispatch
 from warpfold.ops.dispatch import Op
-from warpfold.ops.triton.launch import recorded
+from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
@@ -195,7 +195,7 @@ def scaled(cost: Cost, factor: float) -> Cost:
 
 
 Phase = Literal["early", "forward", "recomputed", "backward", "update"]
-BLOCKS = 2  # of a stack that are run
+BLOCKS = 2  # of a stack that are run, where the first is not like all
 MAIN, STACKS = "evoformer", ("extra_stack", "evoformer")  # of which few blocks are run
 HOST = "host"  # the group of what travels to host memory and back
 
@@ -297,9 +297,10 @@ class _Call:
 class _Recorder(TorchDispatchMode):
     """Note, in order, what is dispatched, what our operations are called with, and which collectives are told of."""
 
-    def __init__(self, kernels: list[Any]) -> None:
+    def __init__(self, kernels: list[str], memory: Memory | None = None) -> None:
         super().__init__()
         self.kernels = kernels  # of Triton, that would have been launched so far
+        self.memory = memory  # that repeats what was run with the like before
         self.entries: list[Entry] = []
         self.phase: Phase = "forward"
         self.aside = False  # on a side stream: what is waited for there holds up nothing but what begins there
@@ -312,6 +313,8 @@ class _Recorder(TorchDispatchMode):
         self._part = ""  # of the model, that runs
         self._made_at = MadeAt[str]()
         self._uploads: dict[int, int] = {}
+        self._noted: dict[Any, list[Entry]] = {}  # of stacks that may be called again
+        self._launches: dict[Any, int] = {}  # of operations that may be
 
     # Places
 
@@ -323,6 +326,28 @@ class _Recorder(TorchDispatchMode):
             assert isinstance(module, BlockStack)
             module.register_forward_pre_hook(lambda *_, name=name: self._enter(name))
             module.register_forward_hook(lambda *_: self._enter(""))
+
+    def repeat(self, model: nn.Module) -> None:
+        """Run each stack twice for each kind of arguments, and note the like again where it is called again.
+
+        Twice: the first call makes what its layers keep.  For models without gradients on one device.
+        """
+        for module in model.modules():
+            if isinstance(module, BlockStack):
+                module.forward = partial(self._repeated, module, module.forward)
+
+    def _repeated(self, stack: nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+        assert self.memory is not None
+        key, first = (stack, dispatch.turns(), *(x.shape for x in tensors_in(args, []))), len(self.entries)
+        if key not in self._noted:
+            self._noted[key] = []
+            return forward(*args)
+        out = self.memory.run(stack, forward, args, {})
+        if len(self.entries) > first:
+            self._noted[key] = self.entries[first:]
+        else:
+            self.entries += self._noted[key]
+        return out
 
     def _enter(self, part: str) -> None:
         self._part = part
@@ -350,7 +375,7 @@ class _Recorder(TorchDispatchMode):
         entry = Operation(name_of(op), which, cost, _float(first), 0, phase, self.part, times)
         self._open = made = _Call(op, given, entry, torch.autograd._get_sequence_nr() if forward else 0)
         try:
-            result = original(op, *args, **kwargs)
+            result = self._run(original, op, args, kwargs, entry)
         finally:
             self._open = None
         self.entries.append(entry)
@@ -358,6 +383,17 @@ class _Recorder(TorchDispatchMode):
         if forward and which == "training" and made.end > made.first:
             self._calls.append(made)
             self._firsts.append(made.first)
+        return result
+
+    def _run(
+        self, original: Callable[..., Any], op: Op[..., Any], args: tuple[Any, ...], kwargs: Any, entry: Operation
+    ) -> Any:
+        """Return what an operation returns; without gradients it is run once for each kind of arguments."""
+        key = None if self.memory is None or torch.is_grad_enabled() else call_key(op, args, kwargs)
+        if self.memory is None or key is None:
+            return original(op, *args, **kwargs)
+        result = self.memory.run(op, partial(original, op), args, kwargs)
+        entry.launches = self._launches.setdefault(key, entry.launches)
         return result
 
     def _owner(self) -> Operation | None:
@@ -507,9 +543,9 @@ def _float(x: Tensor) -> torch.dtype:
 
 
 @contextmanager
-def _listening(kernels: list[Any]) -> Iterator[_Recorder]:
+def _listening(kernels: list[str], memory: Memory | None = None) -> Iterator[_Recorder]:
     """Record whatever this thread does within the context."""
-    recorder = _Recorder(kernels)
+    recorder = _Recorder(kernels, memory)
     keep, start, fetch, store = OnHost.__init__, HostTensor._start, Upload.wait, HostTensor.store
 
     def kept(host: OnHost, *given: Any) -> None:
@@ -550,13 +586,14 @@ def record(
     What is recorded is remembered.  Errors: UserError as of `Reducer`.
     """
     model, turns = job.model, -(-examples // plan.batch)
-    main = replace(model.evoformer, blocks=min(BLOCKS, model.evoformer.blocks))
-    few = replace(model, evoformer=main, extra_blocks=min(BLOCKS, model.extra_blocks))
+    blocks = BLOCKS if job.training or plan.axial * plan.branch > 1 else 1  # of a fold on one device all are alike
+    main = replace(model.evoformer, blocks=min(blocks, model.evoformer.blocks))
+    few = replace(model, evoformer=main, extra_blocks=min(blocks, model.extra_blocks))
     alone = Plan(**{**vars(plan), "data": 1, "sync": SyncConfig(), "keep_blocks": 0, "compile": False, "graph": False,
                     "threads": None, "sizes": 0, "kernels": "fast" if gpu else "definition"})  # fmt: skip
     tell(0, 2, "an example")
     early, last = _example(replace(job, model=few, optim=None, recycles=0), alone, gpu, branch)
-    early, last = (_whole(entries, job, plan) for entries in (early, last))
+    early, last = (_whole(entries, job, plan, blocks) for entries in (early, last))
     if job.optim is None:
         return RecordedStep(early, [], last, [])
     tell(1, 2, "the gradients' way")
@@ -568,14 +605,14 @@ def record(
     return RecordedStep(early, examples_[0], examples_[-1], way[-1].update, turns)
 
 
-def _whole(entries: list[Entry], job: Job, plan: Plan) -> list[Entry]:
+def _whole(entries: list[Entry], job: Job, plan: Plan, most: int) -> list[Entry]:
     """Return what was recorded of few blocks as that of all of them, of which the last may keep everything."""
     blocks = {"extra_stack": job.model.extra_blocks, MAIN: job.model.evoformer.blocks}
     found = []
     for entry in entries:
         if not isinstance(entry, Await) and (all_ := blocks.get(entry.part)):
             times = all_ if entry.phase != "recomputed" or entry.part != MAIN else max(0, all_ - plan.keep_blocks)
-            entry = replace(entry, times=entry.times * times / min(BLOCKS, all_))
+            entry = replace(entry, times=entry.times * times / min(most, all_))
         found.append(entry)
     return found
 
@@ -584,7 +621,9 @@ def _whole(entries: list[Entry], job: Job, plan: Plan) -> list[Entry]:
 def _example(job: Job, plan: Plan, gpu: bool, branch: int) -> tuple[list[Entry], list[Entry]]:
     """Record a pass without gradient, and the last pass: of a training with the losses and the backward pass."""
     how = dispatch.standing_for("cuda" if gpu else "cpu")
-    with fake_mesh(1, plan.axial, plan.branch, branch) as mesh, how, recorded() as kernels, Memory() as memory:
+    ranks, kernels = fake_mesh(1, plan.axial, plan.branch, branch), list[str]()
+    launched = unlaunched(lambda launch: kernels.append(launch.kernel.name))
+    with ranks as mesh, how, launched, Memory() as memory, uncollected():
         with META:
             model = AlphaFold(job.model).train(job.training)
         Execution(plan, mesh).bind(model)
@@ -592,9 +631,11 @@ def _example(job: Job, plan: Plan, gpu: bool, branch: int) -> tuple[list[Entry],
         model.noise.seed(0)
         batch = features_of(job, (2 if job.training else 1) * job.model.ensemble)
         features = batch if plan.batch == 1 else stack([batch] * plan.batch)
-        with _listening(kernels) as recorder, recorder, torch.set_grad_enabled(job.training):
+        with _listening(kernels, memory) as recorder, recorder, torch.set_grad_enabled(job.training):
             recorder.watch(model)
             recorder.phase = "early"
+            if not job.training and mesh.world.size == 1:
+                recorder.repeat(model)
             if job.loss is None:  # all passes are alike, and judged is the last
                 recycled, done = model.recycle(features, 0)
                 representations, structure = model.one_pass(model.inputs_of_pass(features, done, recycled))

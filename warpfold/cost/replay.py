@@ -122,7 +122,7 @@ def replay(
             timeline.begin(entry)
         else:
             timeline.wait(entry.number)
-    for number in list(timeline.ends):  # what nobody waits for: a step has ended when all has arrived
+    for number in list(timeline.under_way):  # what nobody waits for: a step has ended when all has arrived
         timeline.wait(number)
     found = timeline.found
     found.seconds = timeline.free
@@ -151,7 +151,7 @@ def step_time(
     """Return how long a fold takes, or a step of a training, whose recycling passes are drawn anew for each.
 
     cluster: where the ranks are; None: all on one node, joined by the link of `rates`.
-    Errors: ValueError for rates that do not have the plan's precision.
+    Errors: NoRateError for rates that do not have the plan's precision.
     """
     ranks = plan.data * plan.axial * plan.branch
     cluster = cluster or Cluster(ranks=ranks, per_node=ranks, within=rates.link, between=rates.link)
@@ -200,8 +200,10 @@ class _Timeline:
     def __init__(self, plan: Plan, pace: Pace, seen: Callable[[Span], None]) -> None:
         self.pace, self.seen, self.wires = pace, seen, _Wires(plan, pace)
         self.found, self.host, self.free = ReplayedStep(), 0.0, 0.0
-        self.ends: dict[int, tuple[float, str]] = {}  # of collectives under way, with their groups
-        self.variance = 0.0  # of what was computed since ranks last waited for each other
+        # Of collectives under way: when they end, their group, and how much ranks varied when they began.
+        self.under_way: dict[int, tuple[float, str, float]] = {}
+        self.variance = 0.0  # of what was computed
+        self.met = 0.0  # of that, what came before the last collective began that was waited for: then ranks were even
         self._known: dict[tuple[object, ...], tuple[float, float]] = {}  # seconds, and how much they vary
 
     def compute(self, entry: Operation) -> None:
@@ -227,12 +229,13 @@ class _Timeline:
     def begin(self, entry: Begin) -> None:
         """Have a collective travel as soon as what it sends exists and its wire is free."""
         self.host += self.pace.launch * entry.times
-        ready = max([self.host, self.free, *(self.ends[number][0] for number in entry.after if number in self.ends)])
+        before = [self.under_way[number][0] for number in entry.after if number in self.under_way]
+        ready = max([self.host, self.free, *before])
         stream, each, ranks = self.wires.of(entry)
         seconds = entry.times * each
-        begin = max(ready + latest(ranks) * math.sqrt(self.variance), self.wires.free[stream])
+        begin = max(ready + latest(ranks) * math.sqrt(self.variance - self.met), self.wires.free[stream])
         self.wires.free[stream] = end = begin + seconds
-        self.ends[entry.number] = end, entry.group
+        self.under_way[entry.number] = end, entry.group, self.variance
         self.found.collectives += seconds
         self.found.sent += 0 if entry.group == HOST else entry.times * entry.sent
         self.seen(Span(stream, f"{entry.kind}, {entry.group}", entry.phase, begin, end))
@@ -241,11 +244,12 @@ class _Timeline:
 
     def wait(self, number: int) -> None:
         """Go on when a collective has ended."""
-        end, group = self.ends.pop(number, (0.0, ""))
+        end, group, varied = self.under_way.pop(number, (0.0, "", 0.0))
+        self.met = max(self.met, varied)
         if end > self.free:
             _add(self.found.exposed_by_group, group, end - self.free)
             self.found.exposed += end - self.free
-            self.free, self.variance = end, 0.0
+            self.free = end
 
 
 @cache

@@ -255,9 +255,9 @@ def recorded(run: bool = False) -> Iterator[list[KernelLaunch]]:
 
 
 @contextmanager
-def unlaunched() -> Iterator[None]:
-    """Launch nothing within the context, and keep nothing of what would have been: as `recorded`, but for its list."""
-    _listeners.append(lambda launch: None)
+def unlaunched(tell: Callable[["KernelLaunch"], object] = lambda launch: None) -> Iterator[None]:
+    """Launch nothing within the context, and tell of what would have been; unlike `recorded`, keep nothing of it."""
+    _listeners.append(tell)
     try:
         yield
     finally:
