@@ -255,7 +255,7 @@ def recorded(run: bool = False) -> Iterator[list[KernelLaunch]]:
 
 
 @contextmanager
-def unlaunched(tell: Callable[["KernelLaunch"], object] = lambda launch: None) -> Iterator[None]:
+def unlaunched(tell: Callable[[KernelLaunch], None] = lambda launch: None) -> Iterator[None]:
     """Launch nothing within the context, and tell of what would have been; unlike `recorded`, keep nothing of it."""
     _listeners.append(tell)
     try:
