@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from warpfold.data.example.hits import Hit, parse_hhr, parse_hits, parse_hmmsearch, read_hits
+from warpfold.data.example.hits import Hit, parse_hhr, parse_hits, read_hits
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 
@@ -89,12 +89,6 @@ def test_a_cut_hhr_is_refused_wherever_it_is_cut() -> None:
             assert [pairs(hit) for hit in parse_hhr(text[:cut])] == whole
 
 
-def test_hhr_of_nothing_found() -> None:
-    assert parse_hits(hhr([]), QUERY) == []
-    with pytest.raises(UserError, match="no list of hits"):
-        parse_hits("Query         q\nMatch_columns 33\n", QUERY)
-
-
 def test_names_without_a_chain_and_other_names() -> None:
     text = hhr([(0, QUERY, 0, QUERY)])
     for name, pdb_id, chain in (("2wga", "2wga", ""), ("my_fold_B", "my_fold", "B"), ("PF03676.14", "pf03676.14", "")):
@@ -163,6 +157,19 @@ def test_a_row_that_is_the_query_says_which_columns_are_its_own() -> None:
         assert pairs(hit) == [(0, "M", 0, "M"), (1, "K", 1, "K"), (2, "T", 3, "T"), (3, "A", 4, "A"), (4, "Y", 5, "Y")]
 
 
+LONG = "9" * 5000  # digits: int() refuses them, and int64 holds 18
+ONE_HHR = hhr([(0, QUERY[:10], 0, QUERY[:10])])
+
+
+def test_nothing_found_and_numbers_of_thousands_of_digits() -> None:
+    assert parse_hits("# STOCKHOLM 1.0\n//\n", QUERY_5) == parse_hits(hhr([]), QUERY) == []
+    (hit,) = parse_hhr(ONE_HHR.replace("Sum_probs=", f"Sum_probs={LONG}"))
+    assert hit.sum_probs is not None
+    assert np.isfinite(np.float32(hit.sum_probs))
+    (hit,) = parse_hits(f">1abc_A/{LONG}-{LONG} mol:protein\n{QUERY}\n", QUERY)
+    assert hit.start == 0
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -172,6 +179,19 @@ def test_a_row_that_is_the_query_says_which_columns_are_its_own() -> None:
         (stockholm(ROWS, RF).replace("#=GC RF", "#=GC XX"), "no #=GC RF"),
         (stockholm(ROWS, RF).replace("t\n", "\n"), "columns, #=GC RF"),
         (">1abc_A\nMKTAY\n>1abc_B\nMKTA\n", "4 to 5 match columns"),
+        ("Query         q\nMatch_columns 33\n", "no list of hits"),
+        (
+            ONE_HHR.replace("Aligned_cols=", f"Aligned_cols={LONG}"),
+            "announces 9+ aligned columns and has 10, so",
+        ),
+        (
+            ONE_HHR.replace("Q q                 1 ", f"Q q              {LONG} "),
+            "announces 10 aligned columns and has 0",
+        ),
+        (
+            ONE_HHR.replace("T 0ABC_A            1 ", f"T 0ABC_A         {LONG} "),
+            "announces 10 aligned columns and has 0",
+        ),
         ("101\t4g3x_A\t1.000\t166\t0\t0\t1\t166\t1\t166\t5.8E-61\t209\t166M\n", "MMseqs2"),
         ("#!/bin/sh\n", "not a list of template hits"),
     ],
@@ -198,10 +218,6 @@ def test_damage_is_bad_input_and_nothing_worse() -> None:
             refusals.append(str(error))
     assert 100 < len(refusals) < 600
     assert not [refusal for refusal in refusals if "\n" in refusal]
-
-
-def test_no_rows_are_no_hits() -> None:
-    assert parse_hmmsearch("# STOCKHOLM 1.0\n//\n", QUERY_5) == []
 
 
 def test_files_may_be_packed_and_must_be_text(tmp_path: Path) -> None:
@@ -273,29 +289,3 @@ def test_real_hmmsearch_output_is_read() -> None:
         hits = read_hits(file, query)
         assert len(hits) == count
         assert max(int(hit.query_index[-1]) for hit in hits) < len(query)
-
-
-LONG = "9" * 5000  # digits: int() refuses them, and int64 holds 18
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("Aligned_cols=", f"Aligned_cols={LONG}"),
-        ("Q q                 1 ", f"Q q              {LONG} "),
-        ("T 0ABC_A            1 ", f"T 0ABC_A         {LONG} "),
-    ],
-)
-def test_numbers_of_thousands_of_digits_in_an_hhr(old: str, new: str) -> None:
-    text = hhr([(0, QUERY[:10], 0, QUERY[:10])])
-    assert old in text
-    with pytest.raises(UserError, match=r"announces \d+ aligned columns and has \d+, so it is cut short"):
-        parse_hhr(text.replace(old, new))
-
-
-def test_numbers_of_thousands_of_digits_elsewhere() -> None:
-    (hit,) = parse_hhr(hhr([(0, QUERY[:10], 0, QUERY[:10])]).replace("Sum_probs=", f"Sum_probs={LONG}"))
-    assert hit.sum_probs is not None
-    assert np.isfinite(np.float32(hit.sum_probs))
-    (hit,) = parse_hmmsearch(f">1abc_A/{LONG}-{LONG} mol:protein\n{QUERY}\n", QUERY)
-    assert hit.start == 0

@@ -55,11 +55,6 @@ def test_the_organism_of_a_header(header: str, species: str | None) -> None:
     assert int(species_keys([header])[0]) == (0 if species is None else key_of(species))
 
 
-@drawn(st.text(max_size=60))
-def test_any_header_is_read(header: str) -> None:
-    assert species_of(header) is None or species_of(header) != ""
-
-
 def pairing(species: Sequence[int], identity: Sequence[float] = (), digest: Sequence[int] = ()) -> Pairing:
     """Pairing of a row 0 and of rows with these species; all rows different unless their digests are given."""
     count = len(species) + 1
@@ -95,11 +90,6 @@ def test_a_species_with_too_many_rows_is_not_paired() -> None:
     most = [5] * MOST_OF_A_SPECIES
     assert len(pair_rows([pairing(most), pairing(most)])) == 1 + MOST_OF_A_SPECIES
     assert len(pair_rows([pairing([*most, 5]), pairing([5, 6]), pairing([6])])) == 2
-
-
-def test_equal_pairs_stand_once() -> None:
-    a, b = pairing([5, 6, 7], digest=[8, 8, 8]), pairing([5, 6, 7], digest=[3, 4, 3])
-    np.testing.assert_array_equal(pair_rows([a, b]), [[0, 0], [1, 1], [2, 2]])
 
 
 def reference(pairings: Sequence[Pairing]) -> list[tuple[int, ...]]:
@@ -218,14 +208,3 @@ def test_rows_with_keys_of_their_own_stay_even_if_their_letters_are_equal() -> N
     assert texts(raw) == ["ACDE", "CCCC", "CCCC"]
     assert raw.pairing is not None
     np.testing.assert_array_equal(raw.pairing.species, [0, 5, 6])
-
-
-def test_a_part_of_the_rows_keeps_what_pairs_them() -> None:
-    raw = from_sequence("ACDE", [a3m("RAT:ACDD", "PIG:AAAA", "DOG:CCCC")], pairing=True)
-    part = raw.take(slice(1, 3), rows=np.array([0, 2]))
-    assert raw.pairing is not None
-    assert part.pairing is not None
-    assert len(part.pairing) == part.depth == 2
-    for name in ("species", "identity", "digest", "unpaired"):  # identity and digest stay those of the whole rows
-        np.testing.assert_array_equal(getattr(part.pairing, name), getattr(raw.pairing, name)[[0, 2]])
-    np.testing.assert_array_equal(raw.take(slice(4)).pairing.species, raw.pairing.species)  # type: ignore[union-attr]

@@ -5,7 +5,7 @@ from datetime import date
 import numpy as np
 import pytest
 
-from warpfold.data.example.raw_example import check_map, from_chain, from_sequence, merge, place, profile_of
+from warpfold.data.example.raw_example import check_map, from_chain, from_sequence, place
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.alignment import Alignment, decode, encode, parse_a3m
@@ -35,15 +35,9 @@ def test_an_alignment_of_the_sequence_itself() -> None:
     # A-DE repeats a row (insertions do not count), ---- says nothing
     np.testing.assert_array_equal(raw.msa, [[0, 4, 3, 6], [0, GAP, 3, 6], [7, 7, 7, 7]])
     np.testing.assert_array_equal(raw.deletions, [[0] * 4, [0, 0, 2, 0], [0] * 4])
-    np.testing.assert_allclose(raw.profile[0, [0, 7]], [2 / 3, 1 / 3], atol=1e-6)
+    expected = [[(raw.msa[:, n] == code).mean() for code in range(22)] for n in range(4)]
+    np.testing.assert_allclose(raw.profile, expected, atol=1e-7)
     np.testing.assert_array_equal(raw.residue_index, [0, 1, 2, 3])
-
-
-def test_without_alignment_the_sequence_stands_alone() -> None:
-    raw = from_sequence("acx")  # lower case
-    assert raw.sequence == "ACX"
-    assert raw.msa.shape == (1, 3)
-    np.testing.assert_array_equal(raw.profile.sum(1), 1)
 
 
 def test_letters_beside_the_twenty_are_as_the_official_code_has_them() -> None:
@@ -59,12 +53,6 @@ def test_letters_beside_the_twenty_are_as_the_official_code_has_them() -> None:
     assert features["target_feat"].argmax(1).tolist() == [1, 21, 21, 21, 21, 21, 21, 5]
 
 
-@pytest.mark.parametrize(("sequence", "message"), [("", "no residues"), ("AC1E", "position 3"), ("AC E", "position 3")])
-def test_sequences_that_are_none(sequence: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        from_sequence(sequence)
-
-
 def test_a_precursor_is_cut_to_the_chain() -> None:
     long = "MGWLL" + SEQUENCE + "KRR"
     row = "AAAAA" + SEQUENCE[::-1] + "AAA"
@@ -75,6 +63,15 @@ def test_a_precursor_is_cut_to_the_chain() -> None:
 
 
 def test_tags_that_the_alignment_lacks_become_gaps() -> None:
+    """So does a loop; a mutant keeps its own sequence as the query; without an alignment there is one row."""
+    mutant = "C" + SEQUENCE[1:14] + "X" + SEQUENCE[15:]
+    raw = from_sequence(mutant, [alignment(SEQUENCE, SEQUENCE[::-1])])
+    assert raw.sequence == mutant
+    np.testing.assert_array_equal(raw.msa[1], encode(SEQUENCE[::-1]))
+    column, identity = column_map(SEQUENCE * 2, SEQUENCE + "GSGSGS" + SEQUENCE)
+    np.testing.assert_array_equal(np.flatnonzero(column < 0), np.arange(30, 36))
+    assert identity == 1
+    assert (from_sequence("acx").sequence, from_sequence("acx").msa.shape) == ("ACX", (1, 3))  # lower case
     tagged = "GSHM" + SEQUENCE + "HHHHHH"
     raw = from_sequence(tagged, [alignment(SEQUENCE, SEQUENCE[::-1])])
     assert raw.sequence == tagged
@@ -82,13 +79,6 @@ def test_tags_that_the_alignment_lacks_become_gaps() -> None:
     np.testing.assert_array_equal(raw.msa[1, 4:-6], encode(SEQUENCE[::-1]))
     assert (raw.msa[1, :4] == GAP).all()
     assert (raw.msa[1, -6:] == GAP).all()
-
-
-def test_a_mutant_keeps_its_own_sequence_as_the_query() -> None:
-    mutant = "C" + SEQUENCE[1:14] + "X" + SEQUENCE[15:]
-    raw = from_sequence(mutant, [alignment(SEQUENCE, SEQUENCE[::-1])])
-    assert raw.sequence == mutant
-    np.testing.assert_array_equal(raw.msa[1], encode(SEQUENCE[::-1]))
 
 
 def test_a_loop_cut_out_of_the_construct_counts_as_deleted() -> None:
@@ -102,37 +92,10 @@ def test_a_loop_cut_out_of_the_construct_counts_as_deleted() -> None:
     assert deletions[0, 30] == 9
 
 
-def test_a_loop_put_into_the_construct_becomes_gaps() -> None:
-    parts = SEQUENCE + SEQUENCE[::-1]
-    longer = SEQUENCE + "GSGSGS" + SEQUENCE[::-1]
-    column, identity = column_map(parts, longer)
-    np.testing.assert_array_equal(np.flatnonzero(column < 0), np.arange(30, 36))
-    assert identity == 1
-
-
-def test_another_protein_is_refused() -> None:
-    with pytest.raises(UserError, match=r"another protein, or too small a part: covers \d+ of 30"):
-        from_sequence(SEQUENCE, [alignment(SEQUENCE[::-1])])
-    with pytest.raises(UserError, match="another protein"):
-        from_sequence("ACDEFGHIKLMNPQRSTVWY" * 3, [alignment(SEQUENCE)])
-
-
-def test_an_alignment_of_a_small_part_is_refused() -> None:
-    with pytest.raises(UserError, match="covers 30 of 70"):
-        from_sequence(SEQUENCE + "G" * 40, [alignment(SEQUENCE)])
-    assert check_map(np.array([-1, 0]), 0.95) is None
-
-
 def test_rows_of_several_alignments_stand_in_order_each_once() -> None:
     a, b = alignment("ACDE", "AAAA", "CCCC"), alignment("ACDE", "CCCC", "DDDD", "ACDE")
     np.testing.assert_array_equal(from_sequence("ACDE", [a, b]).msa[:, 0], [0, 0, 4, 3])
     np.testing.assert_array_equal(from_sequence("ACDE", [b, a]).msa[:, 0], [0, 4, 3, 0])
-
-
-def test_profile_is_the_share_of_each_code() -> None:
-    msa = np.random.default_rng(0).integers(0, 22, (30, 7)).astype(np.uint8)
-    expected = [[(msa[:, n] == code).mean() for code in range(22)] for n in range(7)]
-    np.testing.assert_allclose(profile_of(msa), expected, atol=1e-7)
 
 
 def test_deletions_beyond_sixteen_bits_are_cut_off_not_wrapped() -> None:
@@ -148,11 +111,18 @@ def test_a_chain_brings_its_coordinates() -> None:
     np.testing.assert_array_equal(raw.positions, chain.positions)
 
 
-def test_merge_keeps_row_0_even_if_all_unknown() -> None:
-    rows, _ = merge(np.array([20, 20], np.uint8), [])
-    np.testing.assert_array_equal(rows, [[20, 20]])
-
-
-def test_a_sequence_of_unknown_residues_alone_is_refused_for_what_it_is() -> None:
-    with pytest.raises(UserError, match=r"^query: every residue is unknown \(X\)"):
-        from_sequence("X" * 20, [Alignment.of_query("X" * 20)])
+@pytest.mark.parametrize(
+    ("sequence", "alignments", "said"),
+    [
+        ("", [], "no residues"),
+        ("AC1E", [], "position 3"),
+        ("X" * 20, [Alignment.of_query("X" * 20)], r"^query: every residue is unknown \(X\)"),
+        (SEQUENCE, [alignment(SEQUENCE[::-1])], r"another protein, or too small a part: covers \d+ of 30"),
+        ("ACDEFGHIKLMNPQRSTVWY" * 3, [alignment(SEQUENCE)], "another protein"),
+        (SEQUENCE + "G" * 40, [alignment(SEQUENCE)], "covers 30 of 70"),
+    ],
+)
+def test_sequences_that_are_none_and_alignments_of_others(sequence: str, alignments: list, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        from_sequence(sequence, alignments)
+    assert check_map(np.array([-1, 0]), 0.95) is None

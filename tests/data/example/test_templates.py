@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.data.entries import random_chain
+from tests.data.examples import templates as random_templates
 from warpfold.batch import FEATURES, to_tensors
 from warpfold.data.example.hits import Hit, read_hits
 from warpfold.data.example.raw_example import Templates, join
@@ -92,14 +93,11 @@ def test_atoms_stand_where_the_hit_says(tmp_path: Path) -> None:
     assert outcome.identity == pytest.approx(same / 41, abs=1e-4)
 
 
-def test_a_repeat_is_taken_where_the_hit_says(tmp_path: Path) -> None:
-    chain = random_chain("A", OTHER[:25] * 3)
-    put(tmp_path, "1abc.cif", chain)
-    repeat = hit(sequence=OTHER[:25], start=25, query_index=np.arange(25), hit_index=np.arange(25))
-    assert_on(one(templates_from_hits(QUERY, [repeat], Library(tmp_path))), chain, np.arange(25), np.arange(25, 50))
-
-
-def test_the_sequence_is_found_where_the_numbers_are_wrong(tmp_path: Path) -> None:
+def test_the_sequence_is_found_where_the_hit_says_or_else_where_it_is(tmp_path: Path) -> None:
+    repeated = random_chain("A", OTHER[:25] * 3)
+    put(tmp_path, "2rep.cif", repeated)
+    repeat = hit("2rep_A", sequence=OTHER[:25], start=25, query_index=np.arange(25), hit_index=np.arange(25))
+    assert_on(one(templates_from_hits(QUERY, [repeat], Library(tmp_path))), repeated, np.arange(25), np.arange(25, 50))
     chain = random_chain("A", "GSHM" + OTHER)
     put(tmp_path, "1abc.cif", chain)
     found = templates_from_hits(QUERY, [hit()], Library(tmp_path))
@@ -136,15 +134,13 @@ def test_a_changed_sequence_is_aligned_anew(tmp_path: Path) -> None:
     assert "aligned anew to chain A, 98% identical" in outcome.note
 
 
-def test_a_chain_of_another_protein_is_refused(tmp_path: Path) -> None:
+def test_another_protein_or_nothing_seen_is_refused(tmp_path: Path) -> None:
     mutant = "".join(a if i % 7 else "W" if a != "W" else "A" for i, a in enumerate(OTHER))
     put(tmp_path, "1abc.cif", random_chain("A", mutant))
-    assert "86% identical (90% are needed)" in refusal(templates_from_hits(QUERY, [hit()], Library(tmp_path)))
-
-
-def test_nothing_seen_is_refused(tmp_path: Path) -> None:
-    put(tmp_path, "1abc.cif", random_chain("A", OTHER, missing=range(10, 60)))
-    assert "with fewer than 5 atoms" in refusal(templates_from_hits(QUERY, [hit()], Library(tmp_path)))
+    put(tmp_path, "2abc.cif", random_chain("A", OTHER, missing=range(10, 60)))
+    for name, said in (("1abc_A", "86% identical (90% are needed)"), ("2abc_A", "with fewer than 5 atoms")):
+        assert said in refusal(templates_from_hits(QUERY, [hit(name)], Library(tmp_path)))
+    assert templates_from_hits(QUERY, [], Library(tmp_path)) == (None, [])
 
 
 def test_the_filters_of_the_paper(tmp_path: Path) -> None:
@@ -289,10 +285,6 @@ def test_copies_of_a_chain_count_once_for_hmmsearch(tmp_path: Path) -> None:
     assert len(both) == 2
 
 
-def test_no_hits_are_no_templates(tmp_path: Path) -> None:
-    assert templates_from_hits(QUERY, [], Library(tmp_path)) == (None, [])
-
-
 # ---- the library
 
 
@@ -306,6 +298,8 @@ def test_any_layout(tmp_path: Path, name: str) -> None:
     assert Library(tmp_path).read("1abc").chains["A"].sequence == OTHER
     with pytest.raises(UserError, match=r"has no 2abc\.cif"):
         Library(tmp_path).find("2abc")
+    with pytest.raises(UserError, match="is not a folder"):
+        Library(tmp_path / "nowhere")
 
 
 def test_a_file_is_read_once(tmp_path: Path) -> None:
@@ -330,11 +324,6 @@ def test_a_library_goes_to_another_process_without_what_it_read(tmp_path: Path) 
     message = bytes(ForkingPickler.dumps(library))
     assert len(message) < 1000
     assert ForkingPickler.loads(message).read("1abc").id == "1abc"
-
-
-def test_a_library_is_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a folder"):
-        Library(tmp_path / "nowhere")
 
 
 @pytest.mark.skipif(not REALDATA.is_dir(), reason="../shared/realdata is not here")
@@ -363,6 +352,7 @@ def test_the_best_chain_is_taken_and_said(tmp_path: Path) -> None:
     template, outcome = template_from_file(QUERY, path)
     assert template.names == ("x_C",)
     assert outcome.note == "chain C of A, B, C"
+    assert "doubtful" in template_from_file(QUERY, put(tmp_path, "y.cif", random_chain("A", OTHER[:60])))[1].note
     assert template_from_file(QUERY, path, "B")[1].residues == 5
 
 
@@ -378,11 +368,6 @@ def test_a_homolog_is_aligned_with_its_gaps(tmp_path: Path) -> None:
     stands = np.abs(template.positions[0][aligned] - chain.positions[places[aligned]]).max(axis=(1, 2)) < 6e-4
     assert stands.mean() > 0.9
     assert outcome.identity > 0.6
-
-
-def test_a_doubtful_alignment_is_said(tmp_path: Path) -> None:
-    _, outcome = template_from_file(QUERY, put(tmp_path, "x.cif", random_chain("A", OTHER[:60])))
-    assert "doubtful" in outcome.note
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
@@ -427,34 +412,18 @@ def test_real_homologs_are_aligned_as_hhsearch_does() -> None:
 # ---- what the model sees
 
 
-def random_templates(count: int = 5, length: int = 12, seed: int = 0) -> Templates:
-    rng = np.random.default_rng(seed)
-    mask = (rng.random((count, length, 37)) < 0.7).astype(np.uint8)
-    positions = rng.normal(size=(count, length, 37, 3)).astype(np.float32) * mask[..., None]
-    aatype = rng.integers(0, 22, (count, length)).astype(np.uint8)
-    names = tuple(f"{i}abc_A" for i in range(count))
-    return Templates(aatype, positions, mask, names, np.linspace(9, 1, count, dtype=np.float32))
-
-
 def test_features_fit_the_table() -> None:
-    for templates in (random_templates(), random_templates(0), None):
+    for templates in (random_templates(5, 12), random_templates(0, 12), None):
         features = template_features(templates, 12)
         assert set(features) == {name for name in FEATURES if name.startswith("template_")}
         assert {name: str(array.dtype) for name, array in features.items()} == {n: FEATURES[n].dtype for n in features}
         to_tensors(features)
     with pytest.raises(ValueError, match="templates of 12 residues for an example of 11"):
-        template_features(random_templates(), 11)
-
-
-def test_a_crop_of_the_features_is_the_features_of_the_crop() -> None:
-    templates = random_templates()
-    whole, crop = template_features(templates, 12), template_features(templates.take(slice(3, 9)), 6)
-    for name, array in crop.items():
-        assert np.array_equal(array, whole[name][:, 3:9] if array.ndim > 1 else whole[name])
+        template_features(random_templates(5, 12), 11)
 
 
 def test_chosen_templates_keep_their_order_and_their_names() -> None:
-    templates = random_templates()
+    templates = random_templates(5, 12)
     chosen = templates.choose(np.array([4, 1]))
     assert chosen.names == ("4abc_A", "1abc_A")
     assert np.array_equal(chosen.positions, templates.positions[[4, 1]])
@@ -466,7 +435,7 @@ def test_chosen_templates_keep_their_order_and_their_names() -> None:
 
 
 def test_the_pseudo_beta_is_of_the_templates_own_residue() -> None:
-    templates = random_templates()
+    templates = random_templates(9, 12)
     features = template_features(templates, 12)
     glycine = templates.aatype == RESTYPES.index("G")
     assert glycine.any()
@@ -475,12 +444,6 @@ def test_the_pseudo_beta_is_of_the_templates_own_residue() -> None:
         place = ATOM_ORDER[atom]
         assert np.array_equal(features["template_pseudo_beta"][here], templates.positions[here][:, place])
         assert np.array_equal(features["template_pseudo_beta_mask"][here], templates.mask[here][:, place])
-
-
-def test_choice_at_inference_is_the_best() -> None:
-    assert choose_templates(7, 4, None).tolist() == [0, 1, 2, 3]
-    assert choose_templates(2, 4, None).tolist() == [0, 1]
-    assert choose_templates(0, 4, None).tolist() == []
 
 
 def test_choice_at_training_is_that_of_the_paper() -> None:

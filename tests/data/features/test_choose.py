@@ -17,7 +17,6 @@ from warpfold.data.features.choose import (
     row_budget,
     select,
     thin_runs,
-    with_query,
 )
 from warpfold.keyed import keyed_rng
 
@@ -45,12 +44,6 @@ def test_crop_starts_are_uniform_when_clamped_and_lean_to_the_start_otherwise() 
     unclamped = np.bincount([crop_start(20, 11, False, rng) for _ in range(20_000)]) / 20_000
     expected = [sum(1 / (n + 1) for n in range(s, 10)) / 10 for s in range(10)]
     np.testing.assert_allclose(unclamped, expected, atol=0.015)
-
-
-def test_one_example_in_ten_is_unclamped() -> None:
-    clamped = [select(50, 5, TRAIN, i, ("x",), train=True).clamped for i in range(3000)]
-    assert np.mean(clamped) == pytest.approx(0.9, abs=0.02)
-    assert select(50, 5, TRAIN, 0, ("x",), train=False).clamped
 
 
 @pytest.mark.parametrize(
@@ -94,29 +87,30 @@ def test_runs_stay_whole_and_within_the_budget(depth: int, count: int, seed: int
         assert (np.diff(rows) > 3).sum() <= len(rows) / (RUN / 2) + 2  # in few pieces
 
 
-def test_single_rows_use_the_whole_budget() -> None:
-    assert len(with_query(np.arange(1000), 100, keyed_rng(0))) == 100
-    assert len(select(30, 900, THIN, 0, ("x",), train=True).rows) == 10
-
-
-def test_by_default_every_row_left_by_block_deletion_is_used() -> None:
-    config = SampleConfig()
-    rows = select(30, 50_000, config, 0, ("x",), train=True).rows
-    np.testing.assert_array_equal(rows, delete_blocks(50_000, config, keyed_rng(0, "x", "blocks")))
-    assert row_budget(30, config) is None
-
-
 def test_a_prediction_uses_every_row_and_the_best_templates() -> None:
     chosen = select(30, 50_000, SampleConfig(max_cost=1e-9), 0, ("x",), train=False, templates=9)
     np.testing.assert_array_equal(chosen.rows, np.arange(50_000))
     np.testing.assert_array_equal(chosen.templates, np.arange(4))
-    assert (chosen.start, chosen.stop) == (0, 30)
+    assert (chosen.start, chosen.stop, chosen.clamped) == (0, 30, True)
 
 
-def test_the_budget_does_not_reach_for_what_the_model_sees() -> None:
+def test_training_uses_every_row_that_block_deletion_leaves_if_no_cost_is_set() -> None:
+    config = SampleConfig()
+    rows = select(30, 50_000, config, 0, ("x",), train=True).rows
+    np.testing.assert_array_equal(rows, delete_blocks(50_000, config, keyed_rng(0, "x", "blocks")))
+    clamped = [select(50, 5, TRAIN, i, ("x",), train=True).clamped for i in range(3000)]
+    assert np.mean(clamped) == pytest.approx(0.9, abs=0.02)  # one in ten is not
+
+
+def test_the_budget_leaves_what_the_model_sees_and_does_not_depend_on_where_the_crop_lies() -> None:
     config = SampleConfig(max_msa=512, max_extra=5120, max_cost=1e-9)
-    assert row_budget(256, config) == 5632
+    assert (row_budget(256, config), row_budget(256, SampleConfig())) == (5632, None)
     assert row_budget(256, dataclasses.replace(config, max_cost=1e3)) > 5632
+    config = dataclasses.replace(THIN, crop=10, blocks=5)
+    chosen = [select(40, 400, config, 0, ("x", step), train=True) for step in range(30)]
+    assert {len(one.rows) for one in chosen} == {10}
+    whole = select(40, 400, dataclasses.replace(config, crop=None), 0, ("x", 0), train=True)
+    np.testing.assert_array_equal(whole.rows, chosen[0].rows)
 
 
 def test_the_budget_bounds_the_cost_of_a_pass_whatever_clusters_are_made_over() -> None:
@@ -130,15 +124,6 @@ def test_the_budget_bounds_the_cost_of_a_pass_whatever_clusters_are_made_over() 
         assert predicted_cost(600, most, one) <= 20
         assert predicted_cost(600, most + 1, dataclasses.replace(one, max_cost=0)) == pytest.approx(20, rel=1e-3)
     assert budgets["crop"] > 1.5 * budgets["chain"] > 1.5 * 1152
-
-
-def test_the_rows_do_not_depend_on_where_the_crop_lies() -> None:
-    config = dataclasses.replace(THIN, crop=10, blocks=5)
-    chosen = [select(40, 400, config, 0, ("x", step), train=True) for step in range(30)]
-    for one in chosen[1:]:
-        assert len(one.rows) == len(chosen[0].rows)
-    whole = select(40, 400, dataclasses.replace(config, crop=None), 0, ("x", 0), train=True)
-    np.testing.assert_array_equal(whole.rows, chosen[0].rows)  # here the budget is its floor, whatever the crop
 
 
 @pytest.mark.parametrize("randomize", [False, True])

@@ -114,28 +114,17 @@ def test_clusters_of_the_crop_alone_are_those_of_a_chain_that_ends_there() -> No
     assert not np.array_equal(crop["msa_feat"], chain["msa_feat"])
 
 
-def test_a_row_without_residues_in_the_crop_joins_the_cluster_that_it_has_elsewhere() -> None:
+@pytest.mark.parametrize("clustering", ["chain", "crop"])
+def test_a_row_without_residues_in_the_crop_joins_the_cluster_that_it_has_elsewhere(clustering: str) -> None:
     raw = example(length=6, depth=3)
     raw.msa[1:] = GAP
-    raw.msa[1, 5] = raw.msa[0, 5]  # agrees with the query, outside the crop
-    config = SampleConfig(crop=3, max_msa=1, masked_fraction=0.0, block_fraction=0.0)
+    raw.msa[1, 5] = raw.msa[0, 5]  # agrees with the query, outside the crop; row 2 is one of gaps
+    config = SampleConfig(crop=3, max_msa=1, masked_fraction=0.0, block_fraction=0.0, clustering=clustering)
     steps = (make_features(raw, config, 0, ("x", step), train=True) for step in range(20))
     features = next(found for found in steps if found["residue_index"][-1] < 5)
-    np.testing.assert_allclose(features["msa_feat"][0, 0, :, 25 + GAP], 0.5, rtol=1e-6)  # the query and row 1
-
-
-def test_a_row_without_residues_in_the_crop_joins_no_cluster_of_the_crop_alone() -> None:
-    raw = example(length=6, depth=3)
-    raw.msa[1:] = GAP
-    raw.msa[1, 5] = 3  # row 1 has a residue outside the crop only, row 2 is one of gaps
-    config = SampleConfig(crop=3, max_msa=1, masked_fraction=0.0, block_fraction=0.0, clustering="crop")
-    for step in range(20):
-        features = make_features(raw, config, 0, ("x", step), train=True)
-        if features["residue_index"][-1] < 5:
-            assert features["msa_feat"][0, 0, :, 25 + GAP].max() == 0  # the query has no gaps
-            assert features["extra_msa"].shape[1] == len(raw.msa) - 1
-            return
-    pytest.fail("no crop without the last residue in 20 draws")
+    gaps = 0.5 if clustering == "chain" else 0.0  # the query and row 1, or the query alone
+    np.testing.assert_allclose(features["msa_feat"][0, 0, :, 25 + GAP], gaps, rtol=1e-6)
+    assert features["extra_msa"].shape[1] == len(raw.msa) - 1
 
 
 def test_passes_differ_and_the_first_ones_do_not_depend_on_how_many_there_are() -> None:
@@ -150,14 +139,6 @@ def test_passes_differ_and_the_first_ones_do_not_depend_on_how_many_there_are() 
     np.testing.assert_array_equal(once["msa_feat"], four["msa_feat"][:1])
 
 
-def test_one_purpose_does_not_shift_another() -> None:
-    raw = example()
-    a = make_features(raw, TRAIN, 0, ("x", 0), train=True)
-    b = make_features(raw, dataclasses.replace(TRAIN, max_extra=3, masked_fraction=0.5), 0, ("x", 0), train=True)
-    np.testing.assert_array_equal(a["true_msa"], b["true_msa"])
-    np.testing.assert_array_equal(a["residue_index"], b["residue_index"])
-
-
 def test_keys_and_seeds_give_other_samples() -> None:
     raw = example()
     sums = {
@@ -165,6 +146,9 @@ def test_keys_and_seeds_give_other_samples() -> None:
         for seed, name, step in [(0, "x", 0), (1, "x", 0), (0, "y", 0), (0, "x", 1)]
     }
     assert len(sums) == 4
+    other = make_features(raw, dataclasses.replace(TRAIN, max_extra=3, masked_fraction=0.5), 0, ("x", 0), train=True)
+    for name in ("true_msa", "residue_index"):  # one purpose does not shift another
+        np.testing.assert_array_equal(make_features(raw, TRAIN, 0, ("x", 0), train=True)[name], other[name])
     assert keyed_rng(0, "a", "b").random() != keyed_rng(0, "ab").random()
     assert keyed_rng(0, 1).random() != keyed_rng(0, "1").random()
     assert keyed_rng(0, np.int64(7)).random() == keyed_rng(0, 7).random()
@@ -198,12 +182,6 @@ def test_padding_adds_masked_zeros_and_changes_nothing_else() -> None:
     assert pad_features(plain, {}) == plain
 
 
-def test_without_coordinates_there_are_no_labels() -> None:
-    features = make_features(example(labels=False), SampleConfig(), 0, ("x",))
-    assert "all_atom_positions" not in features
-    assert "atom14_atom_exists" in features
-
-
 def test_an_empty_extra_msa_is_masked_or_the_query():
     raw = from_sequence("MKVLAAGH", [], "one")
     masked = make_features(raw, SampleConfig(), 0, ("a",))
@@ -226,15 +204,12 @@ def test_templates_are_drawn_in_training_and_the_best_ones_at_inference() -> Non
     assert all((windows == row).all(1).any() for row in drawn[0]["template_aatype"])
     none = make_features(raw, dataclasses.replace(TRAIN, max_templates=0), 0, ("x", 0), train=True)
     assert none["template_aatype"].shape == (0, 16)
-
-
-def test_arrays_are_no_wider_than_the_table_says_and_become_what_it_says() -> None:
-    raw = dataclasses.replace(example(), templates=templates(2, 40))
-    features = make_features(raw, SampleConfig(), 0, ("x",))
     assert all(array.itemsize <= np.dtype(FEATURES[name].dtype).itemsize for name, array in features.items())
     for name, tensor in to_tensors(features).items():
         assert str(tensor.dtype) == f"torch.{FEATURES[name].dtype}"
         np.testing.assert_array_equal(tensor.numpy(), features[name])
+    unlabelled = make_features(example(labels=False), SampleConfig(), 0, ("x",))
+    assert ("all_atom_positions" in unlabelled, "atom14_atom_exists" in unlabelled) == (False, True)
 
 
 def test_few_sizes_of_every_axis() -> None:

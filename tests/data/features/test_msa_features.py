@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.data.examples import example
 from warpfold.data.features import msa as module
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.msa import Deletions, deletion_value, mask_msa, msa_features, nearest_cluster
+from warpfold.data.features.msa import Deletions, mask_msa, msa_features, nearest_cluster
 from warpfold.geometry.residue import GAP, MASK
 from warpfold.keyed import keyed_rng
 
@@ -29,13 +29,6 @@ def test_passes_whose_tables_do_not_fit_together_follow_one_another(monkeypatch:
     for tables in (1, 200_000):  # of one pass, of two
         monkeypatch.setattr(module, "TABLES", tables)
         np.testing.assert_array_equal(nearest_cluster(rows, centres), together)
-
-
-def test_long_sequences_are_not_counted_in_bytes() -> None:
-    centres = np.stack([np.full(600, 3), np.full(600, 4)]).astype(np.uint8)
-    rows = np.full((1, 600), 4, np.uint8)
-    rows[0, :256] = 3  # modulo 256 the first centre would have 0 or the second more
-    assert nearest_cluster(rows, centres[None])[0, 0] == 1
 
 
 def test_mask_kinds_come_in_their_proportions() -> None:
@@ -132,6 +125,10 @@ def test_very_long_sequences_are_counted_without_error() -> None:
     centres[2, 4321] = 9
     rows = np.stack([centres[2], centres[1]])  # one agreement in 5,000 decides
     np.testing.assert_array_equal(nearest_cluster(rows, centres[None])[0], [2, 1])
+    centres = np.stack([np.full(600, 3), np.full(600, 4)]).astype(np.uint8)
+    rows = np.full((1, 600), 4, np.uint8)
+    rows[0, :256] = 3  # modulo 256 the first centre would have 0 or the second more
+    assert nearest_cluster(rows, centres[None])[0, 0] == 1
 
 
 def test_the_cells_with_deletions_are_found_and_numbered_anew() -> None:
@@ -142,7 +139,3 @@ def test_the_cells_with_deletions_are_found_and_numbered_anew() -> None:
     )
     some = cells.among(np.array([3, 0]), 4)
     assert sorted(zip(some.row, some.column, some.count)) == [(0, 0, 7), (0, 1, 1), (1, 1, 2)]
-
-
-def test_deletions_are_squeezed_into_the_unit_interval() -> None:
-    np.testing.assert_allclose(deletion_value(np.array([0, 3, 65_535], np.uint16)), [0, 0.5, 1], atol=1e-4)

@@ -53,7 +53,9 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def test_every_protein_gets_its_family(files: tuple[Path, Path], tmp_path: Path) -> None:
-    report = search([files[0]], [Database("db", files[1])], tmp_path / "out", templates=files[1])
+    heard: list[tuple[int, int, str]] = []
+    tell = lambda *told: heard.append(told)  # noqa: E731
+    report = search([files[0]], [Database("db", files[1])], tmp_path / "out", templates=files[1], progress=tell)
     assert report["status"] == "complete"
     assert [protein["name"] for protein in report["proteins"]] == ["p0", "p1", "p2"]
     for number, protein in enumerate(report["proteins"]):
@@ -65,12 +67,11 @@ def test_every_protein_gets_its_family(files: tuple[Path, Path], tmp_path: Path)
         assert all(name.startswith(f"fam{number}_") for name in alignment.names[1:])
         assert protein["databases"]["templates"]["hits"] >= protein["databases"]["db"]["hits"]
     assert json.loads((tmp_path / "out/search.json").read_text()) == report
-
-
-def test_predict_reads_what_was_found(files: tuple[Path, Path], tmp_path: Path) -> None:
-    search([files[0]], [Database("db", files[1])], tmp_path / "out")
-    for query in predict_reads(files[0], sorted((tmp_path / "out").glob("*/*.a3m"))):
+    for query in predict_reads(files[0], sorted((tmp_path / "out").glob("*/db.a3m"))):
         assert query.rows > 20
+    assert heard[0][2] == "reading db"
+    assert heard[-1] == (6, 6, "templates")
+    assert [done for done, total, _ in heard if total == 6] == sorted(done for done, total, _ in heard if total == 6)
 
 
 def test_the_same_protein_is_searched_once(files: tuple[Path, Path], tmp_path: Path, searched: list[str]) -> None:
@@ -155,7 +156,10 @@ def test_parts_and_processes_make_the_whole(
     assert sorted(p["name"] for report in reports for p in report["proteins"]) == ["p0", "p1", "p2"]
 
 
-def test_a_protein_that_cannot_be_searched_for_is_an_entry(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_protein_that_cannot_be_searched_for_is_an_entry(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So is one whose search fails, and it has no templates then; a folder of something else is left alone."""
     bad = tmp_path / "bad.fasta"
     bad.write_text(write_fasta([("unknown", "X" * 30), ("dna", "ACGT" * 9), ("long", "MK" * 50_001)]))
     report = search([bad, files[0]], [Database("db", files[1])], tmp_path / "out")
@@ -166,16 +170,15 @@ def test_a_protein_that_cannot_be_searched_for_is_an_entry(files: tuple[Path, Pa
     assert "nucleic" in reasons["dna"]
     assert "100002 residues" in reasons["long"]
     assert len(report["proteins"]) == 3
-
-
-def test_templates_need_the_alignment(
-    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer = UserError("no room")
-    monkeypatch.setattr(Jackhmmer, "search", lambda self, found, *rest: [answer for _ in found])
-    report = search([files[0]], [Database("db", files[1])], tmp_path / "out", templates=files[1])
+    monkeypatch.setattr(Jackhmmer, "search", lambda self, found, *rest: [UserError("no room") for _ in found])
+    report = search([files[0]], [Database("db", files[1])], tmp_path / "none", templates=files[1])
     assert [(f["name"], f["database"]) for f in report["failures"]][:4:3] == [("p0", "db"), ("p0", "templates")]
     assert len(report["failures"]) == 6
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds something else"):
+        search([files[0]], [Database("db", files[1])], tmp_path / "mine")
+    assert os.listdir(tmp_path / "mine") == ["mine.txt"]
 
 
 @pytest.mark.parametrize(
@@ -237,14 +240,6 @@ def test_bad_calls_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_folder_of_something_else_is_left_alone(files: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/mine.txt").write_text("mine")
-    with pytest.raises(UserError, match="holds something else"):
-        search([files[0]], [Database("db", files[1])], tmp_path / "out")
-    assert os.listdir(tmp_path / "out") == ["mine.txt"]
-
-
 def test_the_command(files: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = write(tmp_path / "bad.fasta", f">bad\n{'X' * 20}\n")
     command = ("search", bad, files[0], "--database", f"x={files[1]}", f"y={files[1]}", "--max-hits", "y=5", "9")
@@ -293,20 +288,6 @@ def test_names_of_databases_and_proteins(tmp_path: Path) -> None:
     assert list(sequences_to_search([write(tmp_path / "q.fa", ">sp|P1|X_HUMAN a b\nMKV\n>../x y\nMKW\n")])) == [
         "sp_P1_X_HUMAN", "_x"
     ]  # fmt: skip
-
-
-def test_progress_ends_at_the_total(files: tuple[Path, Path], tmp_path: Path) -> None:
-    heard: list[tuple[int, int, str]] = []
-    search(
-        [files[0]],
-        [Database("db", files[1])],
-        tmp_path / "out",
-        templates=files[1],
-        progress=lambda *a: heard.append(a),
-    )
-    assert heard[0][2] == "reading db"
-    assert heard[-1] == (6, 6, "templates")
-    assert [done for done, total, _ in heard if total == 6] == sorted(done for done, total, _ in heard if total == 6)
 
 
 @needs_realdata

@@ -1,6 +1,5 @@
 """MMseqs2 and hhblits through programs that stand in for them: they check how they are called, and answer."""
 
-import json
 import os
 import stat
 import sys
@@ -101,34 +100,24 @@ def test_hhblits_fails_for_one_and_says_why(programs: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", [MMseqs2(), HHblits()])
-def test_a_program_that_is_missing_is_named(engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_program_and_another_database_are_named(
+    engine: MMseqs2 | HHblits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="is not on PATH; install it"):
         engine.identity()
-
-
-@pytest.mark.parametrize("engine", [MMseqs2(), HHblits()])
-def test_a_database_of_another_kind_is_refused(engine, tmp_path: Path) -> None:
     (tmp_path / "some.fasta").write_text(">a\nMKV\n")
     with pytest.raises(UserError, match="no database of this engine"):
         engine.survey(tmp_path / "some.fasta", lambda done, total: None)
 
 
-def test_a_program_that_answers_something_else_is_an_entry(programs: Path, tmp_path: Path) -> None:
-    install(programs, "hhblits", HHBLITS.replace("query + f", "'>other\\nWWWW\\n' + f"))
-    query = tmp_path / "query.fasta"
-    query.write_text(f">one\n{SEQUENCES[0]}\n")
+def test_a_program_that_fails_or_answers_something_else_fails_its_queries_only(programs: Path, tmp_path: Path) -> None:
     install(programs, "hhblits", HHBLITS.replace('options["-cpu"] == "2"', "True").replace("query + f", "f"))
-    report = search([query], [Database("db", tmp_path / "db")], tmp_path / "out", HHblits())
-    assert report["status"] == "failed"
-    assert "hhblits: its first row" in report["failures"][0]["error"]
-    assert json.loads((tmp_path / "out/search.json").read_text())["failures"] == report["failures"]
-
-
-def test_a_program_that_fails_fails_its_queries_only(programs: Path, tmp_path: Path) -> None:
     install(programs, "mmseqs", MMSEQS.replace("Path(rest[1]).write_text(Path(rest[0]).read_text())", "sys.exit(7)", 1))
     query = tmp_path / "query.fasta"
-    query.write_text(f">one\n{SEQUENCES[0]}\n>two\n{SEQUENCES[1]}\n")
-    report = search([query], [Database("db", tmp_path / "db")], tmp_path / "out", MMseqs2())
-    assert [failure["name"] for failure in report["failures"]] == ["one", "two"]
-    assert "`mmseqs createdb` failed (7)" in report["failures"][0]["error"]
+    query.write_text(f">one\n{SEQUENCES[0]}\n>two\n{SEQUENCES[0]}A\n")
+    for engine, said in ((HHblits(), "hhblits: its first row"), (MMseqs2(), "`mmseqs createdb` failed (7)")):
+        report = search([query], [Database("db", tmp_path / "db")], tmp_path / f"out-{engine.name}", engine)
+        assert report["status"] == "failed"
+        assert [failure["name"] for failure in report["failures"]] == ["one", "two"]
+        assert said in report["failures"][0]["error"]

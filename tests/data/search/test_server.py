@@ -51,13 +51,14 @@ def test_an_alignment_is_asked_for_once_and_kept(host: Server, tmp_path: Path) -
     assert clock.waits == [4.0, 6.0, 9.0]  # less and less often
     assert clock.client(host, tmp_path).alignments(ONE) == files
     assert len(host.asked) == 6
-
-
-def test_requests_are_not_faster_than_allowed(host: Server, tmp_path: Path) -> None:
-    clock = Clock()
-    clock.client(host, tmp_path, between=60.0).alignments(ONE)
-    assert len(clock.waits) == len(host.asked) - 1 == 2
+    clock.waits.clear()
+    clock.client(host, tmp_path / "other", between=60.0).alignments(ONE)  # not faster than allowed
+    assert len(clock.waits) == 2
     assert all(59 < wait <= 60 for wait in clock.waits)
+    odd = ONE.replace("Y", "U")  # whose place an X may take
+    host.answer = lambda *_: packed({"uniref.a3m": f">101\n{odd.replace('U', 'X')}\n>a\n{odd}\n"})
+    (file,) = Clock().client(host, tmp_path).alignments(odd)
+    assert read_alignment(file, odd).query == ONE.replace("Y", "C")
 
 
 @pytest.mark.parametrize(
@@ -251,13 +252,6 @@ def test_what_a_hostile_server_sends_is_one_line(
     assert str(found.value).isprintable()
 
 
-def test_an_x_in_the_place_of_a_strange_letter_is_the_same_sequence(host: Server, tmp_path: Path) -> None:
-    odd = ONE.replace("Y", "U")
-    host.answer = lambda endpoint, sequences: packed({"uniref.a3m": f">101\n{odd.replace('U', 'X')}\n>a\n{odd}\n"})
-    (file,) = Clock().client(host, tmp_path).alignments(odd)
-    assert read_alignment(file, odd).query == ONE.replace("Y", "C")
-
-
 def test_pairs_are_of_all_chains_row_by_row(host: Server, tmp_path: Path) -> None:
     (file,) = Clock().client(host, tmp_path).pairs([ONE, TWO])
     assert (host.paths()[0], host.modes) == ("ticket/pair", ["pairgreedy"])
@@ -283,17 +277,7 @@ def test_no_other_host_and_no_other_port_is_followed(host: Server, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        "ftp://a",
-        "a.b",
-        "http://",
-        "file:///etc/passwd",
-        "http://me:pw@host",
-        "http://h:x",
-        "http://h?q=1",
-        "http://a b",
-    ],
+    "url", ["ftp://a", "a.b", "http://", "http://me:p@h", "http://h:x", "http://h?q", "http://a b"]
 )
 def test_addresses_that_are_none(url: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--msa-server"):

@@ -2,6 +2,7 @@
 
 import gzip
 import random
+import re
 import time
 from datetime import date
 from pathlib import Path
@@ -38,31 +39,16 @@ def refusal(text: str | bytes) -> str:
     return str(caught.value)
 
 
-def test_residues_without_atoms_stay_in_the_sequence_masked() -> None:
-    chain = only_chain(entry(PEPTIDE[4:], SEQUENCE))
-    assert chain.sequence == "GSAG"
-    assert chain.mask.sum(1).tolist() == [0, 4, 4, 4]
-    assert chain.residue_index.tolist() == [0, 1, 2, 3]
-    assert position(chain, 1, "CA") == pytest.approx([1.0, 1.0, 7.6])
-    assert not chain.positions[0].any()
-
-
 def test_modified_residues_are_their_parents() -> None:
-    sequence = ["MSE", "PTR", "SEC", "PYL", "XYZ9", "ALA"]
+    """Nucleotides are none of a protein's: DA is no alanine, U no cysteine."""
+    sequence = ["MSE", "PTR", "SEC", "PYL", "XYZ9", "ALA", "DA", "U", "C"]
     atoms = [row for i, name in enumerate(sequence) for row in backbone(name, i + 1)]
     atoms += [atom("SE", "MSE", 1, 9.0, group_PDB="HETATM"), atom("OH", "PTR", 2), atom("P", "PTR", 2)]
     atoms += [atom("CB", "XYZ9", 5), atom("CG", "XYZ9", 5), atom("CG", "ALA", 6), atom("HA", "ALA", 6)]
     chain = only_chain(entry(atoms, sequence))
-    assert chain.sequence == "MYCKXA"
+    assert chain.sequence == "MYCKXAXXX"
     assert position(chain, 0, "SD") == pytest.approx([9.0, 1.0, 3.8])
-    assert chain.mask.sum(1).tolist() == [5, 5, 4, 4, 5, 4]  # no P, no CG of X or of ALA, no hydrogen
-
-
-def test_nucleotides_in_a_peptide_are_unknown() -> None:
-    """Their letters are none of a protein's: DA is no alanine, U no cysteine."""
-    sequence = ["GLY", "ALA", "GLY", "DA", "U", "C"]
-    atoms = [row for i, name in enumerate(sequence) for row in backbone(name, i + 1)]
-    assert only_chain(entry(atoms, sequence)).sequence == "GAGXXX"
+    assert chain.mask.sum(1).tolist() == [5, 5, 4, 4, 5, 4, 4, 4, 4]  # no P, no CG of X or of ALA, no hydrogen
 
 
 def mixture(*residues: tuple[str, str, float], chain: str = "A") -> list[Atom]:
@@ -127,50 +113,37 @@ def test_mixtures_in_pdb_files(seqres: bool) -> None:
         assert "has SER" in refusal(other + "END\n")
 
 
-def in_file(category: str, rows: str) -> str:
-    tags = {"mod": ("label_comp_id", "parent_comp_id"), "chem": ("id", "mon_nstd_parent_comp_id")}[category]
-    name = {"mod": "pdbx_struct_mod_residue", "chem": "chem_comp"}[category]
-    return "loop_\n" + "".join(f"_{name}.{tag}\n" for tag in tags) + rows + "#\n"
+MOD = "loop_\n_pdbx_struct_mod_residue.label_comp_id\n_pdbx_struct_mod_residue.parent_comp_id\n{}\n#\n"
+CHEM = "loop_\n_chem_comp.id\n_chem_comp.mon_nstd_parent_comp_id\n{}\n#\n"
+CANONICAL = "_entity_poly.pdbx_seq_one_letter_code_can\n;{}\n;\n"
 
 
-def test_parents_that_the_file_names() -> None:
-    """docs/bad_input.md: our table, then the file's parent if it is one of the twenty, else X."""
-
-    def letter(*more: str, name: str = "XYZ9") -> str:
-        text = entry(backbone("GLY", 1) + backbone(name, 2), ["GLY", name], more="".join(more))
-        return only_chain(text).sequence[1]
-
-    assert letter() == "X"
-    assert letter(in_file("mod", "XYZ9 PHE\n")) == "F"
-    assert letter(in_file("chem", "GLY ?\nXYZ9 VAL\n")) == "V"
-    assert letter(in_file("mod", "XYZ9 PHE\n"), in_file("chem", "XYZ9 VAL\n")) == "F"
-    assert letter(in_file("chem", "XYZ9 'SER,TYR,GLY'\n")) == "X"  # a chromophore
-    assert letter(in_file("chem", "XYZ9 ABC\n")) == "X"
-    assert letter(in_file("chem", "MSE ALA\n"), name="MSE") == "M"  # our table first
-    assert letter(in_file("chem", "UNK ALA\n"), name="UNK") == "X"  # unknown stays unknown
-
-
-def test_the_canonical_sequence_names_parents() -> None:
-    def sequence(canonical: str) -> str:
-        text = entry(backbone("GLY", 1) + backbone("XYZ9", 2) + backbone("ALA", 3), ["GLY", "XYZ9", "ALA"])
-        tag = "_entity_poly.entity_id 1\n"
-        return only_chain(
-            text.replace(tag, f"{tag}_entity_poly.pdbx_seq_one_letter_code_can\n;{canonical}\n;\n")
-        ).sequence
-
-    assert sequence("GKA") == "GKA"
-    assert sequence("G\nKA") == "GKA"  # lines
-    assert sequence("GXA") == "GXA"
-    assert sequence("WKA") == "GKA"  # our table first
-    assert sequence("GTYGA") == "GXA"  # several letters for one place: none is known
-
-
-def test_a_parents_atoms_are_kept() -> None:
-    """A residue that was X kept its backbone alone."""
-    atoms = backbone("GLY", 1) + backbone("HOX", 2) + [atom("CB", "HOX", 2), atom("CG", "HOX", 2), atom("NX", "HOX", 2)]
-    chain = only_chain(entry(atoms, ["GLY", "HOX"], more=in_file("mod", "HOX PHE\n")))
-    assert chain.sequence == "GF"
-    assert chain.mask[1].sum() == 6
+@pytest.mark.parametrize(
+    ("name", "more", "canonical", "sequence"),
+    [
+        ("XYZ9", "", "", "GXA"),
+        ("XYZ9", MOD.format("XYZ9 PHE"), "", "GFA"),
+        ("XYZ9", CHEM.format("GLY ?\nXYZ9 VAL"), "", "GVA"),
+        ("XYZ9", MOD.format("XYZ9 PHE") + CHEM.format("XYZ9 VAL"), "", "GFA"),
+        ("XYZ9", CHEM.format("XYZ9 'SER,TYR,GLY'"), "", "GXA"),  # a chromophore
+        ("XYZ9", CHEM.format("XYZ9 ABC"), "", "GXA"),
+        ("MSE", CHEM.format("MSE ALA"), "", "GMA"),  # our table first
+        ("UNK", CHEM.format("UNK ALA"), "", "GXA"),  # unknown stays unknown
+        ("XYZ9", "", "GKA", "GKA"),
+        ("XYZ9", "", "G\nKA", "GKA"),  # lines
+        ("XYZ9", "", "GXA", "GXA"),
+        ("XYZ9", "", "WKA", "GKA"),  # our table first
+        ("XYZ9", "", "GTYGA", "GXA"),  # several letters for one place: none is known
+    ],
+)
+def test_parents_that_the_file_names(name: str, more: str, canonical: str, sequence: str) -> None:
+    """docs/bad_input.md: our table, then the file's parent if it is one of the twenty, else X.  Its atoms are kept."""
+    atoms = [*backbone("GLY", 1), *backbone(name, 2), atom("CG", name, 2), atom("NX", name, 2), *backbone("ALA", 3)]
+    text = entry(atoms, ["GLY", name, "ALA"], more=more)
+    tag = "_entity_poly.entity_id 1\n"
+    chain = only_chain(text.replace(tag, tag + CANONICAL.format(canonical)) if canonical else text)
+    assert chain.sequence == sequence
+    assert chain.mask[1].sum() == (5 if sequence[1] in "FKM" else 4)
 
 
 def test_author_numbers_and_insertion_codes() -> None:
@@ -195,20 +168,14 @@ def test_the_conformation_of_higher_occupancy_is_taken_whole() -> None:
     assert [position(chain, 1, name)[0] for name in ("O", "CB", "OG")] == [6.0, 6.0, 5.0]
 
 
-def test_of_equal_occupancies_the_first_is_taken() -> None:
-    atoms = backbone("GLY", 1, altloc="A", occupancy=0.5)
-    atoms += [row | {"Cartn_x": 50.0} for row in backbone("GLY", 1, altloc="B", occupancy=0.5)]
-    assert position(only_chain(entry(atoms, ["GLY"])), 0, "CA")[0] == 1.0
-    assert position(only_chain(entry(atoms[::-1], ["GLY"])), 0, "CA")[0] == 50.0
-
-
-def test_conformations_are_chosen_residue_by_residue() -> None:
+def test_of_equal_occupancies_the_first_is_taken_residue_by_residue() -> None:
     atoms = []
-    for place, first in ((1, 0.7), (2, 0.3)):
+    for place, first in ((1, 0.7), (2, 0.3), (3, 0.5)):
         atoms += backbone("GLY", place, altloc="A", occupancy=first)
         atoms += [row | {"Cartn_x": 50.0} for row in backbone("GLY", place, altloc="B", occupancy=1 - first)]
-    chain = only_chain(entry(atoms, ["GLY", "GLY"]))
-    assert [position(chain, i, "CA")[0] for i in (0, 1)] == [1.0, 50.0]
+    for rows, expected in ((atoms, [1.0, 50.0, 1.0]), (atoms[::-1], [1.0, 50.0, 50.0])):
+        chain = only_chain(entry(rows, ["GLY"] * 3))
+        assert [position(chain, i, "CA")[0] for i in range(3)] == expected
 
 
 def test_arginine_nitrogens_are_named_by_their_distance_to_cd() -> None:
@@ -252,23 +219,24 @@ def read(more: str) -> Structure:
     return parse_structure(entry(PEPTIDE, SEQUENCE, more=more))
 
 
-def test_release_date_from_either_category() -> None:
-    new = "loop_\n_pdbx_audit_revision_history.ordinal\n_pdbx_audit_revision_history.revision_date\n"
-    assert read(new + "2 2011-07-13\n1 1998-04-08\n#\n").release_date == date(1998, 4, 8)
-    old = "loop_\n_database_PDB_rev.num\n_database_PDB_rev.date\n_database_PDB_rev.date_original\n"
-    assert read(old + "1 1998-04-08 1997-12-16\n2 2009-02-24 ?\n#\n").release_date == date(1998, 4, 8)
-    assert read("").release_date is None
+HISTORY = "loop_\n_pdbx_audit_revision_history.ordinal\n_pdbx_audit_revision_history.revision_date\n{}#\n"
+OLD = "loop_\n_database_PDB_rev.num\n_database_PDB_rev.date\n_database_PDB_rev.date_original\n{}#\n"
 
 
-def test_a_date_that_is_none_is_no_date() -> None:
-    loop = "loop_\n_pdbx_audit_revision_history.ordinal\n_pdbx_audit_revision_history.revision_date\n"
-    assert read(loop + "1 2011-02-30\n2 soon\n#\n").release_date is None
-    assert read(loop + "1 ?\n2 2011-7-3\n3 20120101\n#\n").release_date == date(2011, 7, 3)
-    pdb = "REVDAT   1   31-FEB-98 1ABC    0\n" + write_pdb("x", [random_chain("A", "MKV")])
-    assert parse_structure(pdb).release_date is None
-    old = "loop_\n_database_PDB_rev.num\n_database_PDB_rev.date\n1 1998-04-08\n#\n"
-    without_seqres = parse_structure(entry(PEPTIDE, [], more=old))
-    assert without_seqres.release_date == date(1998, 4, 8)
+@pytest.mark.parametrize(
+    ("text", "released"),
+    [
+        (entry(PEPTIDE, SEQUENCE), None),
+        (entry(PEPTIDE, SEQUENCE, more=HISTORY.format("2 2011-07-13\n1 1998-04-08\n")), date(1998, 4, 8)),
+        (entry(PEPTIDE, SEQUENCE, more=OLD.format("1 1998-04-08 1997-12-16\n2 2009-02-24 ?\n")), date(1998, 4, 8)),
+        (entry(PEPTIDE, [], more=OLD.format("1 1998-04-08 ?\n")), date(1998, 4, 8)),  # without SEQRES
+        (entry(PEPTIDE, SEQUENCE, more=HISTORY.format("1 2011-02-30\n2 soon\n")), None),
+        (entry(PEPTIDE, SEQUENCE, more=HISTORY.format("1 ?\n2 2011-7-3\n3 20120101\n")), date(2011, 7, 3)),
+        ("REVDAT   1   31-FEB-98 1ABC    0\n" + write_pdb("x", [random_chain("A", "MKV")]), None),
+    ],
+)
+def test_the_release_is_the_first_revision_that_has_a_date(text: str, released: date | None) -> None:
+    assert parse_structure(text).release_date == released
 
 
 @pytest.mark.parametrize(
@@ -283,11 +251,6 @@ def test_a_date_that_is_none_is_no_date() -> None:
 )
 def test_resolution(more: str, resolution: float | None) -> None:
     assert read(more).resolution == resolution
-
-
-def test_method_and_identifier() -> None:
-    structure = read("_exptl.method 'Solution NMR'\n#\n")
-    assert (structure.id, structure.method) == ("test", "SOLUTION NMR")
 
 
 def test_polymers_that_are_no_l_proteins_are_dropped_by_name() -> None:
@@ -311,12 +274,9 @@ def test_ca_only_chains_are_refused_unless_asked_for() -> None:
     assert "CA-only" in structure.dropped["A"]
 
 
-def test_two_chains_of_one_author_name_are_both_kept() -> None:
+def test_every_chain_has_a_name_and_those_without_coordinates_are_named() -> None:
     other = [row | {"label_asym_id": "B"} for row in PEPTIDE]
     assert list(parse_structure(entry(PEPTIDE + other, SEQUENCE)).chains) == ["A", "A-B"]
-
-
-def test_chains_without_coordinates_are_named() -> None:
     more = "loop_\n_struct_asym.id\n_struct_asym.entity_id\nA 1\nB 1\n#\n"
     assert parse_structure(entry(PEPTIDE, SEQUENCE, more=more)).dropped == {"B": "no residue has coordinates"}
 
@@ -336,6 +296,16 @@ def test_bonded_residues_have_no_gap_whatever_their_numbers() -> None:
     assert only_chain(entry(atoms, [])).sequence == "SAG"
     far = backbone("SER", 5) + backbone("ALA", 6) + backbone("GLY", 1006)
     assert only_chain(entry(far, [])).sequence == "SAG"
+
+
+def test_pdb_models_and_repeats() -> None:
+    """Of several models the first; residues are placed by their numbers rather than by alignment."""
+    chain = random_chain("A", "GGGGSGGGGSGGGG", missing=[0, 1, 5, 9, 13])
+    head, *body, end = re.split(r"(?=^ATOM|^TER)", write_pdb("x", [chain]), flags=re.MULTILINE)
+    moved = "".join(f"{line[:30]}{500.0:8.3f}{line[38:]}" for line in body)
+    found = only_chain(f"{head}MODEL        1\n{''.join(body)}ENDMDL\nMODEL        2\n{moved}ENDMDL\n{end}")
+    assert np.array_equal(found.mask, chain.mask)
+    assert found.positions.max() < 100
 
 
 def test_pdb_with_seqres_numbers_and_header() -> None:
@@ -361,51 +331,32 @@ def test_pdb_without_seqres_names_or_end() -> None:
     assert structure.chains["A"].sequence == "MKRVLAGS"
 
 
-def test_pdb_repeats_place_residues_by_number_rather_than_by_alignment() -> None:
-    chain = random_chain("A", "GGGGSGGGGSGGGG", missing=[0, 1, 5, 9, 13])
-    assert np.array_equal(parse_structure(write_pdb("x", [chain])).chains["A"].mask, chain.mask)
-
-
-def test_pdb_first_model_only() -> None:
-    body = [line for line in write_pdb("x", [random_chain("A", "MKV")]).splitlines() if line.startswith("ATOM")]
-    moved = [line[:30] + f"{500.0:8.3f}" + line[38:] for line in body]
-    text = "\n".join(["MODEL        1", *body, "ENDMDL", "MODEL        2", *moved, "ENDMDL", "END", ""])
-    assert only_chain(text).positions.max() < 100
-
-
-@pytest.mark.parametrize("bad", ["********", "        ", "     nan", "  12.5x7"])
-def test_pdb_positions_that_are_no_numbers(bad: str) -> None:
-    lines = write_pdb("x", [random_chain("A", "MKV")]).splitlines(keepends=True)
-    row = next(i for i, line in enumerate(lines) if line.startswith("ATOM"))
-    lines[row] = lines[row][:38] + bad + lines[row][46:]
-    assert "not a number" in refusal("".join(lines))
-
-
-def test_pdb_cut_short() -> None:
-    text = write_pdb("x", [random_chain("A", "MKV")])
-    assert "no END" in refusal(text.removesuffix("END\n"))
-    without = "\n".join(line for line in text.splitlines() if line.startswith("ATOM"))
-    assert "middle of an atom" in refusal(without[:-40])
-    assert "has no atoms" in refusal("HEADER    HYDROLASE\nEND\n")
-
-
-@pytest.mark.parametrize("bad", ["nan", "NaN", "?", ".", "inf", "abc", "1e30"])
-def test_positions_that_are_no_numbers(bad: str) -> None:
-    message = refusal(entry([*PEPTIDE[:5], PEPTIDE[5] | {"Cartn_x": bad}, *PEPTIDE[6:]], SEQUENCE))
-    assert "atom CA of residue 2 of chain A" in message
-
-
-def test_atoms_that_contradict_the_sequence() -> None:
-    assert "TRP at place 2" in refusal(entry(PEPTIDE[:4] + backbone("TRP", 2), SEQUENCE))
-    message = refusal(entry(PEPTIDE[:4] + [atom | {"label_seq_id": "9" * 5000} for atom in PEPTIDE[4:]], SEQUENCE))
-    assert "at place 999999999999999999... of its sequence" in message
-    assert "place 9" in refusal(entry(PEPTIDE + backbone("TRP", 9), SEQUENCE))
-    assert "entity_poly_seq has residue 4" in refusal(entry(PEPTIDE, SEQUENCE).replace("1 3 ALA\n", ""))
+PDB = write_pdb("x", [random_chain("A", "MKV")])
+ROW = PDB.index("ATOM")
+TRP = PEPTIDE[:4] + [row | {"label_seq_id": "9" * 5000} for row in PEPTIDE[4:]]
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        *(
+            (PDB[: ROW + 38] + bad + PDB[ROW + 46 :], "not a number")
+            for bad in ("*" * 8, " " * 8, "     nan", "  12.5x7")
+        ),
+        (PDB.removesuffix("END\n"), "no END"),
+        ("\n".join(line for line in PDB.splitlines() if line.startswith("ATOM"))[:-40], "middle of an atom"),
+        ("HEADER    HYDROLASE\nEND\n", "has no atoms"),
+        *(
+            (
+                entry([*PEPTIDE[:5], PEPTIDE[5] | {"Cartn_x": bad}, *PEPTIDE[6:]], SEQUENCE),
+                "atom CA of residue 2 of chain A",
+            )
+            for bad in ("nan", "NaN", "?", ".", "inf", "abc", "1e30")
+        ),
+        (entry(PEPTIDE[:4] + backbone("TRP", 2), SEQUENCE), "TRP at place 2"),
+        (entry(TRP, SEQUENCE), "at place 999999999999999999... of its sequence"),
+        (entry(PEPTIDE + backbone("TRP", 9), SEQUENCE), "place 9"),
+        (entry(PEPTIDE, SEQUENCE).replace("1 3 ALA\n", ""), "entity_poly_seq has residue 4"),
         ("", "not a structure file"),
         (">fasta\nMKV\n", "not a structure file"),
         ("data_X\n_cell.length_a 3\n", "has no atoms"),
@@ -416,8 +367,9 @@ def test_atoms_that_contradict_the_sequence() -> None:
         (b"data_X\n_atom_site.id \xff\xfe\0", "valid mmCIF"),
         (entry(backbone("HOH", 1), []), "no protein chain"),
     ],
+    ids=map(str, range(30)),
 )
-def test_what_is_no_structure(text: str | bytes, said: str) -> None:
+def test_what_is_damaged_or_no_structure(text: str | bytes, said: str) -> None:
     assert said in refusal(text)
 
 
