@@ -1,4 +1,4 @@
-"""Two small models in plain torch, and their data: with shared, frozen and unused parameters, and with buffers."""
+"""A small language model in plain torch, and its data: with shared, frozen and unused parameters."""
 
 import torch
 from torch import Tensor, nn
@@ -53,41 +53,3 @@ class LanguageModel(nn.Module):
         x = x + self.drop(self.attend(n, n, n, attn_mask=later, need_weights=False)[0])
         x = x + self.mlp(x)
         return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), letters[:, 1:].flatten(), ignore_index=-1)
-
-
-class Pictures(Dataset):
-    """Noise, brighter in one of four corners."""
-
-    def __init__(self, size: int = 32) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        corner = index % 4
-        picture = torch.randn(1, 8, 8)  # drawn anew in each epoch
-        picture[:, 4 * (corner // 2) :, 4 * (corner % 2) :][:, :4, :4] += 1
-        return picture, corner
-
-
-def stacked(examples: list[tuple[Tensor, int]]) -> dict[str, Tensor]:
-    pictures, corners = zip(*examples)
-    return {"pictures": torch.stack(pictures), "corners": torch.tensor(corners)}
-
-
-class VisionModel(nn.Module):
-    """Convolutions and batch norms; `model(batch)` is the loss."""
-
-    def __init__(self, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(1, 4, 3, padding=1).requires_grad_(False)  # frozen
-        self.body = nn.Sequential(
-            *(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 6, 3, stride=2, bias=False)),
-            *(nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(dropout), nn.Flatten(), nn.Linear(54, 4)),
-        )
-        self.spare = nn.Linear(2, 2)  # unused
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        pictures = batch["pictures"].to(self.stem.weight.dtype)
-        return F.cross_entropy(self.body(self.stem(pictures)), batch["corners"])

@@ -9,8 +9,10 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,16 +27,6 @@ from warpfold.errors import UserError
 
 def checkpoint(step: int, skipped: Sequence[int] = (), size: int = 10) -> Checkpoint:
     return Checkpoint(step, {"weights.a": torch.full((size,), float(step))}, {"skipped": list(skipped)})
-
-
-def test_a_checkpoint_comes_back_to_the_bit(tmp_path: Path) -> None:
-    flat = torch.randn(32)
-    tensors = {"a": flat[:7], "b": flat[8:20].view(3, 4), "steps": torch.tensor(3.0)}  # views of one buffer
-    with RunFolder(tmp_path / "run") as run:
-        run.save(Checkpoint(3, tensors, {"x": [1, "ä"]}), keep=2)
-        back = run.load(3)
-    assert back.notes == {"x": [1, "ä"]}
-    assert all(torch.equal(back.tensors[name], tensors[name]) for name in tensors)
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
@@ -58,64 +50,65 @@ def test_examples_skipped_do_not_rotate_the_good_ones_out(tmp_path: Path) -> Non
         assert run.steps() == [2, 3, 6, 7]
 
 
-def test_what_somebody_keeps_in_a_checkpoint_stays(tmp_path: Path) -> None:
+def test_what_somebody_keeps_in_a_checkpoint_stays_and_damaged_notes_do_not_end_a_run(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as run:
         run.save(checkpoint(1), keep=1)
         (run.step_path(1) / "thesis.txt").write_text("mine")
         run.save(checkpoint(2), keep=1)
+        (run.step_path(2) / "state.json").write_text("[{")
+        run.save(checkpoint(3), keep=1)
+        assert run.steps() == [1, 3]
         assert (run.step_path(1) / "thesis.txt").read_text() == "mine"
 
 
-def limited(size: int):
+@contextmanager
+def full_after(size: int) -> Iterator[None]:
     """A disk that is full after `size` bytes of a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_on_a_full_disk_the_checkpoint_before_survives(tmp_path: Path) -> None:
+def test_on_a_full_disk_what_was_there_survives(tmp_path: Path) -> None:
+    """The checkpoint before, files that were to be replaced, and the lines of the log."""
+
+    def log(run: RunFolder) -> None:
+        for step in range(100):
+            run.log({"step": step, "loss": 0.5})
+
     with RunFolder(tmp_path) as run:
+        run.open_log(0)
         run.save(checkpoint(1), keep=1)
-        release = limited(20_000)
-        try:
-            with pytest.raises(UserError, match="step 1 is safe") as error:
-                run.save(checkpoint(2, size=100_000), keep=1)
-        finally:
-            release()
-        assert "\n" not in str(error.value)
-        assert run.steps() == [1]
+        run.replace_file("params", lambda path: path.write_bytes(b"old"))
+        for size, write, says in (
+            (20_000, lambda: run.save(checkpoint(2, size=100_000), keep=1), "step 1 is safe"),
+            (1_000, lambda: run.replace_file("params", lambda path: path.write_bytes(b"x" * 10_000)), "be written"),
+            (1_000, lambda: log(run), r"metrics.jsonl: .*make room"),
+        ):
+            with full_after(size), pytest.raises(UserError, match=says) as error:
+                write()
+            assert "\n" not in str(error.value)
         assert [p.name for p in run.checkpoints.iterdir()] == ["step-00000001"]
         assert torch.equal(run.load(1).tensors["weights.a"], torch.ones(10))
-
-
-def test_files_are_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
-    with RunFolder(tmp_path) as run:
-        run.replace_file("params", lambda path: path.write_bytes(b"old"))
-        release = limited(1_000)
-        try:
-            with pytest.raises(UserError, match="could not be written"):
-                run.replace_file("params", lambda path: path.write_bytes(b"x" * 10_000))
-        finally:
-            release()
     assert (tmp_path / "params").read_bytes() == b"old"
     assert not list(tmp_path.glob(".partial*"))
-
-
-def test_a_half_written_checkpoint_is_swept_away(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as run:
+        run.open_log(10)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 11
+
+
+def test_what_a_kill_left_half_written_is_swept_away(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "run") as run:
         run.save(checkpoint(1), keep=1)
         (run.checkpoints / ".partial-step-00000002").mkdir()
-    with RunFolder(tmp_path) as run:
-        assert run.steps() == [1]
-        assert len(list(run.checkpoints.iterdir())) == 1
-
-
-def test_a_file_that_was_half_replaced_is_swept_away(tmp_path: Path) -> None:
-    with RunFolder(tmp_path / "run") as run:
         run.write_settings("a = 1\n")
     for name in (".partial-params.safetensors", ".partial-params.safetensors.01ab.partial"):
-        (tmp_path / "run" / name).write_bytes(b"half")  # as a kill leaves them
-    with RunFolder(tmp_path / "run"):
+        (tmp_path / "run" / name).write_bytes(b"half")
+    with RunFolder(tmp_path / "run") as run:
+        assert [path.name for path in run.checkpoints.iterdir()] == ["step-00000001"]
         assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock", "checkpoints", "settings.toml"}
 
 
@@ -191,15 +184,6 @@ def test_where_all_are_damaged_nothing_is_touched(tmp_path: Path) -> None:
         assert run.steps() == [1, 2]
 
 
-def test_damaged_notes_of_an_older_checkpoint_do_not_end_a_run(tmp_path: Path) -> None:
-    with RunFolder(tmp_path) as run:
-        for step in (1, 2):
-            run.save(checkpoint(step), keep=2)
-        (run.step_path(1) / "state.json").write_text("[{")
-        run.save(checkpoint(3), keep=2)
-        assert run.steps() == [2, 3]
-
-
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, bool]] = []
     with RunFolder(tmp_path) as run:
@@ -258,27 +242,19 @@ def test_what_helps_is_said_of_a_folder_that_is_gone(tmp_path: Path) -> None:
             run.replace_file("params", lambda path: save_file({}, path / "away"))
 
 
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_without_locks_a_run_goes_on_with_a_word(
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EIO])
+def test_without_locks_a_run_goes_on_with_a_word_and_a_lock_that_fails_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
 ) -> None:
-    def no_locks(*_: object) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(files.fcntl, "flock", no_locks)
+    monkeypatch.setattr(files.fcntl, "flock", Mock(side_effect=OSError(code, os.strerror(code))))
+    if code == errno.EIO:
+        with pytest.raises(UserError, match="cannot be made or written: Input/output error"), RunFolder(tmp_path):
+            pass
+        return
     with RunFolder(tmp_path) as run:
         save(run, 1)
     [line] = [record.getMessage() for record in caplog.records]
     assert f"has no locks ({os.strerror(code)})" in line
-
-
-def test_a_lock_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(files.fcntl, "flock", broken)
-    with pytest.raises(UserError, match="cannot be made or written: Input/output error"), RunFolder(tmp_path):
-        pass
 
 
 def test_a_folder_that_only_looks_like_a_run_is_left_alone(tmp_path: Path) -> None:
@@ -288,11 +264,7 @@ def test_a_folder_that_only_looks_like_a_run_is_left_alone(tmp_path: Path) -> No
     with pytest.raises(UserError, match="something else"), RunFolder(tmp_path):
         pass
     assert (tmp_path / "checkpoints" / ".partial-mine").is_dir()
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="choose another --out"), RunFolder(tmp_path / "file"):
+    with pytest.raises(UserError, match="choose another --out"), RunFolder(tmp_path / "metrics.jsonl"):
         pass
 
 
@@ -309,24 +281,6 @@ def test_the_log_continues_after_the_checkpoint(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in rows] == [(1, 1 / 3), (2, 2 / 3), (3, 1.0), (4, 9.0)]
     assert rows[-1]["terms"] == {"fape": None}
-
-
-def test_a_full_disk_ends_the_log_with_one_line(tmp_path: Path) -> None:
-    def fill() -> None:
-        with RunFolder(tmp_path) as run:
-            run.open_log(0)
-            release = limited(1_000)
-            try:
-                for step in range(100):
-                    run.log({"step": step, "loss": 0.5})
-            finally:
-                release()
-
-    with pytest.raises(UserError, match=r"metrics.jsonl: .*make room"):
-        fill()
-    with RunFolder(tmp_path) as run:
-        run.open_log(10)
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 11
 
 
 def test_checkpoints_without_settings_are_not_continued(tmp_path: Path) -> None:

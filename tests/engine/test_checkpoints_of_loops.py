@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
-import warpfold
 from tests.engine.small_models import LanguageModel, Sentences, padded
 from tests.ranks import run_ranks
 from warpfold.engine import checkpoint
@@ -90,10 +88,6 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
-
-
-def test_it_is_public() -> None:
-    assert warpfold.Checkpoints is Checkpoints
 
 
 def test_a_run_that_is_killed_continues_to_the_bit(tmp_path: Path) -> None:
@@ -238,16 +232,3 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         Checkpoints(tmp_path / "file").save(1)
-
-
-def _distributed_tensors(folder: Path) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    shared = DTensor.from_local(torch.ones(2), mesh, [Replicate()])
-    with pytest.raises(UserError, match=r"is a DTensor; give ordinary tensors \(full_tensor\(\) of a DTensor\)"):
-        Checkpoints(folder).save(1, more={"x": shared})
-    Checkpoints(folder).save(1, more={"x": shared.full_tensor()})
-
-
-def test_distributed_tensors_are_refused_on_every_rank(tmp_path: Path) -> None:
-    run_ranks(_distributed_tensors, 2, tmp_path)
-    assert torch.equal(Checkpoints(tmp_path).load_latest().more["x"], torch.ones(2))

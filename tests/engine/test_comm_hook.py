@@ -177,24 +177,6 @@ def test_two_models_train_side_by_side() -> None:
     assert all(torch.equal(x, y) for x, y in zip(one, two))
 
 
-def test_gradients_that_are_kept_stay() -> None:
-    """A loop that projects the gradients of several losses keeps each over `zero_grad`."""
-
-    def function() -> None:
-        model, rank = Straight().double(), dist.get_rank()
-        wrapped, _ = hooked(model, "int8")
-        kept, copies = [], []
-        for loss in range(3):
-            wrapped.zero_grad()
-            wrapped(loss, rank).backward()
-            kept.append([p.grad for p in model.parameters() if p.grad is not None])
-            copies.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
-        for ours, theirs in zip(kept, copies):
-            assert all(torch.equal(x, y) for x, y in zip(ours, theirs))
-
-    run_ranks(function, 2)
-
-
 def test_a_grad_scalers_scale_may_change() -> None:
     """What is carried over is in true units: a run whose scale doubles and halves takes the steps of one without."""
 

@@ -133,20 +133,23 @@ def test_an_optimizer_that_keeps_its_state_in_groups_is_continued(tmp_path: Path
     assert torch.equal(train("halves", 5), whole)
 
 
-def test_an_average_begins_with_loaded_weights_and_is_continued(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+def test_an_average_and_a_grad_scaler_are_continued(tmp_path: Path) -> None:
+    def parts() -> dict[str, Any]:
+        average = AveragedModel(nn.Linear(2, 2), multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        return {"average": average, "scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}
+
+    model, before, after = nn.Linear(2, 2), parts(), parts()
     with torch.no_grad():
         model.weight.fill_(4.0)  # pretrained ones, loaded after the average was made
-    average.update_parameters(model)
-    assert average.module.weight.eq(4).all()
-    warpfold.Checkpoints(tmp_path).save(1, model=model, more={"average": average})
-    again = AveragedModel(nn.Linear(2, 2), multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    warpfold.Checkpoints(tmp_path).load_latest(more={"average": again})
+    before["average"].update_parameters(model)
+    before["scaler"].scale(torch.ones(()))
+    warpfold.Checkpoints(tmp_path).save(1, model=model, more=before)
+    warpfold.Checkpoints(tmp_path).load_latest(more=after)
     with torch.no_grad():
         model.weight.fill_(2.0)
-    again.update_parameters(model)
-    assert again.module.weight.eq(3).all()
+    after["average"].update_parameters(model)
+    assert after["average"].module.weight.eq(3).all()
+    assert after["scaler"].get_scale() == 8.0
 
 
 def test_the_loader_is_stateful_for_torch_distributed_checkpoint(tmp_path: Path) -> None:
@@ -180,12 +183,3 @@ def _fully_sharded(folder: Path) -> tuple[bool, bool]:
 
 def test_fsdp_is_refused_and_its_whole_state_is_taken(tmp_path: Path) -> None:
     assert run_ranks(_fully_sharded, 2, tmp_path) == [(True, True)] * 2
-
-
-def test_a_grad_scaler_is_an_ordinary_part(tmp_path: Path) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.ones(()))
-    warpfold.Checkpoints(tmp_path).save(1, more={"scaler": scaler})
-    again = torch.amp.GradScaler("cpu")
-    warpfold.Checkpoints(tmp_path).load_latest(more={"scaler": again})
-    assert again.get_scale() == 8.0

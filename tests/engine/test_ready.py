@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-import warpfold
 from tests.engine.ready_data import Bad, Held, Many, Numbers, Odd, Pair, Rows, cost_of_zero, fails_at, first, listed
 from tests.ranks import run_ranks
 from warpfold.device import Uploads
@@ -54,12 +53,11 @@ def assert_equal(a: Any, b: Any) -> None:
         assert a == b or (a != a and b != b)
 
 
-def test_it_is_public() -> None:
-    assert warpfold.Ready is Ready
-
-
 def test_the_order_follows_from_the_seed_alone() -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
     here = [[*Ready(Numbers(), 3, workers=0)]]
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert np.array_equal(before[1], np.random.get_state()[1])  # noqa: NPY002
     with Ready(Numbers(), 3, workers=3) as loader:
         assert_equal([[*loader]], here)  # the random numbers of the examples, too
         here = loader.batches(1)
@@ -69,13 +67,6 @@ def test_the_order_follows_from_the_seed_alone() -> None:
     assert here != Ready(Numbers(), 3, workers=0).batches(0) != Ready(Numbers(), 3, workers=0, seed=1).batches(0)
     assert Ready(Numbers(), 3, workers=0, shuffle=False).batches(4)[0] == [0, 1, 2]
     assert len(Ready(Numbers(), 3, workers=0, drop_last=True)) == 6
-
-
-def test_random_numbers_of_the_caller_are_left_alone() -> None:
-    before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
-    assert len([*Ready(Numbers(), 7, workers=0)]) == 3
-    assert torch.equal(before[0], torch.get_rng_state())
-    assert np.array_equal(before[1], np.random.get_state()[1])  # noqa: NPY002
 
 
 def test_an_epoch_draws_anew_and_ranks_draw_alike() -> None:
@@ -171,15 +162,6 @@ def test_a_batch_that_is_ready_overtakes_a_slow_one_and_a_resume_follows(tmp_pat
     (tmp_path / "order.txt").write_text("another\n")
     with pytest.raises(UserError, match=r"order.txt: is the record of another loader \(another\)"):
         next(iter(Ready(data, **settings)))
-
-
-def test_without_a_window_a_slow_batch_is_waited_for(tmp_path: Path) -> None:
-    data = Numbers(8, tmp_path, waits=(2,))
-    with Ready(data, workers=2, shuffle=False) as loader:
-        batches = iter(loader)
-        used = [next(batches)["index"].item() for _ in range(2)]
-        data.go(2)
-        assert used + [batch["index"].item() for batch in batches] == list(range(8))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -86,5 +86,3 @@ def test_what_a_batch_cannot_be_is_refused_by_name() -> None:
         RunConfig(plan=Plan(batch=2, sizes=1), optim=OptimConfig(accumulate=2))
     with pytest.raises(UserError, match=r"plan.batch = 3 does not divide the examples of a step"):
         Optimizer(model_for(WORK), OptimConfig(accumulate=4, clip="step"), batch=3)
-    with pytest.raises(ValueError, match=r"plan.axial and plan.branch at 1"):
-        Plan(batch=2, axial=2)

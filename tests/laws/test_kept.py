@@ -138,18 +138,6 @@ def test_on_a_cpu_nothing_leaves() -> None:
         x.exp().sum().backward()
 
 
-def test_plans_that_keep_and_share_at_once_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r'plan.recompute = "layer" is for ranks that have an example each'):
-        Plan(axial=2, recompute="layer")
-    with pytest.raises(ValueError, match=r"plan.offload is for ranks that have an example each"):
-        Plan(branch=2, offload=True)
-    with pytest.raises(ValueError, match=r'plan.recompute is True: "block", "layer", or none'):
-        Plan(recompute=True)  # type: ignore[arg-type]
-    for recompute, count in ((None, 1), ("block", -1)):
-        with pytest.raises(ValueError, match=r"plan.keep_blocks is -?1: how many blocks keep everything"):
-            Plan(recompute=recompute, keep_blocks=count)
-
-
 def test_blocks_that_keep_everything_do_so_on_ranks_too() -> None:
     sizes = {"res": 16, "seq": 4, "extra": 5, "tmpl": 0}
     plans = (Plan(axial=2, recompute="block", keep_blocks=kept) for kept in (0, 0, 2))  # the first fills caches

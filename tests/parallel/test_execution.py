@@ -1,23 +1,33 @@
-"""Executions beside what a person does to a model: replaces, copies, calls or declares parts of it."""
+"""Plans and executions: what is refused, what a person does to a bound model, what a later plan leaves, the way of m
+and z."""
 
 import copy
+import re
+import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch._inductor.cpp_builder
 from torch import Tensor, nn
+from torch._inductor.exc import InvalidCxxCompiler
 
 from tests.helpers import random_batch, tiny_config, tiny_model
 from tests.ranks import run_ranks
 from warpfold.errors import UserError
 from warpfold.model import axial
-from warpfold.model.axial import COLS, ROWS, Block, BlockStack, Executable, Step, Steps, Tensors
+from warpfold.model.alphafold import AlphaFold
+from warpfold.model.axial import COLS, PLAIN, ROWS, Block, BlockStack, Executable, Step, Steps, Tensors
 from warpfold.model.evoformer import (
     AttentionUpdate,
+    Evoformer,
     EvoformerBlock,
     EvoformerConfig,
     GatedAttention,
@@ -32,8 +42,10 @@ from warpfold.parallel.collectives import local_shard
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan
+from warpfold.parallel.sharded import layout_plan
 
-AXIAL = Mesh(axial=Group("axial", 0, 2, (0, 1)))
+DOCS = (Path(__file__).parents[2] / "docs" / "plans.md").read_text(encoding="utf-8")
+AXIAL, BRANCH = Mesh(axial=Group("axial", 0, 2, (0, 1))), Mesh(branch=Group("branch", 0, 2, (0, 1)))
 PAIR = PairConfig(heads=2, c_triangle=5)
 ENTERS = {"m": COLS, "z": ROWS}
 LIMIT = 1e-10
@@ -61,36 +73,14 @@ def given(states: tuple[str, ...] = ("m", "z")) -> tuple[Tensors, Tensors]:
     return tuple(both[s][0] for s in states), tuple(both[s][1] for s in states)
 
 
-def shards(states: Tensors, masks: Tensors, names: tuple[str, ...], mesh: Mesh) -> tuple[Tensors, Tensors]:
-    """This rank's shards of them: m along residues, z and its mask along rows; the mask of m is whole."""
-    cut = tuple(local_shard(x, ENTERS[name], mesh.axial) for name, x in zip(names, states))
-    return cut, tuple(x if name == "m" else local_shard(x, -2, mesh.axial) for name, x in zip(names, masks))
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile to graphs, without a C++ compiler."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", lambda: "c++")
 
 
-def error_on_two_ranks(
-    make: Callable[[], Any],
-    names: tuple[str, ...] = ("m", "z"),
-    after: Callable[[Any], Any] = lambda module: None,
-    **plan: Any,
-) -> float:
-    """How far two axial ranks are from one device at most.  after: what is done to a module once it is bound."""
-
-    def on_a_rank() -> float:
-        mesh = make_mesh(axial=2)
-        execution = Execution(Plan(axial=2, precision="fp64", **plan), mesh)
-        alone, bound = randomised(make()), execution.bind(randomised(make()))
-        after(alone)
-        after(bound)
-        states, masks = given(names)
-        expected = alone(*states, *masks)
-        cut, cut_masks = shards(states, masks, names, mesh)
-        found = bound(*cut, *cut_masks)
-        assert len(found) == len(names)
-        assert all(x.isfinite().all() for x in found)
-        wholes = zip(found, names, expected)
-        return max(float((x - local_shard(whole, ENTERS[name], mesh.axial)).abs().max()) for x, name, whole in wholes)
-
-    return max(run_ranks(on_a_rank, 2, timeout=200))
+# Blocks and layers of one's own
 
 
 class Stack(BlockStack):
@@ -145,55 +135,35 @@ class Short(PairStack):
         return super().steps[1:3]
 
 
-def test_a_block_that_stands_alone() -> None:
-    assert error_on_two_ranks(block) < LIMIT
+class Wrong(EvoformerBlock):
+    """A block with a step that reads a state it does not have."""
+
+    @property
+    def steps(self) -> Steps:
+        return *super().steps, Step("z", self.outer, "s")
 
 
-@pytest.mark.parametrize("kind", [Alignment, lambda: Stack(Alignment(), Alignment())])
-def test_blocks_of_m_alone(kind: Callable[[], Any]) -> None:
-    assert error_on_two_ranks(kind, ("m",)) < LIMIT
+class Odd(EvoformerBlock):
+    """A block with a step that the contract does not know: plain torch on whole states, in its `forward`."""
+
+    def forward(self, *states_and_masks: Tensor) -> tuple[Tensor, Tensor]:
+        m, z = super().forward(*states_and_masks)
+        return m, z + torch.nn.functional.silu(z)
 
 
-def test_blocks_of_z_alone() -> None:
-    assert error_on_two_ranks(lambda: Stack(PairStack(6, PAIR), PairStack(6, PAIR)), ("z",)) < LIMIT
+class Silu(nn.Module):
+    """z + silu(z), within its mask."""
+
+    def forward(self, z: Tensor, mask: Tensor) -> Tensor:
+        return z + torch.nn.functional.silu(z) * mask[..., None].to(z.dtype)
 
 
-def test_a_layer_used_twice() -> None:
-    assert error_on_two_ranks(lambda: Twice(6, PAIR), ("z",)) < LIMIT
+class PlainStep(EvoformerBlock):
+    """A block with such a step among its steps."""
 
-
-def test_a_block_used_twice() -> None:
-    def make() -> Stack:
-        one = block()
-        return Stack(one, one)
-
-    assert error_on_two_ranks(make) < LIMIT
-
-
-def test_a_stack_without_blocks_returns_what_it_is_given() -> None:
-    assert error_on_two_ranks(Stack) < LIMIT
-
-
-def test_what_is_replaced_after_binding_is_what_runs() -> None:
-    def other_layer(module: EvoformerBlock) -> None:
-        module.msa.transition = randomised(MSAColumnAttention(8, heads=2))
-
-    def more_steps(module: PairStack) -> None:
-        module.__class__ = Twice
-
-    def fewer_blocks(stack: Stack) -> None:
-        del stack.blocks[0]
-
-    assert error_on_two_ranks(block, after=other_layer) < LIMIT
-    assert error_on_two_ranks(lambda: PairStack(6, PAIR), ("z",), after=more_steps) < LIMIT
-    assert error_on_two_ranks(lambda: Stack(block(), block()), after=fewer_blocks) < LIMIT
-
-
-@pytest.mark.parametrize("triangle", ["gather", "channels"])
-def test_compiled_layers_on_ranks(monkeypatch: pytest.MonkeyPatch, triangle: str) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", lambda: "c++")
-    assert error_on_two_ranks(lambda: Short(6, PAIR), ("z",), compile=True, triangle=triangle) < LIMIT
+    @property
+    def steps(self) -> Steps:
+        return *super().steps, Step("z", Silu())
 
 
 class Adapter(nn.Module):
@@ -214,126 +184,215 @@ class OwnForward(Transition):
         return 2 * super().forward(x, mask, other)
 
 
-def test_a_layer_that_cannot_be_cut_is_refused_also_after_binding() -> None:
-    def adapted() -> EvoformerBlock:
-        module = block()
-        module.pair.starting = Adapter(module.pair.starting)  # type: ignore[assignment]
-        return module
-
-    def doubled() -> EvoformerBlock:
-        module = block()
-        module.msa.transition = OwnForward(8)
-        return module
-
-    plan, bound = Plan(axial=2), block()
-    execution = Execution(plan, AXIAL)
-    with pytest.raises(UserError, match=r"Adapter in the block \(EvoformerBlock\)"):
-        execution.bind(adapted())
-    with pytest.raises(UserError, match=r"OwnForward in the block \(EvoformerBlock\)"):
-        execution.bind(doubled())
-    execution.bind(bound)
-    bound.pair.starting = Adapter(bound.pair.starting)  # type: ignore[assignment]
-    states, masks = given()
-    with pytest.raises(UserError, match="Adapter"):
-        bound(*states, *masks)
+def other_layer(module: EvoformerBlock) -> None:
+    module.msa.transition = randomised(MSAColumnAttention(8, heads=2))
 
 
-def test_a_layer_beside_the_blocks_of_a_stack_is_refused() -> None:
-    stack = Stack(block())
-    stack.last = Transition(6)
-    with pytest.raises(UserError, match=r"last \(Transition\) stands in no block"):
-        Execution(Plan(axial=2), AXIAL).bind(stack)
+def more_steps(module: PairStack) -> None:
+    module.__class__ = Twice
 
 
-def test_a_part_that_was_not_bound_is_not_run_on_shards() -> None:
+def fewer_blocks(stack: Stack) -> None:
+    del stack.blocks[0]
+
+
+def used_twice() -> Stack:
+    one = block()
+    return Stack(one, one)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A module that two axial ranks run.  after: what is done to it once it is bound."""
+
+    make: Callable[[], Any]
+    names: tuple[str, ...] = ("m", "z")
+    after: Callable[[Any], None] = lambda module: None
+    plan: Plan = field(default_factory=lambda: Plan(axial=2, precision="fp64"))
+
+    def error(self) -> float:
+        """How far this rank is from one device at most."""
+        mesh = make_mesh(axial=2)
+        alone, bound = randomised(self.make()), Execution(self.plan, mesh).bind(randomised(self.make()))
+        self.after(alone)
+        self.after(bound)
+        states, masks = given(self.names)
+        expected = alone(*states, *masks)
+        # Cut: m along residues, z and its mask along rows; the mask of m is whole.
+        cut = [local_shard(x, ENTERS[name], mesh.axial) for name, x in zip(self.names, states)]
+        cut += [x if name == "m" else local_shard(x, -2, mesh.axial) for name, x in zip(self.names, masks)]
+        found = bound(*cut)
+        assert len(found) == len(self.names)
+        assert all(x.isfinite().all() for x in found)
+        wholes = zip(found, self.names, expected)
+        return max(float((x - local_shard(whole, ENTERS[name], mesh.axial)).abs().max()) for x, name, whole in wholes)
+
+
+COMPILED = [Plan(axial=2, precision="fp64", compile=True, triangle=way) for way in ("gather", "channels")]  # type: ignore[arg-type]
+CASES = {
+    "a block that stands alone": Case(block),
+    "a block of m alone": Case(Alignment, ("m",)),
+    "blocks of m alone": Case(lambda: Stack(Alignment(), Alignment()), ("m",)),
+    "blocks of z alone": Case(lambda: Stack(PairStack(6, PAIR), PairStack(6, PAIR)), ("z",)),
+    "a layer used twice": Case(lambda: Twice(6, PAIR), ("z",)),
+    "a block used twice": Case(used_twice),
+    "a stack without blocks": Case(Stack),
+    "a layer replaced after binding": Case(block, after=other_layer),
+    "steps added after binding": Case(lambda: PairStack(6, PAIR), ("z",), more_steps),
+    "a block removed after binding": Case(lambda: Stack(block(), block()), after=fewer_blocks),
+    "compiled, factors gathered": Case(lambda: Short(6, PAIR), ("z",), plan=COMPILED[0]),
+    "compiled, by channels": Case(lambda: Short(6, PAIR), ("z",), plan=COMPILED[1]),
+}
+
+
+@pytest.mark.usefixtures("eager")
+def test_what_stands_alone_is_used_twice_or_replaced_runs_on_ranks() -> None:
+    for name, *found in zip(CASES, *run_ranks(lambda: [case.error() for case in CASES.values()], 2, timeout=200)):
+        assert max(found) < LIMIT, name
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"axial": 0}, "axial 0"),
+        ({"branch": 3}, "plan.branch is 3"),
+        ({"chunk": 0}, "plan.chunk is 0"),
+        ({"in_place": True}, "needs plan.chunk"),
+        ({"in_place": True, "chunk": 4, "recompute": "block"}, "choose one"),
+        ({"threads": 0}, "plan.threads is 0"),
+        ({"axial": 2, "recompute": "layer"}, r'plan.recompute = "layer" is for ranks that have an example each'),
+        ({"branch": 2, "offload": True}, r"plan.offload is for ranks that have an example each"),
+        ({"recompute": True}, r'plan.recompute is True: "block", "layer", or none'),
+        ({"keep_blocks": 1}, r"plan.keep_blocks is 1: how many blocks keep everything"),
+        ({"recompute": "block", "keep_blocks": -1}, r"plan.keep_blocks is -1"),
+        ({"batch": 2, "axial": 2}, r"plan.axial and plan.branch at 1"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Plan(**settings)
+
+
+def odd(kind: type[EvoformerBlock], outer: str = "middle") -> AlphaFold:
+    """The tiny model with one block of another kind."""
+    config = EvoformerConfig(blocks=2, heads=4, c_outer=6, outer=outer, pair=PairConfig(c_triangle=8))  # type: ignore[arg-type]
+    model = tiny_model(evoformer=config)
+    model.evoformer.blocks[-1].__class__ = kind
+    return model
+
+
+def changed(name: str, layer: nn.Module) -> AlphaFold:
+    """The tiny model with another layer in its last block."""
+    model = tiny_model()
+    model.evoformer.blocks[-1].set_submodule(name, layer)
+    return model
+
+
+def with_a_layer_beside_its_blocks() -> AlphaFold:
+    model = tiny_model()
+    model.evoformer.last = Transition(6)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "mesh", "says"),
+    [
+        (lambda: odd(Odd), Plan(axial=2), AXIAL, r"plan.axial = 2 .*evoformer.*\(Odd\) has a forward of its own"),
+        (lambda: odd(Odd, "first"), Plan(branch=2), BRANCH, r"plan.branch = 2 .*\(Odd\) has a forward of its own"),
+        (lambda: odd(PlainStep), Plan(axial=2), AXIAL, r"plan.axial = 2 .*Silu in evoformer.* has none"),
+        (lambda: odd(Wrong), Plan(axial=2), AXIAL, r"Wrong: .*OuterProductMean.* 's'.* m, z"),
+        (lambda: changed("pair.starting", Adapter(Transition(6))), Plan(axial=2), AXIAL, r"Adapter in evoformer"),
+        (lambda: changed("msa.transition", OwnForward(8)), Plan(axial=2), AXIAL, r"OwnForward in evoformer"),
+        (with_a_layer_beside_its_blocks, Plan(axial=2), AXIAL, r"last \(Transition\) stands in no block"),
+        (tiny_model, Plan(branch=2), BRANCH, "needs blocks with independent halves"),
+        (tiny_model, Plan(axial=2), None, "needs a mesh"),
+    ],
+)
+def test_a_plan_that_cannot_run_a_model_says_why_and_leaves_it_as_it_was(
+    model: Callable[[], AlphaFold], plan: Plan, mesh: Mesh | None, says: str
+) -> None:
+    made = model()
+    with pytest.raises((UserError, ValueError), match=says):
+        Execution(plan, mesh).bind(made)
+    assert all(module.execution is PLAIN for module in made.modules() if isinstance(module, Executable))
+
+
+def test_what_was_not_bound_is_not_run_on_shards() -> None:
     """A layer or a block alone, or a copy of a stack, would take its shard for the whole."""
-    stack = Execution(Plan(axial=2), AXIAL).bind(Stack(block())).double()
     states, masks = given()
+    stack = Execution(Plan(axial=2), AXIAL).bind(Stack(block())).double()
     for part in (copy.deepcopy(stack), stack.blocks[0]):
         with pytest.raises(ValueError, match="bind"):
             part(*states, *masks)
     with pytest.raises(ValueError, match=r"Transition.* outside"):
         stack.blocks[0].pair.transition(states[1], masks[1])
-
-
-class Wrong(EvoformerBlock):
-    """A block with a step that reads a state it does not have."""
-
-    @property
-    def steps(self) -> Steps:
-        return *super().steps, Step("z", self.outer, "s")
-
-
-def test_a_step_of_an_unknown_state_is_named() -> None:
-    wrong = Wrong(8, 6, EvoformerConfig(heads=2, c_outer=3, pair=PAIR)).double()
-    states, masks = given()
-    with pytest.raises(ValueError, match=r"Wrong: .*OuterProductMean.* 's'.* m, z"):
-        wrong(*states, *masks)
-    with pytest.raises(ValueError, match=r"Wrong: .*OuterProductMean.* 's'.* m, z"):
-        Execution(Plan(axial=2), AXIAL).bind(wrong)
-
-
-def test_a_block_is_called_with_its_states_and_their_masks() -> None:
-    states, masks = given()
+    bound = Execution(Plan(axial=2), AXIAL).bind(block())
+    bound.pair.starting = Adapter(bound.pair.starting)  # type: ignore[assignment]
+    with pytest.raises(UserError, match="Adapter"):
+        bound(*states, *masks)
     with pytest.raises(ValueError, match=r"EvoformerBlock .*m, z.*4 .* 3"):
         block().double()(*states, masks[0])
 
 
-def test_a_copy_runs_as_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", lambda: "c++")
-    for plan in (Plan(chunk=3, precision="fp64"), Plan(compile=True, precision="fp64")):
-        execution = Execution(plan)
-        model = execution.bind(randomised(block()))
-        other = copy.deepcopy(model)
-        assert all(module.execution is execution for module in other.modules() if isinstance(module, Executable))
-        states, masks = given()
-        for p in other.parameters():
-            nn.init.normal_(p, std=0.2)
-        found, original = other(*states, *masks), model(*states, *masks)
-        expected = Execution(Plan()).bind(other)(*states, *masks)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-        assert (found[1] - original[1]).norm() > 1e-3
+# Steps that the contract does not know; failures
 
 
-def test_binding_changes_no_name_of_a_checkpoint() -> None:
-    model, fresh = tiny_model(), tiny_model()
-    Execution(Plan(chunk=2, recompute="block")).bind(model)
-    assert model.state_dict().keys() == fresh.state_dict().keys()
-    assert [name for name, _ in model.named_modules()] == [name for name, _ in fresh.named_modules()]
+@pytest.mark.parametrize("kind", [Odd, PlainStep])
+def test_a_step_that_the_contract_does_not_know_runs_under_every_plan_of_one_device(kind: type[EvoformerBlock]) -> None:
+    batch = random_batch(passes=2)
+    expected = odd(kind)(batch).distogram_logits
+    without = odd(EvoformerBlock)(batch).distogram_logits
+    assert (expected - without).norm() > 1e-2 * expected.norm()
+    for plan in (Plan(chunk=3), Plan(recompute="block"), Plan(chunk=2, in_place=True)):
+        with torch.set_grad_enabled(plan.recompute is not None):
+            found = Execution(plan).bind(odd(kind))(batch).distogram_logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # slices add in another order, in fp32
 
 
-def test_templates_run_together_and_one_by_one_where_layers_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And so they do where they are so large that each fills a device; the result is the same."""
-    model, batch = (
-        tiny_model().double(),
-        {k: x.double() if x.is_floating_point() else x for k, x in random_batch(templates=3).items()},
-    )
-    seen: list[int] = []
-    model.templates.stack.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-4]))
-
-    def pair(plan: Plan) -> Tensor:
-        seen.clear()
-        return Execution(plan).bind(model)(batch, 0).pair
-
-    together = pair(Plan(precision="fp64"))
-    assert seen == [3]
-    torch.testing.assert_close(pair(Plan(precision="fp64", chunk=4)), together, rtol=LIMIT, atol=LIMIT)
-    assert seen == [1, 1, 1]
-    monkeypatch.setattr(axial, "TOGETHER", 2 * 9 * 9)
-    torch.testing.assert_close(pair(Plan(precision="fp64")), together, rtol=LIMIT, atol=LIMIT)
-    assert seen == [2, 1]
+@contextmanager
+def failing(model: AlphaFold) -> Iterator[None]:
+    """Have a layer of the model fail, as where memory runs out."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("prepare", "update"):
+            patch.setattr(model.evoformer.blocks[1].pair.starting, name, Mock(side_effect=MemoryError))
+        yield
 
 
-def test_a_part_may_be_bound_alone_and_twice() -> None:
-    batch = random_batch(passes=1)
-    model = tiny_model()
-    expected = model(batch, recycles=0).distogram_logits
-    execution = Execution(Plan(chunk=2))
-    execution.bind(model.evoformer)
-    execution.bind(model.evoformer)
-    assert model.extra_stack.execution is not execution
-    torch.testing.assert_close(model(batch, recycles=0).distogram_logits, expected, rtol=1e-4, atol=1e-4)
+def test_a_forward_that_failed_leaves_nothing_behind() -> None:
+    """What a layer's failure interrupted is computed anew as if nothing had been."""
+    model, batch = tiny_model(), random_batch(passes=2)
+    for plan in (Plan(), Plan(chunk=3), Plan(recompute="block"), Plan(chunk=2, in_place=True)):
+        Execution(plan).bind(model)
+        with torch.set_grad_enabled(plan.recompute is not None):
+            expected = model(batch).distogram_logits
+            with failing(model), pytest.raises(MemoryError):
+                model(batch)
+            found = model(batch).distogram_logits
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_nor_does_one_on_ranks_and_branches_run_steps_that_the_contract_does_not_know() -> None:
+    """A block that had failed under an axial plan was once silently the identity in the next call."""
+
+    def on_a_rank() -> None:
+        batch, mesh = random_batch(passes=2), make_mesh(axial=2)
+        whole = tiny_model()(batch).distogram_logits
+        model = Execution(Plan(axial=2), mesh).bind(tiny_model())
+        with failing(model), pytest.raises(MemoryError):
+            model(batch)
+        found = model(batch).distogram_logits
+        torch.testing.assert_close(found, local_shard(whole, -3, mesh.axial), rtol=1e-4, atol=1e-4)
+        expected = odd(PlainStep, "first")(batch).distogram_logits
+        found = Execution(Plan(branch=2), make_mesh(branch=2)).bind(odd(PlainStep, "first"))(batch).distogram_logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    run_ranks(on_a_rank, 2)
+
+
+# One model, several executions
 
 
 def test_a_model_uses_its_kernels_in_any_thread_and_where_it_is_recomputed() -> None:
@@ -362,3 +421,191 @@ def test_a_model_uses_its_kernels_in_any_thread_and_where_it_is_recomputed() -> 
     thread.join()
     assert seen == [(False, "definition")] * 2  # forward, and again in the backward pass
     assert dispatch.kernels() == "fast"
+
+
+def test_an_execution_says_what_it_does() -> None:
+    assert str(Execution()) == "one device, fp32, fast kernels"
+    plan = Plan(axial=2, chunk=8, in_place=True, precision="bf16", kernels="strict")
+    assert str(Execution(plan, AXIAL)) == "axial 2 x branch 1, rank 0, slices of 8 rows, in place, bf16, strict kernels"
+
+
+def test_a_later_plan_leaves_nothing_of_an_earlier_one() -> None:
+    def on_a_rank() -> None:
+        first = EvoformerConfig(blocks=2, heads=4, c_outer=6, outer="first", pair=PairConfig(c_triangle=8))
+        mesh = make_mesh(axial=2, branch=2)
+        model, fresh = tiny_model(evoformer=first), tiny_model(evoformer=first)
+        attributes = [set(vars(module)) for module in fresh.modules()]
+        Execution(Plan(axial=2, branch=2, recompute="block", chunk=2), mesh).bind(model)
+        assert model.residues.shards == 2
+        later = Execution()
+        later.bind(model)
+        for module, before in zip(model.modules(), attributes):
+            assert set(vars(module)) - before <= {"execution"}  # nothing else was ever put on a module
+            assert not isinstance(module, Executable) or module.execution is later
+        assert model.residues is fresh.residues
+        assert model.state_dict().keys() == fresh.state_dict().keys()
+        torch.testing.assert_close(model(batch).distogram_logits, fresh(batch).distogram_logits, rtol=0, atol=0)
+
+    batch = random_batch(passes=2)
+    run_ranks(on_a_rank, 4)
+
+
+@pytest.mark.usefixtures("eager")
+def test_a_copy_runs_as_the_original() -> None:
+    for plan in (Plan(chunk=3, precision="fp64"), Plan(compile=True, precision="fp64")):
+        execution = Execution(plan)
+        model = execution.bind(randomised(block()))
+        other = copy.deepcopy(model)
+        assert all(module.execution is execution for module in other.modules() if isinstance(module, Executable))
+        states, masks = given()
+        for p in other.parameters():
+            nn.init.normal_(p, std=0.2)
+        found, original = other(*states, *masks), model(*states, *masks)
+        expected = Execution(Plan()).bind(other)(*states, *masks)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        assert (found[1] - original[1]).norm() > 1e-3
+
+
+def test_a_part_may_be_bound_alone_and_twice() -> None:
+    batch = random_batch(passes=1)
+    model = tiny_model()
+    expected = model(batch, recycles=0).distogram_logits
+    execution = Execution(Plan(chunk=2))
+    execution.bind(model.evoformer)
+    execution.bind(model.evoformer)
+    assert model.extra_stack.execution is not execution
+    torch.testing.assert_close(model(batch, recycles=0).distogram_logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_templates_run_together_and_one_by_one_where_layers_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so they do where they are so large that each fills a device; the result is the same."""
+    batch = {k: x.double() if x.is_floating_point() else x for k, x in random_batch(templates=3).items()}
+    model = tiny_model().double()
+    seen: list[int] = []
+    model.templates.stack.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[-4]))
+
+    def pair(plan: Plan) -> Tensor:
+        seen.clear()
+        return Execution(plan).bind(model)(batch, 0).pair
+
+    together = pair(Plan(precision="fp64"))
+    assert seen == [3]
+    torch.testing.assert_close(pair(Plan(precision="fp64", chunk=4)), together, rtol=LIMIT, atol=LIMIT)
+    assert seen == [1, 1, 1]
+    monkeypatch.setattr(axial, "TOGETHER", 2 * 9 * 9)
+    torch.testing.assert_close(pair(Plan(precision="fp64")), together, rtol=LIMIT, atol=LIMIT)
+    assert seen == [2, 1]
+
+
+# Compiled
+
+
+def gradients(plan: Plan) -> list[Tensor]:
+    stack = Execution(plan).bind(randomised(Evoformer(8, 6, EvoformerConfig(blocks=1, heads=2, c_outer=3, pair=PAIR))))
+    states, masks = given()
+    loss = sum((x.sin().sum() for x in stack(*states, *masks)), torch.zeros(()))
+    return [loss.detach(), *torch.autograd.grad(loss, list(stack.parameters()))]
+
+
+def apart(found: list[Tensor], expected: list[Tensor]) -> float:
+    """The largest difference, relative to the largest of what is expected."""
+    scale = max(float(g.norm()) for g in expected)
+    return max(float((a - b).norm()) for a, b in zip(found, expected)) / scale
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("plan", [{}, {"chunk": 3}, {"recompute": "block"}])
+def test_compiled_layers_are_those_layers(plan: dict[str, Any]) -> None:
+    assert apart(gradients(Plan(**plan, compile=True)), gradients(Plan(**plan))) <= 1e-10
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor_too() -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    assert apart(gradients(Plan(compile=True)), gradients(Plan())) <= 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [Plan(), Plan(kernels="definition")])
+def test_a_bound_stack_is_one_graph(plan: Plan) -> None:
+    """Binding breaks no graph: torch.compile takes stack, blocks, layers and the choice of kernels whole."""
+    stack = Execution(plan).bind(Evoformer(8, 6, EvoformerConfig(blocks=1, heads=2, pair=PairConfig(heads=2)))).eval()
+    inputs = torch.randn(4, 7, 8), torch.randn(7, 7, 6), torch.ones(4, 7), torch.ones(7, 7)
+    with torch.no_grad():
+        compiled = torch.compile(stack, backend="aot_eager", fullgraph=True)(*inputs)
+        torch.testing.assert_close(compiled, stack(*inputs), rtol=1e-5, atol=1e-5)
+
+
+def test_compiling_without_a_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", Mock(side_effect=InvalidCxxCompiler))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="C\\+\\+ compiler"):
+        Execution(Plan(compile=True)).bind(tiny_model())
+
+
+# The way of the states
+
+
+def test_triangle_products_are_cut_by_channels_where_that_moves_less() -> None:
+    alphafold = {"channels": 128, "c_z": 128, "itemsize": 2}
+    assert Plan(triangle="gather").by_channels(256, 8, **alphafold) is False
+    assert Plan(triangle="channels").by_channels(256, 2, **alphafold) is True
+    # 8 ranks save 2 * 7 * 6 / 8^2 of z, of which 256 residues in bf16 have 16 MiB: 21 MiB; two calls cost 0.5 MiB.
+    assert Plan().by_channels(256, 8, **alphafold) is True
+    assert Plan().by_channels(256, 2, **alphafold) is False  # two ranks save nothing
+    # Two ranks, few channels of the product: what counts is that z need not be turned.
+    assert Plan().by_channels(256, 2, channels=32, c_z=128, itemsize=2) is True
+    # 48 residues on 3 ranks save 4 / 9 of z: 0.25 MiB in bf16; with four times the channels, in fp32, 2 MiB.
+    assert Plan().by_channels(48, 3, **alphafold) is False
+    assert Plan().by_channels(48, 3, channels=512, c_z=512, itemsize=4) is True
+
+
+def way(outer: str, by_channels: bool) -> list[dict[str, str]]:
+    """Of every layer of a block among others: what it works on, and what it sends on its way to another cut."""
+    config = EvoformerConfig(blocks=3, heads=2, outer=outer, pair=PairConfig(heads=2))  # type: ignore[arg-type]
+    stack = Evoformer(8, 8, config)
+    blocks: Any = [*stack.blocks]
+    steps = [layout for block in layout_plan("", blocks, by_channels) for layout in block.steps]
+    held = {"m": {COLS}, "z": {ROWS}}  # the slices that are there or on their way
+    axes, rows = {ROWS: "rows", COLS: "columns"}, []
+    for step in steps:
+        x, other = ("m", "z") if ".msa." in f".{step.name.strip()}." else ("z", "m")
+        sent = []
+        if step.other_next is not None and step.other_next not in held[other]:
+            held[other].add(step.other_next)
+            sent.append(f"{other} to {axes[step.other_next]}")
+        held[x] = {step.axis}
+        if step.next is not None and step.next != step.axis:
+            held[x].add(step.next)
+            sent.append(f"{x} to {axes[step.next]}")
+        rows.append({"layer": step.name.strip(), "works on": f"{axes[step.axis]} of {x}", "sends": ", ".join(sent)})
+    return rows[len(steps) // 3 : len(steps) // 3 * 2]
+
+
+def tables() -> dict[str, list[dict[str, str]]]:
+    """The tables of docs/plans.md by the heading that they stand under."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for part in re.split(r"^#+ ", DOCS, flags=re.MULTILINE)[1:]:
+        heading, *lines = part.splitlines()
+        cells = [[c.strip(" `") for c in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+        if cells:
+            found[heading] = [dict(zip(cells[0], row)) for row in cells[2:]]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("heading", "outer", "by_channels"),
+    [
+        ("AlphaFold2's order, factors gathered", "middle", False),
+        ("AlphaFold2's order, by channels", "middle", True),
+        ("Multimer's order, factors gathered", "first", False),
+    ],
+)
+def test_the_documented_way_is_the_way(heading: str, outer: str, by_channels: bool) -> None:
+    documented = [{key: row[key] for key in ("layer", "works on", "sends")} for row in tables()[heading]]
+    assert documented == way(outer, by_channels)
+
+
+def test_every_setting_is_documented() -> None:
+    assert {row["setting"] for row in tables()["Settings"]} == {f"plan.{one.name}" for one in fields(Plan)}

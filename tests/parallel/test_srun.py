@@ -46,15 +46,24 @@ def test_unequal_nodes_and_tasks_that_slurm_deals_out_in_turn() -> None:
     assert [found[number].on_node for number in "13"] == [range(3, 5)] * 2
 
 
-@pytest.mark.parametrize("variables", [{}, JOB, SHELL, IN_STEP], ids=["no Slurm", "login", "sbatch", "salloc"])
-def test_in_a_shell_a_process_is_alone(variables: dict[str, str]) -> None:
-    assert read(variables) == ProcessInfo()
-    assert not is_one_of_several(variables)
-
-
-def test_in_a_job_that_a_task_has_submitted_too() -> None:
-    """It inherits the variables of the task's step, as sbatch passes on what it has."""
+def test_in_a_shell_a_process_is_alone() -> None:
+    """Without Slurm, on a login node, in sbatch's and in salloc's."""
+    for variables in ({}, JOB, SHELL, IN_STEP):
+        assert read(variables) == ProcessInfo()
+        assert not is_one_of_several(variables)
+    # In a job that a task has submitted, too: it inherits the variables of the task's step.
     assert read({**task(0, 0), **OWN, "SLURM_JOB_ID": "4712"}) == ProcessInfo()
+
+
+def test_what_torchrun_says() -> None:
+    assert ProcessInfo.from_environment({"HOME": "/"}) == ProcessInfo()
+    said = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    more = {"MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert ProcessInfo.from_environment(said | more) == ProcessInfo(3, 4, 1, 2, "a", 29500, True)
+    with pytest.raises(UserError, match="'MASTER_PORT' is missing or not a number; start with torchrun"):
+        ProcessInfo.from_environment(said)
+    with pytest.raises(UserError, match="'three'"):
+        ProcessInfo.from_environment(said | more | {"RANK": "three"})
 
 
 def test_torchrun_is_believed_first() -> None:
@@ -66,14 +75,11 @@ def test_torchrun_is_believed_first() -> None:
     assert not is_one_of_several({**task(1, 0, "1(x2)"), **alone})
 
 
-def test_a_script_may_say_where_they_meet() -> None:
+def test_a_script_may_say_where_they_meet_and_on_one_node_no_name_has_to_be_known() -> None:
     """Many do, with the number of processes, too, which says nothing of who this one is."""
     said = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501", "WORLD_SIZE": "6"}
     found = read(task(1, 2, **said))
     assert (found.rank, found.address, found.port) == (5, "10.0.0.1", 29501)
-
-
-def test_on_one_node_no_name_has_to_be_known() -> None:
     assert read(task(0, 1, "4", "gpu07")).address == "127.0.0.1"
 
 
@@ -87,20 +93,18 @@ def test_other_steps_and_jobs_meet_at_other_ports() -> None:
     assert ports <= set(PORTS)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("gpu07", "gpu07"), ("gpu[07-09,12],big1", "gpu07"), ("big1,gpu[07-09]", "big1"), ("gpu[7,9].org", "gpu7.org"),
-        ("rack[2-3]-node[01-16]", "rack2-node01"), ("10.0.0.1", "10.0.0.1"),
-    ],
-)  # fmt: skip
-def test_the_first_of_a_list_of_nodes(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
-
-
-@pytest.mark.parametrize(("text", "tasks"), [("8", [8]), ("8(x2),4", [8, 8, 4]), ("1,2(x3)", [1, 2, 2, 2])])
-def test_the_tasks_of_nodes(text: str, tasks: list[int]) -> None:
-    assert tasks_of_nodes(text) == tasks
+def test_slurms_lists_are_read() -> None:
+    for nodes, first in {
+        "gpu07": "gpu07",
+        "gpu[07-09,12],big1": "gpu07",
+        "big1,gpu[07-09]": "big1",
+        "gpu[7,9].org": "gpu7.org",
+        "rack[2-3]-node[01-16]": "rack2-node01",
+        "10.0.0.1": "10.0.0.1",
+    }.items():
+        assert first_host(nodes) == first
+    for text, tasks in {"8": [8], "8(x2),4": [8, 8, 4], "1,2(x3)": [1, 2, 2, 2]}.items():
+        assert tasks_of_nodes(text) == tasks
 
 
 @pytest.mark.parametrize(

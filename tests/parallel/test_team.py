@@ -22,14 +22,17 @@ import pytest
 import torch
 import torch._dynamo  # before the forks, which would each load it
 import torch.distributed as dist
+from torch import Tensor
 
 import warpfold
+from tests.ranks import run_ranks
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.errors import UserError
 from warpfold.parallel import heartbeat, waits
 from warpfold.parallel import team as module
-from warpfold.parallel.collectives import all_gather
+from warpfold.parallel.collectives import all_gather, local_shard
 from warpfold.parallel.exchange import Wire
+from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team, TeamError, distributed_context
 from warpfold.parallel.waits import Event
@@ -134,65 +137,8 @@ def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Crew:
     return Crew(tmp_path)
 
 
-def test_all_hear_what_each_says(crew: Crew) -> None:
-    def talk(team: Team) -> None:
-        rank = team.process.rank
-        said = team.all_gather_object({"rank": rank, "ä": [math.nan, 0.1 * rank] * rank}, "a meeting")
-        assert [len(one["ä"]) for one in said] == [0, 2, 4, 6]
-        assert [one["ä"][1] for one in said[1:]] == [0.1, 0.2, 0.1 * 3]
-        assert math.isnan(said[3]["ä"][0])
-        assert team.of_example_leaders(team.all_gather_object(rank, "another")) == [0, 2]
-        assert team.all_gather_object_of_example(rank, "an example") == ([0, 1] if rank < 2 else [2, 3])
-        assert (team.is_rank_zero, team.is_example_leader) == (rank == 0, rank in (0, 2))
-
-    codes, said = crew.run(talk, Plan(data=2, axial=2))
-    assert (codes, said) == ([FINE] * 4, [""] * 4)
-
-
-def test_what_is_compared_or_is_rank_zeros_reaches_nobody_else(crew: Crew) -> None:
-    def talk(team: Team) -> None:
-        rank = team.process.rank
-        assert (team.largest(rank - 2.5, "a number"), team.smallest(rank, "a number")) == (0.5, 0)
-        assert team.if_different({"settings": [1, "ä"]}, "settings") == []
-        assert team.if_different({"settings": rank // 3}, "settings") == [{"settings": rank // 3} for rank in range(4)]
-        found = team.all_gather_object(["ä" * rank], "a checkpoint", to_all=False)
-        assert found == ([["ä" * rank] for rank in range(4)] if rank == 0 else [])
-        rows = team.all_gather(torch.full((3,), rank), "results", to_all=False).wait()
-        assert rows.tolist() == ([[rank] * 3 for rank in range(4)] if rank == 0 else [])
-
-    codes, said = crew.run(talk, Plan(data=2, axial=2))
-    assert (codes, said) == ([FINE] * 4, [""] * 4)
-
-
-@pytest.mark.parametrize(("per_node", "all_told"), [((4, 4, 4, 4, 2, 2), 2), ((2, 2, 1), 1), ((1, 1), 1)])
-def test_all_believe_the_same_of_unequal_machines(crew: Crew, per_node: tuple[int, ...], all_told: int) -> None:
-    """Else some would sum within machines, and wait for others that do not."""
-
-    def look(team: Team) -> None:
-        assert team.process.ranks_per_node == all_told
-
-    codes, said = crew.run(look, Plan(data=len(per_node)), per_node=per_node)
-    assert (codes, said) == ([FINE] * len(per_node), [""] * len(per_node))
-
-
-def test_alone_one_hears_oneself() -> None:
-    with distributed_context(ProcessInfo(), Plan()) as team:
-        assert (
-            team.all_gather_object(1, "")
-            == team.all_gather_object_of_example(1, "")
-            == team.of_example_leaders([1])
-            == [1]
-        )
-        assert team.is_rank_zero
-        assert team.is_example_leader
-        assert (team.largest(2.5, ""), team.if_different(1, ""), team.all_gather_object(1, "", to_all=False)) == (
-            2.5,
-            [],
-            [1],
-        )
-
-
-def test_the_first_ones_tensors_reach_all_to_the_bit(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_meet_talk_work_alone_and_then_together(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared, or is rank zero's, reaches nobody else; tensors arrive to the bit; groups are used again."""
     monkeypatch.setattr(module, "PIECE", 16)  # bytes: tensors are cut and joined
     given = {
         "weights": torch.arange(9.0).view(3, 3).mT,
@@ -212,9 +158,66 @@ def test_the_first_ones_tensors_reach_all_to_the_bit(crew: Crew, monkeypatch: py
         assert team.broadcast({"ä": 1} if team.is_rank_zero else None, "its notes") == {"ä": 1}
         assert team.broadcast_tensors({} if team.is_rank_zero else None, "no tensors") == {}
 
-    codes, said = crew.run(receive, Plan(data=3))
-    assert (codes, said) == ([FINE] * 3, [""] * 3)
+    def talk(team: Team) -> None:
+        rank = team.process.rank
+        assert (team.is_example_leader, team.mesh.axial.size, team.mesh.data.size) == (True, 1, 4)
+        said = team.all_gather_object({"rank": rank, "ä": [math.nan, 0.1 * rank] * rank}, "a meeting")
+        assert [len(one["ä"]) for one in said] == [0, 2, 4, 6]
+        assert [one["ä"][1] for one in said[1:]] == [0.1, 0.2, 0.1 * 3]
+        assert math.isnan(said[3]["ä"][0])
+        assert (team.largest(rank - 2.5, "a number"), team.smallest(rank, "a number")) == (0.5, 0)
+        assert team.if_different({"settings": [1, "ä"]}, "settings") == []
+        assert team.if_different({"settings": rank // 3}, "settings") == [{"settings": rank // 3} for rank in range(4)]
+        found = team.all_gather_object(["ä" * rank], "a checkpoint", to_all=False)
+        assert found == ([["ä" * rank] for rank in range(4)] if rank == 0 else [])
+        rows = team.all_gather(torch.full((3,), rank), "results", to_all=False).wait()
+        assert rows.tolist() == ([[rank] * 3 for rank in range(4)] if rank == 0 else [])
+        receive(team)
+
+        axial = team.broadcast({"axial": 4} if rank == 0 else None, "the plan")
+        mesh = team.remesh(Plan(**axial))
+        whole = all_gather(torch.full((1,), rank), 0, 4, team.mesh.axial, "x").wait()
+        assert whole.tolist() == [0, 1, 2, 3]
+        assert team.is_example_leader == (rank == 0)
+        team.remesh(Plan(data=2, axial=2))
+        whole = all_gather(torch.full((1,), rank), 0, 2, team.mesh.axial, "x").wait()
+        assert whole.tolist() == ([0, 1] if rank < 2 else [2, 3])
+        assert team.of_example_leaders(team.all_gather_object(rank, "another")) == [0, 2]
+        assert team.all_gather_object_of_example(rank, "an example") == ([0, 1] if rank < 2 else [2, 3])
+        assert (team.is_rank_zero, team.is_example_leader) == (rank == 0, rank in (0, 2))
+        with pytest.raises(UserError, match="axial 3 x branch 1 needs 3 processes, there are 4"):
+            team.remesh(Plan(axial=3))
+        assert team.mesh.axial.size == 2
+        assert team.remesh(Plan(axial=4)) is mesh
+
+    codes, said = crew.run(talk, Plan(data=4))
+    assert (codes, said) == ([FINE] * 4, [""] * 4)
     receive(Team())
+
+
+def test_alone_one_hears_oneself_and_has_nobody_to_wait_for() -> None:
+    with distributed_context(ProcessInfo(), None) as team:
+        assert team.all_gather_object(1, "") == team.all_gather_object_of_example(1, "") == [1]
+        assert team.of_example_leaders([1]) == [1]
+        assert team.is_rank_zero
+        assert team.is_example_leader
+        assert (team.largest(2.5, ""), team.smallest(3, ""), team.if_different(1, "")) == (2.5, 3, [])
+        assert [team.take("queries"), team.take("queries"), team.take("others")] == [0, 1, 0]
+        team.wait_for_all("the end")
+        assert team.remesh(Plan()).axial.size == 1
+        with pytest.raises(UserError, match="there are 1"):
+            team.remesh(Plan(axial=2))
+
+
+@pytest.mark.parametrize(("per_node", "all_told"), [((4, 4, 4, 4, 2, 2), 2), ((2, 2, 1), 1), ((1, 1), 1)])
+def test_all_believe_the_same_of_unequal_machines(crew: Crew, per_node: tuple[int, ...], all_told: int) -> None:
+    """Else some would sum within machines, and wait for others that do not."""
+
+    def look(team: Team) -> None:
+        assert team.process.ranks_per_node == all_told
+
+    codes, said = crew.run(look, Plan(data=len(per_node)), per_node=per_node)
+    assert (codes, said) == ([FINE] * len(per_node), [""] * len(per_node))
 
 
 @pytest.mark.parametrize("lazy", ["0", "1"])
@@ -455,25 +458,39 @@ class Ended(Exception):
     """Instead of the end of the process."""
 
 
-@pytest.mark.parametrize("stopped", [0.0, 1e6])
-def test_the_watchdog_ends_a_wait_within_seconds_of_the_limit(monkeypatch: pytest.MonkeyPatch, stopped: float) -> None:
-    """With the constants as they are, in simulated time; that in which the process was stopped does not count."""
-    now, asked = 0.0, []
+def watched_until_it_ends(watchdog: heartbeat.Watchdog, stopped: float = 0.0) -> tuple[float, list[float]]:
+    """When a watchdog ends its process, in simulated time with the constants as they are, and when it was asked why.
+
+    stopped: seconds for which the process is stopped at the beginning; they are left out.
+    """
+    now, asked = -stopped, list[float]()
 
     def beat(seconds: float) -> bool:
         nonlocal now
-        now += seconds + (stopped if now < 1 else 0)
+        now += seconds + (stopped if now < 1 - stopped else 0)
         return False
 
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(heartbeat, "_break_off", Mock(side_effect=Ended))
-    watchdog = heartbeat.Watchdog(600.0, lambda name, seconds: asked.append((name, now)) or "why")
+    watchdog.explain = lambda name, seconds: asked.append(now) or name
     watchdog._end = SimpleNamespace(wait=beat)  # type: ignore[assignment]
-    with waits.waiting("the others"), pytest.raises(Ended):
-        watchdog._watch()
-    assert [name for name, _ in asked] == ["the others"]
-    assert 600 < asked[0][1] - stopped < 605  # a collective gives up by itself before
-    assert 600 < now - stopped <= 610
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
+        patch.setattr(heartbeat, "_break_off", Mock(side_effect=Ended))
+        with pytest.raises(Ended):
+            watchdog._watch()
+    return now, asked
+
+
+@pytest.mark.parametrize("stopped", [0.0, 1e6])
+def test_the_watchdog_ends_a_wait_within_seconds_of_the_limit(stopped: float) -> None:
+    """The time for which the process was stopped does not count; one that writes is spared, but not for ever."""
+    with waits.waiting("the others"):
+        ended, asked = watched_until_it_ends(heartbeat.Watchdog(600.0, lambda *_: ""), stopped)
+    assert 600 < asked[0] < 605  # a collective gives up by itself before
+    assert 600 < ended <= 610
+    failed = heartbeat.Watchdog(600.0, lambda *_: "")
+    failed.reason = "rank 1 failed"
+    with waits.saving():
+        assert 600 < watched_until_it_ends(failed)[0] <= 610
 
 
 def test_who_writes_a_checkpoint_is_spared_when_another_fails(crew: Crew) -> None:
@@ -497,23 +514,6 @@ def test_who_writes_a_checkpoint_is_spared_when_another_fails(crew: Crew) -> Non
         assert codes == [1 if stuck else FAILED, FAILED]
         assert "rank 1 failed: bad data" in said[0]
         assert RunFolder(out, writes=False).load_latest().step == 3
-
-
-def test_who_writes_is_not_spared_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    def beat(seconds: float) -> bool:
-        nonlocal now
-        now += seconds
-        return False
-
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(heartbeat, "_break_off", Mock(side_effect=Ended))
-    watchdog = heartbeat.Watchdog(600.0, lambda name, seconds: "")
-    watchdog._end, watchdog.reason = SimpleNamespace(wait=beat), "rank 1 failed"  # type: ignore[assignment]
-    with waits.saving(), pytest.raises(Ended):
-        watchdog._watch()
-    assert 600 < now <= 610
 
 
 def test_who_computes_for_long_is_left_alone(crew: Crew) -> None:
@@ -564,17 +564,6 @@ def test_those_who_do_not_come_are_missed_at_the_meeting() -> None:
         distributed_context(ProcessInfo(ranks=2, address="127.0.0.1"), Plan(data=2, time_limit=0.5)).__enter__()
 
 
-def test_what_torchrun_says() -> None:
-    assert ProcessInfo.from_environment({"HOME": "/"}) == ProcessInfo()
-    said = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
-    more = {"MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert ProcessInfo.from_environment(said | more) == ProcessInfo(3, 4, 1, 2, "a", 29500, True)
-    with pytest.raises(UserError, match="'MASTER_PORT' is missing or not a number; start with torchrun"):
-        ProcessInfo.from_environment(said)
-    with pytest.raises(UserError, match="'three'"):
-        ProcessInfo.from_environment(said | more | {"RANK": "three"})
-
-
 def test_of_many_ranks_a_few_read_how_far_all_are_and_the_others_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost rank fails thousands of collectives at once: not every rank may read what every rank has written."""
     for name, seconds in (("BEAT", 0.02), ("SILENT", 0.06)):
@@ -603,3 +592,72 @@ def test_of_many_ranks_a_few_read_how_far_all_are_and_the_others_hear_of_it(monk
     with pytest.raises(TeamError, match="rank 63 waited for others at 'a step'"), beating(63):  # the first are gone
         raise lost
     assert read == [63]
+
+
+def test_work_is_shared_out_as_it_is_done(crew: Crew, tmp_path: Path) -> None:
+    """Each job is taken once, by all that share an example; at the end they wait longer than the time limit."""
+
+    def work(team: Team) -> None:
+        for round in ("first", "second"):
+            while (job := team.take(round)) < 6:
+                (tmp_path / f"{round}-{job}-{team.process.rank}").touch()
+        if team.process.rank == 0:
+            time.sleep(6)
+        team.wait_for_all("the end of the queries")
+        assert team.all_gather_object_of_example(0, "still there") == [0, 0]
+        team.remesh(Plan(axial=4))
+
+    codes, said = crew.run(work, Plan(data=2, axial=2, time_limit=4.0))
+    assert (codes, said) == ([FINE] * 4, [""] * 4)
+    names = [path.name.split("-") for path in tmp_path.glob("*-*-*")]
+    for round in ("first", "second"):
+        found = {job: sorted(rank for a, b, rank in names if (a, b) == (round, job)) for job in map(str, range(6))}
+        assert all(ranks in (["0", "1"], ["2", "3"]) for ranks in found.values()), found
+
+
+def test_who_waits_for_all_hears_of_a_failure(crew: Crew) -> None:
+    def fail(team: Team) -> None:
+        if team.process.rank == 1:
+            raise UserError("bad data")
+        team.wait_for_all("the end")
+
+    codes, said = crew.run(fail, Plan(data=2))
+    assert codes == [FAILED] * 2
+    assert said[0] == "TeamError: rank 1 failed: bad data\n"
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((7, 3, 2), -3), ((3, 7, 2), -2), ((2, 4), 0), ((7, 0), 0)])
+def test_results_come_in_pieces(shape: tuple[int, ...], axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any length, cast piece by piece, also to where they are wanted; nobody holds more than a piece of others."""
+    monkeypatch.setattr(module, "PIECE", 16)
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.bfloat16).view(shape)
+
+    def on_a_rank() -> tuple[Tensor | None, Tensor | None, list[int]]:
+        mesh = make_mesh(axial=3)
+        team = Team(ProcessInfo(mesh.world.rank, 3), mesh)
+        shard = local_shard(whole, axis, mesh.axial)
+        pieces = [(start, x) for start, x in team.pieces_of_shards(shard, axis, shape[axis], torch.float32)]
+        bytes = [x.nbytes for _, x in pieces if x.shape[axis] > 1]
+        out = torch.zeros(shape, dtype=torch.float64)
+        return (
+            team.gather_shards(shard, axis, shape[axis], torch.float32),
+            team.gather_shards(shard, axis, shape[axis], out=out),
+            bytes,
+        )
+
+    (found, found_there, bytes), *others = run_ranks(on_a_rank, 3)
+    assert others == [(None, None, []), (None, None, [])]
+    assert found is not None
+    assert found_there is not None
+    assert found.dtype == torch.float32
+    assert torch.equal(found, whole.float())
+    assert torch.equal(found_there, whole.double())
+    assert all(size <= 16 for size in bytes)
+
+
+def test_one_process_has_the_whole_already() -> None:
+    x = torch.arange(6.0).view(3, 2)
+    found = Team().gather_shards(x, 0, 3)
+    assert found is not None
+    assert found.data_ptr() == x.data_ptr()
+    assert torch.equal(Team().gather_shards(x.bfloat16(), 0, 3, torch.float32), x)
