@@ -230,5 +230,5 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(error.value)
     assert checkpoints.steps() == [1]
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot be made or written"):
         Checkpoints(tmp_path / "file").save(1)

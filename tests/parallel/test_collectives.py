@@ -1,7 +1,6 @@
 """Moves between ranks: what arrives, that backward is the exact transpose, and that calls do not meddle."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -71,9 +70,8 @@ def test_moves_bring_what_they_should_and_gradients_go_the_transposed_way(ranks:
         assert there == pytest.approx(back, rel=1e-12, abs=1e-12), case
 
 
-@pytest.mark.parametrize("shapes", [((3, 2), (4,)), ((0, 2), (3,)), ((2,), (0,))])
-def test_two_ranks_exchange_what_they_have(shapes: tuple[tuple[int, ...], ...]) -> None:
-    def on_a_rank() -> tuple[float, float]:
+def test_two_ranks_exchange_what_they_have() -> None:
+    def exchanged(*shapes: tuple[int, ...]) -> tuple[float, float]:
         group = make_mesh(branch=2).branch
         rank, other = group.rank, 1 - group.rank
         x = random(rank, *shapes[rank]).requires_grad_()
@@ -84,21 +82,10 @@ def test_two_ranks_exchange_what_they_have(shapes: tuple[tuple[int, ...], ...]) 
         assert torch.equal(x.grad, random(10 + other, *shapes[rank]))
         return float((out * y).sum()), float((x * x.grad).sum())
 
-    there, back = (sum(products) for products in zip(*run_ranks(on_a_rank, 2)))
-    assert there == pytest.approx(back, rel=1e-12)
-
-
-def gradient_under(function: Callable[[Tensor, Group], Tensor]) -> list[Tensor]:
-    """The gradient of x, this rank's 2 or 3 of 5 rows, of a function of it, on two ranks."""
-
-    def on_a_rank() -> Tensor:
-        group = make_mesh(axial=2).axial
-        x = local_shard(random(0, 5, 4), -2, group).clone().requires_grad_()
-        function(x, group).backward()
-        assert x.grad is not None
-        return x.grad
-
-    return run_ranks(on_a_rank, 2)
+    cases = [((3, 2), (4,)), ((0, 2), (3,)), ((2,), (0,))]
+    for both in zip(*run_ranks(lambda: [exchanged(*case) for case in cases], 2)):
+        there, back = (sum(products) for products in zip(*both))
+        assert there == pytest.approx(back, rel=1e-12)
 
 
 def weighted(whole: Tensor, group: Group) -> Tensor:
@@ -142,27 +129,27 @@ def there_and_back(x: Tensor, group: Group) -> Tensor:
     return alone(all_to_all(columns, -1, -2, 4, group, "back").wait(), group)
 
 
-@pytest.mark.parametrize("way", [used_twice, two_in_flight, recomputed, within_another, there_and_back])
-def test_calls_do_not_meddle(way: Callable[[Tensor, Group], Tensor]) -> None:
+def test_calls_do_not_meddle() -> None:
+    """The gradient of x, this rank's 2 or 3 of 5 rows, of each function of it, on two ranks."""
+    ways = [used_twice, two_in_flight, recomputed, within_another, there_and_back]
+
+    def on_a_rank() -> list[Tensor]:
+        group, found = make_mesh(axial=2).axial, []
+        for way in ways:
+            x = local_shard(random(0, 5, 4), -2, group).clone().requires_grad_()
+            way(x, group).backward()
+            assert x.grad is not None
+            found.append(x.grad)
+        return found
+
     whole = random(0, 5, 4).requires_grad_()
     for rank in range(2):
         weighted(whole, Group("axial", rank)).backward()
     assert whole.grad is not None
-    for rank, grad in enumerate(gradient_under(way)):
-        torch.testing.assert_close(grad, whole.grad.split(shard_sizes(5, 2))[rank], rtol=1e-13, atol=1e-13)
-
-
-def test_without_gradients_no_graph_is_kept() -> None:
-    def on_a_rank() -> None:
-        group = make_mesh(axial=2).axial
-        x = local_shard(random(0, 5, 4), -2, group).clone().requires_grad_()
-        with torch.no_grad():
-            out = all_gather(x, -2, 5, group, "x").wait()
-        assert torch.equal(out, random(0, 5, 4))
-        assert not out.requires_grad
-        assert not all_gather(x.detach(), -2, 5, group, "x").wait().requires_grad
-
-    run_ranks(on_a_rank, 2)
+    for rank, grads in enumerate(run_ranks(on_a_rank, 2)):
+        for way, grad in zip(ways, grads, strict=True):
+            expected = whole.grad.split(shard_sizes(5, 2))[rank]
+            torch.testing.assert_close(grad, expected, rtol=1e-13, atol=1e-13, msg=lambda m, way=way: f"{way}: {m}")
 
 
 def test_in_a_group_of_one_nothing_moves_and_nothing_is_copied() -> None:
@@ -175,8 +162,11 @@ def test_in_a_group_of_one_nothing_moves_and_nothing_is_copied() -> None:
     assert events == []
 
 
-def test_a_gradient_that_one_rank_does_not_want_takes_part_all_the_same() -> None:
+def test_a_gradient_that_one_rank_does_not_want_takes_part_and_without_any_no_graph_is_kept() -> None:
     def on_a_rank() -> Tensor:
+        with torch.no_grad():
+            gathered = all_gather(random(0, 3).requires_grad_(), 0, 6, make_mesh(axial=2).axial, "x").wait()
+            assert not gathered.requires_grad
         group = make_mesh(branch=2).branch
         x = random(0, 3).requires_grad_()
         theirs, own = tied(sendrecv(x, (3,), group, "x").wait(), x)

@@ -16,8 +16,6 @@ from warpfold.parallel.compress import (
     decode,
     encode,
     make_compressor,
-    matrix_blocks,
-    orthonormal,
 )
 from warpfold.parallel.exchange import Layout, SyncConfig, Wire, make_layout
 from warpfold.parallel.mesh import make_mesh
@@ -140,35 +138,6 @@ def test_powersgd_is_the_papers_algorithm() -> None:
         error = [d - applied for d in delta]
 
 
-def test_orthonormal_columns() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(5, 12, 4, dtype=torch.float64)
-    x[1, :, 2] = 3 * x[1, :, 0] - x[1, :, 1]
-    x[2] = 0
-    p = orthonormal(x)
-    gram = p.mT @ p
-    expected = torch.eye(4, dtype=torch.float64).repeat(5, 1, 1)
-    expected[1, 2, 2] = 0
-    expected[2] = 0
-    torch.testing.assert_close(gram, expected, rtol=0, atol=1e-12)
-    torch.testing.assert_close(p @ (p.mT @ x), x, rtol=0, atol=1e-12)
-
-
-def test_matrices_of_a_shard_are_whole_rows() -> None:
-    where = layout(4)
-    for parts in (1, 4):
-        for index in range(parts):
-            segments = {s.name: s for s in where.segments(parts, index)}
-            for block in matrix_blocks(list(segments.values()), rank=1):
-                segment = segments[block.name]
-                assert segment.where.start <= block.where.start
-                assert block.where.stop <= segment.where.stop
-                assert (segment.first + block.where.start - segment.where.start) % block.columns == 0
-                assert block.where.stop - block.where.start == block.rows * block.columns
-    whole = {block.name: (block.rows, block.columns) for block in matrix_blocks(where.segments(), rank=2)}
-    assert whole == {"a": (20, 30), "c": (20, 30), "d": (4, 15), "e": (40, 12)}
-
-
 @pytest.mark.parametrize("bits", [8, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [1, 255, 256, 1000])
@@ -205,33 +174,6 @@ def test_bytes_that_leave_a_rank() -> None:
     assert 0.01 < shares["topk"] < 0.03
     assert 0.12 < shares["int8"] < 0.18  # of eight bytes
     assert 0.01 < shares["1bit"] < 0.04
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_least_squares_is_solved(method: str) -> None:
-    """Each rank has other equations; descent by compressed gradients finds the solution that all of them share."""
-    config = CompressionConfig(method=method, start=2, ratio=0.1, warmup=10, rank=1)
-
-    def run() -> tuple[float, float]:
-        mesh = make_mesh(2)
-        where = make_layout({"x": torch.zeros(12, 10)}, 1e9, 2)
-        compressor = make_compressor(
-            config, Wire(mesh.data), torch.zeros(where.size, dtype=torch.float64), where.segments()
-        )
-        generator = torch.Generator().manual_seed(0)
-        truth, *a = torch.randn(3, 40, 12, generator=generator, dtype=torch.float64)
-        truth, a = truth[:12, :10], a[mesh.data.rank]
-        flat = torch.zeros(where.size, dtype=torch.float64)
-        x = where.view(flat, "x")
-        begin = float((a @ (x - truth)).square().mean())
-        for _ in range(400):
-            gradient = torch.zeros_like(flat)
-            where.view(gradient, "x").copy_(a.T @ (a @ (x - truth)) / len(a))
-            flat -= 0.1 * compressor.mean(gradient)
-        return float((a @ (x - truth)).square().mean()), begin
-
-    for end, begin in run_ranks(run, 2):
-        assert end < 1e-6 * begin
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -6,43 +6,31 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from warpfold.parallel import team
 from warpfold.parallel.team import agree_on_name, allow_connections
 
 
-class Recorded:
-    """A store that notes what each thread reads of it, in bytes."""
+class Recorded(dist.HashStore):
+    """A store that notes what each thread reads of it, in bytes: the most at once, by the thread's name."""
 
     def __init__(self) -> None:
-        self.held: dict[str, bytes] = {}
-        self.read: dict[str, int] = {}  # by the thread's name: the most at once
-        self.lock = threading.Lock()
+        super().__init__()
+        self.read: dict[str, int] = {}
 
     def _note(self, size: int) -> None:
         name = threading.current_thread().name
         self.read[name] = max(self.read.get(name, 0), size)
 
-    def set(self, key: str, value: str) -> None:
-        with self.lock:
-            self.held[key] = value.encode()
-
     def get(self, key: str) -> bytes:
-        with self.lock:
-            self._note(len(self.held[key]))
-            return self.held[key]
+        found = super().get(key)
+        self._note(len(found))
+        return found
 
     def check(self, keys: list[str]) -> bool:
-        with self.lock:
-            self._note(sum(map(len, keys)))
-            return all(key in self.held for key in keys)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.get(key) for key in keys]
-
-    def multi_set(self, keys: list[str], values: list[str]) -> None:
-        for key, value in zip(keys, values):
-            self.set(key, value)
+        self._note(sum(map(len, keys)))
+        return super().check(keys)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +23,6 @@ import torch._dynamo  # before the forks, which would each load it
 import torch.distributed as dist
 from torch import Tensor
 
-import warpfold
 from tests.ranks import run_ranks
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.errors import UserError
@@ -236,44 +234,32 @@ def test_when_one_fails_the_others_end_and_say_why(crew: Crew, monkeypatch: pyte
     assert all("TeamError: rank 1 failed: out/state: no space left; make room" in said[rank] for rank in (0, 2))
 
 
-def test_where_no_exception_reaches_a_process_it_is_ended(crew: Crew) -> None:
+def fill_stderr() -> None:
+    """Have nobody read what this process says: a pipe that is full."""
+    _, full = os.pipe()
+    os.set_blocking(full, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(full, b"x" * 4096):
+            pass
+    os.set_blocking(full, True)
+    sys.stderr = open(full, "w")  # noqa: SIM115 (ends with the process)
+
+
+@pytest.mark.parametrize(("who", "keeps", "deaf"), [(1, False, False), (0, True, False), (1, False, True)])
+def test_where_no_exception_reaches_a_process_it_is_ended(crew: Crew, who: int, keeps: bool, deaf: bool) -> None:
+    """It knows why, also when the store ends with who failed; it ends, also where nobody reads what it says."""
+
     def fail(team: Team) -> None:
         team.all_gather_object(0, "a step")
-        if team.process.rank == 1:
+        if team.process.rank == who:
             raise UserError("bad data")
+        if deaf:
+            fill_stderr()
         time.sleep(LONG)  # as in a kernel that waits for others
 
-    codes, said = crew.run(fail, Plan(data=2))
-    assert (codes, said[0]) == ([1, FAILED], "error: rank 1 failed: bad data\n")
-
-
-def test_why_the_first_failed_is_known_also_when_its_store_ends_with_it(crew: Crew) -> None:
-    def fail(team: Team) -> None:
-        team.all_gather_object(0, "a step")
-        if team.process.rank == 0:
-            raise UserError("no space left")
-        time.sleep(LONG)
-
-    codes, said = crew.run(fail, Plan(data=2), keeps=True)
-    assert (codes, said[1]) == ([FAILED, 1], "error: rank 0 failed: no space left\n")
-
-
-def test_where_nobody_reads_what_it_says_a_process_ends_too(crew: Crew) -> None:
-    def fail(team: Team) -> None:
-        team.all_gather_object(0, "a step")
-        if team.process.rank == 1:
-            raise UserError("bad data")
-        _, full = os.pipe()
-        os.set_blocking(full, False)
-        with contextlib.suppress(BlockingIOError):
-            while os.write(full, b"x" * 4096):
-                pass
-        os.set_blocking(full, True)
-        sys.stderr = open(full, "w")  # noqa: SIM115 (ends with the process)
-        time.sleep(LONG)
-
-    codes, _ = crew.run(fail, Plan(data=2))
-    assert codes == [1, FAILED]
+    codes, said = crew.run(fail, Plan(data=2), keeps=keeps)
+    assert (codes[who], codes[1 - who]) == (FAILED, 1)
+    assert deaf or said[1 - who] == f"error: rank {who} failed: bad data\n"
 
 
 def test_who_keeps_the_store_may_end_first(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,53 +274,22 @@ def test_who_keeps_the_store_may_end_first(crew: Crew, monkeypatch: pytest.Monke
     assert (codes, said) == ([FINE] * 2, [""] * 2)
 
 
-def test_a_killed_process_is_named(crew: Crew) -> None:
+@pytest.mark.parametrize("who", [1, 0])
+def test_a_killed_process_is_named(crew: Crew, who: int) -> None:
+    """Also rank 0, with which the store ends."""
+
     def die(team: Team) -> None:
         team.all_gather_object(0, "a step")
         time.sleep(2 * heartbeat.BEAT)
-        if team.process.rank == 1:
+        if team.process.rank == who:
             os.kill(os.getpid(), signal.SIGKILL)
         team.all_gather_object(0, "the next step")
 
-    codes, said = crew.run(die, Plan(data=2))
-    assert codes == [FAILED, -signal.SIGKILL]
-    assert "rank 0 waited for others at 'the next step'; rank 1 is dead or frozen: last heard of" in said[0]
-    assert "at 'a step'" in said[0]
-
-
-KILLED = """
-import os, sys
-from warpfold import cli
-from warpfold.data.synthetic import folder
-
-def two_ranks(*_, **__):
-    from warpfold.parallel.team import Plan, ProcessInfo, distributed_context
-    rank, port = map(int, sys.argv[1:])
-    with distributed_context(ProcessInfo(rank, 2, rank, 2, "127.0.0.1", port), Plan(data=2)) as team:
-        team.all_gather_object(0, "a step")
-        if rank == 0:
-            os.kill(os.getpid(), 9)
-        team.all_gather_object(0, "the next step")
-
-folder.generate = two_ranks
-cli.main(["sample", "--out", "out"])
-"""
-
-
-def test_where_rank_zero_is_killed_the_others_say_so_in_one_line(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(warpfold.__file__).parents[1]), "GLOO_SOCKET_IFNAME": "lo"}
-    port = str(free_port())
-    first, second = (
-        subprocess.Popen(
-            [sys.executable, "-c", KILLED, rank, port],
-            cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in "01"
-    )  # fmt: skip
-    _, said = second.communicate(timeout=WAITED + 20)
-    assert first.wait() == -signal.SIGKILL
-    assert second.returncode == 1
-    assert re.fullmatch(r"error: rank 1 waited for others at .*: rank 0 has ended\n", said)
+    codes, said = crew.run(die, Plan(data=2), keeps=who == 0)
+    assert (codes[who], codes[1 - who]) == (-signal.SIGKILL, FAILED)
+    says = rf"TeamError: rank {1 - who} waited for others at 'the next step'; "
+    says += ".*: rank 0 has ended\n" if who == 0 else "rank 1 is dead or frozen: last heard of .* at 'a step'\n"
+    assert re.match(says, said[1 - who])
 
 
 def slices(team: Team) -> None:

@@ -18,9 +18,9 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -61,11 +61,6 @@ class StepFolders:
 
     def __init__(self, checkpoints: Path) -> None:
         self.checkpoints = checkpoints
-
-    def sweep(self) -> None:
-        """Remove what a run left that was killed while saving."""
-        for leftover in self.checkpoints.glob(".partial-*"):
-            shutil.rmtree(leftover)
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, ascending."""
@@ -127,7 +122,7 @@ class StepFolders:
         if place.exists():  # a resumed run that stops where it began: the same to the bit
             return
         draft = self.checkpoints / f".partial-{place.name}"
-        try:
+        with self._whole(place, lambda: shutil.rmtree(draft, ignore_errors=True)):
             draft.mkdir(exist_ok=True)
             save_file(checkpoint.tensors, draft / "state.safetensors")
             (draft / "state.json").write_text(json.dumps(finite(checkpoint.notes), indent=1) + "\n", encoding="utf-8")
@@ -137,16 +132,38 @@ class StepFolders:
                 sync_path(path)
             draft.rename(place)
             sync_path(self.checkpoints)
-        except (OSError, SafetensorError) as error:
-            shutil.rmtree(draft, ignore_errors=True)
-            before = [step for step in self.steps() if step != checkpoint.step]
-            kept = (
-                f"step {max(before)} is safe in {self.step_path(max(before))}" if before else "there was none before it"
-            )
-            raise UserError(
-                f"{place}: the checkpoint could not be written ({reason(error)}); {kept}; {cure(error)} and start again"
-            ) from error
         self.prune(keep)
+
+    @contextmanager
+    def _whole(self, path: Path, clean: Callable[[], object]) -> Iterator[None]:
+        """Have a failure to write be a UserError that says which checkpoint is safe, once its leftovers are removed."""
+        before = self.latest()
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            clean()
+            kept = "" if before is None else f"step {before} is safe in {self.step_path(before)}; "
+            raise UserError(
+                f"{path}: could not be written ({reason(error)}); {kept}{cure(error)} and start again"
+            ) from error
+
+    def lock(self, folder: Path) -> TextIO:
+        """Keep other runs out of a folder, which is made if it is not there; remove what a killed one has left.
+
+        Errors: UserError where another run is writing there, or the folder cannot be made.
+        """
+        taken = UserError(f"{folder}: another run is writing there; wait for it or choose another {self.place}")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = wait_for_lock(folder / ".lock", taken)
+            self.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{folder}: cannot be made or written: {error.strerror}; choose another {self.place}"
+            ) from error
+        for leftover in self.checkpoints.glob(".partial-*"):
+            shutil.rmtree(leftover)
+        return lock
 
     def spared(self, steps: list[int], keep: int) -> set[int]:
         """Return steps whose checkpoints stay, besides the last ones."""
@@ -215,16 +232,7 @@ class RunFolder(StepFolders):
         # A run's folder has a lock; a copy of one may lack it, but has these two.
         if found and ".lock" not in found and not {"settings.toml", "checkpoints"} <= found:
             raise UserError(f"{self.path}: holds something else, which is left alone; choose another --out")
-        taken = UserError(f"{self.path}: another run is writing there; wait for it or choose another --out")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = wait_for_lock(self.path / ".lock", taken)
-            self.checkpoints.mkdir(exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"{self.path}: cannot be made or written: {error.strerror}; choose another --out"
-            ) from error
-        self.sweep()
+        self._lock = self.lock(self.path)
         for leftover in self.path.glob(".partial-*"):  # of a file that was being replaced
             leftover.unlink()
         return self
@@ -312,19 +320,16 @@ class RunFolder(StepFolders):
         Errors: UserError when it cannot be written.
         """
         path, draft = self.path / name, self.path / f".partial-{name}"
-        try:
+
+        def clean() -> None:
+            for left in self.path.glob(f"{draft.name}*"):
+                left.unlink()
+
+        with self._whole(path, clean):
             write(draft)
             sync_path(draft)
             draft.replace(path)
             sync_path(self.path)
-        except (OSError, SafetensorError) as error:
-            for left in self.path.glob(f"{draft.name}*"):
-                left.unlink()
-            before = self.latest()
-            kept = "" if before is None else f"step {before} is safe in {self.step_path(before)}; "
-            raise UserError(
-                f"{path}: could not be written ({reason(error)}); {kept}{cure(error)} and start again"
-            ) from error
 
     def save_failure(
         self, index: int, arrays: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor], notes: Mapping[str, Any]
@@ -336,15 +341,11 @@ class RunFolder(StepFolders):
         folder = self.path / "failures" / f"example-{index:08d}"
         if len(list(self.path.glob("failures/*"))) >= MAX_FAILURES and not folder.exists():
             return folder.parent
-        try:
+        with self._whole(folder, lambda: None):
             folder.mkdir(parents=True, exist_ok=True)
             np.savez_compressed(folder / "batch.npz", **arrays)  # type: ignore[arg-type]  # mypy: a key might be called allow_pickle
             save_file(dict(tensors), folder / "state.safetensors")
             (folder / "failure.json").write_text(json.dumps(finite(notes), indent=1) + "\n", encoding="utf-8")
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{folder}: could not be written ({reason(error)}); {cure(error)} and start again"
-            ) from error
         return folder
 
     # Log

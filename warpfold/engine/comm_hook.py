@@ -12,6 +12,7 @@ import concurrent.futures
 import platform
 import zlib
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from typing import Literal, get_args
 
 import torch
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from warpfold.errors import UserError
 from warpfold.parallel.compress import CompressionConfig, Compressor, make_compressor
-from warpfold.parallel.exchange import ALIGN, Plain, Segment, Wire, finish, make_hierarchical
+from warpfold.parallel.exchange import ALIGN, Layout, Plain, Wire, finish, make_hierarchical
 from warpfold.parallel.mesh import Group, Mesh, split, time_limit, world
 from warpfold.parallel.waits import LostError, SerialThread, waiting
 
@@ -209,23 +210,15 @@ class _Part:
         self, state: CompressionState, names: tuple[str, ...], shapes: list[torch.Size], gradient: Tensor
     ) -> None:
         self.names, self.within = names, state.within
-        self.places: dict[str, slice] = {}
-        end = 0
-        for name, shape in zip(names, shapes):
-            self.places[name] = slice(end, end + shape.numel())
-            end += shape.numel()
-        self.end, unit = end, ALIGN * state.group.size
-        self.padding = -end % unit
+        ends = [0, *accumulate(shape.numel() for shape in shapes)]
+        places = {name: slice(*ends_of) for name, ends_of in zip(names, pairwise(ends))}
+        self.end, self.padding = ends[-1], -ends[-1] % (ALIGN * state.group.size)
+        whole = slice(0, self.end + self.padding)
+        self.layout = Layout(places, dict(zip(names, shapes)), (whole,), (names,), whole.stop)
         self.each, self.index = (1, 0) if self.within is None else (self.within.wire.group.size, self.within.index)
-        size = (end + self.padding) // self.each
-        begin = self.index * size
-        segments = []
-        for (name, place), shape in zip(self.places.items(), shapes):
-            start, stop = max(place.start, begin), min(place.stop, begin + size)
-            if start < stop:
-                segments.append(Segment(name, slice(start - begin, stop - begin), start - place.start, shape))
+        segments = self.layout.segments(self.each, self.index)
         self.dtype = torch.promote_types(gradient.dtype, torch.float32)
-        like = torch.empty(size, dtype=self.dtype, device=gradient.device)
+        like = torch.empty(whole.stop // self.each, dtype=self.dtype, device=gradient.device)
         made = make_compressor(state.config, state.wire, like, segments)
         assert made is not None  # there are several units
         self.compressor: Compressor = made
@@ -256,16 +249,15 @@ class _Part:
         if self.within is not None:
             whole = whole.new_empty(len(whole) * self.each)
             finish([self.within.all_gather(self.residual, whole)])
-        return {name: whole[place].clone() for name, place in self.places.items()}
+        return {name: whole[place].clone() for name, place in self.layout.places.items()}
 
     def take(self, carried: Carried) -> None:
         """Take over, and out of `carried`, what belongs to this part's parameters."""
-        size = len(self.residual)
-        whole = self.residual.new_zeros(size * self.each)
-        for name, place in self.places.items():
+        whole = self.residual.new_zeros(self.layout.size)
+        for name, place in self.layout.places.items():
             if name in carried:
                 whole[place] = carried.pop(name).to(whole)
-        self.residual.copy_(whole[self.index * size : (self.index + 1) * size])
+        self.residual.copy_(self.layout.shard(whole, self.each, self.index))
 
 
 def _ranks_per_node(group: Group, device: torch.device) -> int:

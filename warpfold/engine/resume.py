@@ -20,13 +20,10 @@ from torch import Tensor
 from warpfold.engine.checkpoint import Checkpoint, DamagedCheckpoint, StepFolders
 from warpfold.engine.nested import Flattening, Leaf, portable, unflatten, unported
 from warpfold.errors import UserError
-from warpfold.files import wait_for_lock
 from warpfold.parallel.mesh import world
 from warpfold.parallel.messages import all_gather_object
 
 logger = logging.getLogger("warpfold")
-
-LOCK = ".lock"
 
 # ruff: noqa: NPY002 (the global generator is the one that datasets and models of others use)
 
@@ -183,15 +180,8 @@ class Checkpoints:
         """Keep other runs out, as long as this object is there."""
         if self._locked:
             return
-        taken = UserError(f"{self.folder}: another run is writing there; wait for it or choose another folder")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            lock = wait_for_lock(self.folder / LOCK, taken)
-        except OSError as error:
-            raise UserError(f"{self.folder}: cannot be written: {error.strerror}; choose another folder") from error
-        weakref.finalize(self, lock.close)
+        weakref.finalize(self, self._folders.lock(self.folder).close)
         self._locked = True
-        self._folders.sweep()
 
     @staticmethod
     def _raise_of_rank_zero(refusal: str | None) -> None:
