@@ -52,7 +52,15 @@ from warpfold.parallel.collectives import (
 )
 from warpfold.parallel.mesh import Group, Mesh
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.slices import cut_axes, mask_slice, shared_in_slices, slice_numbers, slices_of, update_in_slices
+from warpfold.parallel.slices import (
+    cut_axes,
+    cut_factors,
+    mask_slice,
+    shared_in_slices,
+    slice_numbers,
+    slices_of,
+    update_in_slices,
+)
 
 T = TypeVar("T")
 Phases = Generator[Sequence[Pending], None, "ShardedTensor"]  # what it is about to wait for
@@ -719,10 +727,3 @@ def multiply_in_place(
         finish(cut, product)
         del product
     return x
-
-
-def cut_factors(factors: Factors | None, axis: int, start: int, length: int) -> Factors | None:
-    """Return some rows of dropout factors, where they differ along `axis`."""
-    if factors is None or factors.shape[axis] == 1:
-        return factors
-    return factors.narrow(axis, start, length)

@@ -79,6 +79,13 @@ def mask_slice(layer: AxialUpdate, which: Which, mask: Tensor, axis: int, part: 
     return mask.narrow(axis + 1, part.start, part.stop - part.start) if layer.mask_of == which else mask
 
 
+def cut_factors(factors: Factors | None, axis: int, start: int, length: int) -> Factors | None:
+    """Return some rows of dropout factors, where they differ along `axis`."""
+    if factors is None or factors.shape[axis] == 1:
+        return factors
+    return factors.narrow(axis, start, length)
+
+
 def shared_in_slices(layer: AxialUpdate, source: Tensor, mask: Tensor, axis: int, most: int) -> Tensors:
     """Return `layer.shared`, made in slices along `axis` of the source, so that nothing between is there whole.
 
@@ -134,9 +141,7 @@ def update_in_slices(
 
     def update(part: slice, piece: Tensor, of_read: Tensor, *all_shared: Tensor) -> Tensor:
         n_mask = mask_slice(layer, layer.reads, mask, read_axis, part)
-        drawn = factors
-        if factors is not None and factors.shape[axis] != 1:
-            drawn = factors.narrow(axis, part.start, part.stop - part.start)
+        drawn = cut_factors(factors, axis, part.start, part.stop - part.start)
         with layer.computing():  # also where it is computed again, perhaps by another thread
             return layer.update(of_read, n_mask, all_shared or None, piece if residual else None, drawn)
 
