@@ -18,7 +18,7 @@ import torch
 
 from warpfold.cost.example import ExampleSizes, Job, shortened
 from warpfold.cost.machine import describe
-from warpfold.cost.measured_memory import measured_memory, resident_memory, work
+from warpfold.cost.measured_memory import measured_memory, work
 from warpfold.cost.memory import estimate_memory, with_margin
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig
@@ -44,6 +44,19 @@ TRAINING: list[dict[str, Any]] = [
     {"recompute": "block", "keep_blocks": 2},
     {"recompute": "block", "precision": "bf16"},
 ]
+
+
+def resident_memory(job: Job, plan: Plan) -> int:
+    """Return by how many bytes the resident memory of this process grew, at most, while a job was done (Linux)."""
+
+    def status(name: str) -> int:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return int(next(line for line in lines if line.startswith(name + ":")).split()[1]) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak begins anew
+    before = status("VmRSS")
+    work(job, plan)
+    return status("VmHWM") - before
 
 
 def model_of(preset: str, blocks: int) -> ModelConfig:

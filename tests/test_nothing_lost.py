@@ -79,7 +79,6 @@ SAFE = {
     "prediction/entries.py:remove_copies": "copies by the names that the summary has, and their empty folder",
     "bench/ops.py:picture": "into memory",
     "cluster/files.py": "a folder of mkdtemp's, in the one to try; that one if it made it and it is empty",
-    "cost/measured_memory.py:resident_memory": "writes to the system: forget the largest size of this process",
     "bench/timing.py:without_stderr": "opens the null device",
 }
 

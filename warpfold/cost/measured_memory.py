@@ -1,4 +1,4 @@
-"""What a job really takes: on a CPU what torch's allocator gives and how the process grows, on a GPU what torch counts.
+"""What a job really takes, on a CPU and on a GPU: the bytes that torch's allocator gives.
 
 To hold `estimate_memory` against.
 """
@@ -6,7 +6,6 @@ To hold `estimate_memory` against.
 import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +17,9 @@ from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
 from warpfold.cost.memory import MARGIN, TRUTH, estimate_memory, predict_example, train_on_example
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
-from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
-
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def work(job: Job, plan: Plan, device: torch.device | str = "cpu") -> None:
@@ -110,24 +106,3 @@ def _changes(events: Iterable[Any]) -> Iterable[tuple[int, int]]:
         left.extend(event.children)
         if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
             yield event.start_time_ns, event.extra_fields.alloc_size
-
-
-def resident_memory(job: Job, plan: Plan, run: Callable[[Job, Plan], None] = work) -> int:
-    """Return by how many bytes the resident memory of this process grew, at most, while a job was done on the CPU.
-
-    Errors: UserError where the system does not say (other than Linux).
-    """
-    try:
-        CLEAR.write_text("5", encoding="ascii")  # the peak begins anew
-    except OSError as error:
-        raise UserError(
-            f"{CLEAR}: cannot be written ({error.strerror}): resident memory is measured on Linux"
-        ) from None
-    before = _status("VmRSS")
-    run(job, plan)
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    line = next(line for line in STATUS.read_text(encoding="ascii").splitlines() if line.startswith(name + ":"))
-    return int(line.split()[1]) * 1024
