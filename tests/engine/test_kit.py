@@ -16,14 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import warpfold
 from tests.engine.small_models import Sentences, padded
 from tests.ranks import RankError, run_ranks
 from tests.test_docs import ROOT, blocks
-from warpfold.engine.comm_hook import CompressionState, compression_hook
 from warpfold.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # as on the ranks
@@ -71,85 +68,6 @@ def test_a_script_of_the_page_continues_to_the_bit(scripts: Path, name: str, ran
         assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
     for other in whole:  # the noise of each is its own
         assert all(torch.equal(x, y) for x, y in zip(whole[0][:-1], other[:-1], strict=True))
-
-
-def test_compression_continues_to_the_bit(tmp_path: Path) -> None:
-    def train(name: str, last: int) -> list[Tensor]:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 8))
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        wrapped = DistributedDataParallel(model, bucket_cap_mb=0.001)
-        state = CompressionState(wrapped, "int8")
-        wrapped.register_comm_hook(state, compression_hook)
-        wrapped(torch.ones(1, 8)).sum().backward()
-        optimizer.zero_grad()
-        folder = warpfold.Checkpoints(tmp_path / name)
-        parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "more": {"compression": state}}
-        for step in range(folder.load_latest(**parts).step, last):
-            torch.manual_seed(2 * step + torch.distributed.get_rank())
-            wrapped(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        folder.save(last, **parts)
-        return [p.detach().clone() for p in model.parameters()]
-
-    def function() -> None:
-        whole = train("whole", 6)
-        train("halves", 3)
-        assert all(torch.equal(x, y) for x, y in zip(train("halves", 6), whole))
-
-    run_ranks(function, 2)
-
-
-class Counting(torch.optim.Optimizer):
-    """A descent that keeps its state in its groups, as Prodigy does: a count, and a rate that it finds."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"steps": 0})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            group["steps"] += 1
-            group["rate"] = 0.5 * group.get("rate", 1.0)
-            for p in group["params"]:
-                p.data.sub_(p.grad, alpha=group["rate"] / group["steps"])
-
-
-def test_an_optimizer_that_keeps_its_state_in_groups_is_continued(tmp_path: Path) -> None:
-    def train(name: str, last: int) -> Tensor:
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1)
-        optimizer = Counting(model.parameters())
-        folder = warpfold.Checkpoints(tmp_path / name)
-        for step in range(folder.load_latest(model=model, optimizer=optimizer).step, last):
-            model.zero_grad()
-            model(torch.full((1, 3), float(step + 1))).square().sum().backward()
-            optimizer.step()
-        folder.save(last, model=model, optimizer=optimizer)
-        return model.weight.detach().clone()
-
-    whole = train("whole", 5)
-    train("halves", 2)
-    assert torch.equal(train("halves", 5), whole)
-
-
-def test_an_average_and_a_grad_scaler_are_continued(tmp_path: Path) -> None:
-    def parts() -> dict[str, Any]:
-        average = AveragedModel(nn.Linear(2, 2), multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        return {"average": average, "scaler": torch.amp.GradScaler("cpu", init_scale=8.0)}
-
-    model, before, after = nn.Linear(2, 2), parts(), parts()
-    with torch.no_grad():
-        model.weight.fill_(4.0)  # pretrained ones, loaded after the average was made
-    before["average"].update_parameters(model)
-    before["scaler"].scale(torch.ones(()))
-    warpfold.Checkpoints(tmp_path).save(1, model=model, more=before)
-    warpfold.Checkpoints(tmp_path).load_latest(more=after)
-    with torch.no_grad():
-        model.weight.fill_(2.0)
-    after["average"].update_parameters(model)
-    assert after["average"].module.weight.eq(3).all()
-    assert after["scaler"].get_scale() == 8.0
 
 
 def test_the_loader_is_stateful_for_torch_distributed_checkpoint(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.engine.ready_data import Bad, Held, Many, Numbers, Odd, Pair, Rows, c
 from tests.ranks import run_ranks
 from warpfold.device import Uploads
 from warpfold.engine.ready import Ready
-from warpfold.engine.ready_maker import ReadyError
+from warpfold.engine.ready_maker import BatchMaker, Costs, ReadyError, find_costs
 from warpfold.errors import UserError
 
 
@@ -233,6 +233,7 @@ def test_a_cost_of_examples_is_found_once_by_all_ranks_together() -> None:
     assert found[0][1] == found[1][1] == [float(i + 1) for i in range(12)]
     assert sorted(i for batches, _ in found for batch in batches for i in batch) == list(range(12))
     assert _costs(1)[1] is None
+    assert find_costs(BatchMaker(Costs(Rows(), len), np.array, 0), [], 0).shape == (0,)
     with Ready(Rows(), 2, workers=1, cost=len, collate=listed, rank=1, ranks=2) as loader:
         assert [[example[0] for example in batch] for batch in loader] == found[1][0]
 

@@ -466,17 +466,6 @@ def test_a_copy_runs_as_the_original() -> None:
         assert (found[1] - original[1]).norm() > 1e-3
 
 
-def test_a_part_may_be_bound_alone_and_twice() -> None:
-    batch = random_batch(passes=1)
-    model = tiny_model()
-    expected = model(batch, recycles=0).distogram_logits
-    execution = Execution(Plan(chunk=2))
-    execution.bind(model.evoformer)
-    execution.bind(model.evoformer)
-    assert model.extra_stack.execution is not execution
-    torch.testing.assert_close(model(batch, recycles=0).distogram_logits, expected, rtol=1e-4, atol=1e-4)
-
-
 def test_templates_run_together_and_one_by_one_where_layers_run_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """And so they do where they are so large that each fills a device; the result is the same."""
     batch = {k: x.double() if x.is_floating_point() else x for k, x in random_batch(templates=3).items()}

@@ -16,11 +16,11 @@ from warpfold.model.axial import COLS, ROWS
 from warpfold.model.evoformer import Evoformer, EvoformerConfig, PairConfig
 from warpfold.ops.dispatch import standing_for
 from warpfold.ops.triton.launch import unlaunched
-from warpfold.parallel.collectives import all_gather, all_to_all, local_shard, shard_sizes
+from warpfold.parallel.collectives import local_shard, shard_sizes
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, make_mesh
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.sharded import ShardedTensor, join_pieces, pieces
+from warpfold.parallel.sharded import pieces
 
 
 @pytest.mark.parametrize(
@@ -43,45 +43,6 @@ def test_pieces_are_all_rows_once(length: int, ranks: int, rows: int) -> None:
     for rank, own in enumerate(of_ranks):
         assert [(p.offsets, p.sizes) for p in own] == [(p.offsets, p.sizes) for p in of_ranks[0]]
         assert all(p.sizes[rank] == 0 or begins[rank] + p.start == p.offsets[rank] for p in own)
-
-
-@pytest.mark.parametrize(("ranks", "rows"), [(2, 2), (3, 1), (4, 5)])
-def test_joined_they_are_what_travels_at_once(ranks: int, rows: int) -> None:
-    x = torch.arange(7.0 * 5 * 2).view(7, 5, 2)
-
-    def on_a_rank() -> list[Tensor]:
-        group = make_mesh(axial=ranks).axial
-        shard = local_shard(x, ROWS, group)
-        gathered = join_pieces(
-            lambda p: [all_gather(p.of_shard(shard, ROWS), ROWS, p.length, group, "x")], ROWS, 7, rows, group
-        )
-        moved = join_pieces(
-            lambda p: [all_to_all(p.of_shard(shard, ROWS), ROWS, COLS, p.length, group, "x")], ROWS, 7, rows, group
-        )
-        return [*gathered, *moved, local_shard(x, COLS, group)]
-
-    with torch.no_grad():
-        for whole, moved, expected in run_ranks(on_a_rank, ranks):
-            assert torch.equal(whole, x)
-            assert torch.equal(moved, expected)
-
-
-def test_a_tensor_that_works_in_place_is_there_once() -> None:
-    """Its first shard is given up, also by who else has it; nothing is sent before it is needed."""
-    x = torch.arange(24.0).view(4, 3, 2)
-
-    def on_a_rank() -> None:
-        group = make_mesh(axial=2).axial
-        shard = local_shard(x, ROWS, group).clone()
-        z = ShardedTensor(ROWS, shard, {ROWS: 4, COLS: 3}, group, "z", piece=6)
-        z.start(COLS)
-        assert (z.present, z.rows(ROWS), z.rows(COLS)) == (ROWS, 1, 1)
-        assert torch.equal(z.along(COLS), local_shard(x, COLS, group))
-        assert (z.present, shard.numel()) == (COLS, 0)
-        assert torch.equal(z.along(ROWS), local_shard(x, ROWS, group))
-
-    with torch.no_grad():
-        run_ranks(on_a_rank, 2)
 
 
 def held(ranks: int, rows: int, residues: int, config: EvoformerConfig, c_m: int, c_z: int) -> int:

@@ -1,9 +1,10 @@
 """A small model for the reducer's laws: uneven sizes, shared weights, weights used twice, weights left out."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -88,3 +89,14 @@ def trained(
     if look:
         look(optimizer)
     return norms, {name: tensor.clone() for name, tensor in optimizer.state().items()}
+
+
+def same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def survives_a_break(train: Callable[[range, dict[str, Tensor] | None], dict[str, Tensor]]) -> bool:
+    """Whether a run that goes on from rank 0's state after three steps is the unbroken one to the bit, on this rank."""
+    whole, half = train(range(5), None), [train(range(3), None)]
+    dist.broadcast_object_list(half, 0)
+    return same(train(range(3, 5), half[0]), whole)

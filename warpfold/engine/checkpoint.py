@@ -189,12 +189,12 @@ def finite(value: Any) -> Any:
 
 
 def reason(error: Exception) -> str:
-    """Return why something could not be written."""
+    """Name the reason why something could not be written."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def cure(error: Exception) -> str:
-    """Return what helps where something could not be written; safetensors says an error's number in its text."""
+    """Suggest a remedy where something could not be written; safetensors puts the error number into its text."""
     said = re.search(r"os error (\d+)", str(error))
     code = error.errno if isinstance(error, OSError) else int(said[1]) if said else None
     if code == errno.ENOENT:

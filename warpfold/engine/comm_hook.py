@@ -151,14 +151,14 @@ class CompressionState:
     # Checkpoints
 
     def _by_name(self) -> Carried:
-        """Return what this rank's unit carries over, by parameter.  Every rank of a node must call it."""
+        """Collect the residual of this rank's unit, by parameter.  Every rank of a node must call it."""
         found = dict(self._carried)
         for _, part in sorted(self._parts.items()):
             found.update(part.by_name())
         return found
 
     def state_dict(self) -> dict[str, object]:
-        """Return what is carried over, complete on rank 0.  Every rank must call it, between two steps.
+        """Return the residuals, complete on rank 0.  Every rank must call it, between two steps.
 
         "carried": by name of a parameter, [units, numbers]; a unit is what compresses together: a rank, or a
         node.  "steps": how many were taken.
@@ -244,7 +244,7 @@ class _Part:
         return mean
 
     def by_name(self) -> Carried:
-        """Return what is carried over, by parameter, joined from the ranks of a node, all of which must call it."""
+        """Join the residual, by parameter, from the ranks of a node, all of which must call it."""
         whole = self.residual
         if self.within is not None:
             whole = whole.new_empty(len(whole) * self.each)

@@ -104,7 +104,7 @@ class Learner:
 
 
 def undecided(batch: Batch) -> str | None:
-    """Return why a pass that has a loss cannot be recorded: the host decides which of equal chains is which."""
+    """Say why a pass with a loss cannot be recorded, if so: the host decides which of equal chains is which."""
     several = COPIES in batch and batch[COPIES].shape[-len(FEATURES[COPIES].axes)] > 1
     return "equal chains, of which the host decides which is which" if several else None
 

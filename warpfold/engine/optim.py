@@ -42,7 +42,7 @@ class LossScale:
         self.steps = torch.zeros((), device=device)  # since the scale was changed
 
     def overflowed(self, norm: Tensor, loss_is_finite: Tensor) -> Tensor:
-        """Return whether a smaller scale may bring the norm of a gradient below infinity.
+        """Tell whether a smaller scale may bring the norm of a gradient below infinity.
 
         At a scale of 1, or where the loss itself is not finite, it cannot: that is a failure of the example.
         """
@@ -56,7 +56,7 @@ class LossScale:
         self.steps.copy_(torch.where(overflowed | grown, 0, self.steps + 1))
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds: "loss_scale.scale" and "loss_scale.steps"."""
+        """Return the tensors of a checkpoint: "loss_scale.scale" and "loss_scale.steps"."""
         return {"loss_scale.scale": self.scale, "loss_scale.steps": self.steps}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -263,7 +263,7 @@ def learning_rate(config: OptimConfig, step: int) -> float:
 
 
 def unsupported_batch(config: OptimConfig, data: int, batch: int) -> str | None:
-    """Return why `data` ranks cannot take their shares of a step's examples `batch` at a time; None if they can."""
+    """Say why `data` ranks cannot take their shares of a step's examples `batch` at a time; None if they can."""
     if batch > 1 and config.clip == "example":
         return (
             f"plan.batch = {batch}: one backward pass yields the sum of its examples' gradients, and optim.clip = "
@@ -361,7 +361,7 @@ class Optimizer:
         self.reducer.begin(early, add_to=None if alone else self.total)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return what to call `backward` of: the loss, times the loss scale where there is one."""
+        """Multiply the loss by the loss scale, where there is one: call `backward` of the result."""
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
     def collect(self, loss: Tensor | None = None) -> Tensor:
@@ -470,7 +470,7 @@ class Optimizer:
         return {f"weights.{name}": self.layout.view(self.weights, name) for name in self.layout.places}
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint holds: "weights.NAME", "average.NAME", "moment1.NAME", "moment2.NAME", "steps",
+        """Return the tensors of a checkpoint: "weights.NAME", "average.NAME", "moment1.NAME", "moment2.NAME", "steps",
         and what the loss scale and the reducer add.
 
         The moments are those of Adam, other rules keep others.  Tensors are whole, however they lie on the ranks: a

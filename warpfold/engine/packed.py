@@ -132,7 +132,7 @@ class PackedWeights:
         return leaves
 
     def _find(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> tuple[list["_Source"], Joined] | None:
-        """Return what `joined` does, and of what it was made; None where the parameters lie elsewhere or apart."""
+        """Make the result of `joined`, and note its sources; None where the parameters lie elsewhere or apart."""
         linears = [linear for linear in projections if isinstance(linear, Linear)]
         if len(linears) < len(projections) or dtype not in (self.compute.dtype, self.weights.dtype):
             return None

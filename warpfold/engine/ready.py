@@ -356,7 +356,7 @@ class Ready:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank has used: JSON-able.  Batches that are ready and were not used do not count."""
+        """Return the examples that this rank has used, JSON-able.  Batches that are ready but unused do not count."""
         used = {"epoch": self._epoch, "before": self._before, "first": self._used.first, "early": [*self._used.early]}
         return {**self._identity(), "rank": self.rank, **used}
 

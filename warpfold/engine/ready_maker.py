@@ -62,7 +62,7 @@ class BatchMaker:
         return {TREE: _json(tree), **arrays}
 
     def batch(self, epoch: int, indices: list[int]) -> Any:
-        """Return what `collate` makes of examples."""
+        """Make examples, and `collate` them."""
         many = getattr(self.dataset, "__getitems__", None)
         if many:
             self._seed(epoch, indices[0])
@@ -106,15 +106,15 @@ def find_costs(make: BatchMaker, indices: Sequence[int], workers: int) -> np.nda
     jobs = [list(indices[begin : begin + SHARE]) for begin in range(0, len(indices), SHARE)]
     if not workers:
         with kept_random():
-            return np.concatenate([make.batch(0, job) for job in jobs])
-    with start_workers(make, min(workers, len(jobs)), None) as those:
+            return np.concatenate([np.empty(0), *(make.batch(0, job) for job in jobs)])
+    with start_workers(make, max(min(workers, len(jobs)), 1), None) as those:
         for number, job in enumerate(jobs):
             those.submit(number, (0, job))
         with those.changed:
             while len(those.outcomes) < len(jobs):
                 those.wait()
             outcomes = [those.outcomes[number] for number in range(len(jobs))]
-    costs = []
+    costs = [np.empty(0)]  # a rank may have none, where there are more of them than examples
     for outcome in outcomes:
         if not isinstance(outcome, Made):
             raise ReadyError(f"the costs of examples: {outcome.reason}")

@@ -69,7 +69,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def compressed(self, x: Tensor) -> Tensor:
-        """Return what is applied in place of the mean of x, once `start` steps are over."""
+        """Compute the update that replaces the mean of x once `start` steps are over."""
 
 
 class Quantised(Compressor):

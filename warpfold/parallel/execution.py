@@ -156,7 +156,7 @@ class Execution(PlainExecution):
     def call(
         self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], reason: str | None = None
     ) -> Named:
-        """Return what a function of tensors returns, by the graph of an earlier call with the same shapes if possible.
+        """Call a function of tensors, or replay the graph of an earlier call with the same shapes.
 
         A graph serves while the model's parameters keep their memory.
         """
@@ -209,7 +209,7 @@ class Execution(PlainExecution):
         return self._sharded[module].run(states, masks)
 
     def _shard(self, model: nn.Module) -> dict[nn.Module, ShardedStack]:
-        """Return what runs each stack, and each block outside of stacks, over the ranks."""
+        """Make the runner of each stack, and of each block outside of stacks, over the ranks."""
         found: dict[nn.Module, ShardedStack] = {}
         inside: set[nn.Module] = set()  # blocks that were found, and all their modules
         main = main_stack(model)

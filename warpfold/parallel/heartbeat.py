@@ -185,7 +185,7 @@ class Heartbeat:
         return TeamError(f"{here}; {self._missing(SILENT) or f'all are there: {str(error).splitlines()[0]}'}")
 
     def explain(self, name: str, seconds: float) -> str:
-        """Return why this process has waited for so long, from its own memory, without asking anybody."""
+        """Explain why this process has waited for so long, from its own memory, without asking anybody."""
         reason = self._failure
         if not reason:
             here = f"rank {self._rank} waited for others at {name!r} for {seconds:.0f} s"
@@ -199,7 +199,7 @@ class Heartbeat:
         return reason
 
     def failure(self) -> str:
-        """Return why another process has failed, as far as this one has heard; "": none has."""
+        """Say why another process has failed, as far as this one has heard; "" if none has."""
         return self._failure
 
     # What runs in the thread

@@ -127,7 +127,7 @@ class Plan:
         return (gathered - 6 * (p - 1) / p**2 * channels) * position > 2 * CALL
 
     def unsupported_reason(self, outer: str) -> str | None:
-        """Return why this plan cannot run a model whose blocks have the outer product there; None if it can."""
+        """Say why this plan cannot run a model whose blocks have the outer product there; None if it can."""
         if self.branch > 1 and outer == "middle":
             return (
                 "plan.branch = 2 needs blocks with independent halves, but in AlphaFold2's order "

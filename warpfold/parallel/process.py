@@ -79,7 +79,7 @@ def is_one_of_several(variables: Mapping[str, str]) -> bool:
 
 
 def of_srun(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return what torchrun would have set for a process that srun started beside others; nothing for any other.
+    """Translate srun's variables into torchrun's for a process that was started beside others; else return none.
 
     Ranks are counted node by node, however `srun --distribution` deals tasks out, since plans take neighbours to be on
     one node; rank 0 is Slurm's task 0.  MASTER_ADDR and MASTER_PORT are kept where they are set.

@@ -311,7 +311,7 @@ class Reducer:
     # The state
 
     def state(self) -> dict[str, Tensor]:
-        """Return what a checkpoint needs to continue to the bit.  Every rank must call it; that of rank 0 is complete.
+        """Return the tensors that a checkpoint needs to continue to the bit: all on rank 0.  Every rank must call it.
 
         "sync.strategy", where it was chosen by measurement; "compression.steps", "compression.ranks" and
         "compression.KIND.d.NAME" of data rank d; "compression.shared.m-M" of model rank m of M.

@@ -329,7 +329,7 @@ def _axes_read(step: Step, by_channels: bool) -> tuple[int | None, int | None]:
 
 
 def can_be_cut(layer: nn.Module) -> TypeGuard[AxialUpdate]:
-    """Return whether a layer is what the contract says, and no more: one with a `forward` of its own may do more."""
+    """Tell whether a layer does what the contract says and no more: one with a `forward` of its own may do more."""
     return isinstance(layer, AxialUpdate) and type(layer).forward is AxialUpdate.forward
 
 
@@ -348,7 +348,7 @@ def independent_runs(steps: Steps) -> list[range]:
 
 
 def unsupported_reason(plan: Plan, name: str, block: Block) -> str | None:
-    """Return why a block cannot run under a plan that shards its states or shares them out; None if it can."""
+    """Say why a block cannot run under a plan that shards its states or shares them out; None if it can."""
     setting, size = ("plan.axial", plan.axial) if plan.axial > 1 else ("plan.branch", plan.branch)
     kind = f"{name or 'the block'} ({type(block).__name__})"
     if type(block).forward is not Block.forward:

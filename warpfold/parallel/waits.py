@@ -41,7 +41,7 @@ _saving: set[int] = set()
 
 
 def now() -> dict[int, Wait]:
-    """Return what this process waits for at this moment, by a number that is never used again."""
+    """Return the waits of this process at this moment, by a number that is never used again."""
     return dict(_now)
 
 
