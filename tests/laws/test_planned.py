@@ -14,7 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.laws.test_plans import LIMIT, LOSSES, STOPPED, Work, above, compare, example, model_for
+from tests.laws.test_plans import (
+    LIMIT,
+    LOSSES,
+    STOPPED,
+    Work,
+    above,
+    answer,
+    errors,
+    example,
+    model_for,
+    on_one_device,
+)
 from tests.ranks import run_ranks
 from warpfold.cost import planner
 from warpfold.cost.example import ExampleSizes, Job
@@ -69,7 +80,7 @@ def folded(work: Work, plan: Plan, mesh: Mesh) -> dict[str, Tensor]:
     with torch.no_grad():
         last = model.fold(batch, work.recycles)
         r, s = last.representations, last.structure
-        errors = predicted_errors(model.pae, r.pair, execution, asym_id)
+        told = predicted_errors(model.pae, r.pair, execution, asym_id)
         found = {
             "recycles": torch.tensor(float(last.recycles)),
             "msa": r.msa,
@@ -80,11 +91,11 @@ def folded(work: Work, plan: Plan, mesh: Mesh) -> dict[str, Tensor]:
             "atoms": s.final_atom37,
             "traj": s.traj,
             "plddt": model.plddt(s.single),
-            "pae": errors.pae.double(),
-            "ptm": torch.tensor([errors.ptm, errors.iptm or 0.0], dtype=torch.float64),
+            "pae": told.pae.double(),
+            "ptm": torch.tensor([told.ptm, told.iptm or 0.0], dtype=torch.float64),
             "distogram": torch.cat([logits for _, logits in model.distogram.in_slices(r.pair)], -3),
         }
-    return found if errors.chain_pair_iptm is None else found | {"pairs": errors.chain_pair_iptm}
+    return found if told.chain_pair_iptm is None else found | {"pairs": told.chain_pair_iptm}
 
 
 @cache
@@ -94,14 +105,14 @@ def at_once(name: str) -> dict[str, Tensor]:
 
 def wrong(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], mesh: Mesh) -> dict[str, float]:
     """What differs by more than rounding, and by how much; of what is cut, this rank's shard."""
-    errors = {}
+    found_wrong = {}
     for name, whole in expected.items():
         there = local_shard(whole, CUT[name], mesh.axial) if name in CUT else whole
         error = float((found[name] - there).norm() / whole.norm())
         if not error < (PAE_LIMIT if name == "pae" else LIMIT):
-            errors[name] = error
+            found_wrong[name] = error
     assert found.keys() == expected.keys()
-    return errors
+    return found_wrong
 
 
 SLOW = [pytest.param(name, devices, marks=pytest.mark.slow) for name, devices in (("averaged", 4), ("complex", 4))]
@@ -120,9 +131,9 @@ def test_a_prediction_as_planned_is_the_whole(name: str, devices: int, monkeypat
     def on_a_rank() -> dict[str, dict[str, float]]:
         mesh = make_mesh(1, devices, 1) if devices > 1 else Mesh()
         found = {str(plan): wrong(folded(work, plan, mesh), expected, mesh) for plan in plans}
-        return {plan: errors for plan, errors in found.items() if errors}
+        return {plan: differences for plan, differences in found.items() if differences}
 
-    assert all(errors == {} for errors in ([on_a_rank()] if devices == 1 else run_ranks(on_a_rank, devices)))
+    assert all(found == {} for found in ([on_a_rank()] if devices == 1 else run_ranks(on_a_rank, devices)))
 
 
 def test_a_training_as_planned_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,9 +144,16 @@ def test_a_training_as_planned_is_the_whole(monkeypatch: pytest.MonkeyPatch) -> 
         *((r, *w) for r in ("block", "layer") for w in ((0, False), (1, False), (0, True))),
     }
     assert {p.axial for p in plans} == {1, 2}
-    for plan in plans:
-        if plan.data == 1:  # with more, ranks have examples of their own; their sum: tests/laws/test_plans.py
-            assert above(compare(TRAINED, plan)) == {}, plan
+    expected = on_one_device(TRAINED, 1)[0]
+    for ranks in (1, 2):  # with more data ranks, each has an example of its own; their sum: tests/laws/test_plans.py
+        some = [plan for plan in plans if plan.axial == ranks and plan.data == 1]
+
+        def on_a_rank(some: list[Plan] = some, ranks: int = ranks) -> list[dict[str, float]]:
+            mesh = make_mesh(axial=ranks)
+            return [errors(answer(TRAINED, plan, mesh), expected, mesh) for plan in some]
+
+        for plan, *found in zip(some, *run_ranks(on_a_rank, ranks, timeout=500), strict=True):
+            assert above(found) == {}, plan
 
 
 def test_more_devices_than_the_law_has_take_the_same_ways(monkeypatch: pytest.MonkeyPatch) -> None:
