@@ -1,28 +1,45 @@
-"""The command line: help, exit codes, and one line for whatever input may be wrong with."""
+"""The command line: help, what is printed and what not, exit codes, one line for whatever input may be wrong with."""
 
 import gzip
 import json
+import logging
 import os
 import re
+import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import typer
 
-from warpfold import __version__, cli
+from tests.report.test_curves import make_run
+from tests.training.runs import make_store, rows, tiny_run
+from warpfold import __version__, cli, settings
 from warpfold.cli import common
+from warpfold.cli.common import speaking, this_process
+from warpfold.cli.plan import PlanCommand
+from warpfold.cli.simulate import SimulateCommand
+from warpfold.cli.train import sources_of
+from warpfold.cost.planner import joined
+from warpfold.data.store.store import Store
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
+from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
+from warpfold.progress import progress_bar
 
-COMMANDS = ("demo", "sample", "search", "pack", "train", "predict", "relax", "score", "golden", "profile", "bench data")
 SEQUENCE = "MKTAYIAKQRQISFVKSHFS"
+Capture = pytest.CaptureFixture[str]
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+def run(capsys: Capture, *arguments: object) -> tuple[int, str, str]:
     """Exit code, stdout, stderr of `warpfold ARGUMENTS`."""
     with pytest.raises(SystemExit) as ended:
         cli.main([str(a) for a in arguments])
@@ -60,47 +77,36 @@ def structure(tmp_path: Path, name: str = "one.cif", sequence: str = SEQUENCE, *
 # ---- help
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    code, out, err = run(capsys, *command.split(), "--help")
+def test_every_command_has_an_example_and_the_same_options(capsys: Capture) -> None:
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    for name, command in [*commands.items(), ("bench data", commands["bench"].commands["data"])]:
+        names = {option for parameter in command.params for option in parameter.opts}
+        assert {"-q", "--quiet", "-v", "--verbose"} <= names, name
+        assert ("--out" in names) == ("-o" in names), name
+        assert f"Example: warpfold {name}" in " ".join(command.epilog.split())
+    code, out, err = run(capsys, "bench", "data", "--help")
     assert (code, err) == (0, "")
-    assert f"Example: warpfold {command}" in " ".join(out.split())
-
-
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = run(capsys, "--help")
-    assert all(command.split()[0] in out for command in COMMANDS)
-
-
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Example: warpfold bench data" in " ".join(out.split())
+    assert all(name in run(capsys, "--help")[1] for name in commands)
     assert run(capsys, "--version") == (0, f"warpfold {__version__}\n", "")
+
+
+def python(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    return done.stdout
 
 
 def test_help_does_not_import_torch() -> None:
     code = "import sys\nfrom warpfold import cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass\n"
-    code += "assert not {'torch', 'numpy', 'matplotlib', 'gemmi'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python(code + "assert not {'torch', 'numpy', 'matplotlib', 'gemmi'} & set(sys.modules)")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["predict"], "missing argument"),
-        (["predict", "q.fasta", "--out", "o"], "--params"),
-        (["fold"], "no such command"),
-        (["score", "a", "b", "--quick"], "--quick"),
-        (["predict", "q.fasta", "--params", "p", "--out", "o", "--recycles", "-1"], "--recycles"),
-        (["pack", "--out", "o", "--structures"], "--structures"),
-        (["pack", "--out", "o", "--structures", ""], "--structures: the value is empty"),
-        (["pack", "--out", "o", "--structures="], "--structures=: the value is empty"),
-    ],
-)
-def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
-    assert says in refused(run(capsys, *arguments)).lower()
-
-
-# ---- commands
+def test_a_shell_completes_commands_and_options() -> None:
+    for words, found in (("warpfold do", {"doctor"}), ("warpfold train --", {"--out", "--quiet"})):
+        asked = {"COMP_WORDS": words, "COMP_CWORD": str(words.count(" ")), "_WARPFOLD_COMPLETE": "complete_bash"}
+        assert found <= set(python("from warpfold import cli; cli.main()", **asked).split())
 
 
 def test_lists_take_several_values() -> None:
@@ -109,7 +115,64 @@ def test_lists_take_several_values() -> None:
     ]
 
 
-def test_pack_lists_what_it_dropped(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+# ---- what is printed
+
+
+def test_quiet_prints_nothing_but_json_and_errors(capsys: Capture, tmp_path: Path) -> None:
+    one = structure(tmp_path)
+    loud = run(capsys, "score", one, one)
+    assert (loud[0], "1.0000" in loud[1]) == (0, True)
+    assert run(capsys, "score", one, one, "-q") == (0, "", "")
+    code, out, _ = run(capsys, "score", one, one, "--quiet", "--json")
+    assert (code, json.loads(out)["lddt"]) == (0, 1.0)
+    assert run(capsys, "score", one, tmp_path / "none.cif", "-q")[2].startswith("error: ")
+    assert run(capsys, "sample", "--proteins", 1, "-o", tmp_path / "made", "-q") == (0, "", "")
+    with speaking(quiet=True, verbose=False, as_json=False), progress_bar(narrate=True) as move:
+        move(1, 2, "something long")
+        print("a result")
+    assert capsys.readouterr() == ("", "")
+    with progress_bar(narrate=True) as move:  # it ends with its command
+        move(1, 2, "something else")
+    assert "something else" in capsys.readouterr().err
+
+
+def test_verbose_says_what_is_logged_and_where_an_error_came_from(capsys: Capture, tmp_path: Path) -> None:
+    asked = ("score", structure(tmp_path), tmp_path / "none.cif")
+    code, _, plain = run(capsys, *asked)
+    assert (code, plain.count("\n")) == (2, 1)
+    code, _, long = run(capsys, *asked, "-v")
+    assert (code, long.startswith("Traceback"), long.endswith(plain)) == (2, True, True)
+    log = logging.getLogger("warpfold.somewhere")
+    with speaking(quiet=False, verbose=True, as_json=False):
+        log.info("slices of 4 rows")
+    log.info("nobody hears this")
+    assert capsys.readouterr().err.endswith("warpfold.somewhere: slices of 4 rows\n")
+
+
+def test_an_error_does_not_command_the_terminal(capsys: Capture) -> None:
+    assert "?[2Jnone.fasta" in refused(run(capsys, "params", "\x1b[2Jnone.fasta"))
+
+
+# ---- exit codes
+
+
+def test_bugs_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("warpfold.scoring.score.score_files", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["score", "a.cif", "b.cif"])
+
+
+def test_without_torch_a_command_says_so(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, _, err = run(capsys, "doctor")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "torch is not installed; pip install" in err
+
+
+def test_pack_lists_what_it_dropped(capsys: Capture, tmp_path: Path) -> None:
     good, short = structure(tmp_path), structure(tmp_path, "short.cif", "MKT")
     broken = tmp_path / "broken.cif"
     broken.write_text(good.read_text()[: good.stat().st_size // 2])
@@ -126,128 +189,29 @@ def test_pack_lists_what_it_dropped(capsys: pytest.CaptureFixture[str], tmp_path
     assert "was finished before" in run(capsys, "pack", *files, "--out", tmp_path / "store")[1]
 
 
-def test_predict_and_score(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_params: Path) -> None:
+def test_predict_and_score(capsys: Capture, tmp_path: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     query, out = tmp_path / "q.fasta", tmp_path / "out"
-    query.write_text(f">one\n{SEQUENCE}\n")
-    code, text, err = run(capsys, "predict", query, "--params", tiny_params, "--out", out, "--device", "cpu")
+    query.write_bytes(f">one\r\n{SEQUENCE}\r\n".encode())  # of another system
+    files = ("predict", query, "--params", tiny_params, "--device", "cpu", "--out")
+    code, text, err = run(capsys, *files, out)
     assert (code, err.splitlines()[0]) == (0, "one: no alignment: folded by the sequence alone")
     assert "one: mean pLDDT" in text
-    code, text, _ = run(capsys, "predict", query, "--params", tiny_params, "--out", out, "--device", "cpu", "--json")
-    assert json.loads(text) == json.loads((out / "summary.json").read_text())
-    truth = structure(tmp_path)
-    code, text, _ = run(capsys, "score", out / "one" / "one.cif", truth, "--json")
-    scores = json.loads(text)
+    assert json.loads(run(capsys, *files, out, "--json")[1]) == json.loads((out / "summary.json").read_text())
+    scores = json.loads(run(capsys, "score", out / "one" / "one.cif", structure(tmp_path), "--json")[1])
     assert scores["paired"] == len(SEQUENCE)
     assert 0 <= scores["lddt_ca"] <= 1
-    code, text, _ = run(capsys, "score", truth, truth)
-    assert "1.0000" in text
-
-
-def test_predict_exits_with_1_when_one_fails(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from warpfold.prediction.predictor import Predictor
+    alignment = f">one\r\n{SEQUENCE}\r\n>x\r\n{SEQUENCE[:-1]}-\r\n".encode()
+    (tmp_path / "q.a3m.gz").write_bytes(gzip.compress(alignment))
+    found = run(capsys, *files, tmp_path / "deeper", "--msa", tmp_path / "q.a3m.gz", "--json")
+    assert (found[0], json.loads(found[1])["predictions"][0]["msa_depth"]) == (0, 2)
 
     def fail(*args: object, **more: object) -> None:
         raise MemoryError("too long")
 
-    monkeypatch.setattr(Predictor, "compute", fail)
-    (tmp_path / "q.fasta").write_text(f">one\n{SEQUENCE}\n")
-    files = (tmp_path / "q.fasta", "--params", tiny_params, "--out", tmp_path / "out", "--device", "cpu")
-    code, _, err = run(capsys, "predict", *files)
+    monkeypatch.setattr("warpfold.prediction.predictor.Predictor.compute", fail)
+    code, _, err = run(capsys, *files, tmp_path / "failed")
     assert code == 1
     assert err == "one: no alignment: folded by the sequence alone\nfailed one: MemoryError: too long\n"
-
-
-def test_ctrl_c_exits_with_130(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from warpfold.scoring import score
-
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(score, "score_files", interrupted)
-    code, out, err = run(capsys, "score", "a.cif", "b.cif")
-    assert (code, out) == (130, "")
-    assert "Traceback" not in err
-
-
-def test_bugs_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    from warpfold.scoring import score
-
-    def broken(*args: object) -> None:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(score, "score_files", broken)
-    with pytest.raises(ZeroDivisionError):  # Python prints it and exits with 1
-        cli.main(["score", "a.cif", "b.cif"])
-
-
-# ---- bad input: one line, exit 2, nothing written
-
-
-def no_atoms(text: str) -> str:
-    return text[: text.index("loop_\n_atom_site.")]
-
-
-def ca_only(text: str) -> str:
-    lines = text.splitlines(keepends=True)
-    return "".join(x for x in lines if not x.startswith("ATOM") or " CA " in x)
-
-
-BAD_STRUCTURES = {
-    "truncated": (lambda t: t[: len(t) * 2 // 3], ""),
-    "empty": (lambda t: "", "empty"),
-    "no atoms": (no_atoms, ""),
-    "Ca alone": (ca_only, ""),
-    "not a number": (lambda t: re.sub(r"(ATOM 5 .* \? )\S+", r"\1nan", t), ""),
-    "another format": (lambda t: "<html>404</html>", ""),
-}
-
-
-@pytest.mark.parametrize("kind", BAD_STRUCTURES)
-def test_bad_structures(capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str) -> None:
-    good = structure(tmp_path)
-    bad = tmp_path / "bad.cif"
-    spoil, says = BAD_STRUCTURES[kind]
-    bad.write_text(spoil(good.read_text()))
-    message = refused(run(capsys, "pack", "--structures", bad, "--out", tmp_path / "store"))
-    assert says in message
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["bad.cif", "one.cif"]
-
-
-@pytest.mark.parametrize(
-    ("query", "msa", "says"),
-    [
-        (b">a\nMKT\xff\n", None, "UTF-8"),
-        (b">a\nMK7T\n", None, "'7'"),
-        (b"", None, "empty"),
-        (b">a\nMKTAYIAK\n", b">a\nMKTAYIAK\n>b\nMKTA\n", "row 2"),
-        (b">a\nMKTAYIAK\n", b">a\nMKTAYIAV\n", "differs from the query"),
-        (b">a\nMKTAYIAK\n", b"\x1f\x8bbroken", "gzip"),
-        (b">a\nACGTACGTACGTACGT\n", None, "nucleic"),
-    ],
-)
-def test_bad_sequences(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_params: Path, query: bytes, msa: bytes | None, says: str
-) -> None:
-    (tmp_path / "q.fasta").write_bytes(query)
-    arguments: list[object] = ["predict", tmp_path / "q.fasta", "--params", tiny_params, "--out", tmp_path / "out"]
-    if msa is not None:
-        (tmp_path / "q.a3m").write_bytes(msa)
-        arguments += ["--msa", tmp_path / "q.a3m"]
-    assert says in refused(run(capsys, *arguments))
-    assert not (tmp_path / "out").exists()
-
-
-def test_crlf_and_gzip_are_accepted(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_params: Path) -> None:
-    (tmp_path / "q.fasta").write_bytes(f">one\r\n{SEQUENCE}\r\n".encode())
-    (tmp_path / "q.a3m.gz").write_bytes(gzip.compress(f">one\r\n{SEQUENCE}\r\n>x\r\n{SEQUENCE[:-1]}-\r\n".encode()))
-    arguments = (tmp_path / "q.fasta", "--msa", tmp_path / "q.a3m.gz", "--params", tiny_params, "--device", "cpu")
-    code, out, _ = run(capsys, "predict", *arguments, "--out", tmp_path / "out", "--json")
-    assert code == 0
-    assert json.loads(out)["predictions"][0]["msa_depth"] == 2
 
 
 @pytest.mark.slow
@@ -274,99 +238,305 @@ def test_a_pipe_that_a_user_names_is_read(tmp_path: Path, tiny_params: Path) -> 
     assert "is a pipe, a socket or a device" in packed.stdout
 
 
-def test_bad_parameters(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    query, out = tmp_path / "q.fasta", tmp_path / "out"
-    query.write_text(f">one\n{SEQUENCE}\n")
-    np.savez(tmp_path / "wrong.npz", weights=np.zeros((3, 3)))
-    (tmp_path / "short.safetensors").write_bytes(b"\0" * 5)
-    for params in (tmp_path / "none.npz", tmp_path / "wrong.npz", tmp_path / "short.safetensors", tmp_path):
-        message = refused(run(capsys, "predict", query, "--params", params, "--out", out, "--device", "cpu"))
-        assert params.name in message
-        assert not out.exists()
+# ---- bad input: one line, exit 2, nothing written
 
 
-def test_an_output_folder_of_something_else(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_params: Path
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_params: Path) -> Path:
+    """A folder of good files, and of bad ones."""
+    folder = tmp_path_factory.mktemp("inputs")
+    text = structure(folder).read_text()
+    atoms = (line for line in text.splitlines(keepends=True) if not line.startswith("ATOM") or " CA " in line)
+    files: dict[str, str | bytes] = {
+        "truncated.cif": text[: len(text) * 2 // 3],
+        "empty.cif": "",
+        "no_atoms.cif": text[: text.index("loop_\n_atom_site.")],
+        "ca_alone.cif": "".join(atoms),
+        "no_number.cif": re.sub(r"(ATOM 5 .* \? )\S+", r"\1nan", text),
+        "page.cif": "<html>404</html>",
+        "q.fasta": ">a\nMKTAYIAK\n",
+        "latin.fasta": b">a\nMKT\xff\n",
+        "digit.fasta": ">a\nMK7T\n",
+        "empty.fasta": "",
+        "dna.fasta": ">a\nACGTACGTACGTACGT\n",
+        "short.a3m": ">a\nMKTAYIAK\n>b\nMKTA\n",
+        "other.a3m": ">a\nMKTAYIAV\n",
+        "broken.a3m": b"\x1f\x8bbroken",
+        "short.safetensors": b"\0" * 5,
+        "wrong.toml": "[model]\nc_mm = 3\n",
+        "right.toml": "[model]\nc_m = 8\n",
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    np.savez(folder / "wrong.npz", weights=np.zeros((3, 3)))
+    shutil.copy(tiny_params, folder / "tiny.safetensors")
+    return folder
+
+
+FOLD = "predict q.fasta --params tiny.safetensors --out out"
+SHARED = "simulate tiny --devices 8"
+REFUSED = [
+    ("predict", "missing argument"),
+    ("predict q.fasta --out out", "--params"),
+    ("fold", "no such command"),
+    ("score a b --quik", "--quik"),
+    (f"{FOLD} --recycles -1", "--recycles"),
+    ("pack --out out --structures", "--structures"),
+    ("pack --out out --structures ''", "--structures: the value is empty"),
+    ("pack --out out --structures=", "--structures=: the value is empty"),
+    *((f"pack --structures {kind}.cif --out out", kind) for kind in ("truncated", "no_atoms", "ca_alone", "page")),
+    ("pack --structures empty.cif --out out", "is empty"),
+    ("pack --structures no_number.cif --out out", "no_number.cif"),
+    ("predict latin.fasta --params tiny.safetensors --out out", "utf-8"),
+    ("predict digit.fasta --params tiny.safetensors --out out", "'7'"),
+    ("predict empty.fasta --params tiny.safetensors --out out", "empty"),
+    ("predict dna.fasta --params tiny.safetensors --out out", "nucleic"),
+    (f"{FOLD} --msa short.a3m", "row 2"),
+    (f"{FOLD} --msa other.a3m", "differs from the query"),
+    (f"{FOLD} --msa broken.a3m", "gzip"),
+    *(
+        (f"predict q.fasta --params {name} --out out --device cpu", name)
+        for name in ("none.npz", "wrong.npz", "short.safetensors")
+    ),
+    ("score missing missing", "missing"),
+    ("golden missing", "missing"),
+    ("pack --structures missing --out out", "missing"),
+    ("predict missing --params missing --out out", "missing"),
+    ("predict a.fasta --num-recycle 3", "no option --num-recycle: here it is --recycles; see warpfold predict --help"),
+    ("predict a.fasta --amber 3", "here it is --relax best"),
+    ("doctor --device A100", "--device a100: not known; give cpu, cuda, or cuda:1"),
+    ("doctor --device cuda:99", "--device cuda:99: "),
+    (f"{FOLD} --device gpu", "--device gpu"),
+    ("train wrong.toml --data none --out out", "model.c_mm is not a setting; did you mean model.c_m?"),
+    ("train none --data none --out out", "no such settings file"),
+    ("train right.toml --data none --out out", "none"),
+    (f"{SHARED} --set plan.auto=false --plan.data 3", "does not fill 8"),
+    (f"{SHARED} --plan.data 3", "cannot share a step of 1 so"),
+    (SHARED, "does not fill 8 devices; give --devices 1"),
+    ("simulate tiny --link wifi", "not a network"),
+    ("simulate tiny --device 'GTX 480'", "is not known"),
+    ("simulate tiny --figure a.pdf", "ends in .png or .svg"),
+    ("watch nowhere", "no such folder"),
+    ("watch .", "not the folder of a training run"),
+]
+
+
+@pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_bad_input_is_one_line(
+    line: str, says: str, inputs: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    query, out = tmp_path / "q.fasta", tmp_path / "out"
-    query.write_text(f">one\n{SEQUENCE}\n")
-    out.mkdir()
-    (out / "thesis.tex").write_text("precious")
-    for force in ([], ["--force"]):
-        files = (query, "--params", tiny_params, "--out", out, "--device", "cpu", *force)
-        assert "something else" in refused(run(capsys, "predict", *files))
-        assert [p.name for p in out.iterdir()] == ["thesis.tex"]
+    monkeypatch.chdir(inputs)
+    before = sorted(path.name for path in inputs.iterdir())
+    assert says in refused(run(capsys, *shlex.split(line))).lower()
+    assert sorted(path.name for path in inputs.iterdir()) == before
 
 
-def test_training_into_a_folder_of_something_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    store, out = tmp_path / "store", tmp_path / "out"
-    assert run(capsys, "pack", "--structures", structure(tmp_path), "--out", store)[0] == 0
-    out.mkdir()
-    (out / "thesis.tex").write_text("precious")
-    files = ("tiny", "--data", store, "--out", out, "--set", "train.validation=0.0")
-    assert "something else" in refused(run(capsys, "train", *files))
-    assert [p.name for p in out.iterdir()] == ["thesis.tex"]
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_what_to_give_is_said(capsys: Capture) -> None:
+    assert "give cpu, or " in refused(run(capsys, "doctor", "--device", "cuda"))
 
 
-def test_bad_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "s.toml").write_text("[model]\nc_mm = 3\n")
-    out = tmp_path / "run"
-    message = refused(run(capsys, "train", tmp_path / "s.toml", "--data", tmp_path / "none", "--out", out))
-    assert "model.c_mm is not a setting; did you mean model.c_m?" in message
-    assert "no such settings file" in refused(run(capsys, "train", "none", "--data", tmp_path, "--out", out))
-    (tmp_path / "s.toml").write_text("[model]\nc_m = 8\n")
-    assert "none" in refused(run(capsys, "train", tmp_path / "s.toml", "--data", tmp_path / "none", "--out", out))
-    assert not out.exists()
+# ---- stopped, and how to go on
 
 
-def test_unknown_device(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_params: Path) -> None:
-    (tmp_path / "q.fasta").write_text(f">one\n{SEQUENCE}\n")
-    files = (tmp_path / "q.fasta", "--params", tiny_params, "--out", tmp_path / "out")
-    for device in ("gpu", "cuda:99"):
-        assert f"--device {device}" in refused(run(capsys, "predict", *files, "--device", device))
+def test_ctrl_c_is_answered_before_all_has_ended(
+    capfd: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def slow(*_: object, **__: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+        finally:
+            seen.append(capfd.readouterr().err)
+
+    monkeypatch.setattr("warpfold.data.synthetic.folder.generate", slow)
+    before = signal.getsignal(signal.SIGINT)
+    code, out, err = run(capfd, "sample", "--out", tmp_path / "a b")
+    assert (code, out, seen) == (130, "", ["stopping\n"])
+    assert err == f"stopped; to start again: warpfold sample --out '{tmp_path / 'a b'}'\n"
+    assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_files_that_are_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    missing = tmp_path / "missing"
-    for arguments in (
-        ("score", missing, missing),
-        ("golden", missing),
-        ("pack", "--structures", missing, "--out", tmp_path / "store"),
-        ("predict", missing, "--params", missing, "--out", tmp_path / "out"),
+STUCK = """
+import sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from warpfold import cli
+from warpfold.data.synthetic import folder
+
+def stuck(*_, **__):
+    with ThreadPoolExecutor(1, "features") as maker:
+        maker.submit(lambda: (print("at work", flush=True), threading.Event().wait())).result()
+
+folder.generate = stuck
+cli.main(["sample", "--out", "out"])
+"""
+
+
+def test_a_second_ctrl_c_ends_at_once_whatever_a_thread_waits_for(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    child = subprocess.Popen(
+        [sys.executable, "-c", STUCK],
+        cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stderr is not None
+    try:
+        assert child.stdout.readline() == "at work\n"
+        child.send_signal(signal.SIGINT)
+        assert child.stderr.readline() == "stopping\n"
+        with pytest.raises(subprocess.TimeoutExpired):  # the thread goes on
+            child.wait(0.2)
+        child.send_signal(signal.SIGINT)
+        # A shell calls both 130; the second is Python's, if the first came before the pool waited for its thread.
+        assert child.wait(60) in (-signal.SIGINT, 130)
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_a_stopped_command_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, said in (
+        (["train", "tiny", "--set", "a=[1, 2]"], "the same command continues: warpfold train tiny --set 'a=[1, 2]'"),
+        (["predict", "a.fasta", "--force"], "the same command continues: warpfold predict a.fasta"),
     ):
-        assert "missing" in refused(run(capsys, *arguments))
-    assert list(tmp_path.iterdir()) == []
+        monkeypatch.setattr(common, "GIVEN", given)
+        assert common.how_to_go_on() == said
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert common.how_to_go_on() == "the same command continues"
 
 
-@pytest.mark.parametrize(
-    ("option", "ours"), [("--num-recycle", "--recycles"), ("--amber", "--relax best"), ("--num-seeds", "--seeds")]
-)
-def test_options_of_other_programs_are_named_as_they_are_here(
-    option: str, ours: str, capsys: pytest.CaptureFixture[str]
+# ---- train, watch, simulate
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> list[Store]:
+    folder = tmp_path_factory.mktemp("cli")
+    return [make_store(folder / "pdb"), make_store(folder / "distilled", proteins=4)]
+
+
+def test_stores_have_weights(stores: list[Store], tmp_path: Path) -> None:
+    one, other = (str(store.path) for store in stores)
+    weights = [(source.store.path.name, source.weight) for source in sources_of([f"{one}=0.25", other])]
+    assert weights == [("pdb", 0.25), ("distilled", 1.0)]
+    shutil.copytree(one, tmp_path / "a=2")
+    assert [s.weight for s in sources_of([str(tmp_path / "a=2")])] == [1.0]  # it is called so
+    for wrong, says in (
+        ("much", "'much' is not a number; expected STORE or STORE=WEIGHT"),
+        ("-1", "weight -1.0; give"),
+    ):
+        with pytest.raises(UserError, match=says):
+            sources_of([f"{one}={wrong}"])
+
+
+def test_a_mixture_is_trained_on_and_its_order_followed(stores: list[Store], tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "tiny.toml").write_text(settings.to_toml(tiny_run(steps=2, validation=0.0)))
+    shard = shutil.copytree(stores[1].path, tmp_path / "damaged") / "shard-00000.wfs"
+    data = bytearray(shard.read_bytes())
+    for key in ("helix0", "helix1", "helix2"):
+        data[stores[1].record(key).arrays["msa"].starts[0]] ^= 1
+    shard.write_bytes(data)
+    command = ["train", tmp_path / "tiny.toml", "--data", f"{stores[0].path}=0.1", f"{shard.parent}=0.9", "--json"]
+    command += ["--set", "train.quarantine=0.5"]
+    code, out, err = run(capsys, *command, "--out", tmp_path / "run")
+    assert code == 0
+    assert sorted(json.loads(out)["quarantined"]) == [f"damaged:helix{i}" for i in range(3)]
+    assert "entries that could not be used: 3 (" in err
+    assert "quarantine.jsonl has the reasons" in err
+    assert re.search(r"^[-\d]+ [:\d]+  step 1/2  loss \d.*  waiting .*  ETA ", err, re.M)  # no terminal
+    code, out, _ = run(capsys, *command, "--out", tmp_path / "again", "--replay", tmp_path / "run/order.txt")
+    assert (code, json.loads(out)["quarantined"]) == (0, [])  # they are not in the order
+    both = [[row for row in rows(tmp_path / out) if row["kind"] == "step"] for out in ("run", "again")]
+    assert both[0] == both[1]
+
+
+def test_a_training_ends_with_the_command_that_goes_on(
+    stores: list[Store], tmp_path: Path, capfd: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    message = refused(run(capsys, "predict", "a.fasta", option, 3))
-    assert f"no option {option}: here it is {ours}; see warpfold predict --help" in message
+    (tmp_path / "tiny.toml").write_text(settings.to_toml(tiny_run(steps=9, validation=0.0)))
+    command = ["train", str(tmp_path / "tiny.toml"), "--data", str(stores[0].path), "--out", str(tmp_path / "a run")]
+
+    def stop(_: object, row: dict) -> None:
+        if row["step"] == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr("warpfold.training.watching.TrainingProgress.on_metrics", stop)
+    code, _, err = run(capfd, *command)
+    assert code == 130
+    assert "stopping after this step; Ctrl-C again: at once\n" in err
+    assert err.endswith(f"stopped after 1 steps; the same command continues: {shlex.join(['warpfold', *command])}\n")
 
 
-@pytest.mark.parametrize(
-    ("device", "cure"), [("A100", "give cpu, cuda, or cuda:1"), ("cuda", "give cpu, or "), ("cuda:99", "give cpu, or ")]
-)
-def test_a_device_that_is_not_there_is_answered_with_what_to_give(
-    device: str, cure: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("ranks", "lazy"), [(64, None), (65, "1")])
+def test_many_processes_connect_when_they_first_send(
+    ranks: int, lazy: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    message = refused(run(capsys, "doctor", "--device", device))
-    assert f"--device {device}: " in message
-    assert cure in message
+    for name, value in {"RANK": 3, "WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")  # so that what is set is undone
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    assert this_process().ranks == ranks
+    assert os.environ.get("TORCH_GLOO_LAZY_INIT") == lazy
 
 
-def test_an_error_does_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "?[2Jnone.fasta" in refused(run(capsys, "params", "\x1b[2Jnone.fasta"))
+def test_curves_as_text_and_as_a_page(capsys: Capture, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    code, out, err = run(capsys, "watch", folder)  # no terminal: once
+    assert (code, err) == (0, "")
+    assert out.startswith("run  step 40 of 100  no news for")
+    assert "held-out lDDT-Cα 0.400" in out
+    code, out, _ = run(capsys, "watch", folder, "--html", tmp_path / "page.html", "--once")
+    assert (code, out) == (0, f"{tmp_path / 'page.html'}: open it in a browser\n")
+    assert "<svg" in (tmp_path / "page.html").read_text()
 
 
-def test_without_torch_a_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", None)
-    code, _, err = run(capsys, "doctor")
-    assert (code, err.count("\n")) == (1, 1)
-    assert "torch is not installed; pip install" in err
+@pytest.mark.parametrize("end", ["the run's", "Ctrl-C"])
+def test_a_page_follows_a_run_until_one_of_them_ends(capsys: Capture, tmp_path: Path, end: str) -> None:
+    folder, page = make_run(tmp_path / "run", steps=39, of=40), tmp_path / "page.html"
+    (folder / "settings.toml").write_text("[train]\nsteps = 40\nvalidation = 0.0\n")
+
+    def finish() -> None:
+        while not page.exists():  # it is watching from then on
+            time.sleep(0.01)
+        time.sleep(0.1)
+        if end == "Ctrl-C":
+            os.kill(os.getpid(), signal.SIGINT)
+            return
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write('{"kind": "step", "step": 40, "loss": 1.0, "samples_per_second": 1.0, "waiting_so_far": 0.0}\n')
+
+    thread = threading.Thread(target=finish)
+    thread.start()
+    assert run(capsys, "watch", folder, "--html", page, "--every", "0.5")[0] == 0
+    thread.join()
+    assert ("40 of 40" in page.read_text()) == (end != "Ctrl-C")
+
+
+def test_a_step_and_a_training_are_said_and_drawn(capsys: Capture, tmp_path: Path) -> None:
+    cluster = ("--devices", 4, "--node", 2, "--plan.axial", 2, "--link", "eth25", "--set", "optim.accumulate=4")
+    code, out, err = run(
+        capsys, "simulate", "tiny", *cluster, "--recycles", 1, "--failures-per-day", 5, "--price", 2, "--json",
+        "--figure", tmp_path / "timeline.svg",
+    )  # fmt: skip
+    assert code == 0, err
+    found = json.loads(out)
+    assert found["why"].startswith("data 2 x axial 2, ")
+    assert found["plan"] | {"data": 2, "axial": 2, "branch": 1} == found["plan"]
+    step = found["step"]
+    assert sum(step["parts"].values()) == pytest.approx(step["mean"])
+    assert step["from"] <= step["median"] <= step["to"]
+    assert set(step["undisturbed"]) == {"0", "1"}
+    assert 0 < found["efficiency"] <= 1
+    assert found["cost"] == pytest.approx(2 * found["device_hours"])
+    assert found["device_hours"] == pytest.approx(4 * found["training"]["seconds"] / 3600)
+    assert found["training"]["failed"] > 0
+    assert (tmp_path / "timeline.svg").read_text(encoding="utf-8").startswith("<?xml")
+
+
+def test_plan_and_simulate_take_devices_to_be_joined_alike() -> None:
+    """`plan` once put 256 devices on one node."""
+    _, there = PlanCommand(target="monomer", devices=256, device="H100").machine_and_cluster()
+    assert there == SimulateCommand(settings="monomer", devices=256).joined()
+    assert there is not None
+    assert joined(there).startswith("32 nodes of 8, 360 GB/s within and 320 GB/s between")

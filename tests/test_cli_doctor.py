@@ -1,29 +1,32 @@
-"""`warpfold doctor` and `warpfold bench --op`: help, exit codes, nothing timed that is wrong."""
+"""`warpfold doctor`, `warpfold bench --op`: what they print, write and refuse, exit codes; nothing wrong is timed."""
 
 import csv
 import json
+import os
+import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.cluster.wards import quick  # noqa: F401
 from tests.test_cli import refused, run
 from warpfold.check import cases
 from warpfold.cli import bench
+from warpfold.cluster import doctor
+from warpfold.cluster.direct import free_port
+from warpfold.cluster.findings import ClusterFinding
 from warpfold.ops.attention import attention
 from warpfold.ops.linear import gate
+from warpfold.parallel.team import TeamError
 
 PARSERS = ("gemmi", "pyhmmer", "zstandard")  # machines that only compute may lack them
+CLUSTER = ("doctor", "--cluster", "--device", "cpu")
 QUICK = ("--device", "cpu", "--repeats", "1", "--ways", "definition,ours")
-
-
-@pytest.mark.parametrize("command", ["doctor", "bench"])
-def test_help_shows_an_example(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    code, out, err = run(capsys, command, "--help")
-    assert (code, err) == (0, "")
-    assert f"Example: warpfold {command}" in " ".join(out.split())
 
 
 def test_doctor_alone_says_what_is_here_and_what_it_could_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,6 +86,8 @@ def test_doctor_of_a_broken_kernel(
 
 
 def test_bench_of_an_operation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, _ = run(capsys, "bench", "--op", "gate", "--op", "tail", "--shapes", "pair:8", *QUICK, "--json")
+    assert (code, {row["op"] for row in json.loads(out)["rows"]}) == (0, {"gate", "tail"})
     files = ("--csv", tmp_path / "f.csv", "--plot", tmp_path / "f.png")
     code, out, _ = run(capsys, "bench", "--op", "gate,layer_norm", "--shapes", "pair:8", *QUICK, *files)
     assert code == 0
@@ -91,12 +96,6 @@ def test_bench_of_an_operation(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     with (tmp_path / "f.csv").open() as file:
         assert {line["way"] for line in csv.DictReader(file)} == {"definition", "ours"}
     assert (tmp_path / "f.png").stat().st_size > 1000
-
-
-def test_bench_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "bench", "--op", "gate", "--op", "tail", "--shapes", "pair:8", *QUICK, "--json")
-    assert code == 0
-    assert {row["op"] for row in json.loads(out)["rows"]} == {"gate", "tail"}
 
 
 def test_bench_times_nothing_that_is_wrong(
@@ -111,21 +110,154 @@ def test_bench_times_nothing_that_is_wrong(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["bench"], "--op"),
-        (["bench", "--quick"], "--op"),
-        (["bench", "--op", "convolution"], "not one of attention"),
-        (["bench", "--op", "gate", "--dtype", "fp8"], "--dtype fp8"),
-        (["bench", "--op", "gate", "--ways", "sdpa"], "--ways sdpa"),
-        (["bench", "--op", "attention", "--shapes", "row:256"], "SEQUENCESxRESIDUES"),
-        (["bench", "--op", "gate", "--shapes", "starting:12"], "none is a shape of gate"),
-        (["bench", "--op", "gate", "--device", "cuda:77"], "--device"),
-        (["bench", "--quick", "data", "--store", "x"], "options of `data` go behind it"),
-        (["doctor", "--settings", "tiny"], "--settings"),
-        (["doctor", "--kernels", "--settings", "nowhere"], "no such settings file"),
-    ],
-)
-def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
-    assert says in refused(run(capsys, *arguments))
+# ---- of a cluster
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:  # noqa: F811
+    """One process, and clusters are measured in a moment."""
+    for name in ("WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_process_checks_what_it_can(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = run(capsys, *CLUSTER, "--folder", tmp_path / "runs", "--json")
+    held = json.loads(out)
+    assert code == int(held["wrong"] > 0)
+    assert (held["ranks"], held["cluster"], held["links"]) == (1, None, None)
+    not_checked = {one["check"]: one["says"] for one in held["findings"] if one["outcome"] == "not checked"}
+    assert "there is one process; start as many as train" in not_checked["links"]
+    assert "no store was named" in not_checked["store"]
+    assert {"flock", "rename", "ECC errors"} <= set(not_checked)
+    assert "checking what each rank can do" in err
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_wrong_is_printed_with_its_cure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ill = ClusterFinding("ranks", "memory", "wrong", "rank 0 is slow", "leave it out")
+    monkeypatch.setattr(doctor, "judge_ranks", lambda *args: [ill])
+    code, out, _ = run(capsys, *CLUSTER)
+    assert code == 1
+    assert "WRONG       ranks: memory: rank 0 is slow  -> leave it out" in out
+    monkeypatch.setattr(doctor, "judge_ranks", lambda *args: [])
+    monkeypatch.setattr(doctor, "judge_system", lambda *args: [])
+    code, out, _ = run(capsys, *CLUSTER)
+    assert code == 0
+    assert "0 wrong" in out
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_rank_that_is_lost_is_a_finding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*args: Any) -> None:
+        raise TeamError("rank 0 waited for others at 'links'; rank 3 is dead or frozen")
+
+    monkeypatch.setattr(doctor, "measure_ranks", lost)
+    code, out, err = run(capsys, *CLUSTER, "--json")
+    held = json.loads(out)
+    assert code == 1
+    (wrong,) = (one for one in held["findings"] if one["check"] == "all ranks answer")
+    assert "rank 3 is dead or frozen" in wrong["says"]
+    assert held["facts"], "what was known before is kept"
+    assert "error: rank 0 waited" in err
+
+
+@pytest.mark.usefixtures("alone")
+def test_who_does_not_come_is_a_finding(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"RANK": 0, "WORLD_SIZE": 66, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**told, "MASTER_PORT": free_port(), "TORCH_GLOO_LAZY_INIT": ""}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    monkeypatch.setattr(doctor, "LIMIT", 0.3)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    code, out, err = run(capsys, *CLUSTER, "--json")
+    held = json.loads(out)
+    assert (code, held["ranks"], held["per_node"]) == (1, 66, 2)
+    (wrong,) = held["findings"]
+    assert f"no sign of rank 1 ({platform.node()}), 2, 3, 4, 5, 6, 7, 8, 9, 10 and 55 more; others are" in wrong["says"]
+    assert "no sign of rank 1" in err
+    assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1", "as in training"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_doctor_that_has_to_end_says_what_it_knows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(doctor, "measure_ranks", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    code, out, _ = run(capsys, *CLUSTER, "--json")
+    held = json.loads(out)
+    (wrong,) = (one for one in held["findings"] if one["outcome"] == "wrong")
+    assert (code, wrong["check"]) == (1, "all ranks answer")
+    assert "was asked to end (SIGTERM)" in wrong["says"]
+    assert held["facts"], "what was known before is kept"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.usefixtures("alone")
+def test_links_are_drawn_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from tests.cluster.test_measured_links import healthy
+    from warpfold.cli.common import show
+    from warpfold.cli.doctor import cluster_report
+    from warpfold.cluster.judge_links import judge_links
+    from warpfold.cluster.links import cluster_of
+    from warpfold.cost.links import read_cluster
+
+    links = healthy(2, 4)
+    found = doctor.Examined(list(links.nodes), "H100", judge_links(links), links=links,
+                            cluster=cluster_of(links, "H100", 1e-4))  # fmt: skip
+    show(cluster_report(found, tmp_path / "cluster.toml", tmp_path / "links.svg"), as_json=False)
+    out = capsys.readouterr().out
+    assert "8 ranks on 2 nodes, H100" in out
+    assert "bandwidth from and to ranks, GB/s" in out
+    assert "0 wrong" in out
+    assert read_cluster(tmp_path / "cluster.toml").between.bandwidth == 8e9
+    assert (tmp_path / "links.svg").read_text().startswith("<svg")
+    show(cluster_report(found, None, None), as_json=True)
+    assert json.loads(capsys.readouterr().out)["cluster"]["per_node"] == 4
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate", "train"])
+def test_what_an_option_takes_is_said(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    said = refused(run(capsys, command, "tiny", "--cluster"))
+    assert "'--cluster' requires an argument: " in said
+    assert "doctor" in said
+    assert f"see warpfold {command} --help" in said
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_file_of_a_cluster_is_a_new_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "cluster.toml").touch()
+    assert "exists already" in refused(run(capsys, *CLUSTER, "--out", tmp_path / "cluster.toml"))
+
+
+REFUSED = [
+    ("bench", "--op"),
+    ("bench --quick", "--op"),
+    ("bench --op convolution", "not one of attention"),
+    ("bench --op gate --dtype fp8", "--dtype fp8"),
+    ("bench --op gate --ways sdpa", "--ways sdpa"),
+    ("bench --op attention --shapes row:256", "SEQUENCESxRESIDUES"),
+    ("bench --op gate --shapes starting:12", "none is a shape of gate"),
+    ("bench --op gate --device cuda:77", "--device"),
+    ("bench --quick data --store x", "options of `data` go behind it"),
+    ("doctor --settings tiny", "--settings"),
+    ("doctor --kernels --settings nowhere", "no such settings file"),
+    ("doctor --data .", "of --cluster; add it"),
+    ("doctor --cluster --device cpu --link token-ring", "not a network"),
+    ("doctor --cluster --device cpu --figure links.gif", "ends in .png or .svg"),
+    ("doctor --cluster --kernels", "--cluster goes without --kernels"),
+    ("doctor --cluster --settings tiny", "--cluster goes without"),
+    ("doctor --cluster --device cuda:77", "--device"),
+    # --cluster is a flag of the doctor, which writes the file, and takes that file elsewhere.
+    ("doctor --cluster cluster.toml", "cluster.toml: the doctor reads no file; doctor --cluster --out"),
+    ("doctor cluster.toml", "cluster.toml: the doctor reads no file; doctor --cluster --out"),
+]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:
+    assert says in refused(run(capsys, *line.split()))
