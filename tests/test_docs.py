@@ -1,16 +1,23 @@
 """The pages keep their word: Python examples run or import what exists; commands, options, files and links exist."""
 
 import ast
+import html
 import importlib
 import importlib.util
+import json
 import re
 import shutil
+import subprocess
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from warpfold import cli
+from warpfold.prediction.outputs import Prediction
 
 ROOT = Path(__file__).parents[1]
 OFFICIAL = {"data/pipeline.py", "data/mmcif_parsing.py", "data/templates.py"}  # of DeepMind's code
@@ -112,3 +119,91 @@ def test_links_lead_somewhere() -> None:
             if not there.exists() or (anchor and anchor[1:] not in anchors):
                 wrong.append(f"{page.name}: {target}{anchor}")
     assert not wrong
+
+
+# ---- pages that run
+
+
+@pytest.mark.parametrize("page", ["python", "kit"])
+def test_every_block_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the page, in one process.  A block that begins with `# NAME.py` is a file of that name, which the
+    later blocks import.
+    """
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    names: dict[str, object] = {"__name__": "__main__"}
+    for number, block in enumerate(blocks(ROOT / "docs" / f"{page}.md", "python")):
+        if name := re.match(r"# (\w+\.py)\n", block):
+            assert not (tmp_path / name[1]).exists(), name[1]
+            (tmp_path / name[1]).write_text(block, encoding="utf-8")
+        else:
+            exec(compile(block, f"{page}.md, block {number}", "exec"), names)
+    assert page != "python" or (tmp_path / "folded" / "query.cif").exists()
+
+
+ACCELERATED = blocks(ROOT / "docs" / "accelerate.md", "python")
+
+
+def packages(block: str) -> set[str]:
+    """Return the packages that a block imports."""
+    nodes = list(ast.walk(ast.parse(block)))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return {name.partition(".")[0] for name in plain | {str(n.module) for n in nodes if isinstance(n, ast.ImportFrom)}}
+
+
+@pytest.mark.parametrize(
+    "block", ACCELERATED, ids=lambda block: "-".join(sorted(packages(block) - {"torch", "warpfold"}))
+)
+def test_blocks_of_accelerate_run_each_by_itself(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that needs a package is skipped without it."""
+    monkeypatch.setattr("warpfold.adapt.accelerate.keep_memory", lambda: None)
+    if missing := [name for name in sorted(packages(block)) if importlib.util.find_spec(name) is None]:
+        pytest.skip(f"{missing[0]} is not installed: ./dev adapters")
+    torch.manual_seed(0)
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(compile(block, "accelerate.md", "exec"), names)
+    assert len(names) > 2
+
+
+def test_there_is_a_block_for_every_kind_of_user() -> None:
+    assert {"transformers", "boltz", "openfold3"} <= set().union(*map(packages, ACCELERATED))
+    assert sum(packages(block) <= {"torch", "warpfold"} for block in ACCELERATED) == 3
+
+
+def run_cell(source: str, number: int, names: dict[str, Any]) -> Any:
+    """Run a cell as a notebook does; return the value of its last line, if that is an expression."""
+    tree, last = ast.parse(source), None
+    if isinstance(tree.body[-1], ast.Expr):
+        last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
+    exec(compile(tree, f"fold.ipynb, cell {number}", "exec"), names)
+    return None if last is None else eval(compile(last, f"fold.ipynb, cell {number}", "eval"), names)
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notebook = json.loads((ROOT / "docs" / "fold.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)  # nobody's results are kept
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it is installed already"))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    shown = [run_cell("".join(cell["source"]), number, names) for number, cell in enumerate(cells)]
+    page = next(value for value in shown if hasattr(value, "_repr_html_"))._repr_html_()
+    assert page.startswith("<iframe srcdoc=")
+    assert "3Dmol" in page
+    assert "predicted aligned error" in page.lower()
+    assert [bool(result.prediction) for result in shown[-1]] == [True, True, False]
+    assert (names["folder"] / "example.cif").exists()
+
+
+def test_a_page_in_a_frame_cannot_leave_it() -> None:
+    """What a user named goes into the page, and the page into its frame, as text."""
+    name, three = 'x"><script>alert(1)</script>', np.full(3, 50.0)
+    made = Prediction(name, "GGG", np.zeros((3, 37, 3)), np.zeros((3, 37)), three, None, None, None)
+    inner = made._repr_html_().removeprefix('<iframe srcdoc="')
+    page, _, rest = inner.partition('"')
+    assert rest.startswith(' title="')
+    assert "<script>alert" not in html.unescape(page)
+    assert "&lt;script&gt;alert" in html.unescape(page)

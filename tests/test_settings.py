@@ -44,21 +44,19 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def test_a_file_overrides_its_base_and_the_command_line_overrides_both(tmp_path: Path) -> None:
+def test_a_file_overrides_its_base_and_the_command_line_overrides_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write(tmp_path, "parent.toml", 'name = "p"\n[model.pair]\nchannels = 64\ndropout = 0.5\n')
     child = write(tmp_path, "child.toml", 'base = "parent.toml"\n[model.pair]\nchannels = 32\n')
     run = settings.build(Run, settings.load(child, ["model.order=first", "model.chunk=none", "name=two words"]))
     assert run.model.pair == Pair(channels=32, dropout=0.5)
     assert (run.model.order, run.model.chunk, run.name) == ("first", None, "two words")
-
-
-def test_a_base_may_be_a_preset_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path, "small.toml", 'name = "from the preset"\n')
-    monkeypatch.setattr(settings, "PRESETS", (tmp_path,))
     (tmp_path / "elsewhere").mkdir()
-    child = write(tmp_path / "elsewhere", "child.toml", 'base = "small"\n')
-    assert settings.load(child)["name"] == "from the preset"
-    assert settings.load("small") == settings.load(tmp_path / "small.toml")
+    monkeypatch.setattr(settings, "PRESETS", (tmp_path,))
+    of_preset = write(tmp_path / "elsewhere", "more.toml", 'base = "parent"\n[model.pair]\ndropout = 1\n')
+    pair = settings.build(Run, settings.load(of_preset)).model.pair
+    assert (pair.channels, pair.dropout, type(pair.dropout)) == (64, 1.0, float)  # a whole number stands for a number
 
 
 @pytest.mark.parametrize(
@@ -87,11 +85,6 @@ def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, text: str, message
     assert str(error.value) == f"run.toml: {message}"
 
 
-def test_whole_numbers_stand_for_numbers(tmp_path: Path) -> None:
-    built = settings.build(Run, settings.load(write(tmp_path, "a.toml", "[model.pair]\ndropout = 1\n")))
-    assert isinstance(built.model.pair.dropout, float)
-
-
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     write(tmp_path, "a.toml", 'base = "b.toml"\n')
     write(tmp_path, "b.toml", 'base = "a.toml"\n')
@@ -101,6 +94,9 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
             settings.load(tmp_path / name)
     with pytest.raises(UserError, match="KEY=VALUE"):
         settings.load(write(tmp_path, "fine.toml", ""), ["model.pair"])
+    write(tmp_path, "broken.toml", "name = " + "[" * 100_000)
+    with pytest.raises(UserError, match="not valid TOML"):
+        settings.load(tmp_path / "broken.toml")
 
 
 def test_resolved_settings_are_read_back_equal(tmp_path: Path) -> None:
@@ -169,24 +165,14 @@ def test_fine_tuning_is_table_4s_second_column() -> None:
     ]
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "9" * 5000, "-" + "9" * 5000, "0x" + "f" * 5000, str(2**63)])
-@pytest.mark.parametrize("key", ["model.pair.dropout", "model.chunk", "ptm", "name", "model.sizes", "model.weights.a"])
+@pytest.mark.parametrize("value", ["nan", "-inf", "9" * 5000, "0x" + "f" * 5000, str(2**63)])
+@pytest.mark.parametrize("key", ["model.pair.dropout", "model.chunk", "name", "model.sizes", "model.weights.a"])
 def test_numbers_that_nothing_can_compute_with_are_refused_in_one_line(tmp_path: Path, key: str, value: str) -> None:
     for written in (value, f"[{value}]", f"{{a = {value}}}"):
-        path = write(tmp_path, "s.toml", f"{key} = {written}\n")
-        with pytest.raises(UserError, match=r"s\.toml: ") as caught:
-            settings.build(Run, settings.load(path), str(path))
-        assert "\n" not in str(caught.value)
-        assert len(str(caught.value)) < 400
-        if key == "name":
-            continue  # what is no TOML is text
-        with pytest.raises(UserError, match="settings: ") as caught:
-            settings.build(Run, settings.load(write(tmp_path, "s.toml", ""), [f"{key}={written}"]))
-        assert "\n" not in str(caught.value)
-        assert len(str(caught.value)) < 400
-
-
-def test_deeply_nested_settings_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, "s.toml", "name = " + "[" * 100_000)
-    with pytest.raises(UserError, match="not valid TOML"):
-        settings.load(path)
+        path, none = write(tmp_path, "s.toml", f"{key} = {written}\n"), write(tmp_path, "none.toml", "")
+        ways = [(path, []), (none, [f"{key}={written}"])][: 1 if key == "name" else 2]  # what is no TOML is text
+        for source, changes in ways:
+            with pytest.raises(UserError, match=r"s\.toml: ") as caught:
+                settings.build(Run, settings.load(source, changes), "s.toml")
+            assert "\n" not in str(caught.value)
+            assert len(str(caught.value)) < 400

@@ -4,10 +4,12 @@ import dataclasses
 import json
 import math
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -16,6 +18,7 @@ from warpfold.data.example.raw_example import RawExample, from_sequence
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import example_arrays, example_notes
+from warpfold.engine import learn as learning
 from warpfold.engine.optim import OptimConfig
 from warpfold.geometry.residue import ATOM_ORDER, RESTYPES
 from warpfold.model.alphafold import HeadsConfig
@@ -91,11 +94,32 @@ def scored(lddt_ca: float, **other: Any) -> dict[str, Any]:
     return {"lddt_ca": lddt_ca} | numbers | other
 
 
-def rows(folder: Path, whole: bool = True) -> list[dict]:
-    """The rows of metrics.jsonl without their timings.  whole: False leaves out the last line, which a kill cut off."""
+def rows(folder: Path, whole: bool = True, kind: str = "") -> list[dict]:
+    """The rows of metrics.jsonl without their timings, of one kind or all.
+
+    whole: False leaves out the last line, which a kill cut off.
+    """
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     parsed = [json.loads(line) for line in (lines if whole else lines[:-1])]
-    return [{k: v for k, v in line.items() if k not in CLOCK} for line in parsed]
+    return [{k: v for k, v in line.items() if k not in CLOCK} for line in parsed if kind in ("", line["kind"])]
+
+
+def steps(folder: Path) -> list[dict]:
+    """The rows of its steps."""
+    return rows(folder, kind="step")
+
+
+def poison(patch: pytest.MonkeyPatch, *bad: int, grows: bool = True) -> None:
+    """The losses of these calls, counted from 0, are NaN; grows: their gradients too."""
+    original, calls = learning.total_loss, count()
+
+    def poisoned(*args: Any, **more: Any) -> Any:
+        loss, terms = original(*args, **more)
+        if next(calls) not in bad:
+            return loss, terms
+        return (loss * math.nan if grows else loss + math.nan), terms
+
+    patch.setattr(learning, "total_loss", poisoned)
 
 
 def equal_tensors(a: Path, b: Path) -> bool:

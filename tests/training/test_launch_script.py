@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -154,29 +155,8 @@ def test_slurms_options() -> None:
     )
     assert "--numa-binding node" in script
     assert "#SBATCH --no-requeue" in slurm_script(replace(JOB, command=("doctor", "--cluster"), continues=False))
-
-
-@pytest.mark.parametrize(
-    ("image", "says"), [("a b.sif", "exec apptainer exec 'a b.sif' python3"), ("r/i:1", "--container-image=r/i:1")]
-)
-def test_containers(image: str, says: str) -> None:
-    assert says in slurm_script(replace(JOB, image=image))
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"command": ()}, "no command"),
-        ({"command": ("train", "a\nNODE\nb")}, "a line break"),
-        ({"grace": 10}, "--grace 10"),
-        ({"time": "24h"}, "--time 24h: Slurm takes minutes, 24:00:00"),
-        ({"partition": "gpu nodes"}, "--partition: 'gpu nodes'"),
-        ({"options": ("qos=a\n#SBATCH --x",)}, "--option"),
-    ],
-)
-def test_what_no_script_can_hold_is_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        replace(JOB, **changes)
+    assert "exec apptainer exec 'a b.sif' python3" in slurm_script(replace(JOB, image="a b.sif"))
+    assert "--container-image=r/i:1" in slurm_script(replace(JOB, image="r/i:1"))
 
 
 def finding(**more: str) -> dict[str, str]:
@@ -186,22 +166,15 @@ def finding(**more: str) -> dict[str, str]:
 def test_findings_become_lines_and_remarks() -> None:
     found = [finding(line="unset NCCL_P2P_DISABLE"), finding(), finding(outcome="ok", line="ulimit -n 5"), finding()]
     assert cures_of({"findings": found}, "r.json") == (("unset NCCL_P2P_DISABLE",), ("x: bad line; do",))
-    script = slurm_script(replace(JOB, remarks=("x: bad line; do",)))
-    assert "#   x: bad line; do" in script
-
-
-@pytest.mark.parametrize(
-    ("report", "says"),
-    [
+    assert "#   x: bad line; do" in slurm_script(replace(JOB, remarks=("x: bad line; do",)))
+    for report, says in (
         ({"findings": [finding(line="unset X; rm -rf /")]}, "no line that a doctor writes"),
         ({"findings": [finding(line="export A=$(id)")]}, "no line that a doctor writes"),
         ({"findings": [{"outcome": "wrong"}]}, "r.json: not what"),
         ([], "r.json: not what"),
-    ],
-)
-def test_other_reports_are_refused(report: Any, says: str) -> None:
-    with pytest.raises(UserError, match=says):
-        cures_of(report, "r.json")
+    ):
+        with pytest.raises(UserError, match=says):
+            cures_of(report, "r.json")  # type: ignore[arg-type]
 
 
 def test_a_device_is_a_gpu_by_its_name() -> None:
@@ -252,17 +225,24 @@ def test_a_template_drops_what_is_not_given_and_indents_what_is() -> None:
     assert fill("a @x@\n  @y@\n@z@\n", x="$1 @y@", y="1\n2", z=None) == "a $1 @y@\n  1\n  2"
 
 
-@pytest.mark.parametrize(
-    ("changes", "claim", "says"),
-    [
-        ({"image": None}, None, "need an image"),
-        ({"name": "My_Job"}, None, "--name My_Job"),
-        ({}, "data", "--claim data"),
-    ],
-)
-def test_what_kubernetes_does_not_take_is_refused(changes: dict[str, Any], claim: str | None, says: str) -> None:
+REFUSED = [
+    (LaunchJob, {"command": ()}, "no command"),
+    (LaunchJob, {"command": ("train", "a\nNODE\nb")}, "a line break"),
+    (LaunchJob, {"grace": 10}, "--grace 10"),
+    (LaunchJob, {"time": "24h"}, "--time 24h: Slurm takes minutes, 24:00:00"),
+    (LaunchJob, {"partition": "gpu nodes"}, "--partition: 'gpu nodes'"),
+    (LaunchJob, {"options": ("qos=a\n#SBATCH --x",)}, "--option"),
+    (kubernetes_manifest, {"image": None}, "need an image"),
+    (kubernetes_manifest, {"name": "My_Job"}, "--name My_Job"),
+    (partial(kubernetes_manifest, claim="data"), {}, "--claim data"),
+    (torchrun_script, {"nodes": 3}, "--address"),
+]
+
+
+@pytest.mark.parametrize(("make", "changes", "says"), REFUSED)
+def test_what_no_script_can_hold_is_refused(make: Any, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UserError, match=says):
-        kubernetes_manifest(replace(IN_PODS, **changes), claim)
+        make(replace(IN_PODS, **changes)) if make is not LaunchJob else replace(JOB, **changes)
 
 
 # ---- the command
@@ -289,20 +269,8 @@ def test_the_command_reads_the_cluster_and_starts_nothing(capsys: pytest.Capture
 def test_it_is_started_when_asked(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = (
-        "launch",
-        "--slurm",
-        "--submit",
-        "--out",
-        tmp_path / "job.sh",
-        "--",
-        "train",
-        "tiny",
-        "--data",
-        "s",
-        "--out",
-        "r",
-    )
+    job = tmp_path / "job.sh"
+    asked = ("launch", "--slurm", "--submit", "--out", job, *["--", "train", "tiny", "--data", "s", "--out", "r"])
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     assert "sbatch: not found here" in refused(run(capsys, *asked))
     (tmp_path / "job.sh").unlink()
@@ -311,31 +279,30 @@ def test_it_is_started_when_asked(
     assert (tmp_path / "submitted").read_text() == f"{tmp_path / 'job.sh'}\n"
 
 
-def test_a_command_stands_behind_dashes_or_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_command_stands_behind_dashes_or_not_and_an_image_may_have_another_warpfold(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     command = ("train", "tiny", "--data", "store", "--out", "run")
     assert run(capsys, "launch", "--slurm", *command) == run(capsys, "launch", "--slurm", "--", *command)
-
-
-def test_an_image_may_have_another_warpfold(capsys: pytest.CaptureFixture[str]) -> None:
     code, script, _ = run(capsys, "launch", "--slurm", "--image", "w.sif", "--", "train", "tiny", "--newer")
     assert code == 0
     assert "-m warpfold train tiny --newer" in script
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("line", "says"),
     [
-        (["--", "train", "tiny"], "one of --slurm"),
-        (["--slurm", "--torchrun", "--", "train", "tiny"], "one of --slurm"),
-        (["--slurm", "--submit", "--", "train", "tiny"], "--out FILE"),
-        (["--torchrun", "--nodes", "2", "--", "train", "tiny", "--data", "s", "--out", "r"], "--address"),
-        (["--slurm", "--cluster", "no.toml", "--", "train", "tiny"], "--cluster no.toml: there is no such file; `warp"),
-        (["--slurm", "--findings", "no.json", "--", "train", "tiny"], "no.json"),
-        (["--slurm", "--", "trian", "tiny"], "trian: not a command of warpfold; those are demo, sample"),
-        (["--slurm", "--", "train", "tiny", "--dat", "s"], "No such option: --dat"),
-        (["--slurm", "--", "train"], "see warpfold train --help"),
-        (["--slurm"], "no command; give it after --"),
+        ("-- train tiny", "one of --slurm"),
+        ("--slurm --torchrun -- train tiny", "one of --slurm"),
+        ("--slurm --submit -- train tiny", "--out FILE"),
+        ("--torchrun --nodes 2 -- train tiny --data s --out r", "--address"),
+        ("--slurm --cluster no.toml -- train tiny", "--cluster no.toml: there is no such file; `warp"),
+        ("--slurm --findings no.json -- train tiny", "no.json"),
+        ("--slurm -- trian tiny", "trian: not a command of warpfold; those are demo, sample"),
+        ("--slurm -- train tiny --dat s", "No such option: --dat"),
+        ("--slurm -- train", "see warpfold train --help"),
+        ("--slurm", "no command; give it after --"),
     ],
 )
-def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
-    assert says in refused(run(capsys, "launch", *arguments))
+def test_wrong_usage(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:
+    assert says in refused(run(capsys, "launch", *line.split()))

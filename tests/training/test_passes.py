@@ -13,7 +13,7 @@ from warpfold.ops import dispatch
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
-from warpfold.training.passes import LayerTimes, PassPlace, followed
+from warpfold.training.passes import PassPlace, followed
 
 
 def ticks() -> Callable[[], float]:
@@ -87,30 +87,7 @@ def test_where_ranks_share_a_protein_blocks_and_slices_are_told() -> None:
         assert any(p.slices > 1 for p in seen)
 
 
-def test_a_layer_that_ran_before_says_how_far_the_next_of_its_kind_is() -> None:
-    now = 0.0
-    times = LayerTimes(lambda: now)
-    kind, other, unlike = (0, 0, "Attention"), (1, 3, "Attention"), (1, 4, "Transition")
-    assert times.cost(kind) == 1.0  # nothing is known
-    times.begin(kind)
-    times.begin_loop()
-    assert times.within(0.5) == 0.25  # a loop may follow
-    now = 2.0
-    times.begin_loop()
-    assert times.within(0.0) == 0.5
-    now = 10.0
-    times.begin(kind)
-    assert [times.cost(one) for one in (kind, other, unlike)] == [10.0, 10.0, 10.0]
-    times.begin_loop()
-    assert times.within(0.5) == 0.1  # of ten seconds the first loop took two
-    times.begin_loop()
-    assert times.within(0.5) == 0.6
-    times.drop()
-    times.begin(None)
-    assert times.cost(kind) == 10.0  # what has not ended says nothing
-
-
-def test_what_layers_took_is_what_a_share_is_of() -> None:
+def test_what_blocks_took_is_what_a_share_is_of() -> None:
     """The main stack's layers are ten times as slow as the extra one's: the share says so from the second pass on."""
     model, seen, now = tiny_model(), list[PassPlace](), [0.0]
     for stack, seconds in ((model.extra_stack, 1.0), (model.evoformer, 10.0)):
@@ -138,7 +115,8 @@ def test_what_memory_ended_begins_again() -> None:
         failed = len(seen)
         model(batch, recycles=1)
     shares = [p.share for p in seen[failed:]]
-    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert shares[0] < 0.02
+    assert shares[-1] == 1.0
     assert shares == sorted(shares)
 
 

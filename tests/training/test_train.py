@@ -15,46 +15,37 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.runs import equal_tensors, make_store, rows, tiny_run
+from tests.training.runs import equal_tensors, make_store, poison, rows, scored, steps, tiny_run
 from warpfold import settings
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
-from warpfold.engine import checkpoint
-from warpfold.engine import learn as learning
+from warpfold.engine import checkpoint, optim
+from warpfold.engine.loop import StepTimer
+from warpfold.engine.optim import OptimConfig
 from warpfold.errors import UserError
 from warpfold.model.weights.files import load_model
+from warpfold.parallel.plan import Plan
 from warpfold.training import examples as chosen
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import draw_recycles, split
-from warpfold.training.results import ExampleResult, SkippedExamples
+from warpfold.training.results import ExampleResult, SkippedExamples, step_row, validation_row
 from warpfold.training.train import Summary, train
 from warpfold.training.validation import Validation
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return make_store(tmp_path_factory.mktemp("train") / "store")
-
-
-@pytest.fixture(scope="module")
-def unbroken(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("train") / "run"
-    train(tiny_run(), store, out)
-    return out
-
-
 def test_what_a_run_leaves(unbroken: Path) -> None:
-    found = rows(unbroken)
-    assert [(r["kind"], r["step"]) for r in found if r["kind"] == "validation"] == [
-        ("validation", s) for s in (0, 3, 6)
-    ]
-    steps = [r for r in found if r["kind"] == "step"]
-    assert [r["step"] for r in steps] == [1, 2, 3, 4, 5, 6]
-    assert [r["learning_rate"] for r in steps[:3]] == [0.0005, 0.001, 0.001]
-    assert all(len(r["examples"]) == 2 and np.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in steps)
-    held_out = set(found[0]["examples"])
+    validations, found = rows(unbroken, kind="validation"), steps(unbroken)
+    assert [r["step"] for r in validations] == [0, 3, 6]
+    assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6]
+    assert [r["learning_rate"] for r in found[:3]] == [0.0005, 0.001, 0.001]
+    assert all(len(r["examples"]) == 2 and np.isfinite(r["loss"]) and r["grad_norm"] > 0 for r in found)
+    held_out = set(validations[0]["examples"])
     assert len(held_out) == 2
-    assert not held_out & {name for r in steps for name in r["examples"]}
+    assert not held_out & {name for r in found for name in r["examples"]}
+    lines = map(json.loads, (unbroken / "metrics.jsonl").read_text().splitlines())
+    timed = [line for line in lines if line["kind"] == "step"]
+    assert all(0 < line["waiting"] < 1 and 0 < line["waiting_so_far"] < 1 for line in timed)
+    assert timed[0]["waiting_so_far"] == timed[0]["waiting"]
     assert {p.name for p in (unbroken / "checkpoints").iterdir()} >= {"step-00000004", "step-00000006"}
     assert settings.build(RunConfig, settings.load(unbroken / "settings.toml")) == tiny_run()
 
@@ -114,29 +105,17 @@ def test_another_runs_folder_is_refused(store: Store, unbroken: Path, tmp_path: 
     assert rows(unbroken)[-1]["step"] == 6
 
 
-def test_how_a_run_is_executed_may_change(store: Store, unbroken: Path) -> None:
-    assert train(tiny_run(keep=1, save_every=1), store, unbroken) == Summary(
-        steps=6, finished=True, lddt_ca=rows(unbroken)[-1]["lddt_ca"], params=unbroken / "params.safetensors"
+def test_how_a_run_is_executed_may_change(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(unbroken, tmp_path / "run"))
+    assert train(tiny_run(keep=1, save_every=1), store, out) == Summary(
+        steps=6, finished=True, lddt_ca=rows(out)[-1]["lddt_ca"], params=out / "params.safetensors"
     )
-
-
-def poison(patch: pytest.MonkeyPatch, call: int) -> None:
-    """The loss of one example, given by its position, becomes NaN."""
-    original = learning.total_loss
-    calls: list[None] = []
-
-    def poisoned(*args: Any, **more: Any) -> Any:
-        calls.append(None)
-        loss, terms = original(*args, **more)
-        return (loss * float("nan") if len(calls) == call else loss), terms
-
-    patch.setattr(learning, "total_loss", poisoned)
 
 
 def test_a_loss_that_is_not_finite_stops_with_what_reproduces_it(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    poison(monkeypatch, call=4)
+    poison(monkeypatch, 3)
     with pytest.raises(UserError, match=r"step 1: .* is not finite") as error:
         train(tiny_run(), store, tmp_path / "run")
     folder = tmp_path / "run/failures/example-00000003"
@@ -150,7 +129,7 @@ def test_a_loss_that_is_not_finite_stops_with_what_reproduces_it(
 
 
 def test_or_it_is_skipped(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    poison(monkeypatch, call=4)
+    poison(monkeypatch, 3)
     train(tiny_run(steps=2, on_nonfinite="skip", validation=0.0), store, tmp_path / "run")
     assert [(r["skipped"], np.isfinite(r["loss"])) for r in rows(tmp_path / "run")] == [(0, True), (1, True)]
     assert all(p.isfinite().all() for p in load_model(tmp_path / "run/params.safetensors").parameters())
@@ -201,11 +180,8 @@ def test_held_out_features_are_made_one_ahead_and_always_alike(store: Store, mon
     for example, again in zip(first, chosen.held_out_features(held_out, config), strict=True):
         one, other = example.features, again.features
         assert all(np.array_equal(one[name], other[name], equal_nan=one[name].dtype.kind == "f") for name in other)
-
-
-def test_what_fails_while_a_held_out_example_is_made_is_raised(store: Store) -> None:
     with pytest.raises(KeyError, match="nobody"):
-        list(chosen.held_out_features([(store, "nobody")], tiny_run()))
+        list(chosen.held_out_features([(store, "nobody")], config))
 
 
 def test_recycles_are_uniform_and_a_function_of_the_step() -> None:
@@ -234,7 +210,7 @@ def damage(store: Store, key: str, path: Path) -> Store:
 
 
 def test_a_damaged_entry_is_set_aside_and_named(store: Store, unbroken: Path, tmp_path: Path) -> None:
-    used = next(row["examples"][0] for row in rows(unbroken) if row["kind"] == "step")
+    used = steps(unbroken)[0]["examples"][0]
     damaged = damage(store, used, tmp_path / "damaged")
     result = train(tiny_run(workers=1), damaged, tmp_path / "run")
     assert (result.finished, result.quarantined) == (True, (used,))
@@ -242,11 +218,10 @@ def test_a_damaged_entry_is_set_aside_and_named(store: Store, unbroken: Path, tm
     [told] = [row for row in found if row["kind"] == "quarantine"]
     assert (told["step"], told["example"]) == (0, used)
     assert "damaged" in told["reason"]
-    assert used not in {name for row in found if row["kind"] == "step" for name in row["examples"]}
+    assert used not in {name for row in steps(tmp_path / "run") for name in row["examples"]}
     assert train(tiny_run(workers=1), damaged, tmp_path / "run") == result
     train(tiny_run(), damaged, tmp_path / "follower", replay=tmp_path / "run/order.txt")
-    steps = [[row for row in rows(tmp_path / name) if row["kind"] == "step"] for name in ("run", "follower")]
-    assert steps[0] == steps[1]
+    assert steps(tmp_path / "run") == steps(tmp_path / "follower")
     with pytest.raises(UserError, match=r"more than 0 stop a run \(train.quarantine\)"):
         train(tiny_run(quarantine=0.0), damaged, tmp_path / "strict")
 
@@ -257,9 +232,8 @@ def test_a_mixture_of_stores(store: Store, tmp_path: Path) -> None:
     train(tiny_run(steps=3), sources, tmp_path / "run")
     train(tiny_run(steps=6), sources, tmp_path / "run")
     train(tiny_run(steps=6), [Source(store, weight=0.25), Source(other, weight=0.75)], tmp_path / "unbroken")
-    steps = [[row for row in rows(tmp_path / name) if row["kind"] == "step"] for name in ("run", "unbroken")]
-    assert steps[0] == steps[1]
-    names = {name for row in steps[0] for name in row["examples"]}
+    assert steps(tmp_path / "run") == steps(tmp_path / "unbroken")
+    names = {name for row in steps(tmp_path / "run") for name in row["examples"]}
     assert {name.partition(":")[0] for name in names} == {"store", "other"}
     held_out = set(rows(tmp_path / "run")[0]["examples"])
     assert not held_out & {name.removeprefix("store:") for name in names}
@@ -267,25 +241,14 @@ def test_a_mixture_of_stores(store: Store, tmp_path: Path) -> None:
         train(tiny_run(), [Source(store), Source(other)], tmp_path / "run")
 
 
-def test_the_row_of_a_step_says_how_long_it_waited(unbroken: Path) -> None:
-    lines = map(json.loads, (unbroken / "metrics.jsonl").read_text().splitlines())
-    steps = [line for line in lines if line["kind"] == "step"]
-    assert all(0 < line["waiting"] < 1 and 0 < line["waiting_so_far"] < 1 for line in steps)
-    assert steps[0]["waiting_so_far"] == steps[0]["waiting"]
-
-
-def last_loses_a_bit(run: Path) -> None:
-    state = max((run / "checkpoints").glob("step-*")) / "state.safetensors"
-    data = bytearray(state.read_bytes())
-    data[-1] ^= 1
-    state.write_bytes(data)
-
-
 def test_a_damaged_checkpoint_costs_its_steps_and_nothing_else(
     store: Store, unbroken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(tiny_run(steps=4), store, tmp_path / "run")
-    last_loses_a_bit(tmp_path / "run")
+    state = max((tmp_path / "run/checkpoints").glob("step-*")) / "state.safetensors"
+    data = bytearray(state.read_bytes())
+    data[-1] ^= 1
+    state.write_bytes(data)
     done = train(tiny_run(), store, tmp_path / "run")
     assert done.finished
     assert [r.getMessage().rsplit("; ")[-1] for r in caplog.records] == ["the run continues from step 3"]
@@ -315,23 +278,10 @@ def test_a_step_is_safe_before_it_is_validated(
     assert rows(tmp_path / "run") == rows(tmp_path / "unbroken")
 
 
-def poison_all(patch: pytest.MonkeyPatch, bad: set[int]) -> None:
-    """The losses of these calls, counted from 0, are NaN; their gradients are finite."""
-    original = learning.total_loss
-    calls: list[None] = []
-
-    def poisoned(*args: Any, **more: Any) -> Any:
-        calls.append(None)
-        loss, terms = original(*args, **more)
-        return (loss + float("nan") if len(calls) - 1 in bad else loss), terms
-
-    patch.setattr(learning, "total_loss", poisoned)
-
-
 def test_a_run_that_skips_too_much_stops_and_keeps_what_was_good(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    poison_all(monkeypatch, set(range(4, 100)))
+    poison(monkeypatch, *range(4, 100), grows=False)
     config = tiny_run(steps=50, on_nonfinite="skip", max_skipped=7, save_every=1, validation=0.0)
     with pytest.raises(UserError, match=r"step 6: .* 8 of the last 12 .*train\.max_skipped = 7") as error:
         train(config, store, tmp_path / "run")
@@ -343,7 +293,7 @@ def test_a_run_that_skips_too_much_stops_and_keeps_what_was_good(
     assert all(torch.equal(states[0].tensors[name], states[1].tensors[name]) for name in states[0].tensors)
     found = rows(tmp_path / "run")
     assert [(row["skipped"], row["learning_rate"] > 0) for row in found] == [(0, True)] * 2 + [(2, False)] * 4
-    poison_all(monkeypatch, {0})  # the window is the checkpoint's
+    poison(monkeypatch, 0, grows=False)  # the window is the checkpoint's
     with pytest.raises(UserError, match=r"step 6: .* 7 of the last 11 .*train\.max_skipped = 6"):
         train(
             tiny_run(steps=50, on_nonfinite="skip", max_skipped=6, save_every=1, validation=0.0),
@@ -363,3 +313,106 @@ def test_few_in_a_thousand_may_be_skipped_however_long_it_takes() -> None:
         skipped.add(3_001, results(math.nan))
     with pytest.raises(UserError, match="3 of the last 3 "):
         SkippedExamples(most=2).add(1, results(*[math.nan] * 3, *[1.0] * 5_000))  # the rest of the step comes after
+
+
+# ---- rows
+
+
+def result(loss: float, lddt: float = 0.5) -> ExampleResult:
+    return ExampleResult("a", 10, loss, norm=1.0, lddt_ca=lddt, terms={"fape": loss / 2})
+
+
+def test_a_row_averages_what_was_finite() -> None:
+    row = step_row(3, [result(1.0), result(math.nan), result(3.0, lddt=math.nan)], 0.1, 2, StepTimer())
+    assert (row["loss"], row["lddt_ca"], row["terms"]["fape"], row["skipped"]) == (2.0, 0.5, 1.0, 1)
+    nothing = step_row(3, [result(math.inf)], 0.1, 2, StepTimer())
+    assert math.isnan(nothing["loss"])
+    assert nothing["terms"] == {}
+    scores = {"a": scored(0.4), "b": scored(math.nan), "c": scored(0.6, interface_lddt=0.2, dockq=0.1)}
+    row = validation_row(0, scores)
+    assert row["lddt_ca"] == 0.5
+    assert (row["interface_lddt"], row["interfaces"], row["dockq"], row["docked"]) == (0.2, {"c": 0.2}, 0.1, {"c": 0.1})
+    assert not {"interface_lddt", "dockq"} & validation_row(3, {"a": scored(0.5)}).keys()
+
+
+def test_the_share_of_waiting_is_of_the_step_and_of_all_steps_so_far() -> None:
+    timer = StepTimer()
+    for waited in (0.0, 1.0):
+        timer.begin()
+        timer.began -= 2.0  # two seconds ago
+        timer.waited = waited
+        row = step_row(1, [result(1.0)], 0.1, 0, timer)
+    assert (round(row["waiting"], 2), round(row["waiting_so_far"], 2)) == (0.5, 0.25)
+
+
+# ---- in fp16, and in batches
+
+
+def test_overflows_are_counted_apart_and_a_resumed_run_is_the_same(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With on_nonfinite = "stop": at 2^24 gradients overflow, until the scale has come down."""
+
+    def config_of(steps: int) -> RunConfig:
+        return dataclasses.replace(tiny_run(steps=steps, validation=0.0, save_every=2), plan=Plan(precision="fp16"))
+
+    monkeypatch.setattr(optim, "FIRST_SCALE", 2.0**24)
+    train(config_of(4), store, tmp_path / "unbroken")
+    found = rows(tmp_path / "unbroken")
+    assert found[0]["overflowed"] > 0
+    for row in found:
+        assert row["skipped"] == 0
+        assert math.isfinite(row["loss"])
+        assert (row["learning_rate"] > 0) == (row["overflowed"] < 2)
+    with checkpoint.RunFolder(tmp_path / "unbroken") as run:
+        state = run.load(4).tensors
+    halved = sum(row["overflowed"] > 0 for row in found)
+    assert state["loss_scale.scale"] == 2.0 ** (24 - halved)
+    assert state["steps"] == sum(row["learning_rate"] > 0 for row in found)
+    train(config_of(2), store, tmp_path / "broken")
+    train(config_of(4), store, tmp_path / "broken")
+    name = "checkpoints/step-00000004/state.safetensors"
+    assert equal_tensors(tmp_path / "broken" / name, tmp_path / "unbroken" / name)
+    poison(monkeypatch, *range(9))
+    with pytest.raises(UserError, match="is not finite"):  # a loss, all the same
+        train(config_of(2), store, tmp_path / "run")
+
+
+ALONE = dataclasses.replace(
+    tiny_run(steps=2, validation=0.0, save_every=9),
+    optim=OptimConfig(accumulate=4, clip="step", warmup_steps=2),
+    plan=Plan(kernels="definition"),
+)
+TOGETHER = dataclasses.replace(ALONE, plan=dataclasses.replace(ALONE.plan, batch=2, sizes=2))
+
+
+def test_a_run_in_batches_is_the_run(store: Store, tmp_path: Path) -> None:
+    """The crop is 8 residues long and the proteins 10 and more, so lengths are those of the crop."""
+    train(ALONE, store, tmp_path / "alone")
+    train(TOGETHER, store, tmp_path / "together")
+    alone, together = steps(tmp_path / "alone"), steps(tmp_path / "together")
+    for one, other in zip(alone, together, strict=True):
+        for same in ("examples", "lengths", "recycles", "learning_rate", "skipped"):
+            assert one[same] == other[same]
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert one["lddt_ca"] == pytest.approx(other["lddt_ca"], rel=1e-3)
+    assert together[0]["grad_norm"] > alone[0]["grad_norm"]  # of sums of two
+    with pytest.raises(ValueError, match=r'plan.batch = 2: .* set optim.clip = "step"'):
+        dataclasses.replace(TOGETHER, optim=OptimConfig(accumulate=4))
+
+
+def test_lengths_are_those_of_the_proteins_and_not_of_the_padding(store: Store, tmp_path: Path) -> None:
+    uncut, plan = dataclasses.replace(TOGETHER.data, crop=40), dataclasses.replace(TOGETHER.plan, sizes=1)
+    config = dataclasses.replace(TOGETHER, data=uncut, plan=plan, train=dataclasses.replace(TOGETHER.train, steps=1))
+    train(config, store, tmp_path / "run")
+    (row,) = steps(tmp_path / "run")
+    assert row["lengths"] == [10 + int(name.removeprefix("helix")) for name in row["examples"]]
+
+
+def test_where_a_batch_is_not_finite_all_of_it_is_named(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison(monkeypatch, 3)
+    with pytest.raises(UserError, match=r"gradient of helix\d and helix\d is not finite") as error:
+        train(TOGETHER, store, tmp_path / "run")
+    assert f"{tmp_path / 'run/failures'}/example-00000002" in str(error.value)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.runs import equal_tensors, helix, make_store, rows, scored, tiny_run
+from tests.training.runs import equal_tensors, helix, make_store, rows, steps, tiny_run
 from warpfold.batch import to_tensors
 from warpfold.data.example.raw_example import Assembly, from_sequence
 from warpfold.data.features.crop import ca_of, fixed_crop, near_other_chain
@@ -23,7 +23,6 @@ from warpfold.model.losses import ca_lddt
 from warpfold.model.permutation import with_truth
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import held_out_features, hold_out
-from warpfold.training.results import validation_row
 from warpfold.training.train import train
 from warpfold.training.validation import mean_dockq
 
@@ -73,15 +72,15 @@ def unbroken(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_multimer_is_trained_on_assemblies(unbroken: Path) -> None:
-    steps = [row for row in rows(unbroken) if row["kind"] == "step"]
-    assert {name for row in steps for name in row["examples"]} <= {f"pair{i}" for i in (0, 2, 3, 5)}
-    assert all(max(row["lengths"]) <= 20 for row in steps)
-    assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in steps)
-    assert {"fape", "interface_fape", "center_of_mass", "violation"} <= set(steps[0]["terms"])
+    found = steps(unbroken)
+    assert {name for row in found for name in row["examples"]} <= {f"pair{i}" for i in (0, 2, 3, 5)}
+    assert all(max(row["lengths"]) <= 20 for row in found)
+    assert all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in found)
+    assert {"fape", "interface_fape", "center_of_mass", "violation"} <= set(found[0]["terms"])
 
 
 def test_complexes_are_validated_between_their_chains_too(unbroken: Path) -> None:
-    found = [row for row in rows(unbroken) if row["kind"] == "validation"]
+    found = rows(unbroken, kind="validation")
     assert [row["step"] for row in found] == [0, 2, 4]
     for row in found:
         assert set(row["interfaces"]) == set(row["examples"]) == {"pair1", "pair4"}
@@ -91,7 +90,7 @@ def test_complexes_are_validated_between_their_chains_too(unbroken: Path) -> Non
         assert row["dockq"] == pytest.approx(np.mean(list(row["docked"].values())))
         assert math.isfinite(row["loss"])
         assert "cut" not in row
-    step = next(row for row in rows(unbroken) if row["kind"] == "step")
+    step = steps(unbroken)[0]
     assert [set(row["terms"]) for row in found] == [set(step["terms"])] * 3
 
 
@@ -112,9 +111,9 @@ def test_a_monomer_is_trained_on_the_chains_and_a_multimer_on_chains_if_there_is
     (source,), _ = hold_out(chains, run)
     assert sorted(source.keys) == ["helix0", "helix1"]
     train(run, chains, tmp_path / "run")
-    step = next(row for row in rows(tmp_path / "run") if row["kind"] == "step")
+    step = steps(tmp_path / "run")[0]
     assert step["terms"]["interface_fape"] == step["terms"]["center_of_mass"] == 0
-    validation = next(row for row in rows(tmp_path / "run") if row["kind"] == "validation")
+    validation = rows(tmp_path / "run", kind="validation")[0]
     assert "interface_lddt" not in validation
 
 
@@ -146,7 +145,7 @@ def test_validation_takes_whole_assemblies_or_what_lies_around_an_interface(stor
 
 def test_a_validation_says_what_it_cut_and_a_long_chain_is_cut_too(store: Store, tmp_path: Path) -> None:
     train(multimer_run(steps=1, validation_residues=14), store, tmp_path / "run")
-    row = next(row for row in rows(tmp_path / "run") if row["kind"] == "validation")
+    row = rows(tmp_path / "run", kind="validation")[0]
     assert row["cut"] == {"pair1": [14, 22], "pair4": [14, 29]}
     assert (row["cropped"], row["residues"], row["whole_residues"]) == (2, 28, 51)
     assert set(row["docked"]) == {"pair1", "pair4"}  # both show an interface
@@ -211,9 +210,3 @@ def test_lddt_between_chains_is_of_pairs_of_different_chains() -> None:
     between, all_pairs = (float(ca_lddt(output, batch, which)) for which in (True, False))
     assert between < 1
     assert all_pairs == pytest.approx((32 * between + 24) / 56)  # the pairs within the chains did not move
-
-
-def test_a_row_has_interfaces_if_any_example_has() -> None:
-    row = validation_row(3, {"a": scored(0.5), "b": scored(0.7, interface_lddt=0.2, dockq=0.1)})
-    assert (row["interface_lddt"], row["interfaces"], row["dockq"], row["docked"]) == (0.2, {"b": 0.2}, 0.1, {"b": 0.1})
-    assert not {"interface_lddt", "dockq"} & validation_row(3, {"a": scored(0.5)}).keys()

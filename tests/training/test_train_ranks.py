@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.ranks import RankError, run_ranks
-from tests.training.runs import equal_tensors, make_store, rows, tiny_run
+from tests.training.runs import equal_tensors, make_store, rows, steps, tiny_run
 from tests.training.test_train import damage
 from warpfold import settings
 from warpfold.cost.example import ExampleSizes, Job
@@ -267,8 +267,8 @@ def test_results_go_to_the_first_rank_and_to_all_if_one_is_not_finite(loss: floa
 def test_other_ranks_go_on(store: Store, alone: dict[str, Path], tmp_path: Path) -> None:
     """Another number of data ranks, or of axial ranks: the same run but for rounding."""
     out = tmp_path / "run"
-    for steps, plan in ((2, Plan(data=2)), (3, Plan(axial=2)), (STEPS, Plan())):
-        train_on_ranks(config_for(plan, steps=steps, validate_every=0), store, out)
+    for last, plan in ((2, Plan(data=2)), (3, Plan(axial=2)), (STEPS, Plan())):
+        train_on_ranks(config_for(plan, steps=last, validate_every=0), store, out)
     assert_alike(out, alone["middle"], kinds=("step",))
 
 
@@ -295,7 +295,7 @@ def poison(patch: pytest.MonkeyPatch, index: int, plan: Plan) -> None:
 def test_what_is_not_finite_is_saved_once_and_its_rank_says_so(
     store: Store, alone: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan
 ) -> None:
-    name = [row for row in rows(alone["middle"]) if row["kind"] == "step"][1]["examples"][1]
+    name = steps(alone["middle"])[1]["examples"][1]
     poison(monkeypatch, 3, plan)
     folder = tmp_path / "stop/failures/example-00000003"
     with pytest.raises(RankError, match=f"step 1: the loss or gradient of {name} is not finite; see {folder}"):
@@ -305,9 +305,9 @@ def test_what_is_not_finite_is_saved_once_and_its_rank_says_so(
     assert set(load_file(folder / "state.safetensors")) > {"weights.single.weight"}
 
     train_on_ranks(config_for(plan, on_nonfinite="skip", steps=2, validation=0.4), store, tmp_path / "skip")
-    steps = [row for row in rows(tmp_path / "skip") if row["kind"] == "step"]
-    assert [row["skipped"] for row in steps] == [0, 1]
-    assert all(math.isfinite(row["loss"]) for row in steps)
+    found = steps(tmp_path / "skip")
+    assert [row["skipped"] for row in found] == [0, 1]
+    assert all(math.isfinite(row["loss"]) for row in found)
 
 
 def test_an_entry_that_one_rank_cannot_use_is_set_aside_by_all(
@@ -340,9 +340,9 @@ def test_examples_that_passed_each_other_do_so_again_on_every_rank(store: Store,
 
     with pytest.raises(RankError, match="enough"):
         train_on_ranks(config, store, tmp_path / "run", watch=stop)
-    before = [row for row in rows(tmp_path / "run") if row["kind"] == "step"]
+    before = steps(tmp_path / "run")
     train_on_ranks(config, store, tmp_path / "run")
-    after = [row for row in rows(tmp_path / "run") if row["kind"] == "step"]
+    after = steps(tmp_path / "run")
     assert after[:4] == before
     numbers = []
     for rank in range(2):
@@ -352,7 +352,7 @@ def test_examples_that_passed_each_other_do_so_again_on_every_rank(store: Store,
     assert sorted(numbers) == list(range(20))  # nothing lost, nothing twice
     follower = replace(config, train=replace(config.train, workers=0, window=0))
     train_on_ranks(follower, store, tmp_path / "follower", replay=tmp_path / "run/order.txt")
-    assert [row for row in rows(tmp_path / "follower") if row["kind"] == "step"] == after
+    assert steps(tmp_path / "follower") == after
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.training.runs import equal_tensors, helix, make_store, rows, tiny_run
+from tests.training.runs import equal_tensors, helix, make_store, rows, steps, tiny_run
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import example_arrays, example_notes
 from warpfold.engine.checkpoint import RunFolder
@@ -26,18 +26,6 @@ from warpfold.training.train import train
 from warpfold.training.validation import Spending, Validation
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return make_store(tmp_path_factory.mktemp("validation") / "store")
-
-
-@pytest.fixture(scope="module")
-def unbroken(store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("validation") / "run"
-    train(tiny_run(), store, out)
-    return out
 
 
 # What it costs
@@ -85,10 +73,7 @@ def test_what_is_validated_changes_no_bit_that_is_trained(store: Store, unbroken
     watcher = Slow()
     train(tiny_run(validation_share=0.1, validate_every=2), store, tmp_path / "bounded", watch=watcher)
     train(tiny_run(validate_every=1, csv=True), store, tmp_path / "all")
-    steps = [
-        [r for r in rows(out) if r["kind"] == "step"] for out in (unbroken, tmp_path / "bounded", tmp_path / "all")
-    ]
-    assert steps[0] == steps[1] == steps[2]
+    assert steps(unbroken) == steps(tmp_path / "bounded") == steps(tmp_path / "all")
     for name in ("bounded", "all"):
         last = "checkpoints/step-00000006/state.safetensors"
         assert equal_tensors(tmp_path / name / last, unbroken / last)
@@ -106,7 +91,7 @@ def test_a_short_run_with_little_time_folds_one_and_says_of_how_many(
 ) -> None:
     monkeypatch.setattr(Spending, "affords", lambda *_: 1)
     train(tiny_run(steps=2, validation_share=0.001), store, tmp_path / "run")
-    [row] = [row for row in rows(tmp_path / "run") if row["kind"] == "validation"]
+    [row] = rows(tmp_path / "run", kind="validation")
     assert (row["step"], row["of"], len(row["examples"])) == (2, 2, 1)
     with RunFolder(tmp_path / "run", score="lddt_ca") as run:
         run.open_log(2)
@@ -119,7 +104,7 @@ def test_where_memory_runs_out_in_a_validation_the_training_goes_on(
     times: int,
 ) -> None:  # fmt: skip
     """The next tighter plan is tried; what none fits is left out, in words, and no restart tries it again."""
-    held_out = {len(row["examples"]): row for row in rows(unbroken) if row["kind"] == "validation"}[2]["examples"]
+    held_out = rows(unbroken, kind="validation")[0]["examples"]
     longest = max(held_out)  # the name of the longest
     forward, failed = AlphaFold.forward, 0
 
@@ -134,7 +119,7 @@ def test_where_memory_runs_out_in_a_validation_the_training_goes_on(
     out = tmp_path / "run"
     assert train(tiny_run(), store, out).finished
     assert equal_tensors(out / "params.safetensors", unbroken / "params.safetensors")
-    found = [row for row in rows(out) if row["kind"] == "validation"]
+    found = rows(out, kind="validation")
     assert [row["step"] for row in found] == [0, 3, 6]
     if times == 1:
         assert all(row["examples"].keys() == held_out.keys() and "left_out" not in row for row in found)
@@ -238,14 +223,10 @@ def test_what_a_run_spent_is_known_when_it_continues(store: Store, tmp_path: Pat
     train(tiny_run(steps=6), store, tmp_path / "run")
     with RunFolder(tmp_path / "run") as run:
         after = run.load(6).notes["seconds"]
-    spent = [row["seconds"] for row in map(_parsed, (tmp_path / "run/metrics.jsonl").read_text().splitlines()) if row]
+    found = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    spent = [row["seconds"] for row in found if row["kind"] == "validation"]
     assert after["training"] > before["training"]
     assert np.isclose(after["validation"], sum(spent[:-1]), atol=0.01)  # the last is after the last checkpoint
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    row: dict[str, Any] = json.loads(line)
-    return row if row["kind"] == "validation" else {}
 
 
 def test_a_watcher_that_is_none_is_refused_before_anything_is_done(store: Store, tmp_path: Path) -> None:

@@ -86,17 +86,12 @@ def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store,
         training = [key for key in entries if key not in wanted]
     drawn = keyed_rng(config.train.seed, "validation").permutation(len(held)).tolist()
     if isinstance(wanted, float | str):
-        families, first = families_of(Source(other, held)) if held else [], dict[frozenset[str], int]()
+        clusters, first = dict(zip(other.keys, other.column("cluster"))), dict[frozenset[str], int]()
+        chains = Source(other, held).chains() if held else []
         for i in drawn:
-            first.setdefault(families[i], i)
+            first.setdefault(frozenset(clusters[chain] for chain in chains[i]), i)
         drawn = list(first.values())
     return training, [(other, held[i]) for i in sorted(drawn[: config.train.validation_examples])]
-
-
-def families_of(source: Source) -> list[frozenset[str]]:
-    """Return the clusters of each entry's chains."""
-    clusters = dict(zip(source.store.keys, source.store.column("cluster")))
-    return [frozenset(clusters[chain] for chain in chains) for chains in source.chains()]
 
 
 @dataclass(frozen=True)

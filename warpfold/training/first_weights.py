@@ -46,8 +46,11 @@ def _in_common(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool)
         missing, surplus = [], []
     names = {name for head in (*missing, *surplus) for name in own.keys() | found.keys() if name.startswith(f"{head}.")}
     shapes = [{name: x.shape for name, x in state.items() if name not in names} for state in (own, found)]
-    if shapes[0] != shapes[1]:
-        _refuse_settings(model, given, source)
+    if shapes[0] != shapes[1] and (differ := [one for one in _differing(model, given) if _key(one) not in FREE]):
+        raise UserError(
+            f"{source}: parameters of another model than that of the settings (in the file {listed(differ, 4, '; ')}); "
+            f"`warpfold params {source} --toml` prints its settings"
+        )
     if missing or surplus:
         said = [f"lacks the head {head}, which the settings have" for head in missing]
         said += [f"has the head {head}, which the settings lack" for head in surplus]
@@ -63,15 +66,6 @@ def _in_common(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool)
 
 def _heads(model: nn.Module) -> list[str]:
     return [head for head in HEADS if getattr(model, head) is not None]
-
-
-def _refuse_settings(model: AlphaFold, given: AlphaFold, source: str) -> None:
-    """Raise UserError that names the settings in which two models differ."""
-    if differ := [one for one in _differing(model, given) if _key(one) not in FREE]:
-        raise UserError(
-            f"{source}: parameters of another model than that of the settings (in the file {listed(differ, 4, '; ')}); "
-            f"`warpfold params {source} --toml` prints its settings"
-        )
 
 
 def _differing(model: AlphaFold, given: AlphaFold) -> list[str]:

@@ -9,7 +9,7 @@ Both are only appended to, so that a `kill -9` loses no example that was used.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -43,7 +43,14 @@ class Ledger:
             replay = replay.with_name(self._path.name)
         ahead = self._known if replay is None else dict(_lines(replay, data, place))
         own = list(takewhile(lambda draw: draw is not None, map(ahead.get, count(place))))  # without a gap
-        aside = _quarantined(folder / "quarantine.jsonl") if team.is_rank_zero else []
+        aside: list[str] = []
+        if team.is_rank_zero:
+            path = folder / "quarantine.jsonl"
+            try:
+                entries = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+                aside = list(dict.fromkeys(entry["name"] for entry in entries))
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{path}: damaged; remove it, and its entries are tried again") from error
         said = team.all_gather_object([own, aside], "reading what the run has used")
         self.quarantined: list[str] = said[0][1]
         self.replay = [
@@ -112,11 +119,3 @@ def _lines(path: Path, data: str, place: int) -> Iterator[tuple[int, Draw]]:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise UserError(f"{path}: damaged, or not the order.txt of a run") from error
-
-
-def _quarantined(path: Path) -> list[str]:
-    try:
-        entries: list[Mapping[str, str]] = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-        return list(dict.fromkeys(entry["name"] for entry in entries))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: damaged; remove it, and its entries are tried again") from error

@@ -106,17 +106,24 @@ class FoldPlanner:
         """
         model = replace(self.model, ensemble=ensemble)
         job = Job(model=model, sizes=sizes, recycles=recycles, representations=representations)
-        machine = self._machine(sizes.residues)
+        machine = this_machine(self.device, loaded=True, memory=self.memory)
+        # Where a shorter one has met less, that is what there is.
+        free = min([machine.free, *(limit for shorter, limit in self._limits if shorter <= sizes.residues)])
+        machine = replace(machine, free=free, devices=self.team.mesh.model.size)
         if self.team.mesh.model.size == 1:
             return FoldPlan.of(self._choose(job, machine))
         free = min(self.team.all_gather_object_of_example(machine.free, "free memory"))
-        return self._choose_together(job, replace(machine, free=free))
-
-    def _machine(self, residues: int) -> Machine:
-        """Return what is there to share an example of so many residues; where a shorter one has met less, that."""
-        machine = this_machine(self.device, loaded=True, memory=self.memory)
-        free = min([machine.free, *(limit for shorter, limit in self._limits if shorter <= residues)])
-        return replace(machine, free=free, devices=self.team.mesh.model.size)
+        told: dict[str, Any] = {}
+        if self.team.is_example_leader:  # the first of the ranks that share the example chooses, and tells the others
+            try:
+                own = FoldPlan.of(self._choose(job, replace(machine, free=free)))
+                told = {"plan": to_dict(own.plan), "details": own.details}
+            except UserError as error:
+                told = {"refused": str(error)}
+        told = self.team.all_gather_object_of_example(told, "the plan")[0]
+        if "refused" in told:
+            raise UserError(told["refused"])
+        return FoldPlan(build(Plan, told["plan"], "plan"), told["details"]["said"], told["details"], sizes.residues)
 
     def _choose(self, job: Job, machine: Machine) -> Choice:
         grid = {"axial": self.team.mesh.axial.size, "branch": self.team.mesh.branch.size}
@@ -124,20 +131,6 @@ class FoldPlanner:
             return choose(job, machine, {**grid, **self.fixed})
         except ValueError as error:
             raise UserError(str(error)) from error
-
-    def _choose_together(self, job: Job, machine: Machine) -> FoldPlan:
-        """Have the first of the ranks that share an example choose, and tell the others."""
-        told: dict[str, Any] = {}
-        if self.team.is_example_leader:
-            try:
-                own = FoldPlan.of(self._choose(job, machine))
-                told = {"plan": to_dict(own.plan), "details": own.details}
-            except UserError as error:
-                told = {"refused": str(error)}
-        told = self.team.all_gather_object_of_example(told, "the plan")[0]
-        if "refused" in told:
-            raise UserError(told["refused"])
-        return FoldPlan(build(Plan, told["plan"], "plan"), told["details"]["said"], told["details"], job.sizes.residues)
 
     def after(self, failed: FoldPlan, error: BaseException) -> FoldPlan:
         """Return the next tighter plan where one ran out of memory, and remember that for examples as long or longer.
@@ -256,9 +249,12 @@ def _chosen(
     if config.train.window:  # examples come as they are ready, so none can be shared
         fixed = {"axial": 1, "branch": 1, **fixed}
     try:
-        if machine.devices > 1 and _is_open(job, machine, fixed, sync):
-            cluster = cluster or measure_cluster(team, device)
-            rates = _rates(job, machine, cluster, fixed, sync)
+        if machine.devices > 1:
+            plans, there = candidates(job, machine, fixed, sync), one_node(machine.devices)
+            is_open = len(plans) > 1 or (plans[0].recompute is not None and "keep_blocks" not in fixed)
+            if is_open or any(variants(job, plans[0], there, fixed, sync)):  # there is something to choose
+                cluster = cluster or measure_cluster(team, device)
+                rates = _rates(job, machine, cluster, fixed, sync)
         told: dict[str, Any] = {}
         if team.is_rank_zero:
             choice = choose(job, machine, fixed, sync, cluster, rates)
@@ -269,14 +265,6 @@ def _chosen(
         raise UserError(f"{given.source}: {error}") from error
     chosen: dict[str, Any] = team.broadcast(told, "the plan of the run")
     return chosen
-
-
-def _is_open(job: Job, machine: Machine, fixed: Mapping[str, Any], sync: Mapping[str, Any]) -> bool:
-    """Return whether there is anything to choose.  Errors: ValueError for keys and ranks that do not go together."""
-    there = one_node(machine.devices)
-    plans = candidates(job, machine, fixed, sync)
-    kept = plans[0].recompute is not None and "keep_blocks" not in fixed
-    return len(plans) > 1 or kept or any(variants(job, plans[0], there, fixed, sync))
 
 
 def _rates(

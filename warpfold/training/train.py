@@ -87,7 +87,10 @@ def train(
     origin = fingerprint_origin(sources, init, team)
     execution = Execution(config.plan, team.mesh)
     model = execution.bind(initial_model(config, init, team).to(device))
-    optimizer = make_optimizer(config, model, team)
+    plan, ranks_per_node = config.plan, team.process.ranks_per_node
+    # Operations read its weights in the dtype that the plan computes in; losses in fp16 are scaled.
+    dtype, scaling = DTYPES[plan.precision], plan.precision == "fp16"
+    optimizer = Optimizer(model, config.optim, team.mesh, plan.sync, ranks_per_node, dtype, scaling, plan.batch)
     learner = Learner(model, optimizer, config.loss, config.train.seed, team)
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
@@ -102,7 +105,8 @@ def train(
         validation = Validation(model, optimizer, held_out, config, state, log, signals, team)
         step, timer = state.step, validation.timer
         stop = stop_requested(signals, team) or validation.catch_up(step)
-        log.phase("compiling" if compiles(config, device) else "training")
+        slow_first = plan.compile or torch.device(device).type == "cuda"  # minutes: layers or kernels are compiled
+        log.phase("compiling" if slow_first else "training")
         while step < config.train.steps and not stop:
             recycles = draw_recycles(config, step)  # the same on every rank
             on_device: list[DeviceResult] = []
@@ -118,7 +122,7 @@ def train(
             skipped.add(step := step + 1, results, config.optim.accumulate)
             stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
             rounds = 0 if stop else validation.rounds_at(step)
-            if step == config.train.steps or stop or rounds or due(step, config.train.save_every):
+            if step == config.train.steps or stop or rounds or not step % config.train.save_every:
                 notes = {"skipped": skipped.places, "seconds": asdict(validation.spending), **origin}
                 save(run, model, optimizer, step, examples, notes, config, log, team)
             stop = validation(step, rounds) if rounds else stop
@@ -129,16 +133,6 @@ def train(
     team.tell_idle(how)
     slow: dict[str, Any] = {"refused": refusals(before), "unrecorded": execution.graphs.refused}
     return Summary(**how, params=run.params, quarantined=tuple(ledger.quarantined), **slow)
-
-
-def due(step: int, every: int) -> bool:
-    """Return whether something done every `every` steps is due after this one; never for 0."""
-    return every > 0 and step % every == 0
-
-
-def compiles(config: RunConfig, device: torch.device | str) -> bool:
-    """Return whether a run's first step may take minutes: the plan compiles layers, or a GPU's kernels are compiled."""
-    return config.plan.compile or torch.device(device).type == "cuda"
 
 
 # The beginning of a run
@@ -193,14 +187,6 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
             start_from(model, load_model(init), str(init), config.train.new_heads)
         model.load_state_dict(team.broadcast_tensors(model.state_dict(), "the first parameters"))
     return model.train()
-
-
-def make_optimizer(config: RunConfig, model: AlphaFold, team: Team) -> Optimizer:
-    """Return the optimizer of a model; operations read its weights in the dtype that the plan computes in."""
-    plan = config.plan
-    dtype, scaling = DTYPES[plan.precision], plan.precision == "fp16"  # of losses
-    ranks_per_node = team.process.ranks_per_node
-    return Optimizer(model, config.optim, team.mesh, plan.sync, ranks_per_node, dtype, scaling, plan.batch)
 
 
 def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watching | None, team: Team) -> Log:
