@@ -94,6 +94,7 @@ def test_fasta_joins_lines_and_keeps_the_header() -> None:
         pytest.param(
             f"{STO}a MK.V-\nquery M-AVW\n//\n", "MAVW", "query a", "MAVW M-V-", [{}, {1: 1}], id="query below"
         ),
+        pytest.param(f"{STO}q MKV\nr M-V\nr MKL\n//\n", None, "q r r", "MKV M-V MKL", [{}, {}, {}], id="listed twice"),
         pytest.param("MKV\nM-V\nMKL\n", None, "row_1 row_2 row_3", "MKV M-V MKL", [{}, {}, {}], id="rows alone"),
     ],
 )

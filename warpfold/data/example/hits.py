@@ -4,13 +4,12 @@ A `Hit` says which residues of the query are aligned to which of the hit.  Nothi
 """
 
 import re
-from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from warpfold.data.formats.alignment import stockholm_rows
 from warpfold.data.similar.pairwise import MIN_IDENTITY
 from warpfold.errors import UserError
 from warpfold.files import read_file
@@ -153,7 +152,26 @@ def parse_hmmsearch(text: str, query: str, source: str = "<hmmsearch>") -> list[
     which columns are.  A row's name may give its range, "1abc_A/12-65"; of pdb_seqres only proteins count.
     Errors: UserError for a file that is cut short, or whose match columns are not the query's residues.
     """
-    rows = list(_stockholm(text, source) if text.startswith("# STOCKHOLM") else _a3m(text))
+    rows: list[tuple[str, str, str, np.ndarray]] = []  # name, description, letters, bool [W] the match columns
+    if text.startswith("# STOCKHOLM"):
+        found, reference = stockholm_rows(text.encode(), source)
+        if found and not reference:
+            raise UserError(
+                f"{source}: has no #=GC RF line, so its match columns are not known; give hmmsearch's own file"
+            )
+        match = np.array([letter not in b"-._~" for letter in reference], bool)
+        for name, note, letters in found:
+            if len(letters) != len(match):
+                raise UserError(
+                    f"{source}: {name} has {len(letters)} columns, #=GC RF {len(match)}; make the file again"
+                )
+            rows.append((name, note, letters.decode().replace(".", "-"), match))
+    else:
+        for record in text[1:].split("\n>"):
+            header, _, body = record.partition("\n")
+            name, _, note = header.strip().partition(" ")
+            row = "".join(body.split()).replace(".", "")
+            rows.append((name, note, row, np.array([not letter.islower() for letter in row], bool)))
     widths = {int(match.sum()) for _, _, _, match in rows}
     if len(widths) > 1 and len({len(letters) for _, _, letters, _ in rows}) == 1:  # aligned FASTA
         rows = [(name, note, letters, np.ones(len(letters), bool)) for name, note, letters, _ in rows]
@@ -178,10 +196,6 @@ def parse_hmmsearch(text: str, query: str, source: str = "<hmmsearch>") -> list[
     return [hit for hit in protein if len(hit.query_index)]
 
 
-# name, description, the row (gaps as dashes, insertions among the letters), bool [W] its match columns
-_Row = tuple[str, str, str, np.ndarray]
-
-
 def _row_hit(name: str, note: str, row: str, match: np.ndarray, places: np.ndarray, query: str, source: str) -> Hit:
     """Return a row as a hit; `places` [match columns] are residues of the query, -1 where it has none."""
     parts = _RANGE.fullmatch(name)
@@ -202,43 +216,3 @@ def _row_hit(name: str, note: str, row: str, match: np.ndarray, places: np.ndarr
         hit_index=np.cumsum(letters)[both] - 1,
         start=int(parts[2]) - 1 if parts[2] else 0,
     )
-
-
-def _a3m(text: str) -> Iterator[_Row]:
-    for record in text[1:].split("\n>"):
-        header, _, body = record.partition("\n")
-        name, _, note = header.strip().partition(" ")
-        letters = "".join(body.split()).replace(".", "")
-        yield name, note, letters, np.array([not letter.islower() for letter in letters], bool)
-
-
-def _stockholm(text: str, source: str) -> Iterator[_Row]:
-    """Yield the rows of a Stockholm file, interleaved or not; names may repeat if a sequence is listed twice."""
-    body, end, _ = text.partition("\n//")
-    if not end:
-        raise UserError(f"{source}: does not end with '//', so it is cut short; make it again")
-    pieces: dict[tuple[str, int], list[str]] = {}
-    notes: dict[str, str] = {}
-    reference: list[str] = []
-    seen: Counter[str] = Counter()  # in this block
-    for line in body.split("\n"):
-        if not line.strip():
-            seen.clear()
-        elif line.startswith("#=GS"):
-            _, name, kind, note = (line.split(maxsplit=3) + ["", "", ""])[:4]
-            if kind == "DE":
-                notes[name] = note
-        elif line.startswith("#=GC RF"):
-            reference.append(line.split()[-1])
-        elif not line.startswith("#"):
-            name, _, letters = line.partition(" ")
-            pieces.setdefault((name, seen[name]), []).append(letters.strip())
-            seen[name] += 1
-    if pieces and not reference:
-        raise UserError(f"{source}: has no #=GC RF line, so its match columns are not known; give hmmsearch's own file")
-    match = np.array([letter not in "-._~" for letter in "".join(reference)], bool)
-    for (name, _), parts in pieces.items():
-        letters = "".join(parts).replace(".", "-")
-        if len(letters) != len(match):
-            raise UserError(f"{source}: {name} has {len(letters)} columns, #=GC RF {len(match)}; make the file again")
-        yield name, notes.get(name, ""), letters, match

@@ -118,8 +118,15 @@ def pair_rows(pairings: Sequence[Pairing | None]) -> np.ndarray:
         each = taken[at]
         place = np.arange(each.sum()) - np.repeat(np.cumsum(each) - each, each)  # 0, 1, ... within each species
         rows[np.repeat(first[at], each) + place, k] = ordered[np.repeat(starts[:-1][known], each) + place]
-    rows = np.concatenate([np.zeros((1, len(chains)), np.int64), rows[_order(rows)]])
-    return rows[_first_times(rows, pairings)]
+    with np.errstate(over="ignore"):  # of more than some seventy chains; then the numbers themselves decide
+        product = np.abs(rows.astype(np.float64)).prod(1)
+    order = np.lexsort((*rows.T[::-1], product, (rows < 0).sum(1)))
+    rows = np.concatenate([np.zeros((1, len(chains)), np.int64), rows[order]])
+    digests = np.zeros(rows.shape, np.uint64)
+    for k, pairing in enumerate(pairings):
+        if pairing is not None:
+            digests[:, k] = np.where(rows[:, k] < 0, np.uint64(0), pairing.digest[rows[:, k]])
+    return rows[np.sort(np.unique(digests, axis=0, return_index=True)[1])]  # each where it comes first
 
 
 def _by_species(pairing: Pairing | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -136,19 +143,3 @@ def _places(own: np.ndarray, names: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     """Return which of a chain's species are among `names` (sorted), bool [S], and where those are."""
     known = np.isin(own, names, assume_unique=True)
     return known, np.searchsorted(names, own[known])
-
-
-def _order(rows: np.ndarray) -> np.ndarray:
-    """Return the order of paired rows: int64 [P]."""
-    with np.errstate(over="ignore"):  # of more than some seventy chains; then the numbers themselves decide
-        product = np.abs(rows.astype(np.float64)).prod(1)
-    return np.lexsort((*rows.T[::-1], product, (rows < 0).sum(1)))
-
-
-def _first_times(rows: np.ndarray, pairings: Sequence[Pairing | None]) -> np.ndarray:
-    """Return the paired rows, ascending indices, that no earlier one equals in all chains."""
-    digests = np.zeros(rows.shape, np.uint64)
-    for k, pairing in enumerate(pairings):
-        if pairing is not None:
-            digests[:, k] = np.where(rows[:, k] < 0, np.uint64(0), pairing.digest[rows[:, k]])
-    return np.sort(np.unique(digests, axis=0, return_index=True)[1])

@@ -152,7 +152,9 @@ def _fill(features: Arrays, msa: np.ndarray, deletions: Deletions, sample: MsaSa
     own = deletions.among(sample.centres, depth)
     feat[own.row, own.column, 23] = 1
     feat[own.row, own.column, 24] = deletion_value(own.count)
-    mean = deletion_means(deletions, cluster, members, length)
+    cell = cluster[deletions.row] * length + deletions.column
+    total = np.bincount(cell, deletions.count, minlength=count * length)[: count * length]
+    mean = total.reshape(count, length) / members[:, None]  # before each column of each cluster
     row, column = np.nonzero(mean)
     feat[row, column, 48] = deletion_value(mean[row, column])
 
@@ -256,14 +258,6 @@ def write_codes(
         np.divide(
             found.reshape(length, MSA_CLASSES), number, out=one[:, PROFILE], dtype=np.float32, casting="same_kind"
         )
-
-
-def deletion_means(deletions: Deletions, cluster: np.ndarray, members: np.ndarray, length: int) -> np.ndarray:
-    """Return the mean deletions before each column of each cluster: float64 [S, N]; arguments as in `write_codes`."""
-    count = len(members)
-    cell = cluster[deletions.row] * length + deletions.column
-    total = np.bincount(cell, deletions.count, minlength=count * length)[: count * length]
-    return total.reshape(count, length) / members[:, None]
 
 
 def deletion_value(count: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ several of them is a pair; a row with residues in one belongs to that one alone.
 
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -486,6 +487,41 @@ def _own_entry(data: bytes, source: str, query: str | None) -> bytes:
     )
 
 
+def stockholm_rows(data: bytes, source: str) -> tuple[list[tuple[str, str, bytes]], bytes]:
+    """Return the rows of Stockholm text, interleaved or not, and its match columns (#=GC RF, or b"" without).
+
+    Each row has a name, a description (#=GS NAME DE) and letters.  A name that stands in a block twice is of two rows,
+    as databases list a sequence twice.
+    Errors: UserError for text that is cut short, has several alignments, or a line that is no row.
+    """
+    body, end, rest = data.partition(b"\n//")
+    if not end:
+        raise UserError(f"{source}: does not end with '//', so it is cut short; fetch or make it again")
+    if rest.strip():
+        raise UserError(f"{source}: holds several alignments; write one file for each")
+    pieces: dict[tuple[str, int], list[bytes]] = {}
+    described: dict[str, str] = {}
+    reference = b""
+    seen: Counter[str] = Counter()  # in this block
+    for number, line in enumerate(body.split(b"\n"), 1):
+        words = line.split()
+        if not words:
+            seen.clear()
+        elif line.startswith(b"#=GC RF"):
+            reference += words[-1]
+        elif line.startswith(b"#=GS"):
+            note = line.decode().split(None, 3)
+            if len(note) == 4 and note[2] == "DE":
+                described[note[1]] = f"{described[note[1]]} {note[3]}" if note[1] in described else note[3]
+        elif not line.startswith(b"#"):
+            if len(words) != 2:
+                raise UserError(f"{source}: line {number} is not a name and a row; make the file again")
+            name = words[0].decode()
+            pieces.setdefault((name, seen[name]), []).append(words[1])
+            seen[name] += 1
+    return [(name, described.get(name, ""), b"".join(parts)) for (name, _), parts in pieces.items()], reference
+
+
 def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str | None = None) -> Alignment:
     """Parse Stockholm text, interleaved or not, and put it on the residues of the query.
 
@@ -493,30 +529,11 @@ def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str |
     (#=GC RF) if the file has them.  If no row is `query` but there are as many match columns as it has residues (a
     search with a profile of it), it is put on top of them.  Errors: as in `read_alignment`, and for a file cut short.
     """
-    body, end, rest = plain_text(data, source).partition(b"\n//")
-    if not end:
-        raise UserError(f"{source}: does not end with '//', so it is cut short; fetch or make it again")
-    if rest.strip():
-        raise UserError(f"{source}: holds several alignments; write one file for each")
-    chunks: dict[str, list[bytes]] = {}
-    described: dict[str, str] = {}
-    columns = []  # of the #=GC RF line
-    for number, line in enumerate(body.split(b"\n")):
-        if line.startswith(b"#=GC RF"):
-            columns.append(line.split()[-1])
-        if line.startswith(b"#=GS") and len(note := line.decode().split(None, 3)) == 4 and note[2] == "DE":
-            described[note[1]] = f"{described[note[1]]} {note[3]}" if note[1] in described else note[3]
-        if not line.strip() or line.startswith(b"#"):
-            continue
-        words = line.split()
-        if len(words) != 2:
-            raise UserError(f"{source}: line {number + 1} is not a name and a row; make the file again")
-        chunks.setdefault(words[0].decode(), []).append(words[1])
-    if not chunks:
+    found, reference = stockholm_rows(plain_text(data, source), source)
+    if not found:
         raise UserError(f"{source}: holds no rows; give an alignment with at least the query's row")
-    reference = b"".join(columns)
-    names = [f"{name} {described[name]}" if name in described else name for name in chunks]
-    sequences = [b"".join(pieces) for pieces in chunks.values()]
+    names = [f"{name} {note}".rstrip() for name, note, _ in found]
+    sequences = [letters for *_, letters in found]
     alignment = _in_columns(names, sequences, source)
     rows = alignment.rows
     match = np.isin(np.frombuffer(reference, dtype=np.uint8), list(_GAPS), invert=True)

@@ -415,5 +415,6 @@ def _first_row(data: bytes) -> bytes:
     first = re.search(rb"^(?!#)(\S+)[ \t]+\S", data, re.MULTILINE)
     if first is None or b"\n//" not in data:
         return data
-    rows = re.findall(rb"^(?:%s|#=GC RF)[ \t]+\S+[ \t\r]*$" % re.escape(first[1]), data, re.MULTILINE)
+    # Empty lines stay: they end a block.
+    rows = re.findall(rb"^(?:(?:%s|#=GC RF)[ \t]+\S+)?[ \t\r]*$" % re.escape(first[1]), data, re.MULTILINE)
     return b"# STOCKHOLM 1.0\n" + b"\n".join(rows) + b"\n//\n"

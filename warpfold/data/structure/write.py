@@ -3,9 +3,11 @@
 Used for predictions (ModelCIF, pLDDT in the B column too) and by the generator of sample proteins.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from string import ascii_uppercase
 
 import numpy as np
 
@@ -48,7 +50,8 @@ def write_mmcif(
     """
     bs = _checked_b_factors(chains, b_factors)
     entities = {sequence: str(i + 1) for i, sequence in enumerate(dict.fromkeys(c.sequence for c in chains))}
-    labels = [_letters(i) for i in range(len(chains))]
+    letters = itertools.chain.from_iterable(itertools.product(ascii_uppercase, repeat=n) for n in itertools.count(1))
+    labels = ["".join(found) for found in itertools.islice(letters, len(chains))]  # A to Z, AA, AB, ...
     block = re.sub(r"[^\x21-\x7e]", "_", name) or "structure"
     parts = [
         f"data_{block}\n#\n",
@@ -146,16 +149,6 @@ def _author_number(chain: Chain, i: int) -> tuple[int, str]:
     """Return number and insertion code of residue i: the author's, or its place in the sequence if there is none."""
     found = re.fullmatch(r"(-?\d+)([A-Za-z]?)", chain.author_numbers[i])
     return (int(found[1]), found[2]) if found else (i + 1, "")
-
-
-def _letters(i: int) -> str:
-    """Return A ... Z, AA, AB, ... for 0, 1, ..., as spreadsheets name columns."""
-    text = ""
-    i += 1
-    while i > 0:
-        i, letter = divmod(i - 1, 26)
-        text = chr(65 + letter) + text
-    return text
 
 
 def _value(value: object) -> str:
