@@ -41,7 +41,7 @@ class Pairing:
         return len(self.species)
 
     def select(self, rows: np.ndarray | slice) -> "Pairing":
-        """Return what belongs to some of the rows, by index, slice or mask; all of it still says the whole rows."""
+        """Select some of the rows, by index, slice or mask; identity and digest stay those of the whole rows."""
         return Pairing(self.species[rows], self.identity[rows], self.digest[rows], self.unpaired[rows])
 
 
@@ -77,7 +77,7 @@ def species_keys(headers: Iterable[str]) -> np.ndarray:
 
 
 def make_pairing(msa: np.ndarray, species: np.ndarray, unpaired: np.ndarray) -> Pairing | None:
-    """Return what pairs the rows of an alignment on its chain, or None if no species of them is known.
+    """Describe the rows of an alignment on its chain for pairing; None if no species of them is known.
 
     msa: uint8 [R, N], row 0 the chain's own, which counts as of no species (as in the official code, which names it
     after the chain).  species: uint64 [R].  unpaired: bool [R].  See `Pairing`.
@@ -140,6 +140,6 @@ def _by_species(pairing: Pairing | None) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 def _places(own: np.ndarray, names: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return which of a chain's species are among `names` (sorted), bool [S], and where those are."""
+    """Look up a chain's species in `names` (sorted): whether each is there, bool [S], and their places."""
     known = np.isin(own, names, assume_unique=True)
     return known, np.searchsorted(names, own[known])

@@ -121,7 +121,7 @@ def chain_ids(count: int) -> list[str]:
 
 
 def search_names(name: str, chains: Mapping[str, str]) -> dict[str, str]:
-    """Return what the results of searching for each sequence are called: NAME, or NAME_CHAIN of a complex's first copy.
+    """Name the results of searching for each sequence: NAME, or NAME_CHAIN of a complex's first copy.
 
     Some file systems do not tell A from a: chains a of a complex that has a chain A too is NAME_a_.
     chains: id -> sequence.  The names are by sequence, in the order of the chains.
@@ -188,7 +188,7 @@ def first_word(header: str) -> str:
 
 
 def read_complexes(given: Given | Sequence[Given], as_one: bool = False) -> list[Complex]:
-    """Return what to fold, as `read_query_files` reads it.  Errors: UserError for a bad record too."""
+    """Read proteins and complexes as `read_query_files` does.  Errors: UserError for a bad record too."""
     found = read_query_files(given, as_one).found
     for query in found:
         if query.error:
@@ -330,12 +330,12 @@ def _with_alignments(found: Sequence[Complex]) -> list[Complex]:
 
 
 def _ending(file: InputFile) -> str:
-    """Return what a file's name ends with, without .gz."""
+    """Return the ending of a file's name, without .gz."""
     return Path(file.file.lower().removesuffix(".gz")).suffix
 
 
 def _kind(file: InputFile, data: bytes) -> str:
-    """Return what a file is, one of the endings: by its name or, where that does not say, by what is in it."""
+    """Return the kind of a file, one of the endings: by its name or, where that does not say, by its content."""
     if file.file == CHAIN_MAP:
         return CHAIN_MAP
     ending = _ending(file)

@@ -46,7 +46,7 @@ class TemplateOutcome:
 
 
 def count_refusals(outcomes: Sequence[TemplateOutcome]) -> dict[str, int]:
-    """Return how often each reason for a refusal occurs, the most frequent first.
+    """Count the reasons for refusals, the most frequent first.
 
     Reasons that differ in names and numbers only are counted together: "came out N, after N".
     """

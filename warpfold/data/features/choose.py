@@ -175,7 +175,7 @@ def thin_runs(rows: np.ndarray, count: int, rng: np.random.Generator) -> np.ndar
 
 
 def row_budget(length: int, config: SampleConfig) -> int | None:
-    """Return how many rows of a chain of `length` residues fit into `max_cost`, None if all do.
+    """Return the number of rows of a chain of `length` residues that fit into `max_cost`, None if all do.
 
     Never fewer than `max_msa` + `max_extra`.
     """
@@ -225,7 +225,7 @@ def _cost(length: int, read: float, rows: float, passes: int, config: SampleConf
 
 
 def expected_rows(depth: int, config: SampleConfig) -> float:
-    """Return how many of `depth` rows `delete_blocks` keeps, on average.
+    """Return the mean number of `depth` rows that `delete_blocks` keeps.
 
     A block takes row r (from 0) if it starts at one of min(r + 1, size) places out of `depth`.
     """

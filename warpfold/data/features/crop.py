@@ -118,7 +118,7 @@ def draw_of_interface(
 def near_other_chain(
     ca: np.ndarray, seen: np.ndarray, chain: np.ndarray, distance: float, residues: np.ndarray
 ) -> np.ndarray:
-    """Return which of K residues (indices) have a CA of another chain within `distance` angstrom: bool [K]."""
+    """Mark those of K residues (indices) that have a CA of another chain within `distance` angstrom: bool [K]."""
     points = np.where(seen[:, None], ca, np.nan).astype(np.float64)  # no distance from NaN is below another
     own = points[residues]
     squared = (own**2).sum(-1)[:, None] + (points**2).sum(-1) - 2 * own @ points.T

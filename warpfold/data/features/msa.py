@@ -226,7 +226,7 @@ def nearest_cluster(rows: np.ndarray, centres: np.ndarray) -> np.ndarray:
 
 
 def _agreement_table(centres: np.ndarray) -> torch.Tensor:
-    """Return which centres have which code in which column, gaps excepted: float32 [N * 23, G], G = S / 3 groups.
+    """Tabulate the centres that have a code in a column, gaps excepted: float32 [N * 23, G], G = S / 3 groups.
 
     Group g has the centres g, G + g and 2 G + g, each counted 256 times as high as the one before.
     """

@@ -592,7 +592,7 @@ def _refuse_illegal(codes: np.ndarray, starts: np.ndarray, letters: bytes, names
 def _illegal(
     codes: np.ndarray, starts: np.ndarray, letters: bytes, names: Sequence[str], source: str
 ) -> dict[int, str]:
-    """Return where each record first leaves the alphabet, by its row: file, record, character, position from 1."""
+    """Describe the first character of each record that is outside the alphabet, by row of the alignment."""
     bad = np.flatnonzero(codes == _ILLEGAL)
     rows, first = np.unique(np.searchsorted(starts, bad, side="right") - 1, return_index=True)
     found: dict[int, str] = {}

@@ -203,7 +203,7 @@ class InputFile:
 
 
 def stacking_order(file: str) -> int:
-    """Return where an alignment with this file name comes among those of one protein; unknown names come last.
+    """Return the place of an alignment with this file name among those of one protein; unknown names come last.
 
     Meant as the first part of a sort key.
     """
@@ -400,7 +400,7 @@ def _is_stockholm(head: bytes) -> bool:
 
 
 def _end(head: bytes) -> int | None:
-    """Return where the first few records (or rows, in a file without headers) end; None if it has fewer."""
+    """Return the end of the first few records (or rows, in a file without headers); None if there are fewer."""
     mark = b"\n>" if head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b">", b"#") else b"\n"
     at = 0
     for _ in range(_FEW):

@@ -88,7 +88,7 @@ class Engine(Protocol):
     name: str
 
     def queries_per_pass(self, threads: int) -> int:
-        """Return how many queries share one call of `search`."""
+        """Return the number of queries that share one call of `search`."""
         ...
 
     def identity(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Engine(Protocol):
         ...
 
     def survey(self, path: Path, tell: Tell) -> Survey:
-        """Return what is known about a database.  Errors: UserError if `path` is not a database for this engine."""
+        """Survey a database.  Errors: UserError if `path` is not a database for this engine."""
         ...
 
     def search(
@@ -203,7 +203,7 @@ def _is_text(chunk: bytes) -> bool:
 
 
 def _first_bad(chunk: bytes, before: int) -> str:
-    """Return what is wrong with the first bad record of a chunk that comes after `before` records."""
+    """Describe the first bad record of a chunk that comes after `before` records."""
     for number, record in enumerate(chunk[1:].split(b"\n>"), before + 1):
         header, _, sequence = record.partition(b"\n")
         name = header.decode(errors="replace").split(maxsplit=1)

@@ -39,7 +39,7 @@ class Fetched:
 
 
 def wanted_of(name: str, chains: Mapping[str, str], lacking: Sequence[str] | None = None) -> Wanted:
-    """Return what is to be asked for of a protein or a complex.
+    """Name the sequences to ask for of a protein or a complex.
 
     chains: id -> sequence.  lacking: those that have no alignment; pairs are asked for only if none has.
     """
@@ -49,7 +49,7 @@ def wanted_of(name: str, chains: Mapping[str, str], lacking: Sequence[str] | Non
 
 
 def fetch(server: AlignmentServer, wanted: Sequence[Wanted], progress: Progress = no_progress) -> Fetched:
-    """Ask a server for all that is wanted and not known; a protein that fails is named and leaves the others be.
+    """Ask a server for all that is wanted and not known; a protein that fails is named, and the others go on.
 
     Errors: UserError if the server does not answer, or is under maintenance; what it has answered is kept.
     """

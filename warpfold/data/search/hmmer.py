@@ -44,7 +44,7 @@ class HmmerEngine(Engine):
     """The common part of jackhmmer and hmmsearch: databases are FASTA."""
 
     def queries_per_pass(self, threads: int) -> int:
-        """Return how many queries share one reading of a database.
+        """Return the number of queries that share one reading of a database.
 
         One thread reads as fast as six search for one query.  More queries would lose more when a run is stopped.
         """

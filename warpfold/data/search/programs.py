@@ -115,7 +115,7 @@ class HHblits(Engine):
 
 
 def _program(program: str, engine: str, cure: str) -> str:
-    """Return where the program is, or raise UserError."""
+    """Return the path of the program, or raise UserError."""
     found = shutil.which(program)
     if found is None:
         raise UserError(f"--engine {engine}: `{program}` is not on PATH; install it ({cure}), or use jackhmmer")

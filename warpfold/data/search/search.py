@@ -118,7 +118,7 @@ class Cache:
         return self.folder / key[:2] / f"{key}.zst"
 
     def get(self, key: str) -> str | None:
-        """Return what is kept under a key, or None."""
+        """Return the text that is kept under a key, or None."""
         try:
             return zstandard.ZstdDecompressor().decompress(self._path(key).read_bytes()).decode()
         except (OSError, zstandard.ZstdError):
@@ -129,7 +129,7 @@ class Cache:
         update_file(self._path(key), zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text.encode()))
 
     def survey(self, database: Database, engine: Engine, progress: Progress) -> Survey:
-        """Return what is known about a database: read once, then remembered by path, size and time of its files.
+        """Survey a database: it is read once, then remembered by path, size and time of its files.
 
         Its files are all whose names begin with its path.  Errors: those of `Engine.survey`.
         """

@@ -193,7 +193,7 @@ class AlignmentServer:
             )
 
     def _status(self, path: str, form: bytes | None, end: float) -> dict[str, Any]:
-        """Return what the server says of a ticket: PENDING, RUNNING, COMPLETE or UNKNOWN; wait while it is too busy.
+        """Ask for a ticket's status: PENDING, RUNNING, COMPLETE or UNKNOWN; wait while the server is too busy.
 
         Errors: NoAnswer for ERROR; ServerGone for MAINTENANCE, or if it stays too busy.
         """
@@ -237,7 +237,7 @@ class AlignmentServer:
         seconds: float,
         tries: int | None = None,
     ) -> Answer | None:
-        """Return what `read` makes of an answer of `most` bytes, asking again and again while there is none.
+        """Ask again and again until there is an answer, of at most `most` bytes, and return it as `read` gives it.
 
         None: there is no such thing (404).  seconds: that the whole answer may take.
         Errors: ServerGone if the server does not answer, or refuses; DamagedAnswer if `read` says so every time.
@@ -371,7 +371,7 @@ def _port(url: urllib.parse.SplitResult) -> int:
 
 
 def _read_status(file: IO[bytes]) -> dict[str, Any]:
-    """Return what a server says of a ticket.  Errors: DamagedAnswer for what is no such thing."""
+    """Parse a ticket's status.  Errors: DamagedAnswer for anything else."""
     data = file.read()
     try:
         found = json.loads(data)
@@ -381,7 +381,7 @@ def _read_status(file: IO[bytes]) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return what a file of the cache says; nothing where it is missing or damaged."""
+    """Read a JSON object of the cache; an empty one where the file is missing or damaged."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -182,7 +182,7 @@ def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
 def _assemblies(
     block: cif.Block, asyms: Mapping[str, tuple[str, str]], names: dict[str, str], source: str
 ) -> AssemblyTable:
-    """Return what the file says of its assemblies, in the order of `pdbx_struct_assembly` if it has that category."""
+    """Read the table of assemblies, in the order of `pdbx_struct_assembly` if the file has that category."""
     rows = block.find("_pdbx_struct_assembly_gen.", ["assembly_id", "oper_expression", "asym_id_list"])
     generators = [(row.str(0), row.str(1), row.str(2)) for row in rows]
     order = {name: place for place, name in enumerate(_values(block, "_pdbx_struct_assembly.id"))}
@@ -447,7 +447,7 @@ def _rows_of_polymers(
 
 
 def _one_conformation(columns: Columns, rows: np.ndarray, residues: np.ndarray, atoms: np.ndarray) -> np.ndarray:
-    """Return which of `rows` to keep, one per atom: that of the residue's conformation of highest mean occupancy.
+    """Choose one of `rows` for each atom: that of the residue's conformation of highest mean occupancy.
 
     An atom that this conformation lacks is taken from another one.
     """

@@ -157,7 +157,7 @@ def _places_by_number(residues: Sequence[gemmi.Residue], sequence: Sequence[str]
 
 
 def _derive_sequence(residues: Sequence[gemmi.Residue]) -> tuple[list[str], list[int]]:
-    """Return what the coordinates show of a sequence, X in its gaps, and the place from 1 of each residue."""
+    """Derive a sequence from the coordinates, X in its gaps, and the place from 1 of each residue."""
     labels = [residue.label_seq for residue in residues]
     by_author = None in labels
     numbers = [r.seqid.num or 0 if by_author or label is None else label for r, label in zip(residues, labels)]
