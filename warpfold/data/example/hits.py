@@ -160,12 +160,12 @@ def parse_hmmsearch(text: str, query: str, source: str = "<hmmsearch>") -> list[
                 f"{source}: has no #=GC RF line, so its match columns are not known; give hmmsearch's own file"
             )
         match = np.array([letter not in b"-._~" for letter in reference], bool)
-        for name, note, letters in found:
-            if len(letters) != len(match):
+        for name, note, columns in found:
+            if len(columns) != len(match):
                 raise UserError(
-                    f"{source}: {name} has {len(letters)} columns, #=GC RF {len(match)}; make the file again"
+                    f"{source}: {name} has {len(columns)} columns, #=GC RF {len(match)}; make the file again"
                 )
-            rows.append((name, note, letters.decode().replace(".", "-"), match))
+            rows.append((name, note, columns.decode("ascii", "replace").replace(".", "-"), match))
     else:
         for record in text[1:].split("\n>"):
             header, _, body = record.partition("\n")
@@ -181,9 +181,9 @@ def parse_hmmsearch(text: str, query: str, source: str = "<hmmsearch>") -> list[
     width = widths.pop() if widths else len(query)
     places = np.arange(width)
     for _, _, letters, match in rows:
-        columns = "".join(letter for letter, kept in zip(letters, match) if kept)
-        if columns.replace("-", "") == query:  # the query itself: gaps where others insert
-            is_letter = np.array([letter != "-" for letter in columns])
+        own = "".join(letter for letter, kept in zip(letters, match) if kept)
+        if own.replace("-", "") == query:  # the query itself: gaps where others insert
+            is_letter = np.array([letter != "-" for letter in own])
             places = np.where(is_letter, np.cumsum(is_letter) - 1, -1)
             break
     if places.max(initial=-1) + 1 != len(query) and rows:
