@@ -8,8 +8,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from warpfold.report.charts import CHAIN_COLORS
-from warpfold.report.figures import GREY, RULE, STYLE
+from warpfold.report.charts import CHAIN_COLORS, GREY, RULE
+from warpfold.report.figures import STYLE
 
 TITLES = {
     "blocks": "two blocks, true width: measured, lines: planned",

@@ -25,8 +25,7 @@ from warpfold.geometry.residue import RESTYPES
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.files import save_params
 from warpfold.prediction.fold_options import PredictOptions
-from warpfold.prediction.predict import predict
-from warpfold.prediction.share import Share
+from warpfold.prediction.predict import Share, predict
 from warpfold.training.config import RunConfig
 
 SHORTEST, MEDIAN, LONGEST, SPREAD = 30, 100, 400, 0.5

@@ -27,7 +27,8 @@ from warpfold.cost.replay import Pace, ReplayedStep, replay
 from warpfold.cost.simulation import Chance, Interruptions, Steps, draw_steps, whole_training
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.plan import Plan
-from warpfold.report.figures import AMBER, BLUE, GREY, INK, STYLE
+from warpfold.report.charts import GREY, INK
+from warpfold.report.figures import AMBER, BLUE, STYLE
 from warpfold.training.config import load_settings
 from warpfold.training.planning import training_job
 

@@ -31,8 +31,7 @@ from warpfold.data.store.stored_assembly import entry_keys, read_assembly
 from warpfold.data.synthetic.folder import generate
 from warpfold.demo_report import DIMERS, LDDT, PROTEINS, DemoSubject, Measured, compare, demo_report, means
 from warpfold.engine.watch import Row
-from warpfold.prediction.entries import write_prediction
-from warpfold.prediction.outputs import claim_folder, write_summary
+from warpfold.prediction.outputs import claim_folder, write_prediction, write_summary
 from warpfold.prediction.predictor import Predictor, load
 from warpfold.progress import Progress, no_progress
 from warpfold.report.report import write_report

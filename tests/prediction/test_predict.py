@@ -23,7 +23,7 @@ from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Prepared, load
 from warpfold.prediction.queries import read_queries
-from warpfold.prediction.templates import TemplateSources, find_templates
+from warpfold.prediction.templates import TemplateQuery, TemplateSources, find_templates
 
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
 FASTA = f">one first\n{ONE}\n>two\n{TWO}\n"
@@ -497,18 +497,15 @@ def test_hits_without_a_date_are_used_and_it_is_said(
 
 
 def test_of_several_queries_hits_go_by_name_and_files_to_all(tmp_path: Path, fasta: Path, structures: Path) -> None:
-    queries = {"one": ONE, "two": TWO}
-    sources = TemplateSources(
-        files=[str(structures / "1abc.cif")], hits=[a3m_hits(tmp_path, "one.a3m")], structures=structures
-    )
-    found = find_templates(queries, sources, most=4)
-    assert found["one"][0] is not None
-    assert found["one"][0].names == ("1abc_A", "1abc_A")  # B is the other protein, 2xyz_A a copy
-    assert found["two"][0] is not None
-    assert found["two"][0].names == ("1abc_B",)
+    file = (str(structures / "1abc.cif"),)
+    queries = [TemplateQuery(ONE, ("one",), file), TemplateQuery(TWO, ("two",), file)]
+    sources = TemplateSources(files=file, hits=[a3m_hits(tmp_path, "one.a3m")], structures=structures)
+    found = [templates for templates, _ in find_templates(queries, sources, most=4)]
+    # B is the other protein, 2xyz_A a copy
+    assert [one and one.names for one in found] == [("1abc_A", "1abc_A"), ("1abc_B",)]
     with pytest.raises(UserError, match=r"three\.a3m: there is no query three"):
         find_templates(queries, replace(sources, hits=[a3m_hits(tmp_path, "three.a3m")]), most=4)
-    only_one, outcomes = find_templates(queries, sources, most=1)["one"]
+    only_one, outcomes = find_templates(queries, sources, most=1)[0]
     assert only_one is not None
     assert len(only_one) == 1
     assert {outcome.note for outcome in outcomes[1:]} == {"enough better ones are used"}

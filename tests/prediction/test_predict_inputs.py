@@ -22,15 +22,13 @@ from warpfold.model.template import TemplateConfig
 from warpfold.model.weights.files import save_params
 from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.params import params_files
-from warpfold.prediction.predict import predict
+from warpfold.prediction.predict import Share, predict
 from warpfold.prediction.predictor import load
 from warpfold.prediction.queries import read_given
-from warpfold.prediction.share import Share
 from warpfold.prediction.templates import (
     TemplateQuery,
     TemplateSources,
     find_templates,
-    find_templates_of,
     template_notices,
 )
 
@@ -140,9 +138,9 @@ def test_files_of_a_bad_record_are_not_anothers(tmp_path: Path) -> None:
     (tmp_path / "mmcif").mkdir()
     sources = TemplateSources(hits=[tmp_path / "bad.hhr"], structures=tmp_path / "mmcif")
     query = TemplateQuery(ONE, ("one",), ())
-    assert find_templates_of([query], sources, 4, refused=["bad"]) == [(None, [])]
+    assert find_templates([query], sources, 4, refused=["bad"]) == [(None, [])]
     with pytest.raises(UserError, match=r"bad\.hhr"):
-        find_templates_of([query], sources, 4)
+        find_templates([query], sources, 4)
 
 
 def test_a_complex_with_a_bad_chain_fails_as_a_whole(tmp_path: Path) -> None:
@@ -357,7 +355,7 @@ def test_a_folder_of_hits(tmp_path: Path) -> None:
     (tmp_path / "mmcif").mkdir()
     (tmp_path / "mmcif/2xyz.cif").write_text("data_x\n")
     sources = TemplateSources(hits=[tmp_path / "set"], structures=tmp_path / "mmcif")
-    found = find_templates({"1abc_A": ONE, "other": TWO}, sources, most=4)
-    assert [len(outcomes) for _, outcomes in found.values()] == [1, 0]
+    queries = [TemplateQuery(ONE, ("1abc_A",), ()), TemplateQuery(TWO, ("other",), ())]
+    assert [len(outcomes) for _, outcomes in find_templates(queries, sources, most=4)] == [1, 0]
     with pytest.raises(UserError, match=r"has no hits that are named after a query; call them other\.hhr"):
-        find_templates({"other": TWO}, sources, most=4)
+        find_templates(queries[1:], sources, most=4)

@@ -9,8 +9,8 @@ import pytest
 from tests.training.runs import helix
 from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
-from warpfold.prediction.entries import copy_by_rank, find_interfaces, rank_predictions, write_prediction
-from warpfold.prediction.outputs import Prediction
+from warpfold.prediction.folder import copy_by_rank, rank_predictions
+from warpfold.prediction.outputs import Prediction, find_interfaces, write_prediction
 from warpfold.prediction.sanity import check_geometry, confidence_notices
 from warpfold.scoring.dockq import residue_pairs
 

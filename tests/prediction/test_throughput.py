@@ -31,14 +31,14 @@ from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction.fold_options import PredictOptions
+from warpfold.prediction.folder import Journal, read_journals
 from warpfold.prediction.folding import FoldItem, Group, cost_of, in_groups, part_of
-from warpfold.prediction.journal import Journal, read_journals
 from warpfold.prediction.pages import prediction_report
 from warpfold.prediction.params import Params, read_params
-from warpfold.prediction.predict import predict
+from warpfold.prediction.predict import ProgressOfRun, Share, in_jobs, predict
 from warpfold.prediction.predictor import Predictor, Prepared
 from warpfold.prediction.queries import query_of
-from warpfold.prediction.share import Share, _Bar, as_time, in_jobs
+from warpfold.progress import as_time
 from warpfold.report.report import render
 from warpfold.training.passes import PassPlace
 
@@ -320,7 +320,7 @@ def test_many_are_begun_and_ended_at_once(tmp_path: Path, tiny_params: Path, mon
     journal = Journal(tmp_path, "run")
     start = time.process_time()
     for i in range(count):
-        journal.add((f"p{i}", "m", 0), {"name": "p", "folder": "p", "files": {}})
+        journal.write({"of": (f"p{i}", "m", 0), "entry": {"name": "p", "folder": "p", "files": {}}})
     rows = list(read_journals(tmp_path, "run"))
     assert (len(rows), list(read_journals(tmp_path, "other"))) == (count, [])
     assert time.process_time() - start < 5
@@ -333,7 +333,7 @@ def test_what_is_written_late_takes_nothing_back_of_what_was_told(tiny_params: P
     """The model is nearly through the second group when the files of the first are done, one after another."""
     told: list[float] = []
     a, b, c, d = items(tiny_params, (4, 4, 5, 5))
-    bar = _Bar(lambda done, total, _: told.append(done), 4, [(a, b), (c, d)])
+    bar = ProgressOfRun(lambda done, total, _: told.append(done), 4, [(a, b), (c, d)])
     bar.follow((c, d), PassPlace(1, 1, 9, 10, 0.8))
     bar.move([a])
     bar.move([b])

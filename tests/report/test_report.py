@@ -135,7 +135,7 @@ def test_the_sequence_is_numbered_by_chain_and_coloured_by_confidence() -> None:
 def test_plddt_has_alphafold_db_colours_and_bands() -> None:
     colors = {100: "#0053D6", 90.01: "#0053D6", 90: "#65CBF3", 70.01: "#65CBF3", 70: "#FFDB13", 50.01: "#FFDB13"}
     for value, color in (colors | {50: "#FF7D45", 0: "#FF7D45"}).items():
-        assert charts.plddt_color(value) == color
+        assert charts.CLASSES[charts.plddt_class(value)][1] == color
     style = (Path(report_module.__file__).parent / "report.css").read_text(encoding="utf-8")
     for place, (_, color, _) in enumerate(charts.CLASSES):
         assert f".p{place} {{ background: {color}; }}" in style

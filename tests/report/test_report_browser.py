@@ -12,8 +12,8 @@ import pytest
 
 from tests.report.browser import CHROMIUM, Browser
 from tests.training.runs import helix
-from warpfold.prediction.entries import copy_by_rank, rank_predictions, write_prediction
-from warpfold.prediction.outputs import Prediction
+from warpfold.prediction.folder import copy_by_rank, rank_predictions
+from warpfold.prediction.outputs import Prediction, write_prediction
 from warpfold.prediction.pages import prediction_report
 from warpfold.report.coverage import Coverage
 from warpfold.report.report import write_report

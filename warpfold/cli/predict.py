@@ -112,9 +112,9 @@ class PredictCommand(PredictOptions):
         else.
         """
         from warpfold.parallel.team import team_of
+        from warpfold.prediction.predict import Share
         from warpfold.prediction.predict import predict as fold_all
         from warpfold.prediction.queries import server_of
-        from warpfold.prediction.share import Share
         from warpfold.prediction.templates import TemplateSources
 
         _check_relax(self.relax)

@@ -81,7 +81,7 @@ class SimulateCommand:
             saved = replace(given.interruptions, save=checkpoint_seconds(given.job, given.rates))
             found = simulate(replace(given, interruptions=saved), within(progress, 1, 2), spans.append)
         if self.figure is not None:
-            from warpfold.report.timeline import draw_timeline
+            from warpfold.report.figures import draw_timeline
 
             picture = draw_timeline(spans, given.job.model.evoformer.blocks, self.figure.suffix[1:])
             write_atomically(self.figure, picture)

@@ -151,9 +151,14 @@ class Recycling:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a prediction keeps beside structure and confidence."""
+class Asked:
+    """What every prediction of a run is asked for, beside structure and confidence.
 
+    recycles, ensemble: None for the model's own.
+    """
+
+    recycles: int | None = None
+    ensemble: int | None = None
     representations: bool = True
     distogram: bool = False
     logits: bool = False
@@ -224,9 +229,11 @@ class PredictOptions(Checked):
         return "strict" if self.strict else "fast"
 
     @property
-    def kept(self) -> Kept:
-        """Return what a prediction keeps in memory until it is written."""
-        return Kept(self.representations, self.distogram, save_recycles=self.save_recycles)
+    def asked(self) -> Asked:
+        """Return what every prediction is asked for."""
+        return Asked(
+            self.recycles, self.ensemble, self.representations, self.distogram, save_recycles=self.save_recycles
+        )
 
     @property
     def alone(self) -> bool:

@@ -1,27 +1,28 @@
-"""The folder of a run of `predict`: whose it is, what is done in it, and how it is finished (docs/outputs.md)."""
+"""The folder of a run of `predict`: whose it is, what is done in it, and how it is finished (docs/outputs.md).
 
+    OUT/summary.json           the run, with what earlier runs of the same command made
+    OUT/journal/2-of-4.jsonl   what the second of four processes has done since; locked as long as it works
+    OUT/journal/lock           held for a moment, when a process begins and when it ends
+
+A kill loses nothing, and no process writes another's file.  Whoever ends and finds everything done and nobody at work
+writes the whole summary and removes the journals (docs/throughput.md).
+"""
+
+import contextlib
+import fcntl
+import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from warpfold.bulk import JobPart
-from warpfold.files import file_name
-from warpfold.prediction.entries import copy_by_rank, rank_predictions, remove_copies
-from warpfold.prediction.folding import FoldItem, FoldOutcome, Group, part_of
-from warpfold.prediction.journal import (
-    WHOLE,
-    Done,
-    Journal,
-    Key,
-    alone,
-    at_work,
-    key_of,
-    read_journals,
-    remove_journals,
-    workers_at_work,
-)
+from warpfold.errors import UserError
+from warpfold.files import NO_LOCKS, file_name, lock_file, sealed, write_atomically, writing
+from warpfold.prediction.folding import FoldItem, FoldOutcome, Group, Key, part_of
 from warpfold.prediction.outputs import (
     checksums_of,
     claim_folder,
@@ -36,11 +37,19 @@ from warpfold.prediction.pages import prediction_report
 from warpfold.report.report import write_report
 
 logger = logging.getLogger("warpfold")
+JOURNALS = "journal"  # the folder
+WHOLE = JobPart(1, 1)
+_NAME = re.compile(r"(\d+-of-\d+)(-[\w.-]+)?\.jsonl")
+Entry = dict[str, Any]  # of a prediction, as summary.json has it
 
 
-def folder_of(item: FoldItem, several: bool) -> str:
-    """Return the folder of a prediction in the output folder; several: whether each query has several."""
-    return f"{file_name(item.query.name)}/{item.below if several else ''}".rstrip("/")
+@dataclass
+class Done:
+    """What is known of a run: the entries of its predictions, what failed, and how each process did."""
+
+    entries: dict[Key, Entry] = field(default_factory=dict)
+    failures: dict[Key, str] = field(default_factory=dict)
+    processes: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -56,7 +65,7 @@ class PredictionFolder:
     items: Sequence[FoldItem]
     part: JobPart = WHOLE
     keep: int | None = None
-    journal: Journal | None = field(default=None, repr=False)
+    journal: "Journal | None" = field(default=None, repr=False)
     own: set[Key] = field(default_factory=set, repr=False)  # what is to be folded by this process, or was
 
     @property
@@ -90,7 +99,7 @@ class PredictionFolder:
         self.own = {item.key for group in own for item in group}
         claim_folder(self.out, self.new["format"], self.run, force)  # before anything is written there
         for item in (item for group in own for item in group):
-            refuse_links(self.out, folder_of(item, self.is_several))
+            refuse_links(self.out, f"{file_name(item.query.name)}/{item.below if self.is_several else ''}")
         with alone(self.out):
             earlier = claim_folder(self.out, self.new["format"], self.run, force) or {}
             same = earlier.get("run") == self.run
@@ -98,7 +107,11 @@ class PredictionFolder:
                 if not same or other == str(self.part) or JobPart.parse(other).count != self.part.count:
                     raise at_work(self.out, other)
             if not same:
-                self._remove(earlier)
+                rows = read_journals(self.out, str(earlier.get("run")))
+                for entry in [*earlier.get("predictions", []), *(row["entry"] for row in rows if "entry" in row)]:
+                    if all(part == file_name(part) for part in Path(entry["folder"]).parts):
+                        remove_prediction(self.out / entry["folder"], entry["name"])
+                        remove_copies(self.out, entry)
                 write_summary(self.out, self.new)
             self.journal = Journal(self.out, self.run, self.part)
             if same and earlier["status"] != "running":
@@ -111,19 +124,6 @@ class PredictionFolder:
         wanted = ([item.key for item in group if item.key not in done.entries] for group in own)
         return [keys for keys in wanted if keys]
 
-    def _remove(self, earlier: Mapping[str, Any]) -> None:
-        """Delete the predictions of another run."""
-        rows = read_journals(self.out, str(earlier.get("run")))
-        for entry in [*earlier.get("predictions", []), *(row["entry"] for row in rows if "entry" in row)]:
-            if all(part == file_name(part) for part in Path(entry["folder"]).parts):
-                remove_prediction(self.out / entry["folder"], entry["name"])
-                remove_copies(self.out, entry)
-
-    def record(self, outcome: FoldOutcome) -> None:
-        """Remember what became of a prediction, even if this process is killed at once."""
-        if self.journal is not None and (outcome.entry or outcome.error):
-            self.journal.add(outcome.item.key, outcome.entry, outcome.error)
-
     def finish(self, process: Mapping[str, Any], refused: Mapping[str, int]) -> dict[str, Any]:
         """End this process's work: write the summary if everything is done and nobody is at work; else return its part.
 
@@ -131,63 +131,53 @@ class PredictionFolder:
         """
         assert self.journal is not None
         with alone(self.out):
-            self.journal.end({"part": str(self.part), **process, "refused": refused})
+            self.journal.write({"process": {"part": str(self.part), **process, "refused": refused}})
             self.journal.close()
             done = self._done()
-            there = {key: one for key, one in done.entries.items() if not damaged_files(self.out, one, thorough=False)}
-            done.entries = there
-            whole = not done.lacks([item.key for item in self.items]) and not workers_at_work(self.out)
+            done.entries = {
+                key: one for key, one in done.entries.items() if not damaged_files(self.out, one, thorough=False)
+            }
+            lacking = {item.key for item in self.items} - done.entries.keys() - done.failures.keys()
+            whole = not lacking and not workers_at_work(self.out)
             summary = self._summary(done, None if whole else self.own) | {"seconds": process["seconds"]}
             if whole:
-                summary["predictions"], summary["ranking"] = rank_predictions(summary["predictions"])
-                if self.keep is not None:
-                    summary["predictions"] = [self._thinned(entry) for entry in summary["predictions"]]
-                if self.is_several:
-                    summary["predictions"] = copy_by_rank(self.out, summary["predictions"])
+                entries, summary["ranking"] = rank_predictions(summary["predictions"])
+                for entry in entries:
+                    if self.keep is not None and entry["rank"] > self.keep and not entry.get("thinned"):
+                        place = self.out / entry["folder"]
+                        files = thin_prediction(place, entry["name"], entry["files"])
+                        entry |= {"files": files, "checksums": checksums_of(place, files), "thinned": True}
+                summary["predictions"] = copy_by_rank(self.out, entries) if self.is_several else entries
                 write_report(self.out / "report.html", prediction_report(self.out, summary))
                 summary = write_summary(self.out, summary)
                 remove_journals(self.out)
         return summary
 
-    def _thinned(self, entry: dict[str, Any]) -> dict[str, Any]:
-        """Take away the matrices of a prediction that is not among the best; return its entry."""
-        if self.keep is None or entry["rank"] <= self.keep or entry.get("thinned"):
-            return entry
-        files = thin_prediction(self.out / entry["folder"], entry["name"], entry["files"])
-        checksums = checksums_of(self.out / entry["folder"], files)
-        return entry | {"files": files, "checksums": checksums, "thinned": True}
-
     def _summary(self, done: Done, own: set[Key] | None) -> dict[str, Any]:
         """Return the summary of what is done; own: only of these, while others are at work."""
         items = [item for item in self.items if own is None or item.key in own]
-        predictions = [
-            done.entries[item.key] | {"model": item.model.name} for item in items if item.key in done.entries
-        ]
-        # of records that could not be folded, which are nobody's items
+        # Records that could not be folded are nobody's items: the first part names them.
         failures = list(self.new["failures"]) if own is None or self.part.number == 1 else []
-        failures += [
-            {
-                "name": item.query.name,
-                **({"model": item.model.name, "seed": item.seed} if self.is_several else {}),
-                "error": done.failures[item.key],
-            }
-            for item in items
-            if item.key in done.failures and item.key not in done.entries
-        ]
+        for item in items:
+            if item.key in done.failures and item.key not in done.entries:
+                which = {"model": item.model.name, "seed": item.seed} if self.is_several else {}
+                failures.append({"name": item.query.name, **which, "error": done.failures[item.key]})
         refused: dict[str, int] = {}
         for one in done.processes:
             for reason, count in one.get("refused", {}).items():
                 refused[reason] = refused.get(reason, 0) + count
         return self.new | {
             "status": "running" if own is not None else "failed" if failures else "complete",
-            "predictions": predictions,
+            "predictions": [
+                done.entries[item.key] | {"model": item.model.name} for item in items if item.key in done.entries
+            ],
             "failures": failures,
             "refused": refused,
             "processes": [{key: value for key, value in one.items() if key != "refused"} for one in done.processes],
         }
 
     def _done(self) -> Done:
-        """Return what this run has done, in the summary and in the journals."""
+        """Return what this run has done, in the summary and in the journals; an entry counts more than any failure."""
         rows = list(read_journals(self.out, self.run))  # before the summary, in which they end
         earlier = claim_folder(self.out, self.new["format"], self.run) or self.new
         done, first = Done(), self.items[0]
@@ -199,5 +189,205 @@ class PredictionFolder:
             key = failure["name"], failure.get("model", first.model.name), failure.get("seed", first.seed)
             done.failures[key] = failure["error"]
         for row in rows:
-            done.add_row(row)
+            if "process" in row:
+                done.processes.append(row["process"])
+            elif "error" in row:
+                done.failures[key_of(row["of"])] = row["error"]
+            elif "entry" in row:
+                done.entries[key_of(row["of"])] = row["entry"]
         return done
+
+
+def key_of(of: Sequence[Any]) -> Key:
+    """Return a key as it was before JSON made a list of it."""
+    name, model, seed = of
+    return str(name), str(model), int(seed)
+
+
+class Journal:
+    """A file to which one process adds a line for each prediction; what is there when `write` returns outlives a kill.
+
+    worker: names a process that works for another one; its file is not locked.
+    Errors: UserError if another process of the same part is at work.
+    """
+
+    def __init__(self, out: Path, run: str, part: JobPart = WHOLE, worker: str = "") -> None:
+        self.out, self.part = out, part
+        path = out / JOURNALS / f"{part.number}-of-{part.count}{f'-{worker}' if worker else ''}.jsonl"
+        with writing(path):
+            self._file = _appending(path) if worker else _locked(path, at_work(out, str(part)))
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)  # a kill may have cut the last line off
+        self.write({"run": run})
+
+    def add(self, outcome: FoldOutcome) -> None:
+        """Add a prediction's entry in the summary, or why there is none; nothing where another rank writes."""
+        if outcome.entry is not None or outcome.error:
+            what = {"error": outcome.error} if outcome.entry is None else {"entry": outcome.entry}
+            self.write({"of": outcome.item.key, **what})
+
+    def close(self) -> None:
+        """Give up the file, and its lock."""
+        self._file.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Add a line."""
+        with writing(self.out / JOURNALS):
+            self._file.write(json.dumps(sealed(row)) + "\n")
+            self._file.flush()
+
+
+def at_work(out: Path, part: str) -> UserError:
+    """Return the error that a process is at work there, on such a part."""
+    of = "" if part == str(WHOLE) else f" on part {part}"
+    return UserError(f"{out}: another process is at work there{of}; wait for it, or name another folder")
+
+
+def read_journals(out: Path, run: str) -> Iterator[dict[str, Any]]:
+    """Yield the lines that processes of this run have written.
+
+    Errors: UserError for one that is not as it was written.
+    """
+    for path in _journals(out):
+        with contextlib.suppress(FileNotFoundError), writing(path):  # removed meanwhile: the summary has it
+            current = False
+            for line in path.read_bytes().split(b"\n")[:-1]:  # what a kill or another process has not finished
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    row = None
+                if not isinstance(row, dict) or row != sealed(row):
+                    raise UserError(f"{path}: is damaged; delete it, and what it had is predicted again")
+                if "run" in row:
+                    current = row["run"] == run
+                elif current:
+                    yield row
+
+
+def workers_at_work(out: Path) -> list[str]:
+    """Return the parts, as "2/4", that processes are working on."""
+    found = [match[1] for path in _journals(out) if (match := _NAME.fullmatch(path.name)) and _is_locked(path)]
+    return [part.replace("-of-", "/") for part in found]
+
+
+def remove_journals(out: Path) -> None:
+    """Delete all journals, when the summary has what they had; not where nobody can tell whether they are in use."""
+    folder = out / JOURNALS
+    with contextlib.suppress(OSError):
+        with open(folder / "lock", encoding="utf-8") as file, contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        for path in [*_journals(out), folder / "lock"]:
+            path.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Hold the folder's lock: nobody else begins or ends there meanwhile."""
+    path = out / JOURNALS / "lock"
+    with writing(path):
+        file = _locked(path)
+    with file:
+        yield
+
+
+def _locked(path: Path, taken: UserError | None = None) -> TextIO:
+    """Open a file to append to it, and lock it.  taken: raised where it is locked; None waits until it is not."""
+    while True:
+        file = _appending(path)
+        if taken is not None:
+            file.close()
+            file = lock_file(path, taken)
+        else:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+                return file
+        with contextlib.suppress(FileNotFoundError):  # another process may have removed it before it was locked
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
+        file.close()
+
+
+def _appending(path: Path) -> TextIO:
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed the empty folder
+            return open(path, "a", encoding="utf-8")
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process holds a lock; where there are no locks, nobody seems to."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it is gone, or there are no locks
+        return False
+    return False
+
+
+def _journals(out: Path) -> list[Path]:
+    folder = out / JOURNALS
+    return sorted(path for path in folder.glob("*.jsonl") if _NAME.fullmatch(path.name)) if folder.is_dir() else []
+
+
+def rank_predictions(entries: Sequence[Entry]) -> tuple[list[Entry], dict[str, Any]]:
+    """Return the entries with their ranks, each query's best first, and the ranking of each query.
+
+    Complexes are ranked by 0.8 ipTM + 0.2 pTM (AlphaFold-Multimer, sec. 2.6), others by mean pLDDT, as are complexes
+    of which a model without the PAE head folded some.  Queries keep their order.
+    """
+    ranked: list[Entry] = []
+    ranking = {}
+    by_name: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_name.setdefault(entry["name"], []).append(entry)
+    for name, own in by_name.items():
+        by_tm = all(entry.get("iptm") is not None for entry in own)
+        if not by_tm:
+            own = [entry | {"ranking_confidence": entry["mean_plddt"]} for entry in own]
+        own = sorted(own, key=lambda entry: (-entry["ranking_confidence"], entry["model"], entry["seed"]))
+        own = [entry | {"rank": rank} for rank, entry in enumerate(own, 1)]
+        ranked += own
+        kept = ("rank", "ranking_confidence", "model", "seed", "folder")
+        order = [{key: entry[key] for key in kept} for entry in own]
+        ranking[name] = {"by": "0.8 ipTM + 0.2 pTM" if by_tm else "mean pLDDT", "order": order}
+    return ranked, ranking
+
+
+def copy_by_rank(out: Path, entries: Sequence[Entry]) -> list[Entry]:
+    """Write a copy of each ranked structure, OUT/NAME/NAME_rank_1.cif and so on; return the entries naming them.
+
+    So with its scores, NAME_rank_1_scores.json: ChimeraX takes the JSON file that shares most of a structure's name
+    for its PAE.  Earlier copies are replaced, and deleted where there is nothing to copy any more.
+    """
+    found = []
+    for entry in entries:
+        folder = Path(file_name(entry["name"]))
+        copies = {}
+        for kind, ending in (("mmcif", ".cif"), ("pdb", ".pdb"), ("scores", "_scores.json")):
+            if kind not in entry["files"]:
+                continue
+            source = out / entry["folder"] / entry["files"][kind]
+            copy = folder / f"{folder}_rank_{entry['rank']}{ending}"
+            write_atomically(out / copy, source.read_text(encoding="utf-8"))
+            copies[kind] = str(copy)
+        found.append(entry | {"ranked": copies})
+    now = {copy for entry in found for copy in entry["ranked"].values()}
+    for entry in entries:  # of an earlier summary, perhaps before predictions were thinned
+        stale = {kind: copy for kind, copy in entry.get("ranked", {}).items() if copy not in now}
+        remove_copies(out, entry | {"ranked": stale})
+    return found
+
+
+def remove_copies(out: Path, entry: Entry) -> None:
+    """Delete the copies that a summary's entry names, and their folder if nothing else is in it."""
+    for copy in map(Path, entry.get("ranked", {}).values()):
+        folder, safe = out / file_name(entry["name"]), [file_name(part) for part in copy.parts]
+        if safe == list(copy.parts) and (out / copy).parent == folder and not folder.is_symlink():
+            with contextlib.suppress(OSError):  # it is not there, or other files are in the folder
+                (out / copy).unlink(missing_ok=True)
+                folder.rmdir()

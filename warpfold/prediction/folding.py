@@ -6,7 +6,7 @@ docs/throughput.md says why, and what was measured.
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
@@ -17,8 +17,7 @@ from warpfold.data.example.raw_example import Assembly
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.parallel.team import Team
-from warpfold.prediction.fold_options import Kept
-from warpfold.prediction.journal import Key
+from warpfold.prediction.fold_options import Asked
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.params import Params
 from warpfold.prediction.queries import Query
@@ -34,6 +33,9 @@ FAILURES = (UserError, RuntimeError, MemoryError, ArithmeticError, ValueError)
 TOGETHER = {"cpu": 8192}
 MOST_TOGETHER = 8
 OFTEN = 0.2  # seconds between two words about where the model is
+
+
+Key = tuple[str, str, int]  # of a prediction: protein, model, seed
 
 
 @dataclass(frozen=True)
@@ -128,23 +130,14 @@ def part_of(groups: Sequence[Group], part: JobPart) -> list[Group]:
     return [group for group in groups if id(group) in chosen]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What every prediction of a run is asked for; recycles, ensemble: None for the model's own."""
-
-    recycles: int | None
-    ensemble: int | None
-    kept: Kept
-
-
 class Folds(Protocol):
     """A model that folds: `Predictor`."""
 
     @property
     def model(self) -> AlphaFold: ...
     def prepare(self, assembly: Assembly, *, seed: int, recycles: int | None, ensemble: int | None) -> Prepared: ...
-    def compute(self, prepared: Prepared, kept: Kept) -> Prediction: ...
-    def compute_together(self, several: Sequence[Prepared], kept: Kept) -> list[Prediction]: ...
+    def compute(self, prepared: Prepared, asked: Asked) -> Prediction: ...
+    def compute_together(self, several: Sequence[Prepared], asked: Asked) -> list[Prediction]: ...
 
 
 @dataclass
@@ -170,19 +163,31 @@ class Clock:
         }
 
 
-@dataclass(frozen=True)
+@dataclass
 class FoldOutcome:
-    """What became of an item: its entry in the summary, or why there is none; neither where another rank writes."""
+    """What has become of an item so far; what has an `error` is left alone by all that follows.
+
+    prediction: None on ranks that do not hold it.  entry: what the summary has of it, once it is written.
+    """
 
     item: FoldItem
+    prepared: Prepared | None = None
+    prediction: Prediction | None = None
     entry: dict[str, Any] | None = None
     error: str = ""
 
+    @contextmanager
+    def attempt(self, failures: tuple[type[Exception], ...]) -> Iterator[None]:
+        """Make what fails within the context this item's own failure."""
+        try:
+            yield
+        except failures as error:
+            self.error = one_line(error)
+
 
 Write = Callable[[FoldItem, Prediction], dict[str, Any]]  # returns the entry
+Record = Callable[[FoldOutcome], None]
 Follow = Callable[[Group, PassPlace], None]
-Made = list[tuple[FoldItem, Prepared | str]]
-Folded = list[tuple[FoldItem, Prediction | str]]
 
 
 def fold_groups(
@@ -190,41 +195,58 @@ def fold_groups(
     asked: Asked,
     team: Team,
     groups: Iterable[Group],
-    write: Write,
-    record: Callable[[FoldOutcome], None],
+    write: Write | None,
+    record: Record,
     follow: Follow | None = None,
 ) -> Clock:
     """Fold groups one after another, while a thread makes the features of the next and another writes the last's files.
 
     So there are features of two groups at most.  load: returns a model, of which one is in memory.  team: the processes
-    that share each protein.  record: called in the writing thread, in the order of the groups.  follow: told where the
-    model is in a group, some times in a second at most.
+    that share each protein.  write, record: called in the writing thread, in the order of the groups.  follow: told
+    where the model is in a group, some times in a second at most.
     Errors: what is no failure of one prediction alone (`failures_of`) ends it.
     """
     clock, failures, coming = Clock(), failures_of(team), iter(groups)
+
+    def prepare(predictor: Folds, group: Group) -> list[FoldOutcome]:
+        made = [FoldOutcome(item) for item in group]
+        for one in made:
+            with one.attempt(failures):
+                one.prepared = predictor.prepare(
+                    one.item.query.assembly, seed=one.item.seed, recycles=asked.recycles, ensemble=asked.ensemble
+                )
+        return made
+
+    def finish(folded: list[FoldOutcome]) -> None:
+        for one in folded:
+            if not team.is_example_leader:
+                one.prediction = None
+            if one.prediction is not None and write is not None:
+                with one.attempt(failures):
+                    one.entry = write(one.item, one.prediction)
+            record(one)
+
     group = next(coming, None)
-    making: Future[Made] | None = None
+    making: Future[list[FoldOutcome]] | None = None
     written: Future[None] | None = None
     with ThreadPoolExecutor(1, "features") as maker, ThreadPoolExecutor(1, "files") as writer:
         while group is not None:
             predictor = load(group[0].model)
             start = time.perf_counter()
-            making = making or maker.submit(_prepare, predictor, group, asked, failures)
-            made = making.result()
+            made = (making or maker.submit(prepare, predictor, group)).result()
             clock.features += time.perf_counter() - start
             following = next(coming, None)
             making = None
             if following is not None and following[0].model is group[0].model:
-                making = maker.submit(_prepare, predictor, following, asked, failures)
+                making = maker.submit(prepare, predictor, following)
             start = time.perf_counter()
-            with following_passes(predictor, group, made, follow):
-                folded = _compute(predictor, made, asked, failures)
+            _compute(predictor, made, asked, failures, None if follow is None else partial(follow, group))
             done = time.perf_counter()
             if written is not None:
                 written.result()
             clock.computing += done - start
             clock.files += time.perf_counter() - done
-            written = writer.submit(_write, folded, write, record, failures, team.is_example_leader)
+            written = writer.submit(finish, made)
             group = following
         if written is not None:
             start = time.perf_counter()
@@ -233,13 +255,28 @@ def fold_groups(
     return clock
 
 
-def following_passes(predictor: Folds, group: Group, made: Made, follow: Follow | None) -> AbstractContextManager[None]:
-    """Tell `follow` where the model is while it folds a group, within the context."""
-    ready = [prepared for _, prepared in made if isinstance(prepared, Prepared)]
-    if follow is None or not ready:
-        return nullcontext()
-    passes = (ready[0].recycles + 1) * ready[0].ensemble
-    return followed(predictor.model, passes, partial(follow, group), OFTEN)
+def _compute(
+    predictor: Folds,
+    made: Sequence[FoldOutcome],
+    asked: Asked,
+    failures: tuple[type[Exception], ...],
+    follow: Callable[[PassPlace], None] | None,
+) -> None:
+    """Fold what could be prepared; what fails together is folded one by one.  follow: told where the model is."""
+    ready = [(one, one.prepared) for one in made if one.prepared is not None]
+    if not ready:
+        return
+    passes = (ready[0][1].recycles + 1) * ready[0][1].ensemble
+    with nullcontext() if follow is None else followed(predictor.model, passes, follow, OFTEN):
+        if len(ready) > 1:
+            with suppress(*failures):
+                for (one, _), found in zip(ready, predictor.compute_together([x for _, x in ready], asked)):
+                    one.prediction = found
+        for one, prepared in ready:
+            if one.prediction is None:
+                with one.attempt(failures):
+                    one.prediction = predictor.compute(prepared, asked)
+            one.prepared = None
 
 
 def failures_of(team: Team) -> tuple[type[Exception], ...]:
@@ -254,62 +291,6 @@ def taken(groups: Sequence[Group], team: Team) -> Iterator[Group]:
     """Yield the groups that this process folds, as it becomes free, of those that several processes share out."""
     while (number := team.take("predictions")) < len(groups):
         yield groups[number]
-
-
-def _prepare(predictor: Folds, group: Group, asked: Asked, failures: tuple[type[Exception], ...]) -> Made:
-    made: Made = []
-    for item in group:
-        try:
-            assembly, seed = item.query.assembly, item.seed
-            prepared = predictor.prepare(assembly, seed=seed, recycles=asked.recycles, ensemble=asked.ensemble)
-            made.append((item, prepared))
-        except failures as error:
-            made.append((item, one_line(error)))
-    return made
-
-
-def _compute(predictor: Folds, made: Made, asked: Asked, failures: tuple[type[Exception], ...]) -> Folded:
-    """Fold what could be prepared; what fails together is folded one by one."""
-    ready = [prepared for _, prepared in made if isinstance(prepared, Prepared)]
-    together: Iterator[Prediction] | None = None
-    if len(ready) > 1:
-        try:
-            together = iter(predictor.compute_together(ready, asked.kept))
-        except failures:
-            together = None
-    found: Folded = []
-    for item, prepared in made:
-        if isinstance(prepared, str):
-            found.append((item, prepared))
-        elif together is not None:
-            found.append((item, next(together)))
-        else:
-            try:
-                found.append((item, predictor.compute(prepared, asked.kept)))
-            except failures as error:
-                found.append((item, one_line(error)))
-    return found
-
-
-def _write(
-    folded: Folded,
-    write: Write,
-    record: Callable[[FoldOutcome], None],
-    failures: tuple[type[Exception], ...],
-    writes: bool,
-) -> None:
-    """Write the files of predictions, and record what became of each."""
-    for item, prediction in folded:
-        if isinstance(prediction, str):
-            record(FoldOutcome(item, error=prediction))
-        elif not writes:
-            record(FoldOutcome(item))
-        else:
-            try:
-                outcome = FoldOutcome(item, write(item, prediction))
-            except failures as error:
-                outcome = FoldOutcome(item, error=one_line(error))
-            record(outcome)
 
 
 def one_line(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""A prediction, and how it becomes files: structures, confidence, arrays; all of them or none."""
+"""A prediction, and how it becomes files, all of them or none, and an entry of the summary."""
 
 import contextlib
 import html
@@ -9,8 +9,8 @@ import re
 import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,16 +18,20 @@ from uuid import uuid4
 import numpy as np
 import torch
 
+from warpfold.data.example.templates import TemplateOutcome, count_refusals
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.errors import UserError
 from warpfold.files import checksum, file_name, sealed, write_atomically, writing
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model import confidence
-from warpfold.prediction.sanity import confidence_notices
+from warpfold.prediction.notices import Notice
+from warpfold.prediction.sanity import check_geometry, confidence_notices
 from warpfold.report.coverage import Coverage
 from warpfold.report.report import ReportPage, Target, Warned, render
+from warpfold.scoring.dockq import CONTACT, residue_pairs
 
 RESERVED = ("alignments", "journal", "report.html", "summary.json")  # in an output folder: no protein's folder
+NEAR = 8.0  # angstrom: residues whose heavy atoms are nearer to another chain than this belong to the interface
 FRAME = 900  # pixels of the frame in a notebook; what is longer scrolls
 # Arrays that stay when a prediction is thinned.
 SMALL = (
@@ -48,6 +52,12 @@ class PassStructure:
     plddt: np.ndarray
     ptm: float | None
     iptm: float | None
+
+    def scores(self) -> dict[str, float | None]:
+        """Return what the summary has of it."""
+        scores = {name: getattr(self, name) for name in ("ptm", "iptm")}
+        rounded = {name: None if one is None else round(one, 4) for name, one in scores.items()}
+        return {"mean_plddt": round(float(self.plddt.mean()), 2), **rounded}
 
 
 @dataclass(frozen=True, repr=False)
@@ -225,6 +235,120 @@ class Prediction:
             why = error.strerror or error
             raise UserError(f"{folder}: cannot be written: {why}; name another folder") from error
         return written
+
+
+def write_prediction(
+    prediction: Prediction, out: Path, below: str = "", notices: Sequence[Notice] = ()
+) -> dict[str, Any]:
+    """Check a prediction's geometry, write it into its own folder in `out`, and return its entry in the summary.
+
+    below: the folder in that of the protein, where it has several predictions.  notices: what else is to be said.
+    """
+    outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
+    details = dict(prediction.details)
+    chains, lost = _of_complex(prediction, details.pop("chain_depths", {})), details.pop("warnings", ())
+    geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
+    doubts = confidence_notices(prediction.plddt, prediction.ptm, prediction.iptm)
+    folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
+    refuse_links(out, folder)
+    files = prediction.save(out / folder, overwrite=True)  # the earlier run was killed, or is replaced with --force
+    return {
+        "name": prediction.name,
+        "folder": folder,
+        "files": files,
+        "checksums": checksums_of(out / folder, files),
+        "length": len(prediction.sequence),
+        "sequence": ":".join(prediction.sequence[span] for span in prediction.spans.values()),
+        "mean_plddt": round(prediction.mean_plddt, 2),
+        "ptm": None if prediction.ptm is None else round(prediction.ptm, 4),
+        **chains,
+        "ranking_confidence": round(prediction.ranking_confidence, 6),
+        **details,
+        **({"recycled": [one.scores() for one in prediction.recycled]} if prediction.recycled else {}),
+        "templates_unused": sum(not outcome.used for outcome in outcomes),
+        "templates_refused": count_refusals(outcomes),
+        "templates_missing": sum(outcome.missing for outcome in outcomes),
+        "geometry": asdict(geometry),
+        "warnings": [
+            *(notice.record() for notice in notices),
+            *lost,
+            *(notice.record() for notice in _input_notices(prediction, files)),
+            *(notice.record() for notice in (*geometry.notices(), *doubts)),
+        ],
+    }
+
+
+def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, Any]:
+    """Return what the summary has of complexes alone.  depths: rows of each chain's alignment."""
+    if prediction.asym_id is None:
+        return {}
+    pairs = prediction.chain_pair_iptm
+    ptm = [None] * len(prediction.spans) if pairs is None else pairs.diagonal().astype(float).round(4).tolist()
+    return {
+        "iptm": None if prediction.iptm is None else round(prediction.iptm, 4),
+        "chains": [
+            {
+                "id": chain,
+                "length": span.stop - span.start,
+                "mean_plddt": round(float(prediction.plddt[span].mean()), 2),
+                "ptm": one,
+                "msa_depth": depths.get(chain),
+            }
+            for (chain, span), one in zip(prediction.spans.items(), ptm)
+        ],
+        "chain_pair_iptm": None if pairs is None else np.round(pairs.astype(float), 4).tolist(),
+        "interfaces": [
+            {
+                "chains": list(one.chains),
+                "iptm": None if one.iptm is None else round(one.iptm, 4),
+                "plddt": round(one.plddt, 2),
+                "contacts": one.contacts,
+            }
+            for one in find_interfaces(prediction)
+        ],
+    }
+
+
+def _input_notices(prediction: Prediction, files: Mapping[str, str]) -> Iterator[Notice]:
+    """Yield what is to be said of residues that are X, which have no atoms, and why there is no PDB file."""
+    places = [
+        f"{chain} {place}" if prediction.asym_id is not None else str(place)
+        for chain, span in prediction.spans.items()
+        for place, letter in enumerate(prediction.sequence[span], 1)
+        if letter == "X"
+    ]
+    if places:
+        some = ", ".join(places[:5]) + (" ..." if len(places) > 5 else "")
+        yield Notice("unknown_residues", {"count": len(places), "detail": f"X at {some}"})
+    if "pdb" not in files:
+        try:
+            prediction.pdb()
+        except UserError as error:
+            why = str(error).removeprefix(prediction.name + ": ").removesuffix("; write mmCIF")
+            yield Notice("no_pdb", {"why": why})
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Two chains in contact: some of their residues have heavy atoms nearer than 5 angstrom to each other."""
+
+    chains: tuple[str, str]
+    contacts: int  # pairs of such residues
+    plddt: float  # the mean of all residues with a heavy atom nearer than 8 angstrom to the other chain, 0 to 100
+    iptm: float | None  # of these two chains alone, 0 to 1; None without the PAE head
+
+
+def find_interfaces(prediction: Prediction) -> list[Interface]:
+    """Return the interfaces of a complex, in the order of its chains; a single chain has none."""
+    chains, spans, pairs = prediction.chains(), list(prediction.spans.values()), prediction.chain_pair_iptm
+    found = []
+    for (i, one), (j, other) in combinations(enumerate(chains), 2):
+        near = residue_pairs(one, other, one.mask > 0, other.mask > 0, NEAR)
+        if contacts := len(near.within(CONTACT)):
+            plddt = [prediction.plddt[spans[k]][np.unique(near.indices[:, side])] for side, k in enumerate((i, j))]
+            iptm = None if pairs is None else float(pairs[i, j])
+            found.append(Interface((one.id, other.id), contacts, float(np.concatenate(plddt).mean()), iptm))
+    return found
 
 
 def plddt_json(plddt: np.ndarray, spans: Mapping[str, slice]) -> dict[str, list[Any]]:

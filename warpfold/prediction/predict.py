@@ -1,12 +1,18 @@
-"""Fold queries with each of the parameters and seeds, into a folder that is never half-written (docs/outputs.md)."""
+"""Fold queries with each of the parameters and seeds, into a folder that is never half-written (docs/outputs.md).
+
+This process folds, or ranks that each take some, processes of their own, or a Dask cluster.
+"""
 
 import hashlib
 import json
+import os
 import platform
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,21 +20,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from warpfold import __version__
+from warpfold.bulk import JobPart, in_order, pool, require_dask, worker_number
 from warpfold.data.example.query_files import Complex, Given
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe
+from warpfold.ops.dispatch import refusals
 from warpfold.parallel.team import Team
 from warpfold.prediction.fold_options import PredictOptions, batch_of
-from warpfold.prediction.folder import PredictionFolder
-from warpfold.prediction.folding import FoldItem, in_groups, one_line
+from warpfold.prediction.folder import WHOLE, Journal, PredictionFolder
+from warpfold.prediction.folding import (
+    Clock,
+    FoldItem,
+    FoldOutcome,
+    Group,
+    Write,
+    cost_of,
+    fold_groups,
+    in_groups,
+    one_line,
+    taken,
+)
 from warpfold.prediction.notices import noted, shorten_list
-from warpfold.prediction.outputs import RESERVED, claim_folder
+from warpfold.prediction.outputs import RESERVED, Prediction, claim_folder, write_prediction
 from warpfold.prediction.params import MULTIMERS, Params, families_in, params_files, read_params
 from warpfold.prediction.plan_report import check_fits, sizes_of_query
+from warpfold.prediction.predictor import Predictor, load
 from warpfold.prediction.queries import Query, ReadQueries, fetching, read_given, with_templates
-from warpfold.prediction.share import ModelInMemory, Share, fold_shared
 from warpfold.prediction.templates import TemplateSources
-from warpfold.progress import Progress, no_progress
+from warpfold.progress import Progress, as_time, no_progress
+from warpfold.training.passes import PassPlace
 from warpfold.training.planning import grid_for, log
 
 if TYPE_CHECKING:
@@ -36,6 +56,34 @@ if TYPE_CHECKING:
 
 FORMAT = "warpfold-predictions-1"
 LONG = 1000  # residues, from which on planning takes long enough to be said
+JOBS = 16  # of each worker: so many that all end at about one time, so few that starting one costs nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Who folds: a part of the predictions, on several processes of this machine, or on a Dask cluster."""
+
+    part: JobPart = WHOLE
+    workers: int = 1
+    cluster: str | None = None
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process folds itself."""
+        return self.workers == 1 and self.cluster is None
+
+    def check(self, team: Team, device: str | None) -> None:
+        """Raise UserError where torchrun's processes would start others, or for more processes than GPUs."""
+        if self.is_here:
+            return
+        if team.process.ranks > 1:
+            raise UserError("--workers and --cluster start processes of their own: use them without torchrun")
+        if self.cluster is not None:
+            require_dask(self.cluster)  # before a folder is begun
+        if self.cluster is None and device is not None and device.startswith("cuda"):
+            gpus = 1 if ":" in device else torch.cuda.device_count()
+            if self.workers > gpus:
+                raise UserError(f"--workers {self.workers}: more than --device {device} has GPUs ({gpus}); give {gpus}")
 
 
 def predict(
@@ -64,7 +112,9 @@ def predict(
     """
     options, tell, team, share = options or PredictOptions(), progress or no_progress, team or Team(), share or Share()
     start = time.perf_counter()
-    _check_pipes([*([query] if isinstance(query, Given) else query), *msas], team)
+    for file in [*([query] if isinstance(query, Given) else query), *msas] if team.process.ranks > 1 else []:
+        if file == "-" or (isinstance(file, Path) and is_given_pipe(file)):
+            raise UserError(f"{file}: is a pipe, which several processes cannot share; give a regular file")
     share.check(team, options.device)
     server = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
     read, models, asked = _read(query, msas, params, out, options, server, tell)
@@ -97,18 +147,11 @@ def predict(
             batch = 1 if team.process.ranks > 1 or options.alone else batch_of(options.batch)
             todo = folder.begin(in_groups(items, batch, device), options.force)
         todo = team.broadcast(todo, "the beginning of the run")
-        clock, refused = fold_shared(memory, folder.groups_of(todo), folder, share, tell)
+        clock, refused = _fold(memory, folder.groups_of(todo), folder, share, tell)
         tell(total, total, "writing the report")
         process = {"device": device, "seconds": round(time.perf_counter() - start, 3), **clock.summary()}
         summary = folder.finish(process, refused) if team.is_rank_zero else None
     return team.broadcast(summary, "the end of the run")
-
-
-def _check_pipes(files: Sequence[Given], team: Team) -> None:
-    """Raise UserError for a pipe that several processes would share."""
-    for file in files if team.process.ranks > 1 else []:
-        if file == "-" or (isinstance(file, Path) and is_given_pipe(file)):
-            raise UserError(f"{file}: is a pipe, which several processes cannot share; give a regular file")
 
 
 def _read(
@@ -130,17 +173,28 @@ def _read(
     models = [] if waiting else read_params(params_files(params, options.num_models))
 
     def check(one: Complex) -> None:
-        _check_name(one.name)
+        if file_name(one.name).lower() in RESERVED:  # its folder would be where the run itself writes
+            raise UserError(
+                f"{one.name}: no protein can have this name, because the output has {', '.join(RESERVED)} of its own; "
+                "give the record another name"
+            )
         _check_complexes([one.name] if len(one.ids) > 1 else [], models)
 
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
         nonlocal asked
         assert server is not None
-        asked = _asked_digest(lacking, models, options, server.url)
-        _check_before_sending(out, asked, options.force)
+        sent = [[one.name, [*one.ids], [*one.sequences], without] for one, without in lacking]
+        asked = _digest_of(models, options, server.url, sent).hexdigest()
+        # A folder that would be refused afterwards is refused before anything is sent.
+        earlier = claim_folder(out, FORMAT, "", force=True) or {"asked": asked}
+        known = asked if earlier.get("msa_server") else None  # of a version that did not note it
+        if earlier.get("asked", known) != asked:
+            claim_folder(out, FORMAT, "another", options.force)
         return fetching(server, check, tell)(lacking)
 
-    together = bool(options.complex) if waiting else _together(models, options)
+    # Whether the records of a FASTA file are the chains of one complex.
+    single = waiting or any(not model.multimer for model in models)
+    together = not single if options.complex is None else options.complex
     read = read_given(given, msas, together, fetch if server is not None else None, check)
     if not read.queries:
         raise next(iter(read.errors.values()))
@@ -149,38 +203,6 @@ def _read(
         models = read_params(params_files(params, options.num_models, complexes=bool(complexes)))
         _check_complexes(complexes, models)
     return read, models, asked
-
-
-def _check_name(name: str) -> None:
-    """Raise UserError for a name whose folder would be where the run itself writes."""
-    if file_name(name).lower() in RESERVED:
-        raise UserError(
-            f"{name}: no protein can have this name, because the output has {', '.join(RESERVED)} of its own; "
-            "give the record another name"
-        )
-
-
-def _check_before_sending(out: Path, asked: str, force: bool) -> None:
-    """Raise UserError, before anything is sent, for a folder that would be refused afterwards."""
-    earlier = claim_folder(out, FORMAT, "", force=True) or {"asked": asked}
-    known = asked if earlier.get("msa_server") else None  # of a version that did not note it
-    if earlier.get("asked", known) != asked:
-        claim_folder(out, FORMAT, "another", force)
-
-
-def _asked_digest(
-    lacking: Sequence[tuple[Complex, list[str]]], models: Sequence[Params], options: PredictOptions, url: str
-) -> str:
-    """Return a digest of what decides the result and is known before a server has answered."""
-    asked = [[one.name, [*one.ids], [*one.sequences], without] for one, without in lacking]
-    deciding = [
-        options.seed,
-        options.seeds,
-        [[model.digest, options.identity_settings(model)] for model in models],
-        url,
-        asked,
-    ]
-    return hashlib.sha256(json.dumps(deciding).encode()).hexdigest()
 
 
 def _run_notices(
@@ -207,11 +229,6 @@ def _share_out(models: Sequence[Params], queries: Sequence[Query], options: Pred
     team.remesh(grid_for(config, sizes, recycles, device, fixed, options.memory_limit, team))
 
 
-def _together(models: Sequence[Params], options: PredictOptions) -> bool:
-    """Return whether the records of a FASTA file are the chains of one complex."""
-    return all(model.multimer for model in models) if options.complex is None else options.complex
-
-
 def _check_complexes(found: Sequence[str], models: Sequence[Params]) -> None:
     """Raise UserError if there is a complex, and a model that folds single chains alone.  found: names of complexes."""
     unable = [model.path for model in models if not model.multimer]
@@ -226,10 +243,13 @@ def _new_summary(
     queries: Sequence[Query], models: Sequence[Params], options: PredictOptions, device: str
 ) -> dict[str, Any]:
     settings = {"seed": options.seed, "seeds": options.seeds, **options.identity_settings(models[0])}
+    run = _digest_of(models, options)
+    for part in (part for query in queries for part in query.parts()):
+        run.update(part)
     return {
         "format": FORMAT,
         "status": "running",
-        "run": _run_digest(queries, models, options),
+        "run": run.hexdigest(),
         "params": models[0].summary(),
         "models": [{"name": model.name, **model.summary(), **options.identity_settings(model)} for model in models],
         "settings": settings,
@@ -244,11 +264,170 @@ def _new_summary(
     }
 
 
-def _run_digest(queries: Sequence[Query], models: Sequence[Params], options: PredictOptions) -> str:
-    """Return a digest of everything that decides the result."""
-    deciding = [options.seed, options.seeds, [[model.digest, options.identity_settings(model)] for model in models]]
-    digest = hashlib.sha256(json.dumps(deciding).encode())
-    for query in queries:
-        for part in query.parts():
-            digest.update(part)
-    return digest.hexdigest()
+def _digest_of(models: Sequence[Params], options: PredictOptions, *more: Any) -> "hashlib._Hash":
+    """Return a digest of what decides the result beside the queries."""
+    identities = [[model.digest, options.identity_settings(model)] for model in models]
+    return hashlib.sha256(json.dumps([options.seed, options.seeds, identities, *more]).encode())
+
+
+class ModelInMemory:
+    """The model that folds: the parameters of one are given up before those of the next are loaded."""
+
+    def __init__(self, options: PredictOptions, team: Team) -> None:
+        self.options, self.team = options, team
+        self._name: str | None = None
+        self._predictor: Predictor | None = None
+
+    def load(self, params: Params) -> Predictor:
+        """Return the predictor of a model.  Errors: UserError as in `prediction.predictor.load`."""
+        if self._predictor is None or self._name != params.name:
+            self._predictor = None
+            o, sample = self.options, params.sample
+            self._predictor = load(
+                params.path, o.device, o.chunk, o.precision, sample, self.team, o.kernels, o.offload, o.memory,
+                max_msa=o.max_msa, max_extra=o.max_extra, dropout=o.dropout,
+            )  # fmt: skip
+            self._predictor.recycling = o.recycling
+            self._name = params.name
+        return self._predictor
+
+
+def _fold(
+    memory: ModelInMemory,
+    groups: Sequence[Group],
+    folder: PredictionFolder,
+    share: Share,
+    tell: Progress,
+) -> tuple[Clock, dict[str, int]]:
+    """Fold groups into a folder; return the seconds of all who did, and why fast operations were not used.
+
+    Errors: UserError for parameters that do not fit, or a cluster that is not there; TeamError.
+    """
+    bar, team, options = ProgressOfRun(tell, len(folder.items), groups), memory.team, memory.options
+    clock, refused, refused_before = Clock(), dict[str, int](), refusals()
+    if share.is_here:
+        several = team.mesh.data.size > 1
+        if folder.journal is None and team.is_example_leader and several:
+            folder.journal = Journal(folder.out, folder.run, folder.part, f"rank{team.process.rank}")
+
+        def record(outcome: FoldOutcome) -> None:
+            if folder.journal is not None:
+                folder.journal.add(outcome)
+            bar.move([outcome.item])
+
+        write, mine = _writer(folder.out, folder.is_several), taken(groups, team) if several else groups
+        clock = fold_groups(memory.load, options.asked, team, mine, write, record, bar.follow)
+        if several:
+            team.wait_for_all("the end of the predictions")
+        return clock, refusals(refused_before)
+    jobs = [
+        FoldJob(
+            some, folder.out.absolute(), folder.run, folder.part, folder.is_several, options,
+            0 if share.cluster else share.workers,
+        )
+        for some in in_jobs(groups, JOBS * share.workers)
+    ]  # fmt: skip
+    with pool(share.workers, share.cluster) as executor:
+        for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor)):
+            clock.add(seconds)
+            for reason, count in refusals_of_job.items():
+                refused[reason] = refused.get(reason, 0) + count
+            bar.move([item for group in job.groups for item in group])
+    return clock, refused
+
+
+@dataclass(frozen=True)
+class FoldJob:
+    """Groups that a worker folds, and how."""
+
+    groups: Sequence[Group]
+    out: Path
+    run: str
+    part: JobPart
+    several: bool
+    options: PredictOptions
+    workers: int  # of this machine; 0: of a cluster
+
+
+def in_jobs(groups: Sequence[Group], count: int) -> Iterator[list[Group]]:
+    """Yield runs of neighbouring groups of one model, of a cost of about 1 / count of all together."""
+    most, some = cost_of(groups) / count, list[Group]()
+    for group in groups:
+        if some and (cost_of([*some, group]) > most or group[0].model != some[0][0].model):
+            yield some
+            some = []
+        some = [*some, group]
+    if some:
+        yield some
+
+
+def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
+    """Fold groups in a worker process, which keeps its model from job to job; return what `_fold` does.
+
+    It writes the files and a journal.  Of several GPUs it takes the one with its number.
+    """
+    refused_before, number = refusals(), worker_number()
+    device = job.options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and number is not None and torch.cuda.device_count() > 1:
+        device = f"cuda:{number % torch.cuda.device_count()}"
+    if device == "cpu" and job.workers:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.workers))
+    memory, name = _memory_of(replace(job.options, device=device)), file_name(f"{platform.node()}-{os.getpid()}")
+    with closing(Journal(job.out, job.run, job.part, name)) as journal:
+        write = _writer(job.out, job.several)
+        clock = fold_groups(memory.load, memory.options.asked, memory.team, job.groups, write, journal.add)
+    return clock, refusals(refused_before)
+
+
+@lru_cache(maxsize=1)
+def _memory_of(options: PredictOptions) -> ModelInMemory:
+    """Return the worker's model, which stays."""
+    return ModelInMemory(options, Team())
+
+
+def _writer(out: Path, several: bool) -> Write:
+    def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
+        outcomes = [asdict(outcome) for outcome in item.query.outcomes]
+        below = item.below if several else ""
+        return write_prediction(replace(prediction, templates=outcomes), out, below, item.query.notices)
+
+    return write
+
+
+class ProgressOfRun:
+    """Tells how many predictions there are, where the model is in one, and the time that is left by what they cost.
+
+    One thread folds while another writes what was folded before, and both tell: the number never falls.
+    """
+
+    def __init__(self, tell: Progress, total: int, groups: Sequence[Group]) -> None:
+        self._tell, self._total = tell, total
+        self._done = total - sum(map(len, groups))  # by an earlier run, or by others
+        self._cost, self._left, self._start = 0.0, cost_of(groups), time.perf_counter()
+        self._shown: float = self._done
+        self._lock = threading.Lock()
+        tell(self._done, total, groups[0][0].query.name if groups else "")
+
+    def follow(self, group: Group, place: PassPlace) -> None:
+        """Show where the model is in a group that it folds; what has been folded may still be being written."""
+        cost = place.share * cost_of([group])
+        name = group[0].query.name if len(group) == 1 else f"{len(group)} together"
+        short = name if len(name) <= 8 else f"{name[:7]}…"  # all of it fits a terminal of 80 columns
+        self._show(place.share * len(group), f"{short}{self._time_left(cost)}, {place}")
+
+    def move(self, items: Sequence[FoldItem]) -> None:
+        self._done += len(items)
+        for item in items:
+            self._cost, self._left = self._cost + item.cost, self._left - item.cost
+        self._show(0, f"{items[-1].query.name}{self._time_left()}")
+
+    def _show(self, more: float, what: str) -> None:
+        with self._lock:
+            self._shown = max(self._shown, min(self._done + more, self._total))
+            self._tell(self._shown, self._total, what)
+
+    def _time_left(self, cost: float = 0.0) -> str:
+        """Return the words for the time that is left, where so much of what is being folded is done; or none."""
+        done, left = self._cost + cost, self._left - cost
+        seconds = (time.perf_counter() - self._start) * left / done if done else 0.0
+        return f", {as_time(seconds)} left" if left > 0 and seconds >= 1 else ""

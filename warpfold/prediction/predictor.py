@@ -29,13 +29,13 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.parallel.team import Team, team_of
 from warpfold.prediction.fold_options import (
+    Asked,
     Batch,
     Chunk,
     Distogram,
     Dropout,
     Ensemble,
     Hits,
-    Kept,
     Logits,
     MaxExtra,
     MaxMsa,
@@ -52,7 +52,7 @@ from warpfold.prediction.fold_options import (
     TemplateStructures,
     batch_of,
 )  # fmt: skip
-from warpfold.prediction.folding import Asked, FoldItem, FoldOutcome, fold_groups, in_groups
+from warpfold.prediction.folding import FoldItem, FoldOutcome, fold_groups, in_groups
 from warpfold.prediction.outputs import PassStructure, Prediction
 from warpfold.prediction.params import MULTIMERS, Params
 from warpfold.prediction.queries import (
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from warpfold.data.search.server import AlignmentServer
 
 log = logging.getLogger("warpfold")
-KEPT = Kept()
+ASKED = Asked()
 CHECKED = arguments.checked(msa="alignment", template="templates", strict='kernels="strict"')
 
 
@@ -197,11 +197,11 @@ class Predictor:
         Errors: UserError for letters that are not residues, rows that do not fit the sequence, templates that cannot
         be used, or more of them than the model takes; and for arguments of another kind.
         """
-        kept = Kept(representations, distogram, logits, save_recycles)
+        asked = Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
         fetch = self._fetching(msa_server, msa_cache)
         query = query_of(sequence, alignment, arguments.text("name", name), fetch)
         query = self.with_templates(query, templates, hits, template_structures, max_template_date)
-        prediction = self.compute(self.prepare(query.assembly, seed=seed, recycles=recycles, ensemble=ensemble), kept)
+        prediction = self.compute(self.prepare(query.assembly, seed=seed, recycles=recycles, ensemble=ensemble), asked)
         return with_warnings(query, prediction)
 
     def _fetching(self, server: MsaServer, cache: MsaCache) -> FetchAlignments | None:
@@ -253,7 +253,7 @@ class Predictor:
         """
         from warpfold.data.search.server import ServerGone
 
-        asked = Asked(recycles, ensemble, Kept(representations, distogram, logits, save_recycles))
+        asked = Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
         most, fetch, tell = batch_of(batch), self._fetching(msa_server, msa_cache), arguments.progress_of(progress)
         results: dict[str, FoldResult] = {}
         found: list[Query] = []
@@ -275,14 +275,12 @@ class Predictor:
 
         def record(outcome: FoldOutcome) -> None:
             name = outcome.item.query.name
-            results[name] = FoldResult(name, (outcome.entry or {}).get("prediction"), outcome.error)
+            found = None if outcome.prediction is None else with_warnings(outcome.item.query, outcome.prediction)
+            results[name] = FoldResult(name, found, outcome.error)
             tell(len(results), len(given), name)
 
-        def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
-            return {"prediction": with_warnings(item.query, prediction)}
-
         groups = in_groups(items, 1 if alone else most, str(self.device))
-        fold_groups(lambda params: self, asked, self.team, groups, write, record)
+        fold_groups(lambda params: self, asked, self.team, groups, None, record)
         return [results[name] for name, *_ in given]
 
     @property
@@ -304,7 +302,7 @@ class Predictor:
     ) -> Prediction:
         """Fold chains that are encoded already, as `fold` does; coordinates that they have are ignored."""
         prepared = self.prepare(assembly, seed=seed, recycles=recycles, ensemble=ensemble)
-        return self.compute(prepared, Kept(representations, distogram, logits, save_recycles))
+        return self.compute(prepared, Asked(recycles, ensemble, representations, distogram, logits, save_recycles))
 
     def prepare(
         self, assembly: Assembly, *, seed: Seed = 0, recycles: Recycles = None, ensemble: Ensemble = None
@@ -325,16 +323,16 @@ class Predictor:
         seconds = time.perf_counter() - start
         return Prepared(assembly, batch, seed, recycles, ensemble, seconds, coverage_of(seen_rows(batch), assembly))
 
-    def compute(self, prepared: Prepared, kept: Kept = KEPT) -> Prediction:
+    def compute(self, prepared: Prepared, asked: Asked = ASKED) -> Prediction:
         """Run the model on features as the plan says, and say how sure it is.
 
         Where memory runs out, the next tighter plan is tried.
         Errors: UserError where nothing fits, or even the tightest plan runs out.
         """
-        start, planned = time.perf_counter(), self.plan(prepared, kept.representations)
+        start, planned = time.perf_counter(), self.plan(prepared, asked.representations)
         while True:
             try:
-                recycles, prediction = self._fold(prepared, planned.plan, kept)
+                recycles, prediction = self._fold(prepared, planned.plan, asked)
                 break
             except (RuntimeError, MemoryError) as error:
                 planned = self.planner.after(planned, error)
@@ -342,7 +340,7 @@ class Predictor:
         details = self._details(prepared, recycles, time.perf_counter() - start) | {"plan": dict(planned.details)}
         return replace(prediction, details=details)
 
-    def compute_together(self, several: Sequence[Prepared], kept: Kept = KEPT) -> list[Prediction]:
+    def compute_together(self, several: Sequence[Prepared], asked: Asked = ASKED) -> list[Prediction]:
         """Run the model once on single chains, padded to the largest; each has the result that it has alone.
 
         To rounding: products of other sizes may sum in another order.
@@ -350,12 +348,12 @@ class Predictor:
         draws dropout or keeps what it recycles, and where z must lie in host memory.
         """
         start, first, settings = time.perf_counter(), several[0], self.model.config
-        if settings.multimer is not None or self._tolerance is not None or self.dropout or kept.save_recycles:
+        if settings.multimer is not None or self._tolerance is not None or self.dropout or asked.save_recycles:
             raise ValueError("complexes, recycling that ends early or is kept, and dropout cannot share a pass")
         if len({(one.recycles, one.ensemble) for one in several}) > 1:
             raise ValueError("what shares a pass needs the same recycles and ensemble")
         batch = stack([one.batch for one in several])
-        planned = self.plan(replace(first, batch=batch), kept.representations)
+        planned = self.plan(replace(first, batch=batch), asked.representations)
         if planned.plan.offload:
             raise ValueError("with z in host memory each is folded alone")
         found = []
@@ -363,7 +361,7 @@ class Predictor:
             folded = self.model.fold(batch, first.recycles)
             for one, part in zip(several, folded.unbind()):
                 alone = part.without_padding(*one.batch["msa_mask"].shape[-2:])
-                found.append(self._read_out.prediction(one, alone, kept))
+                found.append(self._read_out.prediction(one, alone, asked))
         seconds = (time.perf_counter() - start) / len(several)
         more = {"together": len(several), "plan": dict(planned.details)}
         details = [self._details(one, folded.recycles, seconds) | more for one in several]
@@ -373,15 +371,15 @@ class Predictor:
         found = details_of(prepared, recycles, seconds, None if self.model.templates is None else self.sample)
         return found | ({"dropout": True} if self.dropout else {})
 
-    def _fold(self, prepared: Prepared, plan: Plan, kept: Kept) -> tuple[int, Prediction]:
+    def _fold(self, prepared: Prepared, plan: Plan, asked: Asked) -> tuple[int, Prediction]:
         recycled: list[PassStructure] = []
 
         def watch(handed_on: Recycled, activations: torch.Tensor) -> None:
             recycled.append(self._read_out.of_pass(prepared, handed_on, activations))
 
         with self._running(plan, prepared):
-            folded = self.model.fold(prepared.batch, prepared.recycles, watch if kept.save_recycles else None)
-            prediction = self._read_out.prediction(prepared, folded, kept)
+            folded = self.model.fold(prepared.batch, prepared.recycles, watch if asked.save_recycles else None)
+            prediction = self._read_out.prediction(prepared, folded, asked)
         return folded.recycles, replace(prediction, recycled=recycled)
 
     @property

@@ -25,7 +25,7 @@ from warpfold.prediction.templates import (
     TemplateSources,
     check_fit,
     files_of_chains,
-    find_templates_of,
+    find_templates,
     template_notices,
 )
 from warpfold.progress import Progress, no_progress
@@ -219,7 +219,7 @@ def with_templates(
         check_templates(model.config, model.sample, max(1, *(len(one.files) for one in each)))
     check_fit(list(map(str, sources.files)), [one.files for one in each], (each[0].chains or each[0].names)[0])
     most = max(model.sample.max_templates for model in able)
-    found = dict(zip(each, find_templates_of(each, sources, most, refused)))
+    found = dict(zip(each, find_templates(each, sources, most, refused)))
     answered = []
     for query, own in zip(queries, asked):
         by_sequence = {one.sequence: found[one][0] for one in own}

@@ -19,7 +19,7 @@ from warpfold.model.alphafold import AlphaFold, LastPass, Recycled
 from warpfold.model.heads import distogram_breaks
 from warpfold.ops.dispatch import alike
 from warpfold.parallel.team import Team
-from warpfold.prediction.fold_options import Kept
+from warpfold.prediction.fold_options import Asked
 from warpfold.prediction.notices import Notice
 from warpfold.prediction.outputs import PassStructure, Prediction
 from warpfold.report.coverage import Coverage, entities_of, seen_rows
@@ -45,7 +45,7 @@ class ReadOut:
     model: AlphaFold
     team: Team
 
-    def prediction(self, prepared: Prepared, folded: LastPass, kept: Kept) -> Prediction:
+    def prediction(self, prepared: Prepared, folded: LastPass, asked: Asked) -> Prediction:
         """Return a prediction, and how sure the model is of it."""
         model, (r, structure, _), assembly = self.model, folded, prepared.assembly
         asym_id, length = self._asym_id(prepared), assembly.length
@@ -56,8 +56,8 @@ class ReadOut:
             errors = None
             if model.pae is not None:
                 errors = confidence.predicted_errors(model.pae, r.pair, model.execution, asym_id)
-            distances = self._distances(r.pair, length, kept)
-            if kept.logits:
+            distances = self._distances(r.pair, length, asked)
+            if asked.logits:
                 logits = {"plddt": _numpy(of_plddt), "resolved": _numpy(model.resolved(r.single))}
                 logits["masked_msa"] = self._whole(model.masked_msa(r.msa), -2, length)
                 logits["distogram"] = distances.pop("logits")
@@ -73,9 +73,9 @@ class ReadOut:
             pae=None if errors is None else self._whole(errors.pae, -2, length),
             max_pae=None if errors is None else errors.max_pae,
             ptm=None if errors is None else errors.ptm,
-            single=_numpy(r.single) if kept.representations else None,
-            pair=self._whole(self._in_main_memory(r.pair), -3, length) if kept.representations else None,
-            msa=self._whole(r.msa, -2, length) if kept.representations else None,
+            single=_numpy(r.single) if asked.representations else None,
+            pair=self._whole(self._in_main_memory(r.pair), -3, length) if asked.representations else None,
+            msa=self._whole(r.msa, -2, length) if asked.representations else None,
             chain_ids=assembly.ids,
             asym_id=None if asym_id is None else asym_id.cpu().numpy().astype(np.int32),
             iptm=None if errors is None else errors.iptm,
@@ -115,17 +115,17 @@ class ReadOut:
             found[rows] = self.model.execution.fetch(z, rows).to("cpu")
         return found
 
-    def _distances(self, z: Tensor, length: int, kept: Kept) -> dict[str, Any]:
+    def _distances(self, z: Tensor, length: int, asked: Asked) -> dict[str, Any]:
         """Return what is asked for of the distogram: its logits, probabilities, those of contacts, and the bins' edges.
 
         What is of all pairs and bins lies in temporary files.
         """
-        if not (kept.distogram or kept.logits):
+        if not (asked.distogram or asked.logits):
             return {}
         shape = (*z.shape[:-1], self.model.config.heads.distogram_bins)
         edges, of_contacts = distogram_breaks(shape[-1]), torch.empty(shape[:-1], dtype=torch.float16)
-        raw = _in_file(shape, torch.float32, "logits") if kept.logits else None
-        found = _in_file(shape, torch.float16, "--distogram") if kept.distogram else None
+        raw = _in_file(shape, torch.float32, "logits") if asked.logits else None
+        found = _in_file(shape, torch.float16, "--distogram") if asked.distogram else None
         for rows, logits in self.model.distogram.in_slices(z):
             if raw is not None:
                 raw[rows] = logits.to("cpu")

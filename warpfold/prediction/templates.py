@@ -72,22 +72,15 @@ class TemplateQuery:
     chains: tuple[str, ...] = ()  # of a complex
 
 
-def find_templates(queries: Mapping[str, str], sources: TemplateSources, most: int) -> dict[str, Found]:
-    """Find each protein's templates and the outcome of each: the user's files first, then hits, up to `most`.
+def find_templates(
+    queries: Sequence[TemplateQuery], sources: TemplateSources, most: int, refused: Collection[str] = ()
+) -> list[Found]:
+    """Find each query's templates and the outcome of each: the user's files first, then hits, up to `most`.
 
-    queries: name -> sequence.  A hit that cannot be used is among the outcomes.
+    refused: other names, whose hits are not read.  A hit that cannot be used is among the outcomes.
     Errors: UserError for a file of the user that cannot be used, a file of hits that cannot be read or belongs to no
     query, and a folder that has the structure of none of the hits.
     """
-    files = tuple(map(str, sources.files))
-    asked = [TemplateQuery(sequence, (name,), files) for name, sequence in queries.items()]
-    return dict(zip(queries, find_templates_of(asked, sources, most)))
-
-
-def find_templates_of(
-    queries: Sequence[TemplateQuery], sources: TemplateSources, most: int, refused: Collection[str] = ()
-) -> list[Found]:
-    """Find the templates of each query, as `find_templates`.  refused: other names, whose hits are not read."""
     hits = _hits_by_query(queries, sources.hits, refused)
     newest = given_date(sources.max_date, MAX_DATE)
     library = Library(sources.structures) if sources.structures is not None else None

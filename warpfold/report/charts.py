@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import matplotlib as mpl
 import numpy as np
 
 # pLDDT's four classes as AlphaFold DB has them (https://alphafold.ebi.ac.uk): what a value must exceed, colour, name.
@@ -26,6 +25,7 @@ CLASSES = (
 # (https://jfly.uni-koeln.de/color/); first those that are least like the colours of pLDDT.
 CHAIN_COLORS = ("#009e73", "#cc79a7", "#0072b2", "#e69f00", "#d55e00", "#56b4e9", "#8a7500", "#5c6770")
 
+INK, GREY, RULE = "#1c2733", "#66717d", "#d5dbe1"  # of light pages; report.css has them as variables
 PAE_TOP = 32  # angstrom, from where on all errors have one colour
 LARGEST = 1024  # residues of a PAE picture; beyond, its pixels are means of several
 SHADES = (0.4, 0.7, 1.0)  # of the trace, from far to near
@@ -72,11 +72,6 @@ def plddt_class(value: float) -> int:
     return next(place for place, (bound, _, _) in enumerate(CLASSES) if round(float(value), 2) > bound)
 
 
-def plddt_color(value: float) -> str:
-    """Return the colour of a pLDDT (0 to 100)."""
-    return CLASSES[plddt_class(value)][1]
-
-
 def chain_color(place: int) -> str:
     """Return the colour of a chain, or of a model, by its place."""
     return CHAIN_COLORS[place % len(CHAIN_COLORS)]
@@ -116,8 +111,7 @@ def draw_pae(pae: np.ndarray, chains: Spans, name: str) -> str:
     """
     box, residues = SQUARE, len(pae)
     codes = np.clip(np.rint(pooled(pae)), 0, PAE_TOP).astype(np.uint8)
-    greens = mpl.colormaps["Greens_r"]
-    palette = [tuple(round(255 * part) for part in greens(level / PAE_TOP)[:3]) for level in range(PAE_TOP + 1)]
+    palette = _palette("Greens_r", PAE_TOP + 1)
     borders = ""
     for span in list(chains.values())[1:]:
         x, y = box.left + box.width * span.start / residues, box.top + box.height * span.start / residues
@@ -125,7 +119,10 @@ def draw_pae(pae: np.ndarray, chains: Spans, name: str) -> str:
     parts = [
         f'<g id="{name}">{_image(box, palette_png(codes, palette))}<path class="border" d="{borders}"/></g>',
         *_along(box, chains, residues, borders=False),
-        *_down(box, chains, residues),
+        *(
+            _text(box.left - 5, box.top + box.height * place / residues + 4, number, "end")
+            for place, number in _places(chains, residues, box.height)
+        ),
         _text((box.left + box.right) / 2, 370, "scored residue", "middle"),
         _text(0, 0, "aligned residue", "middle", 'transform="translate(10 178) rotate(-90)"'),
         *_scale(box, 382, palette, "0", f"{PAE_TOP} Å", "expected position error"),
@@ -147,9 +144,7 @@ def draw_coverage(depth: np.ndarray, rows: np.ndarray, total: int, chains: Spans
     depth [N], rows [R, N], total: as `Coverage` has them.
     """
     box, residues = WIDE, len(depth)
-    rainbow = mpl.colormaps["rainbow_r"]
-    levels = 26  # colours: every 4 percent
-    palette = [(255, 255, 255)] + [tuple(round(255 * p) for p in rainbow(i / (levels - 1))[:3]) for i in range(levels)]
+    palette = [(255, 255, 255), *_palette("rainbow_r", 26)]  # a colour for every 4 percent
     codes = np.where(rows == 0, 0, 1 + (rows.astype(int) - 1 + 2) // 4).astype(np.uint8)
     heights = box.bottom - box.height * np.append(depth, depth[-1:]) / max(1, total)
     line = "".join(
@@ -244,6 +239,13 @@ def palette_png(codes: np.ndarray, palette: Sequence[tuple[int, ...]], clear: bo
     return found
 
 
+def _palette(name: str, levels: int) -> list[tuple[int, ...]]:
+    """Return so many colours of one of matplotlib's maps, 0 to 255."""
+    from matplotlib import colormaps  # here: a quarter of a second that only who draws should wait
+
+    return [tuple(round(255 * part) for part in colormaps[name](i / (levels - 1))[:3]) for i in range(levels)]
+
+
 def _image(box: Box, png: bytes) -> str:
     source = base64.b64encode(png).decode()
     place = f'x="{box.left}" y="{box.top}" width="{box.width}" height="{box.height}"'
@@ -305,11 +307,6 @@ def _along(box: Box, chains: Spans, residues: int, borders: bool = True) -> Iter
             yield f'<path class="border" d="M{x:.1f} {box.top}V{box.bottom}"/>'
         if width >= 7 * (len(name) + 1):
             yield _text(x + width / 2, box.top - 5, name, "middle")
-
-
-def _down(box: Box, chains: Spans, residues: int) -> Iterator[str]:
-    for place, number in _places(chains, residues, box.height):
-        yield _text(box.left - 5, box.top + box.height * place / residues + 4, number, "end")
 
 
 def _scale(box: Box, y: float, palette: Sequence[tuple[int, ...]], low: str, high: str, label: str) -> Iterator[str]:

@@ -16,10 +16,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from warpfold.cost.replay import Span
+from warpfold.errors import UserError
+from warpfold.report.charts import GREY, INK, RULE
+
 if TYPE_CHECKING:
     from warpfold.cluster.judge_links import Matrix
 
-INK, GREY, RULE, BLUE, AMBER = "#1c2733", "#66717d", "#d5dbe1", "#1f6fb4", "#d9820f"
+BLUE, AMBER = "#1f6fb4", "#d9820f"
 
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -153,11 +157,7 @@ def draw_memory(course: Sequence[tuple[str, Mapping[str, int]]], free: int, form
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], labels[::-1], fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     _grid(axes, "y")
-    if form == "png":
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=160)
-        return buffer.getvalue()
-    return _svg(figure, "memory of a device over the run, by what holds it").encode()
+    return _as_file(figure, "memory of a device over the run, by what holds it", form)
 
 
 def _name_moments(axes: Axes, names: Sequence[str]) -> None:
@@ -213,11 +213,75 @@ def draw_links(matrices: Sequence["Matrix"], form: str = "svg") -> bytes:
         axes.set(title=matrix.title, xlabel="to", ylabel="from")
         axes.title.set_fontsize(9.5)
         figure.colorbar(image, ax=axes, shrink=0.85, label=matrix.unit)
-    if form == "png":
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=160)
-        return buffer.getvalue()
-    return _svg(figure, "links between ranks").encode()
+    return _as_file(figure, "links between ranks", form)
+
+
+# ---- the timeline of a step: what computes and what travels, a row for each stream
+
+ROWS = ("computing", "within a node", "between nodes")
+KINDS = {  # of a bar: colour, and how it is called
+    "forward": (BLUE, "forward"),
+    "recomputed": ("#8ab4d8", "recomputed"),
+    "backward": (INK, "backward"),
+    "update": (GREY, "update"),
+}
+GROUPS = {"axial": (AMBER, "slices of an example"), "branch": ("#e8b878", "halves of a block")}
+NEXT = 1e-3  # of what is drawn: bars that are nearer are drawn as one
+GRADIENTS = ("#7a4a9e", "gradients and weights")
+
+
+def of_a_block(spans: Sequence[Span], blocks: int, forward: bool) -> list[Span]:
+    """Return what happens about the middle block: as long as 1/blocks of that pass takes, from its middle on."""
+    passes = ("forward",) if forward else ("recomputed", "backward")
+    of_pass = [span for span in spans if span.phase in passes]
+    if not of_pass:
+        raise UserError("--figure: nothing is on the timeline")
+    first, last = min(span.begin for span in of_pass), max(span.end for span in of_pass)
+    middle, length = (first + last) / 2, (last - first) / max(1, blocks)
+    return [span for span in spans if span.end > middle and span.begin < middle + length]
+
+
+@mpl.rc_context(STYLE)
+def draw_timeline(spans: Sequence[Span], blocks: int, kind: str = "svg") -> bytes:
+    """Draw a block forward and backward; kind: "svg" or "png"."""
+    figure = Figure(figsize=(7.4, 3.4), layout="constrained")
+    for place, (title, forward) in enumerate((("forward", True), ("backward", False))):
+        axes = figure.add_subplot(2, 1, place + 1)
+        some = of_a_block(spans, blocks, forward)
+        rows = [row for row in ROWS if any(span.stream == row for span in spans)]
+        start = some[0].begin
+        bars: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
+        for span in sorted(some, key=lambda span: span.begin):
+            if span.stream == "computing":
+                look = KINDS.get(span.phase, (BLUE, span.phase))
+            else:
+                look = GROUPS.get(span.name.split(", ")[-1], GRADIENTS)
+            of_look = bars.setdefault((span.stream, *look), [])
+            begin, end = 1e3 * (span.begin - start), 1e3 * (span.end - start)
+            if of_look and begin - of_look[-1][1] < NEXT * (some[-1].end - start) * 1e3:  # as one: a smaller file
+                begin, _ = of_look.pop()
+            of_look.append((begin, end))
+        named: set[str] = set()
+        for (stream, color, name), ends in bars.items():
+            widths = [(begin, end - begin) for begin, end in ends]
+            label = None if name in named else name
+            named.add(name)
+            axes.broken_barh(widths, (rows.index(stream) - 0.38, 0.76), color=color, linewidth=0, label=label)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_title(title, loc="left", fontsize=9.5)
+        axes.legend(fontsize=7.5, frameon=False, ncols=len(named), loc="lower right", bbox_to_anchor=(1, 0.98))
+    axes.set_xlabel("ms")
+    return _as_file(figure, "timeline of a block", kind)
+
+
+def _as_file(figure: Figure, label: str, form: str) -> bytes:
+    """Return what a file of a figure holds: an SVG or a PNG."""
+    if form == "svg":
+        return _svg(figure, label).encode()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=160)
+    return buffer.getvalue()
 
 
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
@@ -243,10 +307,3 @@ def _svg(figure: Figure, label: str) -> str:
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
     return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-
-
-def follow_theme(svg: str) -> str:
-    """Return a figure for a page whose colours are variables (`report.css`): light or dark, as its reader prefers."""
-    for color, name in ((INK, "ink"), (GREY, "grey"), (RULE, "rule"), ("#ffffff", "paper")):
-        svg = svg.replace(f": {color}", f": var(--{name}, {color})")
-    return svg

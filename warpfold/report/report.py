@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from warpfold.files import file_name, write_atomically
-from warpfold.report import charts, figures
-from warpfold.report.charts import CLASSES, ChartLine
+from warpfold.report import charts
+from warpfold.report.charts import CLASSES, GREY, INK, RULE, ChartLine
 from warpfold.report.coverage import Coverage
 
 HERE = Path(__file__).parent
@@ -173,11 +173,18 @@ def _section(section: Section, anchors: dict[str, str]) -> str:
     if section.text:
         parts.append(f"<p>{_text(section.text)}</p>")
     if section.figures:
-        drawn = (_figure(figures.follow_theme(svg), caption) for svg, caption in section.figures)
+        drawn = (_figure(_follow_theme(svg), caption) for svg, caption in section.figures)
         parts.append(f'<div class="figures">{"".join(drawn)}</div>')
     if section.table:
         parts.append(_table(section.table, anchors))
     return "\n".join([*parts, "</section>"])
+
+
+def _follow_theme(svg: str) -> str:
+    """Return a figure in the variables of `report.css` for its colours: light or dark, as its reader prefers."""
+    for color, name in ((INK, "ink"), (GREY, "grey"), (RULE, "rule"), ("#ffffff", "paper")):
+        svg = svg.replace(f": {color}", f": var(--{name}, {color})")
+    return svg
 
 
 def _table(table: ReportTable, anchors: dict[str, str]) -> str:

@@ -26,7 +26,7 @@ from warpfold.data.structure.mmcif import read_release_date, read_structure
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER, GAP, RESTYPES
-from warpfold.prediction.templates import TemplateSources, find_templates
+from warpfold.prediction.templates import TemplateQuery, TemplateSources, find_templates
 
 REALDATA = (Path(__file__).parents[3] / "../shared/realdata").resolve()
 RNG = np.random.default_rng(0)
@@ -179,7 +179,7 @@ def test_no_spelling_of_the_cutoff_lets_a_later_template_in(tmp_path: Path, cuto
     rows = "".join(f">{name}_A/11-60\n{OTHER[10:60]}{'-' * 10}\n" for name in ("5h73", "1abc"))
     (tmp_path / "hits.a3m").write_text(rows)
     sources = TemplateSources(hits=[tmp_path / "hits.a3m"], structures=tmp_path, max_date=cutoff)
-    templates, outcomes = find_templates({"query": QUERY}, sources, most=4)["query"]
+    templates, outcomes = find_templates([TemplateQuery(QUERY, ("query",), ())], sources, most=4)[0]
     assert templates is not None
     assert templates.names == ("1abc_A",)
     assert outcomes[0].note == "came out 2017-07-26, after 2017-01-02"
