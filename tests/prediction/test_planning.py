@@ -25,7 +25,7 @@ from warpfold.cost.memory import MemoryEstimate
 from warpfold.cost.rates import Rates, of_gpu
 from warpfold.data.example.raw_example import Assembly, from_sequence
 from warpfold.errors import UserError
-from warpfold.memory import free_memory, host_memory, is_out_of_memory
+from warpfold.memory import host_memory, is_out_of_memory
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.files import save_params
 from warpfold.parallel.exchange import SyncConfig
@@ -214,36 +214,6 @@ def test_one_protein_of_many_that_is_too_long_is_its_own_failure(
     assert "plan for 10 residues: slices of" in said
 
 
-@pytest.mark.parametrize("given", [["--memory", "24"], ["--memory=-1GB"], ["--memory", "0GB"], ["--memory", "lots"]])
-def test_what_is_no_memory_is_refused_in_one_line(
-    params: Path, fasta: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str]
-) -> None:
-    for command in (
-        ["plan", "tiny"],
-        ["predict", str(fasta), "--params", str(params), "--out", str(tmp_path / "out")],
-        ["train", "tiny", "--data", "nowhere", "--out", str(tmp_path / "run")],
-    ):
-        code, said = refused([*command, *given], capsys)
-        assert (code, len(said.splitlines())) == (2, 1), said
-        assert "not an amount of memory" in said
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        (["--device", "Voodoo 2"], "--device Voodoo 2: not known; give cpu, cuda or one of A100"),
-        (["--device", "cuda"], "this machine has none; say what it has: --memory 24GB"),
-        (["--residues", "0"], "a protein has at least 1"),
-        (["--figure", "x.pdf"], "ends in .png or .svg"),
-    ],
-)
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_bad_input_of_plan_is_one_line(given: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, said = refused(["plan", "tiny", *given], capsys)
-    assert (code, len(said.splitlines())) == (2, 1), said
-    assert why in said
-
-
 def test_plan_says_what_a_query_needs(
     params: Path, fasta: Path, tmp_path: Path, formulas: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -430,11 +400,3 @@ def cgroup(folder: Path, lines: str, files: dict[str, str]) -> int:
 )  # fmt: skip
 def test_the_limit_of_a_cgroup_counts(tmp_path: Path, lines: str, files: dict[str, str], expected: int) -> None:
     assert cgroup(tmp_path, lines, files) == expected
-
-
-def test_this_machine_has_free_memory() -> None:
-    assert free_memory("cpu") > 0
-
-
-def test_devices_without_a_name_have_no_rates() -> None:
-    assert Machine(kind="cuda", free=1).rates(torch.float32) is None

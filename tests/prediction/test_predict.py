@@ -5,8 +5,8 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -97,16 +97,6 @@ def test_same_seed_same_files_other_seed_others(tmp_path: Path, a3m: Path, tiny_
     assert a["one.cif"] != c["one.cif"]
 
 
-def test_recycles_ensemble_and_representations(tmp_path: Path, a3m: Path, tiny_params: Path) -> None:
-    options = PredictOptions(recycles=0, ensemble=2, representations=True)
-    entry = predict(a3m, [], tiny_params, tmp_path / "out", options)["predictions"][0]
-    assert (entry["recycles"], entry["ensemble"]) == (0, 2)
-    with np.load(tmp_path / "out" / "one" / "one.npz", allow_pickle=False) as arrays:
-        assert arrays["single"].shape == (18, 20)
-        assert arrays["pair"].shape == (18, 18, 12)
-        assert arrays["msa"].shape == (3, 18, 16)
-
-
 def test_a_failure_is_named_and_leaves_the_others_be(
     tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,20 +133,6 @@ def stopped_at_two(
     return compute(self, prepared, *args)
 
 
-def test_a_stopped_run_continues(
-    tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, one, options = tmp_path / "out", Predictor.compute, PredictOptions(batch=1)
-    monkeypatch.setattr(Predictor, "compute", stopped_at_two)
-    with pytest.raises(KeyboardInterrupt):
-        predict(fasta, [], tiny_params, out, options)
-    assert json.loads((out / "summary.json").read_text())["status"] == "running"
-    before = (out / "one" / "one.cif").stat().st_mtime_ns
-    monkeypatch.setattr(Predictor, "compute", one)
-    assert len(predict(fasta, [], tiny_params, out, options)["predictions"]) == 2
-    assert (out / "one" / "one.cif").stat().st_mtime_ns == before
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -167,35 +143,24 @@ def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
 def test_damaged_results_are_folded_again(
-    tmp_path: Path, fasta: Path, tiny_params: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None]
+    tmp_path: Path, fasta: Path, tiny_params: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each kind of file; what is damaged is kept beside, for somebody may have edited it."""
+    """Each kind of file, flipped, cut or gone; what is damaged is kept beside, for somebody may have edited it."""
     out = tmp_path / "out"
     files = predict(fasta, [], tiny_params, out)["predictions"][0]["files"]
     before, other = contents(out / "one"), (out / "two/two.cif").stat().st_mtime_ns
-    for file in files.values():
+    for file, damage in zip(files.values(), cycle([flip, cut, Path.unlink])):
         caplog.clear()
         damage(out / "one" / file)
         left = contents(out / "one").get(file)
-        summary = predict(fasta, [], tiny_params, out)
-        assert summary["status"] == "complete"
+        assert predict(fasta, [], tiny_params, out)["status"] == "complete"
         after = contents(out / "one")
         assert after.pop(f"damaged-{file}", None) == left
         (out / "one" / f"damaged-{file}").unlink(missing_ok=True)
         assert after == before
         assert f"{file}: missing, or not what was written; it is predicted again" in caplog.text
     assert (out / "two/two.cif").stat().st_mtime_ns == other
-
-
-def test_thinned_results_are_whole(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
-    options = PredictOptions(seeds=2, keep=1)
-    predict(fasta, [], tiny_params, tmp_path / "out", options)
-    before = contents(tmp_path / "out")
-    predict(fasta, [], tiny_params, tmp_path / "out", options)
-    assert {path for path in contents(tmp_path / "out")} == before.keys()
-    assert all(data == before[path] for path, data in contents(tmp_path / "out").items() if path.endswith(".npz"))
 
 
 def test_any_bytes_in_summary_or_journal_are_one_line_or_a_result(
@@ -249,21 +214,6 @@ def test_names_that_the_run_needs_itself_are_refused_before_anything_is_folded(
     with pytest.raises(UserError, match=f"{name}: no protein can have this name"):
         predict(tmp_path / "q.fasta", [], tiny_params, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_another_run_is_refused_and_replaced_by_force(
-    tmp_path: Path, fasta: Path, a3m: Path, tiny_params: Path
-) -> None:
-    out = tmp_path / "out"
-    predict(fasta, [], tiny_params, out)
-    before = contents(out)
-    with pytest.raises(UserError, match="another run"):
-        predict(a3m, [], tiny_params, out)
-    assert contents(out) == before
-    predict(a3m, [], tiny_params, out, PredictOptions(force=True))
-    assert {p.name for p in out.iterdir()} == {"one", "summary.json", "report.html"}
-    with pytest.raises(UserError, match="something else"):
-        predict(a3m, [], tiny_params, tmp_path, PredictOptions(force=True))
 
 
 def test_alignments_find_their_records(tmp_path: Path, fasta: Path, a3m: Path) -> None:
@@ -342,20 +292,6 @@ def test_folding_in_memory(tiny_params: Path) -> None:
     with_query = predictor.fold(ONE.lower(), [ONE, *rows])
     np.testing.assert_array_equal(p.positions, with_query.positions)
     assert predictor.fold(ONE, rows, representations=False).pair is None
-
-
-def test_unusual_letters_are_what_the_alphabet_says(tiny_params: Path) -> None:
-    predictor = load(tiny_params, device="cpu")
-    assert predictor.fold("MUBZX").sequence == "MXXXX"
-    with pytest.raises(UserError, match="not an amino acid"):
-        predictor.fold("MK*")
-
-
-def test_chunks_change_rounding_alone(tiny_params: Path) -> None:
-    whole = load(tiny_params, device="cpu", chunk=0).fold(ONE, ["-KTAYLAKQRQISFVRSH"])
-    sliced = load(tiny_params, device="cpu", chunk=5).fold(ONE, ["-KTAYLAKQRQISFVRSH"])
-    np.testing.assert_allclose(whole.plddt, sliced.plddt, atol=1e-2)
-    np.testing.assert_allclose(whole.pair, sliced.pair, atol=1e-3)
 
 
 def test_the_settings_of_the_model_stay(tiny_params: Path) -> None:
@@ -450,37 +386,36 @@ def test_a_wrong_folder_of_structures_ends_the_run_before_it_writes(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("entries", "date", "code", "said"),
+    [
+        (["8not", "9not", "2xyz"], "2015-01-01", 1, ["0 of 3", "0 of 3"]),
+        (["9not", "1abc"], "2030-01-01", 0, ["1 of 2"]),
+        (["2xyz"], "2015-01-01", 0, ["0 of 1"]),  # refused by its date, as was asked
+    ],
+)
 def test_a_protein_without_templates_for_want_of_structures_is_said_and_exits_with_1(
-    tmp_path: Path, fasta: Path, structures: Path, template_params: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    fasta: Path,
+    structures: Path,
+    template_params: Path,
+    capsys: pytest.CaptureFixture[str],
+    entries: list[str],
+    date: str,
+    code: int,
+    said: list[str],
 ) -> None:
     """Some structures are there, but none for this protein.  Hits that are refused by the rules are no failure."""
-
-    def folded(*entries: str, date: str = "2030-01-01") -> tuple[int, str, dict[str, Any]]:
-        a3m_hits(tmp_path, "one.a3m", entries)
-        out = tmp_path / "-".join([*entries, date])
-        hits = ["--hits", tmp_path / "one.a3m", "--template-structures", structures, "--max-template-date", date]
-        code, _, err = run_cli(capsys, fasta, "--params", template_params, *hits, "--out", out)
-        first, *lines = err.splitlines()
-        assert first == "one, two: no alignment: folded by the sequence alone"
-        *said, last = [line for line in lines if "templates" in line]  # and not what is wrong with the structures
-        assert last == "two: 0 templates used: no hit for it in the files given"
-        entry = json.loads((out / "summary.json").read_text())["predictions"][0]
-        assert [f"one: {one['text']}" for one in entry["warnings"][1:] if "templates" in one["kind"]] == said
-        return code, "".join(f"{line}\n" for line in said), entry
-
-    code, err, entry = folded("8not", "9not", "2xyz", date="2015-01-01")
-    assert code == 1
-    reasons = f"2 without a structure in {structures} (8not, 9not)", "1 x came out N, after N"
-    assert err == "".join(f"one: 0 of 3 templates used: {reason}\n" for reason in reasons)
-    assert (entry["templates"], entry["templates_missing"], entry["templates_unused"]) == ([], 2, 3)
-    assert list(entry["templates_refused"].values()) == [2, 1]
-
-    code, err, entry = folded("9not", "1abc")
-    assert (code, entry["templates"]) == (0, ["1abc_A"])
-    assert err == f"one: 1 of 2 templates used: 1 without a structure in {structures} (9not)\n"
-
-    code, err, entry = folded("2xyz", date="2015-01-01")  # refused by its date, as was asked
-    assert (code, err) == (0, "one: 0 of 1 templates used: 1 x came out N, after N\n")
+    a3m_hits(tmp_path, "one.a3m", entries)
+    hits = ["--hits", tmp_path / "one.a3m", "--template-structures", structures, "--max-template-date", date]
+    found, _, err = run_cli(capsys, fasta, "--params", template_params, *hits, "--out", tmp_path / "out")
+    assert found == code
+    *own, other = [line for line in err.splitlines() if "templates" in line]
+    assert other == "two: 0 templates used: no hit for it in the files given"
+    assert [line.split(" templates")[0] for line in own] == [f"one: {one}" for one in said]
+    entry = json.loads((tmp_path / "out/summary.json").read_text())["predictions"][0]
+    assert [f"one: {one['text']}" for one in entry["warnings"] if "templates" in one["kind"]] == own
+    assert entry["templates_missing"] == sum(name.endswith("not") for name in entries)
 
 
 def test_hits_without_a_date_are_used_and_it_is_said(

@@ -25,7 +25,6 @@ from warpfold.prediction.params import read_params
 from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, Prepared, load
 from warpfold.prediction.queries import query_of, read_queries, with_templates
-from warpfold.prediction.sanity import Geometry, confidence_notices
 from warpfold.prediction.templates import TemplateSources, files_of_chains
 from warpfold.relax import files as relax_files
 from warpfold.report.report import Warned
@@ -244,22 +243,6 @@ def test_files_that_python_gives_and_nothing_uses_are_said(tmp_path: Path) -> No
         assert sum(one.kind == "unused_alignments" and "other.a3m" in one.text for one in said) == 1
 
 
-def test_what_is_said_of_several_queries_is_said_once(
-    tmp_path: Path, params: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n")
-    (tmp_path / "msas").mkdir()
-    for name in "abcd":
-        (tmp_path / f"msas/{name}.a3m").write_text(">q\nMKV\n")
-    arguments = ["--params", params["first"], "--msa", tmp_path / "msas", "--no-complex", "--recycles", 0]
-    _, _, err = run_cli(capsys, tmp_path / "q.fasta", *arguments, "--out", tmp_path / "out")
-    said = "alignments of none of the sequences, left out: 4 (msas/a.a3m, msas/b.a3m, msas/c.a3m ...)"
-    assert err.splitlines()[:2] == [f"warning: {said}", "one, two: no alignment: folded by the sequence alone"]
-    summary = json.loads((tmp_path / "out/summary.json").read_text())
-    assert [(one["text"], one["values"]["count"]) for one in summary["warnings"]] == [(said, 4)]
-    assert [entry["warnings"][0]["kind"] for entry in summary["predictions"]] == ["no_alignment"] * 2
-
-
 def test_every_warning_is_on_the_terminal_and_in_the_report(
     tmp_path: Path, params: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -302,21 +285,6 @@ def test_warnings_of_a_kind_are_one() -> None:
         "the alignment of chain A1 has one row": {"one": ""},
         "its alignment has one row, its own: folded by the sequence alone": {"two": "", "six": ""},
     }  # fmt: skip
-
-
-def test_forty_proteins_have_few_lines_of_warnings() -> None:
-    """Whatever a folded protein is warned of, its counts and scores make no kinds of their own."""
-    entries = []
-    for i in range(40):
-        geometry = Geometry(chain_breaks=i + 1, clashes=3 * i + 1, mirrored=i + 1)
-        plddt = np.full(50, 20 + i % 29, np.float32)
-        notices = [*geometry.notices(), *confidence_notices(plddt, 0.01 * i)]
-        entries.append({"name": f"p{i}", "warnings": [one.record() for one in notices]})
-    found = warnings_of({"input_warnings": {}, "predictions": entries})
-    assert [len(one.about) for one in found] == [40] * 5
-    assert found[1].heading("proteins") + found[1].said == (
-        "40 proteins: clashes between atoms of different residues: 1 to 118"
-    )
 
 
 def test_the_report_shows_what_was_relaxed(

@@ -2,21 +2,17 @@
 
 import html
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.data.search.alignment_server import Server, packed, serving
 from tests.helpers import tiny_model
 from tests.prediction.runs import run_cli
 from tests.prediction.test_predict_complexes import multimer
-from tests.test_cli import run
 from warpfold.bulk import JobPart
 from warpfold.data.example.templates import TemplateOutcome
-from warpfold.data.search.server import AlignmentServer, ServerLimits
 from warpfold.errors import UserError
 from warpfold.model.template import TemplateConfig
 from warpfold.model.weights.files import save_params
@@ -44,18 +40,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "multimer").mkdir()
     save_params(folder / "multimer/multimer.safetensors", multimer())
     return folder
-
-
-@pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
-    with serving() as server:
-        yield server
-
-
-def client(host: Server, cache: Path) -> AlignmentServer:
-    return AlignmentServer(host.url, cache, ServerLimits(between=0.0, tries=2), wait=lambda seconds: None)
 
 
 def options(**changes: Any) -> PredictOptions:
@@ -161,12 +145,6 @@ def test_from_python_a_bad_record_is_a_result_in_its_place(tmp_path: Path, tiny_
     assert "pair: a complex, but these parameters are for single chains" in found[3].error
 
 
-def test_an_alignment_called_fasta_is_no_proteins(tmp_path: Path) -> None:
-    (tmp_path / "q.fasta").write_text(">q\nMKTV\n>r\nM-TV\n>s\nMK-V\n")
-    with pytest.raises(UserError, match=r"it is an alignment; call it \.a3m"):
-        read_given(tmp_path / "q.fasta", [])
-
-
 # ---- folders, models, servers
 
 
@@ -217,88 +195,6 @@ def test_a_folder_of_deepminds_parameters_is_one_family(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="empty: has no parameters"):
         params_files([tmp_path / "empty"])
-
-
-def test_a_server_is_asked_for_what_has_no_alignment(host: Server, tmp_path: Path, models: Path) -> None:
-    query, out = tmp_path / "q.fasta", tmp_path / "out"
-    query.write_text(f">one\n{ONE}\n>two\n{TWO}\n")
-    (tmp_path / "one.a3m").write_text(f">one\n{ONE}\n>x\n-{ONE[1:]}\n")
-    params = models / "single_0.safetensors"
-
-    def fold(**more: Any) -> dict[str, Any]:
-        return predict(query, [tmp_path / "one.a3m"], params, out, options(), **more)
-
-    summary = fold(server=client(host, out / "alignments"))
-    assert host.sequences == [(TWO,)]
-    assert [entry["msa_depth"] for entry in summary["predictions"]] == [2, 2]
-    assert (summary["msa_server"], summary["input_warnings"]) == (host.url, {})
-    asked = len(host.asked)
-    assert fold(server=client(host, out / "alignments"))["run"] == summary["run"]
-    assert len(host.asked) == asked
-    with pytest.raises(UserError, match="another run"):
-        fold()  # by the sequence alone
-
-
-def test_of_bad_records_nothing_is_sent(host: Server, tmp_path: Path, models: Path) -> None:
-    (tmp_path / "q.fasta").write_text(f"{BAD}>dna\n{'ACGT' * 9}\n>pair\n{ONE}:{TWO[3:]}\n>journal\n{ONE[4:]}\n")
-    params, server = models / "single_0.safetensors", client(host, tmp_path / "cache")
-    summary = predict(tmp_path / "q.fasta", [], params, tmp_path / "out", options(), server=server)
-    assert host.sequences == [(ONE,), (TWO,)]
-    assert [one["name"] for one in summary["failures"]] == ["bad", "dna", "pair", "journal"]
-
-
-def test_a_complex_gets_alignments_and_pairs(host: Server, tmp_path: Path, models: Path) -> None:
-    params, out = models / "multimer/multimer.safetensors", tmp_path / "out"
-    summary = predict([f"{ONE}:{TWO}:{ONE}"], [], params, out, options(), server=client(host, out / "alignments"))
-    assert host.sequences == [(ONE,), (TWO,), (ONE, TWO)]
-    (entry,) = summary["predictions"]
-    assert entry["paired_rows"] == 1
-    assert [chain["msa_depth"] for chain in entry["chains"]] == [3, 3, 3]
-
-
-def test_nothing_is_sent_for_a_run_that_cannot_be(host: Server, tmp_path: Path, models: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out/thesis.txt").touch()
-    params = models / "single_0.safetensors"
-    with pytest.raises(UserError, match="holds something else"):
-        predict([ONE], [], params, tmp_path / "out", options(), server=client(host, tmp_path / "cache"))
-    with pytest.raises(UserError, match="parameters for single chains, but query is a complex"):
-        predict([f"{ONE}:{TWO}"], [], params, tmp_path / "new", options(), server=client(host, tmp_path / "cache"))
-    assert host.asked == []
-
-
-def test_a_sequence_without_an_answer_ends_the_run_and_keeps_the_others(
-    host: Server, tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    host.faults["ticket/msa"] = ["ERROR"]
-    arguments = ["--params", models / "single_0.safetensors", "--recycles", 0, "--out", tmp_path / "out"]
-    code, out, err = run_cli(capsys, ONE, TWO, *arguments, "--msa-server", host.url)
-    assert (code, out) == (2, "")
-    first, last = err.splitlines()
-    assert first.startswith(f"sending 2 sequences to {host.url} (query_1, query_2)")
-    assert last.startswith(f"error: query_1: {host.url}: answers ERROR")
-    code, out, err = run_cli(capsys, ONE, TWO, *arguments, "--msa-server", host.url)
-    assert (code, out.count("mean pLDDT")) == (0, 2)
-    assert host.sequences == [(ONE,), (TWO,), (ONE,)]
-
-
-def test_a_search_on_a_server(host: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["search", ONE, "--out", tmp_path / "found"]
-    code, out, err = run(capsys, *arguments, "--msa-server", host.url)
-    assert code == 0, err
-    assert out.startswith("query: 1 in uniref, 1 in bfd.mgnify30.metaeuk30.smag30, 1 in pdb70\n")
-    assert (tmp_path / "found/query/uniref.a3m").is_file()
-    host.answer = lambda endpoint, sequences: packed({"uniref.a3m": f">101\n{sequences[0]}\n", "pdb70.m8": "x\ty\n"})
-    code, _, err = run(capsys, "search", TWO, "--out", tmp_path / "thin", "--msa-server", host.url)
-    assert (code, err.splitlines()[-1]) == (0, "warning: no hit in any database, an alignment of one row: query")
-    for wrong, said in (
-        ([], "--database is missing; name one that you have, or a server with --msa-server"),
-        (["--msa-server", host.url, "--e-value", 1], "--e-value: has no effect with --msa-server"),
-        (["--msa-server", "host"], "is no http or https address"),
-    ):
-        code, _, err = run(capsys, *arguments, *wrong)
-        assert (code, err.count("\n")) == (2, 1)
-        assert said in err
 
 
 def test_input_that_is_thin_is_said_of_each_prediction(tmp_path: Path) -> None:

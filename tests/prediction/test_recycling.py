@@ -10,7 +10,6 @@ import pytest
 from tests.data.examples import templates
 from tests.helpers import filled_model, tiny_config
 from tests.ranks import run_ranks
-from warpfold import cli
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError
@@ -42,26 +41,6 @@ def test_recycling_ends_by_length_or_tolerance(
     assert summary["predictions"][0]["recycles"] == passes
     with pytest.raises(UserError, match="output of another run"):  # it changes the result
         predict(query, [], tiny_params, tmp_path / "out", PredictOptions(recycles=3))
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("--recycle-tolerance=nan", "--recycle-tolerance"),
-        ("--max-recycles=1500", "--max-recycles 1500: is not LENGTH:RECYCLES; write two numbers, such as 1500:3"),
-        ("--max-recycles=a:b", "--max-recycles a:b: is not LENGTH:RECYCLES; write two numbers, such as 1500:3"),
-    ],
-)
-def test_bad_options_are_one_line(
-    option: str, said: str, query: Path, tiny_params: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["predict", str(query), "--params", str(tiny_params), "--out", str(tmp_path / "out"), option]
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(arguments)
-    err = capsys.readouterr().err
-    assert said in err
-    assert err.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 def test_contacts_and_distogram_on_demand(query: Path, tiny_params: Path, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import torch
 
 from tests.helpers import random_batch, tiny_model
 from tests.ranks import run_ranks
-from warpfold import cli
 from warpfold.batch import stack
 from warpfold.bulk import JobPart
 from warpfold.data.example.raw_example import Assembly, from_sequence
@@ -210,15 +209,6 @@ def test_parts_make_the_files_of_one_process(tmp_path: Path, fasta: Path, tiny_p
     assert whole["run"] == alone["run"]
 
 
-def test_the_command_without_a_part_ends_what_parts_began(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:
-    out = tmp_path / "out"
-    found = predict(fasta, [], tiny_params, out, options(batch=1), share=Share(part=JobPart(1, 2)))
-    times = times_of(out, [entry["name"] for entry in found["predictions"]])
-    assert 0 < len(times) < 6
-    assert predict(fasta, [], tiny_params, out, options(batch=1))["status"] == "complete"
-    assert times_of(out, list(times)) == times  # none is made again
-
-
 def test_a_part_is_folded_by_one_process_at_a_time(
     tmp_path: Path, fasta: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -356,31 +346,3 @@ def test_the_report_draws_time_against_length(
     assert process["computing"] > 0
     assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
     assert [as_time(seconds) for seconds in (3, 200, 7200)] == ["3 s", "3 min", "2.0 h"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--shard", "0/4"], "--shard 0/4: expected I/N with I from 1 to N, for example 3/8"),
-        (["--shard", "5/4"], "--shard 5/4: expected I/N"),
-        (["--shard", "a/b"], "--shard a/b: expected I/N"),
-        (["--shard", ""], "--shard: the value is empty"),
-        (["--batch", "0"], "--batch 0: a number from 1 on, or auto"),
-        (["--batch", "many"], "--batch many: a number from 1 on, or auto"),
-    ],
-)
-def test_bad_options_are_one_line(
-    tmp_path: Path,
-    fasta: Path,
-    tiny_params: Path,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
-    call = ["predict", str(fasta), "--params", str(tiny_params), "--out", str(tmp_path / "out"), "--device", "cpu"]
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([*call, *arguments])
-    err = capsys.readouterr().err
-    assert (stopped.value.code, err.count("\n")) == (2, 1)
-    assert message in err
-    assert not (tmp_path / "out").exists()

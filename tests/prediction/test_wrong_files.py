@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import warpfold
 from tests.test_cli import refused, run
@@ -71,6 +72,43 @@ def test_options_are_named_as_they_were_given(
     assert as_arguments(given, {"a_b": "a_b"}) == "a_b 1: start torchrun --nproc 2 with `warpfold --a-b`, not --c"
     with options_given():
         assert as_arguments(given, {"a_b": "a_b"}) == given
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--shard=0/4", "--shard 0/4: expected I/N with I from 1 to N, for example 3/8"),
+        ("--shard=a/b", "--shard a/b: expected I/N"),
+        ("--batch=0", "--batch 0: a number from 1 on, or auto"),
+        ("--batch=many", "--batch many: a number from 1 on, or auto"),
+        ("--recycle-tolerance=nan", "--recycle-tolerance"),
+        ("--max-recycles=1500", "--max-recycles 1500: is not LENGTH:RECYCLES; write two numbers, such as 1500:3"),
+        ("--max-recycles=a:b", "--max-recycles a:b: is not LENGTH:RECYCLES"),
+        ("--memory=24", "not an amount of memory"),
+        ("--memory=-1GB", "not an amount of memory"),
+        ("--memory=lots", "not an amount of memory"),
+    ],
+)
+def test_options_that_mean_nothing(
+    given: str, said: str, tmp_path: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused(run(capsys, "predict", ONE, "--params", tiny_params, "-o", tmp_path / "out", given))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--device", "Voodoo 2"], "--device Voodoo 2: not known; give cpu, cuda or one of A100"),
+        (["--device", "cuda"], "this machine has none; say what it has: --memory 24GB"),
+        (["--memory", "24"], "not an amount of memory"),
+        (["--residues", "0"], "a protein has at least 1"),
+        (["--figure", "x.pdf"], "ends in .png or .svg"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_plans_of_nothing(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refused(run(capsys, "plan", "tiny", *given))
 
 
 def test_a_cluster_without_dask_leaves_nothing(

@@ -1,16 +1,21 @@
-"""An alignment server from Python: asked only if it is named, for what is missing, once, and not for a refused run."""
+"""An alignment server: asked only if it is named, for what is missing, once, and not for a refused run."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import warpfold
-from tests.data.search.alignment_server import Server, serving
+from tests.data.search.alignment_server import Server, packed, serving
 from tests.helpers import tiny_multimer
+from tests.prediction.runs import run_cli
+from tests.test_cli import run
 from warpfold.data.search.server import AlignmentServer, ServerLimits
 from warpfold.errors import UserError
+from warpfold.prediction.fold_options import PredictOptions
+from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, load
 
 ONE, TWO, ROW = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ", "-KTAYLAKQRQISFVRSH"
@@ -20,6 +25,7 @@ ONE, TWO, ROW = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGLIEVQ", "-KTAYLAKQRQISFVRSH"
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     with serving() as server:
         yield server
 
@@ -90,12 +96,76 @@ def test_many_are_names_sequences_and_files_in_any_mixture(tiny_params: Path, tm
     assert [(one.name, bool(one.prediction)) for one in found] == [("query", True), ("x", True)]
 
 
+def test_a_server_is_asked_for_what_has_no_alignment(host: Server, tmp_path: Path, tiny_params: Path) -> None:
+    query, out = tmp_path / "q.fasta", tmp_path / "out"
+    query.write_text(f">one\n{ONE}\n>two\n{TWO}\n")
+    (tmp_path / "one.a3m").write_text(f">one\n{ONE}\n>x\n-{ONE[1:]}\n")
+
+    def fold(**more: Any) -> dict[str, Any]:
+        return predict(
+            query, [tmp_path / "one.a3m"], tiny_params, out, PredictOptions(device="cpu", recycles=0), **more
+        )
+
+    summary = fold(server=quick(host, out / "alignments"))
+    assert host.sequences == [(TWO,)]
+    assert [entry["msa_depth"] for entry in summary["predictions"]] == [2, 2]
+    assert (summary["msa_server"], summary["input_warnings"]) == (host.url, {})
+    asked = len(host.asked)
+    assert fold(server=quick(host, out / "alignments"))["run"] == summary["run"]
+    assert len(host.asked) == asked
+    with pytest.raises(UserError, match="another run"):
+        fold()  # by the sequence alone
+
+
+def test_of_bad_records_nothing_is_sent(host: Server, tmp_path: Path, tiny_params: Path) -> None:
+    records = {"one": ONE, "bad": "MK1V", "two": TWO, "dna": "ACGT" * 9, "pair": f"{ONE}:{TWO[3:]}", "journal": ONE[4:]}
+    (tmp_path / "q.fasta").write_text("".join(f">{name}\n{sequence}\n" for name, sequence in records.items()))
+    summary = warpfold.predict(
+        tmp_path / "q.fasta", tiny_params, tmp_path / "out", device="cpu", recycles=0,
+        msa_server=quick(host, tmp_path / "cache"),
+    )  # fmt: skip
+    assert host.sequences == [(ONE,), (TWO,)]
+    assert [one["name"] for one in summary["failures"]] == ["bad", "dna", "pair", "journal"]
+
+
+def test_a_sequence_without_an_answer_ends_the_run_and_keeps_the_others(
+    host: Server, tmp_path: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host.faults["ticket/msa"] = ["ERROR"]
+    arguments = ["--params", tiny_params, "--recycles", 0, "--out", tmp_path / "out"]
+    code, out, err = run_cli(capsys, ONE, TWO, *arguments, "--msa-server", host.url)
+    assert (code, out) == (2, "")
+    first, last = err.splitlines()
+    assert first.startswith(f"sending 2 sequences to {host.url} (query_1, query_2)")
+    assert last.startswith(f"error: query_1: {host.url}: answers ERROR")
+    code, out, err = run_cli(capsys, ONE, TWO, *arguments, "--msa-server", host.url)
+    assert (code, out.count("mean pLDDT")) == (0, 2)
+    assert host.sequences == [(ONE,), (TWO,), (ONE,)]
+
+
+def test_a_search_on_a_server(host: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["search", ONE, "--out", tmp_path / "found"]
+    code, out, err = run(capsys, *arguments, "--msa-server", host.url)
+    assert code == 0, err
+    assert out.startswith("query: 1 in uniref, 1 in bfd.mgnify30.metaeuk30.smag30, 1 in pdb70\n")
+    assert (tmp_path / "found/query/uniref.a3m").is_file()
+    host.answer = lambda endpoint, sequences: packed({"uniref.a3m": f">101\n{sequences[0]}\n", "pdb70.m8": "x\ty\n"})
+    code, _, err = run(capsys, "search", TWO, "--out", tmp_path / "thin", "--msa-server", host.url)
+    assert (code, err.splitlines()[-1]) == (0, "warning: no hit in any database, an alignment of one row: query")
+    for wrong, said in (
+        ([], "--database is missing; name one that you have, or a server with --msa-server"),
+        (["--msa-server", host.url, "--e-value", 1], "--e-value: has no effect with --msa-server"),
+        (["--msa-server", "host"], "is no http or https address"),
+    ):
+        code, _, err = run(capsys, *arguments, *wrong)
+        assert (code, err.count("\n")) == (2, 1)
+        assert said in err
+
+
 # ---- the command as a function
 
 
 def test_a_run_is_that_of_the_command(tiny_params: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tests.test_cli import run
-
     (tmp_path / "q.fasta").write_text(f">a\n{ONE}\n>b\n{TWO}\n")
     (tmp_path / "a.a3m").write_text(f">a\n{ONE}\n>r\n{ROW}\n")
     told: list[tuple[float, int, str]] = []
