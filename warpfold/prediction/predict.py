@@ -181,11 +181,11 @@ def _read(
         _check_complexes([one.name] if len(one.ids) > 1 else [], models)
 
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
+        """Ask the server, unless the folder would be refused afterwards."""
         nonlocal asked
         assert server is not None
         sent = [[one.name, [*one.ids], [*one.sequences], without] for one, without in lacking]
         asked = _digest_of(models, options, server.url, sent).hexdigest()
-        # A folder that would be refused afterwards is refused before anything is sent.
         earlier = claim_folder(out, FORMAT, "", force=True) or {"asked": asked}
         known = asked if earlier.get("msa_server") else None  # of a version that did not note it
         if earlier.get("asked", known) != asked:
