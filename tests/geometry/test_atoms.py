@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import gradcheck
 
 from warpfold.geometry import residue
 from warpfold.geometry.atoms import (
@@ -101,16 +100,6 @@ def test_atoms_move_with_the_backbone(structure: tuple[Tensor, Rigid, Tensor, Ri
     torch.testing.assert_close(frames_to_atom14(aatype, moved), expected)
 
 
-def test_backbone_atoms_do_not_depend_on_torsions() -> None:
-    generator = torch.Generator().manual_seed(2)
-    backbone = backbones(21, generator)
-    first, second = (
-        frames_to_atom14(ALL_TYPES, torsions_to_frames(ALL_TYPES, backbone, unit_angles(21, generator))) for _ in "ab"
-    )
-    torch.testing.assert_close(first[:, :3], second[:, :3])
-    assert not torch.allclose(first[:20, 3], second[:20, 3])  # O turns with psi
-
-
 def test_dihedral_has_the_sign_of_iupac() -> None:
     """Seen along b-c, a positive torsion turns the far bond clockwise."""
     a, b, c, d = torch.tensor([[0.0, 1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 1]], dtype=torch.float64)
@@ -135,17 +124,6 @@ def test_pseudo_beta_is_alpha_for_glycine() -> None:
     ca, cb = residue.ATOM_ORDER["CA"], residue.ATOM_ORDER["CB"]
     assert torch.equal(pseudo_beta(aatype, positions), torch.stack([positions[0, ca], positions[1, cb]]))
     assert torch.equal(pseudo_beta_mask(aatype, mask), torch.stack([mask[0, ca], mask[1, cb]]))
-
-
-def test_distogram_bins() -> None:
-    positions = torch.tensor([[0.0, 0, 0], [0, 0, 4.0], [0, 300, 0]])
-    bins = distogram_bins(positions, 3.25, 20.75, 15)  # edges 3.25, 4.5, ..., 20.75
-    assert bins.shape == (3, 3, 15)
-    assert not bins.diagonal().any()  # no bin below the first edge
-    assert bins[0, 1].argmax() == 0
-    assert bins[0, 2].argmax() == 14
-    assert torch.equal(bins, bins.transpose(0, 1))
-    assert bins.sum() == 6
 
 
 def test_numbers_of_bins_are_the_places_of_the_ones() -> None:
@@ -182,20 +160,6 @@ def test_renaming_does_not_look_at_what_is_missing(structure: tuple[Tensor, Rigi
     alternative, ambiguous = swap_atom14(aatype, truth), residue_rows("ATOM14_AMBIGUOUS", aatype).double()
     nothing = torch.zeros_like(ambiguous)
     assert not rename_ground_truth(alternative, truth, nothing, alternative, nothing, ambiguous).swapped.any()
-
-
-def test_gradients() -> None:
-    generator = torch.Generator().manual_seed(3)
-    aatype = torch.tensor([residue.RESTYPE_ORDER[letter] for letter in "RG"] + [residue.UNKNOWN])
-    flat = backbones(3, generator).to_quaternion7().requires_grad_()
-    angles = unit_angles(3, generator).requires_grad_()
-
-    def atoms(flat: Tensor, angles: Tensor) -> Tensor:
-        return frames_to_atom14(aatype, torsions_to_frames(aatype, Rigid.from_quaternion7(flat), angles))
-
-    assert gradcheck(atoms, (flat, angles))
-    points = torch.randn(4, 2, 3, dtype=torch.float64, generator=generator).requires_grad_()
-    assert gradcheck(lambda x: dihedral(*x), (points,))
 
 
 def test_tables_seen_in_inference_serve_training() -> None:

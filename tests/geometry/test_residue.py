@@ -15,37 +15,12 @@ from warpfold.geometry.rigid import Rigid
 PROLINE_RING = {frozenset(pair) for pair in (("N", "CD"), ("N", "CG"), ("CA", "CD"))}
 
 
-def test_counts() -> None:
-    assert len(residue.RESTYPES) == len(set(residue.RESTYPES)) == 20
-    assert len(residue.ATOM_TYPES) == len(set(residue.ATOM_TYPES)) == 37
-    assert residue.ATOM14_MASK.sum() == residue.ATOM37_MASK.sum() == 167  # heavy atoms of the twenty, without OXT
-    assert residue.CHI_MASK.sum() == 39
-
-
-def test_letters_and_names_are_in_one_order() -> None:
-    assert residue.RESTYPE_3[residue.RESTYPE_ORDER["W"]] == "TRP"
-    assert residue.RESTYPE_3[:20] == tuple(sorted(residue.RESTYPE_3[:20]))
-    assert residue.RESTYPE_3[residue.UNKNOWN] == "UNK"
-
-
 def test_atom_orders_are_inverse() -> None:
     for restype, column in zip(*residue.ATOM14_MASK.nonzero()):
         atom = residue.ATOM14_TO_ATOM37[restype, column]
         assert residue.ATOM37_MASK[restype, atom] == 1
         assert residue.ATOM37_TO_ATOM14[restype, atom] == column
         assert residue.ATOM_TYPES[atom] == residue.ATOM14_NAMES[restype][column]
-
-
-def test_backbone_comes_first_and_glycine_has_no_beta() -> None:
-    for names in residue.ATOM14_NAMES[:20]:
-        assert names[:4] == ("N", "CA", "C", "O")
-    without_beta = [names[4] != "CB" for names in residue.ATOM14_NAMES[:20]]
-    assert [residue.RESTYPE_3[i] for i in np.flatnonzero(without_beta)] == ["GLY"]
-
-
-def test_an_unknown_residue_has_no_atoms() -> None:
-    for table in (residue.ATOM14_MASK, residue.ATOM37_MASK, residue.CHI_MASK, residue.ATOM14_AMBIGUOUS):
-        assert not table[residue.UNKNOWN].any()
 
 
 def test_swapping_names_twice_changes_nothing() -> None:

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.autograd import gradcheck
 
 from warpfold.geometry.rigid import (
     Rigid,
@@ -96,12 +95,6 @@ def test_half_turns_have_quaternions() -> None:
     torch.testing.assert_close(quaternion_to_rotation(found), half_turns)
 
 
-def test_quarter_turn_about_z_is_counterclockwise() -> None:
-    q = torch.tensor([math.sqrt(0.5), 0, 0, math.sqrt(0.5)], dtype=torch.float64)
-    x = torch.tensor([1.0, 0, 0], dtype=torch.float64)
-    torch.testing.assert_close(rotate(quaternion_to_rotation(q), x), torch.tensor([0, 1.0, 0], dtype=torch.float64))
-
-
 def test_flat_forms_and_back() -> None:
     a = motions(3, 2, 5)
     assert_equal(Rigid.from_flat12(a.to_flat12()), a)
@@ -153,14 +146,3 @@ def test_backbone_update_is_the_composition_with_a_small_motion() -> None:
     small = normalize(torch.cat([torch.ones(6, 1, dtype=torch.float64), update[:, :3]], dim=-1), eps=0.0)
     expected = Rigid.from_quaternion7(affine).compose(Rigid(quaternion_to_rotation(small), update[:, 3:]))
     assert_equal(Rigid.from_quaternion7(update_affine(affine, update)), expected)
-
-
-def test_gradients() -> None:
-    affine = torch.cat([unit_quaternions(12, 3), draw(13, 3, 3)], dim=-1).requires_grad_()
-    update, points = draw(14, 3, 6).requires_grad_(), draw(15, 3, 3).requires_grad_()
-    assert gradcheck(update_affine, (affine, update))
-    assert gradcheck(lambda a, x: Rigid.from_quaternion7(a).invert_apply(x), (affine, points))
-    assert gradcheck(lambda a: Rigid.from_quaternion7(a).to_quaternion7(), (affine,))
-    assert gradcheck(
-        lambda a, b, c: Rigid.from_three_points(a, b, c).to_flat12(), (points, update[:, :3], affine[:, 4:])
-    )

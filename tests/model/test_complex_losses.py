@@ -1,6 +1,5 @@
 """Losses of complexes: equal chains have no names, space has no origin, and chains keep their distance."""
 
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ from torch.utils._pytree import tree_leaves
 
 from tests.model.proteins import example, random_motion
 from warpfold.geometry import atoms
-from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.rigid import Rigid
 from warpfold.model import losses
 from warpfold.model.losses import LossConfig, backbone_fape, renamed_sidechain_fape, total_loss
@@ -191,17 +189,6 @@ def test_the_prediction_decides_whose_truth_a_copy_is(generator):
     assert wrong["interface_fape"] > 5 * right["interface_fape"]
 
 
-def test_labels_are_those_of_the_chosen_truth(generator):
-    batch, predicted = complex_of(generator, noise=0.3)
-    found = with_truth(batch, output_of(batch["aatype"], predicted).structure.final_atom37)
-    chain = batch["asym_id"] - 1
-    rows = torch.arange(len(chain))
-    truth, mask = batch["copy_atom_positions"][chain, rows], batch["copy_atom_mask"][chain, rows]
-    assert torch.equal(found["all_atom_positions"], truth)
-    for name, x in structure_labels(batch["aatype"], truth, mask).items():
-        assert torch.equal(found[name], x)
-
-
 # FAPE
 
 
@@ -351,9 +338,3 @@ def test_averaged_clashes_do_not_grow_with_the_protein():
         )
     assert found[16][0] > 3 * found[4][0]
     assert found[16][1] < 1.5 * found[4][1] < 5  # angstrom: radii of at most 1.8, twice
-
-
-def test_weights_that_need_chains_say_so():
-    batch = example(SEQUENCE).batch
-    with pytest.raises(KeyError, match="asym_id"):
-        total_loss(example(SEQUENCE).output, batch, dataclasses.replace(LossConfig(), center_of_mass=1.0))

@@ -26,29 +26,6 @@ def test_plddt_is_the_centre_of_a_certain_bin_and_50_when_undecided():
     torch.testing.assert_close(confidence.plddt(torch.zeros(3, 50)), torch.full((3,), 50.0))
 
 
-def test_pae_is_the_centre_of_a_certain_bin_and_the_last_bin_is_open():
-    bins = torch.tensor([[0, 1], [62, 63]])
-    torch.testing.assert_close(
-        confidence.pae(certain(bins), BREAKS), torch.tensor([[0.25, 0.75], [31.25, 31.75]]), rtol=1e-5, atol=1e-5
-    )
-    assert confidence.max_pae(BREAKS) == pytest.approx(31.75)
-
-
-@pytest.mark.parametrize("n", [1, 5, 40])
-def test_ptm_lies_between_0_and_1_and_falls_as_the_error_grows(n):
-    scores = [float(confidence.ptm(certain(torch.full((n, n), bin)), BREAKS)) for bin in range(0, 64, 7)]
-    assert all(0 <= score <= 1 for score in scores)
-    assert all(better > worse for better, worse in itertools.pairwise(scores))
-    assert 0 <= float(confidence.ptm(torch.randn(n, n, 64), BREAKS)) <= 1
-
-
-def test_ptm_takes_the_best_frame():
-    bins = torch.full((30, 30), 40)
-    bins[7] = 0  # everything is right as seen from residue 7
-    everywhere = confidence.ptm(certain(torch.zeros(30, 30, dtype=torch.long)), BREAKS)
-    torch.testing.assert_close(confidence.ptm(certain(bins), BREAKS), everywhere)
-
-
 def test_padding_does_not_change_ptm():
     logits = torch.randn(30, 30, 64)
     padded = torch.randn(37, 37, 64)
@@ -90,28 +67,3 @@ def test_chains_that_are_masked_have_no_iptm():
     assert found[0, 0] > 0
     found[0, 0] = 0
     assert torch.equal(found, torch.zeros(2, 2))
-
-
-def test_two_chains_that_are_sure_of_themselves_alone():
-    """By hand: errors of 0.25 A within the first, 10.25 A within the second, and 30.25 A between them."""
-    chain = torch.tensor([1] * 24 + [2] * 30)
-    bins = torch.full((54, 54), 60)
-    bins[:24, :24], bins[24:, 24:] = 0, 20
-    found = confidence.chain_pair_iptm(certain(bins), BREAKS, chain)
-
-    def score(error, residues):
-        return 1 / (1 + (error / (1.24 * (residues - 15) ** (1 / 3) - 1.8)) ** 2)
-
-    between = score(30.25, 54)
-    expected = torch.tensor([[score(0.25, 24), between], [between, score(10.25, 30)]])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(found[0, 1], confidence.iptm(certain(bins), BREAKS, chain), rtol=0, atol=1e-6)
-
-
-def test_ranking_by_plddt_or_by_interface():
-    plddt, ptm, iptm = torch.tensor([80.0, 60.0]), torch.tensor(0.5), torch.tensor(0.25)
-    assert confidence.ranking_confidence(plddt) == 70
-    assert confidence.ranking_confidence(plddt, ptm) == 70
-    torch.testing.assert_close(confidence.ranking_confidence(plddt, ptm, iptm), torch.tensor(0.3))
-    with pytest.raises(ValueError, match="pTM"):
-        confidence.ranking_confidence(plddt, iptm=iptm)

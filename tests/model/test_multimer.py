@@ -10,10 +10,8 @@ from torch import Tensor
 from tests.helpers import (
     as_multimer,
     filled_model,
-    random_batch,
     random_complex,
     tiny_config,
-    tiny_model,
     tiny_multimer,
 )
 from warpfold.batch import FEATURES, Batch
@@ -123,21 +121,6 @@ def test_a_template_says_nothing_of_two_chains() -> None:
     assert not torch.allclose(per_residue(folded(model, with_moved(inside)))[2], expected[2], atol=1e-3)
 
 
-def test_chains_entities_and_copies_are_told_apart() -> None:
-    model, batch = tiny_multimer(), random_complex(CHAINS)
-    pair = folded(model, batch).pair
-    for name, ids in (("asym_id", (1, 1, 2)), ("entity_id", (1, 2, 3)), ("sym_id", (1, 1, 4))):
-        other = torch.tensor(ids).repeat_interleave(torch.tensor(CHAINS))
-        assert not torch.allclose(folded(model, {**batch, name: other}).pair, pair, atol=1e-3), name
-
-
-def test_the_channel_of_chain_breaks_is_not_read() -> None:
-    model, batch = tiny_multimer(), random_complex(CHAINS)
-    other = {**batch, "target_feat": batch["target_feat"].clone()}
-    other["target_feat"][:, 0] += 1
-    assert torch.equal(folded(model, batch).pair, folded(model, other).pair)
-
-
 def test_a_template_that_is_missing_counts_in_the_mean() -> None:
     """As in the official code: it has no atoms, but residue types, and the mean is over all templates."""
     model, batch = tiny_multimer(), random_complex(CHAINS, templates=1)
@@ -152,40 +135,6 @@ def test_a_batch_without_templates_folds() -> None:
     assert folded(model, batch).pair.isfinite().all()
     z = torch.randn(11, 11, 12).double()
     assert torch.equal(model.templates(z.clone(), torch.ones(11, 11).double(), double(batch)), z)
-
-
-def test_passes_have_centres_of_their_own() -> None:
-    model, batch = tiny_multimer(), random_complex(CHAINS, passes=3)
-    last = {k: v.narrow(0, 2, 1) if FEATURES[k].per_pass else v for k, v in batch.items()}
-    assert not torch.allclose(folded(model, batch, 2).msa, folded(model, last, 2).msa)
-    with pytest.raises(ValueError, match="3 samples"):
-        folded(model, batch, 1)
-
-
-def tensors(output: Output) -> list[Tensor]:
-    return [x for x in vars(output).values() if isinstance(x, Tensor)] + [output.structure.final_atom37]
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("chains", "sequences", "templates"), [((1,), 1, 0), ((1, 1, 1), 2, 1), ((2, 1), 1, 2)])
-def test_degenerate_sizes_are_finite(chains: tuple[int, ...], sequences: int, templates: int, precision: str) -> None:
-    model = Execution(Plan(precision=precision)).bind(tiny_multimer()).train()
-    out = model(random_complex(chains, sequences + 1, sequences, 1, templates))
-    total = sum(x.float().square().mean() for x in tensors(out))
-    total.backward()
-    assert total.isfinite()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-
-
-def test_everything_masked_is_finite() -> None:
-    batch = random_complex(CHAINS)
-    for name in ("seq_mask", "alignment_mask", "template_mask", "template_all_atom_masks"):
-        batch[name] = torch.zeros_like(batch[name])
-    model = tiny_multimer().train()
-    total = sum(x.square().mean() for x in tensors(model(batch)))
-    total.backward()
-    assert total.isfinite()
-    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 # The end of recycling
@@ -228,8 +177,3 @@ def test_training_recycles_as_often_as_was_drawn() -> None:
     model, batch = tiny_multimer(recycle_tolerance=1e9), random_complex(CHAINS)
     assert model.train()(batch, 2).recycles == 2
     assert model.eval()(batch, 2).recycles == 1
-
-
-def test_a_monomer_may_stop_early_too() -> None:
-    assert tiny_model()(random_batch(), 3).recycles == 3
-    assert tiny_model(recycle_tolerance=1e9)(random_batch(), 3).recycles == 1

@@ -100,37 +100,3 @@ def test_a_distorted_side_chain_is_found(chain):
     found = within_residue_violations(atoms, atom_mask, aatype)
     assert found.per_atom_mask[4, 10] == 1
     assert not found.per_atom_mask[[0, 1, 2, 3, 5, 6, 7]].any()
-
-
-def test_atoms_that_do_not_exist_do_not_matter(chain):
-    atoms, atom_mask, aatype, index = chain
-    moved = torch.where(atom_mask[..., None] > 0, atoms + 0.3 * torch.randn_like(atoms), atoms)
-    other = torch.where(atom_mask[..., None] > 0, moved, 100 * torch.randn_like(atoms))
-    assert find_violations(moved, atom_mask, aatype, index).loss > 0
-    torch.testing.assert_close(
-        find_violations(moved, atom_mask, aatype, index).loss, find_violations(other, atom_mask, aatype, index).loss
-    )
-
-
-def test_the_gradient_is_right():
-    batch = example("GAC", dtype=torch.float64).batch
-    generator = torch.Generator().manual_seed(1)
-    noise = torch.randn(3, 14, 3, generator=generator, dtype=torch.float64)
-    atoms = (0.6 * batch["atom14_gt_positions"] + 0.5 * noise).requires_grad_()
-
-    def loss(x):
-        return find_violations(x, batch["atom14_atom_exists"], batch["aatype"], batch["residue_index"]).loss
-
-    assert loss(atoms) > 0
-    assert torch.autograd.gradcheck(loss, (atoms,))
-
-
-@pytest.mark.parametrize("n", [1, 3])
-def test_degenerate_structures_have_finite_gradients(n):
-    aatype, index = encode("GAC")[:n], torch.arange(n)
-    for mask in (torch.ones(n, 14), torch.zeros(n, 14)):
-        atoms = torch.zeros(n, 14, 3, requires_grad=True)  # every atom in one place
-        loss = find_violations(atoms, mask, aatype, index).loss
-        loss.backward()
-        assert torch.isfinite(loss)
-        assert torch.isfinite(atoms.grad).all()
