@@ -11,7 +11,7 @@ import warpfold
 from tests.adapt.stand_in import KNOWN, ServesMlp, TheirModel
 from warpfold.adapt import accelerate as subject
 from warpfold.adapt.adapter import NotServed, adapter_of, signature_of, swap
-from warpfold.adapt.kinds import SwigluAdapter, TriangleAttentionAdapter, TriangleProductAdapter, WithoutMask
+from warpfold.adapt.kinds import SwigluAdapter, TriangleAttentionAdapter, TriangleProductAdapter
 from warpfold.adapt.verify import compare
 from warpfold.errors import UserError
 
@@ -33,20 +33,21 @@ class DividedProduct(nn.Module):
         return self.last(self.after(product)) * self.gate(y).sigmoid()
 
 
-class ServesDividedProduct(WithoutMask, TriangleProductAdapter):
+class ServesDividedProduct(TriangleProductAdapter):
     serves = (f"{__name__}:DividedProduct",)
     signature = "(self, pairs)"
+    takes = "x=pairs"
     names = "norm=before a,b=both a_gate,b_gate=gates gate=gate norm_out=after out=last"
 
     def outgoing(self, module: Any) -> bool:
         return bool(module.equation.startswith("...ik"))
 
-    def forward(self, layer: Any, pairs: Tensor) -> Tensor:  # type: ignore[override]
-        return self.update(layer, pairs, pairs.new_full(pairs.shape[:-1], pairs.shape[-2] ** -0.5))
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        return self.update(layer, x, x.new_full(x.shape[:-1], x.shape[-2] ** -0.5))
 
 
 class Undivided(ServesDividedProduct):
-    forward = TriangleProductAdapter.forward
+    compute = TriangleProductAdapter.compute
 
 
 class Exchanged(ServesDividedProduct):
@@ -79,10 +80,11 @@ class Gated(nn.Module):
 class ServesGated(SwigluAdapter):
     serves = (f"{__name__}:Gated",)
     signature = "(self, things, scale=1.0, chunk_size=None)"
+    takes = "x=things"
     names = "norm=inside.norm up=inside.gate,value down=last"
 
-    def forward(self, layer: Any, x: Tensor, scale: float = 1.0, *_: Any, **__: Any) -> Tensor:
-        return super().forward(layer, x) * scale
+    def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
+        return super().forward(layer, **given) * given.get("scale", 1.0)
 
 
 def test_parts_may_lie_inside_and_two_be_one() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.adapt import openfold3_layers
+from tests.adapt.layers import OF_OPENFOLD3
 from warpfold.adapt import openfold
 from warpfold.adapt.accelerate import adapters
 from warpfold.adapt.adapter import NotServed
@@ -40,9 +40,11 @@ def as_theirs(module: Any) -> nn.Module:
 def test_agrees_with_openfold3(name: str) -> None:
     pytest.importorskip("openfold3", reason="openfold3 is not installed: ./dev adapters openfold3")
     torch.manual_seed(0)
-    module = openfold3_layers.LAYERS[name]()
+    module = OF_OPENFOLD3[name]()
 
     class Named(SAME[name]):  # type: ignore[misc]
+        takes = SAME[name].takes if "transition" not in name else openfold.Transitions.takes  # of OpenFold3's arguments
+
         def build(self, copied: Any) -> Any:
             return super().build(as_theirs(copied))
 
@@ -59,5 +61,6 @@ def test_both_versions_are_known() -> None:
 
 
 def test_fp16_is_left_to_their_own_code() -> None:
+    adapter = adapters()["openfold.model.outer_product_mean:OuterProductMean"]
     with pytest.raises(NotServed, match="fp16"):
-        openfold.check_precision(torch.zeros(1, dtype=torch.float16))
+        adapter.forward(None, m=torch.zeros(1, 2, 3, dtype=torch.float16))

@@ -2,21 +2,21 @@
 
     ./dev adapters                    # every package, each in an environment of its own
 
-A file PACKAGE_layers.py beside this one makes small layers of a package (`PackageLayers` says how).  Each is compared
-in several configurations; what it is called by, holds and is hooked by stays; and adapters that are wrong on purpose
-are found to differ, so that the comparison is known to see what it should.
+Each layer of layers.py is compared; what it is called by, holds and is hooked by stays; and adapters that are wrong on
+purpose are found to differ, so that the comparison is known to see what it should.
 """
 
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.adapt.layers import PACKAGES
 from warpfold.adapt import accelerate as known
 from warpfold.adapt.accelerate import accelerate, acceleration, restore
 from warpfold.adapt.adapter import (
@@ -31,41 +31,21 @@ from warpfold.adapt.adapter import (
     name_of,
 )
 from warpfold.adapt.verify import compare, redrawn
-
-
-class PackageLayers(Protocol):
-    """What a file PACKAGE_layers.py holds; it imports the package within functions alone."""
-
-    PACKAGE: str  # what is imported
-    ADAPTERS: str  # the module of warpfold.adapt
-    LAYERS: dict[str, Callable[[], nn.Module]]  # small layers of the package, in words; each class has one at least
-    # Optional: adapters that are wrong: in words, the name of a layer and the adapter.  (Masks left out, outputs of a
-    # projection exchanged and norms without their bias are tried on every layer anyway.)
-    WRONG: dict[str, tuple[str, Callable[[], Adapter]]]
-    # Optional: the environment that has the package, if it has another name; none: it is on no package index.
-    ENVIRONMENT: str | None
-
-
-FILES = sorted(path.stem for path in Path(__file__).parent.glob("*_layers.py"))
-PACKAGES: dict[str, PackageLayers] = {
-    name.removesuffix("_layers"): importlib.import_module(f"tests.adapt.{name}")  # type: ignore[misc]
-    for name in FILES
-}
+from warpfold.model.evoformer import TriangleAttention
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Every layer of the packages that are here; of another, `test_every_class_has_a_layer` says that it is not."""
     if "name" in metafunc.fixturenames:
         here = [package for package in PACKAGES if is_here(package, metafunc.config)]
-        layers = [(package, name) for package in here for name in PACKAGES[package].LAYERS]
+        layers = [(package, name) for package in here for name in PACKAGES[package].layers]
         metafunc.parametrize(("package", "name"), layers, ids=lambda words: words.replace(" ", "-"))
 
 
-def test_every_file_of_adapters_has_layers() -> None:
-    assert {file.ADAPTERS for file in PACKAGES.values()} >= set(known.PACKAGES) - {
-        "plain",
-        "perceptron",
-    }  # of torch itself: test_plain.py
+def test_every_file_of_adapters_has_layers_and_every_package_an_environment() -> None:
+    assert {one.adapters for one in PACKAGES.values()} == set(known.PACKAGES) - {"plain"}  # torch's: test_plain.py
+    there = {path.name.partition(".")[0] for path in Path(__file__).parent.glob("environments/*.txt")}
+    assert {one.environment for one in PACKAGES.values()} - {None} == there
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -107,48 +87,30 @@ def test_what_is_wrong_differs(package: str, name: str) -> None:
     module = layer_of(package, name)
     adapter = served(module)
     unseen = [what for what, wrong in wrong_adapters(module, adapter) if compare(module, wrong).agrees]
-    wrongs = getattr(PACKAGES[package], "WRONG", {})
-    unseen += [what for what, (of, wrong) in wrongs.items() if of == name and compare(module, wrong()).agrees]
     assert not unseen
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_class_has_a_layer(package: str, request: pytest.FixtureRequest) -> None:
-    file = PACKAGES[package]
+    one = PACKAGES[package]
     if not is_here(package, request.config):
-        environment = environment_of(package)
-        cure = f": ./dev adapters {environment}" if environment else ", and is on no package index"
-        pytest.skip(f"{file.PACKAGE} is not installed{cure}")
-    made = {name_of(kind) for name in file.LAYERS for kind in type(layer_of(package, name)).__mro__}
-    adapters = vars(importlib.import_module(f"warpfold.adapt.{file.ADAPTERS}")).values()
-    kinds = [kind for kind in adapters if isinstance(kind, type) and issubclass(kind, Adapter)]
-    of_package = (
-        name for kind in kinds for name in kind.serves if name.startswith(file.PACKAGE.partition(".")[0] + ".")
-    )
-    wanted = {name for name in of_package if exists(name)}
-    assert wanted <= made
-
-
-def test_there_is_an_environment_for_every_package() -> None:
-    there = {path.name.partition(".")[0] for path in Path(__file__).parent.glob("environments/*.txt")}
-    assert {environment_of(package) for package in PACKAGES} - {None} == there
-
-
-def environment_of(package: str) -> str | None:
-    """Return what `./dev adapters` calls the environment that has a package; None: there is none."""
-    environment: str | None = getattr(PACKAGES[package], "ENVIRONMENT", package)
-    return environment
+        cure = f": ./dev adapters {one.environment}" if one.environment else ", and is on no package index"
+        pytest.skip(f"{one.name} is not installed{cure}")
+    made = {name_of(kind) for name in one.layers for kind in type(layer_of(package, name)).__mro__}
+    served = [name for name in known.adapters() if name.startswith(f"{one.name.partition('.')[0]}.")]
+    of_package = [name for name in served if one.name != "transformers" or ".esm." in name]
+    assert {name for name in of_package if name.startswith(one.name) and exists(name)} <= made
 
 
 def is_here(package: str, config: pytest.Config) -> bool:
     """Return whether a package's tests run: it is installed, or has to be (`./dev adapters`)."""
-    return is_installed(PACKAGES[package].PACKAGE) or config.getoption("installed", None) == package
+    return is_installed(PACKAGES[package].name) or config.getoption("installed", None) == package
 
 
 def layer_of(package: str, name: str) -> nn.Module:
     """Make a layer, the same each time."""
     torch.manual_seed(0)
-    return PACKAGES[package].LAYERS[name]()
+    return PACKAGES[package].layers[name]()
 
 
 def served(module: nn.Module) -> Adapter:
@@ -187,6 +149,14 @@ def wrong_adapters(module: nn.Module, adapter: Adapter) -> Iterator[tuple[str, A
     args, kwargs = adapter.example(module, 7, RandomInputs(next(module.parameters())))
     if any(is_mask(x) for x in (*args, *kwargs.values())):
         yield "mask left out", without_masks(adapter)
+    switches = ["outgoing", "bias_divided", *(["bias_transposed"] if getattr(layer, "shares", None) else [])]
+    switches += ["by_column"] if isinstance(layer, TriangleAttention) else []
+    for name in (name for name in switches if hasattr(layer, name)):
+        yield f"not {name}", changed(adapter, lambda made, name=name: setattr(made, name, not getattr(made, name)))
+    for pair in (("a", "b"), ("a_gate", "b_gate"), ("v", "gate")):
+        weights = [getattr(getattr(layer, name, None), "weight", None) for name in pair]
+        if all(x is not None for x in weights) and weights[0].shape == weights[1].shape:
+            yield " for ".join(pair), changed(adapter, lambda made, pair=pair: exchange(made, *pair))
     for path, part in parts(layer):
         if isinstance(part, LinearOf | StackedOf) and len(part.weight) > 1:
             yield f"{path}: halves swapped", with_part(adapter, path, SwappedHalves)
@@ -234,17 +204,30 @@ class WithoutBias(NormOf):
         return torch.zeros_like(self.weight)
 
 
-def with_part(adapter: Adapter, path: tuple[str, ...], wrong: Callable[[Any], Any]) -> Adapter:
-    """Return an adapter that puts something wrong in the place of one part."""
+def changed(adapter: Adapter, change: Callable[[Any], None]) -> Adapter:
+    """Return an adapter that changes every layer that it makes."""
 
     def build(self: Adapter, module: nn.Module) -> nn.Module:
-        layer = owner = type(adapter).build(self, module)
-        for name in path[:-1]:
-            owner = getattr(owner, name)
-        vars(owner)[path[-1]] = wrong(getattr(owner, path[-1]))
+        layer = type(adapter).build(self, module)
+        change(layer)
         return layer
 
     return type("Wrong", (type(adapter),), {"build": build})()
+
+
+def exchange(layer: Any, one: str, other: str) -> None:
+    vars(layer)[one], vars(layer)[other] = vars(layer)[other], vars(layer)[one]
+
+
+def with_part(adapter: Adapter, path: tuple[str, ...], wrong: Callable[[Any], Any]) -> Adapter:
+    """Return an adapter that puts something wrong in the place of one part."""
+
+    def change(owner: Any) -> None:
+        for name in path[:-1]:
+            owner = getattr(owner, name)
+        vars(owner)[path[-1]] = wrong(getattr(owner, path[-1]))
+
+    return changed(adapter, change)
 
 
 def without_masks(adapter: Adapter) -> Adapter:

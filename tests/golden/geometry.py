@@ -14,9 +14,10 @@ from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.rigid import Rigid, rotation_to_quaternion, update_affine
 from warpfold.model import confidence, losses
 from warpfold.model.losses import backbone_fape, frame_aligned_point_error
-from warpfold.model.violations import Code, Violations, find_violations, violation_metrics
+from warpfold.model.violations import CA_ATOM, Code, Violations, find_violations
 
 CA = residue.ATOM_ORDER["CA"]
+CA_CA = 3.80209737096  # angstrom, of a trans peptide: what the bonds and angles between two Ca give
 
 
 def _expected(case: ReferenceCase, name: str) -> Tensor:
@@ -308,6 +309,36 @@ def _violation(case: ReferenceCase, x: Tensors, bonds: Code = "monomer") -> Case
         **{f"metrics/{name}": value for name, value in metrics.items()},
     }
     return _loss(outputs, x)
+
+
+def violation_metrics(
+    violations: Violations,
+    atoms: Tensor,
+    atom_mask: Tensor,
+    residue_index: Tensor,
+    seq_mask: Tensor,
+    asym_id: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """Return the share of residues (0 to 1) with each kind of violation, named as in DeepMind's code.
+
+    `violations_extreme_ca_ca_distance` is the share of neighbours whose Ca are 1.5 angstrom too far apart.
+    """
+    chain = torch.zeros_like(residue_index) if asym_id is None else asym_id
+    follows = (residue_index.diff() == 1) & (chain.diff() == 0)
+
+    def share(value: Tensor, mask: Tensor) -> Tensor:
+        return (mask * value).sum() / (1e-10 + mask.sum())
+
+    ca, has_ca = atoms[:, CA_ATOM], atom_mask[:, CA_ATOM]
+    pairs = has_ca[:-1] * has_ca[1:] * follows
+    too_far = torch.sqrt(1e-6 + (ca[:-1] - ca[1:]).square().sum(-1)) - CA_CA > 1.5
+    return {
+        "violations_extreme_ca_ca_distance": share(too_far, pairs),
+        "violations_between_residue_bond": share(violations.connections.per_residue_mask, seq_mask),
+        "violations_between_residue_clash": share(violations.clashes.per_atom_mask.amax(-1), seq_mask),
+        "violations_within_residue": share(violations.within.per_atom_mask.amax(-1), seq_mask),
+        "violations_per_residue": share(violations.per_residue_mask, seq_mask),
+    }
 
 
 def _violation_parts(found: Violations) -> Tensors:

@@ -157,7 +157,8 @@ def _fold_iteration(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     s, affine, unnormalized = layer(s, x["initial_act"], z, before, mask)
     new_affine = torch.cat([affine[..., :4].detach(), affine[..., 4:]], -1)
     angles = normalize_angles(unnormalized)
-    backbone = Rigid.from_quaternion7(affine).scale_translation(c.position_scale)
+    at = Rigid.from_quaternion7(affine)
+    backbone = Rigid(at.rotation, at.translation * c.position_scale)
     frames = torsions_to_frames(x["aatype"], backbone, angles)
     outputs = {
         "act": s,

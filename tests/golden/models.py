@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.golden.config import is_multimer, loss_config, model_config
-from tests.golden.geometry import true_distances
+from tests.golden.geometry import true_distances, violation_metrics
 from tests.golden.layers import pairs
 from tests.golden.multimer import clustered, matrices, with_template_names
 from tests.golden.reference import BrokenCase, CaseOutputs, ReferenceCase, Tensors, load
@@ -34,7 +34,7 @@ from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.heads import distogram_breaks, pae_breaks
 from warpfold.model.losses import WEIGHTED, LossConfig, Terms, renamed_truth, total_loss
 from warpfold.model.structure import StructureOutput
-from warpfold.model.violations import find_violations, violation_metrics
+from warpfold.model.violations import find_violations
 from warpfold.model.weights.deepmind import PREFIX
 
 SCOPE = PREFIX.rstrip("/")

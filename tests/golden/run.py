@@ -2,6 +2,8 @@
 
 import fnmatch
 import math
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,6 +21,7 @@ from warpfold.errors import UserError
 from warpfold.model.weights.deepmind import PREFIX
 from warpfold.progress import Progress, no_progress
 
+BROKEN_FILE = OSError, EOFError, zipfile.BadZipFile, zlib.error
 PASS, FAIL, NOT_RUN = "pass", "FAIL", "could not be run"
 COLOURS = {PASS: "green", FAIL: "bold red", NOT_RUN: "bold red"}
 KNOWN = {
@@ -67,8 +70,8 @@ def run_case(files: CaseFiles) -> CaseResult:
     try:
         case = read(files)
         found = tuple(checks(case, compute(case)))
-    # What a case that does not fit the code raises: a missing array, a shape that does not match, a wrong dtype.
-    except (UserError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+    # Of broken files, and of a case that does not fit the code: a missing array, a shape or dtype that does not match.
+    except (*BROKEN_FILE, UserError, LookupError, TypeError, ValueError, RuntimeError, AttributeError) as error:
         why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         return CaseResult(files.name, NOT_RUN, reason=" ".join(why.split())[:300])
     if not found:

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from warpfold.geometry.atoms import frames_to_atom14, residue_rows, torsions_to_frames
-from warpfold.geometry.rigid import Rigid, quaternion_multiply, quaternion_to_rotation, rotate
+from warpfold.geometry.rigid import Rigid, quaternion_multiply, rotate
 from warpfold.model.structure import (
     FoldIteration,
     InvariantPointAttention,
     StructureConfig,
-    StructureModule,
     normalize_angles,
 )
 
@@ -109,25 +108,3 @@ def test_layers_move_with_the_frames(fold: FoldIteration, mask: Tensor, seed: in
     )
     exists = residue_rows("ATOM14_MASK", aatype)[..., None]
     torch.testing.assert_close(atoms_there, Rigid.from_quaternion7(motion).apply(atoms) * exists, **CLOSE)
-
-
-def test_renumbering_residues_renumbers_the_structure(mask: Tensor) -> None:
-    """What residues follow one another is in s and z alone."""
-    module = StructureModule(C_S, C_Z, CONFIG)
-    fill(module)
-    s, z, aatype = draw(0, N, C_S), draw(1, N, N, C_Z), torch.tensor([0, 20, 7, 4, 13, 1])
-    order = torch.tensor([3, 1, 5, 0, 4, 2])
-    one = module(s, z, aatype, mask)
-    other = module(s[order], z[order][:, order], aatype[order], mask[order])
-    torch.testing.assert_close(other.single, one.single[order], **CLOSE)
-    torch.testing.assert_close(other.atom14, one.atom14[:, order], **CLOSE)
-    torch.testing.assert_close(other.traj, one.traj[:, order], **CLOSE)
-
-
-def test_predicted_frames_are_rotations(mask: Tensor) -> None:
-    module = StructureModule(C_S, C_Z, CONFIG)
-    fill(module)
-    out = module(draw(0, N, C_S), draw(1, N, N, C_Z), torch.arange(N), mask)
-    torch.testing.assert_close(out.traj[..., :4].norm(dim=-1), torch.ones(4, N, dtype=torch.float64), **CLOSE)
-    torch.testing.assert_close(out.frames.rotation, quaternion_to_rotation(out.traj[..., :4]), **CLOSE)
-    torch.testing.assert_close(torch.linalg.det(out.frames.rotation), torch.ones(4, N, dtype=torch.float64), **CLOSE)

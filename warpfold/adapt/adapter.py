@@ -60,6 +60,7 @@ class Adapter:
     least: ClassVar[int] = 0  # numbers of the first argument below which their own code is as fast, on a CPU
     # Attributes of the copies that are compared: switches that ask for kernels or roundings of 16 bits alone.
     compared_with: ClassVar[Mapping[str, Any]] = {}
+    in_fp32: ClassVar[bool] = False  # their own code multiplies in fp32, and wants parameters alike for what follows
     plain: ClassVar[bool] = False  # a layer of torch's own: swapped where it is asked for, or measured to be a gain
 
     def knows(self, module: nn.Module) -> bool:
@@ -71,9 +72,9 @@ class Adapter:
         raise NotImplementedError
 
     def forward(self, layer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module's own forward does, of the same arguments.  Errors: NotServed for some of them.
+        """Compute what the module's own forward does, of the same arguments, by their names.
 
-        What was given by name comes in its place, up to the first argument that was not given.
+        Errors: NotServed for some of them.
         """
         raise NotImplementedError
 
@@ -86,8 +87,8 @@ class Adapter:
         return output
 
     def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
-        """Return a module with its parameters in a dtype, in place; overridden where a package leaves some in fp32."""
-        return module.to(dtype)
+        """Cast a module's parameters in place; overridden where a package leaves some in fp32."""
+        return module if self.in_fp32 else module.to(dtype)
 
     @classmethod
     def update(
@@ -285,11 +286,11 @@ def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Modu
     @wraps(theirs)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Return what their forward does, by ours; by theirs where the adapter does not serve the call."""
-        args, kwargs = in_place(places, args, kwargs)
         if how.least and small_on_cpu(next(iter((*args, *kwargs.values())), None), how.least):
             return theirs(self, *args, **kwargs)
         try:
-            return how.forward(_layer_now(self, how), *args, **kwargs)
+            named = {**dict(zip(places, args)), **kwargs}
+            return how.forward(_layer_now(self, how), *args[len(places) :], **named)
         except NotServed as refusal:
             _report(self, f"{kind.__name__}: {refusal}")
         return theirs(self, *args, **kwargs)
@@ -369,7 +370,7 @@ def swap_back(module: nn.Module) -> None:
     del vars(module)[LAYER], vars(module)[PARTS]
 
 
-# Signatures of other people's functions, and arguments put in their places
+# Signatures of other people's functions
 
 
 def signature_of(function: Callable[..., Any]) -> str:
@@ -395,12 +396,3 @@ def places_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of a method's arguments that may be given by place, but for self."""
     found = _unwrapped(function).parameters.values()
     return tuple(p.name for p in found if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
-
-
-def in_place(places: tuple[str, ...], args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return arguments of which those by name are in their places, up to the first that was not given."""
-    for name in places[len(args) :]:
-        if name not in kwargs:
-            break
-        args = (*args, kwargs.pop(name))
-    return args, kwargs

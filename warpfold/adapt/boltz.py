@@ -9,9 +9,9 @@ operations either way.  A `chunk_size` counts rows in attention; elsewhere chann
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from warpfold.adapt.adapter import Adapter, NotServed, RandomInputs
+from warpfold.adapt.adapter import NotServed, RandomInputs, places_of
 from warpfold.adapt.kinds import (
     LEAST,
     AttentionPairBiasAdapter,
@@ -25,38 +25,28 @@ from warpfold.adapt.kinds import (
 )
 
 
-def _layers(name: str, in_boltzgen: str | None = None) -> tuple[str, ...]:
-    """Return a class of both packages by its names: boltzgen has some in other modules."""
-    return f"boltz.model.layers.{name}", f"boltzgen.model.layers.{in_boltzgen or name}"
+def _layers(*names: str) -> tuple[str, ...]:
+    """Name classes of both packages: boltzgen has some in other modules."""
+    return tuple(f"{package}.model.layers.{name}" for package in ("boltz", "boltzgen") for name in names)
 
 
-class KeptInFp32(Adapter):
-    """A layer whose own code multiplies in fp32, and wants parameters alike for what follows."""
-
-    def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
-        """Return the module as it is."""
-        return module
-
-
-class BoltzTriangleOutgoing(KeptInFp32, TriangleProductAdapter):
+class BoltzTriangleMultiplication(TriangleProductAdapter):
     """One projection makes a and b, another one their gates."""
 
-    serves = _layers("triangular_mult:TriangleMultiplicationOutgoing", "triangular:TriangleMultiplicationOutgoing")
+    serves = _layers(
+        *(
+            f"{file}:TriangleMultiplication{way}"
+            for file in ("triangular_mult", "triangular")
+            for way in ("Outgoing", "Incoming")
+        )
+    )
     signature = "(self, x, mask, use_kernels=False)"
     names = "norm=norm_in a,b=p_in a_gate,b_gate=g_in gate=g_out norm_out=norm_out out=p_out"
     least = LEAST
+    in_fp32 = True
 
     def outgoing(self, module: Any) -> bool:
-        return True
-
-
-class BoltzTriangleIncoming(BoltzTriangleOutgoing):
-    """The same."""
-
-    serves = _layers("triangular_mult:TriangleMultiplicationIncoming", "triangular:TriangleMultiplicationIncoming")
-
-    def outgoing(self, module: Any) -> bool:
-        return False
+        return any(kind.__name__ == "TriangleMultiplicationOutgoing" for kind in type(module).__mro__)
 
 
 class BoltzTriangleAttention(TriangleAttentionAdapter):
@@ -86,11 +76,9 @@ class BoltzOuterProduct(OuterProductAdapter):
     serves = _layers("outer_product_mean:OuterProductMean")
     signature = "(self, m, mask, chunk_size=None)"
     names = "norm=norm a=proj_a b=proj_b out=proj_o"
+    takes = "x=m mask"
     settings: ClassVar = {"count_added": 0.0, "count_least": 1.0, "bias_divided": False}
     least = LEAST
-
-    def forward(self, layer: Any, m: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-        return super().forward(layer, m, mask)
 
 
 class BoltzPairWeightedAveraging(PairWeightedAveragingAdapter):
@@ -102,66 +90,45 @@ class BoltzPairWeightedAveraging(PairWeightedAveragingAdapter):
     least = LEAST
 
 
-class BoltzAttentionPairBias(KeptInFp32, AttentionPairBiasAdapter):
-    """Boltz-2's: s comes normalised; z is the pair representation, or the bias itself (diffusion)."""
+class BoltzAttentionPairBias(AttentionPairBiasAdapter):
+    """Of Boltz-1, s is normalised here, unless `initial_norm` is False; of Boltz-2, s comes normalised.
 
-    serves: ClassVar[tuple[str, ...]] = (
-        "boltz.model.layers.attentionv2:AttentionPairBias",
-        "boltzgen.model.layers.attention:AttentionPairBias",
+    z is the pair representation, or the bias itself (diffusion).
+    """
+
+    serves = (*(_layers("attention:AttentionPairBias")), "boltz.model.layers.attentionv2:AttentionPairBias")
+    signature = (
+        "(self, s, z, mask, multiplicity=1, to_keys=None, model_cache=None)",
+        "(self, s, z, mask, k_in, multiplicity=1)",
     )
-    signature = "(self, s, z, mask, k_in, multiplicity=1)"
     names = f"heads=num_heads {attention_names('proj_')}"
+    refuses: ClassVar = {"to_keys": "keys of other positions", "model_cache": "a cache of the projected z"}
     least = LEAST
+    in_fp32 = True
 
     def names_of(self, module: Any) -> str:
-        of_s = " norm=norm_s" if hasattr(module, "norm_s") else ""
-        return (
-            self.names + of_s + (" norm_z=proj_z.0 bias=proj_z.1" if getattr(module, "compute_pair_bias", True) else "")
-        )
+        norm = " norm=norm_s" if hasattr(module, "norm_s") else ""
+        bias = " norm_z=proj_z.0 bias=proj_z.1" if getattr(module, "compute_pair_bias", True) else ""
+        return self.names + norm + bias
 
     def check(self, module: Any) -> None:
         if getattr(module, "use_qk_norm", False):
             raise NotServed("queries and keys are normalised")
 
-    def forward(  # type: ignore[override]  # its class has another signature
-        self, layer: Any, s: Tensor, z: Tensor, mask: Tensor, k_in: Tensor, multiplicity: int = 1
-    ) -> Tensor:
-        if k_in is not s:
+    def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
+        """Compute the update of s [B multiplicity, N, c_s]: each z [B, N, N, .] serves so many samples, as rows."""
+        s, mask, multiplicity = given["s"], given["mask"], given.get("multiplicity", 1)
+        if given.get("k_in", s) is not s:
             raise NotServed("keys of other positions than the queries")
-        return self.samples(layer, s, z, mask, multiplicity)
+        rows = {name: t.unflatten(0, (-1, multiplicity)) for name, t in (("s", s), ("mask", mask))}
+        return super().forward(layer, **given | rows).flatten(0, 1)
 
-    def samples(self, layer: Any, s: Tensor, z: Tensor, mask: Tensor, multiplicity: int) -> Tensor:
-        """Return the update of s [B multiplicity, N, c_s]: each z [B, N, N, .] serves so many samples, as rows."""
-        s, mask = (t.unflatten(0, (-1, multiplicity)) for t in (s, mask))
-        return self.update(layer, s, mask, z).flatten(0, 1)
-
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        (s, z, mask), _ = super().example(module, n, random)
-        s, mask = torch.cat([s, s.flip(0) / 2]), torch.cat([mask, mask.flip(0)])
-        return (s, z, mask, s), {"multiplicity": 2}
-
-
-class BoltzOneAttentionPairBias(BoltzAttentionPairBias):
-    """Boltz-1's: s is normalised here, unless `initial_norm` is False."""
-
-    serves = ("boltz.model.layers.attention:AttentionPairBias",)
-    signature = "(self, s, z, mask, multiplicity=1, to_keys=None, model_cache=None)"
-
-    def forward(  # type: ignore[override]  # its class has another signature
-        self,
-        layer: Any,
-        s: Tensor,
-        z: Tensor,
-        mask: Tensor,
-        multiplicity: int = 1,
-        to_keys: Any = None,
-        model_cache: dict[str, Tensor] | None = None,
-    ) -> Tensor:
-        """Return the update, as theirs does."""
-        if to_keys is not None or model_cache is not None:
-            raise NotServed("keys of other positions, or a cache of the projected z")
-        return self.samples(layer, s, z, mask, multiplicity)
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        return self.update(layer, x, mask, other)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        (s, z, mask, _), multiplicity = super().example(module, n, random)
-        return (s, z, mask), multiplicity
+        args, given = super().example(module, n, random)
+        for name, more in (("s", given["s"].flip(0) / 2), ("mask", given["mask"].flip(0))):
+            given[name] = torch.cat([given[name], more])
+        keys = {"k_in": given["s"]} if "k_in" in places_of(type(module).forward) else {}
+        return args, {**given, **keys, "multiplicity": 2}

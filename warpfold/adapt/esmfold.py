@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from warpfold.adapt.adapter import Adapter, LinearOf, NotServed, RandomInputs, cast_by_autocast
 from warpfold.adapt.kinds import (
-    Example,
     LayerAdapter,
     OuterProductAdapter,
     PairWeightedAveragingAdapter,
@@ -43,26 +42,22 @@ class EsmFoldTriangleAttention(TriangleAttentionAdapter):
         if module.inf < MASKED:
             raise NotServed(f"inf = {module.inf:g}, which leaves masked keys some weight")
 
-    def forward(
-        self,
-        layer: Any,
-        x: Tensor,
-        mask: Tensor | None = None,
-        chunk_size: int | None = None,
-        use_memory_efficient_kernel: bool = False,
-        use_lma: bool = False,
-        inplace_safe: bool = False,
-    ) -> Tensor:
-        """Return the update; rows are computed `chunk_size` at a time, but for a gradient: theirs then keeps all."""
-        if use_memory_efficient_kernel and use_lma:
+    def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
+        """Compute the update; rows `chunk_size` at a time, but for a gradient: theirs then keeps all."""
+        if given.get("use_memory_efficient_kernel") and given.get("use_lma"):
             raise NotServed("two algorithms are asked for at once")
-        rows = None if torch.is_grad_enabled() and x.requires_grad else chunk_size
-        return super().forward(layer, x, None if mask is None else mask == 1, rows)
+        if torch.is_grad_enabled() and given["x"].requires_grad:
+            given["chunk_size"] = None
+        return super().forward(layer, **given)
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        (x, mask), named = super().example(module, n, random)
-        mask.diagonal(dim1=-2, dim2=-1).fill_(1)  # in no row all zeros, and in no column: what such a row is, differs
-        return (x, mask), named
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        return super().compute(layer, x, None if mask is None else mask == 1, rows=rows)
+
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+        found = super().drawn(module, n, random)
+        # In no row all zeros, and in no column: what such a row is, differs.
+        found["mask"].diagonal(dim1=-2, dim2=-1).fill_(1)
+        return found
 
 
 class EsmFoldTriangleMultiplication(TriangleProductAdapter):
@@ -71,26 +66,19 @@ class EsmFoldTriangleMultiplication(TriangleProductAdapter):
     serves = (f"{MODELING}:EsmFoldTriangleMultiplicativeUpdate",)
     signature = "(self, z, mask=None, inplace_safe=False, _add_with_inplace=False, _inplace_chunk_size=256)"
 
-    def forward(
-        self,
-        layer: Any,
-        z: Tensor,
-        mask: Tensor | None = None,
-        inplace_safe: bool = False,
-        _add_with_inplace: bool = False,
-        _inplace_chunk_size: int | None = 256,
-    ) -> Tensor:
-        """Return the update, or z itself with the update in it or in its place."""
-        if not inplace_safe:
+    takes = "x=z mask"
+
+    def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
+        """Compute the update, or z itself with the update in it or in its place."""
+        z = given["z"]
+        if not given.get("inplace_safe"):
             refuse_fp16(z)
         elif torch.is_grad_enabled() and z.requires_grad:
             raise NotServed("z is written over, but wants a gradient")
-        elif _inplace_chunk_size is None:
+        elif given.get("_inplace_chunk_size", 256) is None:
             raise NotServed("z is written over without a chunk size")
-        dz: Tensor = super().forward(layer, z, mask)
-        if not inplace_safe:
-            return dz
-        return z.add_(dz) if _add_with_inplace else z.copy_(dz)
+        new = super().forward(layer, **given)
+        return z.copy_(new) if given.get("inplace_safe") and new is not z else new
 
 
 class EsmFoldResidueMLP(TransitionAdapter):
@@ -99,6 +87,7 @@ class EsmFoldResidueMLP(TransitionAdapter):
     serves = (f"{MODELING}:EsmFoldResidueMLP",)
     signature = "(self, x)"
     names = "norm=mlp.0 up=mlp.1 down=mlp.3"
+    adds = True
 
     def check(self, module: Any) -> None:
         if not isinstance(activation := module.mlp[2], nn.ReLU):
@@ -107,12 +96,11 @@ class EsmFoldResidueMLP(TransitionAdapter):
     def layer(self, module: Any, parts: Parts) -> Parts:
         return {**super().layer(module, parts), "dropout": (module.mlp[4],)}  # no part of ours
 
-    def forward(self, layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
         (dropout,) = layer.dropout
         if dropout.training and dropout.p:
-            new: Tensor = x + dropout(super().forward(layer, x))
-            return new
-        return self.renew(layer, x, x[..., 0])
+            return x + dropout(self.update(layer, x, x[..., 0]))
+        return super().compute(layer, x)
 
 
 class NormedLinear(Executable):
@@ -133,13 +121,13 @@ class EsmFoldPairToSequence(LayerAdapter):
     operation = "norm_linear"
     kind = NormedLinear
     names = "norm=layernorm linear=linear"
+    takes = "x=pairwise_state"
 
-    def forward(self, layer: Any, pairwise_state: Tensor) -> Tensor:
-        bias: Tensor = layer(cast_by_autocast(pairwise_state))
-        return bias
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        return layer(cast_by_autocast(x))
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        return (random(2, n, n, module.linear.weight.shape[1]),), {}
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+        return {"x": random(2, n, n, module.linear.weight.shape[1])}
 
 
 class PairsOfSequence(Executable):
@@ -176,16 +164,19 @@ class EsmFoldSequenceToPair(LayerAdapter):
     operation = "pairs_of_sequence"
     kind = PairsOfSequence
     names = "norm=layernorm proj=proj"
+    takes = "x=sequence_state"
 
     def layer(self, module: Any, parts: Parts) -> Parts:
-        return parts | halves(module)
+        """Complete the parts with the two halves of the inputs of the last projection."""
+        half = module.o_proj.weight.shape[1] // 2
+        halves = {"of_products": slice(0, half), "of_differences": slice(half, None)}
+        return parts | {name: ColumnsOf(module.o_proj, inputs) for name, inputs in halves.items()}
 
-    def forward(self, layer: Any, sequence_state: Tensor) -> Tensor:
-        pairs: Tensor = layer(cast_by_autocast(sequence_state))
-        return pairs
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        return layer(cast_by_autocast(x))
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        return (random(2, n, module.proj.weight.shape[1]),), {}
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+        return {"x": random(2, n, module.proj.weight.shape[1])}
 
 
 class ColumnsOf(LinearOf):
@@ -199,13 +190,6 @@ class ColumnsOf(LinearOf):
     def weight(self) -> Tensor:
         """The weight [o, inputs]."""
         return super().weight[:, self.inputs]
-
-
-def halves(module: Any) -> dict[str, ColumnsOf]:
-    """Return the two halves of the inputs of EsmFoldSequenceToPair's last projection."""
-    half = module.o_proj.weight.shape[1] // 2
-    first, second = slice(0, half), slice(half, None)
-    return {"of_products": ColumnsOf(module.o_proj, first), "of_differences": ColumnsOf(module.o_proj, second)}
 
 
 # EsmFold2: there are no biases but in norms, whose parameters stay in fp32.  Chunks change nothing.
@@ -230,13 +214,14 @@ class EsmFold2TriangleMultiplication(EsmFold2Layer, TriangleProductAdapter):
     serves = (f"{MODELING2}:EsmFold2TriangleMultiplicativeUpdate",)
     signature = "(self, pair_grid, visibility=None)"
     names = "norm=norm_start a,b,a_gate,b_gate=proj_bundle gate=proj_gate norm_out=norm_mix out=proj_emit"
+    takes = "x=pair_grid mask=visibility"
 
     def outgoing(self, module: Any) -> bool:
         return bool(module.flow == "outgoing")
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        (z, mask), _ = super().example(module, n, random)
-        return (z,), {"visibility": mask.bool()}
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+        found = super().drawn(module, n, random)
+        return found | {"mask": found["mask"].bool()}
 
 
 class EsmFold2Transition(EsmFold2Layer, SwigluAdapter):
@@ -245,13 +230,12 @@ class EsmFold2Transition(EsmFold2Layer, SwigluAdapter):
     serves = (f"{MODELING2}:EsmFold2Transition",)
     signature = "(self, hidden_states)"
     names = "norm=norm up=mlp.gate_up_proj down=mlp.down_proj"
+    takes = "x=hidden_states"
+    adds = True
 
     def check(self, module: Any) -> None:
         if (name := type(module.mlp.activation_fn).__name__) not in ("SiLU", "SiLUActivation"):
             raise NotServed(f"a perceptron with {name}")
-
-    def forward(self, layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return self.renew(layer, x, x[..., 0])
 
 
 class EsmFold2OuterProduct(EsmFold2Layer, OuterProductAdapter):
@@ -262,14 +246,14 @@ class EsmFold2OuterProduct(EsmFold2Layer, OuterProductAdapter):
     names = "norm=norm a,b=input_proj out=output_proj"
     settings: ClassVar = {"count_added": 0.0, "count_least": 1.0}
 
-    def forward(  # type: ignore[override]  # its class has another signature
-        self, layer: Any, msa_states: Tensor, msa_attention_mask: Tensor
-    ) -> Tensor:
-        return super().forward(layer, msa_states.transpose(1, 2), msa_attention_mask.mT)
+    takes = "x=msa_states mask=msa_attention_mask"
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        (m, mask), _ = super().example(module, n, random)
-        return (m.transpose(1, 2), mask.mT), {}
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        return super().compute(layer, x.transpose(1, 2), None if mask is None else mask.mT)
+
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+        found = super().drawn(module, n, random)
+        return {"x": found["x"].transpose(1, 2), "mask": found["mask"].mT}
 
 
 class EsmFold2PairWeightedAveraging(EsmFold2Layer, PairWeightedAveragingAdapter):
@@ -279,9 +263,11 @@ class EsmFold2PairWeightedAveraging(EsmFold2Layer, PairWeightedAveragingAdapter)
     signature = "(self, msa_states, pair_states, pair_attention_mask)"
     names = "norm=norm_single norm_z=bias_norm bias=bias_proj v=v_proj gate=gate_proj out=o_proj"
 
-    def forward(self, layer: Any, m: Tensor, z: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-        return super().forward(layer, m.transpose(1, 2), z, mask).transpose(1, 2)
+    takes = "x=msa_states other=pair_states mask=pair_attention_mask"
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        (m, z, mask), _ = super().example(module, n, random)
-        return (m.transpose(1, 2), z, mask.bool()), {}
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        return super().compute(layer, x.transpose(1, 2), mask, other).transpose(1, 2)
+
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+        found = super().drawn(module, n, random)
+        return found | {"x": found["x"].transpose(1, 2), "mask": found["mask"].bool()}

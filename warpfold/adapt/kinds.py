@@ -14,14 +14,18 @@ a projection, or a number that is kept as it is (heads=mha.no_heads).
 
 Tables that are here already have the names that OpenFold gave, which several packages kept.
 
-Where a table is not enough, a package overrides: `names_of` (its modules differ), `check` (which it does not serve),
-`forward` (its arguments are others, or mean something else), `example` (so that they are compared as they are called),
-`layer` (what else our layer is made of).
+`takes` says what theirs calls the arguments of ours: x, other, mask and rows (of a slice); "x=z mask" where it has no
+other two.  `refuses` are arguments that change what is computed, with the reason why a call that gives one is
+left to their own code.  Any other argument, such as a choice of kernels, changes nothing and is not read.
+
+Where a table is not enough, a package overrides: `names_of` (its modules differ), `check` (modules that it does not
+serve), `forward` (arguments that mean something else; all of them come by their names), `example` (so that they are
+compared as they are called), `layer` (what else our layer is made of).
 """
 
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +47,14 @@ class LayerAdapter(Adapter):
 
     kind: ClassVar[type[Executable]]  # our layer
     names: ClassVar[str] = ""
+    takes: ClassVar[str] = "x mask"
+    refuses: ClassVar[Mapping[str, str]] = {}
+    refuses_fp16: ClassVar[Literal["", "autocast", "any"]] = ""  # where their own code scales its factors
     settings: ClassVar[Mapping[str, Any]] = {}  # of our layer, the same for all modules
     batch: ClassVar[tuple[int, ...]] = (2,)  # leading axes of an example
 
     def build(self, module: Any) -> Executable:
-        """Return our layer, made of the module's parts."""
+        """Make our layer of the module's parts."""
         self.check(module)
         return made_of(self.kind, **self.layer(module, self.parts(module)))
 
@@ -55,15 +62,15 @@ class LayerAdapter(Adapter):
         """Raise NotServed for a module that is not as we know it."""
 
     def names_of(self, module: Any) -> str:
-        """Return where a module keeps its parts; of a name that is there twice the last counts."""
+        """Name the places of a module's parts; of a name that is there twice the last counts."""
         return self.names
 
     def layer(self, module: Any, parts: Parts) -> Parts:
-        """Return what our layer is made of: parts and settings."""
+        """Complete the parts with the settings that our layer has besides."""
         return {**parts, **self.settings}
 
     def parts(self, module: Any) -> Parts:
-        """Return what the table names.  Errors: NotServed for a part that a module goes without."""
+        """Find the parts that the table names.  Errors: NotServed for a part that a module goes without."""
         found: Parts = {}
         for names, paths in dict(entry.split("=") for entry in self.names_of(module).split()).items():
             ours, theirs = names.split(","), [attrgetter(path)(module) for path in paths.split(",")]
@@ -76,21 +83,43 @@ class LayerAdapter(Adapter):
             elif len(theirs) > 1:
                 found[names] = StackedOf(*map(LinearOf, theirs))
             else:
-                found |= dict(zip(ours, cut(LinearOf(*theirs), len(ours))))
+                packed, count = LinearOf(*theirs), len(ours)
+                each = len(packed.weight) // count
+                cuts = [slice(i * each, (i + 1) * each) for i in range(count)] if count > 1 else [None]
+                found |= {name: LinearOf(packed.module, cut) for name, cut in zip(ours, cuts)}
         return found
 
     def inputs(self, module: Any, *names: str) -> list[int]:
-        """Return how many channels go into some parts of a module."""
+        """Count the channels that go into some parts of a module."""
         parts = self.parts(module)
         return [int(parts[name].weight.shape[-1]) for name in names]
 
+    @property
+    def theirs(self) -> dict[str, str]:
+        """Their names of the arguments that ours takes, by ours."""
+        return {ours: theirs or ours for ours, _, theirs in (entry.partition("=") for entry in self.takes.split())}
 
-class WithoutMask(LayerAdapter):
-    """Serve classes that know no masks; stands in front of a kind."""
+    def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
+        """Compute the update of the arguments that are given by their names.  Errors: NotServed for what it refuses."""
+        for name, why in self.refuses.items():
+            if given.get(name) is not None and given[name] is not False:
+                raise NotServed(why)
+        taken: dict[str, Any] = {ours: given.get(theirs) for ours, theirs in self.theirs.items()}
+        if self.refuses_fp16:
+            refuse_fp16(taken["x"], everywhere=self.refuses_fp16 == "any")
+        return self.compute(layer, **taken)
+
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        """Return the update of x, without x."""
+        return self.update(layer, x, mask_of(x, mask), other, rows)
+
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
+        """Draw x, other and mask of about n residues."""
+        raise NotImplementedError
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        (*args, _), named = super().example(module, n, random)
-        return tuple(args), named
+        drawn = self.drawn(module, n, random)
+        return (), {theirs: drawn[ours] for ours, theirs in self.theirs.items() if ours in drawn}
 
 
 class TriangleProductAdapter(LayerAdapter):
@@ -111,7 +140,7 @@ class TriangleProductAdapter(LayerAdapter):
         return bool(module._outgoing)
 
     def layer(self, module: Any, parts: Parts) -> Parts:
-        """Return what our layer is made of.  Errors: NotServed where the two norms differ in eps."""
+        """Complete the parts.  Errors: NotServed where the two norms differ in eps."""
         outgoing = self.outgoing(module)
         if not outgoing:  # of ours, a has the column in both
             exchanged = {"a": "b", "b": "a", "a_gate": "b_gate", "b_gate": "a_gate"}
@@ -121,13 +150,14 @@ class TriangleProductAdapter(LayerAdapter):
             raise NotServed("its two norms differ in eps")
         return {**parts, **how, "channels": len(parts["norm_out"].weight)}
 
-    def forward(self, layer: Any, z: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> Any:
-        """Return the update of z [*, n, n, c]; mask [*, n, n]."""
-        return self.update(layer, z, mask_of(z, mask))
+    def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
+        """Compute the update of z [*, n, n, c]; z with it, in place, where the caller wants that (OpenFold's way)."""
+        dz = super().forward(layer, **given)
+        return given[self.theirs["x"]].add_(dz) if given.get("inplace_safe") and given.get("_add_with_inplace") else dz
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
         (c,) = self.inputs(module, "gate")
-        return (random(*self.batch, n, n, c), random.mask(*self.batch, n, n)), {}
+        return {"x": random(*self.batch, n, n, c), "mask": random.mask(*self.batch, n, n)}
 
 
 class GatedAttentionAdapter(LayerAdapter):
@@ -141,7 +171,7 @@ class GatedAttentionAdapter(LayerAdapter):
 
 
 def attention_names(start: str) -> str:
-    """Return where an attention keeps its projections, whose names begin alike and end with q, k, v, g and o."""
+    """Name the projections of an attention that begin alike and end with q, k, v, g and o."""
     return f"q={start}q k={start}k v={start}v gate={start}g out={start}o"
 
 
@@ -150,6 +180,7 @@ class TriangleAttentionAdapter(GatedAttentionAdapter):
 
     kind = TriangleAttention
     names = f"norm=layer_norm bias=linear heads=mha.no_heads {attention_names('mha.linear_')}"
+    takes = "x mask rows=chunk_size"
 
     def starting(self, module: Any) -> bool:
         """Return whether it attends within rows."""
@@ -159,15 +190,9 @@ class TriangleAttentionAdapter(GatedAttentionAdapter):
         starting = self.starting(module)
         return {**super().layer(module, parts), "by_column": not starting, "axis": ROWS if starting else COLS}
 
-    def forward(
-        self, layer: Any, x: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, *_: Any, **__: Any
-    ) -> Tensor:
-        """Return the update of x [*, n, n, c], `chunk_size` rows at a time; mask [*, n, n]."""
-        return self.update(layer, x, mask_of(x, mask), rows=chunk_size)
-
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
         (c,) = self.inputs(module, "bias")
-        return (random(*self.batch, n, n, c), random.mask(*self.batch, n, n)), {}
+        return {"x": random(*self.batch, n, n, c), "mask": random.mask(*self.batch, n, n)}
 
 
 class TransitionAdapter(LayerAdapter):
@@ -175,15 +200,17 @@ class TransitionAdapter(LayerAdapter):
 
     operation = "transition"
     kind = Transition
+    takes = "x"
     settings: ClassVar = {"activation": "relu"}
+    adds: ClassVar[bool] = False  # theirs adds x itself
 
-    def forward(self, layer: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the update of x [*, c]."""
-        return self.update(layer, x, x[..., 0])  # every position has one: nothing reads the mask
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        # Every position has a mask: nothing reads it.
+        return self.renew(layer, x, x[..., 0]) if self.adds else self.update(layer, x, x[..., 0], rows=rows)
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
         (c,) = self.inputs(module, "up")
-        return (random(*self.batch, n, n, c),), {}
+        return {"x": random(*self.batch, n, n, c), "mask": random.mask(*self.batch, n, n)}
 
 
 class SwigluAdapter(TransitionAdapter):
@@ -198,34 +225,34 @@ class OuterProductAdapter(LayerAdapter):
     operation = "outer_product"
     kind = OuterProductMean
     names = "norm=layer_norm a=linear_1 b=linear_2 out=linear_out"
+    takes = "x=m mask rows=chunk_size"
 
-    def forward(
-        self, layer: Any, m: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, *_: Any, **__: Any
-    ) -> Tensor:
-        """Return the update of z of m [*, s, n, c], `chunk_size` rows at a time; mask [*, s, n]."""
-        n = m.shape[-2]
-        z = m.new_empty(()).expand(*m.shape[:-3], n, n, len(layer.out.weight))  # of this shape; nothing reads it
-        return self.update(layer, z, mask_of(m, mask), m, chunk_size)
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        """Return the update of z, of x, which is m [*, s, n, c]; mask [*, s, n]."""
+        n = x.shape[-2]
+        z = x.new_empty(()).expand(*x.shape[:-3], n, n, len(layer.out.weight))  # of this shape; nothing reads it
+        return self.update(layer, z, mask_of(x, mask), x, rows)
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
         (c,) = self.inputs(module, "a")
-        return (random(*self.batch, SEQUENCES, n, c), random.mask(*self.batch, SEQUENCES, n)), {}
+        return {"x": random(*self.batch, SEQUENCES, n, c), "mask": random.mask(*self.batch, SEQUENCES, n)}
 
 
 class PairWeightedAveragingAdapter(LayerAdapter):
-    """Each sequence averaged over residues, with weights from z; parts: norm, norm_z, bias, v, gate, out."""
+    """Each sequence averaged over residues, with weights from z, whose mask it takes; parts: norm, norm_z, bias, v,
+    gate, out."""
 
     operation = "pair_weighted_averaging"
     kind = PairWeightedAveraging
+    takes = "x=m other=z mask"
 
-    def forward(self, layer: Any, m: Tensor, z: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-        """Return the update of m [*, s, n, c]; z [*, n, n, c], and its mask."""
-        return self.update(layer, m, mask_of(z, mask), z)
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        return self.update(layer, x, mask_of(other, mask), other, rows)
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
         c_m, c_z = self.inputs(module, "v", "bias")
         m, z = random(*self.batch, SEQUENCES, n, c_m), random(*self.batch, n, n, c_z)
-        return (m, z, random.mask(*self.batch, n, n)), {}
+        return {"x": m, "other": z, "mask": random.mask(*self.batch, n, n)}
 
 
 class AttentionPairBiasAdapter(GatedAttentionAdapter):
@@ -234,28 +261,22 @@ class AttentionPairBiasAdapter(GatedAttentionAdapter):
 
     operation = "attention_pair_bias"
     kind = AttentionPairBias
+    takes = "x=s other=z mask"
 
     def layer(self, module: Any, parts: Parts) -> Parts:
         return {"norm": NoNorm(), "norm_z": None, "bias": None, **super().layer(module, parts)}
 
-    def forward(self, layer: Any, s: Tensor, z: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-        """Return the update of s [*, n, c]; z [*, n, n, c]; mask [*, n]."""
-        if s.shape[:-2] != z.shape[:-3]:
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        """Return the update of s [*, n, c], one row; z [*, n, n, c]; mask [*, n]."""
+        if x.shape[:-2] != other.shape[:-3]:
             raise NotServed("samples that share z")
-        return self.update(layer, s.unsqueeze(ROWS), mask_of(s, mask).unsqueeze(-2), z).squeeze(ROWS)
+        return self.update(layer, x.unsqueeze(ROWS), mask_of(x, mask).unsqueeze(-2), other).squeeze(ROWS)
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
         parts = self.parts(module)
         c_s, c_z = parts["q"].weight.shape[-1], parts["bias"].weight.shape[-1] if "bias" in parts else parts["heads"]
-        return (random(*self.batch, n, c_s), random(*self.batch, n, n, c_z), random.mask(*self.batch, n)), {}
-
-
-def cut(packed: LinearOf, count: int) -> list[LinearOf]:
-    """Return the projections that are packed into one, with as many outputs each."""
-    if count == 1:
-        return [packed]
-    each = len(packed.weight) // count
-    return [LinearOf(packed.module, slice(i * each, (i + 1) * each)) for i in range(count)]
+        s, z = random(*self.batch, n, c_s), random(*self.batch, n, n, c_z)
+        return {"x": s, "other": z, "mask": random.mask(*self.batch, n)}
 
 
 def mask_of(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -263,8 +284,13 @@ def mask_of(x: Tensor, mask: Tensor | None) -> Tensor:
     return x.new_ones(x.shape[:-1]) if mask is None else mask.to(x.dtype).expand(x.shape[:-1])
 
 
-def refuse_fp16(x: Tensor) -> None:
-    """Raise NotServed where autocast gives fp16: much code then scales its factors, lest products overflow."""
+def refuse_fp16(x: Tensor, everywhere: bool = False) -> None:
+    """Raise NotServed where autocast gives fp16: much code then scales its factors, lest products overflow.
+
+    everywhere: for x in fp16, too.
+    """
     kind = x.device.type
     if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
         raise NotServed("autocast to fp16")
+    if everywhere and x.dtype == torch.float16:
+        raise NotServed("fp16")

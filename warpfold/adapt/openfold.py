@@ -5,14 +5,7 @@ are in OpenFold3 too, against which these adapters are tested (tests/adapt/test_
 each with its own code before it is swapped.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
-
-from warpfold.adapt.adapter import NotServed
-from warpfold.adapt.kinds import TriangleAttentionAdapter, refuse_fp16
+from warpfold.adapt.kinds import TriangleAttentionAdapter
 from warpfold.adapt.openfold3 import (
     ColumnAttentions,
     GlobalColumnAttentions,
@@ -21,7 +14,6 @@ from warpfold.adapt.openfold3 import (
     RowAttentions,
     Transitions,
     TriangleProducts,
-    attended,
 )
 
 MODEL = "openfold.model"
@@ -29,32 +21,17 @@ DEEPSPEED, CUEQUIVARIANCE = "use_deepspeed_evo_attention=False, ", "use_cuequiva
 ATTENTIONS = DEEPSPEED, DEEPSPEED + CUEQUIVARIANCE  # the switches of 2.0, and of 2.2
 
 
-def check_precision(x: Tensor) -> None:
-    """Raise NotServed for fp16, in which their products are scaled, or computed in fp32."""
-    refuse_fp16(x)
-    if x.dtype == torch.float16:
-        raise NotServed("fp16")
-
-
 class OpenFoldProducts(TriangleProducts):
     """Triangle multiplication; with both factors in one projection (AlphaFold2-Multimer), too."""
 
     serves = tuple(
-        f"{MODEL}.triangular_multiplicative_update:{kind}"
-        for kind in ("TriangleMultiplicativeUpdate", "FusedTriangleMultiplicativeUpdate")
+        f"{MODEL}.triangular_multiplicative_update:{kind}TriangleMultiplicativeUpdate" for kind in ("", "Fused")
     )
     signature = tuple(
         f"(self, z, mask=None, inplace_safe=False, {switch}_add_with_inplace=False, _inplace_chunk_size=256)"
         for switch in ("", "use_cuequivariance_multiplicative_update=False, ")
     )
-
-    def forward(self, layer: Any, z: Tensor, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the update; z with it, in place, where the caller wants that, also of cuEquivariance's kernel."""
-        check_precision(z)
-        if len(args) > 1:
-            raise NotServed("arguments by their place that change places from version to version")
-        kwargs.pop("use_cuequivariance_multiplicative_update", None)
-        return super().forward(layer, z, mask, *args, **kwargs)
+    refuses_fp16 = "any"  # in which products are scaled, or computed in fp32
 
 
 class OpenFoldTriangleAttentions(Masked, TriangleAttentionAdapter):
@@ -66,9 +43,6 @@ class OpenFoldTriangleAttentions(Masked, TriangleAttentionAdapter):
         "inplace_safe=False)"
         for switches in ATTENTIONS
     )
-
-    def compared(self, output: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        return attended(output, args[1])
 
 
 class OpenFoldRowAttentions(RowAttentions):
@@ -101,18 +75,16 @@ class OpenFoldOuterProducts(OuterProducts):
     """The outer product mean."""
 
     serves = (f"{MODEL}.outer_product_mean:OuterProductMean",)
-
-    def forward(self, layer: Any, m: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        check_precision(m)
-        return super().forward(layer, m, *args, **kwargs)
+    refuses_fp16 = "any"
 
 
 class OpenFoldPairTransitions(Transitions):
     """The perceptron of z."""
 
-    serves: ClassVar[tuple[str, ...]] = (f"{MODEL}.pair_transition:PairTransition",)
+    serves = (f"{MODEL}.pair_transition:PairTransition",)
     signature = "(self, z, mask=None, chunk_size=None)"
     names = "norm=layer_norm up=linear_1 down=linear_2"
+    takes = "x=z mask rows=chunk_size"
 
 
 class OpenFoldMSATransitions(OpenFoldPairTransitions):
@@ -120,3 +92,4 @@ class OpenFoldMSATransitions(OpenFoldPairTransitions):
 
     serves = (f"{MODEL}.evoformer:MSATransition",)
     signature = "(self, m, mask=None, chunk_size=None)"
+    takes = "x=m mask rows=chunk_size"

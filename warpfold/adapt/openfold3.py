@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from warpfold.adapt.adapter import Adapter, NotServed, RandomInputs, cast_by_autocast, made_of
+from warpfold.adapt.adapter import NotServed, RandomInputs, cast_by_autocast, made_of
 from warpfold.adapt.kinds import (
     SEQUENCES,
     AttentionPairBiasAdapter,
@@ -26,9 +26,8 @@ from warpfold.adapt.kinds import (
     TriangleAttentionAdapter,
     TriangleProductAdapter,
     attention_names,
-    mask_of,
 )
-from warpfold.model.axial import COLS, ROWS, Executable
+from warpfold.model.axial import ROWS, Executable
 from warpfold.model.evoformer import MSAColumnAttention, MSAColumnGlobalAttention, MSARowAttention
 
 LAYERS = "openfold3.core.model.layers"
@@ -38,18 +37,21 @@ FUSED = (
 INFINITE = 1e4  # what their masks subtract from logits is infinite where it is at least this
 
 
-class Masked(Adapter):
-    """A layer whose masks subtract a number from logits."""
+class Masked(LayerAdapter):
+    """A layer whose masks subtract a number from logits; compared where there is anything to attend to."""
 
     def check(self, module: Any) -> None:
         """Raise NotServed where masked logits would count."""
         if module.inf < INFINITE:
             raise NotServed(f"masks subtract {module.inf:g} only")
 
+    def attended(self, mask: Tensor) -> Tensor | None:
+        """Mark what of the output is defined; None: all of it."""
+        return mask.any(-1)[..., None, None]
 
-def attended(output: Tensor, mask: Tensor) -> Tensor:
-    """Return an attention's output where there is anything to attend to; the rest is not defined."""
-    return output * mask.any(-1)[..., None, None]
+    def compared(self, output: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        defined = self.attended(kwargs["mask"])
+        return output if defined is None else output * defined
 
 
 class TriangleProducts(TriangleProductAdapter):
@@ -62,26 +64,15 @@ class TriangleProducts(TriangleProductAdapter):
         "(self, z, mask=None, inplace_safe=False, use_cueq_triangle_kernels=False, use_triton_triangle_kernels=False, "
         "_add_with_inplace=False, _inplace_chunk_size=256)"
     )
+    takes = "x=z mask rows=_inplace_chunk_size"
 
     def names_of(self, module: Any) -> str:
         return FUSED if hasattr(module, "linear_ab_p") else self.names
 
-    def forward(
-        self,
-        layer: Any,
-        z: Tensor,
-        mask: Tensor | None = None,
-        inplace_safe: bool = False,
-        use_cueq_triangle_kernels: bool = False,
-        use_triton_triangle_kernels: bool = False,
-        _add_with_inplace: bool = False,
-        _inplace_chunk_size: int | None = 256,
-    ) -> Tensor:
-        """Return the update; z with it, in place, where the caller wants that."""
-        dz = self.update(layer, z, mask_of(z, mask), rows=_inplace_chunk_size if inplace_safe else None)
-        if inplace_safe and _add_with_inplace and not use_cueq_triangle_kernels:
-            return z.add_(dz)
-        return dz
+    def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
+        rows = given.get("_inplace_chunk_size", 256) if given.get("inplace_safe") else None
+        adds = given.get("_add_with_inplace") and not given.get("use_cueq_triangle_kernels")
+        return super().forward(layer, **given | {"_inplace_chunk_size": rows, "_add_with_inplace": adds})
 
 
 class TriangleAttentions(Masked, TriangleAttentionAdapter):
@@ -94,28 +85,15 @@ class TriangleAttentions(Masked, TriangleAttentionAdapter):
     )
     names = f"{TriangleAttentionAdapter.names} bias=linear_z"
 
-    def forward(  # type: ignore[override]  # its class has another signature
-        self,
-        layer: Any,
-        x: Tensor,
-        mask: Tensor | None = None,
-        transpose_bias: bool = False,
-        chunk_size: int | None = None,
-        *_: Any,
-        **__: Any,
-    ) -> Tensor:
-        """Return the update; transpose_bias: of a z that the caller has transposed."""
-        if transpose_bias:
+    def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
+        if given.get("transpose_bias"):  # the caller has transposed z
             layer = copy(layer)
             layer.bias_transposed = True
-        return super().forward(layer, x, mask, chunk_size)
+        return super().forward(layer, **given)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        args, named = super().example(module, n, random)
-        return (*args, n > 16), named
-
-    def compared(self, output: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        return attended(output, args[1])
+        args, given = super().example(module, n, random)
+        return args, {**given, "transpose_bias": n > 16}
 
 
 class RowAttentions(Masked, GatedAttentionAdapter):
@@ -128,6 +106,7 @@ class RowAttentions(Masked, GatedAttentionAdapter):
         "_chunk_logits=None, _checkpoint_chunks=None)"
     )
     names = f"norm=layer_norm_m heads=mha.no_heads {attention_names('mha.linear_')}"
+    takes = "x=m other=z mask rows=chunk_size"
 
     def build(self, module: Any) -> Executable:
         self.check(module)
@@ -139,47 +118,34 @@ class RowAttentions(Masked, GatedAttentionAdapter):
     def names_of(self, module: Any) -> str:
         return f"{self.names} norm_z=layer_norm_z bias=linear_z" if module.pair_bias else self.names
 
-    def forward(
-        self,
-        layer: Any,
-        m: Tensor,
-        z: Tensor | None = None,
-        mask: Tensor | None = None,
-        chunk_size: int | None = None,
-        *_: Any,
-        **__: Any,
-    ) -> Tensor:
-        """Return the update.  Errors: NotServed where z is missing, or not wanted."""
-        if (z is None) == (layer.shares == "other"):
-            raise NotServed("a row attention without z" if z is None else "z for an attention without a bias")
-        return self.update(layer, m, mask_of(m, mask), z, chunk_size)
+    def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
+        """Compute the update.  Errors: NotServed where z is missing, or not wanted."""
+        if (z := given.get("z")) is None and layer.shares == "other":
+            raise NotServed("a row attention without z")
+        if z is not None and layer.shares != "other":
+            raise NotServed("z for an attention without a bias")
+        return super().forward(layer, **given)
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
         (c_m,) = self.inputs(module, "q")
-        z = {"z": random(2, n, n, *self.inputs(module, "bias"))} if module.pair_bias else {}
-        return (random(2, SEQUENCES, n, c_m),), {**z, "mask": random.mask(2, SEQUENCES, n)}
-
-    def compared(self, output: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        return attended(output, kwargs["mask"])
+        z = {"other": random(2, n, n, *self.inputs(module, "bias"))} if module.pair_bias else {}
+        return {"x": random(2, SEQUENCES, n, c_m), "mask": random.mask(2, SEQUENCES, n), **z}
 
 
-class ColumnLayers(LayerAdapter):
-    """What works within columns of m, and is compared where these have anything to attend to."""
+class ColumnLayers(Masked):
+    """What works within columns of m."""
 
-    def forward(
-        self, layer: Any, m: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, *_: Any, **__: Any
-    ) -> Tensor:
-        return self.update(layer, m, mask_of(m, mask), rows=chunk_size)
+    takes = "x=m mask rows=chunk_size"
 
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
+    def attended(self, mask: Tensor) -> Tensor | None:
+        return mask.any(-2)[..., None, :, None]
+
+    def drawn(self, module: Any, n: int, random: RandomInputs) -> dict[str, Tensor]:
         (c,) = self.inputs(module, "q")
-        return (random(2, SEQUENCES, n, c), random.mask(2, n, SEQUENCES).mT), {}
-
-    def compared(self, output: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        return attended(output.transpose(ROWS, COLS), args[1].mT)
+        return {"x": random(2, SEQUENCES, n, c), "mask": random.mask(2, n, SEQUENCES).mT}
 
 
-class ColumnAttentions(Masked, ColumnLayers, GatedAttentionAdapter):
+class ColumnAttentions(ColumnLayers, GatedAttentionAdapter):
     """Attention within columns of m (Algorithm 8)."""
 
     serves = (f"{LAYERS}.msa:MSAColumnAttention",)
@@ -191,7 +157,7 @@ class ColumnAttentions(Masked, ColumnLayers, GatedAttentionAdapter):
     names = f"norm=_msa_att.layer_norm_m heads=_msa_att.mha.no_heads {attention_names('_msa_att.mha.linear_')}"
 
 
-class GlobalColumnAttentions(Masked, ColumnLayers):
+class GlobalColumnAttentions(ColumnLayers):
     """Global attention within columns of m (Algorithm 19)."""
 
     serves = (f"{LAYERS}.msa:MSAColumnGlobalAttention",)
@@ -210,15 +176,16 @@ class PairBiasAttentions(Masked, AttentionPairBiasAdapter):
         "use_triton_triangle_kernels=False, use_lma=False, use_high_precision_attention=False)"
     )
     names = f"norm=layer_norm_a norm_z=layer_norm_z bias=linear_z heads=mha.no_heads {attention_names('mha.linear_')}"
+    takes = "x=a other=z mask"
 
-    def forward(  # type: ignore[override]  # its class has another signature
-        self, layer: Any, a: Tensor, z: Tensor, mask: Tensor | None = None, *switches: bool, **named: bool
-    ) -> Tensor:
-        """Return the update.  Errors: NotServed for logits in fp32 of what is not."""
-        precise = any(switches[4:]) or named.get("use_high_precision_attention", False)
-        if precise and cast_by_autocast(a).element_size() < 4:
+    def attended(self, mask: Tensor) -> Tensor | None:
+        return None
+
+    def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
+        """Compute the update.  Errors: NotServed for logits in fp32 of what is not."""
+        if given.get("use_high_precision_attention") and cast_by_autocast(given["a"]).element_size() < 4:
             raise NotServed("logits in fp32")
-        return super().forward(layer, a, z, mask)
+        return super().forward(layer, **given)
 
 
 class PairAverages(Masked, PairWeightedAveragingAdapter):
@@ -227,30 +194,19 @@ class PairAverages(Masked, PairWeightedAveragingAdapter):
     serves = (f"{LAYERS}.msa:MSAPairWeightedAveraging",)
     signature = "(self, m, z=None, mask=None, chunk_size=None, use_softmax_kernel=False, **kwargs)"
     names = "norm=layer_norm_m norm_z=layer_norm_z bias=linear_z v=linear_v gate=linear_g out=linear_o"
+    takes = "x=m other=z mask rows=chunk_size"
 
-    def forward(
-        self,
-        layer: Any,
-        m: Tensor,
-        z: Tensor,
-        mask: Tensor | None = None,
-        chunk_size: int | None = None,
-        *_: Any,
-        **__: Any,
-    ) -> Tensor:
-        """Return the update; mask: of z."""
-        return self.update(layer, m, mask_of(z, mask), z, chunk_size)
-
-    def compared(self, output: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        return output * args[2].any(-1)[..., None, :, None]
+    def attended(self, mask: Tensor) -> Tensor | None:
+        return mask.any(-1)[..., None, :, None]
 
 
 class Transitions(TransitionAdapter):
-    """The perceptrons of AlphaFold2 (ReLU) and AlphaFold3 (SwiGLU)."""
+    """The perceptrons of AlphaFold2 (ReLU) and AlphaFold3 (SwiGLU); the update is zero where masked."""
 
-    serves = tuple(f"{LAYERS}.transition:{kind}Transition" for kind in ("ReLU", "SwiGLU"))
+    serves: ClassVar[tuple[str, ...]] = tuple(f"{LAYERS}.transition:{kind}Transition" for kind in ("ReLU", "SwiGLU"))
     signature = "(self, x, mask=None, chunk_size=None, ckpt_chunk_size=None)"
     names = "norm=layer_norm up=transition_mlp.layers.0.0 down=transition_mlp.linear_out"
+    takes = "x mask rows=chunk_size"
 
     def names_of(self, module: Any) -> str:
         of_swiglu = "norm=layer_norm up=swiglu.linear_a,swiglu.linear_b down=linear_out"
@@ -263,19 +219,12 @@ class Transitions(TransitionAdapter):
     def layer(self, module: Any, parts: Parts) -> Parts:
         return {**parts, "activation": "swiglu" if hasattr(module, "swiglu") else "relu"}
 
-    def forward(
-        self, layer: Any, x: Tensor, mask: Tensor | None = None, chunk_size: int | None = None, *_: Any, **__: Any
-    ) -> Tensor:
-        """Return the update, zero where masked."""
-        dx = self.update(layer, x, mask_of(x, mask), rows=chunk_size)
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        dx = super().compute(layer, x, rows=rows)
         if mask is None:
             return dx
         mask = mask[..., None].to(dx.dtype)
         return dx * mask if torch.is_grad_enabled() else dx.mul_(mask)
-
-    def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        (x,), _ = super().example(module, n, random)
-        return (x, random.mask(*x.shape[:-1])), {}
 
 
 class OuterProducts(OuterProductAdapter):

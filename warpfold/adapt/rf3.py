@@ -23,7 +23,6 @@ from warpfold.adapt.kinds import (
     SwigluAdapter,
     TriangleAttentionAdapter,
     TriangleProductAdapter,
-    WithoutMask,
 )
 from warpfold.model.axial import AxialUpdate
 
@@ -48,25 +47,27 @@ class Checkpointed(RF3Layer):
         return cast(Tensor, checkpoint(again, layer, *args, use_reentrant=False, preserve_rng_state=False, **kwargs))
 
 
-class RF3TriangleProduct(RF3Layer, WithoutMask, TriangleProductAdapter):
+class RF3TriangleProduct(RF3Layer, TriangleProductAdapter):
     """Divided by the number of residues n: each factor by its root, which stands where others have a mask."""
 
     serves = (f"{LAYERS}.attention:TriangleMultiplication",)
     signature = "(self, pair)"
+    takes = "x=pair"
     names = "norm=norm_in a,b=p_in a_gate,b_gate=g_in gate=g_out norm_out=norm_out out=p_out"
 
     def outgoing(self, module: Any) -> bool:
         return bool(module.direction == "outgoing")
 
-    def forward(self, layer: Any, pair: Tensor) -> Tensor:  # type: ignore[override]
-        return self.update(layer, pair, pair.new_full(pair.shape[:-1], pair.shape[-2] ** -0.5))
+    def compute(self, layer: Any, x: Tensor, mask: Any = None, other: Any = None, rows: Any = None) -> Any:
+        return self.update(layer, x, x.new_full(x.shape[:-1], x.shape[-2] ** -0.5))
 
 
-class RF3TriangleAttention(Checkpointed, WithoutMask, TriangleAttentionAdapter):
+class RF3TriangleAttention(Checkpointed, TriangleAttentionAdapter):
     """The bias of the ending node is of z as it lies."""
 
     serves = (f"{LAYERS}.attention:TriangleAttention",)
     signature = "(self, pair)"
+    takes = "x=pair"
     names = "norm=norm bias=to_b heads=h q=to_q k=to_k v=to_v gate=to_g out=to_out"
 
     def starting(self, module: Any) -> bool:
@@ -81,23 +82,26 @@ class RF3Transition(Checkpointed, SwigluAdapter):
 
     serves = (f"{LAYERS}.layer_utils:Transition",)
     signature = "(self, X)"
+    takes = "x=X"
     names = "norm=layer_norm_1 up=linear_1,linear_2 down=linear_3"
 
 
-class RF3OuterProduct(Checkpointed, WithoutMask, OuterProductAdapter):
+class RF3OuterProduct(Checkpointed, OuterProductAdapter):
     """The count is of all sequences; the bias is added after the division."""
 
     serves = (f"{LAYERS}.outer_product:OuterProductMean_AF3",)
     signature = "(self, msa)"
+    takes = "x=msa"
     names = "norm=norm a=proj_left b=proj_right out=proj_out"
     settings: ClassVar = {"count_added": 0.0, "bias_divided": False}
 
 
-class RF3PairWeightedAveraging(Checkpointed, WithoutMask, PairWeightedAveragingAdapter):
+class RF3PairWeightedAveraging(Checkpointed, PairWeightedAveragingAdapter):
     """Serve one alignment [s, r, c], with a gate for each channel."""
 
     serves = ("rf3.model.RF3_blocks:MSAPairWeightedAverage",)
     signature = "(self, msa_SI, pair_II)"
+    takes = "x=msa_SI other=pair_II"
     names = "norm=norm_msa norm_z=norm_pair bias=to_bias v=to_v gate=to_gate out=to_out"
     batch = ()
 
@@ -114,15 +118,18 @@ class RF3AttentionPairBias(RF3Layer, AttentionPairBiasAdapter):
     names = "norm=ln_1 norm_z=ln_0 bias=to_b heads=n_head q=to_q k=to_k v=to_v gate=to_g.0 out=to_a"
     batch = ()
 
-    def forward(  # type: ignore[override]  # its class has another signature
-        self, layer: Any, a: Tensor, s: Tensor | None, z: Tensor, beta: Tensor | None = None
-    ) -> Tensor:
-        """Return the update.  Errors: NotServed for a Beta_II that is more than a number, which shifts all logits alike
-        and so changes nothing."""
-        if s is not None or beta is None or beta.numel() != 1:
-            raise NotServed("a conditioned attention, or a bias beside that of z")
-        return super().forward(layer, a, z)
+    takes = "x=A_I other=Z_II"
+    refuses: ClassVar = {"S_I": "a conditioned attention"}
+
+    def forward(self, layer: Any, *_: Any, **given: Any) -> Any:
+        """Compute the update.
+
+        Errors: NotServed for a Beta_II that is more than one number, which would shift all logits alike: no change.
+        """
+        if given.get("Beta_II") is None or given["Beta_II"].numel() != 1:
+            raise NotServed("a bias beside that of z")
+        return super().forward(layer, **given)
 
     def example(self, module: Any, n: int, random: RandomInputs) -> Example:
-        (a, z, _), _ = super().example(module, n, random)
-        return (a, None, z, a.new_full((1,), 0.5)), {}
+        args, given = super().example(module, n, random)
+        return args, {**given, "S_I": None, "Beta_II": given["A_I"].new_full((1,), 0.5)}

@@ -63,10 +63,6 @@ class Rigid:
         """Return the inverse motion."""
         return Rigid(self.rotation.mT, -rotate(self.rotation.mT, self.translation))
 
-    def scale_translation(self, factor: float) -> Rigid:
-        """Return the same motion in units that are `factor` times smaller."""
-        return Rigid(self.rotation, self.translation * factor)
-
     def to(self, target: torch.device | torch.dtype) -> Rigid:
         """Return the same motion on another device or in another dtype."""
         return Rigid(self.rotation.to(target), self.translation.to(target))

@@ -176,7 +176,10 @@ class AlphaFold(Executable):
         self.resolved = LogitsHead(c.c_s, 37)  # atoms
         self.pae = LogitsHead(c.c_z, c.heads.pae_bins) if c.heads.pae else None
         self.noise = Noise()
-        self._share_noise()
+        # All layers draw from one source of dropout noise, each from streams of its own.
+        layers = [module for module in self.modules() if isinstance(module, DrawsNoise)]
+        for number, layer in enumerate(layers):
+            layer.noise, layer.stream = self.noise, 1000 * number  # a layer may use the streams that follow its own
 
     def forward(self, batch: Batch, recycles: int | None = None) -> Output:
         """Fold one example: `recycles` + 1 passes (default: the settings'), the gradient through the last alone.
@@ -359,12 +362,6 @@ class AlphaFold(Executable):
                 f"the batch holds {there} samples of the alignment, but {passes} are needed: "
                 f"(recycles + 1) x ensemble, or 1 that serves all"
             )
-
-    def _share_noise(self) -> None:
-        """Have all layers draw from one source of dropout noise, each from streams of its own."""
-        layers = [module for module in self.modules() if isinstance(module, DrawsNoise)]
-        for number, layer in enumerate(layers):
-            layer.draw_from(self.noise, 1000 * number)  # a layer may use the streams that follow its own
 
 
 def distance_change(before: Tensor, after: Tensor, mask: Tensor, residues: Residues = ALL) -> Tensor:

@@ -84,10 +84,6 @@ class DrawsNoise(nn.Module):
         super().__init__()
         self.noise = Noise()
 
-    def draw_from(self, noise: Noise, stream: int) -> None:
-        """Draw from `noise` and this stream of it from now on."""
-        self.noise, self.stream = noise, stream
-
 
 class LinearSlice(NamedTuple):
     """Some of the outputs of a linear layer."""

@@ -1,7 +1,7 @@
 """The losses of AlphaFold2 and of AlphaFold-Multimer, term by term as DeepMind's code computes them (Supp. 1.9).
 
 All are for one example (no batch axis), compute in fp32 at least, and have finite gradients whatever is masked.
-Coordinates are in angstrom.  The structure's own terms are in fape.py and violations.py.
+Coordinates are in angstrom.  Violations are found in violations.py.
 """
 
 import functools
@@ -85,38 +85,6 @@ def backbone_fape(
     return frame_aligned_point_error(
         frames, points, true_frames, true_points, mask, mask, clamp, clamped, scale, softening, pair_mask
     )
-
-
-def sidechain_fape(
-    frames: Rigid,
-    atoms: Tensor,
-    true_frames: Rigid,
-    true_atoms: Tensor,
-    frame_mask: Tensor,
-    atom_mask: Tensor,
-    clamp: float = 10.0,
-    softening: float = SOFTENING,
-) -> Tensor:
-    """Return the FAPE of all atoms from all rigid groups (Algorithm 20), a scalar.
-
-    frames [N, 8], atoms [N, 14, 3], frame_mask [N, 8], atom_mask [N, 14]; angstrom.  The truth must already bear the
-    better of its two names (`rename_ground_truth`), frames and atoms alike.
-    """
-    return frame_aligned_point_error(
-        _flat(frames),
-        atoms.flatten(-3, -2),
-        _flat(true_frames),
-        true_atoms.flatten(-3, -2),
-        frame_mask.flatten(-2),
-        atom_mask.flatten(-2),
-        clamp,
-        softening=softening,
-    )
-
-
-def _flat(frames: Rigid) -> Rigid:
-    """Flatten frames [*, N, G] to [*, N G]."""
-    return Rigid(frames.rotation.flatten(-4, -3), frames.translation.flatten(-3, -2))
 
 
 if TYPE_CHECKING:
@@ -336,15 +304,18 @@ def renamed_sidechain_fape(
     true_frames = torch.where(
         truth.swapped[:, None, None], batch["rigidgroups_alt_gt_frames"], batch["rigidgroups_gt_frames"]
     )
-    return sidechain_fape(
-        frames,
-        atom14,
-        Rigid.from_flat12(true_frames),
-        truth.positions,
-        batch["rigidgroups_gt_exists"],
-        truth.mask,
+    seen, true = (
+        Rigid(x.rotation.flatten(0, 1), x.translation.flatten(0, 1)) for x in (frames, Rigid.from_flat12(true_frames))
+    )
+    return frame_aligned_point_error(
+        seen,
+        atom14.flatten(0, 1),
+        true,
+        truth.positions.flatten(0, 1),
+        batch["rigidgroups_gt_exists"].flatten(),
+        truth.mask.flatten(),
         clamp,
-        softening,
+        softening=softening,
     )
 
 
@@ -449,7 +420,7 @@ def lddt(
     others = 1 - torch.eye(mask.shape[-1], dtype=mask.dtype, device=mask.device)
     scored = (true_distance < cutoff) * mask[..., :, None] * mask[..., None, :] * others
     error = (true_distance - distance).abs()
-    kept = (4 - torch.bucketize(error, _on(_lddt_bounds, 4, error.device).to(error), right=True)) / 4
+    kept = (4 - torch.bucketize(error, _on(_tolerances, 4, error.device).to(error), right=True)) / 4
     axes = (-1,) if per_residue else (-2, -1)
     # A product with the reciprocal, as in DeepMind's code: where a score lies on a bin's edge, the last bit decides.
     return (1e-10 + (scored * kept).sum(axes)) * (1 / (1e-10 + scored.sum(axes)))
@@ -476,8 +447,7 @@ def ca_lddt(output: "Output", batch: Mapping[str, Tensor], between: bool = False
     return kept.sum().double() / (len(kept) * pairs.sum())
 
 
-def _lddt_bounds(count: int) -> Tensor:
-    """Return the errors below which a distance is kept, angstrom."""
+def _tolerances(count: int) -> Tensor:
     return torch.tensor(LDDT_TOLERANCES[:count])
 
 

@@ -26,10 +26,6 @@ DISTANCE_BINS = 39  # of the beta carbon distances, 3.25 to 50.75 angstrom
 PSI, CHI1 = 2, 3  # the torsion whose mask says which residues of a template row are valid; in a multimer
 
 
-def _template_pair() -> PairConfig:
-    return PairConfig(c_triangle=64, transition=2, order="attention_first")
-
-
 @dataclass(frozen=True, kw_only=True)
 class TemplateConfig:
     """The settings of template embedding (Supp. 1.7.1).
@@ -44,7 +40,7 @@ class TemplateConfig:
     attention_width: int = 16  # Algorithm 17: c per head; monomer
     torsion_rows: bool = True  # append the templates' torsions to the MSA
     unit_vectors: bool = False  # feed unit vectors between backbones; zeros in every published monomer model
-    pair: PairConfig = field(default_factory=_template_pair)
+    pair: PairConfig = field(default_factory=partial(PairConfig, c_triangle=64, transition=2, order="attention_first"))
 
 
 def template_pairs(templates: Batch, residues: Residues, rows: slice, unit_vectors: bool = True) -> tuple[Tensor, ...]:
@@ -280,11 +276,16 @@ class ChainTemplateEmbedder(Executable):
             return z
         *before, last = self.execution.parts(count, z_mask.shape[-1] ** 2)
         total = None  # of all parts but the last
+
+        def plus(t: Tensor, rows: slice, old: Tensor) -> Tensor:
+            """Return the sum with what the mean takes of some more templates t [*, tmpl, r, r, c_t]."""
+            return old + self.norm(t[..., rows, :, :]).sum(-4)
+
         for part in before:
             t = self._embedded(some_templates(batch, part), batch["asym_id"], z, z_mask)
             if total is None:
                 total = self.execution.aside(z_mask, (*z.shape[:-1], t.shape[-1]))
-            total = self.renew_rows(total, partial(self._plus, t))
+            total = self.renew_rows(total, partial(plus, t))
             del t  # before the next is made
         t = self._embedded(some_templates(batch, last), batch["asym_id"], z, z_mask)
 
@@ -302,10 +303,6 @@ class ChainTemplateEmbedder(Executable):
         fetch = self.execution.fetch
         t = self.by_rows(lambda rows: self.pair(some, asym_id, fetch(z, rows), rows), z.shape[-3], -3)
         return self.stack(t, z_mask[..., None, :, :])
-
-    def _plus(self, t: Tensor, rows: slice, old: Tensor) -> Tensor:
-        """Return rows of a sum [*, rows, r, c_t], and of some more templates t [*, tmpl, r, r, c_t], normalised."""
-        return old + self.norm(t[..., rows, :, :]).sum(-4)
 
 
 class TemplatePairStack(BlockStack):

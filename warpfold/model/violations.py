@@ -20,7 +20,6 @@ from warpfold.ops.pairs import C_ATOM, N_ATOM, overlaps
 
 CA_ATOM = 1  # its place in atom14
 Code = Literal["monomer", "multimer"]
-CA_CA = 3.80209737096  # angstrom, of a trans peptide: what the bonds and angles between two Ca give
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,8 @@ def within_residue_violations(
     looked_at = (
         atom_mask[:, :, None] * atom_mask[:, None, :] * (1 - torch.eye(14, dtype=atoms.dtype, device=atoms.device))
     )
-    distance = _distance(atoms[:, :, None, :] - atoms[:, None, :, :])
+    # Of two atoms in one place the gradient is zero.
+    distance = torch.sqrt(1e-10 + (atoms[:, :, None, :] - atoms[:, None, :, :]).square().sum(-1))
     error = looked_at * ((lower - distance).relu() + (distance - upper).relu())
     violated = looked_at * ((distance < lower) | (distance > upper))
     return AtomViolations(
@@ -216,30 +216,6 @@ def within_residue_violations(
         per_atom_pairs=violated.sum(1) + violated.sum(2),
         mean_loss=error.sum() / (1e-6 + looked_at.sum()),
     )
-
-
-def violation_metrics(
-    violations: Violations,
-    atoms: Tensor,
-    atom_mask: Tensor,
-    residue_index: Tensor,
-    seq_mask: Tensor,
-    asym_id: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """Return the share of residues (0 to 1) with each kind of violation, named as in DeepMind's code.
-
-    `violations_extreme_ca_ca_distance` is the share of neighbours whose Ca are 1.5 angstrom too far apart.
-    """
-    ca, has_ca = upcast_half(atoms)[:, CA_ATOM], atom_mask[:, CA_ATOM]
-    pairs = has_ca[:-1] * has_ca[1:] * _follows(residue_index, asym_id)
-    too_far = _distance(ca[:-1] - ca[1:], 1e-6) - CA_CA > 1.5
-    return {
-        "violations_extreme_ca_ca_distance": _mean(too_far, pairs),
-        "violations_between_residue_bond": _mean(violations.connections.per_residue_mask, seq_mask),
-        "violations_between_residue_clash": _mean(violations.clashes.per_atom_mask.amax(-1), seq_mask),
-        "violations_within_residue": _mean(violations.within.per_atom_mask.amax(-1), seq_mask),
-        "violations_per_residue": _mean(violations.per_residue_mask, seq_mask),
-    }
 
 
 def center_of_mass_loss(ca: Tensor, true_ca: Tensor, mask: Tensor, asym_id: Tensor) -> Tensor:
@@ -280,17 +256,8 @@ def _excess(value: Tensor, target: Tensor, deviation: Tensor, factor: float, mas
     return (error - factor * deviation).relu(), mask * (error > factor * deviation)
 
 
-def _distance(difference: Tensor, epsilon: float = 1e-10) -> Tensor:
-    """Return the lengths [*] of vectors [*, 3]; the gradient of a zero vector is zero."""
-    return torch.sqrt(epsilon + difference.square().sum(-1))
-
-
 def _unit(vector: Tensor, softening: float) -> tuple[Tensor, Tensor]:
     """Return vectors [*, 3] divided by their lengths, and the lengths [*]; the gradient of a zero vector is finite."""
     squares = vector.square().sum(-1)
     length = torch.sqrt(softening**2 + squares if softening else squares.clamp(min=1e-12))
     return vector / length[..., None], length
-
-
-def _mean(value: Tensor, mask: Tensor) -> Tensor:
-    return (mask * value).sum() / (1e-10 + mask.sum())

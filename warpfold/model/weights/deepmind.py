@@ -385,18 +385,24 @@ def config_from_deepmind(params: Mapping[str, np.ndarray], source: str = "params
             outer="first" if is_multimer else "middle",
             pair=pair_config,
         )
+        if (
+            is_multimer
+        ):  # offsets, and a bin for other chains; copies, and one; one bin says whether the entity is the same
+            max_relative = (p[MULTIMER_POSITIONS][0] - 2 * MultimerConfig().max_chain - 5) // 2
+        else:
+            max_relative = (p[MONOMER_POSITIONS][0] - 1) // 2
         early_stop = is_multimer and pair_config.fused
         return ModelConfig(
             c_m=c_m,
             c_z=c_z,
             c_s=p["evoformer/single_activations//weights"][1],
             c_e=p["evoformer/extra_msa_activations//weights"][1],
-            max_relative=_max_relative(p),
+            max_relative=max_relative,
             recycles=20 if early_stop else 3,
             recycle_tolerance=0.5 if early_stop else None,
             evoformer=trunk,
             extra_blocks=p["evoformer/extra_msa_stack/msa_transition/transition1//weights"][0],
-            templates=_multimer_templates(p) if is_multimer else _templates(p),
+            templates=_templates(p, is_multimer),
             structure=_structure(p),
             heads=_heads(p),
             multimer=MultimerConfig() if is_multimer else None,
@@ -405,13 +411,6 @@ def config_from_deepmind(params: Mapping[str, np.ndarray], source: str = "params
         raise UserError(
             f"{source}: not the parameters of AlphaFold2 or AlphaFold-Multimer; no usable array {error}"
         ) from error
-
-
-def _max_relative(p: Shapes) -> int:
-    if MULTIMER_POSITIONS not in p:
-        return (p[MONOMER_POSITIONS][0] - 1) // 2
-    chains = 1 + 2 * MultimerConfig().max_chain + 2  # one bin says whether the entity is the same
-    return (p[MULTIMER_POSITIONS][0] - chains - 2) // 2
 
 
 def _pair(p: Shapes, block: str, order: Literal["multiplication_first", "attention_first"]) -> _Pair:
@@ -435,26 +434,20 @@ def _attention_shape(p: Shapes, scope: str) -> tuple[int, int, tuple[int, int]]:
     return blocks, c, (h, width)
 
 
-def _templates(p: Shapes) -> template.TemplateConfig:
-    if ONE_TEMPLATE + "embedding2d//weights" not in p:
+def _templates(p: Shapes, is_multimer: bool) -> template.TemplateConfig:
+    first = "template_pair_embedding_0//weights" if is_multimer else "embedding2d//weights"
+    if ONE_TEMPLATE + first not in p:
         return template.TemplateConfig(enabled=False)
+    torsion_rows = "evoformer/template_single_embedding//weights" in p
+    if is_multimer:
+        blocks, c, config = _pair(p, ONE_TEMPLATE + "template_embedding_iteration/", "multiplication_first")
+        return template.TemplateConfig(c=c, blocks=blocks, torsion_rows=torsion_rows, unit_vectors=True, pair=config)
     stack = ONE_TEMPLATE + "template_pair_stack/__layer_stack_no_state/"
     blocks, c, config = _pair(p, stack, "attention_first")
     _, heads, width = p["evoformer/template_embedding/attention//query_w"]
     return template.TemplateConfig(
-        c=c, blocks=blocks, heads=heads, attention_width=width, torsion_rows=_torsion_rows(p), pair=config
+        c=c, blocks=blocks, heads=heads, attention_width=width, torsion_rows=torsion_rows, pair=config
     )
-
-
-def _multimer_templates(p: Shapes) -> template.TemplateConfig:
-    if ONE_TEMPLATE + "template_pair_embedding_0//weights" not in p:
-        return template.TemplateConfig(enabled=False)
-    blocks, c, config = _pair(p, ONE_TEMPLATE + "template_embedding_iteration/", "multiplication_first")
-    return template.TemplateConfig(c=c, blocks=blocks, torsion_rows=_torsion_rows(p), unit_vectors=True, pair=config)
-
-
-def _torsion_rows(p: Shapes) -> bool:
-    return "evoformer/template_single_embedding//weights" in p
 
 
 def _structure(p: Shapes) -> StructureConfig:

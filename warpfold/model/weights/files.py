@@ -84,9 +84,16 @@ def load_model(path: Path | str) -> AlphaFold:
     """
     path = Path(path)
     if path.suffix == ".npz" and path.is_file():
-        return _load_npz(path)
+        with _opened_npz(path) as file:
+            params = {name.removeprefix(PREFIX): file[name] for name in file.files}
+        model = AlphaFold(_deepmind_config(params, str(path)))
+        from_deepmind(model, params, source=str(path))
+        return model
     if path.suffix in openfold.ENDINGS and path.is_file():
-        return _load_openfold(path)
+        weights = openfold.read_openfold(path)
+        model = AlphaFold(_openfold_config(weights, str(path)))
+        load_state(model, _by_our_names(model, weights), str(path))
+        return model
     model = AlphaFold(load_config(path))
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -274,18 +281,3 @@ def _opened_npz(path: Path) -> Iterator[Any]:
         # NumPy, for an array that is as large as no file.  Of what is no archive it says how to load it unsafely.
         why = "no archive of arrays" if isinstance(error, ValueError) else error
         raise UserError(f"{path}: not a readable .npz ({why}); fetch it again, or name another file") from error
-
-
-def _load_npz(path: Path) -> AlphaFold:
-    with _opened_npz(path) as file:
-        params = {name.removeprefix(PREFIX): file[name] for name in file.files}
-    model = AlphaFold(_deepmind_config(params, str(path)))
-    from_deepmind(model, params, source=str(path))
-    return model
-
-
-def _load_openfold(path: Path) -> AlphaFold:
-    weights = openfold.read_openfold(path)
-    model = AlphaFold(_openfold_config(weights, str(path)))
-    load_state(model, _by_our_names(model, weights), str(path))
-    return model
