@@ -171,7 +171,7 @@ def test_entries_are_known_as_soon_as_their_last_place_was_timed(tmp_path: Path)
             done.append(task)
             return super().time(task)
 
-    found = timed(todo, Noting(largest), known=lambda entries: known.extend((len(done), e) for e in entries))
+    found = timed(todo, Noting(largest).time, known=lambda entries: known.extend((len(done), e) for e in entries))
     assert sorted((e.kernel, e.key) for _, e in known) == sorted((e.kernel, e.key) for e in choose(found))
     assert all(entry in choose(found) for _, entry in known)
     for count, entry in known:
@@ -254,7 +254,7 @@ def largest(kernel: str, candidate: KernelConfig) -> float:
 
 def test_tuning_by_made_up_times_gives_a_table_that_is_used(gpu: torch.device, tmp_path: Path) -> None:
     todo = [task for task in tuning_tasks(workloads(["gate"], True), True)]
-    entries = choose(timed(todo, Toy(largest)))
+    entries = choose(timed(todo, Toy(largest).time))
     write(tmp_path, HEAD, entries)
     for entry in entries:
         candidates = next(task.candidates for task in todo if task.kernel == entry.kernel)
@@ -293,7 +293,7 @@ def test_the_command_writes_the_table_and_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def tune_on(device: torch.device, ops: list[str], quick: bool, folder: Path, progress: object) -> list[Timed]:
-        return timed(tuning_tasks(workloads(ops, quick), quick), Toy(largest))
+        return timed(tuning_tasks(workloads(ops, quick), quick), Toy(largest).time)
 
     monkeypatch.setattr(tuning, "tune_on", tune_on)
     monkeypatch.setattr(tuning, "head", lambda device: HEAD)

@@ -9,17 +9,18 @@ not timed.
 
 import datetime
 import json
+import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from warpfold.bench.timing import FLUSH, SETTLE
+from warpfold.bench.timing import Whole, measure
 from warpfold.bulk import pool
 from warpfold.check.cases import OPS, PROFILES, inputs, meant_by, size_in_words
 from warpfold.check.checks import DTYPES, run, truth
@@ -49,7 +50,6 @@ from warpfold.progress import Progress, no_progress
 
 REPEATS = 20
 CHECKED = 2**26  # the most numbers in the largest tensor of a case that is checked, in fp64
-BUSY = 1_000_000  # cycles, half a millisecond, for which the GPU is kept busy while calls are queued
 
 Seconds = dict[KernelConfig, list[float]]  # of each repeat
 
@@ -89,13 +89,6 @@ class TuningTask:
     def among(self, launches: Iterable[KernelLaunch]) -> list[KernelLaunch]:
         """Return the launches of this kernel with this key."""
         return [launch for launch in launches if (launch.kernel.name, launch.key) == (self.kernel, self.key)]
-
-
-class Bench(Protocol):
-    """The part of tuning that needs a device; tests replace it."""
-
-    def time(self, task: TuningTask) -> tuple[Seconds, dict[KernelConfig, str]]:
-        """Return the seconds of each candidate, and those that are out, with the reason."""
 
 
 def launches_of(workload: Workload) -> list[KernelLaunch]:
@@ -161,11 +154,10 @@ def _compile(task: TuningTask, arch: int) -> None:
 
 
 class GpuBench:
-    """A bench on a CUDA device."""
+    """The part of tuning that needs a CUDA device; tests replace it."""
 
     def __init__(self, device: torch.device, repeats: int = REPEATS) -> None:
         self.device, self.repeats = device, repeats
-        self.cache = torch.empty(FLUSH, dtype=torch.int8, device=device)
         self.workload: Workload | None = None
 
     def time(self, task: TuningTask) -> tuple[Seconds, dict[KernelConfig, str]]:
@@ -186,7 +178,11 @@ class GpuBench:
                 launches[candidate] = of_task
             else:
                 out[candidate] = "not launched with this key"
-        return self._time(launches), out
+        ways = {str(c): Whole(str(c), lambda made=made: [one.run() for one in made]) for c, made in launches.items()}  # type: ignore[misc]
+        with torch.cuda.device(self.device):
+            times = measure(list(ways.values()), self.device, self.repeats, math.inf, peaks=False)
+        out |= {c: times[str(c)].failed for c in launches if times[str(c)].failed}
+        return {c: times[str(c)].seconds["whole"] for c in launches if c not in out}, out
 
     def _prepare(self, workload: Workload) -> None:
         """Draw inputs and compute the definition's results, for all kernels of a workload."""
@@ -209,23 +205,6 @@ class GpuBench:
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
         red = [e.name for e in self.truth.errors(ours) if e.red]
         return f"not exact: {', '.join(red)}" if red else ""
-
-    def _time(self, launches: Mapping[KernelConfig, Sequence[KernelLaunch]]) -> Seconds:
-        """Time the candidates in turn, the cache flushed before each, the GPU busy until all is queued."""
-        marks: dict[KernelConfig, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {c: [] for c in launches}
-        with torch.cuda.device(self.device):
-            for _ in range(SETTLE + self.repeats):
-                for candidate, made in launches.items():
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    self.cache.zero_()
-                    torch.cuda._sleep(BUSY)
-                    begin.record()
-                    for launch in made:
-                        launch.run()
-                    end.record()
-                    marks[candidate].append((begin, end))
-                torch.cuda.synchronize()
-        return {c: [a.elapsed_time(b) / 1e3 for a, b in found[SETTLE:]] for c, found in marks.items()}
 
 
 def with_room(case: OpCase) -> OpCase:
@@ -279,21 +258,24 @@ def tune_on(
         todo = tuning_tasks(workloads(ops, quick), quick)
         compile_ahead(todo, device, os.cpu_count() or 1, progress)
         return timed(
-            todo, GpuBench(device), progress, lambda entries: write(folder, head(device), entries, whole=False)
+            todo, GpuBench(device).time, progress, lambda entries: write(folder, head(device), entries, whole=False)
         )
 
 
 def timed(
     todo: Sequence[TuningTask],
-    bench: Bench,
+    time: Callable[[TuningTask], tuple[Seconds, dict[KernelConfig, str]]],
     progress: Progress = no_progress,
     known: Callable[[list[TableEntry]], object] = lambda entries: None,
 ) -> list[Timed]:
-    """Try the candidates of every task, in order; `known` is given the entry of each key when its last task is done."""
+    """Try the candidates of every task, in order; `known` is given the entry of each key when its last task is done.
+
+    time: measures the seconds of each candidate, and says why others are out.
+    """
     found: list[Timed] = []
     for done, task in enumerate(todo):
         progress(done, len(todo), f"{task.kernel}: {task.workload}")
-        found.append(Timed(task.kernel, task.key, str(task.workload), *bench.time(task)))
+        found.append(Timed(task.kernel, task.key, str(task.workload), *time(task)))
         if not any((later.kernel, later.key) == (task.kernel, task.key) for later in todo[done + 1 :]):
             group = [one for one in found if (one.kernel, one.key) == (task.kernel, task.key)]
             if _totals(group):  # else `choose` says at the end why there is none
@@ -327,7 +309,7 @@ def _grouped(found: Iterable[Timed]) -> dict[tuple[str, Key], list[Timed]]:
 
 
 def _totals(group: Sequence[Timed]) -> dict[KernelConfig, float]:
-    """Return the seconds of each candidate that was timed in every workload."""
+    """Add up the seconds of each candidate that was timed in every workload."""
     return {
         candidate: sum(statistics.median(one.seconds[candidate]) for one in group)
         for candidate in group[0].seconds
@@ -336,24 +318,21 @@ def _totals(group: Sequence[Timed]) -> dict[KernelConfig, float]:
 
 
 def report(found: Sequence[Timed], entries: Iterable[TableEntry]) -> list[dict[str, Any]]:
-    """Return a row for each kernel and key: what was chosen, its microseconds and the slowest's, and what is out."""
-    groups = _grouped(found)
-    rows = []
+    """Make a row for each kernel and key: what was chosen, its microseconds and the slowest's, and what is out."""
+    rows, groups = [], _grouped(found)
     for entry in entries:
         group = groups[entry.kernel, entry.key]
         totals = _totals(group)
-        rows.append(
-            {
-                "kernel": entry.kernel,
-                "key": list(entry.key),
-                "launch": str(entry.config),
-                "microseconds": round(1e6 * totals[entry.config], 1),
-                "slowest": round(1e6 * max(totals.values()), 1),
-                "timed": len(totals),
-                "out": {str(c): reason for one in group for c, reason in one.out.items()},
-                "places": [one.workload for one in group],
-            }
-        )
+        rows.append({
+            "kernel": entry.kernel,
+            "key": list(entry.key),
+            "launch": str(entry.config),
+            "microseconds": round(1e6 * totals[entry.config], 1),
+            "slowest": round(1e6 * max(totals.values()), 1),
+            "timed": len(totals),
+            "out": {str(c): reason for one in group for c, reason in one.out.items()},
+            "places": [one.workload for one in group],
+        })  # fmt: skip
     return rows
 
 
@@ -383,10 +362,5 @@ def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry], 
 def head(device: torch.device) -> dict[str, str]:
     """Return what a table says of its making."""
     found = describe(device)
-    date = datetime.date.today().isoformat()
-    return {
-        "gpu": found["device"],
-        **{name: found[name] for name in ("driver", "torch", "triton") if name in found},
-        "date": date,
-        "how": "warpfold tune",
-    }
+    versions = {name: found[name] for name in ("driver", "torch", "triton") if name in found}
+    return {"gpu": found["device"], **versions, "date": datetime.date.today().isoformat(), "how": "warpfold tune"}

@@ -30,7 +30,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.device:
 @pytest.mark.parametrize("workload", [GATE, ATTENTION], ids=lambda workload: workload.op)
 def test_the_table_that_is_made_is_used(workload: Workload, gpu: torch.device, tmp_path: Path) -> None:
     todo = tuning_tasks([workload], quick=True)
-    entries = choose(timed(todo, GpuBench(gpu, repeats=3)))
+    entries = choose(timed(todo, GpuBench(gpu, repeats=3).time))
     path = write(tmp_path, head(gpu), entries)
     assert table_for(gpu)[0].path == path
     assert {(e.kernel, e.key) for e in entries} == {(task.kernel, task.key) for task in todo}
