@@ -1,7 +1,7 @@
 """The check finds what is wrong with a fast way, and nothing where nothing is."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -282,54 +282,16 @@ def test_inputs_are_strided_as_the_model_has_them(case: OpCase) -> None:
 NAMES = {op.name: name for name, op in OPS.items()}  # --op and tables call gated_linear_residual "tail"
 
 
-def key_of_call(op: Op[..., Tensor], args: tuple[Any, ...]) -> tuple[object, ...]:
-    name, x = NAMES.get(op.name, op.name), args[0]
-    assert x is not None
-    if name == "attention":
-        q, k, bias = x, args[1], args[4] if len(args) > 4 else None
-        assert k is not None
-        return name, q.shape[:-3].numel(), q.shape[-3], k.shape[-3], *q.shape[-2:], bias is not None
-    if name == "global_attention":
-        k = args[1]
-        assert k is not None
-        return name, k.shape[:-2].numel(), k.shape[-2], *x.shape[-2:]
-    if name == "outer_product":
-        b, weight = args[1], args[2]
-        assert b is not None
-        assert weight is not None
-        return name, *x.shape[-3:], b.shape[-2], weight.shape[0]
-    places, c = x.shape[:-1].numel(), x.shape[-1]
+def key(op: Op[..., Tensor], args: Sequence[Any]) -> tuple[object, ...]:
+    """The sizes of a call: of every tensor its numbers and last axis; and whether the call draws its dropout factors."""
+    named = zip(inspect.signature(op.definition).parameters, args)
+    name, given = NAMES.get(op.name, op.name), {what: x for what, x in named if what not in ("mask", "count")}
     if name == "norm_linear":  # how many projections of a tensor are joined depends on the plan
-        return name, places, c
-    if name == "transition":
-        up, down = args[3], args[5]
-        assert up is not None
-        assert down is not None
-        return name, places, c, down.shape[1], up.shape[0] > down.shape[1]
-    if name == "triangle_multiplication":
-        return name, places, c, args[8].shape[1], type(args[12])
-    if name == "tail":
-        o = args[1]
-        assert o is not None
-        return name, places, c, o.shape[-1], type(args[5])
-    return name, places, c
-
-
-def key_of_case(case: OpCase) -> tuple[object, ...]:
-    if case.op == "attention":
-        return case.op, case.rows, case.length, case.attended, case.heads, case.width, case.bias
-    if case.op == "global_attention":
-        return case.op, case.rows, case.attended, case.heads, case.width
-    if case.op == "outer_product":
-        return case.op, case.length, case.rows, case.channels, case.attended, case.outputs
-    more: tuple[object, ...] = (case.outputs,) if case.op in ("tail", "transition") else ()
-    if case.op == "triangle_multiplication":
-        more = (case.outputs,)
-    if case.op == "transition":
-        more = (*more, case.gated)
-    if case.op in ("tail", "triangle_multiplication"):
-        more = (*more, DropoutFactors if case.drawn else Tensor if case.dropped else type(None))
-    return (case.op, case.rows * case.length, case.channels, *more)
+        given = {"x": args[0]}
+    elif name == "triangle_multiplication":  # templates are one square in a case, and several in the model
+        del given["x"]
+    sizes = ((what, x.numel(), x.shape[-1]) for what, x in given.items() if isinstance(x, Tensor))
+    return name, *sizes, any(isinstance(x, DropoutFactors) for x in args)
 
 
 MONOMER = tiny_config(recycles=0), random_batch(residues=9, sequences=5, extra=6, templates=2)
@@ -356,7 +318,7 @@ def test_the_list_is_what_the_model_calls(config: ModelConfig, batch: Batch, mon
     before = Op.__call__
 
     def noting(self: Op[..., Tensor], *args: Tensor, **more: object) -> Tensor:
-        called.add(key_of_call(self, args))
+        called.add(key(self, args))
         return before(self, *args, **more)
 
     monkeypatch.setattr(Op, "__call__", noting)
@@ -366,11 +328,10 @@ def test_the_list_is_what_the_model_calls(config: ModelConfig, batch: Batch, mon
             monkeypatch.setattr(layer, "update", in_parts(layer.update))
         model(batch, 0)
     listed = {
-        key_of_case(case)
+        key(OPS[case.op], inputs(case, torch.float32, "meta").args)
         for case in of_settings(config, DataSizes(crop=9, max_msa=5, max_extra=6, max_templates=2))
         if case.op not in ("aligned_errors", "overlaps")  # of the losses
     }
     assert listed <= called
-    assert {
-        key for key in called - listed if key[0] not in ("layer_norm", "dropout_factors", "projected_factor")
-    } == set()
+    elsewhere = ("layer_norm", "dropout_factors", "projected_factor")
+    assert {one for one in called - listed if one[0] not in elsewhere} == set()
