@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.helpers import as_multimer, tiny_config
+from tests.helpers import tiny_config
 from tests.ops.triton.model_launches import one_block
 from tests.recorder import OperationRecorder
 from tests.test_cli import refused, run
@@ -20,7 +20,7 @@ from warpfold import device
 from warpfold.bench import model as bench_model
 from warpfold.bench.model import COLUMNS, OPENFOLD, PASSES, WAYS, bench_block, bench_step, block_flops, step_counts
 from warpfold.bench.ops import table
-from warpfold.cost.example import BlockSizes, ExampleSizes, ModelBench, RandomBlock, TrainingStep
+from warpfold.cost.example import BlockSizes, ExampleSizes, ModelBench, RandomBlock
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
@@ -38,18 +38,6 @@ def toy(model: ModelConfig | None = None, plan: Plan | None = None) -> ModelBenc
 
 
 # ---- what is run
-
-
-@pytest.mark.parametrize("config", [tiny_config(), as_multimer(tiny_config())], ids=["monomer", "multimer"])
-def test_a_step_of_random_numbers_is_a_step(config: ModelConfig) -> None:
-    step = TrainingStep(replace(toy(config), recycles=1), CPU)
-    before = step.learner.optimizer.weights.clone()
-    found = step.learn()
-    assert found.losses[""].isfinite()
-    assert found.norm > 0
-    step.update()
-    assert not torch.equal(step.learner.optimizer.weights, before)
-    assert step.step == 1
 
 
 def test_a_step_that_is_timed_as_a_graph_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:

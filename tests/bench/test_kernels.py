@@ -56,21 +56,22 @@ def times(
     return Timed(kernel, key, "somewhere", found, out or {})
 
 
-def test_the_fastest_median_is_chosen() -> None:
-    """Not the fastest mean: one slow repeat says nothing."""
-    found = [times("k", (1,), a=[3.0, 3.0, 3.0], b=[2.0, 2.0, 90.0], c=[1.0, 4.0, 4.0])]
-    assert choose(found) == [TableEntry("k", (1,), B)]
-
-
-def test_of_nearly_equal_ones_the_first_named_is_chosen() -> None:
-    assert choose([times("k", (1,), a=[1.009], b=[1.0])]) == [TableEntry("k", (1,), A)]
-    assert choose([times("k", (1,), a=[1.011], b=[1.0])]) == [TableEntry("k", (1,), B)]
-    assert choose([times("k", (1,), b=[1.009], a=[1.0])]) == [TableEntry("k", (1,), B)]
-
-
-def test_places_with_one_key_decide_together() -> None:
-    found = [times("k", (1,), a=[1.0], b=[3.0]), times("k", (2,), a=[1.0], b=[3.0]), times("k", (1,), a=[9.0], b=[4.0])]
-    assert choose(found) == [TableEntry("k", (1,), B), TableEntry("k", (2,), A)]
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        # Not the fastest mean: one slow repeat says nothing.
+        ([times("k", (1,), a=[3.0, 3.0, 3.0], b=[2.0, 2.0, 90.0], c=[1.0, 4.0, 4.0])], [((1,), B)]),
+        # Of nearly equal ones the first that is named.
+        ([times("k", (1,), a=[1.009], b=[1.0])], [((1,), A)]),
+        ([times("k", (1,), a=[1.011], b=[1.0])], [((1,), B)]),
+        ([times("k", (1,), b=[1.009], a=[1.0])], [((1,), B)]),
+        # Places with one key decide together.
+        ([times("k", (1,), a=[1.0], b=[3.0]), times("k", (2,), a=[1.0], b=[3.0]), times("k", (1,), a=[9.0], b=[4.0])],
+         [((1,), B), ((2,), A)]),
+    ],
+)  # fmt: skip
+def test_the_fastest_is_chosen(found: list[Timed], chosen: list[tuple[tuple[int, ...], KernelConfig]]) -> None:
+    assert choose(found) == [TableEntry("k", key, config) for key, config in chosen]
 
 
 def test_a_candidate_that_is_out_at_one_place_is_out() -> None:
@@ -265,19 +266,10 @@ def test_tuning_by_made_up_times_gives_a_table_that_is_used(gpu: torch.device, t
 # ---- the command
 
 
-def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run(capsys, "tune", "--help")
-    assert (code, err) == (0, "")
-    assert "Example: warpfold tune --op attention" in " ".join(out.split())
-
-
-def test_without_a_gpu_there_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_wrong_use_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     error = refused(run(capsys, "tune", "--op", "gate", "--device", "cpu", "--out", tmp_path))
     assert "launch tables are made there; --dry-run lists what would be timed" in error
     assert not list(tmp_path.iterdir())
-
-
-def test_an_unknown_operation_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--op gates: not one of all, attention" in refused(run(capsys, "tune", "--op", "gates", "--dry-run"))
 
 

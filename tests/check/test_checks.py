@@ -283,7 +283,7 @@ NAMES = {op.name: name for name, op in OPS.items()}  # --op and tables call gate
 
 
 def key(op: Op[..., Tensor], args: Sequence[Any]) -> tuple[object, ...]:
-    """The sizes of a call: of every tensor its numbers and last axis; and whether the call draws its dropout factors."""
+    """The sizes of a call: of every tensor its numbers and last axis; and whether it draws its dropout factors."""
     named = zip(inspect.signature(op.definition).parameters, args)
     name, given = NAMES.get(op.name, op.name), {what: x for what, x in named if what not in ("mask", "count")}
     if name == "norm_linear":  # how many projections of a tensor are joined depends on the plan
