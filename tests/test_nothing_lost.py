@@ -29,8 +29,7 @@ OWN_FOLDER = "in a folder that was claimed: it holds a run's own names, or was e
 SAFE = {
     "files.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
     "cli/common.py:speaking": "opens the null device",
-    "data/synthetic/folder.py:_alignment": OWN_DRAFT,
-    "data/synthetic/folder.py:_structure": OWN_DRAFT,
+    "data/synthetic/folder.py:_write": OWN_DRAFT,
     "data/synthetic/folder.py:generate": OWN_DRAFT + "; `out` is absent or an empty folder, which rmdir makes sure of",
     "data/pack/part.py:PartWriter.__init__": "a part's own names, in a folder that holds nothing else",
     "data/search/programs.py": "in a temporary folder",

@@ -58,14 +58,6 @@ def indices(samples: Sequence[Sample]) -> list[int]:
     return [sample.index for sample in samples]
 
 
-def assert_equal(a: Sample, b: Sample) -> None:
-    assert (a.index, a.name) == (b.index, b.name)
-    assert a.features.keys() == b.features.keys()
-    for name in a.features:
-        assert a.features[name].dtype == b.features[name].dtype, name
-        assert torch.equal(a.features[name], b.features[name]), name
-
-
 def alternate(step: int) -> int:
     return 1 + step % 2
 
@@ -74,17 +66,13 @@ def test_workers_deliver_the_same_and_a_run_may_begin_anywhere(store: Store) -> 
     here = take(store, steps=20, passes=alternate)
     ahead = take(store, steps=20, passes=alternate, workers=2)
     resumed = take(store, steps=7, passes=alternate, start=State(12), workers=1)
-    for a, b in zip(here, ahead, strict=True):
-        assert_equal(a, b)
-    for a, b in zip(here[12:19], resumed, strict=True):
-        assert_equal(a, b)
+    for a, b in zip([*here, *here[12:19]], [*ahead, *resumed], strict=True):
+        assert (a.index, a.name, a.features.keys()) == (b.index, b.name, b.features.keys())
+        for name, tensor in a.features.items():
+            torch.testing.assert_close(b.features[name], tensor, rtol=0, atol=0)
+    starts = {int(sample.features["residue_index"][0]) for sample in here if sample.name == "e0"}
+    assert len(starts) == sum(sample.name == "e0" for sample in here)  # drawn anew in every epoch
     assert [len(sample.features["msa_feat"]) for sample in here[:3]] == [1, 2, 1]
-
-
-def test_an_example_is_drawn_anew_in_every_epoch(store: Store) -> None:
-    long = take(store, Maker((store,), SampleConfig(crop=8), 0), steps=70)
-    starts = {int(sample.features["residue_index"][0]) for sample in long if sample.name == "e0"}
-    assert len(starts) > 5
 
 
 def test_epochs_follow_each_other_without_a_gap(store: Store, tmp_path: Path) -> None:
@@ -107,6 +95,13 @@ def wait_for(condition: Any, seconds: float = 100) -> None:
 
 
 def test_ready_examples_pass_a_slow_one_but_not_for_ever(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "strict").mkdir()
+    puppet = Puppet(tmp_path / "strict", waits=(2,))
+    with loader(store, puppet, workers=2, ahead=5) as examples:  # without a window it is waited for
+        first = [next(examples).index for _ in range(2)]
+        wait_for(lambda: puppet.begun() >= 8)
+        puppet.go(2)
+        assert first + indices(list(examples)) == list(range(10))
     puppet = Puppet(tmp_path, waits=(1, 2))
     log: list[Draw] = []
     with loader(store, puppet, workers=2, ahead=5, window=3, used=log.append) as examples:
@@ -121,15 +116,6 @@ def test_ready_examples_pass_a_slow_one_but_not_for_ever(store: Store, tmp_path:
         assert indices(list(examples)) == [2, 6, 7, 8, 9]
         assert examples.state() == State(10)
     assert [draw.number for draw in log] == [0, 1, 3, 4, 5, 2, 6, 7, 8, 9]
-
-
-def test_without_a_window_a_slow_example_is_waited_for(store: Store, tmp_path: Path) -> None:
-    puppet = Puppet(tmp_path, waits=(2,))
-    with loader(store, puppet, workers=2, ahead=5) as examples:
-        assert [next(examples).index for _ in range(2)] == [0, 1]
-        wait_for(lambda: puppet.begun() >= 8)
-        puppet.go(2)
-        assert indices(list(examples)) == list(range(2, 10))
 
 
 def test_only_examples_with_equally_many_passes_change_places(store: Store, tmp_path: Path) -> None:
@@ -242,39 +228,10 @@ def test_a_bug_is_not_a_damaged_entry(store: Store, tmp_path: Path) -> None:
         take(store, Puppet(tmp_path, fails=("e1",)))
 
 
-def test_damage_is_found_where_it_lies(store: Store, tmp_path: Path) -> None:
-    path = tmp_path / "damaged"
-    path.mkdir()
-    for file in store.path.iterdir():
-        (path / file.name).write_bytes(file.read_bytes())
-    shard = path / "shard-00000.wfs"
-    data = bytearray(shard.read_bytes())
-    data[store.record("e3").arrays["msa"].starts[0]] ^= 1
-    shard.write_bytes(data)
-    quarantine, told = asides()
-    samples = take(Store(path), quarantine=quarantine, workers=1)
-    assert "e3" not in {sample.name for sample in samples}
-    [(name, _, reason)] = told
-    assert name == "e3"
-    assert "e3, msa: damaged" in reason
-
-
 def test_ranks_share_a_step_and_give_their_state_together(store: Store, tmp_path: Path) -> None:
     puppet = Puppet(tmp_path, waits=(0,))
-    ranks = [
-        loader(
-            store,
-            puppet,
-            steps=6,
-            examples=2,
-            rank=rank,
-            ranks=2,
-            cost=lambda index: 1.0,
-            workers=1 + (rank == 0),
-            window=2,
-        )
-        for rank in range(2)
-    ]
+    more = {"steps": 6, "examples": 2, "ranks": 2, "cost": lambda index: 1.0, "window": 2}
+    ranks = [loader(store, puppet, rank=rank, workers=2 - rank, **more) for rank in range(2)]
     try:
         got = [[next(rank).index for _ in range(2)] for rank in ranks]
         assert got == [[2, 4], [1, 3]]

@@ -84,15 +84,6 @@ def test_a_part_is_the_part_of_the_whole(store: Store, data: st.DataObject, key:
     np.testing.assert_array_equal(part.deletions, raw.deletions[np.ix_(rows, residues)])
 
 
-def test_ca_atoms_are_read_of_the_whole_chain(store: Store) -> None:
-    for key, raw in EXAMPLES.items():
-        for found in (raw.ca_positions(), StoredExample(store, key).ca_positions()):
-            assert (found is None) == (raw.positions is None)
-            if found is not None and raw.positions is not None and raw.mask is not None:
-                np.testing.assert_array_equal(found[0], raw.positions[:, 1])
-                np.testing.assert_array_equal(found[1], raw.mask[:, 1])
-
-
 @pytest.mark.parametrize("clustering", ["chain", "crop"])
 def test_features_from_the_store_are_those_from_memory(store: Store, clustering: Literal["chain", "crop"]) -> None:
     config = SampleConfig(crop=64, max_msa=16, max_extra=32, clustering=clustering)

@@ -1,4 +1,4 @@
-"""Sample proteins: chemistry, packing, alignments, files."""
+"""Sample proteins and dimers: chemistry, packing, what alignments tell, files."""
 
 from functools import cache
 from pathlib import Path
@@ -11,14 +11,12 @@ from warpfold.data.structure.mmcif import read_structure
 from warpfold.data.synthetic.backbone import (
     MIN_DISTANCE,
     MIN_POLAR,
-    build,
     distances,
-    expected_radius,
-    radius_of_gyration,
     with_o_and_cb,
 )
+from warpfold.data.synthetic.dimers import make_dimer
 from warpfold.data.synthetic.folder import generate
-from warpfold.data.synthetic.folds import FOLDS, LOOPS
+from warpfold.data.synthetic.folds import FOLDS
 from warpfold.data.synthetic.proteins import Protein, make_protein, to_chain
 from warpfold.data.synthetic.sidechain import ROTAMERS, rotamers
 from warpfold.errors import UserError
@@ -54,17 +52,6 @@ def heavy_atoms(protein: Protein) -> tuple[np.ndarray, np.ndarray, list[str]]:
     types = [RESTYPE_ORDER[letter] for letter in protein.sequence]
     residue, slot = np.nonzero(ATOM14_MASK[types])
     return protein.atoms[residue, slot], residue, [ATOM14_NAMES[types[i]][k] for i, k in zip(residue, slot)]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_chain_has_the_torsions_and_bonds_asked_for(seed: int) -> None:
-    asked = np.random.default_rng(seed).uniform(-180, 180, (2, 9, 2))
-    n, ca, c = np.moveaxis(build(asked), 2, 0)
-    assert off(dihedral(c[:, :-1], n[:, 1:], ca[:, 1:], c[:, 1:]), asked[:, 1:, 0]) < 1e-6
-    assert off(dihedral(n[:, :-1], ca[:, :-1], c[:, :-1], n[:, 1:]), asked[:, :-1, 1]) < 1e-6
-    assert off(dihedral(ca[:, :-1], c[:, :-1], n[:, 1:], ca[:, 1:]), 180.0) < 1e-6
-    np.testing.assert_allclose(np.linalg.norm(n[:, 1:] - c[:, :-1], axis=-1), 1.329, atol=1e-9)
-    np.testing.assert_allclose(angle(ca[:, :-1], c[:, :-1], n[:, 1:]), 117.2, atol=1e-6)
 
 
 def test_backbones_are_ideal() -> None:
@@ -117,8 +104,9 @@ def test_no_clashes() -> None:
 def test_proteins_are_compact() -> None:
     """Radius of gyration from 25 % below to 15 % above 2.2 N^0.38; every helix and sheet touches others."""
     for protein in proteins():
-        ratio = radius_of_gyration(protein.atoms[:, 1]) / expected_radius(len(protein.sequence))
-        assert 0.75 < ratio < 1.15
+        ca = protein.atoms[:, 1]
+        radius = np.sqrt(((ca - ca.mean(0)) ** 2).sum(-1).mean())
+        assert 0.75 < radius / (2.2 * len(ca) ** 0.38) < 1.15
         backbone = with_o_and_cb(protein.atoms[:, :3], protein.blueprint.torsions[:, 1])
         near = distances(backbone[:, 4], backbone[:, 4]) < 8.0
         bodies = protein.blueprint.bodies
@@ -141,33 +129,6 @@ def test_sequences_follow_the_structure() -> None:
     assert share("H", "G") < 0.1
 
 
-def test_a_protein_depends_on_seed_and_index_alone(tmp_path: Path) -> None:
-    few, many = tmp_path / "few", tmp_path / "many"
-    assert generate(few, 2, seed=3) == generate(many, 4, seed=3)[:2]
-    for path in (few / "mmcif", few / "msas"):
-        for file in path.iterdir():
-            assert file.read_bytes() == (many / path.name / file.name).read_bytes()
-    other = make_protein(4, 0)
-    assert other.sequence != make_protein(3, 0).sequence
-
-
-def test_files_read_back(tmp_path: Path) -> None:
-    reports: list[tuple[int, int, str]] = []
-    entries = generate(tmp_path / "set", 3, seed=5, progress=lambda *report: reports.append(report))
-    assert [report[:2] for report in reports] == [(1, 3), (2, 3), (3, 3)]
-    assert [path.name for path in tmp_path.iterdir()] == ["set"], "no draft is left"
-    for entry, protein in zip(entries, proteins()):
-        chain = read_structure(tmp_path / "set" / entry["structure"]).chains["A"]
-        assert chain.sequence == protein.sequence == entry["sequence"]
-        wanted = to_chain(protein)
-        np.testing.assert_array_equal(chain.mask, wanted.mask)
-        np.testing.assert_allclose(chain.positions, wanted.positions, atol=6e-4)  # three decimals
-        alignment = read_alignment(tmp_path / "set" / entry["alignment"])
-        assert alignment.query == protein.sequence
-        np.testing.assert_array_equal(alignment.rows, protein.alignment.rows)
-        np.testing.assert_array_equal(alignment.deletions, protein.alignment.deletions)
-
-
 def test_relatives_are_spread() -> None:
     identity = np.concatenate([(p.alignment.rows[1:] == p.alignment.rows[0]).mean(1) for p in proteins()])
     assert identity.min() < 0.5
@@ -176,6 +137,7 @@ def test_relatives_are_spread() -> None:
     assert all(16 <= len(p.alignment) <= 128 for p in proteins())
     assert any(p.alignment.deletions.any() for p in proteins())
     assert any((p.alignment.rows == 21).any() for p in proteins())
+    assert {protein.blueprint.fold for protein in proteins()} == set(FOLDS)
 
 
 def test_contacts_covary() -> None:
@@ -209,48 +171,134 @@ def mutual_information(rows: np.ndarray) -> np.ndarray:
     return information - mean[:, None] * mean[None, :] / information.mean()
 
 
-def test_loop_types_have_their_own_letters() -> None:
-    """A loop's first choice of letters tells it from the others of its kind: the sequence determines the structure."""
-    for kind in LOOPS.values():
-        assert len({tuple(letters for *_, letters in loop.residues) for loop in kind}) == len(kind)
-        assert all(element == "L" for loop in kind for element, *_ in loop.residues)
+# ---- dimers
+
+DEPTH = (96, 128)
 
 
-def test_every_fold_is_made() -> None:
-    made = {make_protein(5, index).blueprint.fold.name for index in range(4 * COUNT)}
-    assert made == {fold.name for fold in FOLDS}
+@cache
+def dimers() -> list[tuple[Protein, Protein]]:
+    return [make_dimer(7, index, 30, 38, DEPTH) for index in range(8)]
 
 
-def test_lengths_and_depth_are_kept() -> None:
+def beta(protein: Protein) -> np.ndarray:
+    """CB of each residue, CA of glycine: [N, 3]."""
+    slot = np.array([1 if letter == "G" else 4 for letter in protein.sequence])
+    return protein.atoms[np.arange(len(slot)), slot]
+
+
+def organisms(protein: Protein) -> dict[str, np.ndarray]:
+    """Rows of the relatives by the organism that their names tell."""
+    names = protein.alignment.names[1:]
+    found = {name.split("|")[2].split("_")[1]: row for name, row in zip(names, protein.alignment.rows[1:])}
+    assert len(found) == len(names), "one row of each"
+    return found
+
+
+def information(x: np.ndarray, y: np.ndarray) -> float:
+    """Mutual information of two columns of codes, nats."""
+    joint = np.zeros((22, 22))
+    np.add.at(joint, (x, y), 1 / len(x))
+    alone = joint.sum(1)[:, None] * joint.sum(0)
+    there = joint > 0
+    return float((joint[there] * np.log(joint[there] / alone[there])).sum())
+
+
+def test_chains_touch_and_do_not_clash() -> None:
+    """Atoms of two chains keep the distances that atoms within one keep (0.01 A, as CB of residue types differ)."""
+    for index, (a, b) in enumerate(dimers()):
+        assert (a.sequence == b.sequence) == (index % 2 == 0)
+        (xyz, _, names), (others, _, other_names) = heavy_atoms(a), heavy_atoms(b)
+        polar, other_polar = (np.array([name[0] in "NO" for name in each]) for each in (names, other_names))
+        limit = np.where(polar[:, None] & other_polar, MIN_POLAR, MIN_DISTANCE)
+        assert (distances(xyz, others) > limit - 0.01).all(), a.name
+        near = distances(beta(a), beta(b)) < 10.0
+        assert min(near.any(1).sum(), near.any(0).sum()) >= 6, "an interface of some size"
+
+
+def test_homodimers_have_c2_symmetry() -> None:
+    """What moves A onto B moves B onto A, and turns by 180 degrees; of all atoms, to rounding."""
+    for dimer in dimers()[::2]:
+        a, b = (heavy_atoms(protein)[0] for protein in dimer)
+        u, _, v = np.linalg.svd((a - a.mean(0)).T @ (b - b.mean(0)))
+        turn = v.T @ np.diag([1, 1, np.linalg.det(v.T @ u.T)]) @ u.T
+        np.testing.assert_allclose((a - a.mean(0)) @ turn.T + b.mean(0), b, atol=1e-6)
+        np.testing.assert_allclose((b - a.mean(0)) @ turn.T + b.mean(0), a, atol=1e-6)
+        assert np.trace(turn) == pytest.approx(-1.0, abs=1e-9)
+
+
+def test_interfaces_covary_in_rows_of_one_organism_alone() -> None:
+    """Mutual information across the interface: rows that are paired by organism against rows in the files' order."""
+    by_organism, by_place = [], []
+    for dimer in dimers()[1::2]:
+        a, b = dimer
+        first, second = organisms(a), organisms(b)
+        assert len(first.keys() & second.keys()) < min(len(first), len(second)), "some are known of one chain only"
+        both = sorted(first.keys() & second.keys())
+        paired = np.stack([first[name] for name in both]), np.stack([second[name] for name in both])
+        unpaired = a.alignment.rows[1 : len(both) + 1], b.alignment.rows[1 : len(both) + 1]
+        touching = np.argwhere(distances(beta(a), beta(b)) < 7.0)
+        by_organism += [information(paired[0][:, i], paired[1][:, j]) for i, j in touching]
+        by_place += [information(unpaired[0][:, i], unpaired[1][:, j]) for i, j in touching]
+    assert len(by_organism) > 10
+    assert np.mean(by_organism) > np.mean(by_place) + 0.1
+
+
+# ---- files
+
+
+def test_a_sample_depends_on_seed_and_index_alone(tmp_path: Path) -> None:
+    few, many = tmp_path / "few", tmp_path / "many"
+    made, more = generate(few, 2, seed=3, dimers=1), generate(many, 4, seed=3, dimers=2)
+    assert made == [*more[:2], more[4]]
+    for file in [*(few / "mmcif").iterdir(), *(few / "msas").iterdir()]:
+        assert file.read_bytes() == (many / file.relative_to(few)).read_bytes()
+    assert make_protein(4, 0).sequence != make_protein(3, 0).sequence
     for index in range(4):
         protein = make_protein(0, index, min_length=40, max_length=46, depth=(5, 5))
-        assert 40 <= len(protein.sequence) <= 46
-        assert len(protein.alignment) == 5
+        assert (40 <= len(protein.sequence) <= 46, len(protein.alignment)) == (True, 5)
 
 
-def test_bad_requests(tmp_path: Path) -> None:
-    used = tmp_path / "used"
-    used.mkdir()
-    (used / "something").touch()
-    with pytest.raises(UserError, match="used: exists"):
-        generate(used, 1)
-    with pytest.raises(UserError, match="at least one"):
-        generate(tmp_path / "new", 0)
-    with pytest.raises(UserError, match="lengths"):
-        generate(tmp_path / "new", 1, min_length=50, max_length=40)
-    with pytest.raises(UserError, match="lengths"):
-        generate(tmp_path / "new", 1, min_length=200, max_length=300)
-    with pytest.raises(UserError, match="depth"):
-        generate(tmp_path / "new", 1, depth=(9, 3))
-    with pytest.raises(UserError, match="seed"):
-        generate(tmp_path / "new", 1, seed=-1)
-    assert [path.name for path in tmp_path.iterdir()] == ["used"]
+def test_files_read_back(tmp_path: Path) -> None:
+    reports: list[tuple[int, int, str]] = []
+    limits = {"min_length": 30, "max_length": 38, "depth": DEPTH}
+    made = generate(tmp_path / "set", 1, 7, dimers=2, **limits, progress=lambda *report: reports.append(report))
+    assert [report[:2] for report in reports] == [(1, 3), (2, 3), (3, 3)]
+    assert [path.name for path in tmp_path.iterdir()] == ["set"], "no draft is left"
+    assert [entry.get("kind") for entry in made] == [None, "homodimer", "heterodimer"]
+    assert len(list((tmp_path / "set/msas").iterdir())) == 4, "one for a homodimer"
+    for entry, sample in zip(made, [(make_protein(7, 0, 30, 38, DEPTH),), *dimers()[:2]]):
+        chains = read_structure(tmp_path / "set" / entry["structure"]).chains
+        centre = np.concatenate([protein.atoms[:, 1] for protein in sample]).mean(0)
+        for name, about, protein in zip("AB", entry.get("chains", [entry]), sample):
+            assert chains[name].sequence == protein.sequence == about["sequence"]
+            wanted = to_chain(protein, name, centre)
+            np.testing.assert_array_equal(chains[name].mask, wanted.mask)
+            np.testing.assert_allclose(chains[name].positions, wanted.positions, atol=6e-4)  # three decimals
+            alignment = read_alignment(tmp_path / "set" / about["alignment"])
+            assert alignment.query == protein.sequence
+            np.testing.assert_array_equal(alignment.rows, protein.alignment.rows)
+            np.testing.assert_array_equal(alignment.deletions, protein.alignment.deletions)
 
 
-def test_a_stop_leaves_nothing(tmp_path: Path) -> None:
+def test_bad_requests_and_a_stop_leave_nothing(tmp_path: Path) -> None:
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/something").touch()
+    for name, count, more, message in (
+        ("used", 1, {}, "used: exists"),
+        ("new", 0, {}, "at least one"),
+        ("new", 5, {"dimers": -1}, "at least one"),
+        ("new", 1, {"min_length": 50, "max_length": 40}, "lengths"),
+        ("new", 1, {"min_length": 200, "max_length": 300}, "lengths"),
+        ("new", 1, {"depth": (9, 3)}, "depth"),
+        ("new", 1, {"seed": -1}, "seed"),
+    ):
+        with pytest.raises(UserError, match=message):
+            generate(tmp_path / name, count, **more)
+
     def stop(done: int, total: int, what: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         generate(tmp_path / "set", 2, progress=stop)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["used"]

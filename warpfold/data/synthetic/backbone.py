@@ -25,7 +25,8 @@ MIN_CA_CA_ACROSS, MIN_CB_CB_ACROSS = 5.0, 4.0
 CONTACT = 8.0
 MIN_TOUCHED = {"H": 0.35, "E": 0.22}  # share of a body's residues with a contact across; a sheet has two faces
 MIN_CLOSED = 3  # contacts between the first and the last body of a closed fold
-MAX_RADIUS = 1.15  # of the expected radius of gyration
+# A folded chain's radius of gyration is 2.2 N^0.38: Skolnick et al., J. Mol. Biol. 265, 217 (1997).
+MAX_RADIUS, RADIUS_POWER = 1.15 * 2.2, 0.38
 
 
 def build(torsions: Floats) -> Floats:
@@ -107,16 +108,6 @@ def clashes(backbone: Floats) -> bool:
     return bool(((far < np.where(polar, MIN_POLAR, limit)) & (along >= 2)).any())
 
 
-def expected_radius(length: int) -> float:
-    """Return the radius of gyration of a folded chain, angstrom."""
-    return 2.2 * length**0.38  # Skolnick et al., J. Mol. Biol. 265, 217 (1997)
-
-
-def radius_of_gyration(ca: Floats) -> float:
-    """Return the root mean square distance of CA [N, 3] from their centre, angstrom."""
-    return float(np.sqrt(((ca - ca.mean(0)) ** 2).sum(-1).mean()))
-
-
 def is_compact(blueprint: Blueprint, atoms: Floats) -> bool:
     """Return whether N, CA, C [N, 3, 3], built from a blueprint, fold into a compact chain; looks at CA and CB alone.
 
@@ -131,7 +122,7 @@ def is_compact(blueprint: Blueprint, atoms: Floats) -> bool:
         return False
     if (between & ((ca_ca < MIN_CA_CA_ACROSS) | (cb_cb < MIN_CB_CB_ACROSS))).any():
         return False
-    if radius_of_gyration(ca) >= MAX_RADIUS * expected_radius(len(ca)):
+    if np.sqrt(((ca - ca.mean(0)) ** 2).sum(-1).mean()) >= MAX_RADIUS * len(ca) ** RADIUS_POWER:
         return False
     contact = between & (cb_cb < CONTACT)
     numbers = np.unique(bodies[bodies >= 0])

@@ -5,7 +5,6 @@ in contact across it are drawn as pairs.  So rows of the two alignments covary w
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -35,26 +34,13 @@ MIN_CONTACTS = 10  # pairs of CB within CONTACT across the interface
 SHARED = 0.85  # of the organisms that one chain is known from, those that the other is known from too
 
 
-@dataclass(frozen=True)
-class Dimer:
-    """Two proteins in contact; those of a homodimer have the same sequence and alignment, and C2 symmetry.
-
-    The rows of an alignment name their organisms as UniProt does; an organism may be missing in the other alignment.
-    """
-
-    name: str
-    chains: tuple[Protein, Protein]
-
-    @property
-    def is_homodimer(self) -> bool:
-        return self.chains[0].sequence == self.chains[1].sequence
-
-
 def make_dimer(
     seed: int, index: int, min_length: int = SHORTEST, max_length: int = LONGEST, depth: tuple[int, int] = (16, 128)
-) -> Dimer:
-    """Make dimer `index` of the set `seed`, a homodimer if the index is even; it depends on nothing else.
+) -> tuple[Protein, Protein]:
+    """Make dimer `index` of the set `seed`; it depends on nothing else.
 
+    A homodimer if the index is even: its chains have one sequence and one alignment, and C2 symmetry.  The rows of an
+    alignment name their organisms as UniProt does; an organism may be missing in the other alignment.
     Lengths of each chain in residues, depth in rows of the alignment, all inclusive.  Errors: UserError if no fold fits
     the lengths.
     """
@@ -78,7 +64,7 @@ def _design(
     same: bool,
     depth: tuple[int, int],
     rng: np.random.Generator,
-) -> Dimer | None:
+) -> tuple[Protein, Protein] | None:
     """Return two docked chains with sequences, side chains and alignments; None if side chains clash.
 
     backbone: N, CA, C, O, CB of both [N1 + N2, 5, 3], angstrom.
@@ -93,14 +79,11 @@ def _design(
         return None
     sequence, atoms = made
     alignment = evolve(sites, sequence, blueprints[0] if same else joined, depth, rng)
-    first = _found(_columns(alignment, slice(count)), "A", rng)
-    second = first if same else _found(_columns(alignment, slice(count, None)), "B", rng)
-    return Dimer(
-        name,
-        (
-            Protein(name, blueprints[0], first.query, atoms[:count], first),
-            Protein(name, blueprints[1], second.query, atoms[count:], second),
-        ),
+    first = _found(alignment, slice(count), "A", rng)
+    second = first if same else _found(alignment, slice(count, None), "B", rng)
+    return (
+        Protein(name, blueprints[0], first.query, atoms[:count], first),
+        Protein(name, blueprints[1], second.query, atoms[count:], second),
     )
 
 
@@ -113,7 +96,12 @@ def dock(blueprints: Sequence[Blueprint], backbones: Sequence[Floats], rng: np.r
     a, b = (_facing(blueprint, backbone) for blueprint, backbone in zip(blueprints, backbones))
     turn = np.array([[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]])
     b = b * [1, -1, -1] @ turn.T  # turned by 180 degrees about x it looks down at a, and then about z
-    placed = b + [0, 0, _height(a, b)]
+    limit = np.where(BACKBONE_POLAR[:, None] & BACKBONE_POLAR, MIN_POLAR, MIN_DISTANCE)
+    limit[1, 1], limit[4, 4] = MIN_CA_CA, MIN_CB_CB
+    apart = a[:, :, None, None] - b  # [N1, 5, N2, 5, 3]
+    free = limit[:, None, :] ** 2 - (apart[..., :2] ** 2).sum(-1)
+    height = np.where(free > 0, apart[..., 2] + np.sqrt(np.maximum(free, 0.0)), -np.inf).max()  # where b lies on a
+    placed = b + [0, 0, height]
     if (distances(a[:, 4], placed[:, 4]) < CONTACT).sum() < MIN_CONTACTS:
         return None
     return np.concatenate([a, placed])
@@ -131,15 +119,6 @@ def _facing(blueprint: Blueprint, backbone: Floats) -> Floats:
     z = np.cross(x, last.mean(0) - first.mean(0))
     z = z / np.linalg.norm(z)
     return (backbone - ca.mean(0)) @ np.stack([x, np.cross(z, x), z], axis=1)
-
-
-def _height(a: Floats, b: Floats) -> float:
-    """Return how far along z chain b must be moved to lie on chain a.  N, CA, C, O, CB of each, [N, 5, 3], angstrom."""
-    limit = np.where(BACKBONE_POLAR[:, None] & BACKBONE_POLAR, MIN_POLAR, MIN_DISTANCE)
-    limit[1, 1], limit[4, 4] = MIN_CA_CA, MIN_CB_CB
-    apart = a[:, :, None, None] - b  # [N1, 5, N2, 5, 3]
-    free = limit[:, None, :] ** 2 - (apart[..., :2] ** 2).sum(-1)
-    return float(np.where(free > 0, apart[..., 2] + np.sqrt(np.maximum(free, 0.0)), -np.inf).max())
 
 
 def join(a: Blueprint, b: Blueprint) -> Blueprint:
@@ -170,17 +149,11 @@ def tie(sites: Sites, count: int) -> Sites:
     return Sites(sites.preferences[:count], sites.fixed[:count], [pair for pair, _ in kept], [c for _, c in kept])
 
 
-def _columns(alignment: Alignment, part: slice) -> Alignment:
-    return Alignment(alignment.rows[:, part], alignment.deletions[:, part], alignment.names)
-
-
-def _found(alignment: Alignment, chain: str, rng: np.random.Generator) -> Alignment:
+def _found(alignment: Alignment, columns: slice, chain: str, rng: np.random.Generator) -> Alignment:
     """Return what a search finds of a chain: rows of most organisms, named as in UniProt, most similar first."""
-    relatives = np.arange(1, len(alignment))
+    rows, relatives = alignment.rows[:, columns], np.arange(1, len(alignment))
     relatives = relatives[rng.random(len(relatives)) < SHARED]
-    identity = (alignment.rows[relatives] == alignment.rows[0]).mean(1)
-    order = relatives[np.argsort(-identity, kind="stable")]
-    found = alignment.select(np.concatenate([[0], order]))
-    return replace(
-        found, names=["query", *(f"tr|{chain}{row:07d}|{chain}{row:07d}_S{row:04d}" for row in order.tolist())]
-    )
+    identity = (rows[relatives] == rows[0]).mean(1)
+    order = relatives[np.argsort(-identity, kind="stable")].tolist()
+    names = ["query", *(f"tr|{chain}{row:07d}|{chain}{row:07d}_S{row:04d}" for row in order)]
+    return Alignment(rows[[0, *order]], alignment.deletions[:, columns][[0, *order]], names)

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,8 @@ import numpy as np
 
 from warpfold import __version__
 from warpfold.data.formats.alignment import write_a3m
-from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
-from warpfold.data.synthetic.dimers import Dimer, make_dimer
+from warpfold.data.synthetic.dimers import make_dimer
 from warpfold.data.synthetic.folds import FOLDS
 from warpfold.data.synthetic.proteins import LONGEST, SHORTEST, Protein, make_protein, to_chain
 from warpfold.errors import UserError
@@ -87,12 +86,12 @@ def generate(
         for folder in ("mmcif", "msas"):
             (partial / folder).mkdir()
         lengths = min_length, max_length, depth
-        made: Iterator[Protein | Dimer] = chain(
-            (make_protein(seed, i, *lengths) for i in range(proteins)),
+        samples: Iterator[tuple[Protein, ...]] = chain(
+            ((make_protein(seed, i, *lengths),) for i in range(proteins)),
             (make_dimer(seed, i, *lengths) for i in range(dimers)),
         )
-        for one in made:
-            entries.append(_write_protein(one, partial) if isinstance(one, Protein) else _write_dimer(one, partial))
+        for sample in samples:
+            entries.append(_write(sample, partial))
             progress(len(entries), proteins + dimers, "making proteins")
         about = {"generator": f"WarpFold {__version__}", "seed": seed, "proteins": entries[:proteins]}
         if dimers:
@@ -108,52 +107,25 @@ def generate(
     return entries
 
 
-def _write_protein(protein: Protein, out: Path) -> dict[str, Any]:
-    """Write one protein's files and return its entry of the manifest."""
-    return {
-        "name": protein.name,
-        **_about(protein),
-        "structure": _structure(out, protein.name, [to_chain(protein)]),
-        "alignment": _alignment(out, protein, "A"),
-    }
-
-
-def _write_dimer(dimer: Dimer, out: Path) -> dict[str, Any]:
-    """Write one dimer's files, an alignment for each sequence, and return its entry of the manifest."""
-    centre = np.concatenate([protein.atoms[:, 1] for protein in dimer.chains]).mean(0)
-    first, second = dimer.chains
-    own = _alignment(out, first, "A")
-    alignments = [own, own if dimer.is_homodimer else _alignment(out, second, "B")]
-    return {
-        "name": dimer.name,
-        "kind": "homodimer" if dimer.is_homodimer else "heterodimer",
-        "structure": _structure(out, dimer.name, [to_chain(p, name, centre) for p, name in zip(dimer.chains, "AB")]),
-        "chains": [
-            {"chain": name, **_about(protein), "alignment": alignment}
-            for name, protein, alignment in zip("AB", dimer.chains, alignments)
-        ],
-    }
-
-
-def _about(protein: Protein) -> dict[str, Any]:
-    return {
-        "fold": protein.blueprint.fold.name,
-        "loops": list(protein.blueprint.loops),
-        "sequence": protein.sequence,
-        "elements": protein.blueprint.elements,
-        "rows": len(protein.alignment),
-    }
-
-
-def _structure(out: Path, name: str, chains: Sequence[Chain]) -> str:
-    """Write chains and return the file's name."""
-    path = f"mmcif/{name}.cif"
-    (out / path).write_text(write_mmcif(name, chains, method="THEORETICAL MODEL", resolution=RESOLUTION))
-    return path
-
-
-def _alignment(out: Path, protein: Protein, chain: str) -> str:
-    """Write a chain's alignment and return the file's name."""
-    path = f"msas/{protein.name}_{chain}.a3m"
-    (out / path).write_text(write_a3m(protein.alignment))
-    return path
+def _write(chains: tuple[Protein, ...], out: Path) -> dict[str, Any]:
+    """Write a protein or a dimer, an alignment for each sequence, and return its entry of the manifest."""
+    name = chains[0].name
+    centre = np.concatenate([protein.atoms[:, 1] for protein in chains]).mean(0)
+    placed = [to_chain(protein, letter, centre) for protein, letter in zip(chains, "AB")]
+    structure = f"mmcif/{name}.cif"
+    (out / structure).write_text(write_mmcif(name, placed, method="THEORETICAL MODEL", resolution=RESOLUTION))
+    files: dict[str, str] = {}  # by sequence
+    about: list[dict[str, Any]] = []
+    for letter, protein in zip("AB", chains):
+        if protein.sequence not in files:
+            files[protein.sequence] = f"msas/{name}_{letter}.a3m"
+            (out / files[protein.sequence]).write_text(write_a3m(protein.alignment))
+        blueprint, rows = protein.blueprint, len(protein.alignment)
+        about.append({"fold": blueprint.fold.name, "loops": list(blueprint.loops), "sequence": protein.sequence})
+        about[-1] |= {"elements": blueprint.elements, "rows": rows}
+    own = [{"alignment": files[protein.sequence]} for protein in chains]
+    if len(chains) == 1:
+        return {"name": name, **about[0], "structure": structure, **own[0]}
+    kind = "homodimer" if len(files) == 1 else "heterodimer"
+    each = [{"chain": letter, **one, **file} for letter, one, file in zip("AB", about, own)]
+    return {"name": name, "kind": kind, "structure": structure, "chains": each}
