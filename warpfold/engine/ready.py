@@ -8,7 +8,7 @@ import json
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from warpfold.data.load.ahead import Ahead
 from warpfold.data.load.schedule import State, deal
-from warpfold.data.load.workers import Killed, Made, Refused, Workers
+from warpfold.data.load.workers import Failed, Made, Workers
 from warpfold.device import Upload, Uploads
 from warpfold.engine.checkpoint import AppendedFile
 from warpfold.engine.nested import Flattening, unflatten
@@ -83,7 +83,6 @@ class _PlannedBatch:
     step: int
     indices: list[int]
     fixed: bool  # the record says that it comes here
-    killed: bool = False  # a process that made it was killed
 
     @property
     def kind(self) -> tuple[bool, int]:
@@ -299,13 +298,11 @@ class Ready:
     def _job(self, planned: _PlannedBatch) -> tuple[int, list[int]]:
         return planned.epoch, planned.indices
 
-    def _mended(self, planned: _PlannedBatch, outcome: Refused | Killed) -> _PlannedBatch:
-        """Return a batch to be made again, after its process was killed for the first time."""
-        if isinstance(outcome, Refused):
-            raise UserError(outcome.reason)
-        if planned.killed:
-            raise ReadyError(f"examples {planned.indices} of the dataset: {outcome.reason}, twice")
-        return replace(planned, killed=True)
+    def _mended(self, planned: _PlannedBatch, failed: Failed) -> _PlannedBatch:
+        """Raise what a failure is: nothing is made instead of a batch."""
+        if failed.killed:
+            raise ReadyError(f"examples {planned.indices} of the dataset: {failed.reason}")
+        raise UserError(failed.reason)
 
     def _take(self, wait: bool) -> tuple[_PlannedBatch, Upload | None, Made] | None:
         """Start copying the next batch to the device; None if none is ready (yet, unless `wait`)."""

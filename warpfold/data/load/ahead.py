@@ -2,9 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
-from warpfold.data.load.workers import Killed, Made, Outcome, Refused, Workers
+from warpfold.data.load.workers import Failed, Made, Outcome, Workers
 
 
 class WindowPlace(Protocol):
@@ -24,20 +25,21 @@ class Ahead(Generic[P]):
     """Planned jobs, in ascending order of places, most of them being done or ready.
 
     workers: None: whoever takes the `first` does it.  job: the arguments for the workers.  mended: what to do instead
-    of a job that failed, at its place (or raises).  window: how many places a job may be taken earlier or later than
-    planned; only jobs of one kind exchange places.
+    of a job that failed, at its place (or raises); a job whose process was killed is first tried once more.  window:
+    how many places a job may be taken earlier or later than planned; only jobs of one kind exchange places.
     """
 
     def __init__(
         self,
         workers: Workers | None,
         job: Callable[[P], Sequence[Any]],
-        mended: Callable[[P, Refused | Killed], P],
+        mended: Callable[[P, Failed], P],
         window: int,
     ) -> None:
         self._workers, self._job, self._mended, self._window = workers, job, mended, window
         self._planned: dict[int, P] = {}  # by place, ascending: planned, and not taken yet
         self._kinds: deque[Hashable] = deque()  # of the places for which none is taken yet
+        self._killed: set[int] = set()  # places of jobs whose process was killed once
 
     def __len__(self) -> int:
         return len(self._planned)
@@ -102,8 +104,15 @@ class Ahead(Generic[P]):
         return None
 
     def _settle(self, outcomes: dict[int, Outcome]) -> None:
-        """Resubmit what is to be done instead of failed jobs."""
-        for place in [place for place, outcome in outcomes.items() if not isinstance(outcome, Made)]:
-            outcome = outcomes.pop(place)
-            assert not isinstance(outcome, Made)
-            self._submit(self._mended(self._planned[place], outcome))
+        """Submit failed jobs again, or what is to be done instead."""
+        failed = {place: outcome for place, outcome in outcomes.items() if isinstance(outcome, Failed)}
+        for place, outcome in failed.items():
+            del outcomes[place]
+            planned = self._planned[place]
+            if outcome.killed and place not in self._killed:
+                self._killed.add(place)
+            else:
+                self._killed.discard(place)
+                reason = f"{outcome.reason}, twice" if outcome.killed else outcome.reason
+                planned = self._mended(planned, replace(outcome, reason=reason))
+            self._submit(planned)

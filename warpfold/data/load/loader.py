@@ -19,7 +19,7 @@ from warpfold.data.load.ahead import Ahead
 from warpfold.data.load.blocks import Layout, view
 from warpfold.data.load.order import Order, SourceEntry
 from warpfold.data.load.schedule import Draw, Schedule, State
-from warpfold.data.load.workers import Killed, Make, Refused, Workers
+from warpfold.data.load.workers import Failed, Make, Workers
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import open_entry
 from warpfold.device import Upload, Uploads
@@ -98,7 +98,6 @@ class _Planned:
     entry: SourceEntry
     passes: int
     fixed: bool  # must keep its place
-    killed: bool = False  # its process was killed once
 
     @property
     def kind(self) -> tuple[bool, int]:
@@ -223,7 +222,7 @@ class Loader:
         while self.order.name(entry) in self.quarantine:
             draw = Draw(draw.number, draw.again + 1)
             entry = self.order.entry(*draw)
-        return replace(planned, draw=draw, entry=entry, killed=False)
+        return replace(planned, draw=draw, entry=entry)
 
     def _take(self, wait: bool) -> tuple[_Planned, Upload, Layout] | None:
         """Start copying the example for the next place to the device; None if none is ready (yet, unless `wait`)."""
@@ -234,16 +233,9 @@ class Loader:
         self._used(planned.draw)
         return planned, self._uploads.start(torch.as_tensor(made.buffer)), made.layout
 
-    def _mended(self, planned: _Planned, outcome: Refused | Killed) -> _Planned:
-        """Return what to make after a failure: the same if its process was killed for the first time, or another."""
-        if isinstance(outcome, Refused):
-            return self._set_aside(planned, outcome.reason)
-        if planned.killed:
-            return self._set_aside(planned, f"{outcome.reason}, twice")
-        return replace(planned, killed=True)
-
-    def _set_aside(self, planned: _Planned, reason: str) -> _Planned:
-        self.quarantine.add(self.order.name(planned.entry), planned.draw.number, reason)
+    def _mended(self, planned: _Planned, failed: Failed) -> _Planned:
+        """Set an entry aside, and return what to make instead."""
+        self.quarantine.add(self.order.name(planned.entry), planned.draw.number, failed.reason)
         return self._redrawn(planned)
 
     def _make_here(self, planned: _Planned) -> tuple[_Planned, Batch]:
@@ -251,7 +243,7 @@ class Loader:
             try:
                 arrays = self._make(*self._job(planned))
             except (UserError, MemoryError) as error:
-                planned = self._set_aside(planned, str(error) or "too little memory")
+                planned = self._mended(planned, Failed(str(error) or "too little memory"))
             else:
                 return planned, to_tensors(arrays, self._device)
 

@@ -42,20 +42,17 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A job that cannot be done, for a damaged entry say."""
+class Failed:
+    """A job that cannot be done, for a damaged entry say.
+
+    killed: its process was killed, by the kernel for lack of memory, by a fault, or by someone.
+    """
 
     reason: str
+    killed: bool = False
 
 
-@dataclass(frozen=True)
-class Killed:
-    """A job whose process was killed: by the kernel for lack of memory, by a fault, or by someone."""
-
-    reason: str
-
-
-Outcome = Made | Refused | Killed
+Outcome = Made | Failed
 
 
 @dataclass
@@ -202,7 +199,7 @@ class Workers:
             worker.ready, self._failed_starts = True, 0
             return None
         if "refused" in answer:
-            return Refused(answer["refused"])
+            return Failed(answer["refused"])
         if "failed" in answer:
             raise RuntimeError(f"a loader process failed:\n{answer['failed']}")
         written = received(worker.pipe, answer["written"])
@@ -231,7 +228,7 @@ class Workers:
         worker.pipe.close()
         with self.changed:
             self._workers[self._workers.index(worker)] = self._start()
-        return Killed(f"the process that made it {how}")
+        return Failed(f"the process that made it {how}", killed=True)
 
 
 def _work(pipe: Connection, make: Make) -> None:
