@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, refused, run, structure
+from tests.data.pack.pack_inputs import ONE, TWO, chain, refused, run, structure
 from tests.helpers import tiny_model
 from tests.training.runs import tiny_run
 from warpfold import settings
@@ -104,36 +104,29 @@ def test_long_chains_and_deep_alignments_train(capsys: pytest.CaptureFixture[str
     assert {"5big_A", "6one_A"} <= used
 
 
-# ---- what is packed
+# ---- what is packed and folded
 
 
-def test_an_alignment_of_another_protein(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_params: Path) -> None:
-    structure(tmp_path / "s/1one.cif", chain("A", ONE))
-    alignment(tmp_path / "m/1one_A.a3m", TWO, TWO[::-1])
-    files = ("--structures", tmp_path / "s", "--msas", tmp_path / "m", "--out", tmp_path / "store")
-    message = refused(run(capsys, "pack", *files, "--require-msa"))
-    assert "no alignment: m/1one_A.a3m: its query is another protein" in message
-    assert names(tmp_path) == ["m", "s"]
-
+@pytest.mark.parametrize(
+    ("option", "name", "text"),
+    [
+        ("--msa", "other.a3m", f">q\n{TWO}\n>r\n{TWO[::-1]}\n"),
+        ("--msa", "blank.a3m", "\n\n"),
+        ("--msa", "bare.sto", "# STOCKHOLM 1.0\n//\n"),
+        ("--template", "empty.cif", ""),
+        ("--template", "bare.cif", "data_bare\n_entry.id bare\n"),
+        ("--template", "bare.pdb", "HEADER\nEND\n"),
+    ],
+)
+def test_files_without_what_they_are_for(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, option: str, name: str, text: str
+) -> None:
+    save_params(tmp_path / "params.safetensors", tiny_model())
     (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n")
-    files = ("--msa", tmp_path / "m/1one_A.a3m", "--params", tiny_params, "--out", tmp_path / "out")
-    assert "1one_A.a3m" in refused(run(capsys, "predict", tmp_path / "q.fasta", *files))
+    (tmp_path / name).write_text(text)
+    files = ("--params", tmp_path / "params.safetensors", "--out", tmp_path / "out")
+    assert f"{name}: " in refused(run(capsys, "predict", tmp_path / "q.fasta", option, tmp_path / name, *files))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("text", ["\n\n", "# STOCKHOLM 1.0\n//\n"])
-def test_empty_alignments(capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_params: Path, text: str) -> None:
-    structure(tmp_path / "s/1one.cif", chain("A", ONE))
-    path = tmp_path / "1one_A.a3m"
-    path.write_text(text)
-    files = ("--structures", tmp_path / "s", "--msas", path, "--out", tmp_path / "store")
-    code, out, err = run(capsys, "pack", *files)
-    assert (code, err) == (0, "")
-    assert f"unused {tmp_path.name}/1one_A.a3m: {tmp_path.name}/1one_A.a3m: " in out
-    assert "1 chains kept (1 with their sequence alone)" in out
-    (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n")
-    files = ("--msa", path, "--params", tiny_params, "--out", tmp_path / "out")
-    assert "1one_A.a3m: " in refused(run(capsys, "predict", tmp_path / "q.fasta", *files))
 
 
 def test_pipes_in_place_of_files_are_refused_and_never_waited_for(
@@ -158,36 +151,6 @@ def test_pipes_in_place_of_files_are_refused_and_never_waited_for(
     (tmp_path / "piped").mkdir()
     os.mkfifo(tmp_path / "piped/store.json")
     assert "store.json: is a pipe" in refused(run(capsys, "pack", "--info", tmp_path / "piped"))
-    assert not (tmp_path / "out").exists()
-
-
-def test_alignment_databases_that_are_cut_short(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    structure(tmp_path / "s/1one.cif", chain("A", ONE))
-    structure(tmp_path / "s/1two.cif", chain("A", TWO))
-    text = f">q\n{ONE}\n>r\n{ONE[::-1]}\n"
-    index = {"1one_A": [["bfd.a3m", 0, len(text)]], "1two_A": [["bfd.a3m", len(text), 99]]}
-    (tmp_path / "db.db").write_text(text)
-    (tmp_path / "db.index").write_text(json.dumps(index))
-    files = ("--structures", tmp_path / "s", "--msas", tmp_path / "db.index", "--out", tmp_path / "store", "--json")
-    code, out, err = run(capsys, "pack", *files)
-    report = json.loads(out)
-    assert (code, err) == (0, "")
-    assert {entry["name"]: entry["depth"] for entry in report["kept"]} == {"1one_A": 2, "1two_A": 1}
-    ((name, why),) = report["unused_alignments"].items()
-    assert name.endswith("/db.index:1two_A/bfd.a3m")
-    assert f"db.db: has {len(text)} bytes, its index names {len(text) + 99}: cut short" in why
-    (tmp_path / "db.index").write_text(json.dumps(index)[:-9])
-    shutil.rmtree(tmp_path / "store")
-    assert "db.index: damaged, or no JSON" in refused(run(capsys, "pack", *files))
-
-
-def test_template_files_without_coordinates(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    save_params(tmp_path / "params.safetensors", tiny_model())
-    (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n")
-    query = (tmp_path / "q.fasta", "--params", tmp_path / "params.safetensors", "--out", tmp_path / "out")
-    for name, text in (("empty.cif", ""), ("bare.cif", "data_bare\n_entry.id bare\n"), ("bare.pdb", "HEADER\nEND\n")):
-        (tmp_path / name).write_text(text)
-        assert f"{name}: " in refused(run(capsys, "predict", *query, "--template", tmp_path / name))
     assert not (tmp_path / "out").exists()
 
 

@@ -26,7 +26,7 @@ from warpfold.data.pack.pack import merge, pack
 from warpfold.data.pack.part import part_path
 from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
 from warpfold.data.store.store import ASSEMBLIES, VERSION, Store, StoreWriter, pack_record
-from warpfold.data.store.stored_assembly import assembly_keys, chain_keys, entry_keys, open_entry, read_assembly
+from warpfold.data.store.stored_assembly import chain_keys, chains_of, entry_keys, open_entry, read_assembly
 from warpfold.data.store.stored_example import StoredExample, read_example
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import read_structure
@@ -66,7 +66,7 @@ def files(files: Path) -> Path:
 def test_assemblies_are_packed_with_their_chains_and_operators(files: Path) -> None:
     report = packed(files, options=FIRST)
     store = Store(files / "store")
-    keys = assembly_keys(store)
+    keys = list(chains_of(store))
     assert store.version == ASSEMBLIES
     assert sorted(keys) == [f"{name}-assembly1" for name in ("1mut", "1non", "1one", "1two", "2abs", "2sym")]
     assert sorted(keys + chain_keys(store)) == sorted(store.keys)

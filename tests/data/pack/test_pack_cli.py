@@ -88,19 +88,6 @@ def test_misuse_is_one_line(
     assert sorted(path.name for path in files.iterdir()) == ["msas", "structures"]
 
 
-def test_what_is_no_part_is_one_line(capsys: pytest.CaptureFixture[str], files: Path) -> None:
-    folder = files / "o.part-1-of-1"
-    folder.mkdir()
-    for plan in ("[]", '{"format": "warpfold-part", "version": 2}', None):
-        if plan is not None:
-            (folder / "plan.json").write_text(plan)
-        else:  # whole, but of its other files only one was copied
-            run(capsys, "pack", "--structures", files / "structures", "--out", files / "p", "--shard", "1/1")
-            (files / "p.part-1-of-1/records").unlink()
-            folder = files / "p.part-1-of-1"
-        assert "not a part of a store" in refused(run(capsys, "pack", "--merge", folder, "--out", files / "o"))
-
-
 def test_sigterm_is_a_stop_and_no_death(
     capsys: pytest.CaptureFixture[str], files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

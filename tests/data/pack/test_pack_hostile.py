@@ -207,19 +207,6 @@ def test_a_job_that_a_cluster_gives_up_is_dropped_alone(tmp_path: Path, monkeypa
     writer.close()
 
 
-def test_jobs_that_were_under_way_when_a_run_was_killed_are_tried_apart(tmp_path: Path) -> None:
-    writer = _writer(tmp_path)
-    writer.begin(["kill", "job1"])
-    writer._begun.clear()  # as a kill does
-    writer.close()
-    writer = _writer(tmp_path)
-    assert writer.tried == {"kill": 1, "job1": 1}
-    done = JobRunner(writer, None, 4).run(_jobs([["kill"], ["job1"], ["job2"]]))
-    found = {job.names: result for job, result in done}
-    assert found == {("kill",): None, ("job1",): ["JOB1"], ("job2",): ["JOB2"]}
-    writer.close()
-
-
 @pytest.mark.slow
 def test_a_file_that_kills_its_worker_costs_its_entry_whoever_does_the_work(
     pair: Path, monkeypatch: pytest.MonkeyPatch

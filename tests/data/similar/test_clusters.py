@@ -49,13 +49,6 @@ def named(sequences: list[str]) -> dict[str, str]:
     return {sequence: sequences[index] for sequence, index in zip(sequences, found)}
 
 
-def test_families_are_found_and_kept_apart() -> None:
-    sequences = families()
-    found = cluster_sequences(sequences)
-    assert [len(set(found[start : start + 5])) for start in range(0, len(found), 5)] == [1] * 4
-    assert len(set(found)) == 4
-
-
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 1000))
 def test_neither_order_nor_copies_matter(seed: int) -> None:
@@ -74,6 +67,8 @@ def test_equal_sequences_are_represented_by_the_first_of_them() -> None:
 def test_blocks_and_workers_make_the_same_clusters(executor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sequences = families()
     whole = cluster_sequences(sequences)
+    assert [len(set(whole[start : start + 5])) for start in range(0, len(whole), 5)] == [1] * 4
+    assert len(set(whole)) == 4
     monkeypatch.setattr(clusters, "BLOCK", 6)  # so that families lie across blocks and jobs
     monkeypatch.setattr(clusters, "JOB", 2)
     with ThreadPoolExecutor(3) as threads:
@@ -135,44 +130,43 @@ def test_a_common_tag_hides_no_relative() -> None:
     assert len(set(found)) == 61
 
 
-def cluster_file(folder: Path, text: str) -> Path:
-    path = folder / "clusters.txt"
-    path.write_text(text)
-    return path
+ENTITIES = {"1abc_A": "1abc_1", "1abc_B": "1abc_1", "1abc_1": "1abc_2"}
 
 
-def test_lines_of_names(tmp_path: Path) -> None:
-    path = cluster_file(tmp_path, "1ABC_A 2def_B 3GHI_a\n4JKL_A\n\n")
-    found = read_clusters(path, ["1abc_A", "2def_B", "3ghi_A", "3ghi_a", "4jkl_A", "5mno_A"])
-    assert found == {"1abc_A": "1ABC_A", "2def_B": "1ABC_A", "3ghi_a": "1ABC_A", "4jkl_A": "4JKL_A"}
-    packed = tmp_path / "clusters.txt.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    assert read_clusters(packed, ["2def_B"]) == {"2def_B": "1ABC_A"}
+@pytest.mark.parametrize(
+    ("text", "entities", "found"),
+    [
+        ("1ABC_A 2def_B 3GHI_a\n4JKL_A\n\n", {}, "1abc_A:1ABC_A 2def_B:1ABC_A 3ghi_a:1ABC_A 4jkl_A:4JKL_A"),
+        (
+            "1abc_A\t1abc_A\n1abc_A\t2def_B\n4jkl_A\t4jkl_A\n",
+            {},
+            "1abc_A:1abc_A 2def_B:1abc_A 4jkl_A:4jkl_A",
+        ),  # MMseqs2
+        (
+            "1ABC_1 2DEF_2\n1ABC_2\n",
+            ENTITIES,
+            "1abc_A:1ABC_1 1abc_B:1ABC_1 1abc_1:1ABC_2",
+        ),  # a chain called 1 is no entity
+    ],
+)
+def test_files_of_clusters(tmp_path: Path, text: str, entities: dict[str, str], found: str) -> None:
+    (tmp_path / "clusters.txt.gz").write_bytes(gzip.compress(text.encode()))
+    keys = list(entities) or ["1abc_A", "2def_B", "3ghi_A", "3ghi_a", "4jkl_A", "5mno_A"]
+    assert read_clusters(tmp_path / "clusters.txt.gz", keys, entities) == dict(one.split(":") for one in found.split())
 
 
-def test_the_table_of_mmseqs2(tmp_path: Path) -> None:
-    path = cluster_file(tmp_path, "1abc_A\t1abc_A\n1abc_A\t2def_B\n4jkl_A\t4jkl_A\n")
-    assert read_clusters(path, ["2def_B", "4jkl_A"]) == {"2def_B": "1abc_A", "4jkl_A": "4jkl_A"}
-
-
-def test_files_that_name_entities(tmp_path: Path) -> None:
-    path = cluster_file(tmp_path, "1ABC_1 2DEF_2\n1ABC_2\n")
-    keys = ["1abc_A", "1abc_B", "1abc_1"]
-    entities = {"1abc_A": "1abc_1", "1abc_B": "1abc_1", "1abc_1": "1abc_2"}
-    found = read_clusters(path, keys, entities)
-    assert found == {"1abc_A": "1ABC_1", "1abc_B": "1ABC_1", "1abc_1": "1ABC_2"}  # a chain called 1 is no entity
-    with pytest.raises(UserError, match=r"names none of the 2 chains; its names are like 1abc_1, the chains' like 1"):
-        read_clusters(path, ["1abc_A", "1abc_B"])
-
-
-def test_bad_cluster_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="line 2: 1ABC_A is in two clusters"):
-        read_clusters(cluster_file(tmp_path, "1abc_A 2def_B\n4jkl_A 1ABC_A\n"), ["1abc_A"])
-    with pytest.raises(UserError, match="is empty"):
-        read_clusters(cluster_file(tmp_path, " \n"), ["1abc_A"])
-    with pytest.raises(UserError, match="no such file"):
-        read_clusters(tmp_path / "none.txt", ["1abc_A"])
-    binary = tmp_path / "binary"
-    binary.write_bytes(bytes(range(128, 256)) * 10)
-    with pytest.raises(UserError, match="names none of the 1 chains"):
-        read_clusters(binary, ["1abc_A"])
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"1abc_A 2def_B\n4jkl_A 1ABC_A\n", "line 2: 1ABC_A is in two clusters"),
+        (b" \n", "is empty"),
+        (b"1ABC_1 2DEF_2\n", r"names none of the 1 chains; its names are like 1abc_1, the chains' like 1"),
+        (bytes(range(128, 256)) * 10, "names none of the 1 chains"),
+        (None, "no such file"),
+    ],
+)
+def test_bad_cluster_files(tmp_path: Path, data: bytes | None, message: str) -> None:
+    if data is not None:
+        (tmp_path / "clusters.txt").write_bytes(data)
+    with pytest.raises(UserError, match=message):
+        read_clusters(tmp_path / "clusters.txt", ["1abc_A"])

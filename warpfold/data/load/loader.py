@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from warpfold.batch import Arrays, Batch, to_tensors
 from warpfold.data.features.choose import SampleConfig
@@ -176,7 +175,8 @@ class Loader:
             chosen = self._next or self._take(wait=True)
             assert chosen is not None
             planned, upload, layout = chosen
-            features = to_tensors(views(upload.wait(), layout))
+            buffer = upload.wait()
+            features = to_tensors({name: view(buffer, *place) for name, *place in layout})
         if planned.place > self._given:
             self._early[planned.place] = planned.draw.number
         self._early.pop(self._given, None)
@@ -246,8 +246,3 @@ class Loader:
                 planned = self._mended(planned, Failed(str(error) or "too little memory"))
             else:
                 return planned, to_tensors(arrays, self._device)
-
-
-def views(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """Return the arrays that lie in a buffer (uint8) as tensors of their dtypes that share its memory."""
-    return {name: view(buffer, dtype, shape, offset) for name, dtype, shape, offset in layout}

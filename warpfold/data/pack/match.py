@@ -127,23 +127,16 @@ class Matcher:
     def find(self, key: str, chain: str, sequence: str) -> ChainJob:
         """Return the job of a chain: `key` is "1crn_A", `chain` "A".
 
-        Its note says which alignments have its name but are of another protein.
+        Of its alignments, the first of these that finds any counts: alignments with the chain's name; with exactly its
+        sequence; with its entry's name; of the nearest precursor or part of it; of the most similar query.  All must be
+        of the same protein (`check_map`).  They are in the order of `stacked`.  The job's note says which alignments
+        have its name but are of another protein.
         """
-        alignments, note = self._find_alignments(key, sequence)
-        return ChainJob(chain, alignments, self._find_hits(key, sequence, alignments), note)
-
-    def _find_alignments(self, key: str, sequence: str) -> tuple[list[InputFile], str]:
-        """Return the alignments of a chain, and a note on those that have its name but were refused.
-
-        The first of these that finds any counts: alignments with the chain's name; with exactly its sequence; with its
-        entry's name; of the nearest precursor or part of it; of the most similar query.  All must be of the same
-        protein (`check_map`).  They are in the order of `stacked`.
-        """
-        named, note = self._find_named(key, sequence)
-        if found := named or stacked(self._index.sources.get(sequence, [])):
-            return found, note
-        named, more = self._find_named(key.rpartition("_")[0], sequence)
-        return named or self._nearest(sequence), "; ".join(filter(None, (note, more)))
+        found, note = self._find_named(key, sequence)
+        if not (found := found or stacked(self._index.sources.get(sequence, []))):
+            found, more = self._find_named(key.rpartition("_")[0], sequence)
+            found, note = found or self._nearest(sequence), "; ".join(filter(None, (note, more)))
+        return ChainJob(chain, found, self._find_hits(key, sequence, found), note)
 
     def _find_named(self, name: str, sequence: str) -> tuple[list[InputFile], str]:
         sources = self._alignments_named.get(name.lower(), [])

@@ -57,11 +57,6 @@ def chains_of(store: Store) -> dict[str, list[str]]:
     return {key: chains for key, chains in zip(store.keys, store.column(CHAINS)) if chains is not None}
 
 
-def assembly_keys(store: Store) -> list[str]:
-    """Return the keys of a store's assemblies."""
-    return list(chains_of(store))
-
-
 def chain_keys(store: Store) -> list[str]:
     """Return the keys of a store's chains."""
     assemblies = chains_of(store)
@@ -70,7 +65,7 @@ def chain_keys(store: Store) -> list[str]:
 
 def entry_keys(store: Store, assemblies: bool) -> list[str]:
     """Return what a model is trained on: a complex's on assemblies, or chains if there are none; else on chains."""
-    return assembly_keys(store) or chain_keys(store) if assemblies else chain_keys(store)
+    return (assemblies and list(chains_of(store))) or chain_keys(store)
 
 
 def read_assembly(store: Store, key: str) -> Assembly:
