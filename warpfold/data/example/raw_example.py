@@ -192,10 +192,13 @@ class Assembly:
     # What moves the atoms of each chain to their place in the assembly: float64 [K, 3, 4], rotation and translation in
     # angstrom; None: they are there.  A biological assembly may have a chain several times, moved by its symmetry.
     operators: np.ndarray | None = None
+    entities: tuple[int, ...] = ()  # [K], `entity_id` where it is known without reading the sequences
 
     @cached_property
     def entity_id(self) -> np.ndarray:
         """Return each chain's entity, int64 [K], numbered from 1 in the order of their first chains."""
+        if self.entities:
+            return np.array(self.entities, np.int64)
         numbers: dict[str, int] = {}
         return np.array([numbers.setdefault(chain.sequence, len(numbers) + 1) for chain in self.chains])
 

@@ -5,8 +5,6 @@ sampling reads no record.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -17,18 +15,6 @@ from warpfold.data.structure.assemblies import is_rigid
 from warpfold.errors import UserError
 
 CHAINS = "chains"
-
-
-@dataclass(frozen=True)
-class StoredAssembly(Assembly):
-    """An assembly of a store, which knows the entities of its chains without reading their sequences."""
-
-    entities: tuple[int, ...] = ()  # [K]
-
-    @cached_property
-    def entity_id(self) -> np.ndarray:
-        """Return each chain's entity, int64 [K], numbered from 1 in the order of their first chains."""
-        return np.array(self.entities, np.int64)
 
 
 def pack_assembly(
@@ -86,7 +72,7 @@ def read_assembly(store: Store, key: str) -> Assembly:
     if not fits or (operators is not None and (operators.shape != (len(keys), 3, 4) or not is_rigid(operators))):
         raise UserError(f"{store.path}: {key}: its chains and operators do not fit; pack the store again")
     placed = tuple(chains[chain] for chain in keys)
-    return StoredAssembly(notes["name"], tuple(notes["ids"]), placed, operators, tuple(notes["entities"]))
+    return Assembly(notes["name"], tuple(notes["ids"]), placed, operators, tuple(notes["entities"]))
 
 
 def open_entry(store: Store, key: str, assemblies: bool) -> StoredExample | Assembly:
