@@ -176,7 +176,7 @@ class Loader:
             assert chosen is not None
             planned, upload, layout = chosen
             buffer = upload.wait()
-            features = to_tensors({name: view(buffer, *place) for name, *place in layout})
+            features = to_tensors({name: view(buffer, kind, shape, at) for name, kind, shape, at in layout})
         if planned.place > self._given:
             self._early[planned.place] = planned.draw.number
         self._early.pop(self._given, None)
