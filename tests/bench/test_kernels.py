@@ -1,6 +1,6 @@
 """The launch table of a GPU: what is chosen from times, what is written and read back, and the command.
 
-Times are made up, since there is no GPU; what runs kernels on one is tested in tests/ops/triton/test_gpu_tune.py.
+Times are made up, since there is no GPU; what runs kernels on one is tested in tests/ops/triton/test_gpu.py.
 """
 
 import json

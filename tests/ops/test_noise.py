@@ -97,10 +97,10 @@ DRAWS = {
 
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("rate", [0.1, 0.15, 0.5, 1 / 3])
-def test_the_fast_way_draws_the_same(name, dtype, rate):
-    draw = (KEY, 17_000, rate, *DRAWS[name], dtype)
-    assert torch.equal(dropout_factors.fast(*draw), dropout_factors.definition(*draw))
+def test_the_fast_way_draws_the_same(name, dtype):
+    for rate in (0.1, 0.15, 0.5, 1 / 3):
+        draw = (KEY, 17_000, rate, *DRAWS[name], dtype)
+        assert torch.equal(dropout_factors.fast(*draw), dropout_factors.definition(*draw))
 
 
 def test_torch_finds_the_operation_in_order():
@@ -212,29 +212,3 @@ def test_the_key_moves_with_the_model_and_each_model_has_its_own():
     assert noise.key.is_meta
     assert not other.key.is_meta
     assert not model.state_dict(), "a checkpoint does not hold it"
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({1: (4, 1, 8)}, "o is not"),
-        ({2: (4, 1, 8)}, "g is not"),
-        ({1: (1, 3, 8), 2: (1, 3, 8)}, "o is not"),
-        ({0: (1, 3, 6)}, "o is not"),
-        ({3: (1, 8)}, "weight is not"),
-        ({3: (6, 4)}, "weight is not"),
-        ({4: (1,)}, "bias is not"),
-        ({5: (4, 3, 12)}, "factors is not"),
-        ({5: (5, 1, 6)}, "factors is not"),
-        ({5: (2, 4, 3, 6)}, "factors is not"),
-    ],
-)
-def test_gated_linear_residuals_of_other_shapes_are_refused(change, words):
-    """What the definition broadcasts it computes; what it does not is its error; a kernel would read past the end."""
-    shapes = {0: (4, 3, 6), 1: (4, 3, 8), 2: (4, 3, 8), 3: (6, 8), 4: (6,), 5: (4, 1, 6)} | change
-    given = [torch.randn(shape) for shape in shapes.values()]
-    assert words in gated_linear_residual.unsupported_reason(*given)
-    with pytest.raises(ValueError, match="warpfold::gated_linear_residual"):
-        gated_linear_residual.fast(*given)
-    if 5 in change:
-        assert words in gated_linear_residual.unsupported_reason(*given[:5], factors(change[5], torch.float32))

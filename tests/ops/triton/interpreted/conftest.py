@@ -7,6 +7,7 @@ default.json, which a GPU gets.
 import os
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from warpfold.ops import dispatch
@@ -15,22 +16,34 @@ from warpfold.ops.triton.launch import KernelConfig, forced, kernels
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 LARGE = dict(BLOCK_M=64, BLOCK_C=128, BLOCK_I=128, BLOCK_O=128, BLOCK_Q=64, BLOCK_K=64, ROWS=2)
 LARGE |= dict(BLOCK_P=128, BLOCK_N=4096, BLOCK=1024, BLOCK_F=32, BLOCK_H=64)
+SMALLER = dict(BLOCK_Q=32, BLOCK_K=32, BLOCK=32)
 LARGE |= dict(TILE_I=16, TILE_J=16, TILE_C=4, BLOCK_S=64, BLOCK_Z=64)
 collect_ignore_glob = [] if INTERPRETING else ["test_*.py"]
 
 if INTERPRETING:
-    import triton.language as tl
     from triton.runtime import interpreter
 
-    _dot = interpreter.InterpreterBuilder.create_dot
+    _builder, _tl = interpreter.InterpreterBuilder, interpreter.tl
+    _dot, _cast = _builder.create_dot, _builder.cast_impl
 
-    def _exact_dot(self, a, b, d, *rest):
+    def _wide(t):
+        if t.dtype.scalar != _tl.bfloat16:
+            return t
+        return interpreter.TensorHandle((t.data.astype(np.uint32) << 16).view(np.float32), _tl.float32)
+
+    def _exact_dot(self, a, b, *rest):
         """The interpreter multiplies the raw bits of bf16 numbers; widened first, the product is right."""
-        if a.dtype.scalar == tl.bfloat16:
-            a, b = (self.create_fp_ext(x, tl.float32) for x in (a, b))
-        return _dot(self, a, b, d, *rest)
+        return _dot(self, _wide(a), _wide(b), *rest)
 
-    interpreter.InterpreterBuilder.create_dot = _exact_dot
+    def _exact_cast(self, source, to):
+        """The interpreter cuts fp32 off to bf16; a GPU rounds to the nearest, ties to even."""
+        if source.dtype.scalar != _tl.float32 or to.scalar != _tl.bfloat16:
+            return _cast(self, source, to)
+        bits = np.ascontiguousarray(source.data).view(np.uint32)
+        nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16  # NaN stays one: its low bits are 0
+        return interpreter.TensorHandle(nearest.astype(np.uint16), _tl.bfloat16)
+
+    _builder.create_dot, _builder.cast_impl = _exact_dot, _exact_cast
     _call = interpreter.InterpretedFunction.__call__
 
     def _quick_call(self, *args, **kwargs):
@@ -63,9 +76,14 @@ def default_tiles() -> None:
 
 @pytest.fixture(autouse=True)
 def large_tiles(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Launch every kernel with large tiles, unless the test asks for `default_tiles`."""
+    """Launch every kernel with large tiles, unless the test asks for `default_tiles`; those of attention, of which a
+    row should have several, with smaller ones."""
     if "default_tiles" in request.fixturenames:
         yield
         return
-    with forced({n: KernelConfig({s: LARGE[s] for s in k.candidates[0].sizes}, 4, 1) for n, k in kernels().items()}):
+    chosen = {}
+    for name, kernel in kernels().items():
+        few = SMALLER if name.startswith(("attention", "pointwise")) and "slabs" not in name else {}
+        chosen[name] = KernelConfig({size: {**LARGE, **few}[size] for size in kernel.candidates[0].sizes}, 4, 1)
+    with forced(chosen):
         yield

@@ -1,0 +1,142 @@
+"""What attention does with masks, biases and layouts, whoever computes it: tests for every file that imports them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.ops.cases import Call, made, placed
+from warpfold.ops.attention import attention
+
+
+def call(dtype: torch.dtype = torch.float32, lead: tuple[int, ...] = (2,), keys: int = 37, **more: Any) -> Call:
+    """A call of 20 queries and one head, each tensor by itself; more: for `cases.attentions`."""
+    sizes = {"lead": lead, "queries": 20, "keys": keys, "heads": 1, "width": 16, "mask": "random"}
+    return made("attention one key", dtype, **(sizes | more))
+
+
+def fast(of: Call) -> dict[str, Tensor]:
+    """Its results, computed the fast path's way."""
+    return of.answers(attention.fast)
+
+
+def change(of: Call, name: str, to: Tensor) -> None:
+    """Give the call another argument, which has a gradient where that had one."""
+    of.given[name] = to.detach().requires_grad_(of.given[name].requires_grad)
+
+
+def test_a_fully_masked_row_attends_to_all_alike() -> None:
+    one = call()
+    one.given["mask"][:] = 1
+    one.given["mask"][1] = 0
+    ours = fast(one)
+    assert not one.mistakes(ours)
+    v, grad = (t.detach().double() for t in (one.given["v"], one.grad))
+    for name, mean in (("out", v[1].mean(0)), ("v", grad[1].sum(0) / 37)):
+        # Of 37 values, or 20 gradients, of at most 4, in fp32: each addition rounds by half a unit.
+        torch.testing.assert_close(ours[name][1].double(), mean.expand_as(ours[name][1]), rtol=0, atol=37 * 4 * 2**-24)
+    assert not ours["q"][1].any()
+    assert not ours["k"][1].any()
+
+
+def test_masked_keys_do_not_exist() -> None:
+    one = call(mask="clear")
+    one.given["mask"][:, 5:9] = 0
+    one.given["mask"][:, 30:] = 0
+    first = fast(one)
+    with torch.no_grad():
+        one.given["k"][:, 5:9], one.given["v"][:, 30:] = 1e4, -1e4
+    second = fast(one)
+    assert all(torch.equal(first[name], second[name]) for name in ("out", "q", "bias"))
+    assert not second["k"][:, 30:].any()
+    assert not second["v"][:, 5:9].any()
+    assert not second["bias"][..., 30:].any()
+
+
+def test_a_bias_of_minus_infinity() -> None:
+    """Over a first tile of keys, over keys here and there, and over all that are not masked: those that are masked are
+    then attended to alike, as the definition has it."""
+    for dtype in (torch.float32, torch.float16):
+        one = call(dtype, (3,), 70, mask="clear")
+        one.given["mask"][1, 40:] = 0
+        with torch.no_grad():
+            bias = one.given["bias"]
+            bias[..., :35] = float("-inf")
+            bias[..., 3, 40:] = float("-inf")
+            bias[..., 4, :69] = float("-inf")
+            bias[..., 5, ::3] = float("-inf")
+            bias[..., 6, :40] = float("-inf")  # in row 1 nothing is left
+        assert not one.mistakes()
+
+
+def test_a_query_without_any_key_is_not_a_number() -> None:
+    one = call(mask="clear")
+    one.given["mask"][1, 30:] = 0
+    with torch.no_grad():
+        one.given["bias"][..., 2, :] = float("-inf")  # of row 0 no key is left; of row 1 those that are masked
+    ours, true = fast(one), one.answers(attention.definition)
+    for name, x in true.items():
+        assert torch.equal(ours[name].isnan(), x.isnan()), name
+        # Sums over 37 keys, 20 queries and 16 products of numbers of at most 4, in fp32.
+        torch.testing.assert_close(ours[name], x, rtol=0, atol=(37 + 20 + 16) * 16 * 2**-24, equal_nan=True)
+    assert true["out"][0, 2].isnan().all()
+    assert not true["out"][1].isnan().any()
+
+
+def test_logarithms_are_those_of_the_definition() -> None:
+    given = {name: t.detach() for name, t in call().given.items()}
+    q, k, bias = (given[name].double() for name in ("q", "k", "bias"))
+    _, lse = torch.ops.warpfold.attention(*(given[n][None] for n in ("q", "k", "v", "mask")), given["bias"])
+    logits = torch.einsum("rqhd,rkhd->rhqk", q, k) / 4 + bias
+    true = logits.masked_fill(given["mask"][:, None, None] == 0, float("-inf")).logsumexp(-1)
+    assert true[1].isinf().all()
+    true[1] = float("inf")
+    # A logit has 16 products, a scale and a bias, their weights 37 additions; half a unit of fp32 for each of these.
+    size = float((torch.einsum("rqhd,rkhd->rhqk", q.abs(), k.abs()) / 4 + bias.abs()).max())
+    torch.testing.assert_close(lse[0].double(), true, rtol=2**-22, atol=(18 * size + 37) * 2**-24)
+
+
+def test_masks_of_any_dtype_and_bit_by_bit_the_same_again() -> None:
+    one = call()
+    first, mask = fast(one), one.given["mask"]
+    for dtype in (torch.float32, torch.bool, torch.int64, torch.bfloat16):
+        one.given["mask"] = mask.to(dtype)
+        assert all(torch.equal(first[name], x) for name, x in fast(one).items()), dtype
+
+
+def test_any_strides() -> None:
+    one = call(lead=(3,), keys=24)
+    plain, q = fast(one), one.given["q"]
+    change(one, "q", torch.empty(16, 1, 20, 3).permute(3, 2, 1, 0).copy_(q.detach()))  # the last axis far apart
+    one.given["mask"] = one.given["mask"].t().contiguous().t()
+    one.grad = one.grad.sum((0, -1), keepdim=True).expand_as(one.grad)  # of stride 0, as a sum's is
+    again = fast(one)
+    torch.testing.assert_close(again["out"], plain["out"], rtol=0, atol=0)
+    assert not one.mistakes(again)
+
+
+def test_rows_that_share_their_keys_or_a_mask() -> None:
+    one = call(lead=(3,), keys=24)
+    for name in ("k", "v"):
+        change(one, name, one.given[name].detach()[:1].expand(3, -1, -1, -1))
+    one.given["mask"] = one.given["mask"][:1].expand(3, -1)
+    assert not one.mistakes()
+
+
+def test_large_logits_are_finite() -> None:
+    for dtype, size in ((torch.float32, 1000.0), (torch.bfloat16, 50.0)):
+        one = call(dtype)
+        for name in ("q", "bias"):
+            change(one, name, one.given[name].detach() * size)
+        assert all(bool(t.isfinite().all()) for t in fast(one).values())
+
+
+def test_templates_far_apart_and_a_mask_of_all_pairs() -> None:
+    """As TemplatePointwiseAttention calls it: one query, templates outermost in memory, one mask for every pair."""
+    draw = torch.Generator().manual_seed(0)
+    q, *kv = (torch.randn(*s, generator=draw) for s in ((6, 5, 1, 2, 16), *2 * [(3, 6, 5, 2, 16)]))
+    one = placed(attention, [q, *(t.movedim(0, 2) for t in kv), torch.tensor([1.0, 0.0, 1.0]), None], torch.float16)
+    one.given["mask"] = one.given["mask"].expand(6, 5, 3)
+    ours = fast(one)
+    assert not one.mistakes(ours)
+    assert not ours["v"][:, :, 1].any()

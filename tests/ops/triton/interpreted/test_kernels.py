@@ -1,0 +1,255 @@
+"""The Triton kernels, interpreted, against the definitions; and what they draw, launch, sum up and refuse."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ops import adam_cases
+from tests.ops.cases import CASES, Draw, made, norms, poisoned
+from tests.ops.test_aligned import right, same_anywhere
+from tests.ops.test_shapes import KNOWN, OPERANDS, check, operands
+from warpfold.check.checks import answer
+from warpfold.ops import dispatch
+from warpfold.ops.adam import adam_step
+from warpfold.ops.attention import gated_attention
+from warpfold.ops.linear import layer_norm
+from warpfold.ops.noise import dropout_factors
+from warpfold.ops.pairs import aligned_errors
+from warpfold.ops.triton import linear, outer, positions, triangle
+from warpfold.ops.triton import transition as of_transition
+from warpfold.ops.triton.launch import recorded
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+HALF = ("fp16", "bf16")
+# In fp32 these have kernels, or tiles, of their own; the others are the same code in each dtype.
+BOTH = ("norm_linear", "transition", "outer_product", "attention", "gated_linear_residual")
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of what pads rows
+
+
+def chosen(place: int, name: str) -> tuple[str, ...]:
+    """The dtypes that a case is computed in: all of them among the cases of each operation."""
+    op = CASES[name][0].name
+    if op in ("aligned_errors", "overlaps"):
+        return ("fp32",)
+    if op == "triangle_multiplication":  # in fp32 it is composed of other operations
+        return ("fp32",) if "padded" in name else (HALF[place % 2],)
+    return ("fp32", HALF[place % 2]) if op in BOTH else (tuple(DTYPES)[place % 3],)
+
+
+EACH = [(name, dtype) for place, name in enumerate(CASES) for dtype in chosen(place, name)]
+IN_DEFAULT_TILES = [
+    ("norm_linear 200 to 130", "bf16"), ("norm_linear 384 to 100", "bf16"), ("gated_linear_residual odd", "bf16"),
+    ("triangle_factor outgoing", "fp16"), ("transition 24, turned", "bf16"), ("outer_product odd", "bf16"),
+    ("triangle_multiplication incoming, rows that are padded", "fp16"), ("attention several tiles", "bf16"),
+    ("attention a bias a batch, 64 wide", "fp32"), ("attention one query", "bf16"), ("attention one key", "fp32"),
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few programs that each has several blocks of positions, and so few sums at once that there are two rounds."""
+    for module, name in ((linear, "TILES"), (linear, "PROGRAMS"), (of_transition, "TILES"), (outer, "TILES")):
+        monkeypatch.setattr(module, name, 2)
+    for module, name, n in ((triangle, "PROGRAMS", 2), (positions, "ONCE", 1), (positions, "SPANS", 2)):
+        monkeypatch.setattr(module, name, n)
+
+
+def mistakes(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> list[str]:
+    call = made(name, DTYPES[dtype])
+    assert call.op.unsupported_reason(**call.given) is None
+    with poisoned(monkeypatch):
+        found = call.answers(call.op.fast)
+    return call.mistakes(found)
+
+
+@pytest.mark.parametrize(("name", "dtype"), EACH)
+def test_is_as_exact_as_the_definition(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
+    assert not mistakes(monkeypatch, name, dtype)
+
+
+@pytest.mark.parametrize(("name", "dtype"), IN_DEFAULT_TILES)
+@pytest.mark.usefixtures("default_tiles")
+def test_in_the_default_tiles(monkeypatch: pytest.MonkeyPatch, name: str, dtype: str) -> None:
+    assert not mistakes(monkeypatch, name, dtype)
+
+
+@pytest.mark.parametrize("name", ["layer_norm 200", "norm_linear 128 to 132", "norm_linear 384 to 100"])
+@pytest.mark.usefixtures("default_tiles")
+def test_channels_around_ten_thousand(name: str) -> None:
+    assert not made(name, torch.float32, mean=1e4).mistakes()
+
+
+def test_the_mean_is_not_rounded_before_it_is_subtracted() -> None:
+    ((x, *_),) = norms(Draw(), 200, ((3, 3), None, 0), mean=1e6)  # a mean has steps of 1/16 there
+    row = torch.ones(200)
+    apart = layer_norm.fast(x.float(), row, 0 * row) - layer_norm.definition(x.float().double(), row.double(), None)
+    assert apart.abs().max() < 1e-5
+
+
+def test_a_point_that_is_right_has_no_gradient_and_far_from_the_origin_nothing_changes() -> None:
+    """Nor does one that is nearer to its place than what a distance counts as at least."""
+    given, grad = right()
+    assert not answer(lambda *x: aligned_errors.fast(*x, None, 10.0, 0.0), given, grad)[1].any()
+    assert same_anywhere(aligned_errors.fast)
+
+
+# Dropout
+
+KEY = torch.tensor([0xF0E1D2C3, 0xFFFFFFFF + 5 * 0x85EBCA6B])  # the second word of a later pass is longer than 32 bits
+# shape, strides and offset of the numbers
+DRAWS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
+    "a slice of columns": ((9, 3, 16), (800, 16, 1), 320),
+    "turned": ((13, 1, 16), (16, 208, 1), 0),
+    "past 2^32": ((3, 5, 8), (2**33 + 40, 8, 1), 2**40 + 3),
+    "axes that cannot be merged": ((2, 3, 2, 3, 2), (1000, 7, 300, 1, 20), 11),
+    "one": ((1,), (1,), 2**31 - 1),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_is_its_definition(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    for dtype, stream in zip(DTYPES.values(), (0, 3, 123_000)):
+        draw = (KEY, stream, 0.15, *DRAWS[name], dtype)
+        assert dropout_factors.unsupported_reason(*draw) is None
+        with poisoned(monkeypatch):
+            fast = dropout_factors.fast(*draw)
+        assert torch.equal(fast, dropout_factors.definition(*draw))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "more"),
+    [
+        ("gated_linear_residual row attention, drawn", "fp32", {}),
+        ("gated_linear_residual many axes", "bf16", {}),
+        ("triangle_multiplication outgoing", "fp16", {"dropped": "drawn"}),
+        ("triangle_multiplication fused, incoming, in two batches", "fp16", {}),
+        ("gated_attention triangle, starting", "fp16", {}),
+    ],
+)
+def test_dropout_that_is_drawn_on_the_way_is_what_is_drawn_ahead(name: str, dtype: str, more: dict[str, Any]) -> None:
+    """The same kernels with the factors drawn before: every number is the same, forward and backward."""
+    call = made(name, DTYPES[dtype], **more)
+    drawn = call.answers(call.op.fast)
+    call.given["factors"] = call.given["factors"].draw()
+    ahead = call.answers(call.op.fast)
+    assert all(torch.equal(drawn[n], ahead[n]) for n in ahead)
+    assert 0 < (call.given["factors"] == 0).float().mean() < 1
+
+
+def test_factors_may_be_wider_than_the_rest() -> None:
+    call = made("gated_linear_residual starting node", torch.float16)
+    narrow = call.answers(call.op.fast)
+    call.given["factors"] = call.given["factors"].float()  # 0 and 1.25 are the same in both
+    torch.testing.assert_close(call.answers(call.op.fast)["out"], narrow["out"])
+
+
+# Whole layers
+
+
+@pytest.mark.parametrize("name", ["gated_attention triangle, starting", "triangle_multiplication outgoing"])
+def test_without_a_gradient_nothing_is_kept(name: str) -> None:
+    call = made(name, torch.float16)
+    with dispatch.using("strict"):
+        kept = call.op(**call.given)
+        with torch.no_grad():
+            assert torch.equal(call.op(**call.given), kept)
+
+
+def test_gated_attention_launches_nothing_but_its_kernels() -> None:
+    """Three forward; backward what they need, over one gradient of the projection, which all of them share."""
+    call = made("gated_attention triangle, starting", torch.float16)
+    with recorded(run=True) as launches:
+        out = gated_attention.fast(**call.given)
+        forward = [launch.kernel.name for launch in launches]
+        launches.clear()
+        out.sum().backward()
+    assert [name.removesuffix("_fp32") for name in forward] == ["norm_linear", "attention_forward", "tail"]
+    wrote = {}
+    for launch in launches:
+        for name in ("dg", "dq", "dk", "dv", "dbias", "grad"):
+            t = launch.arguments.get(name)
+            if t is not None and hasattr(t, "data") and launch.kernel.name != "attention_dbias":
+                wrote[launch.kernel.name, name] = t.data.untyped_storage().data_ptr()
+    (dy,) = {place for (kernel, name), place in wrote.items() if name == "grad" and kernel.startswith("norm_linear")}
+    assert {name for (_, name), place in wrote.items() if place == dy} >= {"dg", "dq", "dk", "dv", "dbias", "grad"}
+
+
+def test_what_the_kernels_do_not_serve_is_refused() -> None:
+    def reason(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> str | None:
+        call = made(name, dtype, **more)
+        return call.op.unsupported_reason(**call.given)
+
+    wide = "64, as a template's"
+    assert reason("gated_attention update alone", width=12, heads=1).startswith("heads 12 wide")  # type: ignore[union-attr]
+    assert reason("gated_attention update alone", c=8).startswith("8 channels")  # type: ignore[union-attr]
+    assert reason("outer_product odd", c=65) == "factors of 65 channels (kernels are for 64 at most)"
+    assert reason(f"transition {wide}", c=513) == "513 channels (kernels are for 512 at most)"
+    assert reason(f"transition {wide}", c=384, activation="swiglu") is None
+    found = reason(f"transition {wide}", torch.float16, c=384, activation="swiglu")
+    assert found == "384 channels, SwiGLU (kernels are for 256 at most)"
+
+
+# Adam
+
+
+@pytest.mark.parametrize(("packed", "factors"), [(None, adam_cases.FACTORS), (torch.bfloat16, (0.0, 0.0, 1e-6, 0.0))])
+@pytest.mark.parametrize("steps", [1, 5, 499, 501, 100_000])
+def test_adam_is_the_definition(packed: torch.dtype | None, steps: int, factors: tuple[float, ...]) -> None:
+    given, of = adam_cases.buffers(2500, packed), adam_cases.numbers(steps=steps)
+    assert adam_step.unsupported_reason(*given, *of, *factors) is None
+    assert not adam_cases.wrong(adam_cases.taken(adam_step.fast, given, of, factors), given, of, factors)
+
+
+def test_a_step_that_is_not_used_changes_nothing() -> None:
+    given = adam_cases.buffers(50, torch.float16)
+    assert given[1] is not None
+    given[1][3] = math.nan
+    after = adam_cases.taken(adam_step.fast, given, adam_cases.numbers(used=False))
+    before = [t for i, t in enumerate(given) if t is not None and i != 1]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    doubles = adam_cases.buffers(10, None, torch.float64)
+    reason = adam_step.unsupported_reason(*doubles, *adam_cases.numbers(), *adam_cases.FACTORS)
+    assert reason == "in fp64 no kernel is exact"
+
+
+def test_adam_writes_nothing_behind_the_buffers(default_tiles: None) -> None:
+    whole = [torch.full((2000,), 0.5) for _ in range(5)]
+    adam_step.fast(*(t[:1500] for t in whole), None, *adam_cases.numbers(), *adam_cases.FACTORS)
+    assert all(torch.equal(t[1500:], torch.full((500,), 0.5)) for t in whole)
+    assert not torch.equal(whole[0][:1500], whole[0][1500:].repeat(3))
+
+
+# Sums over programs
+
+
+def test_sums_of_several_partials_in_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a number of programs and a width of its own; some are summed span by span first."""
+    monkeypatch.setattr(positions, "ONCE", 64)
+    monkeypatch.setattr(positions, "SPANS", 4)
+    drawn = torch.Generator().manual_seed(0)
+    partials = [torch.randn(*size, generator=drawn) for size in ((70, 130), (3, 5), (64, 33), (300, 36), (1, 7))]
+    sizes = ((100, 30), (5,), (0, 33), (1, 0, 2, 30, 3), (7, 0))
+    results = [tuple(torch.full((size,), torch.nan) for size in each) for each in sizes]
+    with recorded() as launched:
+        positions.sum_partials(*map(positions.Sum, partials, results))
+    assert len(launched) == 2
+    for launch in launched:
+        launch.run()
+    for of, parts in zip(partials, results):
+        bound = 5 * len(of) ** 1.5 * 2**-24  # so many additions of numbers of at most 5, in fp32
+        torch.testing.assert_close(torch.cat(parts).double(), of.double().sum(0), rtol=0, atol=bound)
+
+
+# Operands of other shapes
+
+
+@pytest.mark.parametrize(("name", "which", "shape"), [(n, *case) for n, cases in KNOWN.items() for case in cases])
+def test_shapes_that_were_taken_for_others(name: str, which: str, shape: tuple[int, ...]) -> None:
+    """What is right is off by its rounding in fp32: a hundred additions of numbers about 1 cost 1e-5 at most."""
+    op, shapes = OPERANDS[name][0], OPERANDS[name][1] | {which: shape}
+    taken = op.unsupported_reason(**operands(name, shapes, torch.float32)) is None
+    if not taken or (which, shape) == ("bias", (2, 1, 2, 5, 1)):  # it broadcasts in the kernels too
+        check(name, shapes, torch.float32, 2e-3)
+    assert taken <= (which in ("bias", "mask", "v"))  # which broadcast over leading axes and, a bias, over all
