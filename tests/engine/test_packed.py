@@ -305,13 +305,20 @@ def test_what_inference_mode_has_used_can_be_trained(packed_there: bool) -> None
 
 
 def test_the_optimizer_writes_both() -> None:
+    """In a step, in the block of `averaged` and after it, and from a checkpoint."""
     model = Execution(Plan(precision="bf16")).bind(stack())
     optimizer = Optimizer(model, OptimConfig(warmup_steps=1, learning_rate=0.1), dtype=torch.bfloat16)
+    first = {name: x.clone() for name, x in optimizer.state().items()}
+    seen = []
     for step in range(2):
         loss(model, torch.bfloat16).backward()
         optimizer.collect()
         optimizer.step(step)
-        assert torch.equal(optimizer.packed.compute, optimizer.weights.bfloat16())
+        seen.append(optimizer.packed.compute.clone())
+        assert torch.equal(seen[-1], optimizer.weights.bfloat16())
     with optimizer.averaged():
         assert torch.equal(optimizer.packed.compute, optimizer.weights.bfloat16())
+    assert torch.equal(optimizer.packed.compute, seen[-1])
+    optimizer.restore(first)
     assert torch.equal(optimizer.packed.compute, optimizer.weights.bfloat16())
+    assert not torch.equal(optimizer.packed.compute, seen[-1])

@@ -148,7 +148,9 @@ class Ready:
         self._permutation = lru_cache(2)(self._permuted)
         self._make = BatchMaker(dataset, collate, self.seed)
         self._workers: Workers | None = None
-        self._file = None if record is None else _of_rank(Path(record), self.rank, self.ranks)
+        self._file = None if record is None else Path(record)
+        if self._file is not None and self.ranks > 1:
+            self._file = self._file.with_name(f"{self._file.stem}-{self.rank}-of-{self.ranks}{self._file.suffix}")
         self._record: OrderRecord | None = None
         self._epoch, self._before, self._used = 0, 0, State()  # examples used before `_used`, which counts batches
         self._begun, self._iteration = False, 0  # whether this iteration has given a batch
@@ -418,7 +420,3 @@ def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _of_rank(path: Path, rank: int, ranks: int) -> Path:
-    return path if ranks == 1 else path.with_name(f"{path.stem}-{rank}-of-{ranks}{path.suffix}")

@@ -51,16 +51,6 @@ class Watcher:
         """End; finished: False where the run was stopped or failed, so that the same command would continue it."""
 
 
-class FunctionWatcher(Watcher):
-    """Calls a function with each row."""
-
-    def __init__(self, function: Callable[[Row], object]) -> None:
-        self.function = function
-
-    def on_metrics(self, row: Row) -> None:
-        self.function(row)
-
-
 Watching = Watcher | Callable[[Row], object] | Sequence[Watcher | Callable[[Row], object]]
 
 
@@ -77,7 +67,9 @@ def as_watchers(watch: Watching | None) -> list[Watcher]:
         if isinstance(one, Watcher):
             found.append(one)
         elif callable(one) and not isinstance(one, type):
-            found.append(FunctionWatcher(one))
+            watcher = Watcher()
+            watcher.on_metrics = one  # type: ignore[assignment]
+            found.append(watcher)
         else:
             raise UserError(f"watch: {one!r} is neither a Watcher nor a function of a row; give one of them")
     return found
