@@ -124,7 +124,7 @@ class PackedWeights:
             if source.holder.get(source.key) is not p or p.data_ptr() != source.address:
                 return None  # it was replaced, or moved
             if differentiated and p._backward_hooks:
-                return None  # whoever registered them wants to see its gradient
+                return None  # a hook was registered to see its gradient
             if differentiated and p.requires_grad != trained:
                 return None  # it was frozen since; or its gradient would not reach the parameter
             if p._version != source.version:

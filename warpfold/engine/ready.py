@@ -179,7 +179,7 @@ class Ready:
         return keyed_rng(self.seed, "ready", epoch).permutation(self._size)
 
     def _steps(self, before: int) -> int:
-        """Return the steps of an epoch of which so many examples have been used before."""
+        """Return the steps left in an epoch once `before` of its examples have been used."""
         whole = self.batch_size * self.ranks
         return (self._size - before) // whole if self.drop_last else -(-(self._size - before) // whole)
 

@@ -102,7 +102,7 @@ def _json(value: Any) -> np.ndarray:
 
 
 def find_costs(make: BatchMaker, indices: Sequence[int], workers: int) -> np.ndarray:
-    """Find the costs of examples, [n] float64, with so many processes (or here); make: of a dataset of `Costs`."""
+    """Find the costs of examples, [n] float64, with `workers` processes (0: here); make: of a dataset of `Costs`."""
     jobs = [list(indices[begin : begin + SHARE]) for begin in range(0, len(indices), SHARE)]
     if not workers:
         with kept_random():

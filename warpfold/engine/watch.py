@@ -1,4 +1,4 @@
-"""Watch a training run: what is told of it while it goes on; who listens: TensorBoard, Weights & Biases, a CSV file."""
+"""Watch a training run: the interface of watchers, and TensorBoard, Weights & Biases and CSV files as watchers."""
 
 import csv
 import importlib

@@ -141,7 +141,7 @@ class SyncConfig:
             raise ValueError("plan.sync.check_every must not be negative")
 
     def bucket_bytes(self, ranks: int) -> float:
-        """Return how many bytes of gradients so many data ranks send together: at least PIECE to each other rank."""
+        """Return how many bytes of gradients travel together between `ranks` data ranks: at least PIECE to each."""
         least = PIECE * ranks if self.bucket == SyncConfig.bucket else 0
         return max(self.bucket * 2**20, least)
 

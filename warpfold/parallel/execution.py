@@ -173,7 +173,7 @@ class Execution(PlainExecution):
         return self.graphs.call(function, inputs, (model.training, memory), reason)
 
     def rows(self, count: int) -> list[slice]:
-        """Return which of so many rows of z are computed together: `plan.chunk`."""
+        """Split `count` rows of z into those that are computed together: `plan.chunk` each."""
         return slices_of(count, self.plan.chunk or max(count, 1))
 
     def pair_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
@@ -194,7 +194,7 @@ class Execution(PlainExecution):
         return HostTensor(shape, self.dtype, like.device, tile)
 
     def parts(self, count: int, positions: int) -> list[slice]:
-        """Return which of so many templates are computed together: where layers run in slices, each alone."""
+        """Split `count` templates into those that are computed together: one each where layers run in slices."""
         if self.plan.chunk is None:
             return super().parts(count, positions)
         return [slice(i, i + 1) for i in range(count)]

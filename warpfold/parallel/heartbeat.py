@@ -98,7 +98,9 @@ def _break_off(reason: str) -> None:
         print(f"error: {reason}", file=sys.stderr, flush=True)
 
     try:
-        line = threading.Thread(target=complain, daemon=True)  # printing may block: who reads stderr may be frozen too
+        line = threading.Thread(
+            target=complain, daemon=True
+        )  # printing may block: the reader of stderr may be frozen, too
         line.start()
         line.join(2 * BEAT)
     finally:
@@ -108,8 +110,8 @@ def _break_off(reason: str) -> None:
 class Heartbeat:
     """Notice that another process has failed, has ended or does not come, and let the others notice this one.
 
-    keeper: who keeps the store.  watchdog: ends this process when it is given a reason.  position: returns how far this
-    process has come.  sharing: returns the ranks that share its example.
+    keeper: the process that keeps the store.  watchdog: ends this process when it is given a reason.
+    position: returns how far this process has come.  sharing: returns the ranks that share its example.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def relieve(self, ranks: int) -> None:
-        """Take so many first processes for those that work together, from now on; the others are not waited for."""
+        """From now on wait only for the first `ranks` processes, which work together."""
         self._ranks, self._beats = ranks, list[tuple[Position, float]]()  # the last heartbeat of each, and when it was
 
     def __enter__(self) -> "Heartbeat":
@@ -247,7 +249,7 @@ class Heartbeat:
             reason = self._about_store()
         elif not reason and late and (missing := self._missing(self._limit)):
             reason = f"rank {self._rank} waited for others at {self._position().name!r}; {missing}"
-        self._watchdog.reason = "" if self._end else reason  # at the end, who keeps the store may be the first to go
+        self._watchdog.reason = "" if self._end else reason  # at the end, the store's keeper may be the first to go
 
     def _read(self) -> None:
         keys = [str(rank) for rank in range(self._ranks)]
@@ -291,7 +293,7 @@ class Heartbeat:
         )
 
     def _missing(self, silent: float) -> str:
-        """Return who did not arrive where this process waits, or has had no heartbeat for `silent` seconds."""
+        """Name the ranks that did not arrive where this process waits, or were silent for `silent` seconds."""
         now, here, found = self._read_at, self._position(), []
         for rank, (there, when) in enumerate(self._beats):
             same_example = rank in self._sharing()

@@ -16,7 +16,9 @@ from warpfold.errors import UserError
 from warpfold.parallel.waits import waiting
 
 TIME_LIMIT = 600.0  # seconds that a collective may wait for the others
-WATCHDOG = 120.0  # NCCL's own watchdog ends a process so many seconds later: well after ours (parallel/heartbeat.py)
+WATCHDOG = (
+    120.0  # seconds that NCCL's own watchdog waits longer: it ends a process well after ours (parallel/heartbeat.py)
+)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def pair_channels(model: nn.Module) -> int:
 
 
 def slice_numbers(chunk: int, residues: int, channels: int) -> int:
-    """Return how many numbers a slice holds: as many as `chunk` rows of z, of so many residues and channels.
+    """Return how many numbers a slice holds: as many as `chunk` rows of z.
 
     So a slice of m, of the extra MSA or of templates is as large as one of z, and has as many rows or columns as that.
     """
@@ -64,7 +64,7 @@ def slices(x: Tensor, axis: int, most: int) -> list[slice]:
 
 
 def slices_of(count: int, size: int) -> list[slice]:
-    """Return slices of so many rows, of `size` each; at least one, even of none."""
+    """Split `count` rows into slices of `size` each; at least one slice, even of no rows."""
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 

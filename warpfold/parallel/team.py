@@ -45,10 +45,10 @@ from warpfold.parallel.waits import Event, waiting, watched
 PIECE = 2**26  # bytes of a broadcast that are sent together
 MANY = 64  # processes: more of them connect to each other only when they first send something (cli/common.py)
 POLL = 0.1  # seconds between the first two looks at the store, while others finish their work; then longer, to a beat
-# Seconds between two looks at the store, first and last.  Of a question that waits there torch would warn when the wait
-# ends, after it has asked a name server who that was.
+# Seconds between two looks at the store, first and last.  Where a blocking read times out, torch prints a warning, and
+# first asks a name server for the name of the peer.
 FIRST, LAST = 0.1, 0.5
-NAMED = 10  # of those who do not come, and of hosts, in an error
+NAMED = 10  # missing ranks, and hosts, that an error lists at most
 SPARE_FILES = 1024  # that a process may have open besides its connections
 
 
@@ -99,7 +99,7 @@ class Team:
     def wait_idle(self) -> Any:
         """Wait, as a process that the plan leaves over, until the others are done; return what rank 0 tells then.
 
-        It waits, and does not leave, so that whoever restarts the job after a loss finds it there to stand in.
+        It does not leave, so that it can stand in when the job is restarted after a loss.
         Errors: TeamError if one of the others fails.
         """
         while not self._store.check(["done"]):
@@ -115,7 +115,7 @@ class Team:
         if not (self.process.idle and self.is_rank_zero):
             return
         self._store.set("done", json.dumps(value))
-        end = time.monotonic() + 10 * BEAT  # whoever is gone by now is not missed
+        end = time.monotonic() + 10 * BEAT  # a process that is gone by now is not missed
         while self._store.add("left", 0) < self.process.idle and time.monotonic() < end:
             time.sleep(POLL)
 
@@ -435,7 +435,7 @@ def agree_on_name(
 
 
 def _absent(store: dist.Store, signed: Sequence[str], own: str) -> str:
-    """Return in words who has not signed, and where those are who have."""
+    """Say which ranks have not signed, and on which hosts the others are."""
     there = [store.check([key]) for key in signed]
     hosts: dict[int, str] = {}
     for sign in [own, *(store.get(key).decode() for key, came in zip(signed, there) if came)]:
