@@ -391,8 +391,7 @@ def fetching(
 
         for one, _ in lacking:
             check(one)
-        chains = [(one, dict(zip(one.ids, one.sequences)), without) for one, without in lacking]
-        return alignments_of(server, [wanted_of(one.name, own, without) for one, own, without in chains], tell)
+        return alignments_of(server, [wanted_of(one, without) for one, without in lacking], tell)
 
     return fetch
 

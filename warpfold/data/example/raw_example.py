@@ -224,7 +224,6 @@ def from_sequence(
     sequence: str,
     alignments: Sequence[Alignment] = (),
     name: str = "query",
-    min_identity: float = MIN_IDENTITY,
     pairing: bool = False,
 ) -> RawExample:
     """Make an example to predict from a sequence of letters and any number of alignments of it (none: just itself).
@@ -239,7 +238,7 @@ def from_sequence(
         raise UserError(f"{name}: no residues; give an amino acid sequence")
     if alignments and (row == UNKNOWN).all():
         raise UserError(f"{name}: every residue is unknown (X), so nothing can be aligned; give an amino acid sequence")
-    placed = [place(alignment, decode(row), min_identity) for alignment in alignments]
+    placed = [place(alignment, decode(row)) for alignment in alignments]
     index = np.arange(len(aatype), dtype=np.int32)
     if not pairing:
         msa, deletions = merge(row, placed)
@@ -255,7 +254,6 @@ def from_chain(
     chain: Chain,
     alignments: Sequence[Alignment] = (),
     sources: Iterable[str] = (),
-    min_identity: float = MIN_IDENTITY,
     pairing: bool = False,
 ) -> RawExample:
     """Make an example to train on from a chain and alignments of its SEQRES (or of a part of it, or its precursor).
@@ -264,7 +262,7 @@ def from_chain(
     Errors: UserError for an alignment of another protein.
     """
     return replace(
-        from_sequence(chain.sequence, alignments, name, min_identity, pairing),
+        from_sequence(chain.sequence, alignments, name, pairing),
         residue_index=chain.residue_index.astype(np.int32),
         positions=chain.positions.astype(np.float32),
         mask=(chain.mask > 0).astype(np.uint8),
@@ -274,17 +272,17 @@ def from_chain(
     )
 
 
-def place(alignment: Alignment, sequence: str, min_identity: float = MIN_IDENTITY) -> Placed:
+def place(alignment: Alignment, sequence: str) -> Placed:
     """Return an alignment on the columns of `sequence`: rows uint8 [R, N], deletions uint16 [R, N].
 
     Columns of query residues that `sequence` lacks are cut out; the residues in them count as deletions, except at the
     ends.  Residues that the query lacks get gaps.
-    Errors: UserError if the query is another protein: identity below `min_identity`, or too little covered.
+    Errors: UserError if the query is another protein: identity below 90 %, or too little covered.
     """
     if alignment.query == sequence:
         return alignment.rows, np.minimum(alignment.deletions, MOST_DELETIONS).astype(np.uint16)
     column, identity = column_map(alignment.query, sequence)
-    if error := check_map(column, identity, min_identity):
+    if error := check_map(column, identity):
         raise UserError(f"alignment: {error}; give the alignment of this protein")
     covered = np.flatnonzero(column >= 0)
     rows = np.full((len(alignment.rows), len(sequence)), GAP, np.uint8)
@@ -301,13 +299,13 @@ def place(alignment: Alignment, sequence: str, min_identity: float = MIN_IDENTIT
     return rows, deletions
 
 
-def check_map(column: np.ndarray, identity: float, min_identity: float = MIN_IDENTITY) -> str | None:
+def check_map(column: np.ndarray, identity: float) -> str | None:
     """Return why an alignment with this `column_map` is not used, or None."""
     covered = int((column >= 0).sum())
-    if identity >= min_identity and covered >= MIN_COVERAGE * len(column):
+    if identity >= MIN_IDENTITY and covered >= MIN_COVERAGE * len(column):
         return None
     found = f"covers {covered} of {len(column)} residues, {identity:.0%} identical"
-    return f"its query is another protein, or too small a part: {found} ({min_identity:.0%} and half are needed)"
+    return f"its query is another protein, or too small a part: {found} ({MIN_IDENTITY:.0%} and half are needed)"
 
 
 def merge(query: np.ndarray, placed: Iterable[Placed]) -> Placed:

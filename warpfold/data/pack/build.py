@@ -16,7 +16,7 @@ from warpfold.data.formats.alignment import Alignment, is_complex, parse_alignme
 from warpfold.data.formats.input_files import InputFile, as_alphafold_reads, read_query
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.report import PackEntry
-from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
+from warpfold.data.similar.pairwise import column_map
 from warpfold.data.store.store import Packed, pack_record
 from warpfold.data.store.stored_assembly import pack_assembly
 from warpfold.data.store.stored_example import example_arrays, example_notes
@@ -183,7 +183,7 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
         if options.require_msa and not used:
             raise UserError("no alignment" + (f": {model.reason}" if notes else ""))
         with within_memory(job.file.name):
-            raw = from_chain(model.name, structure, first, alignments, used, MIN_IDENTITY, options.has_assemblies)
+            raw = from_chain(model.name, structure, first, alignments, used, options.has_assemblies)
             del alignments, read  # they may take most of the memory, and `raw` has all their rows
             if group[0].hits:
                 raw = replace(raw, templates=_templates(raw.sequence, group[0].hits, job, model, built))
@@ -213,7 +213,7 @@ def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> 
     data = source.read_bytes(options.limit)
     if is_complex(data):
         every = parse_chain_alignments(data, source.name)
-        return [one for one in every if check_map(*column_map(one.query, sequence), MIN_IDENTITY) is None], []
+        return [one for one in every if check_map(*column_map(one.query, sequence)) is None], []
     alignment, notes = as_alphafold_reads(parse_alignment(data, source.name), source)
     return [alignment], notes
 

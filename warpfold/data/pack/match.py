@@ -23,7 +23,7 @@ from warpfold.data.formats.input_files import InputFile, stacked
 from warpfold.data.pack.build import ChainJob, read_queries
 from warpfold.data.pack.jobs import DIED, JobRunner, PackJob
 from warpfold.data.pack.part import FileVersion, QueryOrError, part_paths, queries_of_part, query_job
-from warpfold.data.similar.pairwise import MIN_IDENTITY, column_map
+from warpfold.data.similar.pairwise import column_map
 from warpfold.progress import Progress, no_progress
 
 BATCH = 64  # alignments whose queries one job reads
@@ -153,7 +153,7 @@ class Matcher:
         return []
 
     def _check(self, query: str, sequence: str) -> str | None:
-        return check_map(*column_map(query, sequence), MIN_IDENTITY)
+        return check_map(*column_map(query, sequence))
 
     @cached_property
     def _index(self) -> "_QueryIndex":

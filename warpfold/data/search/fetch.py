@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from warpfold import __version__
-from warpfold.data.example.query_files import Given, read_complexes, search_names
+from warpfold.data.example.query_files import Complex, Given, read_complexes, search_names
 from warpfold.data.search.database import REPORT_FORMAT, check_output, unsearchable_reason
 from warpfold.data.search.server import MSA, PAIR, AlignmentServer, NoAnswer, ServerGone
 from warpfold.errors import UserError
@@ -38,14 +38,14 @@ class Fetched:
     failures: dict[str, str] = field(default_factory=dict)
 
 
-def wanted_of(name: str, chains: Mapping[str, str], lacking: Sequence[str] | None = None) -> Wanted:
+def wanted_of(query: Complex, lacking: Sequence[str] | None = None) -> Wanted:
     """Name the sequences to ask for of a protein or a complex.
 
-    chains: id -> sequence.  lacking: those that have no alignment; pairs are asked for only if none has.
+    lacking: those that have no alignment (None: all); pairs are asked for only if none has.
     """
-    names = search_names(name, chains)
+    names = search_names(query.name, dict(zip(query.ids, query.sequences)))
     asked = {own: sequence for sequence, own in names.items() if lacking is None or sequence in lacking}
-    return Wanted(name, asked, paired=len(asked) == len(names) > 1)
+    return Wanted(query.name, asked, paired=len(asked) == len(names) > 1)
 
 
 def fetch(server: AlignmentServer, wanted: Sequence[Wanted], progress: Progress = no_progress) -> Fetched:
@@ -93,7 +93,7 @@ def search_by_server(
     """
     start = time.perf_counter()
     check_output(out)
-    wanted = [wanted_of(one.name, dict(zip(one.ids, one.sequences))) for one in read_complexes(list(queries))]
+    wanted = [wanted_of(one) for one in read_complexes(list(queries))]
     _report(out, server, "running")
     fetched = fetch(server, wanted, progress)
     proteins = []
