@@ -103,25 +103,6 @@ def test_chains_are_numbered_and_copies_of_a_sequence_are_one_entity() -> None:
     assert (features["aatype"] == np.concatenate([first.aatype, second.aatype, first.aatype])).all()
 
 
-def test_rows_stand_in_pairs_first_and_then_alone_with_gaps_under_other_entities() -> None:
-    first, second = chain(9, 12, 0, species=4), chain(6, 12, 1, species=4)
-    features = make_features(assembly(first, second, first), WHOLE, 0, ("x",))
-    rows = features["alignment"]
-    pairs = pair_rows([first.pairing, second.pairing, first.pairing])
-    assert (pairs[:, 0] == pairs[:, 2]).all()
-    assert len(pairs) > 2
-    for row, (a, b, _) in zip(rows, pairs):
-        assert (row[:9] == (first.msa[a] if a >= 0 else GAP)).all()
-        assert (row[9:15] == (second.msa[b] if b >= 0 else GAP)).all()
-    assert (rows[:, :9] == rows[:, 15:]).all()  # copies share their rows
-    alone = rows[len(pairs) :]
-    assert ((alone[:, :9] == GAP).all(1) ^ (alone[:, 9:15] == GAP).all(1)).all()
-    # Every row of either alignment is there once: in a pair or alone.
-    for own, columns in ((first.msa, slice(0, 9)), (second.msa, slice(9, 15))):
-        found = {tuple(row) for row in rows[:, columns]} - {(GAP,) * own.shape[1]}
-        assert found == {tuple(row) for row in own}
-
-
 def test_copies_have_the_alignment_of_the_first_even_where_it_is_not_in_the_crop() -> None:
     first, other, deeper = chain(20, 3, 1, species=2), chain(12, 8, 2, species=2), chain(20, 30, 3, species=2)
     copy = replace(first, msa=deeper.msa, deletions=deeper.deletions, pairing=deeper.pairing)  # packed by its own name
@@ -154,28 +135,6 @@ def test_without_pairing_only_the_queries_stand_side_by_side() -> None:
         assert not gaps[:, 0].any()
         assert (gaps[:, 1:].sum(0) == 1).all()
         assert len(rows) == len(first.msa) + len(second.msa) - 1
-
-
-def test_rows_that_serve_pairing_alone_do_not_stand_alone() -> None:
-    first, second = chain(9, 12, 0, species=4), chain(6, 10, 1, species=4)
-    assert first.pairing is not None
-    unpaired = np.arange(len(first.msa)) < 3
-    first = replace(first, pairing=replace(first.pairing, unpaired=unpaired))
-    rows = make_features(assembly(first, second), WHOLE, 0, ("x",))["alignment"]
-    alone = rows[(rows[:, 9:] == GAP).all(1) & (rows[:, :9] != GAP).any(1)][:, :9]
-    allowed = {tuple(row) for row in first.msa[unpaired]}
-    pairs = {tuple(first.msa[a]) for a, b in pair_rows([first.pairing, second.pairing]) if a >= 0 and b < 0}
-    assert {tuple(row) for row in alone} <= allowed | pairs
-
-
-def test_a_chain_gives_at_most_so_many_rows_and_half_as_many_pairs() -> None:
-    first, second = chain(9, 40, 0, species=30), chain(6, 40, 1, species=30)
-    pairs = pair_rows([first.pairing, second.pairing])
-    rows = make_features(assembly(first, second), replace(WHOLE, chain_rows=8), 0, ("x",))["alignment"]
-    gaps = np.stack([(rows[:, :9] == GAP).all(1), (rows[:, 9:] == GAP).all(1)])
-    assert len(pairs) > 4
-    assert (~gaps).all(0).sum() == 4
-    assert (~gaps).sum(1).tolist() == [8, 8]
 
 
 def test_the_queries_are_the_only_certain_centre_and_draws_differ_between_passes() -> None:

@@ -6,18 +6,14 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, structure
 from warpfold.data.formats import input_files as sources
-from warpfold.data.formats.alignment import decode, read_alignment
+from warpfold.data.formats.alignment import read_alignment
 from warpfold.data.formats.input_files import ALIGNMENTS, STRUCTURES, InputFile, find, read_query, stacked
 from warpfold.data.pack.pack import find_inputs, pack
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_example import read_example
 from warpfold.errors import UserError
 
 REAL = Path(__file__).parents[4] / "shared/realdata"
@@ -90,17 +86,6 @@ def test_alignments_are_stacked_as_officially_where_their_names_tell(tmp_path: P
     assert [one.file for one in stacked(found)] == list(names)
 
 
-def test_a_store_has_the_rows_in_that_order(tmp_path: Path) -> None:
-    structure(tmp_path / "s/1one.cif", chain("A", ONE))
-    rows = {"uniref90_hits": "A" + ONE[1:], "bfd_uniclust_hits": "C" + ONE[1:], "mgnify_hits": "D" + ONE[1:]}
-    for name, row in [*rows.items(), ("another", "E" + ONE[1:])]:
-        alignment(tmp_path / f"m/1one_A/{name}.a3m", ONE, row)
-    pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "o")
-    raw = read_example(Store(tmp_path / "o"), "1one_A")
-    assert [source.rpartition("/")[2] for source in raw.sources] == [f"{name}.a3m" for name in (*rows, "another")]
-    assert decode(raw.msa[:, 0]) == ONE[0] + "ACDE"
-
-
 def test_the_query_is_what_reading_the_whole_gives(tmp_path: Path) -> None:
     deep = "".join(f">{i}\n{ONE[:10]}acd{ONE[10:]}\n" for i in range(9000))
     texts = {
@@ -118,19 +103,6 @@ def test_the_query_is_what_reading_the_whole_gives(tmp_path: Path) -> None:
             path = tmp_path / (name + ending)
             path.write_bytes(gzip.compress(text.encode()) if ending else text.encode())
             assert read_query(InputFile(name, path)) == ONE, path
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 3000), st.booleans(), st.booleans())
-def test_any_a3m_s_query(
-    tmp_path_factory: pytest.TempPathFactory, depth: int, length: int, zip: bool, end: bool
-) -> None:
-    letters = np.random.default_rng(depth).choice(list("ACDEFGHIKLMNPQRSTVWY"), (depth, length))
-    rows = ["".join(row) for row in letters]
-    text = "\n".join(f">{i}\n{row}" for i, row in enumerate(rows)) + "\n" * end
-    path = tmp_path_factory.mktemp("a") / "x.a3m"
-    path.write_bytes(gzip.compress(text.encode()) if zip else text.encode())
-    assert read_query(InputFile("x", path)) == rows[0]
 
 
 def test_the_rest_of_a_deep_alignment_is_not_read(tmp_path: Path) -> None:

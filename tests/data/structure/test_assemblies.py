@@ -66,13 +66,6 @@ def test_an_assembly_is_not_longer_than_memory(monkeypatch: pytest.MonkeyPatch) 
         entry([("1", "1,2", "A,B"), ("1", "3", "A")]).assembly()
 
 
-def test_without_the_categories_all_chains_are_one_assembly() -> None:
-    chains = [random_chain(name, "AGWHK", seed) for seed, name in enumerate(("A", "B", "C1"))]
-    structure = parse_structure(write_mmcif("1abc", chains))
-    assert structure.assemblies.ids == ["1"]
-    assert placed(structure) == [(name, IDENTITY.ravel().tolist()) for name in ("A", "B", "C1")]
-
-
 def test_other_molecules_are_left_out_and_named() -> None:
     structure = entry([("1", "1", "A,B,C,D,E,Z")])
     text = write_mmcif("1abc", [random_chain("L", "AGWHK"), random_chain("H", "GGSTA", seed=1)])

@@ -98,6 +98,14 @@ class Library:
                         found.setdefault(name[: -len(end)].lower(), Path(here, name))
         return self._listed[top].get(pdb_id)
 
+    def has(self, pdb_id: str) -> bool:
+        """Return whether there is a file of an entry."""
+        try:
+            self.find(pdb_id)
+        except MissingStructure:
+            return False
+        return True
+
     def digest(self, pdb_ids: Sequence[str]) -> str:
         """Return a fingerprint of the files of some entries: where they are, their sizes, when they were written."""
         for pdb_id in pdb_ids:
