@@ -176,7 +176,7 @@ def name_of(command: Any) -> str:
 
 
 def _doc(command: Any) -> str:
-    """Return what a function does, returns and raises, and what each of its arguments is."""
+    """Write the docstring of a command's function: what it does, returns and raises, and its arguments."""
     parts = [inspect.getdoc(command) or "", inspect.getdoc(vars(command)["__call__"]) or "", "Arguments:"]
     told = ((field.name, declaration(field.type)[1]) for field in fields(command))
     return "\n\n".join(parts) + "".join(f"\n    {name}: {option.help}" for name, option in told if option)
@@ -276,7 +276,7 @@ def text(name: str, value: Any) -> str:
 
 
 def progress_of(value: Any) -> Progress:
-    """Return what is told of progress, or what tells nobody."""
+    """Return the function that is told of progress, or one that tells nobody."""
     if value is not None and not callable(value):
         raise WrongArgument(f"progress = {shown(value)}: a function of (done, total, what) is needed")
     return no_progress if value is None else value

@@ -132,7 +132,7 @@ def on_device(batch: Mapping[str, Tensor], device: torch.device | str) -> Batch:
 
 
 def at_pass(batch: Mapping[str, Tensor], index: int, names: Iterable[str] | None = None) -> Batch:
-    """Return what one pass through the trunk sees: per-pass features without their `pass` axis, the others as is."""
+    """Return the features of one pass through the trunk: per-pass ones without their `pass` axis, the others as is."""
     picked: Batch = {}
     for name in batch if names is None else names:
         feature, x = FEATURES[name], batch[name]

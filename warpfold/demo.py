@@ -29,7 +29,7 @@ from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_assembly import entry_keys, read_assembly
 from warpfold.data.synthetic.folder import generate
-from warpfold.demo_report import DIMERS, LDDT, PROTEINS, DemoSubject, Measured, compare, demo_report, means
+from warpfold.demo_report import DIMERS, LDDT, PROTEINS, Measured, demo_report, means, measure
 from warpfold.engine.watch import Row
 from warpfold.prediction.outputs import claim_folder, write_prediction, write_summary
 from warpfold.prediction.predictor import Predictor, load
@@ -93,10 +93,28 @@ def run_demo(
     if not summary.finished:
         raise KeyboardInterrupt
     tell("folding")
-    measured = measure(config, store, summary.params, tell)
+    measured = fold_examples(config, store, summary.params, tell)
     tell("writing the report")
-    entries = [write_prediction(m.after.prediction, out / "predictions") for m in measured["held_out"]]
-    result = _result(config, run, subject, len(entry_keys(store, multimer)), measured, entries, tell)
+    entries = [write_prediction(one.trained, out / "predictions") for one in measured["held_out"]]
+    result = {
+        "format": FORMAT,
+        "run": run,
+        "status": "complete",
+        "seed": config.train.seed,
+        "proteins": len(entry_keys(store, multimer)),
+        "parameters": sum(p.numel() for p in initial_model(config, None).parameters()),
+        "steps": config.train.steps,
+        **{
+            kind: {"proteins": len(found), **LDDT.means(found), **means(subject.interface, found)}
+            for kind, found in measured.items()
+        },
+        "predictions": [
+            {**means([LDDT, *subject.interface], [one]), **entry} for entry, one in zip(entries, measured["held_out"])
+        ],
+        "seconds": tell.seconds,  # of each finished stage, in this run
+        "threads": torch.get_num_threads(),
+        "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
     write_report(out / "report.html", demo_report(out, result, measured, subject))
     result = write_summary(out, result)
     tell.done()
@@ -139,7 +157,7 @@ class Stages:
         self.began = now
 
 
-def measure(config: RunConfig, store: Store, params: Path, tell: Stages) -> dict[str, list[Measured]]:
+def fold_examples(config: RunConfig, store: Store, params: Path, tell: Stages) -> dict[str, list[Measured]]:
     """Fold examples of the training set and held-out ones with the first and with the last parameters."""
     trained_on, held_out = split(store, config)
     keys = {"training": trained_on[:MEASURED], "held_out": [key for _, key in held_out][:MEASURED]}
@@ -154,41 +172,10 @@ def measure(config: RunConfig, store: Store, params: Path, tell: Stages) -> dict
             before, after = (
                 model.fold_example(example, seed=config.train.seed, representations=False) for model in models
             )
-            measured[kind].append(compare(assembly, before, after))
+            measured[kind].append(measure(assembly, before, after))
             found += 1
             tell.part(found / total)
     return measured
-
-
-def _result(
-    config: RunConfig,
-    run: str,
-    subject: DemoSubject,
-    count: int,
-    measured: dict[str, list[Measured]],
-    entries: list[dict[str, Any]],
-    tell: Stages,
-) -> dict[str, Any]:
-    model = initial_model(config, None)
-    return {
-        "format": FORMAT,
-        "run": run,
-        "status": "complete",
-        "seed": config.train.seed,
-        "proteins": count,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "steps": config.train.steps,
-        **{
-            kind: {"proteins": len(found), **LDDT.means(found), **means(subject.interface, found)}
-            for kind, found in measured.items()
-        },
-        "predictions": [
-            {**means([LDDT, *subject.interface], [m]), **entry} for entry, m in zip(entries, measured["held_out"])
-        ],
-        "seconds": tell.seconds,  # of each finished stage, in this run
-        "threads": torch.get_num_threads(),
-        "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
-    }
 
 
 def _put_aside(out: Path) -> None:

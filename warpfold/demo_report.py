@@ -29,21 +29,18 @@ TOYS = (
 
 
 @dataclass(frozen=True)
-class Folded:
-    """A prediction and its score against the truth."""
-
-    prediction: Prediction
-    score: Score
-
-
-@dataclass(frozen=True)
 class Measured:
     """One protein, as an assembly of one, or dimer, folded by the untrained and by the trained model."""
 
     assembly: Assembly
     truth: Structure
-    before: Folded
-    after: Folded
+    predictions: tuple[Prediction, Prediction]
+    scores: tuple[Score, Score]
+
+    @property
+    def trained(self) -> Prediction:
+        """The prediction of the trained model."""
+        return self.predictions[1]
 
 
 @dataclass(frozen=True)
@@ -52,28 +49,24 @@ class Measure:
 
     key: str
     label: str
-    value: Callable[[Folded], float]
+    value: Callable[[Prediction, Score], float]
+
+    def of(self, one: Measured) -> list[float]:
+        """Return it for the untrained and for the trained model."""
+        return [self.value(*folded) for folded in zip(one.predictions, one.scores)]
 
     def means(self, measured: Sequence[Measured]) -> dict[str, float]:
         """Return its means over examples, untrained and trained."""
-        before, after = (
-            np.mean([self.value(f) for f in found]) for found in zip(*((m.before, m.after) for m in measured))
-        )
+        before, after = np.mean([self.of(one) for one in measured], axis=0)
         return {"untrained": round(float(before), 4), "trained": round(float(after), 4)}
 
 
-def _dockq(folded: Folded) -> float:
-    return (folded.score.complex and folded.score.complex.dockq) or 0.0
-
-
-def _interface_lddt(folded: Folded) -> float:
-    return (folded.score.complex and folded.score.complex.ilddt) or 0.0
-
-
-LDDT = Measure("lddt_ca", "lDDT-Cα", lambda folded: folded.score.lddt_ca)
-DOCKQ = Measure("dockq", "DockQ", _dockq)
-INTERFACE_LDDT = Measure("interface_lddt", "interface lDDT", _interface_lddt)
-IPTM = Measure("iptm", "ipTM", lambda folded: folded.prediction.iptm or 0.0)
+LDDT = Measure("lddt_ca", "lDDT-Cα", lambda _, score: score.lddt_ca)
+DOCKQ = Measure("dockq", "DockQ", lambda _, score: (score.complex and score.complex.dockq) or 0.0)
+INTERFACE_LDDT = Measure(
+    "interface_lddt", "interface lDDT", lambda _, score: (score.complex and score.complex.ilddt) or 0.0
+)
+IPTM = Measure("iptm", "ipTM", lambda prediction, _: prediction.iptm or 0.0)
 
 
 @dataclass(frozen=True)
@@ -125,8 +118,11 @@ DIMERS = DemoSubject(
 )
 
 
-def truth_of(assembly: Assembly) -> Structure:
-    """Return an assembly's chains where they stand in it.  ValueError if one has no atoms."""
+def measure(assembly: Assembly, before: Prediction, after: Prediction) -> Measured:
+    """Score two predictions of an example against its chains where they stand in it.
+
+    Errors: ValueError if a chain has no atoms.
+    """
     chains = {}
     for place, (name, example) in enumerate(zip(assembly.ids, assembly.chains)):
         index = np.arange(example.length)
@@ -136,14 +132,9 @@ def truth_of(assembly: Assembly) -> Structure:
         positions, mask = move(atoms[0], assembly.operators, place) * atoms[1][..., None], atoms[1].astype(np.float32)
         numbers = tuple(str(i + 1) for i in index)
         chains[name] = Chain(name, example.sequence, positions.astype(np.float32), mask, index, numbers)
-    return Structure(assembly.name, None, None, None, chains)
-
-
-def compare(assembly: Assembly, before: Prediction, after: Prediction) -> Measured:
-    """Score two predictions of an example."""
-    truth = truth_of(assembly)
-    one, other = (Folded(p, score(p.structure(), truth)) for p in (before, after))
-    return Measured(assembly, truth, one, other)
+    truth = Structure(assembly.name, None, None, None, chains)
+    scores = score(before.structure(), truth), score(after.structure(), truth)
+    return Measured(assembly, truth, (before, after), scores)
 
 
 def means(measures: Sequence[Measure], measured: Sequence[Measured]) -> dict[str, Any]:
@@ -156,7 +147,7 @@ def demo_report(
 ) -> ReportPage:
     """Return the page: `result` is the summary, whose predictions are in `out/predictions`, ordered as `measured`."""
     held_out, first = measured["held_out"], subject.measures[0]
-    order = sorted(range(len(held_out)), key=lambda i: -first.value(held_out[i].after))
+    order = sorted(range(len(held_out)), key=lambda i: -first.of(held_out[i])[1])
     drawn = order[:: max(1, len(held_out) // DRAWN)][:DRAWN]
     scores, seconds, versions = first.means(held_out), result["seconds"], result["versions"]
     return ReportPage(
@@ -215,29 +206,22 @@ def _training(
 
 
 def _held_out(measured: Sequence[Measured], subject: DemoSubject) -> Section:
-    known = []
+    known, rows = [], []
     for m in measured:
         lddt = 100 * lddt_per_residue(m)
-        known += [(m.after.prediction.plddt[i], lddt[i]) for i in np.flatnonzero(~np.isnan(lddt))]
+        known += [(m.trained.plddt[i], lddt[i]) for i in np.flatnonzero(~np.isnan(lddt))]
+        sizes = [str(m.assembly.length), str(max(chain.depth for chain in m.assembly.chains))]
+        scores = [f"{value:.2f}" for measure in subject.measures for value in measure.of(m)]
+        overlap = [f"{m.scores[1].tm:.2f}", f"{m.scores[1].rmsd:.1f}"]
+        rows.append([m.assembly.name, *sizes, *scores, f"{m.trained.mean_plddt:.0f}", *overlap])
     names, first = [m.assembly.name for m in measured], subject.measures[0]
+    before, after = ([first.of(m)[when] for m in measured] for when in (0, 1))
     compared = [f"{measure.label} {when}" for measure in subject.measures for when in ("before", "after")]
-    rows = []
-    for m in measured:
-        depth = max(chain.depth for chain in m.assembly.chains)
-        scores = [f"{measure.value(folded):.2f}" for measure in subject.measures for folded in (m.before, m.after)]
-        overlap = [f"{m.after.score.tm:.2f}", f"{m.after.score.rmsd:.1f}"]
-        sizes = [str(m.assembly.length), str(depth)]
-        rows.append([m.assembly.name, *sizes, *scores, f"{m.after.prediction.mean_plddt:.0f}", *overlap])
     return Section(
         f"{subject.noun.capitalize()} it never saw",
         figures=[
             (
-                figures.draw_improvement(
-                    names,
-                    [first.value(m.before) for m in measured],
-                    [first.value(m.after) for m in measured],
-                    first.label,
-                ),
+                figures.draw_improvement(names, before, after, first.label),
                 "Each that was held out, before and after training.",
             ),
             (
@@ -253,8 +237,8 @@ def _held_out(measured: Sequence[Measured], subject: DemoSubject) -> Section:
 
 def true_chains(measured: Measured) -> list[Chain]:
     """Return the true chains in the order, and under the names, of the predicted chains that stand for them."""
-    found = measured.after.score.chains
-    return [replace(measured.truth.chains[found[chain]], id=chain) for chain in measured.after.prediction.chain_ids]
+    found = measured.scores[1].chains
+    return [replace(measured.truth.chains[found[chain]], id=chain) for chain in measured.trained.chain_ids]
 
 
 def lddt_per_residue(measured: Measured) -> np.ndarray:
@@ -263,7 +247,7 @@ def lddt_per_residue(measured: Measured) -> np.ndarray:
     positions, mask = (
         np.concatenate([getattr(chain, name)[:, [CA]] for chain in truth]) for name in ("positions", "mask")
     )
-    return metrics.lddt_per_residue(measured.after.prediction.positions[:, [CA]], positions, mask)
+    return metrics.lddt_per_residue(measured.trained.positions[:, [CA]], positions, mask)
 
 
 def _target(predictions: Path, entry: Mapping[str, Any], measured: Measured, subject: DemoSubject) -> Target:
@@ -272,7 +256,7 @@ def _target(predictions: Path, entry: Mapping[str, Any], measured: Measured, sub
     positions, there = (
         np.concatenate(arrays) for arrays in zip(*((c.positions[:, CA], c.mask[:, CA] > 0) for c in truth))
     )
-    rotation, translation = metrics.superpose(positions[there], measured.after.prediction.ca[there])
+    rotation, translation = metrics.superpose(positions[there], measured.trained.ca[there])
 
     def moved(points: np.ndarray) -> np.ndarray:
         return (points @ rotation.T + translation).astype(np.float32)
@@ -280,10 +264,8 @@ def _target(predictions: Path, entry: Mapping[str, Any], measured: Measured, sub
     chains = [replace(chain, positions=moved(chain.positions) * chain.mask[..., None]) for chain in truth]
     numbers = []
     for measure in subject.measures:
-        numbers += [
-            (measure.label, f"{measure.value(measured.after):.2f}"),
-            ("untrained", f"{measure.value(measured.before):.2f}"),
-        ]
+        before, after = measure.of(measured)
+        numbers += [(measure.label, f"{after:.2f}"), ("untrained", f"{before:.2f}")]
     return target_of(
         predictions,
         entry,

@@ -47,7 +47,7 @@ def one_thread() -> Iterator[None]:
 
 
 def default_workers(device: torch.device | str) -> int:
-    """Return how many processes prepare examples for a device by default.
+    """Return the default number of processes that prepare examples for a device.
 
     Up to 8 for each GPU; none on a CPU, whose cores compute.
     """
@@ -80,7 +80,7 @@ def keep_memory() -> str | None:
 
 
 def slow_precision(precision: str, device: torch.device | str) -> str | None:
-    """Return what to say of a precision that a CPU has no instructions for, or None.
+    """Return a warning about a precision that this CPU has no instructions for, or None.
 
     Without them oneDNN converts each number to fp32 and back: matrix products take some 20 times as long as in fp32.
     """
@@ -95,7 +95,7 @@ def slow_precision(precision: str, device: torch.device | str) -> str | None:
 
 
 def spinning_threads() -> str | None:
-    """Return what to say of threads that spin while they wait for each other, or None where they do not.
+    """Return a warning about threads that spin while they wait for each other, or None where they do not.
 
     GNU's OpenMP lets them spin for milliseconds after each operation, unless it was told otherwise before it was
     loaded.  Where other programs run on the same cores, that is time taken from those that compute: with eight such on
@@ -305,7 +305,7 @@ class CUDARecorder:
 
 
 def find_recorder(device: torch.device) -> Recorder | None:
-    """Return what records the work of a device, or None."""
+    """Return a recorder for the device, or None where it has no graphs."""
     return CUDARecorder(device) if device.type == "cuda" else None
 
 
@@ -350,7 +350,7 @@ class Graphs:
     def call(
         self, function: Function, inputs: Mapping[str, Tensor], context: Hashable = (), reason: str | None = None
     ) -> Named:
-        """Return what the function returns for these inputs; the results are new tensors, without a gradient.
+        """Call the function, or replay it; the results are new tensors, without a gradient.
 
         context: what else must be the same for a graph to serve again.  reason: why this call cannot be recorded.
         Errors: UserError where recording fails.

@@ -41,7 +41,7 @@ def options_given() -> Iterator[None]:
 
 
 def called(name: str) -> str:
-    """Return what the user calls an argument: an option, where a command line was given."""
+    """Return the name by which the user knows an argument: an option's, where a command line was given."""
     return f"--{name.replace('_', '-')}" if _options_given else name
 
 

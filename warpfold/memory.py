@@ -62,7 +62,7 @@ def host_memory(proc: Path = PROC, groups: Path = GROUPS) -> int:
 
 
 def _left_by_groups(proc: Path, groups: Path) -> list[int]:
-    """Return what the limits of this process's cgroups leave, of version 2 and of version 1, the parents' too."""
+    """Return the bytes that each limit of this process's cgroups (version 2 or 1) and of their parents leaves."""
     if not (proc / "self/cgroup").exists():
         return []
     found = []
@@ -101,7 +101,7 @@ def _stat(path: Path, name: str) -> int:
 
 
 def _left_by_process(proc: Path) -> list[int]:
-    """Return what the limit of this process's addresses leaves (`ulimit -v`), if there is one."""
+    """Return the bytes that the limit of this process's addresses (`ulimit -v`) leaves, if there is one."""
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -124,7 +124,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _kept(proc: Path) -> int:
-    """Return what glibc keeps of what was freed (`device.keep_memory`): at most what lies in memory at all."""
+    """Return the freed bytes that glibc keeps (`device.keep_memory`): no more than are resident."""
     if platform.libc_ver()[0] != "glibc" or not (proc / "self/status").exists():
         return 0
     function = getattr(ctypes.CDLL(None), "mallinfo2", None)  # since glibc 2.33

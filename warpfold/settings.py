@@ -61,7 +61,7 @@ def load(name: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) ->
 
 
 def layers(name: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) -> list[tuple[Path | None, Mapped]]:
-    """Return what `load` merges, each with its file, the lowest base first and the overrides, of no file, last."""
+    """Return the layers that `load` merges, each with its file: the lowest base first, the overrides (no file) last."""
     found: list[tuple[Path | None, Mapped]] = []
     if isinstance(name, Mapping):
         values = plain(name)

@@ -133,7 +133,7 @@ def _complain(message: str, code: int) -> int:
 
 
 def _misused(error: click.UsageError) -> str:  # type: ignore[name-defined]  # a module that is found when it runs
-    """Return what is wrong with the arguments, what an option takes that has nothing, and whose --help says more."""
+    """Explain a wrong command line in a sentence: what is wrong, what the option takes, and whose --help says more."""
     says, name = error.format_message().rstrip("."), GIVEN[0] if GIVEN else ""
     option = getattr(error, "option_name", "")
     if name == "predict" and "requires" not in says and option in ELSEWHERE:

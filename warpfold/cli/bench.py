@@ -70,7 +70,7 @@ def measured(
     recycles: int,
     on_cpu: bool = False,
 ) -> "ModelBench":
-    """Return what `bench --block`, `bench --step` and `profile` measure, from settings and the sizes that were given.
+    """Return the example that `bench --block`, `bench --step` and `profile` measure, from settings and given sizes.
 
     on_cpu: a whole model, on a CPU: what was not given is at most `ON_CPU`, and that is said on stderr.
     Errors: UserError for settings that are wrong, or that are for several processes.

@@ -303,7 +303,7 @@ GIVEN: list[str] = []  # the arguments of the command line that runs
 
 
 def how_to_go_on() -> str:
-    """Return what to type after a command was stopped: the same once more, but `--force`, which would begin again."""
+    """Return the command to type after a stop: the same, but without `--force`, which would begin again."""
     if not GIVEN or is_one_of_several(os.environ):
         return "the same command continues"
     if GIVEN[0] not in CONTINUE:
@@ -338,7 +338,7 @@ def say_refused(refused: Mapping[str, int]) -> None:
 
 
 def this_process() -> "ProcessInfo":
-    """Return what torchrun or srun tells this process of itself.
+    """Read from the environment that torchrun or srun sets which of how many processes this is.
 
     Of many processes, each connects over gloo only to those that it sends to, some ten, when it first does.  Otherwise
     it would connect to all at the start: at 2,048 processes 16,000 open sockets on a machine of eight GPUs.

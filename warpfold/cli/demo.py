@@ -54,7 +54,7 @@ class SampleCommand(Checked):
     progress: Progress | None = None
 
     def __call__(self) -> list[dict[str, Any]]:
-        """Return what each of the proteins is."""
+        """Return a description of each protein."""
         from warpfold.data.synthetic.folder import generate
 
         return generate(

@@ -217,7 +217,7 @@ def _findings(findings: "list[Finding]", kind: str, source: str) -> "Iterator[st
 
 
 def cluster_report(found: "Examined", out: Path | None, figure: Path | None) -> Answer:
-    """Return what was found of a cluster, and write the files that were asked for."""
+    """Report the findings of a cluster, and write the files that were asked for."""
     from warpfold.cluster.judge_links import WIDEST, draw, link_rows, matrices
     from warpfold.cluster.ranks import rank_table
 

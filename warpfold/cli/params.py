@@ -22,7 +22,7 @@ class ParamsCommand(Checked):
     ] = None
 
     def __call__(self) -> "ParamsFile":
-        """Return what the file is; of OpenFold's nothing is executed.
+        """Describe the file; nothing in OpenFold's is executed.
 
         Errors: UserError for a file that cannot be read, or whose tensors do not fit, and for an `out` that exists.
         """

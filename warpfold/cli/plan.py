@@ -138,7 +138,7 @@ class PlanCommand:
         return machine, there
 
     def _targets(self, given: "GivenSettings", is_query: bool) -> "list[PlanTarget]":
-        """Return what is to be planned: queries, proteins of some length, or the training of the settings."""
+        """Return the targets to plan: queries, proteins of some length, or the training of the settings."""
         from warpfold.prediction.params import read_params
         from warpfold.prediction.plan_report import PlanTarget, folding, full_sizes, targets_of_queries
         from warpfold.training.planning import training_job

@@ -254,7 +254,7 @@ def relax(
 
 
 def relaxed_line(name: str, report: dict[str, Any]) -> str:
-    """Return what was done to a structure, for people."""
+    """Describe the relaxation of a structure in a line."""
     before, after = (report[f"violations_{when}"]["residues"] for when in ("before", "after"))
     mirrored = f", D residues {report['mirrored']}" if report["mirrored"] else ""
     return (

@@ -102,7 +102,7 @@ class SimulateCommand:
         return cluster if self.devices is None else replace(cluster, ranks=self.devices)
 
     def _scenario(self, tell: Progress) -> "Scenario":
-        """Return what is to be simulated: what neither options nor settings say of the plan is chosen, as in `train`.
+        """Return the scenario; the parts of the plan that neither options nor settings give are chosen, as in `train`.
 
         Errors: UserError for a plan that does not fill the cluster, that the settings do not allow, or does not fit.
         """

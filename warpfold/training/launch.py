@@ -291,7 +291,7 @@ def _remarks(job: LaunchJob) -> str | None:
 
 
 def _ranks(job: LaunchJob, meet: str, log_dir: str) -> str:
-    """Return what a node runs, as shell.  meet: torchrun's options of where the nodes meet.  log_dir: as shell."""
+    """Return the shell script that a node runs.  meet: torchrun's rendezvous options.  log_dir: as shell."""
     threads = f"$(($(nproc) / {job.per_node}))" if job.cores is None else str(max(1, job.cores // job.per_node))
     if job.gpus and job.cores is not None:
         threads = str(min(THREADS_ON_GPU, int(threads)))

@@ -85,7 +85,7 @@ class Ledger:
 
     @property
     def unshared(self) -> int:
-        """Return how many entries were set aside since the last `take_unshared`."""
+        """The number of entries that were set aside since the last `take_unshared`."""
         return len(self._unshared)
 
     def take_unshared(self) -> list[tuple[str, int, str]]:

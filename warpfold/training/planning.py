@@ -61,7 +61,7 @@ class FoldPlan:
 
     @classmethod
     def of(cls, choice: Choice, ran_out: tuple[str, ...] = ()) -> "FoldPlan":
-        """Return what is to be said of a choice."""
+        """Describe a choice in words and in numbers."""
         keys = {name: getattr(choice.plan, name) for name in SAID}
         numbers = {"bytes": needed_bytes(choice.memory, choice.machine), "free": choice.machine.free}
         time, said = choice.chosen.time, choice_in_words(choice)
@@ -169,7 +169,7 @@ def grid_for(
     memory: int | None,
     team: Team,
 ) -> Plan:
-    """Return how the processes of a run share out its examples: as few to one as the largest needs, and as is fast.
+    """Return the grid of a run's processes: each example on as few as the largest needs, and as is fast.
 
     All ranks call this, and get what the first chooses for the smallest device.
     """
@@ -198,7 +198,7 @@ def grid_for(
 
 
 def training_job(given: GivenSettings, config: RunConfig) -> Job:
-    """Return what one step of a training does with one example of its largest size."""
+    """Return the job of one training step, with one example of the largest size."""
     sizes = sizes_of(given.values, given.source)
     return Job(model=config.model, sizes=sizes, recycles=config.model.recycles, loss=config.loss, optim=config.optim)
 
@@ -270,7 +270,7 @@ def _chosen(
 def _rates(
     job: Job, machine: Machine, cluster: Cluster, fixed: Mapping[str, Any], sync: Mapping[str, Any]
 ) -> Rates | None:
-    """Return how fast this device is, measured while all ranks do the same, as they will in the run; None: not known.
+    """Measure the rates of this device while all ranks do the same, as they will in the run; None: not known.
 
     Rates are measured when they are first read, so plans are timed here that ask for most of them.
     """

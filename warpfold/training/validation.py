@@ -92,12 +92,12 @@ class Validation:
 
     @property
     def rounds(self) -> int:
-        """Return how many examples the first rank folds in a whole validation."""
+        """The number of examples that the first rank folds in a whole validation."""
         return -(-len(self.held_out) // self.team.process.ranks)
 
     @property
     def spending(self) -> Spending:
-        """Return what the run has spent; part of a checkpoint."""
+        """The time that the run has spent; part of a checkpoint."""
         training = self._earlier.training + self.timer.seconds
         return Spending(training, self._earlier.validation + self._validating, self._round)
 
@@ -163,7 +163,7 @@ class Validation:
         return max(received for _, received in parts)
 
     def _measure(self, step: int, rounds: int, began: float) -> tuple[int, dict[str, Scores]]:
-        """Return how many rounds were asked for, and the scores of what this rank folded; all stop together."""
+        """Fold this rank's share; return the rounds that were asked for and the scores.  All ranks stop together."""
         ranks, rank = self.team.process.ranks, self.team.process.rank
         found: dict[str, Scores] = {}
         device = self.optimizer.weights.device
