@@ -29,8 +29,16 @@ from warpfold.data.example.raw_example import CA
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.data.store.store import ASSEMBLIES, Store, StoreWriter, pack_record
-from warpfold.data.store.stored_assembly import CHAINS, chains_of, open_entry, pack_assembly
-from warpfold.data.store.stored_example import StoredExample, example_arrays, example_notes, read_example
+from warpfold.data.store.stored_example import (
+    CHAINS,
+    StoredExample,
+    chains_of,
+    example_arrays,
+    example_notes,
+    open_entry,
+    pack_assembly,
+    read_example,
+)
 
 EXACT = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # initial training, Supp. table 4
 PASSES = (1, 2, 3, 4)  # a training step recycles up to three times, each as often

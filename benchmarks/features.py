@@ -32,8 +32,7 @@ from warpfold.data.features.choose import SampleConfig, predicted_cost
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.alignment import read_alignment
 from warpfold.data.store.store import Store, StoreWriter, pack_record
-from warpfold.data.store.stored_assembly import chain_keys
-from warpfold.data.store.stored_example import StoredExample, example_arrays, example_notes, read_example
+from warpfold.data.store.stored_example import StoredExample, chain_keys, example_arrays, example_notes, read_example
 
 EXACT = SampleConfig(crop=256, max_msa=128, max_extra=1024)  # initial training, Supp. table 4
 CONFIGS = {

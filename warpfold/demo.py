@@ -27,7 +27,7 @@ from warpfold import __version__, settings
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_assembly import entry_keys, read_assembly
+from warpfold.data.store.stored_example import entry_keys, read_assembly
 from warpfold.data.synthetic.folder import generate
 from warpfold.demo_report import DIMERS, LDDT, PROTEINS, Measured, demo_report, means, measure
 from warpfold.engine.watch import Row

@@ -14,8 +14,7 @@ from warpfold.batch import to_tensors
 from warpfold.data.example.raw_example import Assembly, from_sequence
 from warpfold.data.features.crop import ca_of, fixed_crop, near_other_chain
 from warpfold.data.store.store import ASSEMBLIES, Store, StoreWriter, pack_record
-from warpfold.data.store.stored_assembly import pack_assembly, read_assembly
-from warpfold.data.store.stored_example import example_arrays, example_notes
+from warpfold.data.store.stored_example import example_arrays, example_notes, pack_assembly, read_assembly
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
 from warpfold.model.embed import MultimerConfig

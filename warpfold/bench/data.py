@@ -31,8 +31,7 @@ from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.order import Order, Source
 from warpfold.data.load.schedule import Schedule, State
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_assembly import chain_keys
-from warpfold.data.store.stored_example import StoredExample
+from warpfold.data.store.stored_example import StoredExample, chain_keys
 from warpfold.errors import UserError
 from warpfold.progress import Progress, no_progress
 

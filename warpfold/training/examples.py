@@ -18,8 +18,7 @@ from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.order import Order, Source, costs, split_keys
 from warpfold.data.load.schedule import Schedule, State, share_of
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_assembly import entry_keys, open_entry
-from warpfold.data.store.stored_example import StoredExample
+from warpfold.data.store.stored_example import StoredExample, entry_keys, open_entry
 from warpfold.device import default_workers
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.loop import Log

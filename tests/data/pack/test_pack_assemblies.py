@@ -26,8 +26,15 @@ from warpfold.data.pack.pack import merge, pack
 from warpfold.data.pack.part import part_path
 from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
 from warpfold.data.store.store import ASSEMBLIES, VERSION, Store, StoreWriter, pack_record
-from warpfold.data.store.stored_assembly import chain_keys, chains_of, entry_keys, open_entry, read_assembly
-from warpfold.data.store.stored_example import StoredExample, read_example
+from warpfold.data.store.stored_example import (
+    StoredExample,
+    chain_keys,
+    chains_of,
+    entry_keys,
+    open_entry,
+    read_assembly,
+    read_example,
+)
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.errors import UserError

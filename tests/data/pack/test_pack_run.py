@@ -15,7 +15,6 @@ import pytest
 from tests.data.pack.killers import Here
 from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, packed, stopped, structure
 from warpfold.bulk import JobPart
-from warpfold.data.pack import inputs as packing_inputs
 from warpfold.data.pack import jobs as pack_jobs
 from warpfold.data.pack import pack as packing
 from warpfold.data.pack.options import PackOptions
@@ -191,7 +190,7 @@ def test_an_unfinished_run_with_other_options_is_refused(files: Path, monkeypatc
     ):
         pack([files / "structures/1one.cif"], [files / "msas"], files / "store", PackOptions(max_single=0.7))
     with monkeypatch.context() as patch:
-        patch.setattr(packing_inputs, "__version__", "9.9")
+        patch.setattr(packing, "__version__", "9.9")
         with pytest.raises(UserError, match=r"\(WarpFold .*, not 9\.9\)"):
             packed(files)
 

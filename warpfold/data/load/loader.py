@@ -20,7 +20,7 @@ from warpfold.data.load.order import Order, SourceEntry
 from warpfold.data.load.schedule import Draw, Schedule, State
 from warpfold.data.load.workers import Failed, Make, Workers
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_assembly import open_entry
+from warpfold.data.store.stored_example import open_entry
 from warpfold.device import Upload, Uploads
 from warpfold.errors import UserError
 
@@ -29,7 +29,7 @@ from warpfold.errors import UserError
 class Maker:
     """Make the features of examples: what each worker gets, the stores and settings.
 
-    assemblies: for a model of complexes, to which a chain is an assembly of one (`stored_assembly.open_entry`).
+    assemblies: for a model of complexes, to which a chain is an assembly of one (`stored_example.open_entry`).
     sizes: pad each axis to one of so many sizes (`make.few_sizes`); 0: none is padded.
     """
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from warpfold.data.features.choose import SampleConfig, predicted_assembly_cost, predicted_cost
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_assembly import chains_of, entry_keys
+from warpfold.data.store.stored_example import chains_of, entry_keys
 from warpfold.errors import UserError
 from warpfold.keyed import keyed_rng
 
@@ -20,7 +20,7 @@ MIXTURE_BLOCK = 4096  # numbers whose stores are drawn at a time
 class Source:
     """Entries of a store to draw from, and how often.
 
-    keys: by default the chains of the store, or with `assemblies` its assemblies (`stored_assembly.entry_keys`).
+    keys: by default the chains of the store, or with `assemblies` its assemblies (`stored_example.entry_keys`).
     weight: relative to the other sources (Supp. 1.3: 0.25 for the PDB, 0.75 for self-distillation).
     """
 

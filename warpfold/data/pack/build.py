@@ -18,8 +18,7 @@ from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.report import PackEntry
 from warpfold.data.similar.pairwise import column_map
 from warpfold.data.store.store import Packed, pack_record
-from warpfold.data.store.stored_assembly import pack_assembly
-from warpfold.data.store.stored_example import example_arrays, example_notes
+from warpfold.data.store.stored_example import example_arrays, example_notes, pack_assembly
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.data.structure.library import Library
 from warpfold.data.structure.mmcif import parse_structure

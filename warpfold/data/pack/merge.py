@@ -9,7 +9,7 @@ from warpfold.data.pack.part import JobResult, Manifest, PartFolder, differences
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.similar.clusters import cluster_sequences, read_clusters
 from warpfold.data.store.store import ASSEMBLIES, VERSION, Packed, StoreWriter
-from warpfold.data.store.stored_assembly import CHAINS
+from warpfold.data.store.stored_example import CHAINS
 from warpfold.errors import UserError
 from warpfold.progress import Progress
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_assembly import chain_keys, chains_of
+from warpfold.data.store.stored_example import chain_keys, chains_of
 from warpfold.data.structure.chain import parse_date
 
 NO_FILE = "has no N.cif"  # how the reason begins for which a template counts as missing (`count_refusals`)
