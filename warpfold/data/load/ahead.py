@@ -22,9 +22,9 @@ P = TypeVar("P", bound=WindowPlace)
 
 
 class Ahead(Generic[P]):
-    """Planned jobs, in ascending order of places, most of them being done or ready.
+    """Planned jobs, in the order of their places; workers do them ahead of time.
 
-    workers: None: whoever takes the `first` does it.  job: the arguments for the workers.  mended: what to do instead
+    workers: None: the caller takes the `first` and does it.  job: the arguments for the workers.  mended: what to do instead
     of a job that failed, at its place (or raises); a job whose process was killed is first tried once more.  window:
     how many places a job may be taken earlier or later than planned; only jobs of one kind exchange places.
     """
@@ -58,7 +58,7 @@ class Ahead(Generic[P]):
             self._workers.submit(planned.place, self._job(planned))
 
     def first(self) -> P:
-        """Take the first of all, which nobody does."""
+        """Take the first job, for the caller to do."""
         planned = next(iter(self))
         self._take(planned)
         return planned

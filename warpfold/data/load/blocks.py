@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 ALIGN = 64  # bytes: where an array begins in a block, so that it can be viewed in its dtype
-LEAST = 2**16  # bytes of a block; pages that nobody wrote to take no memory
+LEAST = 2**16  # bytes of a block; pages that were never written to take no memory
 
 Layout = list[tuple[str, str, tuple[int, ...], int]]  # name, dtype, shape, offset in bytes
 
@@ -87,7 +87,7 @@ class BlockReader:
         self._returned: deque[int] = deque()
 
     def returned(self) -> list[int]:
-        """Return the blocks that nobody here uses any more, to tell the writer; each once."""
+        """Return the blocks that are no longer used here, each once, for the writer to use again."""
         found = []
         while self._returned:
             found.append(self._returned.popleft())
@@ -114,7 +114,7 @@ def send(pipe: Connection, written: Written) -> None:
 
 
 def received(pipe: Connection, answer: list[Any]) -> Written:
-    """Return what the answer says was written, with the descriptor of a new block, which follows it in the pipe."""
+    """Read the answer of `send`, and the descriptor of a new block, which follows it in the pipe."""
     layout, size, block, capacity, gone, described = answer
     layout = [(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in layout]
     return Written(layout, size, block, capacity, gone, recv_handle(pipe) if described else None)

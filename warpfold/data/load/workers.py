@@ -60,7 +60,7 @@ class _Worker:
     process: BaseProcess
     pipe: Connection
     ready: bool = False
-    job: tuple[int | None, Sequence[Any]] | None = None  # ticket (None: nobody wants it any more), arguments
+    job: tuple[int | None, Sequence[Any]] | None = None  # ticket (None: dropped), arguments
     blocks: BlockReader = field(default_factory=BlockReader)
 
 
@@ -108,7 +108,7 @@ class Workers:
             self._hand_out()
 
     def drop(self) -> None:
-        """Drop all jobs and outcomes: nobody wants them any more.  What is being made now is made in vain."""
+        """Drop all jobs and outcomes.  Results of jobs that are running now are discarded."""
         with self.changed:
             self._waiting.clear()
             self.outcomes.clear()

@@ -53,7 +53,7 @@ class JobRunner:
         self._executor, self._ahead = (_InProcess(), 1) if executor is None else (executor, ahead)
 
     def run(self, jobs: Iterable[PackJob], then: NextCall = lambda job, result: None) -> Iterator[tuple[PackJob, Any]]:
-        """Yield each job as it is done, with what its last call returned, or None if it killed its process.
+        """Yield each job as it is done, with the result of its last call, or None if it killed its process.
 
         A job of several pieces is yielded as its `singles` if one of them may have killed a process.  Where the workers
         are a cluster's, the cluster itself tries a job again elsewhere.
@@ -94,7 +94,7 @@ class JobRunner:
                     yield single, self._run_apart(single, then, apart)
 
     def _run_apart(self, job: PackJob, then: NextCall, apart: IsolatedProcess) -> Any:
-        """Return what the last call of a job returns, or None if its process died, now or often enough before."""
+        """Return the result of a job's last call; None if its process died, now or often enough before."""
         if max(self.writer.tried[name] for name in job.names) >= ATTEMPTS:
             return None
         self.writer.begin(job.names)

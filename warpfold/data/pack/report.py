@@ -48,7 +48,7 @@ class PackEntry:
     record: Sequence[int] = field(default=(), compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what reports have of it, as plain data for JSON; `chains` of assemblies alone."""
+        """Return the fields that a report shows, as plain data for JSON; `chains` for assemblies only."""
         named = (one.name for one in fields(self) if one.compare)
         return {name: getattr(self, name) for name in named if name != "chains" or self.chains}
 
@@ -138,7 +138,7 @@ class PackReport:
         return text
 
     def warnings(self) -> list[str]:
-        """Return what was asked for and not used, a sentence each."""
+        """List inputs that were asked for and are not used, a sentence each."""
         found = []
         if any(entry.hits for entry in self.kept) and not any(entry.templates for entry in self.chains):
             found.append(self._no_templates())
@@ -173,7 +173,7 @@ def _cell(value: Any) -> str:
 
 
 def summarize_store(store: Store) -> dict[str, Any]:
-    """Return what is in a store, as plain data for JSON; "packed": the inputs and options, if `pack` made it."""
+    """Summarize a store as plain data for JSON; "packed": its inputs and options, if `pack` made it."""
     assemblies = chains_of(store)
 
     def column(name: str, of_assemblies: bool = False) -> list[Any]:
@@ -212,7 +212,7 @@ def _quartiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def store_summary_text(found: Mapping[str, Any]) -> str:
-    """Return what `summarize_store` found, as text for people."""
+    """Format the result of `summarize_store` as text for people."""
 
     def values(name: str) -> str:
         return ", ".join(f"{key} {value:g}" for key, value in (found[name] or {}).items()) or "unknown"

@@ -45,7 +45,7 @@ def example_arrays(raw: RawExample) -> Arrays:
 
 
 def example_notes(raw: RawExample) -> dict[str, Any]:
-    """Return what is not an array, as JSON can hold it."""
+    """Return everything else of an example, as JSON can hold it."""
     notes: dict[str, Any] = {name: getattr(raw, name) for name in ("name", "resolution", "release_date")}
     notes["sources"] = list(raw.sources)
     if raw.templates is not None:
@@ -137,7 +137,7 @@ class StoredExample:
 
     @cached_property
     def pairing(self) -> Pairing | None:
-        """Return what pairs the rows with those of other chains; None if the store does not have it."""
+        """The keys that pair the rows with those of other chains; None if the store does not have them."""
         record = self._record
         if not self._with_pairing or "pairing_species" not in record.arrays:
             return None
@@ -279,7 +279,7 @@ def chain_keys(store: Store) -> list[str]:
 
 
 def entry_keys(store: Store, assemblies: bool) -> list[str]:
-    """Return what a model is trained on: a complex's on assemblies, or chains if there are none; else on chains."""
+    """Return the keys to train on: assemblies for a model of complexes, where there are any; otherwise chains."""
     return (assemblies and list(chains_of(store))) or chain_keys(store)
 
 

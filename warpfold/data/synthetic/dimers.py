@@ -150,7 +150,7 @@ def tie(sites: Sites, count: int) -> Sites:
 
 
 def _found(alignment: Alignment, columns: slice, chain: str, rng: np.random.Generator) -> Alignment:
-    """Return what a search finds of a chain: rows of most organisms, named as in UniProt, most similar first."""
+    """Make the result of a search for a chain: rows of most organisms, named as in UniProt, most similar first."""
     rows, relatives = alignment.rows[:, columns], np.arange(1, len(alignment))
     relatives = relatives[rng.random(len(relatives)) < SHARED]
     identity = (rows[relatives] == rows[0]).mean(1)

@@ -61,7 +61,7 @@ class Sites:
 
 
 def model_sites(blueprint: Blueprint, backbone: Floats, second: int | None = None) -> Sites:
-    """Return what each site of a fold prefers and which are paired.
+    """Model the sequences of a fold: the preferences of each site, and which sites are paired.
 
     backbone: N, CA, C, O, CB [N, 5, 3], angstrom.  second: where a second chain begins; residues that touch across the
     interface are paired first.
