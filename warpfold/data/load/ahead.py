@@ -24,9 +24,10 @@ P = TypeVar("P", bound=WindowPlace)
 class Ahead(Generic[P]):
     """Planned jobs, in the order of their places; workers do them ahead of time.
 
-    workers: None: the caller takes the `first` and does it.  job: the arguments for the workers.  mended: what to do instead
-    of a job that failed, at its place (or raises); a job whose process was killed is first tried once more.  window:
-    how many places a job may be taken earlier or later than planned; only jobs of one kind exchange places.
+    workers: None: the caller takes the `first` and does it.  job: the arguments for the workers.  mended: returns what
+    to do instead of a job that failed, at its place, or raises; a job whose process was killed is tried once more
+    before.  window: how many places a job may be taken earlier or later than planned; only jobs of one kind exchange
+    places.
     """
 
     def __init__(
