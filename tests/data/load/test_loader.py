@@ -180,8 +180,8 @@ def test_an_entry_that_cannot_be_used_is_replaced_and_named(store: Store, tmp_pa
     assert indices(samples) == list(range(21))
     assert not {"e3", "e5"} & {sample.name for sample in samples}
     order = Order([Source(store)], seed=3)
-    kept = [i for i in range(21) if order.name(order.entry(i)) not in ("e3", "e5")]
-    assert [samples[i].name for i in kept] == [order.name(order.entry(i)) for i in kept]
+    kept = [i for i in range(21) if order.entry(i).name not in ("e3", "e5")]
+    assert [samples[i].name for i in kept] == [order.entry(i).name for i in kept]
     assert {(name, reason) for name, _, reason in told} == {("e3", "e3: damaged"), ("e5", "too little memory")}
     again = take(store, puppet, steps=21, workers=2 - workers, quarantine=asides(known=("e5", "e3"))[0])
     assert [sample.name for sample in again] == [sample.name for sample in samples]

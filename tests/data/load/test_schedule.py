@@ -35,7 +35,7 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 def keys(order: Order, indices: range) -> list[str]:
-    return [order.key(order.entry(index)) for index in indices]
+    return [order.entry(index).key for index in indices]
 
 
 def test_an_epoch_has_every_entry_once_in_an_order_of_its_own(store: Store) -> None:
@@ -67,9 +67,7 @@ def test_a_mixture_has_its_weights_and_each_source_its_own_epochs(store: Store, 
         }
     again = Order([Source(store, weight=0.25), Source(other, weight=0.75)], seed=1)
     assert [again.entry(index) for index in (8999, 3, 5000)] == [entries[index] for index in (8999, 3, 5000)]
-    assert {order.name(entry) for entry in entries} == {f"store:e{i}" for i in range(7)} | {
-        f"other:e{i}" for i in range(5)
-    }
+    assert {entry.name for entry in entries} == {f"store:e{i}" for i in range(7)} | {f"other:e{i}" for i in range(5)}
 
 
 def test_another_draw_is_of_the_same_source(store: Store, other: Store) -> None:
@@ -134,7 +132,7 @@ def test_hands_are_those_of_the_rule(costs: list[float], ranks: int) -> None:
 def test_costs_are_those_of_making_and_of_computing(store: Store) -> None:
     order = Order([Source(store)], seed=3)
     cost = costs(order, SampleConfig(crop=100))
-    found = {order.name(order.entry(index)): cost(index) for index in range(7)}
+    found = {order.entry(index).name: cost(index) for index in range(7)}
     assert found["e0"] > 1.5 * found["e1"]  # a whole crop of it
     assert len({found[f"e{i}"] for i in range(1, 7)}) == 1
     assert sum(found.values()) == pytest.approx(14)  # twice the mean of 1

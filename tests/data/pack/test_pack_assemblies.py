@@ -309,7 +309,7 @@ def test_a_maker_makes_what_its_model_takes(files: Path, assemblies: bool) -> No
     order = Order([Source(store, assemblies=assemblies) for store in stores], seed=0)
     for index in range(20):
         entry = order.entry(index)
-        features = make(entry.source, order.key(entry), index, 1)
+        features = make(entry.source, entry.key, index, 1)
         assert ("asym_id" in features) == assemblies
         assert len(features["aatype"]) <= 50
     if assemblies:

@@ -184,7 +184,7 @@ class Loader:
         self._plan()
         if self.workers is not None:
             self._next = self._take(wait=False)
-        return Sample(planned.draw.number, self.order.name(planned.entry), features)
+        return Sample(planned.draw.number, planned.entry.name, features)
 
     def exchanged(self) -> tuple[list[int], list[int]]:
         """Return the examples that this rank was to have used by now and has not, and those that it has used early."""
@@ -205,21 +205,21 @@ class Loader:
             place, (draw, fixed) = item
             passes = self._passes(place // self.schedule.share)
             planned = _Planned(place, draw, self.order.entry(*draw), passes, fixed)
-            if not fixed and self.order.name(planned.entry) in self.quarantine:
+            if not fixed and planned.entry.name in self.quarantine:
                 planned = self._redrawn(planned)
             self._ahead.add(planned)
 
     def _job(self, planned: _Planned) -> tuple[int, str, int, int]:
-        return planned.entry.source, self.order.key(planned.entry), planned.draw.number, planned.passes
+        return planned.entry.source, planned.entry.key, planned.draw.number, planned.passes
 
     def _redrawn(self, planned: _Planned) -> _Planned:
         """Return the plan with another entry of the same source that is not in quarantine."""
         number = planned.entry.source
-        entries = (SourceEntry(number, place) for place in range(len(self.order.sources[number].keys)))
-        if all(self.order.name(entry) in self.quarantine for entry in entries):
-            raise UserError(f"{self.order.sources[number].store.path}: none of its entries can be used")
+        source = self.order.sources[number]
+        if all(self.order.at(number, place).name in self.quarantine for place in range(len(source.keys))):
+            raise UserError(f"{source.store.path}: none of its entries can be used")
         draw, entry = planned.draw, planned.entry
-        while self.order.name(entry) in self.quarantine:
+        while entry.name in self.quarantine:
             draw = Draw(draw.number, draw.again + 1)
             entry = self.order.entry(*draw)
         return replace(planned, draw=draw, entry=entry)
@@ -235,7 +235,7 @@ class Loader:
 
     def _mended(self, planned: _Planned, failed: Failed) -> _Planned:
         """Set an entry aside, and return what to make instead."""
-        self.quarantine.add(self.order.name(planned.entry), planned.draw.number, failed.reason)
+        self.quarantine.add(planned.entry.name, planned.draw.number, failed.reason)
         return self._redrawn(planned)
 
     def _make_here(self, planned: _Planned) -> tuple[_Planned, Batch]:

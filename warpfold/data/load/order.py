@@ -51,10 +51,12 @@ class Source:
 
 
 class SourceEntry(NamedTuple):
-    """An entry of a source: which source, and which of its keys."""
+    """An entry of a source: which source, which of its keys, and its name in a run."""
 
     source: int
     place: int
+    key: str
+    name: str  # the key, prefixed by the name of its store if there are several
 
 
 class Order:
@@ -92,23 +94,19 @@ class Order:
         if self._cumulative is not None:
             cumulative, parts = self._cumulative[source], (index, draw) if draw else (index,)
             level = self._rng(source, *parts).random() * cumulative[-1]
-            return SourceEntry(source, int(np.searchsorted(cumulative, level, side="right")))
+            return self.at(source, int(np.searchsorted(cumulative, level, side="right")))
         size = len(self.sources[source].keys)
         if draw:
-            return SourceEntry(source, int(self._rng(source, "replacement", index, draw).integers(size)))
+            return self.at(source, int(self._rng(source, "replacement", index, draw).integers(size)))
         epoch, place = divmod(number, size)
         if self._permutations.get(source, (-1,))[0] != epoch:
             self._permutations[source] = epoch, self._rng(source, epoch).permutation(size)
-        return SourceEntry(source, int(self._permutations[source][1][place]))
+        return self.at(source, int(self._permutations[source][1][place]))
 
-    def key(self, entry: SourceEntry) -> str:
-        """Return an entry's key in its store."""
-        return self.sources[entry.source].keys[entry.place]
-
-    def name(self, entry: SourceEntry) -> str:
-        """Return an entry's name in a run: its key, prefixed by the name of its store if there are several."""
-        key = self.key(entry)
-        return key if len(self.sources) == 1 else f"{self._names[entry.source]}:{key}"
+    def at(self, source: int, place: int) -> SourceEntry:
+        """Return the entry of a source's key."""
+        key = self.sources[source].keys[place]
+        return SourceEntry(source, place, key, key if len(self.sources) == 1 else f"{self._names[source]}:{key}")
 
     def _rng(self, source: int, *parts: str | int) -> np.random.Generator:
         return keyed_rng(self.seed, "order", *([f"source {source}"] if source else []), *parts)
@@ -200,7 +198,7 @@ def costs(order: Order, config: SampleConfig) -> Callable[[int], float]:
     means = [float(np.concatenate(kind).mean()) for kind in (making, computing)]
 
     def cost(index: int) -> float:
-        source, place = order.entry(index)
+        source, place, *_ = order.entry(index)
         return float(making[source][place] / means[0] + computing[source][place] / means[1])
 
     return cost
