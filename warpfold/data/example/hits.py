@@ -191,28 +191,29 @@ def parse_hmmsearch(text: str, query: str, source: str = "<hmmsearch>") -> list[
             f"{source}: has {width} match columns, the query {len(query)} residues; give the hits of this query, "
             "searched with a profile in which each of its residues is a match column (hmmbuild --hand)"
         )
-    hits = [_row_hit(name, note, letters, match, places, query, source) for name, note, letters, match in rows]
-    protein = (hit for hit in hits if "mol:" not in hit.description or "mol:protein" in hit.description)  # not mol:na
-    return [hit for hit in protein if len(hit.query_index)]
-
-
-def _row_hit(name: str, note: str, row: str, match: np.ndarray, places: np.ndarray, query: str, source: str) -> Hit:
-    """Return a row as a hit; `places` [match columns] are residues of the query, -1 where it has none."""
-    parts = _RANGE.fullmatch(name)
-    assert parts is not None  # anything matches
-    letters, aligned = (np.array([is_kind(x) for x in row], bool) for is_kind in (str.isalpha, str.isupper))
-    sequence = "".join(letter for letter in row.upper() if letter.isalpha())
-    if parts[2] and int(parts[3]) - int(parts[2]) + 1 != len(sequence):
-        raise UserError(f"{source}: {name} has {len(sequence)} residues, not those of its range; make the file again")
-    place = np.full(len(row), -1)
-    place[match] = places
-    both = aligned & (place >= 0)
-    return Hit(
-        name=parts[1],
-        description=note.removeprefix("[subseq from]").strip(),
-        query="".join(query[i] for i in place[both]),
-        query_index=place[both],
-        sequence=sequence,
-        hit_index=np.cumsum(letters)[both] - 1,
-        start=int(parts[2]) - 1 if parts[2] else 0,
-    )
+    hits = []
+    for name, note, row, match in rows:
+        parts = _RANGE.fullmatch(name)
+        assert parts is not None  # anything matches
+        alpha, aligned = (np.array([is_kind(x) for x in row], bool) for is_kind in (str.isalpha, str.isupper))
+        sequence = "".join(letter for letter in row.upper() if letter.isalpha())
+        if parts[2] and int(parts[3]) - int(parts[2]) + 1 != len(sequence):
+            raise UserError(
+                f"{source}: {name} has {len(sequence)} residues, not those of its range; make the file again"
+            )
+        place = np.full(len(row), -1)
+        place[match] = places
+        both = aligned & (place >= 0)
+        hit = Hit(
+            name=parts[1],
+            description=note.removeprefix("[subseq from]").strip(),
+            query="".join(query[i] for i in place[both]),
+            query_index=place[both],
+            sequence=sequence,
+            hit_index=np.cumsum(alpha)[both] - 1,
+            start=int(parts[2]) - 1 if parts[2] else 0,
+        )
+        # Of pdb_seqres only proteins, not mol:na.
+        if len(hit.query_index) and ("mol:" not in hit.description or "mol:protein" in hit.description):
+            hits.append(hit)
+    return hits

@@ -98,8 +98,13 @@ class AssemblyTable:
                 chain = self.names.get(label, "")
                 if chain in kept:
                     chains.append(chain)
-                elif missing := self._left_out(label, chain, dropped):
-                    left_out[missing[0]] = missing[1]
+                elif chain:
+                    left_out[chain] = dropped.get(chain, "was dropped")
+                elif label not in self.entities:
+                    left_out[label] = "is not in the file"
+                else:
+                    compound = self.compounds.get(self.entities[label], "a branched molecule")
+                    left_out |= {} if compound in ("HOH", "DOD") else {compound: "not a polymer"}
             if chains:  # the operators of ligands alone are not needed
                 for operator in self._expand(expression):
                     key = (operator + 0.0).tobytes()  # -0.0 becomes 0.0
@@ -109,15 +114,6 @@ class AssemblyTable:
                             f"{self.source}: assembly {name} has more than {MOST_CHAINS} chains; correct the file"
                         )
         return PlacedChains(tuple(placed.values()), left_out)
-
-    def _left_out(self, label: str, chain: str, dropped: Mapping[str, str]) -> tuple[str, str] | None:
-        """Return the name of what is left out, and why; None for water."""
-        if chain:
-            return chain, dropped.get(chain, "was dropped")
-        if label not in self.entities:
-            return label, "is not in the file"
-        compound = self.compounds.get(self.entities[label], "a branched molecule")
-        return None if compound in ("HOH", "DOD") else (compound, "not a polymer")
 
     def _expand(self, expression: str) -> list[np.ndarray]:
         """Return the operators that an expression names: "1", "1,3", "(1-60)", "(X0)(1-5,7)".
