@@ -500,7 +500,7 @@ def stockholm_rows(data: bytes, source: str) -> tuple[list[tuple[str, str, bytes
     if rest.strip():
         raise UserError(f"{source}: holds several alignments; write one file for each")
     pieces: dict[tuple[str, int], list[bytes]] = {}
-    described: dict[str, str] = {}
+    described: dict[str, list[str]] = {}
     reference = b""
     seen: Counter[str] = Counter()  # in this block
     for number, line in enumerate(body.split(b"\n"), 1):
@@ -512,14 +512,17 @@ def stockholm_rows(data: bytes, source: str) -> tuple[list[tuple[str, str, bytes
         elif line.startswith(b"#=GS"):
             note = line.decode().split(None, 3)
             if len(note) == 4 and note[2] == "DE":
-                described[note[1]] = f"{described[note[1]]} {note[3]}" if note[1] in described else note[3]
+                lines = described.setdefault(note[1], [])
+                lines += [] if note[3] in lines else [note[3]]  # once, though the name is listed twice
         elif not line.startswith(b"#"):
             if len(words) != 2:
                 raise UserError(f"{source}: line {number} is not a name and a row; make the file again")
             name = words[0].decode()
             pieces.setdefault((name, seen[name]), []).append(words[1])
             seen[name] += 1
-    return [(name, described.get(name, ""), b"".join(parts)) for (name, _), parts in pieces.items()], reference
+    return [
+        (name, " ".join(described.get(name, [])), b"".join(parts)) for (name, _), parts in pieces.items()
+    ], reference
 
 
 def parse_stockholm(data: bytes | str, source: str = "<stockholm>", query: str | None = None) -> Alignment:
