@@ -50,7 +50,9 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
     shown = [entry for entry in entries if entry.get("rank", 1) <= DRAWN_OF_EACH][:DRAWN]
     names = ", ".join(model["file"] for model in summary["models"])
     drawn = f", the {'first' if len(entries) == len(best) else 'best'} {len(shown)} drawn" if shown != entries else ""
-    versions, seeds = summary["versions"], _seeds(summary["settings"])
+    versions, first = summary["versions"], summary["settings"]["seed"]
+    last = first + summary["settings"]["seeds"] - 1
+    seeds = f"seed {first}" if first == last else f"seeds {first} to {last}"
     digests = ", ".join(model["sha256"] for model in summary["models"])
     return ReportPage(
         title=best[0]["name"] if alone else "Predicted structures",
@@ -160,30 +162,17 @@ def _score(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 
-def _seeds(settings: Mapping[str, Any]) -> str:
-    first, last = settings["seed"], settings["seed"] + settings["seeds"] - 1
-    return f"seed {first}" if first == last else f"seeds {first} to {last}"
-
-
 def _template_rows(out: Path, entries: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """Return a row for each template that a protein used, and one for how many it did not use."""
     rows: list[list[str]] = []
     for entry in (entry for entry in entries if "templates" in entry["files"]):
         outcomes = json.loads((out / entry["folder"] / entry["files"]["templates"]).read_text(encoding="utf-8"))
-        rows += [
-            [_label(entry), _on_chains(one), f"{one['residues']}", f"{one['identity']:.0%}", one["note"]]
-            for one in outcomes
-            if one["used"]
-        ]
+        for one in (one for one in outcomes if one["used"]):
+            name = f"{one['name']} on {', '.join(one['chains'])}" if one.get("chains") else one["name"]
+            rows.append([_label(entry), name, f"{one['residues']}", f"{one['identity']:.0%}", one["note"]])
         if unused := entry["templates_unused"]:
             rows.append([_label(entry), f"{unused} not used", "", "", ""])
     return rows
-
-
-def _on_chains(outcome: Mapping[str, Any]) -> str:
-    """Return a template's name and, of a complex, the chains that it is on."""
-    chains = outcome.get("chains")
-    return f"{outcome['name']} on {', '.join(chains)}" if chains else outcome["name"]
 
 
 def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
@@ -218,6 +207,12 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
     if "relaxed" in entry:
         numbers += _relaxed(entry["relaxed"])
     numbers += truth.pop("numbers", ())
+    max_pae = 0.0
+    if "pae" in files:  # the largest value that errors can take is at the file's end: the rest need not be read
+        with (folder / files["pae"]).open("rb") as file:
+            file.seek(-min(100, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            max_pae = float(file.read().decode().rpartition(":")[2].rstrip("}]"))
+    ends = np.cumsum([chain["length"] for chain in entry.get("chains", ())]).tolist()
     return Target(
         name=_label(entry),
         sequence=entry["sequence"],
@@ -225,11 +220,11 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         ca=ca,
         mmcif=(folder / files["mmcif"]).read_text(encoding="utf-8"),
         pae=pae,
-        max_pae=_max_pae(folder / files["pae"]) if "pae" in files else 0.0,
+        max_pae=max_pae,
         has_pdb="pdb" in files,
         numbers=numbers,
         warnings=[record["text"] for record in entry["warnings"]],
-        chains=_chain_spans(entry),
+        chains={one["id"]: slice(end - one["length"], end) for one, end in zip(entry.get("chains", ()), ends)},
         coverage=coverage,
         group=entry["name"] if "ranked" in entry else "",
         note=f"rank {entry['rank']}: {entry['model']}, seed {entry['seed']}" if "ranked" in entry else "",
@@ -239,16 +234,3 @@ def target_of(out: Path, entry: Mapping[str, Any], **truth: Any) -> Target:
         ],
         **truth,
     )
-
-
-def _chain_spans(entry: Mapping[str, Any]) -> dict[str, slice]:
-    """Return where each chain of a complex is; nothing for a single chain."""
-    ends = np.cumsum([chain["length"] for chain in entry.get("chains", ())]).tolist()
-    return {chain["id"]: slice(end - chain["length"], end) for chain, end in zip(entry.get("chains", ()), ends)}
-
-
-def _max_pae(path: Path) -> float:
-    """Return the largest value that errors in a PAE file can take: at its end, so that the rest need not be read."""
-    with path.open("rb") as file:
-        file.seek(-min(100, path.stat().st_size), os.SEEK_END)
-        return float(file.read().decode().rpartition(":")[2].rstrip("}]"))

@@ -226,10 +226,18 @@ def inspect_params(source: Path, check: bool = False, target: Path | None = None
     if target is not None:
         notes += _write(model, sample, target)
     state = model.state_dict()
+    problems: list[str] = []  # that they are all there, and of the right shape, loading has seen
+    if bad := [name for name, tensor in state.items() if check and not bool(torch.isfinite(tensor).all())]:
+        problems.append(f"not finite: {listed(bad)}")
+    if check and all(bool((tensor == 0).all()) for tensor in state.values()):
+        problems.append("all parameters are zero")
+    kind = "AlphaFold2, single chains"
+    if model.config.multimer is not None:
+        kind = f"AlphaFold-Multimer {'3' if model.config.evoformer.pair.fused else '1 or 2'}"
     return ParamsFile(
         path=source,
         format={".npz": "DeepMind", ".safetensors": "WarpFold"}.get(source.suffix, "OpenFold"),
-        model=_kind(model.config),
+        model=kind + (", with templates" if model.config.templates.enabled else ", without templates"),
         parameters=sum(tensor.numel() for tensor in state.values()),
         tensors=len(state),
         sha256=digest,
@@ -237,26 +245,9 @@ def inspect_params(source: Path, check: bool = False, target: Path | None = None
         sample=sample,
         heads=tuple(head for head in HEADS if getattr(model, head) is not None),
         notes=tuple(notes),
-        problems=tuple(_problems(model)) if check else None,
+        problems=tuple(problems) if check else None,
         written=target,
     )
-
-
-def _kind(config: ModelConfig) -> str:
-    """Return which kind of model this is."""
-    kind = "AlphaFold2, single chains"
-    if config.multimer is not None:
-        kind = f"AlphaFold-Multimer {'3' if config.evoformer.pair.fused else '1 or 2'}"
-    return kind + (", with templates" if config.templates.enabled else ", without templates")
-
-
-def _problems(model: AlphaFold) -> Iterator[str]:
-    """Yield what is wrong with parameters; that they are all there, and of the right shape, loading has seen."""
-    bad = [name for name, tensor in model.state_dict().items() if not bool(torch.isfinite(tensor).all())]
-    if bad:
-        yield f"not finite: {listed(bad)}"
-    if all(bool((tensor == 0).all()) for tensor in model.state_dict().values()):
-        yield "all parameters are zero"
 
 
 def _write(model: AlphaFold, sample: dict[str, Any], target: Path) -> list[str]:

@@ -15,7 +15,7 @@ from warpfold.arguments import Memory, PathLike, Seed
 from warpfold.batch import stack, to_tensors
 from warpfold.cost.machine import parse_memory
 from warpfold.data.example.query_files import Complex
-from warpfold.data.example.raw_example import Assembly, Example, RawExample
+from warpfold.data.example.raw_example import Assembly, RawExample
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.device import device_of, slow_precision
@@ -315,7 +315,13 @@ class Predictor:
             raise UserError(f"recycles = {recycles}, ensemble = {ensemble}: at least 0 and 1 are needed")
         if len(assembly.chains) > 1:
             self._check_complex(assembly.name)
-        assembly = replace(assembly, chains=tuple(map(_without_atoms, assembly.chains)))
+        assembly = replace(  # coordinates that they have are ignored
+            assembly,
+            chains=tuple(
+                replace(chain, positions=None, mask=None) if isinstance(chain, RawExample) else chain
+                for chain in assembly.chains
+            ),
+        )
         recycles = self.recycling.at_most(recycles, assembly.length)
         given = assembly.chains[0] if settings.multimer is None else assembly
         features = make_features(given, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
@@ -439,11 +445,6 @@ def with_warnings(query: Query, prediction: Prediction) -> Prediction:
         log.warning("%s: %s", query.name, warning["text"])
     details = {**prediction.details, **({"warnings": warnings} if warnings else {})}
     return replace(prediction, templates=[asdict(outcome) for outcome in query.outcomes], details=details)
-
-
-def _without_atoms(chain: Example) -> Example:
-    """Return a chain without its coordinates, where they are in memory."""
-    return replace(chain, positions=None, mask=None) if isinstance(chain, RawExample) else chain
 
 
 @arguments.checked(strict='kernels="strict"')

@@ -1,7 +1,6 @@
 """Make a prediction of a model's last pass: structure, confidence, what else is asked for; some rows of z at a time."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +62,11 @@ class ReadOut:
                 logits["distogram"] = distances.pop("logits")
                 if model.pae is not None:
                     logits["pae"] = self._pae_logits(model.pae, r.pair, length)
-        pairs = None if errors is None else errors.chain_pair_iptm
+        pairs, pair = None if errors is None else errors.chain_pair_iptm, r.pair
+        if asked.representations and isinstance(r.pair, HostTensor):  # which no operation can take whole
+            pair = torch.empty(r.pair.shape, dtype=r.pair.dtype)
+            for rows in model.execution.rows(r.pair.shape[-3]):
+                pair[rows] = model.execution.fetch(r.pair, rows).to("cpu")
         return Prediction(
             name=assembly.name,
             sequence="".join(chain.sequence for chain in assembly.chains),
@@ -74,7 +77,7 @@ class ReadOut:
             max_pae=None if errors is None else errors.max_pae,
             ptm=None if errors is None else errors.ptm,
             single=_numpy(r.single) if asked.representations else None,
-            pair=self._whole(self._in_main_memory(r.pair), -3, length) if asked.representations else None,
+            pair=self._whole(pair, -3, length) if asked.representations else None,
             msa=self._whole(r.msa, -2, length) if asked.representations else None,
             chain_ids=assembly.ids,
             asym_id=None if asym_id is None else asym_id.cpu().numpy().astype(np.int32),
@@ -106,15 +109,6 @@ class ReadOut:
         found = self.team.gather_shards(x, axis, length, dtype)
         return None if found is None else found.numpy()
 
-    def _in_main_memory(self, z: Tensor) -> Tensor:
-        """Return z as an ordinary tensor where no operation can take it whole."""
-        if not isinstance(z, HostTensor):
-            return z
-        found = torch.empty(z.shape, dtype=z.dtype)
-        for rows in self.model.execution.rows(z.shape[-3]):
-            found[rows] = self.model.execution.fetch(z, rows).to("cpu")
-        return found
-
     def _distances(self, z: Tensor, length: int, asked: Asked) -> dict[str, Any]:
         """Return what is asked for of the distogram: its logits, probabilities, those of contacts, and the bins' edges.
 
@@ -144,12 +138,9 @@ class ReadOut:
         """Return the logits of the aligned error, in a temporary file."""
         shape = (*z.shape[:-1], self.model.config.heads.pae_bins)
         found = _in_file(shape, torch.float32, "logits")
-        for rows in self._rows(z):
+        for rows in alike(self.model.execution.rows(z.shape[-3])):
             found[rows] = head(self.model.execution.fetch(z, rows)).to("cpu")
         return self._gathered(found, length, "logits")
-
-    def _rows(self, z: Tensor) -> Iterator[slice]:
-        yield from alike(self.model.execution.rows(z.shape[-3]))
 
     def _gathered(self, x: Tensor, length: int, asked_by: str) -> np.ndarray | None:
         """Collect what lies in files: rows of residues by residues by bins; None on ranks other than 0."""
@@ -168,45 +159,35 @@ def _numpy(tensor: Tensor) -> np.ndarray:
     return tensor.detach().float().cpu().numpy()
 
 
-def depths_of(prepared: Prepared) -> dict[str, Any]:
-    """Return how many alignment rows the model sees: in all; of a complex, with residues of each chain, and pairs.
+def details_of(prepared: Prepared, recycles: int, seconds: float, sample: SampleConfig | None) -> dict[str, Any]:
+    """Return what the summary says of how an example was folded, in so many seconds.
 
-    And how many were given (`msa_given`), and a warning about chains that none of those given reached.
+    So how many alignment rows the model saw (`msa_depth`) of those that were given (`msa_given`); of a complex, the
+    pairs, and rows with residues of each chain; and a warning about chains that none of those given reached.
+    sample: how templates are chosen; None for a model that takes none.
     """
     assembly, rows = prepared.assembly, seen_rows(prepared.batch)
     there = entities_of(rows, assembly)
     depths = dict(zip(assembly.ids, there.sum(0)[assembly.entity_id - 1].tolist()))
-    given = {chain.sequence: chain.depth for chain in assembly.chains}
-    found: dict[str, Any] = {"msa_depth": len(rows), "msa_given": sum(given.values())}
+    different = {chain.sequence: chain for chain in assembly.chains}.values()  # copies once
+    several: dict[str, Any] = {}
     if len(assembly.chains) > 1:
-        found |= {"chain_depths": depths, "paired_rows": int((there.sum(1) > 1).sum() - (there.shape[1] > 1))}
-    lost = [id for id, chain in zip(assembly.ids, assembly.chains) if depths[id] < 2 <= chain.depth]
-    if lost:
+        several = {"chain_depths": depths, "paired_rows": int((there.sum(1) > 1).sum() - (there.shape[1] > 1))}
+    if lost := [id for id, chain in zip(assembly.ids, assembly.chains) if depths[id] < 2 <= chain.depth]:
         of = f" for {listed(lost)}" if len(assembly.chains) > 1 else ""
-        found["warnings"] = [Notice("rows_lost", {"of": of}).record()]
-    return found
-
-
-def details_of(prepared: Prepared, recycles: int, seconds: float, sample: SampleConfig | None) -> dict[str, Any]:
-    """Return what the summary says of how an example was folded, in so many seconds.
-
-    sample: how templates are chosen; None for a model that takes none.
-    """
+        several["warnings"] = [Notice("rows_lost", {"of": of}).record()]
+    templates: list[str] = []
+    for chain in different if sample is not None else ():
+        if isinstance(chain, RawExample) and chain.templates is not None:
+            chosen = choose_templates(len(chain.templates), sample.max_templates, None)
+            templates += chain.templates.choose(chosen).names
     return {
         "seed": prepared.seed,
         "recycles": recycles,
         "ensemble": prepared.ensemble,
-        **depths_of(prepared),
-        "templates": [] if sample is None else _used_templates(prepared.assembly, sample),
+        "msa_depth": len(rows),
+        "msa_given": sum(chain.depth for chain in different),
+        **several,
+        "templates": templates,
         "seconds": {"features": round(prepared.seconds, 3), "model": round(seconds, 3)},
     }
-
-
-def _used_templates(assembly: Assembly, sample: SampleConfig) -> list[str]:
-    """Return the names of the templates that a model sees, chain by chain, copies once."""
-    used: list[str] = []
-    for chain in {chain.sequence: chain for chain in assembly.chains}.values():
-        if isinstance(chain, RawExample) and chain.templates is not None:
-            chosen = choose_templates(len(chain.templates), sample.max_templates, None)
-            used += chain.templates.choose(chosen).names
-    return used

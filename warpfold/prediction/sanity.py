@@ -43,25 +43,16 @@ def check_geometry(positions: np.ndarray, mask: np.ndarray, asym_id: np.ndarray 
         raise FloatingPointError("the predicted positions are not finite")
     chain = np.zeros(len(mask), np.int64) if asym_id is None else asym_id
     bonded = chain[1:] == chain[:-1]  # [N - 1], each residue to the next
-    return Geometry(
-        chain_breaks=_chain_breaks(positions, present, bonded),
-        clashes=len(find_clashes(positions, present, bonded)),
-        mirrored=_mirrored(positions, present),
-    )
-
-
-def _chain_breaks(positions: np.ndarray, present: np.ndarray, bonded: np.ndarray) -> int:
     step = np.linalg.norm(positions[1:, CA] - positions[:-1, CA], axis=-1)
-    outside = (step < CA_CA_RANGE[0]) | (step > CA_CA_RANGE[1])
-    return int((outside & bonded & present[1:, CA] & present[:-1, CA]).sum())
-
-
-def _mirrored(positions: np.ndarray, present: np.ndarray) -> int:
-    """Count D residues: from Cα, the triple product of N, C and Cβ is about +2.6 cubic angstrom for L residues."""
+    broken = (step < CA_CA_RANGE[0]) | (step > CA_CA_RANGE[1])
+    # From Cα, the triple product of N, C and Cβ is about +2.6 cubic angstrom for L residues.
     n, ca, c, cb = (positions[:, atom] for atom in (N, CA, C, CB))
     volume = np.einsum("id,id->i", np.cross(n - ca, c - ca), cb - ca)
-    whole = present[:, [N, CA, C, CB]].all(1)
-    return int((whole & (volume < 0)).sum())
+    return Geometry(
+        chain_breaks=int((broken & bonded & present[1:, CA] & present[:-1, CA]).sum()),
+        clashes=len(find_clashes(positions, present, bonded)),
+        mirrored=int((present[:, [N, CA, C, CB]].all(1) & (volume < 0)).sum()),
+    )
 
 
 def find_clashes(positions: np.ndarray, mask: np.ndarray, bonded: np.ndarray) -> np.ndarray:

@@ -4,11 +4,9 @@ Nothing is asked of a run but the files in its folder, so one on another machine
 """
 
 import json
-import os
 import time
 import tomllib
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from statistics import fmean
@@ -47,7 +45,7 @@ Points = list[tuple[float, float]]
 
 
 class RunLog:
-    """What a run has logged so far; `read` takes what is new.
+    """What a run has logged so far; `read` looks again.
 
     Errors: UserError for a folder that is none, or not a run's.
     """
@@ -61,68 +59,34 @@ class RunLog:
             cure = f"; did you mean {inner}?" if (inner / "settings.toml").is_file() else "; give one that has"
             raise UserError(f"{path}: not the folder of a training run, which has a metrics.jsonl{cure}")
         self.name = self.path.resolve().name
-        self._forget(None)
+        self.settings: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []  # of steps
+        self.validations: list[dict[str, Any]] = []  # of its log and of `warpfold evaluate`, in the order of steps
+        self.odd = 0  # lines that are no rows of a log, and are left out
         self.read()
 
-    def _forget(self, file: int | None) -> None:
-        self._file, self._offset = file, 0  # the file's number in the system: a run that continues replaces it
-        self.settings: dict[str, Any] = {}  # it may continue to another step
-        self.rows: list[dict[str, Any]] = []  # of steps
-        self._own: list[dict[str, Any]] = []  # validations of its log
-        self.validations: list[dict[str, Any]] = []  # and of `warpfold evaluate`, in the order of steps
-        self.odd = 0  # lines that are no rows of a log, and are left out
-
     def read(self) -> None:
-        """Take what is new; where the run was continued from a checkpoint before, all of it again."""
+        """Read the log, and the settings, with which a run may have been continued to another step."""
         path, given = self.path / "metrics.jsonl", self.path / "settings.toml"
         try:
-            data = b""
-            if path.is_file():
-                with open(path, "rb") as file:
-                    known = os.fstat(file.fileno())
-                    if known.st_ino != self._file or known.st_size < self._offset:
-                        self._forget(known.st_ino)
-                    file.seek(self._offset)
-                    data = file.read()
-            if not self.settings and given.is_file():
-                self.settings = tomllib.loads(given.read_text(encoding="utf-8"))
-                if (
-                    not isinstance(train := self.settings.get("train", {}), dict)
-                    or type(train.get("steps", 0)) is not int
-                ):
-                    raise ValueError("train.steps is no whole number")
+            self.settings = tomllib.loads(given.read_text(encoding="utf-8")) if given.is_file() else {}
+            train = self.settings.get("train", {})
+            if not isinstance(train, dict) or type(train.get("steps", 0)) is not int:
+                raise ValueError("train.steps is no whole number")
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read ({error.strerror}); check its permissions") from error
         except ValueError as error:
             raise UserError(f"{given}: is damaged ({error}); restore it") from error
-        whole = data[: data.rfind(b"\n") + 1]  # the last line may be half there
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                row = None
-            if not is_row(row):
-                self.odd += 1
-            elif row["kind"] == "step":
-                self.rows.append(row)
-            elif row["kind"] == "validation":
-                self._own.append(row)
+        logged, odd = _rows(path)
+        evaluated, _ = _rows(self.path / "evaluations.jsonl")
+        self.rows = [row for row in logged if row["kind"] == "step"]
         # At one step a validation of some examples stands beside one of all.
-        every = {(row["step"], "of" in row): row for row in [*self._own, *self._evaluations()]}
+        validations = [row for row in (*logged, *evaluated) if row["kind"] == "validation"]
+        every = {(row["step"], "of" in row): row for row in validations}
         self.validations = [row for _, row in sorted(every.items())]
-        if self.odd and not self.rows and not self.validations:
-            raise UserError(f"{path}: line {line[:40]!r} is not of a run's log; give another folder")
-
-    def _evaluations(self) -> list[dict[str, Any]]:
-        """Return the rows that `warpfold evaluate` has written, as far as they are whole."""
-        path = self.path / "evaluations.jsonl"
-        rows: list[dict[str, Any]] = []
-        with suppress(OSError, UnicodeDecodeError):
-            for line in path.read_text(encoding="utf-8").splitlines():
-                with suppress(ValueError, RecursionError):
-                    rows.append(json.loads(line))
-        return [row for row in rows if is_row(row) and row["kind"] == "validation"]
+        self.odd = len(odd)
+        if odd and not self.rows and not self.validations:
+            raise UserError(f"{path}: line {odd[-1][:40]!r} is not of a run's log; give another folder")
 
     @property
     def step(self) -> int:
@@ -193,6 +157,28 @@ def is_row(row: Any) -> bool:
     numbers = all(is_number(row.get(name)) for name in (*needed, *(name for name in ("time", "of") if name in row)))
     kinds = isinstance(row.get("terms", {}), dict) and isinstance(row.get("examples", []), list | dict)
     return isinstance(row.get("kind"), str) and numbers and kinds and ("of" not in row or "examples" in row)
+
+
+def _rows(path: Path) -> tuple[list[dict[str, Any]], list[bytes]]:
+    """Return the rows of a log, and the lines that are none; the last line may be half there."""
+    if not path.is_file():
+        return [], []
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check its permissions") from error
+    rows: list[dict[str, Any]] = []
+    odd: list[bytes] = []
+    for line in data[: data.rfind(b"\n") + 1].splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if is_row(row):
+            rows.append(row)
+        else:
+            odd.append(line)
+    return rows, odd
 
 
 def open_runs(paths: Sequence[Path]) -> list[RunLog]:

@@ -7,7 +7,7 @@ chain on another and by growing along the interfaces.  What DockQ leaves open, t
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -117,17 +117,12 @@ def map_chains(docking: Docking, similar: Mapping[Pair, Array]) -> dict[str, str
 
     def worth(mapped: Mapped) -> float:
         near = sum(terms[p, r] for r, p in mapped.items()) / sum(len(b.sequence) for b in docking.reference.values())
-        return _sum_of_dockq(docking, mapped) + 1e-6 * near
+        pairs = ((pair, (mapped[pair[0]], mapped[pair[1]])) for pair in docking.native if {*pair} <= mapped.keys())
+        return sum(docking.measure(*both).dockq for both in pairs) + 1e-6 * near
 
     best = max(itertools.chain([superposed[0].mapped], attempts), key=worth)
     found = {p: r for r, p in best.items()}
     return {p: found[p] for p in docking.predicted if p in found}
-
-
-def _sum_of_dockq(docking: Docking, mapped: Mapped) -> float:
-    return sum(
-        docking.measure((a, b), (mapped[a], mapped[b])).dockq for a, b in docking.native if a in mapped and b in mapped
-    )
 
 
 def _every_mapping(options: Mapping[str, list[str]]) -> Iterable[Mapped] | None:
@@ -142,15 +137,13 @@ def _every_mapping(options: Mapping[str, list[str]]) -> Iterable[Mapped] | None:
         return None
     if math.prod(math.perm(max(len(ps), len(rs)), min(len(ps), len(rs))) for ps, rs in groups.items()) > EXHAUSTIVE:
         return None
-    each = ([dict(pairs) for pairs in _injections(rs, ps)] for ps, rs in groups.items())
+    each = (  # the ways to give each of the fewer names one of the more
+        [dict(zip(rs, chosen)) for chosen in itertools.permutations(ps, len(rs))]
+        if len(rs) <= len(ps)
+        else [dict(zip(chosen, ps)) for chosen in itertools.permutations(rs, len(ps))]
+        for ps, rs in groups.items()
+    )
     return ({r: p for part in parts for r, p in part.items()} for parts in itertools.product(*each))
-
-
-def _injections(rs: list[str], ps: tuple[str, ...]) -> Iterator[Iterable[Pair]]:
-    """Yield the ways to give each of the fewer names one of the more, as pairs (r, p)."""
-    if len(rs) <= len(ps):
-        return (zip(rs, chosen) for chosen in itertools.permutations(ps, len(rs)))
-    return (zip(chosen, ps) for chosen in itertools.permutations(rs, len(ps)))
 
 
 @dataclass(frozen=True)
@@ -199,13 +192,11 @@ def _nearest(mapped: Mapped, terms: Mapping[Pair, float]) -> Mapped:
 
 def _starts(docking: Docking, similar: Mapping[Pair, Array]) -> list[Pair]:
     """Return the pairs to grow from: those of the chain with most neighbours, on either side."""
-    hubs = [_hub(names, touching) for names, touching in zip(zip(*similar), (docking.touching, docking.native))]
+    hubs = [
+        max(dict.fromkeys(names), key=lambda name: sum(name in pair for pair in touching))
+        for names, touching in zip(zip(*similar), (docking.touching, docking.native))
+    ]
     return [(p, r) for p, r in similar if p == hubs[0] or r == hubs[1]]
-
-
-def _hub(names: Iterable[str], touching: Iterable[Pair]) -> str:
-    touching = list(touching)
-    return max(dict.fromkeys(names), key=lambda name: sum(name in pair for pair in touching))
 
 
 def _grow(docking: Docking, options: Mapping[str, list[str]], superposed: list[_Superposed], start: Pair) -> Mapped:
@@ -229,13 +220,13 @@ def _grow(docking: Docking, options: Mapping[str, list[str]], superposed: list[_
         free = [p for p in options[r] if p not in mapped.values()]
         free = [p for p in free if any((p, n) in docking.touching or (n, p) in docking.touching for n in neighbours)]
         if free:
-            mapped[r] = max(free, key=lambda p: _gain(docking, mapped, r, p))
+            # What mapping r to a chain would add to the sum of DockQ.
+            gains = {p: 0.0 for p in free}
+            for p in free:
+                stands = {**mapped, r: p}
+                for a, b in docking.native:
+                    if r in (a, b) and a in stands and b in stands:
+                        gains[p] += docking.measure((a, b), (stands[a], stands[b])).dockq
+            mapped[r] = max(free, key=lambda p: gains[p])
         else:
             passed.add(r)
-
-
-def _gain(docking: Docking, mapped: Mapped, r: str, p: str) -> float:
-    """Return what mapping r to p would add to the sum of DockQ."""
-    with_r = {**mapped, r: p}
-    touched = (pair for pair in docking.native if r in pair and all(x in with_r for x in pair))
-    return sum(docking.measure((a, b), (with_r[a], with_r[b])).dockq for a, b in touched)

@@ -76,11 +76,6 @@ class Docked:
     lrmsd: float
 
 
-def dockq_of(fnat: float, irmsd: float, lrmsd: float) -> float:
-    """Return DockQ of its three parts (Basu & Wallner 2016, eq. 1 and 2)."""
-    return (fnat + 1 / (1 + (irmsd / IRMSD_HALF) ** 2) + 1 / (1 + (lrmsd / LRMSD_HALF) ** 2)) / 3
-
-
 class Docking:
     """Measures interfaces for any mapping of the chains, and remembers what it has measured.
 
@@ -99,14 +94,6 @@ class Docking:
         self._backbones: dict[Pair, tuple[Array, Array, Array]] = {}
         self._superposed: dict[Pair, tuple[Array, Array]] = {}
         self._measured: dict[tuple[Pair, Pair], Docked] = {}
-
-    def predicted_contacts(self, a: str, b: str) -> Array:
-        """Return the contacts [K, 2] of two predicted chains, residues of `a` first."""
-        if (a, b) in self.touching:
-            return self.touching[a, b].within(CONTACT)
-        if (b, a) in self.touching:
-            return self.touching[b, a].within(CONTACT)[:, ::-1]
-        return np.zeros((0, 2), np.int64)
 
     def receptor(self, interface: Pair) -> str:
         """Return the chain that LRMSD superposes: the one with more residues seen, of equal ones the second."""
@@ -129,15 +116,20 @@ class Docking:
         width = len(self.predicted[chains[1]].sequence)
         i, j = place_one[native[:, 0]], place_other[native[:, 1]]
         wanted = np.where((i < 0) | (j < 0), -1, i * width + j)
-        theirs = self.predicted_contacts(*chains)
+        a, b = chains
+        nobody = ResiduePairs(np.zeros((0, 2), np.int64), np.zeros(0))
+        theirs = self.touching.get((a, b), nobody).within(CONTACT)
+        if (b, a) in self.touching:
+            theirs = self.touching[b, a].within(CONTACT)[:, ::-1]
         theirs = theirs[np.isin(theirs[:, 0], place_one) & np.isin(theirs[:, 1], place_other)]
         shared = int(np.isin(wanted, theirs[:, 0] * width + theirs[:, 1]).sum())
         fnat = shared / len(native)
         around = near.indices[(place_one[near.indices[:, 0]] >= 0) & (place_other[near.indices[:, 1]] >= 0)]
         irmsd = self._interface_rmsd(one, other, around)
         lrmsd = self._ligand_rmsd(one, other) if self.receptor(interface) == one[1] else self._ligand_rmsd(other, one)
+        near_native = 1 / (1 + (irmsd / IRMSD_HALF) ** 2), 1 / (1 + (lrmsd / LRMSD_HALF) ** 2)
         return Docked(
-            dockq=dockq_of(fnat, irmsd, lrmsd),
+            dockq=(fnat + sum(near_native)) / 3,  # Basu & Wallner 2016, eq. 1 and 2
             fnat=fnat,
             fnonnat=1 - shared / len(theirs) if len(theirs) else 0.0,
             irmsd=irmsd,
@@ -175,7 +167,8 @@ class Docking:
             chosen = np.isin(residue, residues)
             mobile.append(predicted[chosen])
             target.append(truth[chosen])
-        return _or_infinite(metrics.rmsd(np.concatenate(mobile), np.concatenate(target)))
+        found = metrics.rmsd(np.concatenate(mobile), np.concatenate(target))
+        return float("inf") if np.isnan(found) else found
 
     def _ligand_rmsd(self, receptor: Pair, ligand: Pair) -> float:
         """Return the RMSD of the ligand's backbone after superposition on the receptor's."""
@@ -187,7 +180,3 @@ class Docking:
             return float("inf")
         error = predicted.astype(np.float64) @ rotation.T + translation - truth
         return float(np.sqrt(np.mean(np.sum(error**2, -1))))
-
-
-def _or_infinite(value: float) -> float:
-    return float("inf") if np.isnan(value) else value

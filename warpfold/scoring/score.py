@@ -202,14 +202,9 @@ def _paired(a: Chain, b: Chain, pairs: Array) -> _Sides:
     return _Sides(arrays, count_equal(a, b, pairs))
 
 
-def _swap37() -> np.ndarray:
-    """Return int64 [21, 37]: the twin of each atom of a symmetric side chain, itself for others; the last row is X."""
-    swap = np.tile(np.arange(len(ATOM_ORDER)), (21, 1))
-    for restype, names in enumerate(ATOM14_NAMES):
-        for slot, name in enumerate(names):
-            if name:
-                swap[restype, ATOM_ORDER[name]] = ATOM_ORDER[names[ATOM14_SWAP[restype, slot]]]
-    return swap
-
-
-_SWAP37 = _swap37()
+# int64 [21, 37]: the twin of each atom of a symmetric side chain, itself for others; the last row is X.
+_SWAP37 = np.tile(np.arange(len(ATOM_ORDER)), (21, 1))
+for _restype, _names in enumerate(ATOM14_NAMES):
+    for _slot, _name in enumerate(_names):
+        if _name:
+            _SWAP37[_restype, ATOM_ORDER[_name]] = ATOM_ORDER[_names[ATOM14_SWAP[_restype, _slot]]]

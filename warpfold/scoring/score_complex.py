@@ -11,10 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.data.structure.chain import Chain
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.scoring import metrics
-from warpfold.scoring.chain_mapping import map_chains, named_chains, similar_chains
 from warpfold.scoring.dockq import CONTACT, Array, Chains, Docking, Pair, ResiduePairs, residue_pairs
 
 CA, CB = ATOM_ORDER["CA"], ATOM_ORDER["CB"]
@@ -95,20 +93,6 @@ class ComplexScore:
 HEADS = ("interface", "predicted", "contacts", "DockQ", "fnat", "iRMSD", "LRMSD", "ilDDT")
 
 
-def dockq(predicted: Chains, reference: Chains, chains: Mapping[str, str] | None = None) -> float:
-    """Return the mean DockQ over the reference's interfaces, 0 to 1; 0 for those that the prediction lacks.
-
-    predicted, reference: chains by name, as in `Structure.chains`; names and order need not agree.  chains: predicted
-    -> reference names; default: the best mapping.  NaN if no two chains of the reference touch.
-    Errors: UserError if no chain of one is like a chain of the other.
-    """
-    similar = named_chains(predicted, reference, chains) if chains else similar_chains(predicted, reference)
-    docking = Docking(predicted, reference, similar)
-    found = _predicted_pairs(docking, chains or map_chains(docking, similar))
-    scores = [docking.measure(pair, found[pair]).dockq if pair in found else 0.0 for pair in docking.native]
-    return float(np.mean(scores)) if scores else float("nan")
-
-
 def compare_interfaces(
     docking: Docking, similar: Mapping[Pair, Array], mapping: Mapping[str, str], ilddt: Mapping[Pair, Array]
 ) -> ComplexScore:
@@ -165,16 +149,15 @@ def _predicted_pairs(docking: Docking, mapping: Mapping[str, str]) -> dict[Pair,
 
 
 def _interface(docking: Docking, pair: Pair, predicted: Pair | None, ilddt: Mapping[Pair, Array]) -> InterfaceScore:
-    docked = docking.measure(pair, predicted) if predicted else None
+    scores: dict[str, Any] = {"dockq": 0.0, "fnat": 0.0, "fnonnat": None, "irmsd": None, "lrmsd": None}
+    if predicted:
+        measured = asdict(docking.measure(pair, predicted))
+        scores = {name: value if np.isfinite(value) else None for name, value in measured.items()}
     return InterfaceScore(
         chains=pair,
         predicted=predicted,
         contacts=len(docking.native[pair].within(CONTACT)),
-        dockq=docked.dockq if docked else 0.0,
-        fnat=docked.fnat if docked else 0.0,
-        fnonnat=docked.fnonnat if docked else None,
-        irmsd=_finite(docked.irmsd) if docked else None,
-        lrmsd=_finite(docked.lrmsd) if docked else None,
+        **scores,
         receptor=docking.receptor(pair),
         ilddt=_ratio(*ilddt[pair]) if pair in ilddt else None,
     )
@@ -217,19 +200,16 @@ class _Residues:
 
 def _beta_contacts(chains: Chains) -> dict[Pair, ResiduePairs]:
     """Return the residues of each two chains whose Cb (Ca of glycine) are nearer than 12 Å."""
-    atoms = {name: _beta(chain) for name, chain in chains.items()}
+    atoms = {}
+    for name, chain in chains.items():
+        atoms[name] = np.zeros(chain.mask.shape, bool)
+        atoms[name][:, CB] = chain.mask[:, CB] > 0
+        glycine = np.array([letter == "G" for letter in chain.sequence], bool)
+        atoms[name][:, CA] = (chain.mask[:, CA] > 0) & glycine
     return {
         (a, b): residue_pairs(chains[a], chains[b], atoms[a], atoms[b], QS_RADIUS)
         for a, b in itertools.combinations(chains, 2)
     }
-
-
-def _beta(chain: Chain) -> Array:
-    chosen = np.zeros(chain.mask.shape, bool)
-    chosen[:, CB] = chain.mask[:, CB] > 0
-    glycine = np.array([letter == "G" for letter in chain.sequence], bool)
-    chosen[:, CA] = (chain.mask[:, CA] > 0) & glycine
-    return chosen
 
 
 def _qs_score(numbers: _Residues) -> tuple[float | None, float | None]:
@@ -281,10 +261,6 @@ def _mean(values: Iterable[float]) -> float | None:
 
 def _ratio(part: float, whole: float) -> float | None:
     return float(part / whole) if whole else None
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None
 
 
 def _shown(value: float | None) -> str:
