@@ -217,19 +217,7 @@ def test_one_protein_of_many_that_is_too_long_is_its_own_failure(
 def test_plan_says_what_a_query_needs(
     params: Path, fasta: Path, tmp_path: Path, formulas: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [
-        "plan",
-        str(fasta),
-        "--params",
-        str(params),
-        "--memory",
-        "6MB",
-        "--device",
-        "H100",
-        "--devices",
-        "2",
-        "--json",
-    ]
+    command = f"plan {fasta} --params {params} --memory 6MB --device H100 --devices 2 --json".split()
     with pytest.raises(SystemExit) as end:
         main(command)
     found = json.loads(capsys.readouterr().out)

@@ -31,14 +31,20 @@ def query(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("recycling", "passes"),
-    [({"max_recycles": "17:1"}, 1), ({"max_recycles": (18, 1)}, 3), ({"recycle_tolerance": 1e6}, 1)],
+    [
+        ({"max_recycles": "17:1"}, 1),
+        ({"max_recycles": (18, 1)}, 3),
+        ({"recycle_tolerance": 1e6}, 1),
+        ({"dropout": True, "batch": 4}, 3),
+    ],
 )
-def test_recycling_ends_by_length_or_tolerance(
+def test_recycling_ends_by_length_or_tolerance_and_is_part_of_a_run_as_dropout_is(
     recycling: dict[str, Any], passes: int, query: Path, tiny_params: Path, tmp_path: Path
 ) -> None:
     options = PredictOptions(recycles=3, **recycling)
     summary = predict(query, [], tiny_params, tmp_path / "out", options)
     assert summary["predictions"][0]["recycles"] == passes
+    assert recycling.keys() - {"batch"} <= summary["settings"].keys()
     with pytest.raises(UserError, match="output of another run"):  # it changes the result
         predict(query, [], tiny_params, tmp_path / "out", PredictOptions(recycles=3))
 
@@ -87,14 +93,6 @@ def test_dropout_is_drawn_by_the_seed_and_alike_under_every_plan() -> None:
     for axial, branch in ((3, 1), (2, 2)):
         for found in run_ranks(on_a_rank, axial * branch, axial, branch):
             np.testing.assert_allclose(found, drawn, atol=2e-3, err_msg=f"{axial} x {branch}")
-
-
-def test_dropout_is_part_of_a_run(query: Path, tiny_params: Path, tmp_path: Path) -> None:
-    summary = predict(query, [], tiny_params, tmp_path / "out", PredictOptions(dropout=True, batch=4))
-    assert summary["settings"]["dropout"]
-    assert summary["predictions"][0]["dropout"]
-    with pytest.raises(UserError, match="output of another run"):
-        predict(query, [], tiny_params, tmp_path / "out", PredictOptions())
 
 
 def test_recycles_are_saved(query: Path, tiny_params: Path, tmp_path: Path) -> None:

@@ -63,15 +63,6 @@ def test_nothing_to_bond_is_refused(protein: Chain) -> None:
         relax.join_chains([dataclasses.replace(protein, mask=ca_only)])
 
 
-def test_chains_come_back_as_they_went_in(protein: Chain) -> None:
-    chains = [protein, with_id(protein, "BB", (40, 0, 0))]
-    back = relax.split_chains(chains, relax.join_chains(chains))
-    assert [chain.id for chain in back] == ["A", "BB"]
-    for before, after in zip(chains, back):
-        np.testing.assert_array_equal(before.positions, after.positions)
-        np.testing.assert_array_equal(before.mask, after.mask)
-
-
 def test_missing_atoms_are_built_where_ideal_geometry_has_them(protein: Chain) -> None:
     backbone = np.zeros_like(protein.mask)
     backbone[:, [N, CA, C]] = 1
@@ -190,9 +181,6 @@ def test_without_openmm_one_line_says_how_to_get_it(tmp_path: Path, monkeypatch:
     structures = run_folder(tmp_path)
     with pytest.raises(UserError, match=r'pip install "warpfold\[relax\]"'):
         relax_files.relax_paths(structures)
-
-
-def test_two_files_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relax_files, "require_openmm", lambda: None)
     with pytest.raises(UserError, match="for two of the files"):
         relax_files.relax_paths([tmp_path / "a.cif", tmp_path / "a.pdb"])

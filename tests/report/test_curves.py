@@ -9,7 +9,7 @@ import pytest
 
 from warpfold.engine.checkpoint import RunFolder
 from warpfold.errors import UserError
-from warpfold.report.curves import RunLog, as_text, means, open_runs, page, write_page
+from warpfold.report.curves import RunLog, as_text, open_runs, page, write_page
 from warpfold.report.report import render
 
 BEGAN = 1_700_000_000.0
@@ -75,6 +75,7 @@ def test_a_run_that_was_continued_is_read_again(run: Path) -> None:
     log.read()
     assert (log.step, log.steps, len(log.validations), log.is_finished) == (9, 9, 1, True)
     assert log.state() == "finished"
+    assert page([log], 5).reload is None
 
 
 def test_a_part_of_a_validation_is_no_point_of_the_curve(run: Path) -> None:
@@ -144,10 +145,6 @@ def test_any_bytes_in_a_log_are_drawn_or_one_line(tmp_path: Path) -> None:
     assert drawn > len(cases) - 10
 
 
-def test_means_are_of_equal_bins() -> None:
-    assert means([(0, 1.0), (1, 3.0), (9, 5.0), (10, 7.0)], 2, 0.0, 10.0) == [(0.5, 2.0), (9.5, 6.0)]
-
-
 def test_what_is_no_run_is_said_in_a_line(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     wrong = {
@@ -181,11 +178,6 @@ def test_a_page_is_whole_offline_and_escaped(tmp_path: Path) -> None:
     assert text.count("<figure>") == 8  # six of steps, held out, a loss term
     assert "b differs from a&lt;b&gt;: " in text
     assert "optim.learning_rate: 0.002, not 0.001" in text
-
-
-def test_a_finished_run_does_not_reload(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run", of=40)
-    assert page([RunLog(path)], 5).reload is None
 
 
 def test_a_page_replaces_its_own_alone(run: Path, tmp_path: Path) -> None:

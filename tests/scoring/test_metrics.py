@@ -66,12 +66,6 @@ def test_lddt_agrees_with_biotite() -> None:
     np.testing.assert_allclose(metrics.lddt_per_residue(predicted[:, None], truth[:, None], mask), theirs, atol=1e-5)
 
 
-def test_lddt_of_nothing_is_not_a_number() -> None:
-    one = np.zeros((1, 1, 3))
-    assert np.isnan(metrics.lddt(one, one, np.ones((1, 1))))
-    assert np.isnan(metrics.lddt(one, one, np.zeros((1, 1))))
-
-
 def test_symmetric_side_chains_are_named_for_the_best_score() -> None:
     rng = np.random.default_rng(3)
     truth = np.repeat(chain(20), 4, axis=0).reshape(20, 4, 3) + 2 * rng.normal(size=(20, 4, 3))
@@ -84,10 +78,18 @@ def test_symmetric_side_chains_are_named_for_the_best_score() -> None:
     np.testing.assert_array_equal(metrics.rename_symmetric(wrong, truth, mask, mask, swap), truth)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 50])
-def test_rmsd_ignores_rigid_motion(n: int) -> None:
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 50])
+def test_rigid_motion_is_ignored(n: int) -> None:
     points = chain(n)
     assert metrics.rmsd(turned(points), points) < 1e-6
+    assert metrics.overlap(turned(points), points).tm == pytest.approx(1)
+
+
+def test_scores_of_nothing() -> None:
+    one = np.zeros((1, 1, 3))
+    assert np.isnan(metrics.lddt(one, one, np.ones((1, 1))))
+    assert np.isnan(metrics.lddt(one, one, np.zeros((1, 1))))
+    assert metrics.overlap(one[0, :0], one[0, :0], length=9).tm == 0
 
 
 def test_a_mirror_image_is_not_superposed() -> None:
@@ -124,15 +126,6 @@ def test_overlap_finds_the_half_that_fits() -> None:
     assert found.gdt_ha >= 0.6
     assert found.tm >= 0.6
     assert metrics.rmsd(predicted, truth) > 8
-
-
-@pytest.mark.parametrize("n", [1, 2, 5])
-def test_overlap_of_a_few_residues(n: int) -> None:
-    assert metrics.overlap(turned(chain(n)), chain(n)).tm == pytest.approx(1)
-
-
-def test_overlap_of_nothing() -> None:
-    assert metrics.overlap(np.zeros((0, 3)), np.zeros((0, 3)), length=9).tm == 0
 
 
 def gap(length: int) -> float:

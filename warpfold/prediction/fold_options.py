@@ -146,7 +146,7 @@ class Recycling:
         return self != Recycling()
 
     def at_most(self, recycles: int, residues: int) -> int:
-        """Return how many of so many passes after the first a protein gets."""
+        """Return the passes after the first that a protein of this length gets, of `recycles` at most."""
         return recycles if self.long is None or residues <= self.long[0] else min(recycles, self.long[1])
 
 
@@ -230,7 +230,7 @@ class PredictOptions(Checked):
 
     @property
     def asked(self) -> Asked:
-        """Return what every prediction is asked for."""
+        """Return the requests that all predictions share."""
         return Asked(
             self.recycles, self.ensemble, self.representations, self.distogram, save_recycles=self.save_recycles
         )
@@ -241,7 +241,7 @@ class PredictOptions(Checked):
         return self.recycling.ends_early or self.dropout or self.save_recycles
 
     def identity_settings(self, model: "Params") -> dict[str, Any]:
-        """Return what decides a model's results, beside parameters, queries and seeds, as it is in the end."""
+        """Return the settings that decide results beside parameters, queries and seeds, defaults filled in."""
         config, sample = model.config, model.sample
         # Named only if given: folders of earlier versions can be continued.
         given = {"recycle_tolerance": self.recycling.tolerance, "max_recycles": self.recycling.long}
@@ -258,7 +258,7 @@ class PredictOptions(Checked):
 
 
 def batch_of(value: Any) -> int | None:
-    """Return how many queries may share a pass; None for "auto".  Errors: UserError for anything else."""
+    """Return the largest number of queries that share a pass; None for "auto".  Errors: UserError for anything else."""
     if value == "auto":
         return None
     if isinstance(value, str):

@@ -177,7 +177,7 @@ class PredictionFolder:
         }
 
     def _done(self) -> Done:
-        """Return what this run has done, in the summary and in the journals; an entry counts more than any failure."""
+        """Collect the results of this run from the summary and the journals; an entry outranks any failure."""
         rows = list(read_journals(self.out, self.run))  # before the summary, in which they end
         earlier = claim_folder(self.out, self.new["format"], self.run) or self.new
         done, first = Done(), self.items[0]

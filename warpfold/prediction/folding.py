@@ -57,7 +57,7 @@ class FoldItem:
 
     @cached_property
     def cost(self) -> float:
-        """Return how much there is to compute, in no unit: `predicted_cost`."""
+        """Return the predicted cost, in arbitrary units (`predicted_cost`)."""
         sample = self.model.sample
         rows = min(self.query.rows, sample.max_msa)
         return predicted_cost(self.query.residues, rows, min(self.query.rows - rows, sample.max_extra))
@@ -280,7 +280,7 @@ def _compute(
 
 
 def failures_of(team: Team) -> tuple[type[Exception], ...]:
-    """Return what may fail for one prediction while the others go on.
+    """Return the exceptions that fail one prediction alone.
 
     If one of several ranks fails in the middle of a protein, the others wait for it: the run cannot go on.
     """

@@ -56,7 +56,7 @@ class Notice:
 
 
 def noted(texts: Iterable[str]) -> list[Notice]:
-    """Return what reading the input has found."""
+    """Wrap findings of reading the input, each in its own words."""
     return [Notice("input", {"text": text}) for text in texts]
 
 

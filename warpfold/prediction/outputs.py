@@ -54,7 +54,7 @@ class PassStructure:
     iptm: float | None
 
     def scores(self) -> dict[str, float | None]:
-        """Return what the summary has of it."""
+        """Return the scores for the summary, rounded."""
         scores = {name: getattr(self, name) for name in ("ptm", "iptm")}
         rounded = {name: None if one is None else round(one, 4) for name, one in scores.items()}
         return {"mean_plddt": round(float(self.plddt.mean()), 2), **rounded}
@@ -148,13 +148,13 @@ class Prediction:
 
     @property
     def ranking_confidence(self) -> float:
-        """Return what predictions are ranked by: 0.8 ipTM + 0.2 pTM of a complex, 0 to 1, or the mean pLDDT."""
+        """Return the score that ranks predictions: 0.8 ipTM + 0.2 pTM of a complex, 0 to 1, or the mean pLDDT."""
         tm = () if self.iptm is None or self.ptm is None else (torch.tensor(self.ptm), torch.tensor(self.iptm))
         return float(confidence.ranking_confidence(torch.from_numpy(self.plddt), *tm))
 
     @property
     def spans(self) -> dict[str, slice]:
-        """Return where each chain's residues are: id -> slice of the N residues, in the user's order."""
+        """Return the residues of each chain: id -> slice of the N residues, in the user's order."""
         if self.asym_id is None:
             return {self.chain_ids[0]: slice(0, len(self.sequence))}
         starts = np.searchsorted(self.asym_id, np.arange(1, len(self.chain_ids) + 2)).tolist()
@@ -279,7 +279,7 @@ def write_prediction(
 
 
 def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, Any]:
-    """Return what the summary has of complexes alone.  depths: rows of each chain's alignment."""
+    """Return the summary's keys of complexes.  depths: rows of each chain's alignment."""
     if prediction.asym_id is None:
         return {}
     pairs = prediction.chain_pair_iptm
@@ -310,7 +310,7 @@ def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, 
 
 
 def _input_notices(prediction: Prediction, files: Mapping[str, str]) -> Iterator[Notice]:
-    """Yield what is to be said of residues that are X, which have no atoms, and why there is no PDB file."""
+    """Yield warnings about residues that are X, which have no atoms, and about a missing PDB file."""
     places = [
         f"{chain} {place}" if prediction.asym_id is not None else str(place)
         for chain, span in prediction.spans.items()

@@ -122,7 +122,7 @@ def _ranking(entries: Sequence[Mapping[str, Any]], ranking: Mapping[str, Mapping
 
 
 def _seconds(entries: Sequence[Mapping[str, Any]], processes: Sequence[Mapping[str, Any]]) -> Section:
-    """Return how long predictions took, against their length, and what the devices waited for."""
+    """Plot the time of predictions against their length, and sum up how long devices waited."""
     seconds = {kind: [entry["seconds"][kind] for entry in entries] for kind in ("model", "features")}
     residues = [entry["length"] for entry in entries]
     each = 1e3 * sum(seconds["model"]) / sum(residues)
@@ -140,7 +140,7 @@ def _seconds(entries: Sequence[Mapping[str, Any]], processes: Sequence[Mapping[s
 
 
 def _relaxed(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what is said of a relaxation: docs/relax.md."""
+    """Return the numbers of a relaxation (docs/relax.md)."""
     before, after = (report[f"violations_{when}"]["residues"] for when in ("before", "after"))
     energies = " → ".join("infinite" if e is None else f"{e:.4g}" for e in map(report.get, ENERGIES))
     return [
@@ -151,7 +151,7 @@ def _relaxed(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _label(entry: Mapping[str, Any]) -> str:
-    """Return how the page calls a prediction: by its protein, or by rank, model and seed too if there are several."""
+    """Return a prediction's name on the page: its protein's, with rank, model and seed if there are several."""
     if "ranked" in entry:
         return f"{entry['name']}, rank {entry['rank']}"
     failed = "error" in entry and "model" in entry

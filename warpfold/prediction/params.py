@@ -38,7 +38,7 @@ class Params:
         return self.config.multimer is not None
 
     def summary(self) -> dict[str, Any]:
-        """Return what summary.json says of the file."""
+        """Return the file's entry in summary.json."""
         return {"file": self.path.name, "sha256": self.digest, "assumed": assumed_settings(self.path)}
 
 
@@ -99,7 +99,7 @@ def _in_folder(folder: Path, complexes: bool) -> list[Path]:
 
 
 def read_params(paths: Sequence[Path]) -> list[Params]:
-    """Return what the files hold, in the given order, without loading the parameters.
+    """Describe files of parameters, in the given order, without loading them.
 
     A name is that of the file without its ending; where files share it, with their folder's before it.
     Errors: UserError for a file that holds no parameters, one that is given twice, and files that cannot be told apart.

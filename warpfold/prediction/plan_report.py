@@ -86,7 +86,7 @@ def plan_report(
     price: float | None = None,
     tell: Progress = no_progress,
 ) -> dict[str, Any]:
-    """Return what a machine could do about each target, as JSON can hold it; all plans of the largest of them."""
+    """Plan each target on a machine, as JSON can hold it; of the largest target, list all plans."""
     largest = max(targets, key=lambda target: target.job.sizes.residues)
     found = []
     for done, target in enumerate(targets):
@@ -106,7 +106,7 @@ def _said(
     target: PlanTarget, machine: Machine, fixed: Mapping[str, Any], sync: Mapping[str, Any] | None,
     cluster: Cluster | None, tell: Progress,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what is said of a target that is not the largest."""
+    """Return the report of a target that is not the largest."""
     try:
         choice = choose(target.job, machine, fixed, sync, cluster, tell=tell)
     except NothingFitsError as error:

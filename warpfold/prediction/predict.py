@@ -208,7 +208,7 @@ def _read(
 def _run_notices(
     read: ReadQueries, models: Sequence[Params], templates: TemplateSources | None
 ) -> list[dict[str, Any]]:
-    """Return what is to be said of the run as a whole: what was asked for and not used."""
+    """Return warnings about the run as a whole: requests that have no effect."""
     texts = []
     if read.hits and not (templates and templates.hits):
         texts.append(f"template hits are not used unless --hits names them: {shorten_list(read.hits)}")

@@ -205,7 +205,7 @@ class Predictor:
         return with_warnings(query, prediction)
 
     def _fetching(self, server: MsaServer, cache: MsaCache) -> FetchAlignments | None:
-        """Return what gets alignments from the server that the user has named, here or in `load`; None without one."""
+        """Return a fetcher of alignments from the server named here or in `load`; None without one."""
         named = server_of(server, cache, Path("alignments")) or self.msa_server
         return None if named is None else fetching(named, self.check)
 
@@ -285,7 +285,7 @@ class Predictor:
 
     @property
     def as_params(self) -> Params:
-        """Return what the model is, as of a file of parameters."""
+        """Describe the model as if it came from a file of parameters."""
         return Params("model", Path(), "", self.model.config, self.sample)
 
     def fold_example(
@@ -420,7 +420,7 @@ class Predictor:
             model.eval()
 
     def plan(self, prepared: Prepared, representations: Representations = True) -> FoldPlan:
-        """Return how an example is folded now.  Errors: UserError where nothing fits, saying what would."""
+        """Choose a plan for the memory that is free now.  Errors: UserError where nothing fits, saying what would."""
         sizes = sizes_of_batch(prepared.batch)
         return self.planner.choose(sizes, prepared.recycles, prepared.ensemble, representations)
 

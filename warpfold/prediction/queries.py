@@ -196,7 +196,7 @@ def lacking_of(query: Complex, alignments: ChainAlignments | None) -> list[str]:
 
 
 def unused_msa_notices(alignments: ChainAlignments) -> list[Notice]:
-    """Return what is to be said of files of alignments: notes, and those that belong to none of the sequences."""
+    """Return warnings about files of alignments: notes, and files that belong to none of the sequences."""
     found, unused = noted(alignments.notes), alignments.unused
     if unused:
         found.append(Notice("unused_alignments", {"count": len(unused), "detail": shorten_list(unused)}))
@@ -248,7 +248,7 @@ def _ask(query: Query, files: Sequence[str], alone: bool) -> list[TemplateQuery]
 
 
 def query_of(sequence: Sequences, alignment: Alignments, name: str, fetch: FetchAlignments | None = None) -> Query:
-    """Return what Python gives: a protein, or a complex of several chains, with its alignments.
+    """Make a query of Python's arguments: a protein, or a complex of several chains, with its alignments.
 
     sequence: one letter per residue; A:B, a list, or chain -> sequence for a complex.  alignment: rows, an `Alignment`,
     or files; of a complex one for each chain in their order, chain -> alignment, or files, each of the chain that is
@@ -381,7 +381,7 @@ def server_of(server: Any, cache: PathLike | None, default: Path) -> "AlignmentS
 def fetching(
     server: "AlignmentServer", check: Callable[[Complex], None], tell: Progress = no_progress
 ) -> FetchAlignments:
-    """Return what gets the alignments that queries lack.  check: given each query, before any is sent.
+    """Return a fetcher of the alignments that queries lack.  check: given each query, before any is sent.
 
     Errors: UserError as of `data.search.fetch.alignments_of`.
     """
@@ -443,7 +443,7 @@ def _is_file(one: Any) -> bool:
 
 
 def _each(what: str, given: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return what was given for each name: by name, or in the order of the names; nothing for all."""
+    """Match values with names: given by name, or in the order of the names; None for all if nothing is given."""
     if given is None or (is_list(given) and not given):
         return dict.fromkeys(names)
     if isinstance(given, Mapping):

@@ -89,7 +89,7 @@ class ReadOut:
         )
 
     def of_pass(self, prepared: Prepared, recycled: Recycled, activations: Tensor) -> PassStructure:
-        """Return what a pass before the last has found: what it hands on, and the structure module's activations."""
+        """Read out a pass before the last, from the state it hands on and the structure module's activations."""
         model, errors = self.model, None
         with model.computing():
             plddt = confidence.plddt(model.plddt(activations))
@@ -110,7 +110,7 @@ class ReadOut:
         return None if found is None else found.numpy()
 
     def _distances(self, z: Tensor, length: int, asked: Asked) -> dict[str, Any]:
-        """Return what is asked for of the distogram: its logits, probabilities, those of contacts, and the bins' edges.
+        """Return the requested parts of the distogram: logits, probabilities, those of contacts, and the bins' edges.
 
         What is of all pairs and bins lies in temporary files.
         """
@@ -160,7 +160,7 @@ def _numpy(tensor: Tensor) -> np.ndarray:
 
 
 def details_of(prepared: Prepared, recycles: int, seconds: float, sample: SampleConfig | None) -> dict[str, Any]:
-    """Return what the summary says of how an example was folded, in so many seconds.
+    """Return the summary's details of how an example was folded, in so many seconds.
 
     So how many alignment rows the model saw (`msa_depth`) of those that were given (`msa_given`); of a complex, the
     pairs, and rows with residues of each chain; and a warning about chains that none of those given reached.
@@ -177,8 +177,8 @@ def details_of(prepared: Prepared, recycles: int, seconds: float, sample: Sample
         of = f" for {listed(lost)}" if len(assembly.chains) > 1 else ""
         several["warnings"] = [Notice("rows_lost", {"of": of}).record()]
     templates: list[str] = []
-    for chain in different if sample is not None else ():
-        if isinstance(chain, RawExample) and chain.templates is not None:
+    for chain in different:
+        if sample is not None and isinstance(chain, RawExample) and chain.templates is not None:
             chosen = choose_templates(len(chain.templates), sample.max_templates, None)
             templates += chain.templates.choose(chosen).names
     return {

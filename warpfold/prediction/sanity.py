@@ -79,7 +79,7 @@ def find_clashes(positions: np.ndarray, mask: np.ndarray, bonded: np.ndarray) ->
 
 
 def confidence_notices(plddt: np.ndarray, ptm: float | None = None, iptm: float | None = None) -> list[Notice]:
-    """Return in which ways a model is unsure of a prediction: pLDDT [N] 0..100, pTM and ipTM 0..1.
+    """Return warnings about low confidence: pLDDT [N] 0..100, pTM and ipTM 0..1.
 
     The limits are those that EMBL-EBI's course on AlphaFold teaches: pLDDT 70 and 50, pTM 0.5, ipTM 0.6 and 0.8.
     """

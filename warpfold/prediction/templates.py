@@ -105,7 +105,7 @@ def find_templates(
 
 
 def template_notices(outcomes: Sequence[TemplateOutcome], sources: TemplateSources) -> list[Notice]:
-    """Return what is to be said where hits were to give templates and some or all could not, though they were wanted.
+    """Return warnings about wanted hits that could not be used as templates.
 
     Hits that follow enough better ones say nothing.
     """
@@ -156,7 +156,7 @@ def check_fit(files: Sequence[str], used: Iterable[Sequence[str]], chain: str) -
 
 
 def _fitting(file: str, sequences: Iterable[str]) -> dict[str, float]:
-    """Return how many residues a template has in common with each of the sequences that it fits."""
+    """Count the residues that a template has in common with each of the sequences that it fits."""
     fitting, refused = {}, []
     for sequence in sequences:
         try:

@@ -207,7 +207,7 @@ def require_openmm() -> Any:
 
 
 def end_oxygen(atoms: np.ndarray) -> np.ndarray:
-    """Return where the second oxygen of a chain's end goes: atoms [37, 3] of its last residue -> [3], angstrom."""
+    """Place the second oxygen of a chain's end: atoms [37, 3] of its last residue -> [3], angstrom."""
     ca, c, o = (atoms[ATOM_ORDER[name]].astype(float) for name in ("CA", "C", "O"))
     outwards = np.array([1e-3, 2e-3, 3e-3])  # three bonds in a plane, 120 degrees apart, add up to zero
     for neighbour in (ca, o):

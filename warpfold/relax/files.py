@@ -19,6 +19,7 @@ from warpfold.data.structure.write import Modelling, write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.files import read_file, sealed, write_atomically
 from warpfold.geometry.residue import ATOM_TYPES
+from warpfold.prediction.folding import FAILURES, one_line
 from warpfold.prediction.outputs import write_summary
 from warpfold.prediction.pages import prediction_report
 from warpfold.progress import Progress, no_progress
@@ -28,7 +29,6 @@ from warpfold.report.report import write_report
 
 FORMAT = "warpfold-relaxed-1"
 PREDICTIONS = "warpfold-predictions-"  # how the format of a folder's summary begins
-FAILURES = (UserError, RuntimeError, MemoryError, ArithmeticError, ValueError)  # of one structure; the others go on
 
 Which = Literal["all", "best"]
 
@@ -64,11 +64,11 @@ def relax_paths(
     require_openmm()
     tell = progress or no_progress
     targets = [target for path in paths for target in find_targets(path, which)]
-    kept = {target.result(".json"): check_result(target, force) for target in targets}
-    if len(kept) < len(targets):
-        names = [target.result(".json") for target in targets]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UserError(f"{twice}: would be written for two of the files; relax one of them")
+    kept: dict[Path, dict[str, Any] | None] = {}
+    for target in targets:
+        if (result := target.result(".json")) in kept:
+            raise UserError(f"{result}: would be written for two of the files; relax one of them")
+        kept[result] = check_result(target, force)
     relaxed, failures = [], []
     for number, target in enumerate(targets):
         tell(number, len(targets), target.name)
@@ -76,8 +76,7 @@ def relax_paths(
         try:
             report = earlier or relax_file(target, device)
         except FAILURES as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            failures.append({"name": target.name, "error": text})
+            failures.append({"name": target.name, "error": one_line(error)})
             continue
         if target.folder:
             _note(target, report)
@@ -85,12 +84,15 @@ def relax_paths(
         relaxed.append({"name": target.name, "path": path, "kept": earlier is not None, **report})
     tell(len(targets), len(targets), "writing the report")
     for folder in dict.fromkeys(target.folder for target in targets if target.folder):
-        _write_page(folder)
+        summary = _summary(folder)
+        drawn = [folder / one["folder"] / file for one in summary["predictions"] for file in one["files"].values()]
+        if all(file.is_file() for file in drawn):  # with what was relaxed
+            write_report(folder / "report.html", prediction_report(folder, summary))
     return {"relaxed": relaxed, "failures": failures}
 
 
 def find_targets(path: Path, which: Which = "all") -> Iterator[RelaxTarget]:
-    """Yield what is to relax at a path: the predictions of a folder of `predict`, or a file, unless it is a result.
+    """Yield the structures to relax at a path: a folder's predictions, or a file that is no result of relaxing.
 
     Errors: UserError for a folder that `predict` did not write.
     """
@@ -200,14 +202,6 @@ def _summary(folder: Path) -> dict[str, Any]:
     if not isinstance(summary, dict) or not str(summary.get("format")).startswith(PREDICTIONS):
         raise UserError(f"{folder}: is no output of `warpfold predict`; give such a folder, or mmCIF or PDB files")
     return summary
-
-
-def _write_page(folder: Path) -> None:
-    """Write the report of the prediction's folder again, with what was relaxed, if all that it draws is still there."""
-    summary = _summary(folder)
-    files = [folder / entry["folder"] / file for entry in summary["predictions"] for file in entry["files"].values()]
-    if all(file.is_file() for file in files):
-        write_report(folder / "report.html", prediction_report(folder, summary))
 
 
 def _note(target: RelaxTarget, report: dict[str, Any]) -> None:

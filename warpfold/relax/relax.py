@@ -38,7 +38,7 @@ class Flaws:
         return self.bonds | self.clashes | self.within
 
     def counts(self) -> dict[str, int]:
-        """Return how many residues have a violation, and how many of each kind."""
+        """Count the residues with a violation, and those with each kind."""
         kinds = {"residues": self.any, "bonds": self.bonds, "clashes": self.clashes, "within": self.within}
         return {kind: int(mask.sum()) for kind, mask in kinds.items()}
 

@@ -27,7 +27,7 @@ class Coverage:
     total: int  # rows that `rows` was drawn from
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return what NAME.npz has of it (docs/outputs.md)."""
+        """Return the arrays for NAME.npz (docs/outputs.md)."""
         return {
             "coverage_depth": self.depth,
             "coverage_rows": self.rows,
@@ -56,7 +56,7 @@ def entities_of(rows: np.ndarray, assembly: Assembly) -> np.ndarray:
 
 
 def coverage_of(rows: np.ndarray, assembly: Assembly) -> Coverage:
-    """Return what the rows that a model sees of an assembly cover (`seen_rows`).
+    """Compute the coverage of an assembly by the rows that a model sees (`seen_rows`).
 
     A row's identity is the share of the residues of the chains that it belongs to, where it has the query's residue.
     """

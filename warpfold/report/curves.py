@@ -192,14 +192,14 @@ def open_runs(paths: Sequence[Path]) -> list[RunLog]:
 
 
 def differing(runs: Sequence[RunLog]) -> list[tuple[str, str]]:
-    """Return how the settings of each run differ from those of the first: the run's name, and what differs."""
+    """Compare the settings of each run with those of the first: the run's name, and its differences."""
     first = runs[0].settings
     pairs = [(run.name, settings.differences(run.settings, first)) for run in runs[1:]]
     return [(name, "; ".join(what)) for name, what in pairs if what]
 
 
 def left_out(runs: Sequence[RunLog]) -> list[str]:
-    """Return what is to be said of runs whose logs have lines that are no rows."""
+    """Return warnings about runs whose logs have lines that are no rows."""
     lines = [
         (run, "1 line of metrics.jsonl is" if run.odd == 1 else f"{run.odd} lines of metrics.jsonl are") for run in runs
     ]
@@ -217,7 +217,7 @@ def means(points: Points, bins: int, low: float, high: float) -> Points:
 
 
 def as_text(runs: Sequence[RunLog], now: float | None = None) -> str:
-    """Return how runs stand, two lines for each, and how their settings differ."""
+    """Return the state of runs, two lines for each, and the differences of their settings."""
     lines = []
     for run in runs:
         state, numbers = run.state(now), _numbers(run)
@@ -272,7 +272,7 @@ def write_page(path: Path, runs: Sequence[RunLog], every: float) -> None:
 
 
 def _numbers(run: RunLog) -> dict[str, str]:
-    """Return what is to be said of the last step and validation."""
+    """Return the numbers of the last step and validation, for people."""
     found = {}
     if run.rows:
         recent = [loss for _, loss in run.curve("loss")[-MEAN_OF:]]

@@ -231,7 +231,7 @@ GRADIENTS = ("#7a4a9e", "gradients and weights")
 
 
 def of_a_block(spans: Sequence[Span], blocks: int, forward: bool) -> list[Span]:
-    """Return what happens about the middle block: as long as 1/blocks of that pass takes, from its middle on."""
+    """Return the spans of about one block: a 1/blocks share of that pass, from its middle on."""
     passes = ("forward",) if forward else ("recomputed", "backward")
     of_pass = [span for span in spans if span.phase in passes]
     if not of_pass:
@@ -276,7 +276,7 @@ def draw_timeline(spans: Sequence[Span], blocks: int, kind: str = "svg") -> byte
 
 
 def _as_file(figure: Figure, label: str, form: str) -> bytes:
-    """Return what a file of a figure holds: an SVG or a PNG."""
+    """Render a figure as the bytes of an SVG or a PNG file."""
     if form == "svg":
         return _svg(figure, label).encode()
     buffer = io.BytesIO()

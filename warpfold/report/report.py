@@ -151,7 +151,7 @@ def _part(name: str) -> str:
 
 
 def _record(target: Target) -> dict[str, Any]:
-    """Return what the page's script needs of a target.  Structures are compressed, whole: they can be downloaded."""
+    """Return a target's data for the page's script.  Structures are compressed, whole: they can be downloaded."""
     return {
         "name": target.name,
         "stem": file_name(target.name.replace(", ", "_").replace(" ", "_")),

@@ -56,7 +56,7 @@ def _align(a: str, b: str) -> Array:
 
 
 def count_equal(a: Chain, b: Chain, pairs: Array) -> int:
-    """Return how many of the paired residues are the same amino acid."""
+    """Count the paired residues that are the same amino acid."""
     return sum(a.sequence[i] == b.sequence[j] for i, j in pairs.tolist())
 
 
