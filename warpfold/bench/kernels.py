@@ -362,5 +362,5 @@ def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry], 
 def head(device: torch.device) -> dict[str, str]:
     """Return what a table says of its making."""
     found = describe(device)
-    versions = {name: found[name] for name in ("driver", "torch", "triton") if name in found}
+    versions: dict[str, str] = {name: found[name] for name in ("driver", "torch", "triton") if name in found}
     return {"gpu": found["device"], **versions, "date": datetime.date.today().isoformat(), "how": "warpfold tune"}

@@ -1,5 +1,6 @@
 """The profiles of the operations: the one place where the bench, the doctor and tuning learn of an operation."""
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -7,31 +8,31 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from warpfold.check.layer_cases import GatedAttentionProfile, TriangleMultiplicationProfile
-from warpfold.check.loss_cases import AlignedErrors, Overlaps
 from warpfold.check.op_profile import (
     ALIGNMENTS,
     Argument,
     Cost,
     Kinds,
     LayerKind,
-    LayerSizes,
     OpCase,
     OpInputs,
     OpProfile,
     RandomTensors,
+    Sizes,
     attention_cost,
 )
-from warpfold.ops.attention import attention, global_attention
+from warpfold.ops.attention import attention, gated_attention, global_attention
 from warpfold.ops.dispatch import Op
 from warpfold.ops.linear import EPS, gate, gated_linear_residual, layer_norm, norm_linear
 from warpfold.ops.outer import outer_product
+from warpfold.ops.pairs import aligned_errors, overlaps
 from warpfold.ops.transition import transition
-from warpfold.ops.triangle import triangle_factor
+from warpfold.ops.triangle import triangle_factor, triangle_multiplication
 
 TRIANGLES = ("64", "128", "256", "384", "512", "1024", "2048")
 PAIRS = TRIANGLES[2:6]
 DEEP = ("1024x256", "5120x384")  # of the extra MSA
+RESIDUES = ("64", "128", "256", "384", "512", "768", "1024")
 
 
 def _attention(where: str, rows: int, length: int, heads: int, width: int, **more: Any) -> OpCase:
@@ -73,9 +74,7 @@ class _Attention(OpProfile):
         _attention("between others", 3, 40, 1, 48, transposed=True),
     )
 
-    def sizes(self, layer: LayerSizes) -> dict[str, int]:
-        sizes = {"keys": layer.keys, "heads": layer.heads, "width": layer.width}
-        return sizes | {"bias": layer.bias, "batches": layer.batches}
+    sizes: ClassVar[Sizes] = {"keys": "keys", "heads": "heads", "width": "width", "bias": "bias", "batches": "batches"}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         """Draw q, k, v as slices of one projection, and the bias too where z itself is what attends."""
@@ -121,8 +120,7 @@ class _GlobalAttention(OpProfile):
     layers = ("global attention",)
     odd = (_global_attention(9, 77, 4, 8), _global_attention(3, 130, 8, 32))
 
-    def sizes(self, layer: LayerSizes) -> dict[str, int]:
-        return {"length": 1, "keys": layer.length, "heads": layer.heads, "width": layer.width}
+    sizes: ClassVar[Sizes] = {"length": 1, "keys": "length", "heads": "heads", "width": "width"}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         w = case.width  # keys, values and gates are one projection
@@ -152,8 +150,7 @@ class _LayerNorm(OpProfile):
         _at("layer_norm", "many channels", 1, 3, 1024),
     )
 
-    def sizes(self, layer: LayerSizes) -> dict[str, int]:
-        return {"channels": layer.channels}
+    sizes: ClassVar[Sizes] = {"channels": "channels"}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         c = case.channels
@@ -175,8 +172,7 @@ class _NormLinear(_LayerNorm):
         _at("norm_linear", "odd channels", 3, 5, 24, 37),
     )
 
-    def sizes(self, layer: LayerSizes) -> dict[str, int]:
-        return {"channels": layer.channels, "outputs": layer.projected}
+    sizes: ClassVar[Sizes] = {"channels": "channels", "outputs": "projected"}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         norm = super().arguments(case, draw, masked)
@@ -206,8 +202,7 @@ class _Gate(OpProfile):
         _at("gate", "transposed", 5, 131, 32, transposed=True),
     )
 
-    def sizes(self, layer: LayerSizes) -> dict[str, int]:
-        return {"channels": layer.projected}
+    sizes: ClassVar[Sizes] = {"channels": "projected"}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         y = draw.positions(case, 2 * case.channels)  # two projections of one tensor
@@ -235,10 +230,9 @@ class _GatedLinearResidual(OpProfile):
         _at("tail", "odd channels", 3, 5, 24, 40),
     )
 
-    def sizes(self, layer: LayerSizes) -> dict[str, int]:
-        sizes = {"channels": layer.channels, "outputs": layer.heads * layer.width}
-        dropout = {"dropped": layer.dropped, "drawn": layer.dropped}
-        return sizes | dropout | {"expanded": layer.kind == "global attention"}
+    sizes: ClassVar[Sizes] = {
+        "channels": "channels", "outputs": "inner", "dropped": "dropped", "drawn": "dropped", "expanded": "expanded",
+    }  # fmt: skip
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         x, o = draw.positions(case, case.channels), draw.positions(case, case.outputs)
@@ -274,8 +268,7 @@ class _Transition(_LayerNorm):
         _at("transition", "transposed, SwiGLU", 5, 21, 40, 72, transposed=True, gated=True),
     )
 
-    def sizes(self, layer: LayerSizes) -> dict[str, int]:
-        return {"channels": layer.channels, "outputs": layer.hidden, "gated": layer.gated}
+    sizes: ClassVar[Sizes] = {"channels": "channels", "outputs": "hidden", "gated": "gated"}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         """Draw a layer's arguments: SwiGLU has no biases."""
@@ -305,8 +298,7 @@ class _TriangleFactor(_Gate):
     layers = ("triangle product",)
     odd = (_at("triangle_factor", "rows", 7, 19, 24), _at("triangle_factor", "odd channels", 33, 5, 41))
 
-    def sizes(self, layer: LayerSizes) -> dict[str, int]:
-        return {"channels": layer.hidden}
+    sizes: ClassVar[Sizes] = {"channels": "hidden"}
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         return *super().arguments(case, draw, masked), draw.mask(case, masked)
@@ -322,9 +314,13 @@ class _OuterProduct(OpProfile):
         _at("outer_product", "more than a tile", 19, 70, 16, 136, keys=18),
     )
 
-    def sizes(self, layer: LayerSizes) -> dict[str, int]:
-        s, r = layer.rows, layer.length
-        return {"rows": r, "keys": r, "length": s, "channels": layer.hidden, "outputs": layer.outputs}
+    sizes: ClassVar[Sizes] = {
+        "rows": "length",
+        "keys": "length",
+        "length": "rows",
+        "channels": "hidden",
+        "outputs": "outputs",
+    }
 
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         s, c, z = case.length, case.channels, case.outputs
@@ -351,12 +347,215 @@ class _OuterProduct(OpProfile):
         return f"{case.row_count}, {case.attended} columns, {case.length} sequences, {case.channels} -> {case.outputs}"
 
 
+# ---- operations that are a whole layer of the trunk
+
+
+def _gated_attention(where: str, rows: int, length: int, channels: int, heads: int, width: int, **more: Any) -> OpCase:
+    at = OpCase(op="gated_attention", where=where, rows=rows, length=length, **more)
+    return replace(at, channels=channels, heads=heads, width=width)
+
+
+def _triangle(where: str, n: int, channels: int, hidden: int, dropped: bool = False, drawn: bool = False) -> OpCase:
+    """Return a case; `where` says whether it is incoming, and whether it is fused (AlphaFold 2.3)."""
+    at = OpCase(op="triangle_multiplication", where=where, rows=n, length=n, channels=channels, outputs=hidden)
+    return replace(at, dropped=dropped, drawn=drawn)
+
+
+def _square(case: OpCase) -> OpCase:
+    """Return a case of as many rows as positions in each: of one whose rows were cut, of as many positions in all."""
+    n = math.isqrt(case.rows * case.length)
+    return replace(case, rows=n, length=n)
+
+
+class _TriangleMultiplication(OpProfile):
+    """Algorithms 11 and 12 from the normalised operand to the new residual."""
+
+    name, op = "triangle_multiplication", triangle_multiplication
+    layers = ("triangle product",)
+    kinds: ClassVar[Kinds] = {"outgoing": RESIDUES, "incoming": RESIDUES}
+    odd = (
+        _triangle("outgoing, dropout", 9, 24, 40, dropped=True),
+        _triangle("incoming, dropout drawn", 17, 32, 16, dropped=True, drawn=True),
+        _triangle("incoming, fused", 16, 64, 24),
+        _triangle("outgoing, fused, without biases", 5, 128, 128),
+    )
+
+    sizes: ClassVar[Sizes] = {"channels": "channels", "outputs": "hidden", "dropped": "dropped", "drawn": "dropped"}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        """Draw x, the mask and the parameters; without biases where the case says so."""
+        case = _square(case)
+        c, h, where = case.channels, case.outputs, case.where
+        x, o, biased = draw.positions(case, c), 4 * h + c, "without biases" not in where
+        into = draw.parameter(o, c, scale=c**-0.5), draw.parameter(o) if biased else None
+        out_of = draw.parameter(c, h, scale=h**-0.5), draw.parameter(c) if biased else None
+        norm, norm_out = ((draw.parameter(n, mean=1.0), draw.parameter(n)) for n in (c, h))
+        factors = draw.factors(1, case.length, c, drawn=case.drawn) if case.dropped else None
+        of_layer = "incoming" not in where, "fused" in where, factors
+        return x, draw.mask(case, masked), *norm, *into, *norm_out, *out_of, *of_layer
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count the projections, the product of the factors and its projection; backward each twice and the first once
+        more; the factors and their product are written and read, and so are, backward, their gradients."""
+        case = _square(case)
+        positions, c, h = case.rows * case.length, case.channels, case.outputs
+        projections, rest = 2 * (4 * h + c) * c, 2 * h * (case.length + c)
+        flops = positions * (projections + rest if forward else 3 * projections + 2 * rest)
+        return Cost(
+            flops, positions * (2 * h + c), positions * (2 * c + 6 * h if forward else 3 * c + 9 * h) * itemsize
+        )
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        return _triangle(kind, s, 128, 128, dropped=True, drawn=True)
+
+    def numbers(self, case: OpCase) -> int:
+        return case.rows * case.length * (4 * case.outputs + case.channels)
+
+    def size(self, case: OpCase) -> str:
+        dropout = ", dropout drawn" if case.drawn else ", dropout" if case.dropped else ""
+        n = _square(case).length
+        residues = f"{n} of {case.full_rows} residues" if case.full_rows else f"{n} residues"
+        return f"{residues}, {case.channels} channels, inner {case.outputs}{dropout}"
+
+
+class _GatedAttention(OpProfile):
+    """Algorithms 7, 8, 13 and 14 from the normalised operand to the new residual."""
+
+    name, op, tuned = "gated_attention", gated_attention, False  # its kernels are those of attention, norm and tail
+    layers = ("attention",)
+    kinds: ClassVar[Kinds] = {"row": ALIGNMENTS, "column": ALIGNMENTS, "starting": RESIDUES, "ending": RESIDUES}
+    odd = (
+        _gated_attention("triangle starting", 17, 17, 24, 2, 16, bias=True, dropped=True, drawn=True),
+        _gated_attention("triangle ending", 21, 21, 32, 1, 32, bias=True, transposed=True, dropped=True),
+        _gated_attention("msa row", 5, 33, 32, 4, 8, bias=True, dropped=True, drawn=True),
+        _gated_attention("msa column", 33, 7, 64, 1, 64, transposed=True),
+        _gated_attention("two batches", 10, 5, 16, 2, 24, bias=True, batches=2),
+        _gated_attention("wider than its channels", 3, 40, 24, 1, 48),
+    )
+
+    sizes: ClassVar[Sizes] = {
+        "channels": "channels", "heads": "heads", "width": "width", "bias": "bias", "batches": "batches",
+        "dropped": "dropped", "drawn": "dropped",
+    }  # fmt: skip
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        """Draw x and the parameters; z itself makes the bias of its attention, unless rows of it were left out."""
+        c, h, inner = case.channels, case.heads, case.heads * case.width
+        own = case.bias and "msa" not in case.where and case.rows == case.batches * case.length
+        bias = None
+        if case.bias and not own:
+            z = draw.positions(replace(case, rows=case.batches * case.length, transposed=False), h)
+            bias = z.movedim(-1, -3).detach()
+        norm = draw.positions(case, c), draw.parameter(c, mean=1.0), draw.parameter(c)
+        into = draw.parameter(4 * inner + (h if own else 0), c, scale=c**-0.5), draw.parameter(inner)
+        out_of = draw.parameter(c, inner, scale=inner**-0.5), draw.parameter(c)
+        factors = draw.factors(1, case.length, c, drawn=case.drawn) if case.dropped else None
+        return *norm, *into, *out_of, draw.mask(case, masked), bias, h, factors
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count what attention and the projections multiply; x, the result and what is kept of each position.
+
+        Backward reads grad, x, the projection and o, and writes the gradient of x.
+        """
+        attended = attention_cost(case, forward, itemsize, case.heads)
+        positions, inner = case.rows * case.length, case.heads * case.width
+        through = 2 * positions * case.channels * 5 * inner * (1 if forward else 2)
+        moved = positions * ((2 if forward else 3) * case.channels + 5 * inner) * itemsize
+        return Cost(attended.flops + through, attended.exps + positions * inner, moved)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        if kind in ("row", "column"):
+            rows, length = (s, r) if kind == "row" else (r, s)
+            case = _gated_attention(f"msa {kind}", rows, length, 256, 8, 32, transposed=kind == "column")
+            return replace(case, bias=kind == "row", dropped=kind == "row", drawn=kind == "row")
+        case = _gated_attention(f"triangle {kind}", s, s, 128, 4, 32, transposed=kind == "ending")
+        return replace(case, bias=True, dropped=True, drawn=True)
+
+    def numbers(self, case: OpCase) -> int:
+        return max(case.logits, case.rows * case.length * 4 * case.heads * case.width)
+
+    def size(self, case: OpCase) -> str:
+        at = f"{case.row_count}, {case.channels} channels, {case.heads} heads, {case.length} x {case.length}"
+        return f"{at}, width {case.width}{', dropout' if case.dropped else ''}"
+
+
+# ---- operations of the losses, which no layer calls
+
+
+class _AlignedErrors(OpProfile):
+    """`rows` are frames, `length` points, `batches` leading axes; with a `bias`, some pairs do not count."""
+
+    name, op, layers = "aligned_errors", aligned_errors, ("fape",)
+    kinds: ClassVar[Kinds] = {"fape": ("256", "384")}
+    odd = (
+        OpCase(op="aligned_errors", where="side chains", rows=37, length=131),
+        OpCase(op="aligned_errors", where="layers, chains", rows=19, length=19, batches=3, bias=True),
+    )
+
+    sizes: ClassVar[Sizes] = {"batches": "batches"}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        leading = (case.batches,) if case.batches > 1 else ()
+        frames = [draw.normal(*lead, case.rows, 3, 4) for lead in (leading, ())]  # any matrices will do
+        points = [3 * draw.normal(*lead, case.length, 3) for lead in (leading, ())]
+        masks = [(draw.normal(n) > -1).to(draw.dtype) for n in (case.rows, case.length)]
+        pair_mask = draw.normal(case.rows, case.length) > 0 if case.bias else None
+        return frames[0], points[0], frames[1], points[1], *masks, pair_mask
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count of a pair 18 products for its vectors, 3 squares and a root; backward twice again, and 24 more."""
+        pairs = case.batches * case.rows * case.length
+        return Cost(2 * pairs * (21 if forward else 66), pairs * (1 if forward else 2), 0)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        return OpCase(op=self.name, where=kind, rows=8 * s, length=14 * s)  # rigid groups and atoms of residues
+
+    def numbers(self, case: OpCase) -> int:
+        return case.batches * case.rows * case.length
+
+    def size(self, case: OpCase) -> str:
+        return f"{case.batches} x {case.rows} frames, {case.length} points"
+
+
+class _Overlaps(OpProfile):
+    """`length` atoms, 14 of a residue, in chains of 50 residues."""
+
+    name, op, layers = "overlaps", overlaps, ("clashes",)
+    kinds: ClassVar[Kinds] = {"clashes": ("256", "384")}
+    odd = (OpCase(op="overlaps", where="clashes", rows=1, length=14 * 9),)
+
+    sizes: ClassVar[Sizes] = {}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        n, size = case.length, case.length ** (1 / 3)  # angstrom: some overlap, most do not
+        atoms, radius = draw.normal(n, 3, scale=size), 1.5 + draw.normal(n, scale=0.1)
+        number = torch.arange(n, device=draw.device)
+        index = number // 14
+        return atoms, radius, (draw.normal(n) > -1).to(draw.dtype), index, index, index // 50, number % 14
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count of a pair six products or sums and a root, which its gradient takes again, with six more."""
+        return Cost(case.length**2 * (6 if forward else 12), case.length**2, 0)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        return OpCase(op=self.name, where=kind, rows=1, length=14 * s)
+
+    def numbers(self, case: OpCase) -> int:
+        return case.length**2
+
+    def size(self, case: OpCase) -> str:
+        return f"{case.length} atoms"
+
+
+# ---- all of them
+
+
 PROFILES: Mapping[str, OpProfile] = {
     profile.name: profile
     for profile in (
-        _Attention(), _GlobalAttention(), GatedAttentionProfile(), _LayerNorm(), _NormLinear(), _Gate(),
-        _GatedLinearResidual(), _Transition(), _TriangleFactor(), _OuterProduct(), TriangleMultiplicationProfile(),
-        AlignedErrors(), Overlaps(),
+        _Attention(), _GlobalAttention(), _GatedAttention(), _LayerNorm(), _NormLinear(), _Gate(),
+        _GatedLinearResidual(), _Transition(), _TriangleFactor(), _OuterProduct(), _TriangleMultiplication(),
+        _AlignedErrors(), _Overlaps(),
     )
 }  # fmt: skip
 OPS = {name: profile.op for name, profile in PROFILES.items()}

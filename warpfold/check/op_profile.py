@@ -1,8 +1,7 @@
 """What the bench, the doctor and tuning have to know of an operation.
 
 An `OpProfile` says all of it: which layers call the operation and with which sizes, how inputs are drawn (with the
-strides that the model gives them), and what it costs.  Every operation has its profile in check/cases.py; the rest of
-`tune` reads it there.
+strides that the model gives them), and what it costs.  Every operation has its profile in check/cases.py.
 """
 
 import inspect
@@ -27,6 +26,7 @@ CONSTANT = (  # the arguments without a gradient
 ALIGNMENTS = ("128x256", "512x384")  # sequences x residues of initial training and of fine-tuning
 Argument = Tensor | DropoutFactors | float | str | None  # of an operation
 Kinds = Mapping[str, tuple[str, ...]]  # the bench's kinds of shape, and the sizes of each by default
+Sizes = Mapping[str, str | int]  # of a case: which of the layer's it is, or a number
 LayerKind = Literal[
     "attention", "pointwise attention", "global attention", "projection", "transition", "outer product",
     "triangle product", "triangle output", "fape", "clashes",
@@ -57,6 +57,16 @@ class LayerSizes(_Sizes):
     name: str
     projected: int = 0  # what it projects its normalised operand to
     hidden: int = 0  # channels within a transition, a factor of a triangle product, an outer product's operands
+
+    @property
+    def inner(self) -> int:
+        """The channels of what all heads give."""
+        return self.heads * self.width
+
+    @property
+    def expanded(self) -> bool:
+        """Whether what the heads give is the same at all positions of a row."""
+        return self.kind == "global attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,17 +201,15 @@ class OpProfile(ABC):
     peers: ClassVar[tuple[str, ...]] = ()  # ways of others to compute it (bench/peers.py)
     kinds: ClassVar[Kinds] = {}  # none: the bench does not time it by itself
     odd: ClassVar[tuple[OpCase, ...]]  # sizes that find mistakes
-
-    @abstractmethod
-    def sizes(self, layer: LayerSizes) -> dict[str, int]:
-        """Return the sizes with which a layer calls the operation; those of `OpCase` that are not the layer's."""
+    sizes: ClassVar[Sizes]  # with which a layer calls it: of `OpCase`, where they are not the layer's own
 
     def case(self, layer: LayerSizes) -> OpCase | None:
         """Return how a layer calls the operation; None if it does not."""
         if layer.kind not in self.layers:
             return None
         at = {"rows": layer.rows, "length": layer.length, "transposed": layer.transposed}
-        return OpCase(op=self.name, where=layer.name, **(at | self.sizes(layer)))  # type: ignore[arg-type]  # bools
+        at |= {name: of if isinstance(of, int) else getattr(layer, of) for name, of in self.sizes.items()}
+        return OpCase(op=self.name, where=layer.name, **at)  # type: ignore[arg-type]  # bools
 
     @abstractmethod
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:

@@ -9,7 +9,6 @@ import datetime
 import re
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -194,7 +193,7 @@ class Tables:
         host = sum(one.host for one in self.reading.spent.values())
         idle = [one.host for key, one in self.reading.spent.items() if key.op in (PYTHON, AUTOGRAD)]
         found = {
-            "ms": 1e3 * (self._device_seconds() if self.cuda else host),
+            "ms": self._ms(self.reading.spent) + (1e3 * self.reading.unplaced if self.cuda else 0.0),
             "flops": sum(one.flops for one in self.work.values()),
             "bytes": sum(one.bytes for one in self.work.values()),
             "launches": self.reading.device_launches
@@ -209,39 +208,40 @@ class Tables:
         return found
 
     def layers(self, each: bool = False) -> list[Row]:
-        """Return a row for each kind of layer, or for `each` layer."""
-        name: Callable[[WorkKey], str] = (lambda key: key.layer) if each else (lambda key: kind_of(key.layer))
+        """Make a row for each kind of layer, or for `each` layer."""
         rows = []
-        for layer, keys in _grouped([*self.reading.spent, *self.work], name).items():
+        for layer, keys in self._grouped(lambda key: key.layer if each else kind_of(key.layer)).items():
             row = {"layer": layer, "layers": len({key.layer for key in keys}), **self._figures(keys)}
             row |= {f"{which}_ms": self._ms(k for k in keys if k.backward is back) for which, back in PASSES}
             rows.append(row)
-        if self.reading.unplaced:
-            rows.append({"layer": NOT_PLACED, "layers": 1, **self._figures([]), "ms": 1e3 * self.reading.unplaced})
-        return sorted(rows, key=lambda row: -row["ms"])
+        return self._sorted(rows, {"layer": NOT_PLACED, "layers": 1})
 
     def operations(self) -> list[Row]:
-        """Return a row for each operation and pass."""
-        groups = _grouped([*self.reading.spent, *self.work], lambda key: (key.op, key.backward))
+        """Make a row for each operation and pass."""
         rows = []
-        for (op, backward), keys in groups.items():
+        for (op, backward), keys in self._grouped(lambda key: (key.op, key.backward)).items():
             ours = any(key.shape for key in keys)
             rows.append({"op": op, "ours": ours, "pass": "backward" if backward else "forward", **self._figures(keys)})
-        if self.reading.unplaced:
-            rows.append(
-                {"op": NOT_PLACED, "ours": False, "pass": "", **self._figures([]), "ms": 1e3 * self.reading.unplaced}
-            )
-        return sorted(rows, key=lambda row: -row["ms"])
+        return self._sorted(rows, {"op": NOT_PLACED, "ours": False, "pass": ""})
 
-    def _device_seconds(self) -> float:
-        return sum(one.device for one in self.reading.spent.values()) + self.reading.unplaced
+    def _grouped(self, name: Callable[[WorkKey], Any]) -> dict[Any, list[WorkKey]]:
+        groups: dict[Any, list[WorkKey]] = {}
+        for key in dict.fromkeys([*self.reading.spent, *self.work]):
+            groups.setdefault(name(key), []).append(key)
+        return groups
+
+    def _sorted(self, rows: list[Row], unplaced: Row) -> list[Row]:
+        """Sort rows by time, with one for kernels that no event launched."""
+        if self.reading.unplaced:
+            rows.append({**unplaced, **self._figures([]), "ms": 1e3 * self.reading.unplaced})
+        return sorted(rows, key=lambda row: -row["ms"])
 
     def _ms(self, keys: Iterable[WorkKey]) -> float:
         found = [self.reading.spent.get(key, Spent()) for key in keys]
         return 1e3 * sum(one.device if self.cuda else one.host for one in found)
 
     def _figures(self, keys: Iterable[WorkKey]) -> Row:
-        keys = list(dict.fromkeys(keys))
+        keys = list(keys)
         spent = [self.reading.spent[key] for key in keys if key in self.reading.spent]
         work = [self.work[key] for key in keys if key in self.work]
         ms, limit = self._ms(keys), 1e3 * sum(self.top.limit(one.cost) for one in work)
@@ -263,13 +263,6 @@ class Tables:
 
 
 PASSES = (("forward", False), ("backward", True))
-
-
-def _grouped(keys: Iterable[WorkKey], name: Callable[[WorkKey], Any]) -> dict[Any, list[WorkKey]]:
-    groups: dict[Any, dict[WorkKey, None]] = defaultdict(dict)
-    for key in keys:
-        groups[name(key)][key] = None
-    return {group: list(found) for group, found in groups.items()}
 
 
 # ---- in words

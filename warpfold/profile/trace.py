@@ -6,7 +6,7 @@ times of all places add up to the whole: on a CPU to the step, on a GPU to the t
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,11 +92,11 @@ def attribute(
     Errors: RuntimeError where the range of the whole was not seen, or nothing ran within it.
     """
     spent: dict[WorkKey, Spent] = defaultdict(Spent)
-    around = _Around(spans)
+    known, marks = dict[int, _Surroundings](), spans.by_name
     computing = set() if on_device else _computing(events)
     whole = 0.0
     for e in events:
-        at = around(e)
+        at = _around(e, spans, marks, known)
         whole += e.own if at.within else 0.0
         if not (at.within or at.backward):
             continue  # the profiler's own, before and after
@@ -141,30 +141,24 @@ class _Surroundings:
     ours: str = ""
 
 
-class _Around:
-    """What is around each event, itself included; remembered, as events are many and nest deeply."""
+def _around(e: TraceEvent, spans: Spans, marks: Mapping[str, Place], known: dict[int, _Surroundings]) -> _Surroundings:
+    """Find what is around an event, itself included.  Within a backward pass a span is of what is computed again.
 
-    def __init__(self, spans: Spans) -> None:
-        self.spans, self.by_name = spans, spans.by_name
-        self.known: dict[int, _Surroundings] = {}
-
-    def __call__(self, e: TraceEvent) -> _Surroundings:
-        found = self.known.get(id(e))
-        if found is None:
-            found = self.known[id(e)] = self._of(e, _Surroundings() if e.parent is None else self(e.parent))
-        return found
-
-    def _of(self, e: TraceEvent, outer: _Surroundings) -> _Surroundings:
-        """Return what is around the events within `e`.  Within a backward pass a span is of what is computed again."""
-        if e.name == WHOLE:
-            return replace(outer, within=True)
-        if e.name.startswith(NODE):
-            return replace(outer, backward=True, place=self.spans.places[self.spans.of_node(e.node)], ours="")
-        if e.name.startswith(MARK):
-            return replace(outer, place=self.by_name[e.name], ours="")
-        if e.name.startswith(OURS) and not outer.ours:
-            return replace(outer, ours=e.name.removeprefix(OURS).split(".")[0].removesuffix("_backward"))
-        return outer
+    marks: the spans' places by name.  known: of other events, by id; they are many and nest deeply.
+    """
+    if id(e) in known:
+        return known[id(e)]
+    outer = _Surroundings() if e.parent is None else _around(e.parent, spans, marks, known)
+    if e.name == WHOLE:
+        outer = replace(outer, within=True)
+    elif e.name.startswith(NODE):
+        outer = replace(outer, backward=True, place=spans.places[spans.of_node(e.node)], ours="")
+    elif e.name.startswith(MARK):
+        outer = replace(outer, place=marks[e.name], ours="")
+    elif e.name.startswith(OURS) and not outer.ours:
+        outer = replace(outer, ours=e.name.removeprefix(OURS).split(".")[0].removesuffix("_backward"))
+    known[id(e)] = outer
+    return outer
 
 
 def _key(e: TraceEvent, at: _Surroundings) -> WorkKey:
