@@ -55,21 +55,24 @@ def config_for(plan: Plan, outer: str = "middle", accumulate: int = 2, **train: 
     return replace(config, model=model, plan=plan, optim=replace(config.optim, accumulate=accumulate))
 
 
+def team_of(data: int = 1, axial: int = 1, branch: int = 1) -> Team:
+    """The team of a rank's process."""
+    mesh = make_mesh(data, axial, branch)
+    return Team(ProcessInfo(mesh.world.rank, data * axial * branch), mesh)
+
+
 def train_on_ranks(
     config: RunConfig, store: Store, out: Path, watch: Watching | None = None, watching: int = 0, **more: Any
 ) -> list[Summary]:
     """`train` on as many ranks as the plan needs; `watch` gets the rows on one rank."""
     plan = config.plan
-    ranks = plan.data * plan.axial * plan.branch
 
     def on_a_rank() -> Summary:
         forkserver._forkserver._forkserver_pid = None  # type: ignore[attr-defined]  # an earlier test's: not our child
-        mesh = make_mesh(plan.data, plan.axial, plan.branch)
-        rank = mesh.world.rank
-        team = Team(ProcessInfo(rank, ranks), mesh)
-        return train(config, store, out, team=team, watch=watch if rank == watching else None, **more)
+        team = team_of(plan.data, plan.axial, plan.branch)
+        return train(config, store, out, team=team, watch=watch if team.process.rank == watching else None, **more)
 
-    return run_ranks(on_a_rank, ranks)
+    return run_ranks(on_a_rank, plan.data * plan.axial * plan.branch)
 
 
 @pytest.fixture(scope="module")
@@ -212,9 +215,8 @@ def test_no_step_waits_for_all_ranks_to_speak(
         blocking.clear()
 
     def on_a_rank() -> list[list[str]]:
-        mesh = make_mesh(2)
         config = config_for(Plan(data=2), accumulate=accumulate, validate_every=0, save_every=99, validation=())
-        train(config, store, tmp_path / "run", team=Team(ProcessInfo(mesh.world.rank, 2), mesh), watch=watch)
+        train(config, store, tmp_path / "run", team=team_of(2), watch=watch)
         return seen
 
     for rows_of in run_ranks(on_a_rank, 2):
@@ -223,20 +225,26 @@ def test_no_step_waits_for_all_ranks_to_speak(
         assert rows_of[1:] == [[]] * (STEPS - 1)
 
 
-def test_long_names_and_many_terms_are_told_whole(store: Store) -> None:
+def ended(team: Team, own: list[ExampleResult], by: int, to_all: bool = False) -> tuple[list[ExampleResult], int]:
+    """The results of all ranks, and the signal that rank `by` received; the last rank waited longest."""
+    timer, ledger = StepTimer(), SimpleNamespace(unshared=0, take_unshared=list)
+    timer.waited = float(team.process.rank)
+    signals = SimpleNamespace(received=15 * (team.process.rank == by))
+    end = begin_end_step(1, own, timer, ledger, signals, team, to_all=to_all)  # type: ignore[arg-type]
+    found = end_step(end, timer, None, ledger, team)  # type: ignore[arg-type]
+    assert timer.waited == team.process.ranks - 1
+    return found
+
+
+def test_long_names_and_many_terms_are_told_whole() -> None:
     """A name that does not fit into the message of fixed size is sent separately; NaN and inf arrive."""
 
     def on_a_rank(length: int) -> list[tuple[str, float, dict[str, float]]]:
-        mesh = make_mesh(2)
-        rank, team = mesh.world.rank, Team(ProcessInfo(mesh.world.rank, 2), mesh)
-        terms = {"fape": 0.1 * rank, "plddt": math.inf}
+        team = team_of(2)
+        rank, terms = team.process.rank, {"fape": 0.1 * team.process.rank, "plddt": math.inf}
         own = [ExampleResult("é" * (length + rank), 7, math.nan, 1 / 3, 0.5, terms, 2 * k + rank) for k in range(2)]
-        timer, ledger = StepTimer(), SimpleNamespace(unshared=0, take_unshared=list)
-        timer.waited = float(rank)
-        signals = SimpleNamespace(received=15 * rank)
-        end = begin_end_step(1, own, timer, ledger, signals, team, to_all=True)  # type: ignore[arg-type]
-        every, received = end_step(end, timer, None, ledger, team)  # type: ignore[arg-type]
-        assert (received, timer.waited) == (15, 1.0)
+        every, received = ended(team, own, by=1, to_all=True)
+        assert received == 15
         assert all(math.isnan(one.loss) and one.norm == 1 / 3 and one.length == 7 for one in every)
         return [(one.key, one.index, one.terms) for one in every]
 
@@ -250,13 +258,10 @@ def test_results_go_to_the_first_rank_and_to_all_if_one_is_not_finite(loss: floa
     """What all must know (a signal, that an example is to be skipped) they know; the rest is for the log alone."""
 
     def on_a_rank() -> tuple[list[str], int]:
-        mesh = make_mesh(3)
-        rank, team = mesh.world.rank, Team(ProcessInfo(mesh.world.rank, 3), mesh)
+        team = team_of(3)
+        rank = team.process.rank
         own = [ExampleResult(f"p{rank}", 7, loss if rank == 1 else 1.0, 1 / 3, 0.5, {"fape": 0.1}, rank)]
-        timer, ledger = StepTimer(), SimpleNamespace(unshared=0, take_unshared=list)
-        signals = SimpleNamespace(received=15 * (rank == 2))
-        end = begin_end_step(1, own, timer, ledger, signals, team)  # type: ignore[arg-type]
-        every, received = end_step(end, timer, None, ledger, team)  # type: ignore[arg-type]
+        every, received = ended(team, own, by=2)
         return [one.key for one in every], received
 
     found, others = ["p0", "p1", "p2"], [["p1"], ["p2"]]
@@ -372,10 +377,9 @@ def test_plans_that_cannot_be_are_refused_as_settings(changes: list[str], reason
 
 def test_ranks_that_do_not_see_the_same_are_refused(store: Store, tmp_path: Path) -> None:
     def on_a_rank() -> None:
-        mesh = make_mesh(2)
-        config = config_for(Plan(data=2))
-        config = replace(config, data=replace(config.data, crop=8 + mesh.world.rank))
-        train(config, store, tmp_path / "run", team=Team(ProcessInfo(mesh.world.rank, 2), mesh))
+        team, config = team_of(2), config_for(Plan(data=2))
+        config = replace(config, data=replace(config.data, crop=8 + team.process.rank))
+        train(config, store, tmp_path / "run", team=team)
 
     with pytest.raises(RankError, match="rank 1 and rank 0 differ in settings; give all ranks the same"):
         run_ranks(on_a_rank, 2)
@@ -383,10 +387,9 @@ def test_ranks_that_do_not_see_the_same_are_refused(store: Store, tmp_path: Path
 
 def test_those_who_share_an_example_have_the_same_or_nobody_goes_on() -> None:
     def on_a_rank(differ: bool) -> list[str]:
-        mesh = make_mesh(axial=2)
-        names = ["a", f"b{mesh.world.rank}" if differ else "b"]
+        team = team_of(axial=2)
+        names = ["a", f"b{team.process.rank}" if differ else "b"]
         examples = iter(Sample(index, name, {}) for index, name in enumerate(names))
-        team = Team(ProcessInfo(mesh.world.rank, 2), mesh)
         return [example.name for example in module.next_examples(examples, 2, StepTimer(), team)]  # type: ignore[arg-type]
 
     assert run_ranks(on_a_rank, 2, False) == [["a", "b"]] * 2
@@ -409,14 +412,8 @@ def test_the_first_rank_alone_reads_checkpoints_and_first_weights(
 
     def on_a_rank(steps: int) -> list[str]:
         sys.addaudithook(lambda event, args: opened.append(f"open {args[0]}") if event == "open" else None)
-        mesh = make_mesh(2)
-        train(
-            config_for(Plan(data=2), steps=steps, validate_every=0, validation=0.0),
-            store,
-            tmp_path / "run",
-            init=init,
-            team=Team(ProcessInfo(mesh.world.rank, 2), mesh),
-        )
+        config = config_for(Plan(data=2), steps=steps, validate_every=0, validation=0.0)
+        train(config, store, tmp_path / "run", init=init, team=team_of(2))
         return [name for name in opened if "/checkpoints/" in name or str(init) in name]
 
     first, second = run_ranks(on_a_rank, 2, 2)
