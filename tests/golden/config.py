@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from warpfold.batch import Arrays
 from warpfold.errors import UserError
-from warpfold.model.alphafold import HeadsConfig, ModelConfig
-from warpfold.model.embed import MultimerConfig, RecyclingEmbedder
+from warpfold.model.alphafold import ModelConfig
+from warpfold.model.embed import RecyclingEmbedder
 from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.losses import LossConfig
 from warpfold.model.structure import StructureConfig
 from warpfold.model.template import DISTANCE_BINS, TemplateConfig
+from warpfold.model.weights.deepmind import config_from_deepmind
 
 Official = dict[str, Any]
 POSITION_SCALE = 10.0  # angstrom to the unit of the structure module, in the monomer
@@ -138,34 +140,15 @@ def structure_config(official: Official) -> StructureConfig:
     )
 
 
-def model_config(official: Official) -> ModelConfig:
-    """Translate a whole model, without its ensemble."""
-    multimer = is_multimer(official)
-    require(official, FIXED | (FIXED_MULTIMER if multimer else FIXED_MONOMER))
-    trunk, heads = official["embeddings_and_evoformer"], official["heads"]
-    tolerance = official.get("recycle_early_stop_tolerance", -1)
-    pae = heads.get("predicted_aligned_error", {"weight": 0.0, "num_bins": 64})
-    return ModelConfig(
-        c_m=trunk["msa_channel"],
-        c_z=trunk["pair_channel"],
-        c_s=trunk["seq_channel"],
-        c_e=trunk["extra_msa_channel"],
-        max_relative=trunk["max_relative_idx" if multimer else "max_relative_feature"],
+def model_config(official: Official, params: Arrays) -> ModelConfig:
+    """Return the settings that a whole model's parameters imply, and those that none shows, without its ensemble."""
+    require(official, FIXED | (FIXED_MULTIMER if is_multimer(official) else FIXED_MONOMER))
+    tolerance, found = official.get("recycle_early_stop_tolerance", -1), config_from_deepmind(params)
+    return replace(
+        found,
         recycles=official["num_recycle"],
         recycle_tolerance=None if tolerance < 0 else tolerance,
-        evoformer=evoformer_config(trunk["evoformer"], trunk["evoformer_num_block"]),
-        extra_blocks=trunk["extra_msa_stack_num_block"],
-        templates=template_config(trunk["template"]) if trunk["template"]["enabled"] else TemplateConfig(enabled=False),
-        structure=structure_config(heads["structure_module"]),
-        heads=HeadsConfig(
-            distogram_bins=heads["distogram"]["num_bins"],
-            msa_classes=22 if multimer else heads["masked_msa"]["num_output"],
-            plddt_c=heads["predicted_lddt"]["num_channels"],
-            plddt_bins=heads["predicted_lddt"]["num_bins"],
-            pae=pae["weight"] > 0,
-            pae_bins=pae["num_bins"],
-        ),
-        multimer=MultimerConfig(max_chain=trunk["max_relative_chain"]) if multimer else None,
+        structure=replace(found.structure, layers=official["heads"]["structure_module"]["num_layer"]),
     )
 
 

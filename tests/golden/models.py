@@ -64,7 +64,7 @@ def _whole_multimer(case: ReferenceCase) -> CaseOutputs:
 
     The clusters are the first rows of the alignment, fully masked ones last (the README beside the cases).
     """
-    config, trunk = model_config(case.config), case.config["embeddings_and_evoformer"]
+    config, trunk = model_config(case.config, case.params), case.config["embeddings_and_evoformer"]
     x = {name: torch.from_numpy(array) for name, array in case.inputs.items()}
     bias, seen = case.inputs["cluster_bias_mask"], case.inputs["msa_mask"].any(-1)
     order = np.argsort(-bias - seen, kind="stable")
@@ -89,7 +89,7 @@ def _whole_monomer(case: ReferenceCase) -> CaseOutputs:
 
     Gradients flow where the case has any; without them nothing is kept for backward.
     """
-    config = model_config(case.config)
+    config = model_config(case.config, case.params)
     features = case.inputs
     if not case.config["resample_msa_in_recycling"]:  # every recycling has the same samples
         features = {name: np.concatenate([x] * (config.recycles + 1)) for name, x in features.items()}

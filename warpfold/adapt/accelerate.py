@@ -290,41 +290,43 @@ def check_model(model: nn.Module) -> None:
     """Raise UserError for what `accelerate` does not take."""
     if not isinstance(model, nn.Module):
         raise UserError(f"accelerate: a {type(model).__name__} is no torch.nn.Module; give the model")
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UserError("accelerate: this model is scripted; accelerate the Python module, before torch.jit.script")
-    if isinstance(model, torch.fx.GraphModule):
-        raise UserError("accelerate: this model is a traced graph; accelerate it before tracing")
-    if isinstance(model, DataParallel):
-        raise UserError("accelerate: this model is wrapped in DataParallel; accelerate what is inside, then wrap it")
+    for kind, why in (
+        (torch.jit.ScriptModule, "is scripted; accelerate the Python module, before torch.jit.script"),
+        (torch.fx.GraphModule, "is a traced graph; accelerate it before tracing"),
+        (DataParallel, "is wrapped in DataParallel; accelerate what is inside, then wrap it"),
+    ):
+        if isinstance(model, kind):
+            raise UserError(f"accelerate: this model {why}")
     for name, module in model.named_modules():
-        _check_module(name or type(module).__name__, module)
+        if is_swapped(module):
+            raise UserError("accelerate: this model is accelerated already; warpfold.restore(model) undoes it")
+        if why := _why_not(module):
+            raise UserError(f"accelerate: {name or type(module).__name__} {why}")
     for name, p in model.named_parameters():
-        _check_parameter(name, p)
+        if why := _why_not_of(p):
+            raise UserError(f"accelerate: {name} {why}")
 
 
-def _check_module(name: str, module: nn.Module) -> None:
-    compiled = getattr(module, "_compiled_call_impl", None) is not None
-    if isinstance(module, torch._dynamo.OptimizedModule) or compiled:
-        raise UserError(f"accelerate: {name} is compiled; accelerate the model first, then torch.compile it")
-    if is_swapped(module):
-        raise UserError("accelerate: this model is accelerated already; warpfold.restore(model) undoes it")
+def _why_not(module: nn.Module) -> str:
+    if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
+        return "is compiled; accelerate the model first, then torch.compile it"
     if name_of(type(module)).startswith(QUANTISED):
-        raise UserError(f"accelerate: {name} is quantised: it computes by operations of its own; accelerate it before")
+        return "is quantised: it computes by operations of its own; accelerate it before"
     if {kind.__name__ for kind in type(module).__mro__} & set(SHARDED):
-        raise UserError(f"accelerate: {name} is sharded (FSDP); accelerate the model first, then shard it")
+        return "is sharded (FSDP); accelerate the model first, then shard it"
+    return ""
 
 
-def _check_parameter(name: str, p: Tensor) -> None:
+def _why_not_of(p: Tensor) -> str:
     if nn.parameter.is_lazy(p):
-        raise UserError(f"accelerate: {name} has no shape yet; run the model once before")
+        return "has no shape yet; run the model once before"
     if type(p).__name__ == "DTensor":
-        raise UserError(f"accelerate: {name} is sharded (DTensor); accelerate the model first, then shard it")
+        return "is sharded (DTensor); accelerate the model first, then shard it"
     if p.device.type == "meta":
-        raise UserError(f"accelerate: {name} has no memory (it is on meta); load the weights first")
+        return "has no memory (it is on meta); load the weights first"
     if p.device.type not in DEVICES:
-        raise UserError(f"accelerate: {name} is on {p.device}; layers are swapped on {' and '.join(DEVICES)}")
-    if p.dtype not in DTYPES:
-        raise UserError(f"accelerate: {name} is {p.dtype}: a quantised model computes by operations of its own")
+        return f"is on {p.device}; layers are swapped on {' and '.join(DEVICES)}"
+    return "" if p.dtype in DTYPES else f"is {p.dtype}: a quantised model computes by operations of its own"
 
 
 def inside(model: nn.Module) -> nn.Module:

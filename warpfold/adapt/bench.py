@@ -12,6 +12,7 @@ import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +112,16 @@ def bench_foreign(
     Returns the machine, what was swapped, the rows, how far the outputs are apart, and what was refused.
     Errors: as of `accelerate`; UserError where memory does not suffice.
     """
-    before, refused = given.model, refusals()
+    before, refused, (args, kwargs) = given.model, refusals(), given.call
     with contextlib.redirect_stdout(io.StringIO()):
         after = accelerate(copy.deepcopy(before), only=only or None, memory=memory)
     progress(0, 1, f"{given.name}, before and after")
     try:
         difference = _difference(before, after, given.call)
-        ways = [_way(name, model, given.call) for name, model in (("before", before), ("after", after))]
+        ways = [
+            subject(name, partial(model, *args, **kwargs), [p for p in model.parameters() if p.requires_grad])
+            for name, model in (("before", before), ("after", after))
+        ]
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -134,11 +138,6 @@ def bench_foreign(
         "rows": _rows(given.name, times, trains=bool(ways[0].wanted)),
         "refused": refusals(refused),
     }
-
-
-def _way(name: str, model: nn.Module, call: Call) -> Any:
-    args, kwargs = call
-    return subject(name, lambda: model(*args, **kwargs), [p for p in model.parameters() if p.requires_grad])
 
 
 def _difference(before: nn.Module, after: nn.Module, call: Call) -> float:
@@ -177,19 +176,9 @@ def _rows(name: str, times: Mapping[str, Times], trains: bool) -> list[Row]:
 def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return the rows as figures for people."""
 
-    def number(row: Row, name: str, form: str) -> str:
-        value = row.get(name)
-        return "" if value is None else format(value, form)
+    forms = {"before_ms": ".4g", "after_ms": ".4g", "times_faster": ".2f", "before_mib": ".0f", "after_mib": ".0f"}
 
-    return [
-        (
-            row["pass"],
-            number(row, "before_ms", ".4g"),
-            number(row, "after_ms", ".4g"),
-            number(row, "times_faster", ".2f"),
-            number(row, "before_mib", ".0f"),
-            number(row, "after_mib", ".0f"),
-            row["note"],
-        )
-        for row in rows
-    ]
+    def number(row: Row, name: str) -> str:
+        return "" if row.get(name) is None else format(row[name], forms[name])
+
+    return [(row["pass"], *(number(row, name) for name in forms), row["note"]) for row in rows]

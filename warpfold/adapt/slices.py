@@ -106,15 +106,17 @@ def _run(layer: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, resi
 def _needed(twin: AxialUpdate, x: Tensor, mask: Tensor, other: Tensor | None, residual: bool, rows: int | None) -> int:
     """Run a layer without memory on tensors without memory, like those given, and return the bytes at the peak."""
     kind = cast(Literal["cpu", "cuda"], x.device.type)
-    x, mask, other = (None if t is None else _without_memory(t) for t in (x, mask, other))  # type: ignore[assignment]
+
+    def empty(t: Tensor | None) -> Any:
+        if t is None:
+            return None
+        made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        return made.requires_grad_(t.is_floating_point() and torch.is_grad_enabled())
+
+    x, mask, other = map(empty, (x, mask, other))
     with standing_for(kind), unlaunched() if kind == "cuda" else nullcontext(), Memory(unit=UNIT[kind]) as memory:
         update = _run(twin, x, mask, other, residual, rows)
         if update.requires_grad:
             wanted = [t for t in (x, other) if t is not None]
             torch.autograd.grad(update, wanted, torch.empty_like(update), allow_unused=True)
     return memory.peak
-
-
-def _without_memory(t: Tensor) -> Tensor:
-    made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-    return made.requires_grad_(t.is_floating_point() and torch.is_grad_enabled())

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -223,12 +224,9 @@ def measured_speed(module: nn.Module, adapter: Adapter, size: int | None = None)
         args, kwargs = adapter.example(theirs, size or SIZE[kind], RandomInputs(like))
         given = [x.requires_grad_() for x in inputs_of(args, kwargs).values()]
 
-        def run(way: nn.Module) -> Callable[[], Any]:
-            return lambda: way(*args, **kwargs)
-
         with their_own_code(like.dtype):
-            ways = [subject("theirs", run(theirs), [*given, *theirs.parameters()])]
-        ways.append(subject("ours", run(ours), [*given, *ours.parameters()]))
+            ways = [subject("theirs", partial(theirs, *args, **kwargs), [*given, *theirs.parameters()])]
+        ways.append(subject("ours", partial(ours, *args, **kwargs), [*given, *ours.parameters()]))
         times = measure(ways, like.device, REPEATS[kind], BUDGET[kind])
     for found in times.values():
         if found.failed:

@@ -222,7 +222,11 @@ class AlphaFold(Executable):
             recycled = Recycled(**found)
             if watch is not None:
                 watch(recycled, activations)
-            done, settled = done + 1, self._settled(before, recycled.positions, batch["seq_mask"].to(self.device))
+            done, tolerance = done + 1, self.config.recycle_tolerance
+            if tolerance is not None and not self.training:
+                mask = batch["seq_mask"].to(self.device)
+                change = distance_change(before, recycled.positions, mask, self.residues)
+                settled = bool((change <= tolerance).all())
         return recycled, done
 
     def last_pass(self, inputs: Mapping[str, Tensor]) -> Output:
@@ -267,7 +271,11 @@ class AlphaFold(Executable):
         total = None
         for member in range(count):
             last = member == count - 1  # it alone may be written over what is recycled
-            pair = given if last or not self.execution.in_place else self._copy_of(given)
+            pair = given
+            if self.execution.in_place and not last:
+                pair = self.execution.pair_memory(self.single.weight, given.shape)
+                for rows in self.execution.rows(given.shape[-3]):
+                    self.execution.store(pair, rows, self.execution.fetch(given, rows))
             found = self.trunk(self.sample(batch, member), replace(recycled, pair=pair))
             total = found if total is None else self._sum(total, found)
         assert total is not None
@@ -275,13 +283,6 @@ class AlphaFold(Executable):
             return total
         pair = self.renew_rows(total.pair, lambda rows, old: old / count)
         return replace(total, pair=pair, single=total.single / count, msa_first_row=total.msa_first_row / count)
-
-    def _copy_of(self, z: Tensor) -> Tensor:
-        """Return a z of its own memory, wherever z lies."""
-        copy = self.execution.pair_memory(self.single.weight, z.shape)
-        for rows in self.execution.rows(z.shape[-3]):
-            self.execution.store(copy, rows, self.execution.fetch(z, rows))
-        return copy
 
     def _sum(self, a: Representations, b: Representations) -> Representations:
         """Return the sum, but for the alignment: the masked-MSA head reads that of the first alone."""
@@ -346,13 +347,6 @@ class AlphaFold(Executable):
             self.execution.pair_memory(like, (*shard, shape[-1], c.c_z)),
             like.new_zeros(*shape, 37, 3),
         )
-
-    def _settled(self, before: Tensor, after: Tensor, mask: Tensor) -> bool:
-        """Return whether recycling may end; positions [*, r, 37, 3] of two passes, mask [*, r]."""
-        tolerance = self.config.recycle_tolerance
-        if self.training or tolerance is None:
-            return False
-        return bool((distance_change(before, after, mask, self.residues) <= tolerance).all())
 
     def _check_passes(self, batch: Batch, passes: int) -> None:
         name = "msa_feat" if self.config.multimer is None else "centre_rows"

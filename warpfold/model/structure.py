@@ -146,13 +146,10 @@ class FoldIteration(DrawsNoise):
         s = self.attention_layer_norm(dropout(s, self.rate, self.noise, stream, self.training))
         s = s + self._transition(s)
         s = self.transition_layer_norm(dropout(s, self.rate, self.noise, stream + 1, self.training))
-        return s, update_affine(affine, self._affine_update(s), frames.rotation)
-
-    def _affine_update(self, s: Tensor) -> Tensor:
-        """Return the update of the frames [*, N, 6] that s asks for."""
         weight, bias = joined(s.dtype, self.affine_update)
         assert bias is not None
-        return upcast_half(exact_linear(s, weight.to(s.dtype), bias.to(s.dtype)))
+        update = upcast_half(exact_linear(s, weight.to(s.dtype), bias.to(s.dtype)))  # [*, N, 6]
+        return s, update_affine(affine, update, frames.rotation)
 
     def _transition(self, s: Tensor) -> Tensor:
         *inner, last = self.transition
