@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.golden.config import POSITION_SCALE
 from tests.golden.multimer import frames_and_chi, matrices, rigid_of
@@ -123,13 +123,14 @@ def _torsions_to_atoms(case: ReferenceCase, x: Tensors) -> CaseOutputs:
 
 def _confidence(case: ReferenceCase, x: Tensors) -> CaseOutputs:
     plddt = confidence.plddt(x["plddt_logits"])
-    ptm = confidence.ptm(x["pae_logits"], x["breaks"])
-    iptm = confidence.iptm(x["pae_logits"], x["breaks"], x["asym_id"])
+    found = confidence.predicted_errors(nn.Identity(), x["pae_logits"], asym_id=x["asym_id"])
+    assert found.iptm is not None
+    ptm, iptm = torch.tensor(found.ptm), torch.tensor(found.iptm)
     return CaseOutputs(
         {
             "plddt": plddt,
             "predicted_aligned_error": confidence.pae(x["pae_logits"], x["breaks"]),
-            "max_predicted_aligned_error": torch.tensor(confidence.max_pae(x["breaks"])),
+            "max_predicted_aligned_error": torch.tensor(found.max_pae),
             "ptm": ptm,
             "iptm": iptm,
             "ranking_confidence_multimer": confidence.ranking_confidence(plddt, ptm, iptm),

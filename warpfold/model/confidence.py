@@ -3,12 +3,11 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
-from warpfold.model.axial import ALL, PlainExecution, Residues
+from warpfold.model.axial import ALL, PLAIN, PlainExecution, Residues
 from warpfold.model.heads import pae_breaks
 from warpfold.ops.dispatch import alike, upcast_half
 
@@ -35,65 +34,35 @@ def max_pae(breaks: Tensor) -> float:
     return float(_centers(breaks)[-1])
 
 
-def ptm(logits: Tensor, breaks: Tensor, mask: Tensor | None = None, residues: Residues = ALL) -> Tensor:
-    """Return the predicted TM-score: aligned-error logits [N, N, bins], breaks [bins - 1] -> 0..1 (Supp. 1.9.7).
-
-    `mask` [N]: residues that count, all when None.  residues: those whose rows of the logits are given.
-    """
-    tm = TMScores(breaks, _counts(logits, mask), None, residues)
-    return tm.best(tm.of_frames(upcast_half(logits).softmax(-1), slice(None)))
-
-
-def iptm(
-    logits: Tensor, breaks: Tensor, asym_id: Tensor, mask: Tensor | None = None, residues: Residues = ALL
-) -> Tensor:
-    """Return the interface pTM: `ptm` over pairs in different chains; asym_id [N] (AlphaFold-Multimer, sec. 2.6).
-
-    0 where there is one chain.
-    """
-    tm = TMScores(breaks, _counts(logits, mask), asym_id, residues)
-    return tm.best(tm.of_frames(upcast_half(logits).softmax(-1), slice(None), between=True))
-
-
-def chain_pair_iptm(
-    logits: Tensor, breaks: Tensor, asym_id: Tensor, mask: Tensor | None = None, residues: Residues = ALL
-) -> Tensor:
-    """Return the interface pTM of every two chains as if they were alone, and each chain's pTM: [C, C], symmetric.
-
-    logits [N, N, bins], breaks [bins - 1], asym_id [N]: 1 to C, 0 for none; mask and residues as in `ptm`.  Entry
-    [a - 1, b - 1] is the `iptm` of the residues of chains a and b: the best frame of either, the errors of the other
-    chain's residues in it, and a d0 that follows from the number of residues of both.  On the diagonal stands the `ptm`
-    of the chain's own residues.
-    """
-    tm = TMScores(breaks, _counts(logits, mask), asym_id, residues)
-    return tm.best_of_chains(tm.of_chains(upcast_half(logits).softmax(-1), slice(None)))
-
-
 @dataclass(frozen=True)
 class Errors:
     """What the aligned-error head says of a prediction: of the frames of this process's residues, or of all."""
 
     pae: Tensor  # [I, N] in main memory, angstrom, fp32; I: this process's residues
     max_pae: float
-    ptm: float
-    iptm: float | None  # of a complex
-    chain_pair_iptm: Tensor | None  # [C, C]
+    ptm: float  # the predicted TM-score, 0 to 1: that of the best frame (Supp. 1.9.7)
+    iptm: float | None  # of a complex: over pairs in different chains, 0 where there is one (Multimer, sec. 2.6)
+    # [C, C], symmetric: the ipTM of every two chains as if they were alone: the best frame of either, the errors of the
+    # other chain's residues in it, and a d0 that follows from the residues of both.  On the diagonal each chain's pTM.
+    chain_pair_iptm: Tensor | None
 
 
-def predicted_errors(head: nn.Module, z: Tensor, execution: PlainExecution, asym_id: Tensor | None = None) -> Errors:
+def predicted_errors(
+    head: nn.Module, z: Tensor, execution: PlainExecution = PLAIN, asym_id: Tensor | None = None
+) -> Errors:
     """Run the aligned-error head on z [I, N, c_z], some rows at a time: its logits never exist for all.
 
-    asym_id int64 [N] on the device of z: of a complex.  All processes that share the example call this.
+    asym_id int64 [N] on the device of z: of a complex; 1 to C, 0 for none.  All processes that share the example call
+    this.
     """
     count, tm = z.shape[-3], None
     pae = torch.empty(count, z.shape[-2])
     found: dict[str, Tensor] = {}
     for rows in alike(execution.rows(count)):
-        logits = head(execution.fetch(z, rows))
+        logits = upcast_half(head(execution.fetch(z, rows)))
         if tm is None:
-            breaks = pae_breaks(logits.shape[-1])
-            tm, centers = TMScores(breaks, _counts(logits, None), asym_id, execution.residues), _centers(breaks)
-            centers = centers.to(logits.device)
+            breaks = pae_breaks(logits.shape[-1]).to(logits.device)
+            tm, centers = TMScores(breaks, z.shape[-2], asym_id, execution.residues), _centers(breaks)
         probabilities = logits.softmax(-1)
         del logits
         pae[rows] = _expected(probabilities, centers).to("cpu", torch.float32)
@@ -143,9 +112,9 @@ def _centers(breaks: Tensor) -> Tensor:
     return torch.cat([breaks + step / 2, (breaks[-1] + 1.5 * step)[None]])
 
 
-def _score(breaks: Tensor, residues: float) -> Tensor:
+def _score(breaks: Tensor, residues: int) -> Tensor:
     """Return what a residue with its error in each bin adds to the TM-score of so many residues: [bins]."""
-    number = max(int(residues), 19)  # below 19 the TM-score's own d0 is not defined sensibly
+    number = max(residues, 19)  # below 19 the TM-score's own d0 is not defined sensibly
     d0 = 1.24 * (number - 15) ** (1 / 3) - 1.8
     return 1 / (1 + (_centers(breaks) / d0) ** 2)
 
@@ -155,84 +124,60 @@ def _expected(probabilities: Tensor, values: Tensor) -> Tensor:
     return (probabilities * values).sum(-1)
 
 
-def _counts(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Return 1 for every residue [N] that counts."""
-    ones = torch.ones(logits.shape[-2], device=logits.device)
-    return ones if mask is None else ones * mask
-
-
 class TMScores:
     """Expected TM-scores of a prediction, from the probabilities of aligned errors of some frames at a time.
 
-    breaks [bins - 1]; counts [N]: 1 for residues that count; asym_id [N]: 1 to C, 0 for none, or None for one chain;
-    residues: those whose frames this process has, of which `rows` below are some.
+    breaks [bins - 1]; length: residues in all; asym_id [N]: 1 to C, 0 for none, or None for one chain; residues: those
+    whose frames this process has, of which `rows` below are some.
     """
 
-    def __init__(self, breaks: Tensor, counts: Tensor, asym_id: Tensor | None, residues: Residues = ALL) -> None:
-        self.counts, self.asym_id, self.residues = counts, asym_id, residues
-        self._breaks = breaks.to(counts.device)
-        self._score = _score(self._breaks, float(counts.sum()))
+    def __init__(self, breaks: Tensor, length: int, asym_id: Tensor | None, residues: Residues = ALL) -> None:
+        self.length, self.residues = length, residues
+        self._breaks, self._score = breaks, _score(breaks, length)
+        if asym_id is not None:
+            self.asym_id = asym_id
+            self._here: list[int] = residues.local_shard(asym_id, -1).tolist()  # the chain of each residue held here
+            self._columns = [(asym_id == chain + 1).nonzero()[:, 0] for chain in range(int(asym_id.max()))]
 
     def of_frames(self, probabilities: Tensor, rows: slice, between: bool = False) -> Tensor:
-        """Return the score of each frame [I] over the residues that count, given [I, N, bins].
+        """Return the score of each frame [I] over all residues, given [I, N, bins].
 
         between: over those of other chains alone.
         """
-        pairs = self.residues.local_shard(self.counts, -1)[rows, None] * self.counts
-        if between:
-            assert self.asym_id is not None
-            pairs = pairs * (self.residues.local_shard(self.asym_id, -1)[rows, None] != self.asym_id)
-        return (_expected(probabilities, self._score) * pairs).sum(-1) / (1e-8 + pairs.sum(-1))
+        expected = _expected(probabilities, self._score)
+        if not between:
+            return expected.sum(-1) / (1e-8 + self.length)
+        pairs = self.residues.local_shard(self.asym_id, -1)[rows, None] != self.asym_id
+        return (expected * pairs).sum(-1) / (1e-8 + pairs.sum(-1))
 
     def best(self, per_frame: Tensor) -> Tensor:
         """Return the score of the best frame of all, given those of this process's."""
-        return self.residues.all_gather(per_frame, -1, len(self.counts)).max()
+        return self.residues.all_gather(per_frame, -1, self.length).max()
 
     def of_chains(self, probabilities: Tensor, rows: slice) -> Tensor:
         """Return the score of each frame over the residues of each chain: [I, C].
 
         As if there were no other chains than it and the frame's own.
         """
-        assert self.asym_id is not None
-        here, per_frame = self._here[rows], []
+        here, sizes, per_frame = self._here[rows], [len(columns) for columns in self._columns], []
         for start, (chain, run) in zip(_starts(here), itertools.groupby(here)):
             some = probabilities[start : start + len(list(run))]
             if chain == 0:
-                per_frame.append(some.new_zeros(len(some), len(self._sizes)))
+                per_frame.append(some.new_zeros(len(some), len(sizes)))
                 continue
-            own = self._sizes[chain - 1]
-            together = [own if other == chain else own + size for other, size in enumerate([0.0, *self._sizes])]
+            own = sizes[chain - 1]
+            together = [own if other == chain else own + size for other, size in enumerate([0, *sizes])]
             scores = torch.stack([_score(self._breaks, size) for size in together])
             expected = _expected(some, scores[self.asym_id.long()])
-            sums = [(expected[:, columns] * self.counts[columns]).sum(-1) for columns in self._columns]
-            per_frame.append(torch.stack([total / (1e-8 + size) for total, size in zip(sums, self._sizes)], -1))
-        return torch.cat(per_frame) if per_frame else probabilities.new_zeros(0, len(self._sizes))
+            sums = [expected[:, columns].sum(-1) for columns in self._columns]
+            per_frame.append(torch.stack([total / (1e-8 + size) for total, size in zip(sums, sizes)], -1))
+        return torch.cat(per_frame) if per_frame else probabilities.new_zeros(0, len(sizes))
 
     def best_of_chains(self, per_frame: Tensor) -> Tensor:
         """Return the score of every two chains [C, C], that of the best frame of either, given those here."""
-        per_frame = self.residues.all_gather(per_frame, -2, len(self.counts)) * self.counts[:, None]
-        best = per_frame.new_zeros(len(self._sizes), len(self._sizes))
-        for chain, columns in enumerate(self._columns):
-            best[chain] = per_frame[columns].amax(0)
+        per_frame = self.residues.all_gather(per_frame, -2, self.length)
+        best = torch.stack([per_frame[columns].amax(0) for columns in self._columns])
         return torch.maximum(best, best.T)
-
-    @cached_property
-    def _here(self) -> list[int]:
-        """The chain of each residue that this process holds."""
-        assert self.asym_id is not None
-        chains: list[int] = self.residues.local_shard(self.asym_id, -1).tolist()
-        return chains
-
-    @cached_property
-    def _columns(self) -> list[Tensor]:
-        """The residues of each chain."""
-        assert self.asym_id is not None
-        return [(self.asym_id == chain + 1).nonzero()[:, 0] for chain in range(int(self.asym_id.max()))]
-
-    @cached_property
-    def _sizes(self) -> list[float]:
-        """How many residues of each chain count."""
-        return [float(self.counts[columns].sum()) for columns in self._columns]
 
 
 def _starts(here: Sequence[int]) -> list[int]:
