@@ -176,7 +176,9 @@ class TMScores:
     def best_of_chains(self, per_frame: Tensor) -> Tensor:
         """Return the score of every two chains [C, C], that of the best frame of either, given those here."""
         per_frame = self.residues.all_gather(per_frame, -2, self.length)
-        best = torch.stack([per_frame[columns].amax(0) for columns in self._columns])
+        best = per_frame.new_zeros(len(self._columns), len(self._columns))
+        for chain, columns in enumerate(self._columns):
+            best[chain] = per_frame[columns].amax(0)
         return torch.maximum(best, best.T)
 
 
