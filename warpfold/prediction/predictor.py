@@ -251,25 +251,12 @@ class Predictor:
         number that is done, the number of all, and what is at work.
         Errors: UserError for arguments of a wrong kind; what is wrong with one protein is in its result.
         """
-        from warpfold.data.search.server import ServerGone
-
         asked = Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
         most, fetch, tell = batch_of(batch), self._fetching(msa_server, msa_cache), arguments.progress_of(progress)
-        results: dict[str, FoldResult] = {}
-        found: list[Query] = []
         together = self.model.config.multimer is not None
-        given = each_given(sequences, alignments, templates, together, fetch, self.check)
-        for name, one, aligned, offered in given:
-            try:
-                if isinstance(one, UserError):
-                    raise one
-                query = one if isinstance(one, Query) else query_of(one, aligned, name, fetch)
-                found.append(self.with_templates(query, offered))
-            except (arguments.WrongArgument, ServerGone):  # no other protein would be better off
-                raise
-            except UserError as error:
-                results[name] = FoldResult(name, error=str(error))
-        items = [FoldItem(self.as_params, query, seed) for query in found]
+        given = each_given(sequences, alignments, templates, together, fetch, self.check, self.with_templates)
+        results = {name: FoldResult(name, error=str(one)) for name, one in given.items() if isinstance(one, UserError)}
+        items = [FoldItem(self.as_params, one, seed) for one in given.values() if not isinstance(one, UserError)]
         alone = self.team.process.ranks > 1 or self.recycling.ends_early or self.dropout or save_recycles
         tell(len(results), len(given), "folding")
 
@@ -281,7 +268,7 @@ class Predictor:
 
         groups = in_groups(items, 1 if alone else most, str(self.device))
         fold_groups(lambda params: self, asked, self.team, groups, None, record)
-        return [results[name] for name, *_ in given]
+        return [results[name] for name in given]
 
     @property
     def as_params(self) -> Params:

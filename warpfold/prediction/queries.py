@@ -403,24 +403,40 @@ def each_given(
     together: bool,
     fetch: FetchAlignments | None,
     check: Callable[[Complex], None],
-) -> list[tuple[str, Any, Any, Any]]:
-    """Return name, sequence, alignment and templates of many; of a file its queries, or why there is none.
+    complete: Callable[[Query, TemplatesLike], Query],
+) -> dict[str, Query | UserError]:
+    """Read many queries, with their templates, or why one cannot be folded, by name and in their order.
 
-    together, fetch, check: as of `read_given`.
+    together, fetch, check: as of `read_given`.  complete: adds templates to a query.
+    Errors: WrongArgument; ServerGone, without which no other query would be better off.
     """
+    from warpfold.data.search.server import ServerGone
+
+    found: dict[str, Query | UserError] = {}
+    named: Mapping[str, Any] = {}
     if (files := _files_of(sequences)) is not None:
         read = read_given(files, paths("alignments", alignments), together, fetch, check)
         for notice in read.notices:
             logging.getLogger("warpfold").warning("%s", notice.text)
-        offered = _each("templates", templates, [*read.found])
-        return [(name, one, None, offered[name]) for name, one in read.found.items()]
-    if not isinstance(sequences, Mapping) and not is_list(sequences):
-        raise WrongArgument(f"sequences = {shown(sequences)}: a list, name -> sequence, or a file is needed")
-    named = sequences if isinstance(sequences, Mapping) else {f"query_{i}": one for i, one in enumerate(sequences, 1)}
-    if wrong := [name for name in named if not isinstance(name, str) or not name]:
-        raise WrongArgument(f"sequences: the name {shown(wrong[0])}: a text is needed")
-    aligned, offered = _each("alignments", alignments, list(named)), _each("templates", templates, list(named))
-    return [(name, one, aligned[name], offered[name]) for name, one in named.items()]
+        found, aligned = dict(read.found), {}
+    else:
+        if not isinstance(sequences, Mapping) and not is_list(sequences):
+            raise WrongArgument(f"sequences = {shown(sequences)}: a list, name -> sequence, or a file is needed")
+        numbered = not isinstance(sequences, Mapping)
+        named = {f"query_{i}": one for i, one in enumerate(sequences, 1)} if numbered else sequences
+        if wrong := [name for name in named if not isinstance(name, str) or not name]:
+            raise WrongArgument(f"sequences: the name {shown(wrong[0])}: a text is needed")
+        aligned = _each("alignments", alignments, list(named))
+    offered = _each("templates", templates, [*(found or named)])
+    for name in offered:
+        try:
+            one = found[name] if name in found else query_of(named[name], aligned[name], name, fetch)
+            found[name] = one if isinstance(one, UserError) else complete(one, offered[name])
+        except (WrongArgument, ServerGone):
+            raise
+        except UserError as error:
+            found[name] = error
+    return found
 
 
 def _files_of(sequences: Any) -> list[Given] | None:
