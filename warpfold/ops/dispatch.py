@@ -77,6 +77,7 @@ class _Choice(threading.local):
         self.stands_for: Literal["cpu", "cuda"] | None = None  # what tensors without memory are taken for
         self.always_fast = False  # also where the definition would be faster
         self.watcher: Callable[[Loops], object] | None = None  # told of each turn of a loop
+        self.running: Loops = []  # while somebody watches
         self.turns = 1.0  # for how many turns of loops the one that runs stands, where few of them do
 
 
@@ -332,7 +333,7 @@ def _watched(turns: Iterable[T], count: int | None, tell: "Callable[[Loops], obj
     if count is None:
         turns = list(turns)
         count = len(turns)
-    running, depth, done = _loops.running, len(_loops.running), 0
+    running, depth, done = _choice.running, len(_choice.running), 0
     try:
         for turn in turns:
             running[depth:] = [(done, count)]
@@ -342,16 +343,6 @@ def _watched(turns: Iterable[T], count: int | None, tell: "Callable[[Loops], obj
             done += 1
     finally:
         del running[depth:]
-
-
-class _Loops(threading.local):
-    """The loops that run in this thread, while somebody watches."""
-
-    def __init__(self) -> None:
-        self.running: Loops = []
-
-
-_loops = _Loops()
 
 
 @contextmanager

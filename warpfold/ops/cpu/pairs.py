@@ -15,23 +15,16 @@ from torch import Tensor
 from warpfold.ops.dispatch import Operands, accumulation_dtype, alike
 from warpfold.ops.pairs import C_ATOM, LEAST, N_ATOM, SG_ATOM
 
-PAIRS = 2**16  # of frames and points at a time
+PAIRS = 2**16  # of frames and points, or of atoms, at a time
 GROUP = 8  # frames with one origin: those of a residue, or the backbones of some residues
 
 
 def aligned_errors(t: Operands) -> Tensor:
     """Compute warpfold::aligned_errors."""
+    dtype, acc, given = t.frames.dtype, accumulation_dtype(t.frames), (t.frames, t.points, t.true_frames, t.true_points)
     frames, points, true_frames, true_points, frame_mask, point_mask = (
-        t.frames,
-        t.points,
-        t.true_frames,
-        t.true_points,
-        t.frame_mask,
-        t.point_mask,
+        x.to(acc) for x in (*given, t.frame_mask, t.point_mask)
     )
-    dtype, acc = frames.dtype, accumulation_dtype(frames)
-    given = frames, points, true_frames, true_points, frame_mask, point_mask
-    frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in given)
     sums = frames.new_zeros(*frames.shape[:-3], 2)
     true = _operands(true_frames, true_points, -1)
     for total, some, x in zip(sums.view(-1, 2), *_each(frames, points)):
@@ -48,17 +41,10 @@ def aligned_errors(t: Operands) -> Tensor:
 
 def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
     """Compute warpfold::aligned_errors_backward."""
+    dtype, acc, given = t.frames.dtype, accumulation_dtype(t.frames), (t.frames, t.points, t.true_frames, t.true_points)
     frames, points, true_frames, true_points, frame_mask, point_mask = (
-        t.frames,
-        t.points,
-        t.true_frames,
-        t.true_points,
-        t.frame_mask,
-        t.point_mask,
+        x.to(acc) for x in (*given, t.frame_mask, t.point_mask)
     )
-    dtype, acc = frames.dtype, accumulation_dtype(frames)
-    given = frames, points, true_frames, true_points, frame_mask, point_mask
-    frames, points, true_frames, true_points, frame_mask, point_mask = (x.to(acc) for x in given)
     dframes, dpoints = frames.new_zeros(frames.shape), points.new_zeros(points.shape)
     gradients = _each(dframes, dpoints)
     true = _operands(true_frames, true_points, -1)
@@ -131,9 +117,6 @@ def _squares(apart: Tensor, softening: float) -> Tensor:
     """Return the squared distances [frames, p] of points that are so far off along each axis, [frames, 3, p]."""
     x, y, z = apart.unbind(1)
     return (x * x).add_(softening**2).addcmul_(y, y).addcmul_(z, z)
-
-
-PAIRS = 2**16  # at a time
 
 
 def overlaps(t: Operands) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops import adam_cases
+from tests.ops import test_adam as adam
 from tests.ops.cases import CASES, Draw, made, norms, poisoned
 from tests.ops.test_aligned import right, same_anywhere
 from tests.ops.test_shapes import KNOWN, OPERANDS, check, operands
@@ -194,29 +194,29 @@ def test_what_the_kernels_do_not_serve_is_refused() -> None:
 # Adam
 
 
-@pytest.mark.parametrize(("packed", "factors"), [(None, adam_cases.FACTORS), (torch.bfloat16, (0.0, 0.0, 1e-6, 0.0))])
+@pytest.mark.parametrize(("packed", "factors"), [(None, adam.FACTORS), (torch.bfloat16, (0.0, 0.0, 1e-6, 0.0))])
 @pytest.mark.parametrize("steps", [1, 5, 499, 501, 100_000])
 def test_adam_is_the_definition(packed: torch.dtype | None, steps: int, factors: tuple[float, ...]) -> None:
-    given, of = adam_cases.buffers(2500, packed), adam_cases.numbers(steps=steps)
+    given, of = adam.buffers(2500, packed), adam.numbers(steps=steps)
     assert adam_step.unsupported_reason(*given, *of, *factors) is None
-    assert not adam_cases.wrong(adam_cases.taken(adam_step.fast, given, of, factors), given, of, factors)
+    assert not adam.wrong(adam.taken(adam_step.fast, given, of, factors), given, of, factors)
 
 
 def test_a_step_that_is_not_used_changes_nothing() -> None:
-    given = adam_cases.buffers(50, torch.float16)
+    given = adam.buffers(50, torch.float16)
     assert given[1] is not None
     given[1][3] = math.nan
-    after = adam_cases.taken(adam_step.fast, given, adam_cases.numbers(used=False))
+    after = adam.taken(adam_step.fast, given, adam.numbers(used=False))
     before = [t for i, t in enumerate(given) if t is not None and i != 1]
     assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    doubles = adam_cases.buffers(10, None, torch.float64)
-    reason = adam_step.unsupported_reason(*doubles, *adam_cases.numbers(), *adam_cases.FACTORS)
+    doubles = adam.buffers(10, None, torch.float64)
+    reason = adam_step.unsupported_reason(*doubles, *adam.numbers(), *adam.FACTORS)
     assert reason == "in fp64 no kernel is exact"
 
 
 def test_adam_writes_nothing_behind_the_buffers(default_tiles: None) -> None:
     whole = [torch.full((2000,), 0.5) for _ in range(5)]
-    adam_step.fast(*(t[:1500] for t in whole), None, *adam_cases.numbers(), *adam_cases.FACTORS)
+    adam_step.fast(*(t[:1500] for t in whole), None, *adam.numbers(), *adam.FACTORS)
     assert all(torch.equal(t[1500:], torch.full((500,), 0.5)) for t in whole)
     assert not torch.equal(whole[0][:1500], whole[0][1500:].repeat(3))
 
