@@ -73,17 +73,6 @@ def shifted(n: tl.tensor, bias: tl.tensor, c: tl.tensor, C: tl.constexpr) -> tl.
         return n
 
 
-@triton.jit
-def through_norm(dn: tl.tensor, x_hat: tl.tensor, r: tl.tensor, C: tl.constexpr) -> tl.tensor:
-    """Return the gradient of channels [m, c], given that of x_hat, which they are once normalised; r: 1 / deviation.
-
-    (dn - c2 - x_hat c1) r, c1 and c2 the means over the channels of dn x_hat and of dn.
-    """
-    c1 = tl.sum(dn * x_hat, 1) / C
-    c2 = tl.sum(dn, 1) / C
-    return (dn - c2[:, None] - x_hat * c1[:, None]) * r[:, None]
-
-
 PROGRAMS = 1024  # at most, of the backward kernel: eight on each core of a large GPU
 
 
@@ -129,7 +118,11 @@ def _layer_norm_backward(
     BLOCK_C: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ) -> None:
-    """Store dx; and in partials [programs, 2 C] what a program's positions add to the gradients of weight and bias."""
+    """Store dx; and in partials [programs, 2 C] what this program's positions add to the gradients of weight and bias.
+
+    With x_hat the normalised channels and dn = dy weight: dx = (dn - c2 - x_hat c1) rstd, c1 and c2 the means over the
+    channels of dn x_hat and of dn.
+    """
     c = tl.arange(0, BLOCK_C)
     w = tl.load(weight + c, mask=c < C, other=0).to(tl.float32)
     dw = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
@@ -146,7 +139,9 @@ def _layer_norm_backward(
         dw += dy * x_hat
         db += dy
         dn = dy * w[None, :]
-        out = through_norm(dn, x_hat, r, C)
+        c1 = tl.sum(dn * x_hat, 1) / C
+        c2 = tl.sum(dn, 1) / C
+        out = (dn - c2[:, None] - x_hat * c1[:, None]) * r[:, None]
         tl.store(pointers(dx, m, c, axes), out.to(dx.data.dtype.element_ty), mask=valid)
     mine = partials + tl.program_id(0).to(tl.int64) * (2 * C) + c
     tl.store(mine, tl.sum(dw, 0), mask=c < C)
@@ -351,7 +346,9 @@ def _norm_linear_backward(
     db = tl.sum(dn, 0)
     w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
     dn = dn * w[None, :]
-    out = through_norm(dn, x_hat, r, C)
+    c1 = tl.sum(dn * x_hat, 1) / C
+    c2 = tl.sum(dn, 1) / C
+    out = (dn - c2[:, None] - x_hat * c1[:, None]) * r[:, None]
     if residual is not None:
         out += tl.load(pointers(residual, m, c, axes), mask=valid, other=0).to(tl.float32)
     tl.store(pointers(dx, m, c, axes), out.to(dx.data.dtype.element_ty), mask=valid)

@@ -122,14 +122,6 @@ class DropoutOperands:
             self.of = torch.empty_strided(x.shape, tuple(t.strides), device="meta")
             self.draw = scalars(t.stream, t.rate, x.dtype)
 
-    def draw_now(self, like: Tensor) -> None:
-        """Draw the factors, once for each element that differs, in the dtype and on the device of a tensor."""
-        assert self.of is not None
-        assert self.key is not None
-        factors = like.new_empty([1 if stride == 0 else size for size, stride in zip(self.of.shape, self.of.stride())])
-        fill(factors, self.key, self.number, self.of.stride(), self.draw)
-        self.of, self.key = factors.expand(self.of.shape), None
-
     def walked_with(
         self, reads: dict[str, Tensor | None], writes: dict[str, Tensor]
     ) -> tuple[Positions, dict[str, Any]]:
@@ -137,7 +129,11 @@ class DropoutOperands:
         if self.of is not None and self.key is not None:
             walked = [t for t in (*reads.values(), self.of, *writes.values()) if t is not None]
             if coalesce(self.of.shape[:-1], *(t.stride()[:-1] for t in walked)) is None:
-                self.draw_now(walked[0])  # they want a copy in order, and "meta" holds nothing
+                # They want a copy in order, and "meta" holds nothing: draw first, once for each element that differs.
+                shape = [1 if stride == 0 else size for size, stride in zip(self.of.shape, self.of.stride())]
+                factors = walked[0].new_empty(shape)
+                fill(factors, self.key, self.number, self.of.stride(), self.draw)
+                self.of, self.key = factors.expand(self.of.shape), None
         p = Positions({**reads, "factors": self.of}, writes)
         if self.key is not None:  # the strides alone count: the key stands where the kernel would load from, as Triton
             # 3.6 cannot ask of a tuple that holds None whether it is None

@@ -6,7 +6,7 @@ over all frames; both compute the distances again.  No matrix products, so nothi
 overlaps on a GPU: a program owns some atoms and runs over all, forward and backward; no pair is ever written.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -15,32 +15,8 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import Operands
 from warpfold.ops.pairs import C_ATOM, LEAST, N_ATOM, SG_ATOM
-from warpfold.ops.triton.launch import Kernel, configs, register
+from warpfold.ops.triton.launch import configs, register
 from warpfold.ops.triton.positions import contiguous
-
-
-class _Compared(NamedTuple):
-    """What the kernels of aligned_errors compare, as they are given it."""
-
-    frames: Tensor
-    points: Tensor
-    true_frames: Tensor
-    true_points: Tensor
-    frame_mask: Tensor
-    point_mask: Tensor
-
-
-class _Atoms(NamedTuple):
-    """What the kernels of overlaps are given of the atoms; after: the index that follows."""
-
-    atoms: Tensor
-    radius: Tensor
-    exists: Tensor
-    index: Tensor
-    order: Tensor
-    chain: Tensor
-    slot: Tensor
-    after: Tensor
 
 
 @triton.jit
@@ -50,18 +26,13 @@ def _number(at: tl.tensor, there: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _along(rotation: tl.tuple, y: tl.tuple, K: tl.constexpr) -> tl.tensor:
-    """Return points, as seen from the origins of frames, along axis K of the frames; rotations row by row."""
-    return rotation[K][:, None] * y[0] + rotation[3 + K][:, None] * y[1] + rotation[6 + K][:, None] * y[2]
-
-
-@triton.jit
-def _apart(rotation: tl.tuple, y: tl.tuple, true_rotation: tl.tuple, z: tl.tuple) -> tl.tuple:
-    """Return how far points are off along each axis of frames, three of [frames, points]."""
-    a = _along(rotation, y, 0) - _along(true_rotation, z, 0)
-    b = _along(rotation, y, 1) - _along(true_rotation, z, 1)
-    c = _along(rotation, y, 2) - _along(true_rotation, z, 2)
-    return a, b, c
+def _apart(rotation: tl.tuple, y: tl.tuple, true_rotation: tl.tuple, z: tl.tuple, K: tl.constexpr) -> tl.tensor:
+    """Return how far points are off along axis K of frames, [frames, points]; rotations row by row."""
+    seen = rotation[K][:, None] * y[0] + rotation[3 + K][:, None] * y[1] + rotation[6 + K][:, None] * y[2]
+    true = (
+        true_rotation[K][:, None] * z[0] + true_rotation[3 + K][:, None] * z[1] + true_rotation[6 + K][:, None] * z[2]
+    )
+    return seen - true
 
 
 @triton.jit
@@ -84,10 +55,16 @@ def _from(points: tl.tensor, p: tl.tensor, there: tl.tensor, origin: tl.tuple) -
 
 @triton.jit
 def _weights(
-    given: tl.tuple, pair_mask: tl.tensor, f: tl.tensor, p: tl.tensor, F: tl.tensor, P: tl.tensor
+    frame_mask: tl.tensor,
+    point_mask: tl.tensor,
+    pair_mask: tl.tensor,
+    f: tl.tensor,
+    p: tl.tensor,
+    F: tl.tensor,
+    P: tl.tensor,
 ) -> tl.tensor:
     """Return the weight of each pair, 0 beyond the last."""
-    weight = _number(given.frame_mask + f, f < F)[:, None] * _number(given.point_mask + p, p < P)[None, :]
+    weight = _number(frame_mask + f, f < F)[:, None] * _number(point_mask + p, p < P)[None, :]
     if pair_mask is not None:
         at = pair_mask + (f.to(tl.int64) * P)[:, None] + p[None, :]
         weight = tl.where(tl.load(at, (f < F)[:, None] & (p < P)[None, :], 0) != 0, weight, 0.0)
@@ -102,7 +79,12 @@ def _squares(a: tl.tensor, b: tl.tensor, c: tl.tensor, added: tl.tensor) -> tl.t
 
 @triton.jit
 def aligned_errors_kernel(
-    given: tl.tuple,
+    frames: tl.tensor,
+    points: tl.tensor,
+    true_frames: tl.tensor,
+    true_points: tl.tensor,
+    frame_mask: tl.tensor,
+    point_mask: tl.tensor,
     pair_mask: tl.tensor,
     sums: tl.tensor,
     F: tl.tensor,
@@ -117,13 +99,15 @@ def aligned_errors_kernel(
     leading = tl.program_id(2).to(tl.int64)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
-    rotation, t = _frames(given.frames + leading * F * 12, f, f < F)
-    true_rotation, true_t = _frames(given.true_frames, f, f < F)
-    y = _from(given.points + leading * P * 3, p, p < P, t)
-    z = _from(given.true_points, p, p < P, true_t)
-    a, b, c = _apart(rotation, y, true_rotation, z)
+    rotation, t = _frames(frames + leading * F * 12, f, f < F)
+    true_rotation, true_t = _frames(true_frames, f, f < F)
+    y = _from(points + leading * P * 3, p, p < P, t)
+    z = _from(true_points, p, p < P, true_t)
+    a = _apart(rotation, y, true_rotation, z, 0)
+    b = _apart(rotation, y, true_rotation, z, 1)
+    c = _apart(rotation, y, true_rotation, z, 2)
     distance = tl.sqrt(tl.maximum(_squares(a, b, c, added), least))
-    weight = _weights(given, pair_mask, f, p, F, P)
+    weight = _weights(frame_mask, point_mask, pair_mask, f, p, F, P)
     tile = (leading * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + tl.program_id(1)
     tl.store(sums + tile * 2, tl.sum(tl.minimum(distance, clamp) * weight))
     tl.store(sums + tile * 2 + 1, tl.sum(distance * weight))
@@ -141,7 +125,12 @@ def _slope(squares: tl.tensor, weight: tl.tensor, grad: tl.tensor, clamp: tl.ten
 @triton.jit
 def aligned_errors_frames_kernel(
     grad: tl.tensor,
-    given: tl.tuple,
+    frames: tl.tensor,
+    points: tl.tensor,
+    true_frames: tl.tensor,
+    true_points: tl.tensor,
+    frame_mask: tl.tensor,
+    point_mask: tl.tensor,
     pair_mask: tl.tensor,
     dframes: tl.tensor,
     F: tl.tensor,
@@ -155,17 +144,19 @@ def aligned_errors_frames_kernel(
     """Store the gradients of frames."""
     leading = tl.program_id(1).to(tl.int64)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    rotation, t = _frames(given.frames + leading * F * 12, f, f < F)
-    true_rotation, true_t = _frames(given.true_frames, f, f < F)
+    rotation, t = _frames(frames + leading * F * 12, f, f < F)
+    true_rotation, true_t = _frames(true_frames, f, f < F)
     zero = tl.zeros([BLOCK_F], tl.float32)
     r0, r1, r2, r3, r4, r5, r6, r7, r8 = zero, zero, zero, zero, zero, zero, zero, zero, zero
     s0, s1, s2 = zero, zero, zero
     for start in range(0, P, BLOCK_P):
         p = start + tl.arange(0, BLOCK_P)
-        y = _from(given.points + leading * P * 3, p, p < P, t)
-        z = _from(given.true_points, p, p < P, true_t)
-        a, b, c = _apart(rotation, y, true_rotation, z)
-        weight = _weights(given, pair_mask, f, p, F, P)
+        y = _from(points + leading * P * 3, p, p < P, t)
+        z = _from(true_points, p, p < P, true_t)
+        a = _apart(rotation, y, true_rotation, z, 0)
+        b = _apart(rotation, y, true_rotation, z, 1)
+        c = _apart(rotation, y, true_rotation, z, 2)
+        weight = _weights(frame_mask, point_mask, pair_mask, f, p, F, P)
         slope = _slope(_squares(a, b, c, added), weight, grad + leading * 2, clamp, least)
         a, b, c = a * slope, b * slope, c * slope
         s0, s1, s2 = s0 + tl.sum(a, 1), s1 + tl.sum(b, 1), s2 + tl.sum(c, 1)
@@ -190,7 +181,12 @@ def aligned_errors_frames_kernel(
 @triton.jit
 def aligned_errors_points_kernel(
     grad: tl.tensor,
-    given: tl.tuple,
+    frames: tl.tensor,
+    points: tl.tensor,
+    true_frames: tl.tensor,
+    true_points: tl.tensor,
+    frame_mask: tl.tensor,
+    point_mask: tl.tensor,
     pair_mask: tl.tensor,
     dpoints: tl.tensor,
     F: tl.tensor,
@@ -208,12 +204,14 @@ def aligned_errors_points_kernel(
     d0, d1, d2 = zero, zero, zero
     for start in range(0, F, BLOCK_F):
         f = start + tl.arange(0, BLOCK_F)
-        r, t = _frames(given.frames + leading * F * 12, f, f < F)
-        true_rotation, true_t = _frames(given.true_frames, f, f < F)
-        y = _from(given.points + leading * P * 3, p, p < P, t)
-        z = _from(given.true_points, p, p < P, true_t)
-        a, b, c = _apart(r, y, true_rotation, z)
-        weight = _weights(given, pair_mask, f, p, F, P)
+        r, t = _frames(frames + leading * F * 12, f, f < F)
+        true_rotation, true_t = _frames(true_frames, f, f < F)
+        y = _from(points + leading * P * 3, p, p < P, t)
+        z = _from(true_points, p, p < P, true_t)
+        a = _apart(r, y, true_rotation, z, 0)
+        b = _apart(r, y, true_rotation, z, 1)
+        c = _apart(r, y, true_rotation, z, 2)
+        weight = _weights(frame_mask, point_mask, pair_mask, f, p, F, P)
         slope = _slope(_squares(a, b, c, added), weight, grad + leading * 2, clamp, least)
         a, b, c = a * slope, b * slope, c * slope
         d0 += tl.sum(r[0][:, None] * a + r[1][:, None] * b + r[2][:, None] * c, 0)
@@ -259,30 +257,41 @@ def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
 
 def _operands(t: Operands) -> dict[str, Any]:
     """Return what all kernels of aligned_errors are given."""
-    given = _Compared(*(getattr(t, name).contiguous() for name in _Compared._fields))
+    names = "frames", "points", "true_frames", "true_points", "frame_mask", "point_mask", "pair_mask"
     sizes = {"F": t.frames.shape[-3], "P": t.points.shape[-2]}
     numbers = {"clamp": t.clamp, "added": t.softening**2, "least": LEAST**2}
-    return {"given": given, "pair_mask": contiguous(t.pair_mask), **sizes, **numbers}
+    return {**{name: contiguous(getattr(t, name)) for name in names}, **sizes, **numbers}
 
 
 C_PLACE, N_PLACE, SG_PLACE = tl.constexpr(C_ATOM), tl.constexpr(N_ATOM), tl.constexpr(SG_ATOM)
 
 
 @triton.jit
-def _atoms(given: tl.tuple, a: tl.tensor, n: tl.tensor) -> tl.tuple:
+def _atoms(atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, a: tl.tensor, n: tl.tensor) -> tl.tuple:
     """Return coordinates and radii of atoms, and whether they are there, in fp32."""
-    at, there = given.atoms + a * 3, a < n
-    x, y, z = _number(at, there), _number(at + 1, there), _number(at + 2, there)
-    return x, y, z, _number(given.radius + a, there), _number(given.exists + a, there)
+    at, there = atoms + a * 3, a < n
+    x = tl.load(at, mask=there, other=0).to(tl.float32)
+    y = tl.load(at + 1, mask=there, other=0).to(tl.float32)
+    z = tl.load(at + 2, mask=there, other=0).to(tl.float32)
+    r = tl.load(radius + a, mask=there, other=0).to(tl.float32)
+    return x, y, z, r, tl.load(exists + a, mask=there, other=0).to(tl.float32)
 
 
 @triton.jit
-def _numbers(given: tl.tuple, a: tl.tensor, n: tl.tensor) -> tl.tuple:
+def _numbers(
+    index: tl.tensor,
+    after: tl.tensor,
+    order: tl.tensor,
+    chain: tl.tensor,
+    slot: tl.tensor,
+    a: tl.tensor,
+    n: tl.tensor,
+) -> tl.tuple:
     """Return index, order, chain and slot of atoms, and the index that follows."""
     there = a < n
-    i, o = tl.load(given.index + a, mask=there, other=0), tl.load(given.order + a, mask=there, other=0)
-    c, s = tl.load(given.chain + a, mask=there, other=0), tl.load(given.slot + a, mask=there, other=0)
-    return i, o, c, s, tl.load(given.after + a, mask=there, other=0)
+    i, o = tl.load(index + a, mask=there, other=0), tl.load(order + a, mask=there, other=0)
+    c, s = tl.load(chain + a, mask=there, other=0), tl.load(slot + a, mask=there, other=0)
+    return i, o, c, s, tl.load(after + a, mask=there, other=0)
 
 
 @triton.jit
@@ -304,7 +313,14 @@ def _pairs(one: tl.tuple, other: tl.tuple, ids: tl.tuple, other_ids: tl.tuple, t
 
 @triton.jit
 def overlaps_kernel(
-    given: tl.tuple,
+    atoms: tl.tensor,
+    radius: tl.tensor,
+    exists: tl.tensor,
+    index: tl.tensor,
+    after: tl.tensor,
+    order: tl.tensor,
+    chain: tl.tensor,
+    slot: tl.tensor,
     out: tl.tensor,
     n: tl.tensor,
     tolerance: tl.tensor,
@@ -313,12 +329,12 @@ def overlaps_kernel(
 ) -> None:
     """Store the overlaps of BLOCK_F atoms, how many, and with how many they were compared."""
     a = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    one, ids = _atoms(given, a, n), _numbers(given, a, n)
+    one, ids = _atoms(atoms, radius, exists, a, n), _numbers(index, after, order, chain, slot, a, n)
     errors, count = tl.zeros([BLOCK_F], tl.float32), tl.zeros([BLOCK_F], tl.float32)
     pairs = tl.zeros([BLOCK_F], tl.float32)
     for start in range(0, n, BLOCK_P):
         b = start + tl.arange(0, BLOCK_P)
-        other, other_ids = _atoms(given, b, n), _numbers(given, b, n)
+        other, other_ids = _atoms(atoms, radius, exists, b, n), _numbers(index, after, order, chain, slot, b, n)
         overlap, _, compared = _pairs(one, other, ids, other_ids, tolerance)
         errors += tl.sum(tl.maximum(overlap, 0.0) * compared, 1)
         count += tl.sum(tl.where(overlap > 0, compared, 0.0), 1)
@@ -331,7 +347,14 @@ def overlaps_kernel(
 @triton.jit
 def overlaps_backward_kernel(
     grad: tl.tensor,
-    given: tl.tuple,
+    atoms: tl.tensor,
+    radius: tl.tensor,
+    exists: tl.tensor,
+    index: tl.tensor,
+    after: tl.tensor,
+    order: tl.tensor,
+    chain: tl.tensor,
+    slot: tl.tensor,
     datoms: tl.tensor,
     dradius: tl.tensor,
     n: tl.tensor,
@@ -341,15 +364,15 @@ def overlaps_backward_kernel(
 ) -> None:
     """Store the gradients of BLOCK_F atoms and their radii."""
     a = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
-    one, ids = _atoms(given, a, n), _numbers(given, a, n)
-    own = _number(grad + a, a < n)
+    one, ids = _atoms(atoms, radius, exists, a, n), _numbers(index, after, order, chain, slot, a, n)
+    own = tl.load(grad + a, mask=a < n, other=0).to(tl.float32)
     zero = tl.zeros([BLOCK_F], tl.float32)
     x, y, z, r = zero, zero, zero, zero
     for start in range(0, n, BLOCK_P):
         b = start + tl.arange(0, BLOCK_P)
-        other, other_ids = _atoms(given, b, n), _numbers(given, b, n)
+        other, other_ids = _atoms(atoms, radius, exists, b, n), _numbers(index, after, order, chain, slot, b, n)
         overlap, distance, compared = _pairs(one, other, ids, other_ids, tolerance)
-        theirs = _number(grad + b, b < n)
+        theirs = tl.load(grad + b, mask=b < n, other=0).to(tl.float32)
         slope = tl.where(overlap > 0, compared, 0.0) * (own[:, None] + theirs[None, :])
         r += tl.sum(slope, 1)
         slope = tl.where(distance > 0, slope / tl.maximum(distance, 1e-30), 0.0)
@@ -369,21 +392,33 @@ OVERLAPS_BACKWARD = register("overlaps_backward", overlaps_backward_kernel, _OVE
 
 def overlaps(t: Operands) -> Tensor:
     """Compute warpfold::overlaps."""
-    out = t.atoms.new_empty(3, len(t.atoms))
-    _over_atoms(OVERLAPS, t, out=out)
+    atoms = t.atoms
+    out, n = atoms.new_empty(3, len(atoms)), len(atoms)
+    kernel = OVERLAPS.tiled((n,), atoms)
+    operands = _atoms_of(t)
+    kernel.run((triton.cdiv(n, kernel["BLOCK_F"]),), **operands, out=out, n=n, tolerance=t.tolerance)
     return out
 
 
 def overlaps_backward(t: Operands) -> tuple[Tensor, Tensor]:
     """Compute warpfold::overlaps_backward."""
-    datoms, dradius = t.atoms.new_empty(t.atoms.shape), t.radius.new_empty(t.radius.shape)
-    _over_atoms(OVERLAPS_BACKWARD, t, grad=t.grad[0].contiguous(), datoms=datoms, dradius=dradius)
+    atoms = t.atoms
+    datoms, dradius, n = atoms.new_empty(atoms.shape), t.radius.new_empty(t.radius.shape), len(atoms)
+    kernel = OVERLAPS_BACKWARD.tiled((n,), atoms)
+    operands = _atoms_of(t)
+    kernel.run(
+        (triton.cdiv(n, kernel["BLOCK_F"]),),
+        grad=t.grad[0].contiguous(),
+        **operands,
+        datoms=datoms,
+        dradius=dradius,
+        n=n,
+        tolerance=t.tolerance,
+    )
     return datoms, dradius
 
 
-def _over_atoms(of: Kernel, t: Operands, **more: Tensor) -> None:
-    """Launch a kernel whose programs own some atoms and run over all."""
-    n, after = len(t.atoms), t.index.contiguous() + 1
-    kernel = of.tiled((n,), t.atoms)
-    given = _Atoms(*(getattr(t, name).contiguous() for name in _Atoms._fields[:-1]), after)
-    kernel.run((triton.cdiv(n, kernel["BLOCK_F"]),), given=given, n=n, tolerance=t.tolerance, **more)
+def _atoms_of(t: Operands) -> dict[str, Tensor]:
+    """Return the tensors that both kernels of overlaps are given, by their names."""
+    names = "atoms", "radius", "exists", "index", "order", "chain", "slot"
+    return {name: getattr(t, name).contiguous() for name in names} | {"after": t.index.contiguous() + 1}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from warpfold.ops.dispatch import Operands, empty_like, empty_parameters
 from warpfold.ops.triton.launch import configs, register_by_precision
-from warpfold.ops.triton.linear import shifted, statistics, through_norm
+from warpfold.ops.triton.linear import shifted, statistics
 from warpfold.ops.triton.positions import (
     Positions,
     Sum,
@@ -279,7 +279,9 @@ def _transition_backward(
     tl.store(mine, tl.sum(dn * x_hat, 0), mask=c < C)
     tl.store(mine + C, tl.sum(dn, 0), mask=c < C)
     dn = dn * tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)[None, :]
-    out = through_norm(dn, x_hat, r, C)
+    c1 = tl.sum(dn * x_hat, 1) / C
+    c2 = tl.sum(dn, 1) / C
+    out = (dn - c2[:, None] - x_hat * c1[:, None]) * r[:, None]
     dy = tl.load(pointers(grad, m, c, axes), mask=valid, other=0).to(tl.float32)
     tl.store(mine + 2 * C, tl.sum(dy, 0), mask=c < C)
     if RESIDUAL:

@@ -62,9 +62,8 @@ from warpfold.ops.triton.linear import (
     run_gate_backward,
     shifted,
     statistics,
-    through_norm,
 )
-from warpfold.ops.triton.noise import SCALARS, DropoutOperands, dropout_tile
+from warpfold.ops.triton.noise import SCALARS, DropoutOperands, dropout_tile, fill
 from warpfold.ops.triton.positions import (
     Axes,
     Strided,
@@ -179,7 +178,9 @@ def norm_backward(
     tl.store(mine, tl.sum(dn * x_hat, 0), mask=c < C)
     tl.store(mine + C, tl.sum(dn, 0), mask=c < C)
     dn = dn * tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)[None, :]
-    return through_norm(dn, x_hat, r, C)
+    c1 = tl.sum(dn * x_hat, 1) / C
+    c2 = tl.sum(dn, 1) / C
+    return (dn - c2[:, None] - x_hat * c1[:, None]) * r[:, None]
 
 
 @triton.jit
@@ -896,7 +897,11 @@ class _Call:
     def _dropped(self, x: Tensor, dropout: DropoutOperands) -> dict[str, Any]:
         """Note the dropout factors among the tensors, and return the other arguments about them."""
         if dropout.of is not None and dropout.key is not None and not _one_axis(dropout.of):
-            dropout.draw_now(x)  # they are walked along one leading axis
+            # They are walked along one leading axis: draw first, once for each element that differs.
+            shape = [1 if stride == 0 else size for size, stride in zip(x.shape, dropout.of.stride())]
+            drawn = x.new_empty(shape)
+            fill(drawn, dropout.key, dropout.number, dropout.of.stride(), dropout.draw)
+            dropout.of, dropout.key = drawn.expand(x.shape), None
         if dropout.of is not None:
             self.tensors["factors"] = dropout.of
         return {"key": dropout.key, "number": dropout.number, **dict(zip(SCALARS[1:], dropout.draw))}
