@@ -44,7 +44,7 @@ from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.sharded import layout_plan
 
-DOCS = (Path(__file__).parents[2] / "docs" / "plans.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
 AXIAL, BRANCH = Mesh(axial=Group("axial", 0, 2, (0, 1))), Mesh(branch=Group("branch", 0, 2, (0, 1)))
 PAIR = PairConfig(heads=2, c_triangle=5)
 ENTERS = {"m": COLS, "z": ROWS}
@@ -572,10 +572,10 @@ def way(outer: str, by_channels: bool) -> list[dict[str, str]]:
     return rows[len(steps) // 3 : len(steps) // 3 * 2]
 
 
-def tables() -> dict[str, list[dict[str, str]]]:
-    """The tables of docs/plans.md by the heading that they stand under."""
+def tables(page: str) -> dict[str, list[dict[str, str]]]:
+    """The tables of a page by the heading that they stand under."""
     found: dict[str, list[dict[str, str]]] = {}
-    for part in re.split(r"^#+ ", DOCS, flags=re.MULTILINE)[1:]:
+    for part in re.split(r"^#+ ", (DOCS / page).read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         heading, *lines = part.splitlines()
         cells = [[c.strip(" `") for c in line.strip("|").split("|")] for line in lines if line.startswith("|")]
         if cells:
@@ -592,9 +592,11 @@ def tables() -> dict[str, list[dict[str, str]]]:
     ],
 )
 def test_the_documented_way_is_the_way(heading: str, outer: str, by_channels: bool) -> None:
-    documented = [{key: row[key] for key in ("layer", "works on", "sends")} for row in tables()[heading]]
+    documented = [
+        {key: row[key] for key in ("layer", "works on", "sends")} for row in tables("communication.md")[heading]
+    ]
     assert documented == way(outer, by_channels)
 
 
 def test_every_setting_is_documented() -> None:
-    assert {row["setting"] for row in tables()["Settings"]} == {f"plan.{one.name}" for one in fields(Plan)}
+    assert {row["setting"] for row in tables("plans.md")["Settings"]} == {f"plan.{one.name}" for one in fields(Plan)}
