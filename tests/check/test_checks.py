@@ -1,4 +1,4 @@
-"""The check finds what is wrong with a fast way, and nothing where nothing is."""
+"""The check finds what is wrong with a fast path, and nothing where nothing is."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def spoiled(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Callable[[Tensor], Tensor]], None]:
-    """Makes an operation's fast way the definition with something wrong in the result."""
+    """Makes an operation's fast path the definition with something wrong in the result."""
 
     def spoil(name: str, wrong: Callable[[Tensor], Tensor]) -> None:
         op = OPS[name]

@@ -88,7 +88,7 @@ def part_of(name: str, parts: Any) -> bool:
 @pytest.mark.parametrize("multimer", [False, True])
 @pytest.mark.parametrize("precision", HALVES)
 def test_the_islands_are_those_that_are_listed(precision: Precision, multimer: bool) -> None:
-    """In the definitions, which every fast way is held to: forward passes with recycling, and the losses."""
+    """In the definitions, which every fast path is held to: forward passes with recycling, and the losses."""
     config = as_multimer(tiny_config()) if multimer else tiny_config()
     batch = features(Work(recycles=1, **({"residues": 11, "chains": (4, 3, 4)} if multimer else {})))
     model = AlphaFold(config).eval()

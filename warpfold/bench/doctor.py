@@ -1,6 +1,6 @@
 """Check that this device computes what it should, every operation of given settings, and say what it is good for.
 
-Each operation runs as dispatch chooses: in its fast way, or by its definition, with the reason.  Errors are against the
+Each operation runs as dispatch chooses: by its fast path, or by its definition, with the reason.  Errors are against the
 definition in fp64; speeds come from a few passes and are rough.  The sentences are the last lines of
 `warpfold doctor`.
 """
@@ -83,7 +83,7 @@ def examine(
     progress: Progress = no_progress,
     sink: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[Finding]:
-    """Check every case in every dtype, and time those that have a fast way; sink: gets each finding at once."""
+    """Check every case in every dtype, and time those that have a fast path; sink: gets each finding at once."""
     found = []
     todo = [(whole, cut(whole, device), dtype) for whole in cases for dtype in dtypes]
     for done, (whole, case, dtype) in enumerate(todo):
@@ -97,7 +97,7 @@ def examine(
 
 def _is_small(case: OpCase, dtype: str, device: torch.device) -> bool:
     op = OPS[case.op]
-    if device.type != "cpu" or op.prefer_definition is None:  # a GPU always takes the fast way
+    if device.type != "cpu" or op.prefer_definition is None:  # a GPU always takes the fast path
         return False
     return op.prefer_definition(op.arguments(*inputs(case, DTYPES[dtype], "meta").args))  # sizes alone decide
 

@@ -1,4 +1,4 @@
-"""Check an operation's fast way against its definition: the output and every gradient, by their errors to fp64.
+"""Check an operation's fast path against its definition: the output and every gradient, by their errors to fp64.
 
 The bar: the error to the definition in fp64 is at most twice the worst of several draws of the
 definition in the same dtype.  One run of the definition is one draw of its rounding errors; a machine that adds in
@@ -123,7 +123,7 @@ class Verdict:
 
     @property
     def red(self) -> bool:
-        """Whether the fast way must not be used."""
+        """Whether the fast path must not be used."""
         return not self.repeats or any(e.red for e in self.errors)
 
     @property

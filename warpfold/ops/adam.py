@@ -45,7 +45,7 @@ def adam_step(
 ) -> None:
     """Take a step of Adam (Kingma and Ba 2015, algorithm 1) with the gradient times `scale`, in place.
 
-    All flat, [n]: weights, gradient (lost: a fast way may write over it), both moments; average: the moving average of
+    All flat, [n]: weights, gradient (lost: a fast path may write over it), both moments; average: the moving average of
     the weights, which keeps `decay` of itself; packed: a copy of the weights in any float dtype, or None.  Numbers on
     the device, []: used: bool; where False nothing changes, whatever the gradient holds; scale and rate: in the dtype
     of the weights; steps: float32, how many there are with this one.

@@ -52,7 +52,7 @@ from torch import Tensor
 
 from warpfold.errors import UserError
 
-# fast: the fast way where it can be; strict: likewise, but where it cannot is an error; definition: never.
+# fast: the fast path where it can be; strict: likewise, but where it cannot is an error; definition: never.
 Kernels = Literal["fast", "strict", "definition"]
 
 TRITON = importlib.util.find_spec("triton") is not None  # looked for, and not loaded
@@ -146,11 +146,11 @@ class Op(Generic[P, R]):
         return self.definition(*args, **kwargs)
 
     def fast(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Compute it the fast way, which must be able to."""
+        """Compute it by the fast path, which must take these arguments."""
         return self._fast(self.arguments(*args, **kwargs))
 
     def unsupported_reason(self, *args: P.args, **kwargs: P.kwargs) -> str | None:
-        """Return why the fast way does not take these arguments, or None."""
+        """Return why the fast path does not take these arguments, or None."""
         return self._unsupported(self.arguments(*args, **kwargs))
 
 
@@ -197,7 +197,7 @@ def using(kernels: Kernels) -> Iterator[None]:
 
 @contextmanager
 def always_fast() -> Iterator[None]:
-    """Compute operations the fast way also where the definition would be faster, in this thread: to compare the two."""
+    """Compute operations by the fast path also where the definition would be faster, in this thread: to compare the two."""
     before, _choice.always_fast = _choice.always_fast, True
     try:
         yield
@@ -359,7 +359,7 @@ def watching(tell: "Callable[[Loops], object]") -> Iterator[None]:
 
 
 def backend(x: Tensor) -> Literal["cpu", "triton"]:
-    """Return which package below ops has the fast ways for a tensor's device."""
+    """Return which package below ops has the fast paths for a tensor's device."""
     return "triton" if x.is_cuda or _interpreting else "cpu"
 
 
@@ -384,13 +384,13 @@ def faster_on_cpu(x: Tensor, elements: int, enough: int) -> bool:
 
 
 def small_on_cpu(x: object, least: int) -> bool:
-    """Return whether x is a tensor of fewer numbers on a CPU, and fast ways are not asked for whatever the size."""
+    """Return whether x is a tensor of fewer numbers on a CPU, and fast paths are not asked for whatever the size."""
     small = isinstance(x, Tensor) and faster_on_cpu(x, x.numel(), least)
     return small and not _choice.always_fast and _choice.kernels == "fast"
 
 
 def unsupported_device(operands: Sequence[Any]) -> str | None:
-    """Return why no fast way serves the devices and dtypes of tensors (or what has those; None: left out), or None."""
+    """Return why no fast path serves the devices and dtypes of tensors (or what has those; None: left out), or None."""
     device = operands[0].device
     kernels = _interpreting or device.type == "cuda"
     for t in operands:
@@ -428,7 +428,7 @@ def _properties(device: torch.device) -> Any:
 
 Shape = tuple[int, ...]
 Sizes = dict[str, Any]  # of each axis by name; of "*": those of the leading axes
-EMPTY = ""  # the reason not to take the fast way where there is nothing to compute: not worth reporting
+EMPTY = ""  # the reason not to take the fast path where there is nothing to compute: not worth reporting
 LEADING = ("*", "...")
 
 
@@ -458,7 +458,7 @@ class Shapes:
         self._remembered = functools.lru_cache(maxsize=1024)(self._compare)
 
     def unsupported_reason(self, given: Sequence[Any]) -> str | None:
-        """Return why the fast way does not take these operands, EMPTY if there is nothing to compute, else None.
+        """Return why the fast path does not take these operands, EMPTY if there is nothing to compute, else None.
 
         The reason holds no sizes, so that a run whose lengths vary logs it once.
         """
@@ -611,7 +611,7 @@ class register:
     expand: a parameter of the definition that is several operands of the registered operation.
     caller_shapes: the shapes that the definition's arguments must have, where `adapter` makes others of them.
     adapter: of the registered operation and the definition's arguments by name, calls it with others.
-    unsupported: of the definition's arguments by name, why the fast way does not take them, or None; asked where
+    unsupported: of the definition's arguments by name, why the fast path does not take them, or None; asked where
         devices, shapes and dtypes are right.
     prefer_definition: of the definition's arguments by name, whether that is faster.
     """
@@ -721,7 +721,7 @@ class register:
         return save, differentiate
 
     def _choosing(self, definition: Callable[P, R], registered: Registered) -> Op[P, R]:
-        """Return the `Op` of a definition, whose fast way is the registered operation."""
+        """Return the `Op` of a definition, whose fast path is the registered operation."""
         parameters = list(inspect.signature(definition).parameters)
         shapes = Shapes(self.caller_shapes or self.shapes, parameters)
         adapter, unsupported, expand, kept = self.adapter, self.unsupported, self.expand, self.kept
@@ -742,7 +742,7 @@ class register:
             return call(*given) if adapter is None else adapter(call, given)
 
         def why_not(given: Any) -> str | None:
-            """Return why the fast way does not take these arguments, or None: first what all operations share."""
+            """Return why the fast path does not take these arguments, or None: first what all operations share."""
             shaped = given if all_have_shapes else [given[i] for i in shapes.positions]
             reason = unsupported_device(shaped) or shapes.unsupported_reason(shaped)
             if reason is not None:

@@ -53,7 +53,7 @@ class Plan:
     tf32: products of fp32 on CUDA devices round their operands to TF32, for the whole process; a CPU has none.
     compile: the layers' own functions by torch.compile, whatever else the plan says; the first step then takes minutes,
     and a CPU needs a C++ compiler.
-    kernels: "fast": operations in the device's fast way, or by their definition where that does not support them;
+    kernels: "fast": operations by the device's fast path, or by their definition where that does not support them;
     "strict": likewise, but what is not supported is an error; "definition": plain torch throughout.
     threads: of one operation on a CPU, for the whole process; None: torch's choice, all cores.  Operations on a few
     thousand numbers run faster on one (docs/decisions/0007).

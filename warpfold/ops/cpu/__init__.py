@@ -1,1 +1,1 @@
-"""The fast ways on a CPU: torch's own operations on blocks of rows that stay in cache."""
+"""The fast paths on a CPU: torch's own operations on blocks of rows that stay in cache."""

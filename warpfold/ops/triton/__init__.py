@@ -1,1 +1,1 @@
-"""The fast ways on a GPU: Triton kernels, their launches, and the tables that say how each is launched on which GPU."""
+"""The fast paths on a GPU: Triton kernels, their launches, and the tables that say how each is launched on which GPU."""
