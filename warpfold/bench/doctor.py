@@ -1,7 +1,7 @@
 """Check that this device computes what it should, every operation of given settings, and say what it is good for.
 
-Each operation runs as dispatch chooses: by its fast path, or by its definition, with the reason.  Errors are against the
-definition in fp64; speeds come from a few passes and are rough.  The sentences are the last lines of
+Each operation runs as dispatch chooses: by its fast path, or by its definition, with the reason.  Errors are against
+the definition in fp64; speeds come from a few passes and are rough.  The sentences are the last lines of
 `warpfold doctor`.
 """
 

@@ -197,7 +197,7 @@ def using(kernels: Kernels) -> Iterator[None]:
 
 @contextmanager
 def always_fast() -> Iterator[None]:
-    """Compute operations by the fast path also where the definition would be faster, in this thread: to compare the two."""
+    """Compute operations by the fast path even where the definition would be faster, in this thread: to compare them."""
     before, _choice.always_fast = _choice.always_fast, True
     try:
         yield

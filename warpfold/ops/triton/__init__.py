@@ -1,1 +1,1 @@
-"""The fast paths on a GPU: Triton kernels, their launches, and the tables that say how each is launched on which GPU."""
+"""The fast path on a GPU: Triton kernels, their launches, and the tables of how each is launched on which GPU."""
