@@ -111,7 +111,7 @@ def restore(model: M) -> M:
 
 
 def acceleration(model: nn.Module) -> Acceleration:
-    """Return what `accelerate` did to a model.  Errors: UserError for one that is not accelerated."""
+    """Return the record of `accelerate` on a model.  Errors: UserError for one that is not accelerated."""
     report: Acceleration | None = vars(model).get(REPORT) or vars(inside(model)).get(REPORT)
     if report is None:
         raise UserError("acceleration: this model is not accelerated")
@@ -219,7 +219,7 @@ def _count(modules: Sequence[nn.Module], recurse: bool) -> int:
 
 
 def _look(module: nn.Module, names: tuple[str, ...], adapter: Adapter | None, asked: _Asked) -> LayerKind:
-    """Return what becomes of modules that are alike, of which one is given, and their adapter if they are known."""
+    """Decide about modules that are alike, of which one is given; return rows, and their adapter if they are known."""
     kind = LayerKind(names, type(module).__name__)
     if adapter is None:
         return replace(kind, why=NO_OPERATION)
@@ -237,7 +237,7 @@ def _look(module: nn.Module, names: tuple[str, ...], adapter: Adapter | None, as
 
 
 def _served(kind: LayerKind, module: nn.Module, adapter: Adapter, asked: _Asked) -> LayerKind:
-    """Return what becomes of modules whose class is known.  Errors: NotServed where they cannot be swapped."""
+    """Decide about modules whose class is known.  Errors: NotServed where they cannot be swapped."""
     if why := adapter_of(module, adapters())[1]:
         raise NotServed(why)
     adapter.build(module)
@@ -260,7 +260,7 @@ def _served(kind: LayerKind, module: nn.Module, adapter: Adapter, asked: _Asked)
 
 
 def _notes(model: nn.Module, asked: _Asked) -> tuple[str, ...]:
-    """Return what else a user has to know."""
+    """Return the remarks that a user needs beside the table."""
     notes = []
     if asked.memory is not None:
         notes.append(f"within {in_gb(asked.memory)}: in slices, and computed again in the backward pass")
@@ -270,7 +270,7 @@ def _notes(model: nn.Module, asked: _Asked) -> tuple[str, ...]:
 
 
 def _nothing(model: nn.Module, report: Acceleration) -> str:
-    """Return what to say of a model in which nothing was swapped."""
+    """Return the sentence about a model in which nothing was swapped."""
     known = [f"{kind.names[0] or 'the model'}: {kind.why}" for kind in report.left if kind.why != NO_OPERATION]
     packages = Counter(name_of(type(module)).partition(".")[0] for module in model.modules())
     said = "; ".join(dict.fromkeys(known[:3])) or f"no layer of {packages.most_common(1)[0][0]} that is known here"

@@ -83,7 +83,7 @@ class Adapter:
         raise NotImplementedError
 
     def compared(self, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return what of an output both ways must agree on: less where masked entries are undefined."""
+        """Return the part of an output on which theirs and ours must agree: less where masked entries are undefined."""
         return output
 
     def cast(self, module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -285,7 +285,7 @@ def swapped_class(kind: type[nn.Module], adapter: type[Adapter]) -> type[nn.Modu
 
     @wraps(theirs)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Return what their forward does, by ours; by theirs where the adapter does not serve the call."""
+        """Compute their forward by our operations, or by their code where the adapter does not serve the call."""
         if how.least and small_on_cpu(next(iter((*args, *kwargs.values())), None), how.least):
             return theirs(self, *args, **kwargs)
         try:

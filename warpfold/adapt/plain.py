@@ -236,7 +236,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return what torch's function of this name returns; computed by us where the bias wants a gradient.
+    """Call torch's function of this name, or compute it ourselves where the bias wants a gradient.
 
     query [B, h, Q, d], key, value [B, h, K, d], attn_mask [(B or 1,) (h or 1,) Q, K], added to the logits.
     """
@@ -349,7 +349,7 @@ class PlainPerceptron(Adapter):
 
 
 def parts_of(module: nn.Module) -> Parts | None:
-    """Return what a module is made of if it computes one of the formulas, or None."""
+    """Return the parts of a module that computes one of the formulas, or None."""
     parts = list(module.children())
     counts = [sum(isinstance(part, kind) for part in parts) for kind in (nn.LayerNorm, nn.Linear)]
     if len(parts) > MOST or counts[0] != 1 or counts[1] not in (2, 3) or not all(type(p) in PARTS for p in parts):
@@ -371,7 +371,7 @@ def parts_of(module: nn.Module) -> Parts | None:
 
 
 def _formula(module: nn.Module, graph: fx.Graph) -> Formula:
-    """Return what a graph computes, as a tree: (name, ...); "?" for what has no name here."""
+    """Return a graph's computation as a tree: (name, ...); "?" where it has no name here."""
     known: dict[fx.Node, Any] = {}
 
     def value(x: Any) -> Any:

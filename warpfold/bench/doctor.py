@@ -173,7 +173,7 @@ OPTIONAL = {  # package: what it is for, and how to have it
 
 
 def of_machine(device: torch.device) -> list[str]:
-    """Return what a machine is fine for, and what is missing or slow on it and why; the first sentence sums it up."""
+    """Say what a machine is fit for, and what is missing or slow and why; the first sentence sums it up."""
     if device.type not in ("cpu", "cuda"):
         return [f"WarpFold is made for CPUs and CUDA GPUs: on {device.type} every operation runs by its definition."]
     free, cores = free_memory(device), os.cpu_count() or 1
@@ -205,7 +205,7 @@ def of_machine(device: torch.device) -> list[str]:
 
 
 def of_findings(findings: Sequence[Finding], source: str, device: torch.device) -> list[str]:
-    """Return what the check of the operations comes to; the first sentence sums it up."""
+    """Sum up the check of the operations; the first sentence says it in short."""
     red = [f for f in findings if f.verdict.red]
     if red:
         cure = "use --device cpu" if device.type == "cuda" else "do not trust what is computed here"

@@ -360,7 +360,7 @@ def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry], 
 
 
 def head(device: torch.device) -> dict[str, str]:
-    """Return what a table says of its making."""
+    """Return the head of a table: how it was made."""
     found = describe(device)
     versions: dict[str, str] = {name: found[name] for name in ("driver", "torch", "triton") if name in found}
     return {"gpu": found["device"], **versions, "date": datetime.date.today().isoformat(), "how": "warpfold tune"}

@@ -27,7 +27,7 @@ AS_FAST, FASTER = 0.95, 1.05  # of the rate without: slower is wrong, less than 
 
 
 def measure_direct(team: Team, device: torch.device, environ: Mapping[str, str], nodes: int) -> list[ClusterFinding]:
-    """Return what GPU Direct RDMA is worth here.  All ranks must call it, and all return the same.
+    """Measure what GPU Direct RDMA is worth here.  All ranks must call it, and all return the same.
 
     environ: this process's variables, which those that measure get, too.  nodes: how many there are.
     """

@@ -54,7 +54,7 @@ def system_facts(
     nodes: Sequence[Sequence[int]],
     root: Path = Path("/"),
 ) -> Facts:
-    """Return what this rank's system says of itself, JSON-able, for `judge_system`; a few kilobytes.
+    """Return the facts of this rank's system, JSON-able, for `judge_system`; a few kilobytes.
 
     What belongs to a node is read by its first rank alone.  environ: this process's variables.
     nodes: the ranks of each.  root: where `/proc`, `/sys` and `/dev` are.
@@ -79,7 +79,7 @@ def system_facts(
 
 
 def text_of(path: Path) -> str:
-    """Return what a small file of the system says, stripped; "" where there is none, or it may not be read."""
+    """Read a small file of the system, stripped; "" where there is none, or it may not be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -219,7 +219,7 @@ def _chosen(text: str) -> str:
 
 
 def rdma_facts(gpu: str | None, root: Path = Path("/"), whole_node: bool = True) -> Facts:
-    """Return what `/sys` and `/proc` say of this rank's GPU and, if asked for, of its node's adapters.
+    """Return the facts in `/sys` and `/proc` about this rank's GPU and, if asked for, of its node's adapters.
 
     gpu: its PCI address, "0000:17:00.0"; None without one.
     """

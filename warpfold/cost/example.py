@@ -217,7 +217,7 @@ class ModelBench:
 
 
 def bench_of(values: Mapping[str, Any], source: str, blocks: int | None = None) -> ModelBench:
-    """Return what settings measure, as `settings.load` returns them; blocks: of each stack, at most.
+    """Return the bench that settings describe, as `settings.load` returns them; blocks: of each stack, at most.
 
     What only data and runs need is not looked at, nor imported: a machine may have torch and little else.
     Errors: UserError for settings that are wrong, or that are for several processes.

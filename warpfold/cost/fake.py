@@ -230,7 +230,7 @@ class Memory(TorchDispatchMode):
         return out
 
     def run(self, what: Any, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return what a function returns; where it was called with the like before, repeat what it made and let go.
+        """Call a function; where it was called with the like before, repeat what it made and let go instead.
 
         what: stands for the function, and whatever else decides about what it does.  No graph of autograd is made.
         """
@@ -249,7 +249,7 @@ class Memory(TorchDispatchMode):
         return out
 
     def _traced(self, out: Any, args: Sequence[Any], made: list[MemoryPiece], begun: int) -> "_Trace | None":
-        """Return what a function did that made these pieces; None where its arguments do not tell it all."""
+        """Return the trace of a function that made these pieces; None where its arguments do not tell it all."""
         results = (out,) if isinstance(out, Tensor) else out
         if not isinstance(results, tuple) or not all(type(t) in PLAIN and t.is_meta for t in results):
             return None
@@ -400,7 +400,7 @@ def _name(func: Any) -> str:
 
 
 def call_key(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what decides about the layout of what an operation makes, or None: only tensors on "meta" count."""
+    """Return the key of a call, which decides about the layout of its results; None where a tensor is not on "meta"."""
     parts: list[Any] = [func]
     if not _add_to_key(parts, args):
         return None

@@ -86,7 +86,7 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
             return replace(fitted(list(timer.points(op, which, dtype)), usual), spread=timer.spread)
 
     def _of_torch(self, which: PassName, dtype: torch.dtype) -> Rate:
-        """Return what torch's own operations take in a model: a call has its views, Python and autograd around it.
+        """Return the rate of torch's own operations in a model: a call has its views, Python and autograd around it.
 
         That is ten times what it takes in a loop of its own.
         """
@@ -104,7 +104,7 @@ class _MeasuredOps(Mapping[RateKey, Rate]):
         return len(self.found)
 
     def _usual(self, dtype: torch.dtype) -> Rate:
-        """Return what torch's own operations take, where that is not far less than usual."""
+        """Return the rate of torch's own operations, where that is not far less than usual."""
         torchs = astuple(self._loops(dtype))[1:5]
         return Rate(USUAL.call, *(max(t, u / 10) for t, u in zip(torchs, astuple(USUAL)[1:5])))
 

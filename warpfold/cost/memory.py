@@ -254,13 +254,13 @@ class MemoryEstimate:
 
 
 def with_margin(bytes: int, device: str = "cpu") -> int:
-    """Return what must be free on a device for so many bytes of tensors."""
+    """Return the bytes that must be free on a device for so many bytes of tensors."""
     share, fixed = MARGIN["cuda" if device.startswith("cuda") else "cpu"]
     return int(bytes * (1 + share)) + fixed
 
 
 def estimate_memory(job: Job, plan: Plan, device: str = "cpu") -> MemoryEstimate:
-    """Return what the first rank of a plan holds while it does a job; others hold no more.
+    """Estimate the memory of a plan's first rank during a job; others hold no more.
 
     device: "cpu" or "cuda".  A plan with `graph` or `compile` counts as without; what these need is not known.
     """
@@ -330,7 +330,7 @@ class _Weights:
 
 @lru_cache(maxsize=64)
 def _weights(model: ModelConfig, plan: Plan, optim: OptimConfig | None, training: bool, device: Device) -> _Weights:
-    """Return what weights hold; the blocks of a stack have equally many."""
+    """Return the bytes of the weights; the blocks of a stack have equally many."""
     main, extra = model.evoformer.blocks, model.extra_blocks
 
     def of(blocks: int, extra_blocks: int) -> _Weights:
@@ -390,7 +390,7 @@ class _Run:
     stands_for: dict[tuple[str, int], int]  # of a block: how many there are like it
 
     def timeline(self, always: dict[str, int]) -> tuple[dict[str, int], list[tuple[str, dict[str, int]]]]:
-        """Return what is held at the peak, and at the worst moment of each place in turn."""
+        """Return the bytes by owner at the peak, and at the worst moment of each place in turn."""
         last = self.memory.moment + 1
         changes: dict[str, list[int]] = defaultdict(lambda: [0] * (last + 1))
         for piece in self.memory.pieces:

@@ -104,7 +104,7 @@ class OpCall:
     result: Any = None
 
     def bytes(self, backward: bool) -> int:
-        """Return what one pass must move: arguments read, the result written, or its gradient read and those written.
+        """Return the bytes that one pass must move: arguments and the result, or its gradient and the arguments'.
 
         Dropout that is drawn on the way is no tensor, and moves nothing.
         """

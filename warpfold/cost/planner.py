@@ -307,7 +307,7 @@ def variants(
 
 
 def simplicity(plan: Plan) -> tuple[int, int, int]:
-    """Return what orders plans from simple to complicated: how much differs from the default; branch, axial."""
+    """Return the key that sorts plans from simple to complicated: how much differs from the default; branch, axial."""
     sync, usual = plan.sync, SyncConfig()
     differing = (
         *(plan.axial > 1, plan.branch > 1, plan.batch > 1, plan.triangle != "auto", plan.chunk is not None),
@@ -382,7 +382,7 @@ class _Search:
         return one.time.total * (1 if self.job.training else self._turns(one.plan.data))
 
     def _bound(self, grid: tuple[int, int, int]) -> float:
-        """Return what a grid takes at best: more ranks that share an example are used no better than fewer."""
+        """Return the seconds of a grid at best: more ranks that share an example are used no better than fewer."""
         data, axial, branch = grid
         if self.alone is None:
             return 0.0
@@ -553,7 +553,7 @@ def _round_up(size: int) -> int:
 
 
 def estimate(job: Job, plan: Plan, machine: Machine, rounded: bool = True) -> MemoryEstimate:
-    """Return what a plan needs for a job; rounded: or for one a little larger, unless that is nearly too large.
+    """Estimate the memory of a plan for a job; rounded: or for one a little larger, unless that is nearly too large.
 
     Of a job that is far too large a bound is enough, as nothing has to be run for it.
     """
@@ -578,13 +578,13 @@ def needed_bytes(memory: MemoryEstimate, machine: Machine) -> int:
 
 
 def memory_of_free(memory: MemoryEstimate, machine: Machine) -> str:
-    """Return what is needed of what is free, in words: "3.1 of 18.0 GB"."""
+    """Say how much is needed of what is free: "3.1 of 18.0 GB"."""
     needed, unit = needed_bytes(memory, machine), in_gb(machine.free)
     return f"{needed / 1e9:.1f} of {unit}" if needed >= 5e7 and machine.free >= 1e8 else f"{in_gb(needed)} of {unit}"
 
 
 def lacking(memory: MemoryEstimate, machine: Machine) -> str:
-    """Return what a plan lacks here, or ""."""
+    """Return the memory that a plan lacks here, in words, or ""."""
     needed, needs = needed_bytes(memory, machine), "needs at least" if memory.at_least else "needs"
     if needed > machine.free:
         return f"{needs} {in_gb(needed)}, {in_gb(machine.free)} are free"
@@ -743,7 +743,7 @@ def _size_of(known: Sequence[tuple[int, int]], left: int) -> float:
 
 
 def describe_plan(plan: Plan, training: bool = False) -> str:
-    """Return what a plan does: "data 4 x axial 2, blocks recomputed"; of a fold, "slices of 16 rows, in place"."""
+    """Describe a plan: "data 4 x axial 2, blocks recomputed"; of a fold, "slices of 16 rows, in place"."""
     usual, sync = SyncConfig(), plan.sync
     said = [describe_grid(plan)] if plan.data * plan.axial * plan.branch > 1 else []
     if plan.recompute:

@@ -39,7 +39,7 @@ class Ceilings:
 
 
 def cost(case: OpCase, direction: Pass, itemsize: int) -> Cost:
-    """Return what one pass of an operation must do, without the bytes of parameters, a few thousandths."""
+    """Return the cost of one pass of an operation, without the bytes of parameters, a few thousandths."""
     return PROFILES[case.op].cost(case, direction == "forward", itemsize)
 
 
@@ -110,7 +110,7 @@ class Rate:
     spread: float = 0.0
 
     def seconds(self, cost: Cost, calls: float = 1.0) -> float:
-        """Return what so many calls take that share a cost evenly."""
+        """Return the seconds of so many calls that share a cost evenly."""
         beyond = max(0.0, cost.bytes - NEAR * calls)
         computing = self.flop * cost.flops + self.exp * cost.exps
         return self.call * calls + computing + self.byte * cost.bytes + self.far * beyond
@@ -140,7 +140,7 @@ class Rates:
     ops: Mapping[RateKey, Rate] = field(default_factory=dict)
 
     def seconds(self, op: str, which: PassName, cost: Cost, calls: float, dtype: torch.dtype) -> float:
-        """Return what so many calls of an operation take that share a cost evenly, once they have begun.
+        """Return the seconds of so many calls of an operation that share a cost evenly, once they have begun.
 
         A data sheet's leave out what a call takes.  Errors: NoRateError for a dtype for which nothing is known.
         """

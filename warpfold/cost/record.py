@@ -68,7 +68,7 @@ def _signature(op: Op[..., Any]) -> inspect.Signature:
 
 
 def call_cost(op: Op[..., Any], given: Arguments, forward: bool) -> Cost:
-    """Return what one pass of a call must do; of an operation without a profile, the bytes that it is given."""
+    """Return the cost of one pass of a call; of an operation without a profile, the bytes that it is given."""
     name, first = name_of(op), next(x for x in given.values() if isinstance(x, Tensor))
     itemsize = first.element_size()
     if name in IN_PARTS:
@@ -159,14 +159,14 @@ CASES: dict[str, Callable[[Arguments], dict[str, Any]]] = {
 
 
 def _factor_cost(rows: float, residues: int, channels: int, hidden: int, itemsize: int, forward: bool) -> Cost:
-    """Return what rows of a factor cost: projections of the factor and of its gate."""
+    """Return the cost of rows of a factor: projections of the factor and of its gate."""
     positions, passes = rows * residues, 1 if forward else 3  # backward the first is computed again
     flops = 2 * positions * channels * 2 * hidden
     return Cost(passes * flops, positions * hidden, passes * positions * (channels + hidden) * itemsize)
 
 
 def _slice_cost(rows: float, residues: int, channels: int, hidden: int, itemsize: int, forward: bool) -> Cost:
-    """Return what rows of a triangle product cost, where the other factor is given: every slice reads all of it."""
+    """Return the cost of rows of a triangle product, where the other factor is given: every slice reads all of it."""
     positions, passes = rows * residues, 1 if forward else 2
     factor = _factor_cost(rows, residues, channels, hidden, itemsize, forward)
     product = _product_cost(rows, residues, channels, hidden, itemsize, forward)
@@ -180,7 +180,7 @@ def _slice_cost(rows: float, residues: int, channels: int, hidden: int, itemsize
 
 
 def _product_cost(rows: float, residues: int, channels: int, hidden: int, itemsize: int, forward: bool) -> Cost:
-    """Return what the product of rows of a factor and all of the other costs: it reads the whole factor."""
+    """Return the cost of the product of rows of a factor and all of the other: it reads the whole factor."""
     passes = 1 if forward else 2
     numbers = (2 * rows * residues + residues**2) * hidden
     return Cost(passes * 2 * rows * residues**2 * hidden, 0, passes * numbers * itemsize)
@@ -261,7 +261,7 @@ class RecordedStep:
     examples: int = 1
 
     def step(self, recycles: float) -> list[Entry]:
-        """Return what a rank does in a whole step with so many passes without gradient.
+        """Return the entries of a rank's whole step with so many passes without gradient.
 
         All examples but the last are alike, and so are passes: each entry comes as many times.
         """
@@ -388,7 +388,7 @@ class _Recorder(TorchDispatchMode):
     def _run(
         self, original: Callable[..., Any], op: Op[..., Any], args: tuple[Any, ...], kwargs: Any, entry: Operation
     ) -> Any:
-        """Return what an operation returns; without gradients it is run once for each kind of arguments."""
+        """Call an operation; without gradients it is run once for each kind of arguments."""
         key = None if self.memory is None or torch.is_grad_enabled() else call_key(op, args, kwargs)
         if self.memory is None or key is None:
             return original(op, *args, **kwargs)
@@ -397,7 +397,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _owner(self) -> Operation | None:
-        """Return what of ours is at work, forward or backward; None: torch by itself."""
+        """Return the operation of ours that is at work, forward or backward; None: torch by itself."""
         if self._open is not None:
             return self._open.entry
         if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():  # the latter: it recomputes
@@ -526,7 +526,7 @@ class _Recorder(TorchDispatchMode):
         store(*given)
 
     def taken(self) -> list[Entry]:
-        """Return what was noted since the last time."""
+        """Return the entries since the last time."""
         found, self.entries = self.entries, []
         return found
 
@@ -606,7 +606,7 @@ def record(
 
 
 def _whole(entries: list[Entry], job: Job, plan: Plan, most: int) -> list[Entry]:
-    """Return what was recorded of few blocks as that of all of them, of which the last may keep everything."""
+    """Return the record of few blocks as one of all of them, of which the last may keep everything."""
     blocks = {"extra_stack": job.model.extra_blocks, MAIN: job.model.evoformer.blocks}
     found = []
     for entry in entries:
@@ -726,7 +726,7 @@ def _part_of(name: str) -> str:
 
 
 def _with_gradients(entries: list[Entry], begun: Sequence[tuple[str, float, Begin]]) -> list[Entry]:
-    """Return what a rank does in an example, with what begins when the gradients of a part are there.
+    """Return a rank's entries of an example, with the collectives that begin when the gradients of a part are there.
 
     The gradients of what lies outside of the stacks come before theirs (heads) and behind them (embedders).
     """

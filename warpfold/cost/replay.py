@@ -52,7 +52,7 @@ class Pace:
         return cls(rates=rates, cluster=cluster, launch=0.0 if graphs else rates.call, kernel=KERNEL)
 
     def seconds(self, entry: Operation) -> float:
-        """Return what an operation takes on the device, once it has begun."""
+        """Return the seconds that an operation takes on the device, once it has begun."""
         calls = max(1, entry.launches) if _is_torchs(entry) else 1
         return self.kernel * entry.launches + self.rates.seconds(*_timed_as(entry), entry.cost, calls, entry.dtype)
 

@@ -54,7 +54,7 @@ def choice_in_words(choice: Choice) -> str:
 
 
 def describe_used(choice: Choice, one: Candidate) -> str:
-    """Return what a plan does, and how many devices it leaves idle."""
+    """Describe a plan, and how many devices it leaves idle."""
     devices = choice.machine.devices
     idle = devices - ranks_of(one.plan)
     return describe_plan(one.plan, choice.job.training) + (f", {idle} of {devices} devices idle" if idle > 0 else "")

@@ -66,7 +66,7 @@ class Steps:
         return float(self.seconds.mean())
 
     def percentile(self, share: float) -> float:
-        """Return what so many percent of the steps take at most."""
+        """Return the seconds that so many percent of the steps do not exceed."""
         return float(np.percentile(self.seconds, share))
 
 

@@ -84,7 +84,7 @@ class LastPass(NamedTuple):
     recycles: int  # passes before the last
 
     def unbind(self) -> list["LastPass"]:
-        """Return what the examples of a batch, one leading axis, have folded to."""
+        """Return the output of each example of a batch, which has one leading axis."""
         parts = zip(_unbound(self.representations, 0), _unbound(self.structure, 0))
         return [LastPass(representations, structure, self.recycles) for representations, structure in parts]
 
@@ -290,7 +290,7 @@ class AlphaFold(Executable):
         return replace(a, pair=pair, single=a.single + b.single, msa_first_row=a.msa_first_row + b.msa_first_row)
 
     def sample(self, batch: Batch, index: int) -> Batch:
-        """Return what the trunk sees of one sample of the alignment; a multimer makes its clusters here."""
+        """Return the features of one sample of the alignment; a multimer's clusters are made here."""
         sample = at_pass(batch, index)
         return sample if self.config.multimer is None else sample | cluster_features(sample)
 
@@ -339,7 +339,7 @@ class AlphaFold(Executable):
         )
 
     def _nothing_recycled(self, batch: Batch) -> Recycled:
-        """Return what is recycled before the first pass: zeros (Algorithm 32)."""
+        """Return the recycled tensors of the first pass: zeros (Algorithm 32)."""
         c, aatype, dtype = self.config, batch["aatype"], self.execution.dtype
         shape, shard, like = aatype.shape, self.residues.local_shard(aatype, -1).shape, self.single.weight  # its device
         return Recycled(

@@ -119,7 +119,7 @@ class PlainExecution:
     def call(
         self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], reason: str | None = None
     ) -> Named:
-        """Return what a function of tensors that runs the model returns; another execution may replay its graph.
+        """Call a function of tensors that runs the model; another execution may replay its graph.
 
         reason: why it cannot be recorded.
         """
@@ -212,7 +212,7 @@ class Executable(nn.Module):
         return z
 
     def around_trunk(self, x: Tensor) -> Tensor:
-        """Return what the trunk computed in the dtype in which this module goes on: in fp32 at least, or as it is."""
+        """Return a result of the trunk in the dtype in which this module goes on: in fp32 at least, or as it is."""
         return x if self.execution.everywhere else upcast_half(x)
 
 
@@ -246,7 +246,7 @@ class AxialUpdate(Executable, DrawsNoise):
         return self.axis
 
     def named(self, which: Which | None, x: Tensor, other: Tensor | None) -> Tensor:
-        """Return what `reads` or `shares` names.  Errors: ValueError where that is `other`, which was not given."""
+        """Return the tensor that `which` names.  Errors: ValueError where that is `other`, which was not given."""
         if which != "other":
             return x
         if other is None:
@@ -258,14 +258,14 @@ class AxialUpdate(Executable, DrawsNoise):
         return cut
 
     def shared(self, source: Tensor, mask: Tensor) -> Tensors:
-        """Return what every slice must see whole, made of what `shares` names, or of a slice of that.
+        """Return the tensors that every slice must see whole, made of what `shares` names, or of a slice of that.
 
         mask: of the source, where the layer's mask is that (`mask_of`).
         """
         raise NotImplementedError
 
     def prepare(self, read: Tensor, mask: Tensor) -> Read:
-        """Return what `update` takes in the place of `read`: all that a slice can do before it has what is shared."""
+        """Return what `update` takes in place of `read`: the work that a slice can do before it has what is shared."""
         return read
 
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:

@@ -95,7 +95,7 @@ def contact_probabilities(probabilities: Tensor, breaks: Tensor) -> Tensor:
 
 
 def ranking_confidence(plddt: Tensor, ptm: Tensor | None = None, iptm: Tensor | None = None) -> Tensor:
-    """Return what predictions are ranked by: with an ipTM 0.8 ipTM + 0.2 pTM, else the mean pLDDT (0 to 100).
+    """Return the score that predictions are ranked by: with an ipTM 0.8 ipTM + 0.2 pTM, else the mean pLDDT (0 to 100).
 
     plddt [N] of the residues that count.  Errors: ValueError for an ipTM without a pTM.
     """
@@ -113,7 +113,7 @@ def _centers(breaks: Tensor) -> Tensor:
 
 
 def _score(breaks: Tensor, residues: int) -> Tensor:
-    """Return what a residue with its error in each bin adds to the TM-score of so many residues: [bins]."""
+    """Return the contribution of a residue with its error in each bin to the TM-score of so many residues: [bins]."""
     number = max(residues, 19)  # below 19 the TM-score's own d0 is not defined sensibly
     d0 = 1.24 * (number - 15) ** (1 / 3) - 1.8
     return 1 / (1 + (_centers(breaks) / d0) ** 2)

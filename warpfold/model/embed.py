@@ -130,7 +130,7 @@ class RecyclingEmbedder(Executable):
         self.norm_z = LayerNorm(c_z)
 
     def msa(self, m_first: Tensor) -> Tensor:
-        """Return what to add to the first row of m, [*, r, c_m], given that of the last pass (this rank's shard).
+        """Return the update of the first row of m, [*, r, c_m], from that of the last pass (this rank's shard).
 
         It, z and the positions are zeros before the first pass; the norms' offsets and the bias apply even then, as in
         the official code.
@@ -139,7 +139,7 @@ class RecyclingEmbedder(Executable):
         return new
 
     def pair(self, z: Tensor, beta: Tensor, rows: slice) -> Tensor:
-        """Return what to add to some of this rank's rows of z.
+        """Return the update of some of this rank's rows of z.
 
         z [*, rows, r, c_z]: these rows of the last pass; beta [*, r, 3] in angstrom: of all residues.
         """

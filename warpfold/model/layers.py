@@ -100,7 +100,7 @@ class PackedOperands(Protocol):
     """The weights of a model as operations read them."""
 
     def joined(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> tuple[Tensor, Tensor | None] | None:
-        """Return what `joined` returns, without a copy; None if the weights do not lie so."""
+        """Return the result of `joined` without a copy; None if the weights do not lie so."""
 
     def catch_up(self) -> None:
         """Have what a graph reads be what the parameters hold."""

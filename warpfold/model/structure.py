@@ -216,7 +216,7 @@ class InvariantPointAttention(Executable):
         return self.q_point_local, self.kv_point_local, self.q_scalar, self.kv_scalar
 
     def pairs(self, z: Tensor, mask: Tensor, normalise: Callable[[Tensor], Tensor] | None = None) -> Pairs:
-        """Return what all layers have in common, of z [*, N, N, c_z] (this rank's rows) and mask [*, N].
+        """Return the attention's part that all layers share, from z [*, N, N, c_z] (this rank's rows) and mask [*, N].
 
         normalise: makes of rows of z what the layers read; None: z is normalised already.
         """

@@ -128,7 +128,7 @@ class TemplatePointwiseAttention(nn.Module):
         return masked.softmax(-1).to(logits[0].dtype).unbind(-1)
 
     def of_one(self, weight: Tensor, t: Tensor, first: bool) -> Tensor:
-        """Return what one template adds to the update; the bias comes with the first."""
+        """Return one template's part of the update; the bias comes with the first."""
         o = (weight[..., None] * self.v(t).unflatten(-1, (self.heads, -1))).flatten(-2)
         matrix, bias = joined(o.dtype, self.out)
         return nn.functional.linear(o, matrix.to(o.dtype), None if bias is None or not first else bias.to(o.dtype))
@@ -235,7 +235,7 @@ class ChainTemplatePairEmbedder(Executable):
         self.parts = nn.ModuleList(Linear(c, c_t, init="relu") for c in inputs)
 
     def of_pairs(self, z: Tensor) -> Tensor:
-        """Return what z [*, r, r, c_z] adds to every template: [*, r, r, c_t]."""
+        """Project z [*, r, r, c_z] to the term that is added to every template: [*, r, r, c_t]."""
         t: Tensor = self.parts[-1](self.norm(z))
         return t
 

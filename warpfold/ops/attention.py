@@ -228,7 +228,7 @@ def _empty_layer_gradients(t: Operands) -> tuple[Tensor, ...]:
 
 
 def _wrong_layer(t: Any) -> str:
-    """Return what is wrong with the sizes that shapes cannot describe, or nothing."""
+    """Return the reason to refuse sizes that shapes cannot describe, or nothing."""
     (outputs, _), inner = t.weight.shape, t.out_weight.shape[1]
     if t.heads < 1 or inner % t.heads:
         return f"{inner} channels are not {t.heads} heads"

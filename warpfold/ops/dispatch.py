@@ -197,7 +197,7 @@ def using(kernels: Kernels) -> Iterator[None]:
 
 @contextmanager
 def always_fast() -> Iterator[None]:
-    """Compute operations by the fast path even where the definition would be faster, in this thread: to compare them."""
+    """Compute operations by the fast path even where the definition is faster, in this thread: to compare them."""
     before, _choice.always_fast = _choice.always_fast, True
     try:
         yield
@@ -364,7 +364,7 @@ def backend(x: Tensor) -> Literal["cpu", "triton"]:
 
 
 def implementation(name: str, x: Tensor) -> Callable[..., Any]:
-    """Return what computes a registered operation on a tensor's device, of its operands in order.
+    """Return the function that computes a registered operation on a tensor's device, from its operands in order.
 
     It is the function of the operation's name, which takes them by name; Triton is loaded here and nowhere before.
     """
@@ -694,7 +694,7 @@ class register:
     def _autograd(
         self, backward: Registered, operands: list[str], needs: Mapping[str, Any]
     ) -> tuple[Callable[..., None], Callable[..., tuple[Tensor | None, ...]]]:
-        """Return what torch asks for: the function that keeps what the backward pass needs, and the backward pass."""
+        """Return the two functions that torch asks for: one keeps what the backward pass needs, one runs it."""
         known, gradients = [*operands, *self.results.split()], self.gradients.split()
         tensors = [name for name, hint in needs.items() if hint in (Tensor, Tensor | None)]
         saved = [known.index(name) for name in tensors if name in known]

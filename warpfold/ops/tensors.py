@@ -29,7 +29,7 @@ def one_hot(codes: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
 
 
 def in_blocks(of_rows: Callable[[slice], tuple[Tensor, ...]], rows: int, columns: int) -> list[tuple[Tensor, ...]]:
-    """Return what `of_rows` computes of a matrix, for blocks of its rows that have at most `PAIRS` entries each.
+    """Apply `of_rows` to a matrix, in blocks of rows that have at most `PAIRS` entries each.
 
     Where there are several, the gradient computes each block again, so that no more than one is in memory.
     """

@@ -116,7 +116,7 @@ def _empty(t: Operands) -> tuple[Tensor, ...]:
 
 
 def _wrong_sizes(t: Any) -> str | None:
-    """Return what is wrong with the sizes that shapes cannot describe, or None."""
+    """Return the reason to refuse sizes that shapes cannot describe, or None."""
     outputs, (c, hidden) = t.weight.shape[0], t.out_weight.shape
     if outputs != 4 * hidden + c:
         return "weight is not [4 h + c, c]"

@@ -91,7 +91,7 @@ def counted_work(given: ModelBench, training: bool) -> dict[WorkKey, CountedWork
 
 
 def _run(step: TrainingStep, training: bool, update: bool = True) -> Callable[[Spans], None]:
-    """Return what is measured, with spans for what is no module's."""
+    """Return the step to measure, with spans for what belongs to no module."""
 
     def one_step(spans: Spans) -> None:
         with spans.open(Place(LOSSES)), _passes_of_model(step.model, spans):
@@ -189,7 +189,7 @@ class Tables:
     cuda: bool
 
     def totals(self, plain: float) -> Row:
-        """Return what the rows add up to, and how the host and the device shared the step; plain: its seconds."""
+        """Say what the rows add up to, and how host and device shared the step; plain: its seconds."""
         host = sum(one.host for one in self.reading.spent.values())
         idle = [one.host for key, one in self.reading.spent.items() if key.op in (PYTHON, AUTOGRAD)]
         found = {
@@ -277,7 +277,7 @@ FIGURES = ("ms", "of all", "GFLOP", "TFLOP/s", "MB", "GB/s", "launches", "of lim
 
 
 def in_words(found: Mapping[str, Any]) -> list[str]:
-    """Return what `profile_model` found, in sentences."""
+    """Put the findings of `profile_model` into sentences."""
     counts = f"{found['launches']:,} {'launches' if 'device_busy_ms' in found else 'operations of torch'}"
     rate = found["flops"] / found["step_ms"] / 1e9
     said = [

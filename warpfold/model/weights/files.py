@@ -157,7 +157,7 @@ class _Held(NamedTuple):
 
 
 def _metadata(path: Path) -> dict[str, Mapping[str, Any]]:
-    """Return what WarpFold has written of a model and its data into a safetensors file."""
+    """Return the model and data settings that WarpFold wrote into a safetensors file."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -213,7 +213,7 @@ def data_settings(path: Path | str) -> dict[str, Any]:
 
 
 def assumed_settings(path: Path | str) -> str | None:
-    """Return what `data_settings` had to assume, in one line; None if nothing.
+    """Return the assumptions of `data_settings` in one line; None if there were none.
 
     Multimer's versions 1 and 2 cannot be told apart, and need not be: they sample, and compute, alike.
     """

@@ -355,7 +355,7 @@ class _Keys:
         self.infinite = any(self.rows_masked) and bias is not None and bool((bias == float("-inf")).any())
 
     def added(self, some: slice, heads: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return what is added to the logits [n, h, Q, K], and which queries have no key to attend to [n, h, Q, 1]."""
+        """Return the term that is added to the logits [n, h, Q, K], and which queries have no key [n, h, Q, 1]."""
         n, length = self.masked[some].shape
         shape = n, heads, length, length
         if not any(self.rows_masked[some]):

@@ -486,7 +486,7 @@ def uniform_dv(
     WIDTH: tl.constexpr,
     BLOCK_Q: tl.constexpr,
 ) -> tl.tensor:
-    """Return what the queries of a row that weigh its masked keys alike add to dv of each of those, [1, WIDTH]; and how
+    """Return the part of dv of each masked key from queries that weigh a row's masked keys alike, [1, WIDTH]; and how
     many masked keys there are."""
     hidden = tl.zeros([SCAN], tl.int32)
     for start in range(0, keys, SCAN):

@@ -33,7 +33,7 @@ def compiled(launch: KernelLaunch, target: GPUTarget) -> Any:
 
 
 def identity(launch: KernelLaunch, target: GPUTarget) -> str:
-    """Return what tells the code of two launches apart: of those with one identity, one has to be compiled."""
+    """Return the identity of a launch's code: of launches with the same one, one has to be compiled."""
     specialised, options = source(launch, target)
     return f"{launch.kernel.name}-{specialised.hash()}-{options.hash()}"
 

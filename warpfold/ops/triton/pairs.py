@@ -115,7 +115,7 @@ def aligned_errors_kernel(
 
 @triton.jit
 def _slope(squares: tl.tensor, weight: tl.tensor, grad: tl.tensor, clamp: tl.tensor, least: tl.tensor) -> tl.tensor:
-    """Return what the coordinates of a pair are multiplied by in its gradient; grad: of the two sums."""
+    """Return the factor of a pair's coordinates in its gradient; grad: of the two sums."""
     capped, whole = tl.load(grad).to(tl.float32), tl.load(grad + 1).to(tl.float32)
     distance = tl.sqrt(tl.maximum(squares, least))
     slope = weight * (tl.where(distance <= clamp, capped, 0.0) + whole) / distance
@@ -256,7 +256,7 @@ def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
 
 
 def _operands(t: Operands) -> dict[str, Any]:
-    """Return what all kernels of aligned_errors are given."""
+    """Return the arguments that all kernels of aligned_errors share."""
     names = "frames", "points", "true_frames", "true_points", "frame_mask", "point_mask", "pair_mask"
     sizes = {"F": t.frames.shape[-3], "P": t.points.shape[-2]}
     numbers = {"clamp": t.clamp, "added": t.softening**2, "least": LEAST**2}

@@ -294,7 +294,7 @@ def _up_across(
     weight: tl.tensor, n: tl.tensor, normalised: tl.tuple, up: tl.tensor, up_bias: tl.tensor, m: tl.tensor,
     o: tl.tensor, known: tl.tensor, axes: tl.tuple, C: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Return what `_up` does, [o, m]: products with it need it so, and as a product leaves it in registers."""
+    """Return the result of `_up` as [o, m]: products with it need it so, as a product leaves it in registers."""
     if BLOCK_K == 0:
         pre = tl.dot(weight, tl.trans(n))
         if up_bias is not None:

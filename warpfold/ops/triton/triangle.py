@@ -845,7 +845,7 @@ class _Call:
     def weight_sums(
         self, out_tensors: dict[str, Tensor], factor_tensors: dict[str, Tensor], apart: int, wanted: Sequence[Tensor]
     ) -> tuple[Sum, Sum]:
-        """Return what is to be summed for the gradients of the output's weight and bias, of the joined weight and bias.
+        """Return the partial sums for the gradients of the output's weight and bias, and the joined weight and bias.
 
         wanted: the latter two, then the former;
         out_tensors, factor_tensors: what the kernels read, `apart` from one factor's gradient to the other's.
