@@ -335,7 +335,7 @@ def test_small_jobs_need_no_estimate(asked: dict[str, list[Any]], monkeypatch: p
     assert choice.plan == Plan()
     choice = choose(training(), Machine(kind="cpu", free=10**11), {"threads": 1})
     assert choice.plan == Plan(threads=1)
-    assert choice.evident
+    assert choice.trivially_fits
     assert not asked["memory"]
 
 

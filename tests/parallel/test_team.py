@@ -137,7 +137,7 @@ def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Crew:
 
 def test_processes_meet_talk_work_alone_and_then_together(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared, or is rank zero's, reaches nobody else; tensors arrive to the bit; groups are used again."""
-    monkeypatch.setattr(module, "PIECE", 16)  # bytes: tensors are cut and joined
+    monkeypatch.setattr(module, "BROADCAST_BYTES", 16)  # bytes: tensors are cut and joined
     given = {
         "weights": torch.arange(9.0).view(3, 3).mT,
         "steps": torch.tensor(7),
@@ -584,7 +584,7 @@ def test_who_waits_for_all_hears_of_a_failure(crew: Crew) -> None:
 @pytest.mark.parametrize(("shape", "axis"), [((7, 3, 2), -3), ((3, 7, 2), -2), ((2, 4), 0), ((7, 0), 0)])
 def test_results_come_in_pieces(shape: tuple[int, ...], axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any length, cast piece by piece, also to where they are wanted; nobody holds more than a piece of others."""
-    monkeypatch.setattr(module, "PIECE", 16)
+    monkeypatch.setattr(module, "BROADCAST_BYTES", 16)
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.bfloat16).view(shape)
 
     def on_a_rank() -> tuple[Tensor | None, Tensor | None, list[int]]:

@@ -17,7 +17,7 @@ from tests.ops.triton.model_launches import one_block
 from tests.test_cli import refused, run
 from warpfold.cli.bench import measured
 from warpfold.cost.example import ExampleSizes, ModelBench, TrainingStep, shortened
-from warpfold.cost.observe import MARK, OUTSIDE, Place, Spans
+from warpfold.cost.observe import MARK, UNATTRIBUTED, Place, Spans
 from warpfold.cost.rates import Ceilings
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.losses import LossConfig
@@ -134,8 +134,8 @@ def test_kernels_belong_to_what_launched_them_also_on_autograds_thread() -> None
         ("blocks.3.row", "attention", False): (pytest.approx(0.3), 3.0, 2),
         ("blocks.3.row", "mul", False): (0.3, 4.0, 1),
         ("blocks.3.row", "attention", True): (pytest.approx(0.3), 8.0, 1),
-        (OUTSIDE, AUTOGRAD, True): (0.0, 0, 0),
-        (OUTSIDE, "add_", True): (0.15, 0.5, 1),
+        (UNATTRIBUTED, AUTOGRAD, True): (0.0, 0, 0),
+        (UNATTRIBUTED, "add_", True): (0.15, 0.5, 1),
     }
     assert (reading.busy, reading.unplaced, reading.device_launches) == (14.0 + 0.5 + 3.0, 3.0, 5)
     tables = Tables(reading, {}, TOP, cuda=True)
@@ -219,7 +219,7 @@ def test_rows_add_up_to_the_step(found: dict[str, Any]) -> None:
     row = next(row for row in found["layers"] if row["layer"] == "evoformer.blocks.*.msa.row")
     assert row["ms"] == pytest.approx(row["forward_ms"] + row["backward_ms"])
     assert row["backward_ms"] > 0
-    assert {"losses", "optimizer", "structure", OUTSIDE} <= {row["layer"] for row in found["layers"]}
+    assert {"losses", "optimizer", "structure", UNATTRIBUTED} <= {row["layer"] for row in found["layers"]}
     assert min(found["step_runs_ms"]) > 0
 
 

@@ -37,7 +37,7 @@ def with_id(chain: Chain, name: str, shift: tuple[float, float, float] = (0, 0, 
     return dataclasses.replace(chain, id=name, positions=positions)
 
 
-def lacking(chain: Chain, row: int, atoms: list[int]) -> Chain:
+def why_not_fit(chain: Chain, row: int, atoms: list[int]) -> Chain:
     mask = chain.mask.copy()
     mask[row, atoms] = 0
     return dataclasses.replace(chain, mask=mask, positions=chain.positions * mask[..., None])
@@ -45,7 +45,7 @@ def lacking(chain: Chain, row: int, atoms: list[int]) -> Chain:
 
 def test_residues_are_bonded_along_the_sequence_and_not_across_gaps_or_chains(protein: Chain) -> None:
     n = len(protein.sequence)
-    gap = lacking(lacking(protein, 5, [CA]), 7, [N])  # residue 6 is alone between them
+    gap = why_not_fit(why_not_fit(protein, 5, [CA]), 7, [N])  # residue 6 is alone between them
     sequence = protein.sequence[:12] + "X" + protein.sequence[13:]
     joined = relax.join_chains([dataclasses.replace(gap, sequence=sequence), with_id(protein, "B", (99, 0, 0))])
     segments = [np.flatnonzero(joined.segment == s).tolist() for s in np.unique(joined.segment) if s >= 0]
@@ -81,7 +81,7 @@ def test_missing_atoms_are_built_where_ideal_geometry_has_them(protein: Chain) -
 def test_torsions_that_are_seen_are_kept(protein: Chain) -> None:
     row = next(i for i, letter in enumerate(protein.sequence) if letter in "LIMKEQR")
     last = int(np.flatnonzero(protein.mask[row])[-1])
-    whole = relax.with_missing_atoms(relax.join_chains([lacking(protein, row, [ATOM_ORDER["CB"]])]))
+    whole = relax.with_missing_atoms(relax.join_chains([why_not_fit(protein, row, [ATOM_ORDER["CB"]])]))
     moved = np.linalg.norm(whole.positions[row] - protein.positions[row], axis=-1)
     assert moved[ATOM_ORDER["CB"]] < 0.1
     assert moved[last] == 0

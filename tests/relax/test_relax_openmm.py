@@ -8,7 +8,7 @@ import gemmi
 import numpy as np
 import pytest
 
-from tests.relax.test_relax import lacking, protein, with_id  # noqa: F401
+from tests.relax.test_relax import protein, why_not_fit, with_id  # noqa: F401
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.data.structure.write import Modelling, write_mmcif
@@ -85,7 +85,7 @@ def test_mirrored_residues_are_counted(protein: Chain) -> None:  # noqa: F811
 
 def test_gaps_unknown_residues_and_missing_atoms(protein: Chain) -> None:  # noqa: F811
     sequence = protein.sequence[:9] + "X" + protein.sequence[10:]
-    chain = dataclasses.replace(lacking(protein, 4, list(range(3, 37))), sequence=sequence)
+    chain = dataclasses.replace(why_not_fit(protein, 4, list(range(3, 37))), sequence=sequence)
     (relaxed,), report = relax_chains([chain])
     np.testing.assert_array_equal(relaxed.positions[9], chain.positions[9])
     assert report.left_out == 1
@@ -96,7 +96,7 @@ def test_gaps_unknown_residues_and_missing_atoms(protein: Chain) -> None:  # noq
 
 def test_near_cysteines_are_bonded(protein: Chain) -> None:  # noqa: F811
     piece = part(protein, 8)
-    cysteine = dataclasses.replace(lacking(piece, 4, list(range(5, 37))), sequence=piece.sequence[:4] + "CAAA")
+    cysteine = dataclasses.replace(why_not_fit(piece, 4, list(range(5, 37))), sequence=piece.sequence[:4] + "CAAA")
     whole = np.isin(np.arange(37), [ATOM_ORDER[name] for name in ("N", "CA", "C", "O", "CB")])
     alanines = np.where((np.arange(8) < 4)[:, None], cysteine.mask, whole & (cysteine.mask > 0)).astype(np.float32)
     residues = with_missing_atoms(join_chains([dataclasses.replace(cysteine, mask=alanines)]))

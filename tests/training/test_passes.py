@@ -129,15 +129,15 @@ def test_words_come_no_more_often_than_asked() -> None:
 
 def test_loops_cost_nothing_while_nobody_watches() -> None:
     turns = [1, 2, 3]
-    assert dispatch.alike(turns) is turns
+    assert dispatch.uniform_loop(turns) is turns
     assert dispatch.watched(turns) is turns
     told: list[dispatch.Loops] = []
     with dispatch.watching(lambda loops: told.append([*loops])):
-        for _ in dispatch.alike(iter(turns)):
+        for _ in dispatch.uniform_loop(iter(turns)):
             for _ in dispatch.watched(iter("ab"), 2):
                 break  # a loop may be left
     assert told == [one for i in range(3) for one in ([(i, 3)], [(i, 3), (0, 2)])]
-    assert dispatch.alike(turns) is turns
+    assert dispatch.uniform_loop(turns) is turns
 
 
 def test_what_is_raised_in_a_slice_ends_the_pass() -> None:

@@ -162,7 +162,7 @@ class _Timer:
 
     device: torch.device
     clock: Clock
-    busy: Clock = time.process_time  # of a CPU: what one rank waits for a core, another one computes
+    busy: Clock = time.process_time  # CPU time: leaves out the time in which the process is descheduled
     variances: list[float] = field(default_factory=list)  # of runs of the same, relative
 
     @property

@@ -3,8 +3,8 @@
 Nothing is computed and nothing is stored: every operation says which shapes it makes, those of ours by running what
 computes them (ops/cpu, or the launchers of ops/triton), and what they make is followed from its making to its release.
 Of what is alike little is run: one pass, and of a training one before it, few turns of a loop over slices
-(`ops.dispatch.alike`), and of a stack at most three blocks of a kind.  What the second of them keeps for the backward
-pass, each of those that are left out keeps, too.
+(`ops.dispatch.uniform_loop`), and of a stack at most three blocks of a kind.  What the second of them keeps for the
+backward pass, each of those that are left out keeps, too.
 """
 
 import math

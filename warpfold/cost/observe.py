@@ -24,7 +24,7 @@ Seen = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], object]  # of a 
 
 MARK = "warpfold: "  # before a place, in the names of a profile's ranges
 DEPTH = 2  # of a path: modules as deep as this are layers, and so is every layer of the trunk
-OUTSIDE = "gradients of parameters"  # the layer of what runs backward and belongs to no span: sums into p.grad
+UNATTRIBUTED = "gradients of parameters"  # the layer of what runs backward and belongs to no span: sums into p.grad
 SUMS = 2**62  # numbers from here on: nodes that sum gradients into parameters
 MODEL = "model"  # the layer of what the model does outside of its layers
 
@@ -149,7 +149,7 @@ class Spans:
     def of_node(self, number: int) -> int:
         """Return the place of a node of autograd's graph."""
         found = self.made_at.of(number)
-        return self.number(Place(OUTSIDE)) if found is None else found
+        return self.number(Place(UNATTRIBUTED)) if found is None else found
 
     def now(self) -> tuple[Place, bool]:
         """Return the place that is at work, and whether in the backward pass."""

@@ -80,7 +80,7 @@ class Choice:
         return self.chosen.memory
 
     @property
-    def evident(self) -> bool:
+    def trivially_fits(self) -> bool:
         """Whether the job is so small that nothing had to be estimated."""
         return all(one.memory is None for one in self.considered)
 
@@ -144,11 +144,11 @@ def choose(
     cluster = cluster or one_node(machine.devices)
     search = _Search(job, machine, cluster, fixed or {}, sync or {}, rates, every, examples, tell)
     plans = search.plans
-    if not every and (bound := _evident(job, plans, machine, examples)) is not None:
+    if not every and (bound := _trivial_fit(job, plans, machine, examples)) is not None:
         return Choice(job, machine, cluster, Candidate(plans[0], bound), tuple(map(Candidate, plans)))
     bounds = [(plan, lower_bound(job, plan)) for plan in plans]
-    if all(lacking(bound, machine) for _, bound in bounds):  # nor is it of interest how long they take
-        far = [Candidate(plan, bound, None, lacking(bound, machine)) for plan, bound in bounds]
+    if all(why_not_fit(bound, machine) for _, bound in bounds):  # nor is it of interest how long they take
+        far = [Candidate(plan, bound, None, why_not_fit(bound, machine)) for plan, bound in bounds]
         raise NothingFitsError(job, machine, far, tell)
     search.run()
     fitting = [one for one in search.looked if one.memory is not None and not one.reason]
@@ -415,9 +415,9 @@ class _Search:
             if fits and not self.every and not self._may_be_faster(plan, fits):
                 continue
             memory = self._memory(plan)
-            one = Candidate(plan, memory, None, lacking(memory, self.machine))
+            one = Candidate(plan, memory, None, why_not_fit(memory, self.machine))
             if not one.reason and plan.recompute is not None and "keep_blocks" not in self.fixed and not plan.offload:
-                kept = most_kept(self.job, self.machine, _of_memory(self.job, plan), self.tell)
+                kept = most_kept(self.job, self.machine, _memory_equivalent_plan(self.job, plan), self.tell)
                 if kept:
                     more = replace(plan, keep_blocks=kept)
                     self._add(Candidate(more, self._memory(more)))
@@ -459,7 +459,7 @@ class _Search:
 
     def _memory(self, plan: Plan) -> MemoryEstimate:
         self._say(f"estimating memory: {describe_plan(plan, self.job.training)}")
-        return estimate(self.job, _of_memory(self.job, plan), self.machine, rounded=not self.every)
+        return estimate(self.job, _memory_equivalent_plan(self.job, plan), self.machine, rounded=not self.every)
 
     def _vary(self) -> None:
         """Change one key after another of the plan that was found, and go on with what is faster and fits."""
@@ -472,7 +472,7 @@ class _Search:
                     continue
                 done.add(plan)
                 memory = self._memory(plan)
-                self._add(Candidate(plan, memory, None, lacking(memory, self.machine)))
+                self._add(Candidate(plan, memory, None, why_not_fit(memory, self.machine)))
                 found = self.looked[-1]
                 if not found.reason and EQUAL * self._total(found) < self._total(best):
                     best = found
@@ -501,7 +501,7 @@ def alone(plan: Plan) -> Plan:
                    offload=False, sync=sync)  # fmt: skip
 
 
-def _of_memory(job: Job, plan: Plan) -> Plan:
+def _memory_equivalent_plan(job: Job, plan: Plan) -> Plan:
     """Return a plan of few ranks that holds as much on each, or hardly more: so one estimate serves many plans.
 
     But what topk sends is gathered from all of them.
@@ -526,13 +526,13 @@ def most_kept(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progre
         return estimate(job, plan, machine, rounded)
 
     blocks = job.model.evoformer.blocks
-    if blocks < 2 or not lacking(needs(replace(plan, recompute=None), rounded=True), machine):
+    if blocks < 2 or not why_not_fit(needs(replace(plan, recompute=None), rounded=True), machine):
         return 0
     first, second = (needs(replace(plan, keep_blocks=count)) for count in (0, 1))
     one = with_margin(second.peak, machine.kind) - with_margin(first.peak, machine.kind)
     left = machine.free - needed_bytes(first, machine)
     most = min(blocks - 1, left // max(one, 1)) if left > 0 else 0
-    while most > 0 and lacking(needs(replace(plan, keep_blocks=most)), machine):
+    while most > 0 and why_not_fit(needs(replace(plan, keep_blocks=most)), machine):
         most -= max(1, most // 8)
     return max(0, most)
 
@@ -557,9 +557,9 @@ def estimate(job: Job, plan: Plan, machine: Machine, rounded: bool = True) -> Me
 
     Of a job that is far too large a bound is enough, as nothing has to be run for it.
     """
-    plan = _of_memory(job, plan)
+    plan = _memory_equivalent_plan(job, plan)
     bound = lower_bound(job, plan)
-    if lacking(bound, machine):
+    if why_not_fit(bound, machine):
         return bound
     if rounded:
         found = estimate_memory(_rounded(job), plan, machine.kind)
@@ -583,7 +583,7 @@ def memory_of_free(memory: MemoryEstimate, machine: Machine) -> str:
     return f"{needed / 1e9:.1f} of {unit}" if needed >= 5e7 and machine.free >= 1e8 else f"{in_gb(needed)} of {unit}"
 
 
-def lacking(memory: MemoryEstimate, machine: Machine) -> str:
+def why_not_fit(memory: MemoryEstimate, machine: Machine) -> str:
     """Return the memory that a plan lacks here, in words, or ""."""
     needed, needs = needed_bytes(memory, machine), "needs at least" if memory.at_least else "needs"
     if needed > machine.free:
@@ -594,7 +594,7 @@ def lacking(memory: MemoryEstimate, machine: Machine) -> str:
     return ""
 
 
-def _evident(job: Job, plans: Sequence[Plan], machine: Machine, examples: int) -> MemoryEstimate | None:
+def _trivial_fit(job: Job, plans: Sequence[Plan], machine: Machine, examples: int) -> MemoryEstimate | None:
     """Return a bound of what the first plan needs, where it is plain that this one is best; else None.
 
     The first computes everything at once, where keys that are given do not say otherwise, and shares out the least.
@@ -664,12 +664,12 @@ class NothingFitsError(UserError):
         least = min((one for one in looked if one.memory is not None), key=lambda one: one.memory.peak)  # type: ignore[union-attr]
         what = "a training on" if job.training else "folding"
         sizes = f"{job.sizes.residues:,} residues with {job.sizes.sequences + job.sizes.extra:,} alignment rows"
-        would = "; ".join(_cures(job, machine, least.plan, tell))
+        would = "; ".join(_suggestions(job, machine, least.plan, tell))
         cure = f"what would fit: {would}" if would else "not even a few residues fit; give more memory"
         super().__init__(f"{what} {sizes}, {describe_plan(least.plan, job.training)}, {least.reason}; {cure}")
 
 
-def _cures(job: Job, machine: Machine, tightest: Plan, tell: Progress) -> Iterator[str]:
+def _suggestions(job: Job, machine: Machine, tightest: Plan, tell: Progress) -> Iterator[str]:
     """Yield what would make a job fit: more devices, 16 bits, fewer residues."""
     tell(0, 1, "what would fit")
     one = estimate(job, tightest, machine)
@@ -681,14 +681,14 @@ def _cures(job: Job, machine: Machine, tightest: Plan, tell: Progress) -> Iterat
         if one.weights + shared // devices > machine.free:
             return False
         tell(0, 1, f"whether {devices} devices are enough")
-        return not lacking(estimate(job, plan, machine), machine)
+        return not why_not_fit(estimate(job, plan, machine), machine)
 
     more = [devices for devices in (2, 4, 8, 16, 32, 64) if devices > machine.devices and tightest.branch == 1]
     if (least := bisect_left(more, True, key=enough)) < len(more):
         yield f"{more[least]} devices"
     if tightest.precision == "fp32":
         tell(0, 1, "whether it fits in bf16")
-        if not lacking(estimate(job, replace(tightest, precision="bf16"), machine), machine):
+        if not why_not_fit(estimate(job, replace(tightest, precision="bf16"), machine), machine):
             yield "bf16 (plan.precision)"
     if most := longest(job, machine, tightest, tell):
         yield f"at most {most:,} residues"
@@ -702,7 +702,7 @@ def longest(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress
     """
     fits, at, known = 0, max(job.sizes.residues, 2 * FEWEST), list[tuple[int, int]]()
     fails = math.inf
-    while at > FEWEST and lacking(lower_bound(replace(job, sizes=replace(job.sizes, residues=at)), plan), machine):
+    while at > FEWEST and why_not_fit(lower_bound(replace(job, sizes=replace(job.sizes, residues=at)), plan), machine):
         at = max(at - at // 8 - 1, FEWEST)  # without an estimate
     for turn in range(LOOKS):
         tell(turn, LOOKS, f"whether {at:,} residues fit")
@@ -711,7 +711,7 @@ def longest(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress
         memory = estimate(one, replace(plan, chunk=chunk), machine, rounded=False)
         always = with_margin(memory.weights, machine.kind) - (memory.weights if machine.loaded else 0)
         known.append((at, max(1, needed_bytes(memory, machine) - always)))
-        if lacking(memory, machine):
+        if why_not_fit(memory, machine):
             fails = min(fails, at)
         else:
             fits = max(fits, at)

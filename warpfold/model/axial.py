@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from warpfold.device import Function, Named
 from warpfold.host import fetch, fetch_each, store
 from warpfold.model.layers import DrawsNoise, LayerNorm
-from warpfold.ops.dispatch import Kernels, alike, enough, upcast_half, using, watched
+from warpfold.ops.dispatch import Kernels, representative_turns, uniform_loop, upcast_half, using, watched
 from warpfold.ops.noise import Factors
 
 Tensors = tuple[Tensor, ...]
@@ -188,7 +188,7 @@ class Executable(nn.Module):
         if torch.is_grad_enabled():
             return torch.cat([function(rows) for rows in slices], axis)
         joined = None
-        for rows in alike(slices):
+        for rows in uniform_loop(slices):
             part = function(rows)
             if joined is None:
                 shape = list(part.shape)
@@ -206,7 +206,7 @@ class Executable(nn.Module):
         execution = self.execution
         if not execution.in_place:
             return self.by_rows(lambda rows: function(rows, execution.fetch(z, rows)), z.shape[-3], -3)
-        parts = enough(execution.rows(z.shape[-3]))
+        parts = representative_turns(execution.rows(z.shape[-3]))
         for rows, old in watched(fetch_each(z, parts), len(parts)):
             execution.store(z, rows, function(rows, old))
         return z

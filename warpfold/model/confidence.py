@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from warpfold.model.axial import ALL, PLAIN, PlainExecution, Residues
 from warpfold.model.heads import pae_breaks
-from warpfold.ops.dispatch import alike, upcast_half
+from warpfold.ops.dispatch import uniform_loop, upcast_half
 
 CONTACT = 8.0  # angstrom between beta carbons, as contacts are counted in CASP
 
@@ -58,7 +58,7 @@ def predicted_errors(
     count, tm = z.shape[-3], None
     pae = torch.empty(count, z.shape[-2])
     found: dict[str, Tensor] = {}
-    for rows in alike(execution.rows(count)):
+    for rows in uniform_loop(execution.rows(count)):
         logits = upcast_half(head(execution.fetch(z, rows)))
         if tm is None:
             breaks = pae_breaks(logits.shape[-1]).to(logits.device)

@@ -18,7 +18,7 @@ from warpfold.model.axial import BlockStack, Executable, Residues
 from warpfold.model.evoformer import PairConfig, PairStack
 from warpfold.model.layers import LayerNorm, Linear, joined
 from warpfold.ops.attention import attention
-from warpfold.ops.dispatch import alike, upcast_half
+from warpfold.ops.dispatch import uniform_loop, upcast_half
 from warpfold.ops.tensors import one_hot
 
 AATYPES = 22  # one-hot of template residue types: 20, X, gap
@@ -196,7 +196,7 @@ class TemplateEmbedder(Executable):
         for i in reversed(range(count)):
             if t is None:
                 t = self._embedded(some_templates(batch, slice(i, i + 1)), z, z_mask).squeeze(-4)
-            for rows in alike(execution.rows(z.shape[-3])):
+            for rows in uniform_loop(execution.rows(z.shape[-3])):
                 some = self.norm(t[..., rows, :, :])
                 new = self.pointwise.of_one(execution.fetch(kept[-1], rows), some, first=i == 0)
                 execution.store(z, rows, execution.fetch(z, rows) + new * used)
@@ -208,14 +208,14 @@ class TemplateEmbedder(Executable):
         """Return the logits of one template [*, r, r, heads]."""
         execution = self.execution
         kept = execution.aside(like, (*z.shape[:-1], self.pointwise.heads))
-        for rows in alike(execution.rows(z.shape[-3])):
+        for rows in uniform_loop(execution.rows(z.shape[-3])):
             new = self.pointwise.logits(execution.fetch(z, rows), self.norm(t[..., rows, :, :]))
             execution.store(kept, rows, new)
         return kept
 
     def _to_weights(self, kept: Sequence[Tensor], mask: Tensor) -> None:
         """Write the weights of all templates over their logits."""
-        for rows in alike(self.execution.rows(kept[0].shape[-3])):
+        for rows in uniform_loop(self.execution.rows(kept[0].shape[-3])):
             weights = self.pointwise.weights([self.execution.fetch(x, rows) for x in kept], mask)
             for x, weight in zip(kept, weights):
                 self.execution.store(x, rows, weight)

@@ -291,12 +291,12 @@ def standing_for(device: Literal["cpu", "cuda"]) -> Iterator[None]:
         _choice.stands_for = before
 
 
-def alike(turns: Iterable[T]) -> Iterable[T]:
-    """Return `enough` turns of a loop that are alike; who watches this thread is told before each."""
-    return watched(turns) if _choice.stands_for is None else enough(list(turns))
+def uniform_loop(turns: Iterable[T]) -> Iterable[T]:
+    """Return `representative_turns` turns of a loop that are alike; who watches this thread is told before each."""
+    return watched(turns) if _choice.stands_for is None else representative_turns(list(turns))
 
 
-def enough(turns: Sequence[T]) -> Sequence[T]:
+def representative_turns(turns: Sequence[T]) -> Sequence[T]:
     """Return the turns of a loop that are alike: each writes to memory made before the loop and leaves nothing else.
 
     Where tensors have no memory a few are enough to see what a turn needs, while the one before is not yet forgotten.
@@ -379,7 +379,7 @@ def _module(package: str, name: str) -> ModuleType:
 
 
 def faster_on_cpu(x: Tensor, elements: int, enough: int) -> bool:
-    """Return whether x is on a CPU, where the definition is faster for fewer than `enough` elements."""
+    """Return whether x is on a CPU, where the definition is faster for fewer than `representative_turns` elements."""
     return elements < enough and backend(x) == "cpu"
 
 

@@ -27,7 +27,7 @@ Stages = Generator[None, None, T]
 ClipFactors = Callable[[], Tensor | None]
 Strategy = Literal["plain", "bf16", "hierarchical", "auto"]
 STRATEGIES = get_args(Strategy)
-PIECE = 2**16  # bytes: a message of less than that takes no less time, on most links
+MIN_MESSAGE_BYTES = 2**16  # bytes: a message of less than that takes no less time, on most links
 ROUNDS = 5  # of the measurement that "auto" makes
 CLEARLY = 0.9  # another strategy is chosen if it takes less than this part of plain's time
 
@@ -141,8 +141,8 @@ class SyncConfig:
             raise ValueError("plan.sync.check_every must not be negative")
 
     def bucket_bytes(self, ranks: int) -> float:
-        """Return how many bytes of gradients travel together between `ranks` data ranks: at least PIECE to each."""
-        least = PIECE * ranks if self.bucket == SyncConfig.bucket else 0
+        """Return how many bytes of gradients travel together between `ranks` data ranks: MIN_MESSAGE_BYTES to each or more."""
+        least = MIN_MESSAGE_BYTES * ranks if self.bucket == SyncConfig.bucket else 0
         return max(self.bucket * 2**20, least)
 
 

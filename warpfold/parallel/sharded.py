@@ -38,7 +38,7 @@ from warpfold.model.axial import (
 )
 from warpfold.model.evoformer import TriangleMultiplication
 from warpfold.model.layers import project
-from warpfold.ops.dispatch import alike, using, watched
+from warpfold.ops.dispatch import uniform_loop, using, watched
 from warpfold.ops.noise import Factors
 from warpfold.ops.triangle import triangle_product
 from warpfold.parallel.collectives import (
@@ -106,7 +106,7 @@ def pieces(length: int, rows: int, group: Group) -> Iterator[Piece]:
         raise RuntimeError("a plan with in_place cannot be differentiated: use torch.no_grad(), or chunk alone")
     shards = shard_sizes(length, group.size)
     begins = [0, *accumulate(shards)]
-    for start in alike(range(0, max(shards), rows)):
+    for start in uniform_loop(range(0, max(shards), rows)):
         starts = [min(start, size) for size in shards]
         sizes = tuple(min(rows, size - at) for size, at in zip(shards, starts))
         yield Piece(group.rank, starts[group.rank], tuple(map(sum, zip(begins, starts))), sizes)
@@ -713,7 +713,7 @@ def multiply_in_place(
     else:  # all ranks have these
         width = rows * group.size
         there = x.shape[along]
-        cuts = ((start, min(width, there - start), length) for start in alike(range(0, there, width)))
+        cuts = ((start, min(width, there - start), length) for start in uniform_loop(range(0, there, width)))
 
     def products() -> Iterator[tuple[Cut, Pending]]:
         for cut, left in _ahead(map(begin_left, cuts)):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from warpfold.host import fetch_each, store
 from warpfold.model.axial import ROWS, AxialUpdate, Block, Shared, Tensors, Which
-from warpfold.ops.dispatch import enough, watched
+from warpfold.ops.dispatch import representative_turns, watched
 from warpfold.ops.noise import Factors
 
 
@@ -94,7 +94,7 @@ def shared_in_slices(layer: AxialUpdate, source: Tensor, mask: Tensor, axis: int
     assert layer.shares is not None
     joined, keeps = layer.join_axis(axis), torch.is_grad_enabled()
     cuts: Sequence[slice] = slices(source, axis, most)
-    cuts = cuts if keeps else enough(cuts)
+    cuts = cuts if keeps else representative_turns(cuts)
     parts: list[Tensors] = []
     wholes: list[Tensor] = []
     for part, piece in watched(fetch_each(source, cuts, axis), len(cuts)):
@@ -146,7 +146,7 @@ def update_in_slices(
             return layer.update(of_read, n_mask, all_shared or None, piece if residual else None, drawn)
 
     cuts: Sequence[slice] = slices(x, axis, most)
-    cuts = cuts if keeps else enough(cuts)  # all where a rank has no row: for the gradient
+    cuts = cuts if keeps else representative_turns(cuts)  # all where a rank has no row: for the gradient
     parts: list[Tensor] = []
     whole = x if in_place else None
     for part, piece in watched(fetch_each(x, cuts, axis), len(cuts)):

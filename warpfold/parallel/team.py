@@ -42,7 +42,7 @@ from warpfold.parallel.plan import Plan
 from warpfold.parallel.process import ProcessInfo
 from warpfold.parallel.waits import Event, waiting, watched
 
-PIECE = 2**26  # bytes of a broadcast that are sent together
+BROADCAST_BYTES = 2**26  # bytes of a broadcast that are sent together
 MANY = 64  # processes: more of them connect to each other only when they first send something (cli/common.py)
 POLL = 0.1  # seconds between the first two looks at the store, while others finish their work; then longer, to a beat
 # Seconds between two looks at the store, first and last.  Where a blocking read times out, torch prints a warning, and
@@ -86,7 +86,7 @@ class Team:
         left = max(ranks - math.prod(sizes), 0) if idle else 0
         check_grid(*sizes, ranks - left)
         if left or sizes not in self._meshes:
-            self._meet(f"the groups of {' x '.join(map(str, sizes))} ranks")
+            self._enter_global(f"the groups of {' x '.join(map(str, sizes))} ranks")
             self._meshes[sizes] = make_mesh(*sizes, self.mesh.limit, left)
         self.mesh = self._meshes[sizes]
         if left:
@@ -129,7 +129,7 @@ class Team:
 
     def begin_largest(self, x: Tensor, what: str) -> PendingGather:
         """Begin to find the largest of all processes' x, number by number: [1, length]."""
-        self._meet(what)
+        self._enter_global(what)
         return begin_largest(x, self.mesh.world, what)
 
     def if_different(self, value: Any, what: str) -> list[Any]:
@@ -158,7 +158,7 @@ class Team:
 
         Errors: TeamError if one fails meanwhile.
         """
-        self._advance(what)
+        self._record_progress(what)
         round, here = divmod(self._store.add(f"here-{what}", 1) - 1, self.process.ranks)
         all_here, pause = f"all-here-{what}-{round}", POLL
         if here == self.process.ranks - 1:
@@ -184,22 +184,22 @@ class Team:
 
         to_all: or on rank 0 alone, and nothing on the others.
         """
-        self._meet(what)
+        self._enter_global(what)
         return all_gather_object(value, self.mesh.world, what, to_all)
 
     def all_gather_object_of_example(self, value: Any, what: str) -> list[Any]:
         """Return the values of those that share this process's example."""
-        self._advance(what, slices=1)
+        self._record_progress(what, slices=1)
         return all_gather_object(value, self.mesh.model, what)
 
     def all_gather(self, x: Tensor, what: str, to_all: bool = True) -> PendingGather:
         """Begin to gather a flat tensor, of the same length on every process.  to_all: or only on rank 0."""
-        self._meet(what)
+        self._enter_global(what)
         return begin_gather(x, self.mesh.world, what, to_all)
 
     def all_gather_of_example(self, x: Tensor, what: str) -> PendingGather:
         """Begin to gather a flat tensor from those that share this process's example."""
-        self._advance(what, slices=1)
+        self._record_progress(what, slices=1)
         return begin_gather(x, self.mesh.model, what)
 
     def of_example_leaders(self, values: list[Any]) -> list[Any]:
@@ -211,8 +211,8 @@ class Team:
     ) -> Tensor | None:
         """Join the axial ranks' shards in the main memory of the first of them; return None on the others.
 
-        They come in pieces of at most `PIECE` bytes (`pieces_of_shards`), so no device holds more than its shard and a
-        piece, and no other rank's memory more than a piece.  dtype: of the result; each piece is cast alone.
+        They come in pieces of at most `BROADCAST_BYTES` (`pieces_of_shards`), so no device holds more than its shard
+        and a piece, and no other rank's memory more than a piece.  dtype: of the result; each piece is cast alone.
         out: where to join them on the first rank, such as a file that is mapped to memory.
         """
         if self.mesh.axial.size == 1 and out is None and not x.is_cuda and x.dtype == (dtype or x.dtype):
@@ -232,14 +232,14 @@ class Team:
         """Yield on the first axial rank every piece of the whole, in order, in main memory, with where it begins.
 
         On the others it yields nothing, but must be gone through to its end: they send meanwhile.  At least one piece,
-        even of nothing.  x: this rank's shard; a piece is some of it along `axis`, at most `PIECE` bytes or one row.
+        even of nothing.  x: this rank's shard; a piece is some of it along `axis`, at most `BROADCAST_BYTES` or one row.
         """
-        self._advance("a result for the first rank", slices=1)
+        self._record_progress("a result for the first rank", slices=1)
         group, dtype = self.mesh.axial, dtype or x.dtype
         if self.mesh.branch.rank > 0:
             return
         others = [size for at, size in enumerate(x.shape) if at != axis % x.ndim]
-        rows = max(PIECE // max(math.prod(others) * dtype.itemsize, 1), 1)
+        rows = max(BROADCAST_BYTES // max(math.prod(others) * dtype.itemsize, 1), 1)
         begin = 0
         for rank, size in enumerate(shard_sizes(length, group.size)):
             for start in range(0, max(size, rank == 0), rows):
@@ -264,7 +264,7 @@ class Team:
 
         If rank 0 fails before it comes here, the others end with its reason.
         """
-        self._meet(what)
+        self._enter_global(what)
         if self.mesh.world.size == 1:
             return value
         data = to_bytes(value) if self.is_rank_zero else torch.empty(0, dtype=torch.uint8)
@@ -277,8 +277,8 @@ class Team:
     def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None, what: str) -> dict[str, Tensor]:
         """Return on every process, in main memory, the tensors of rank 0; the others pass None.
 
-        They are sent as bytes, so every dtype arrives to the bit, and in pieces of `PIECE`, so that little memory is
-        needed beside the tensors.
+        They are sent as bytes, so every dtype arrives to the bit, and in pieces of `BROADCAST_BYTES`, so that little
+        memory is needed beside the tensors.
         """
         given = (
             {name: x.detach().cpu().contiguous() for name, x in (tensors or {}).items()} if self.is_rank_zero else {}
@@ -288,7 +288,7 @@ class Team:
         if self.mesh.world.size == 1:
             return given
         found = given or {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in table}
-        for piece in pieces([x.view(-1).view(torch.uint8) for x in found.values() if x.numel()], PIECE):
+        for piece in pieces([x.view(-1).view(torch.uint8) for x in found.values() if x.numel()], BROADCAST_BYTES):
             sent = torch.cat(piece)
             self._broadcast(sent)
             if not self.is_rank_zero:
@@ -302,12 +302,12 @@ class Team:
 
     def note(self, event: Event) -> None:
         """Note that a collective began or was waited for."""
-        self._advance(event.title, **{event.carries: 1})
+        self._record_progress(event.title, **{event.carries: 1})
 
-    def _meet(self, name: str) -> None:
+    def _enter_global(self, name: str) -> None:
         self.position = Position(self.position.meetings + 1, name=name)
 
-    def _advance(self, name: str, gradients: int = 0, slices: int = 0) -> None:
+    def _record_progress(self, name: str, gradients: int = 0, slices: int = 0) -> None:
         with self._lock:  # exchanges begin in a thread of their own (parallel/reducer.py)
             at = self.position
             self.position = Position(at.meetings, at.gradients + gradients, at.slices + slices, name)

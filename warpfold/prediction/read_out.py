@@ -16,7 +16,7 @@ from warpfold.host import HostTensor, in_file
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, LastPass, Recycled
 from warpfold.model.heads import distogram_breaks
-from warpfold.ops.dispatch import alike
+from warpfold.ops.dispatch import uniform_loop
 from warpfold.parallel.team import Team
 from warpfold.prediction.fold_options import Asked
 from warpfold.prediction.notices import Notice
@@ -138,7 +138,7 @@ class ReadOut:
         """Return the logits of the aligned error, in a temporary file."""
         shape = (*z.shape[:-1], self.model.config.heads.pae_bins)
         found = _in_file(shape, torch.float32, "logits")
-        for rows in alike(self.model.execution.rows(z.shape[-3])):
+        for rows in uniform_loop(self.model.execution.rows(z.shape[-3])):
             found[rows] = head(self.model.execution.fetch(z, rows)).to("cpu")
         return self._gathered(found, length, "logits")
 

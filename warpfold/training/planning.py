@@ -93,7 +93,7 @@ class FoldPlanner:
     def choose(self, sizes: ExampleSizes, recycles: int, ensemble: int = 1, representations: bool = False) -> FoldPlan:
         """Return the plan as `check` does, and say it where it is another than the last; nothing of small ones."""
         found = self.check(sizes, recycles, ensemble, representations)
-        evident = found.choice is not None and found.choice.evident
+        evident = found.choice is not None and found.choice.trivially_fits
         if describe_plan(found.plan) != self._last and not (evident and not self._last):
             self._last = describe_plan(found.plan)
             log.info("plan for %d residues: %s", sizes.residues, found.said)
@@ -260,7 +260,7 @@ def _chosen(
             choice = choose(job, machine, fixed, sync, cluster, rates)
             told = {name: plain(getattr(choice.plan, name)) for name in CHOSEN_IN_TRAINING}
             links = "" if machine.devices == 1 or cluster is None else f"; {joined(cluster)}"
-            told["said"] = "" if choice.evident else choice_in_words(choice) + links
+            told["said"] = "" if choice.trivially_fits else choice_in_words(choice) + links
     except ValueError as error:
         raise UserError(f"{given.source}: {error}") from error
     chosen: dict[str, Any] = team.broadcast(told, "the plan of the run")

@@ -28,7 +28,7 @@ from warpfold.ops.cpu.linear import (
     rows,
     writable,
 )
-from warpfold.ops.dispatch import Operands, accumulation_dtype, alike, empty_like
+from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like, uniform_loop
 from warpfold.ops.linear import empty_statistics
 
 BLOCK = 2**20  # logits of a block: 4 MiB in fp32; the backward pass has two such, of half as many
@@ -43,7 +43,7 @@ def attention(t: Operands) -> tuple[Tensor, Tensor]:
     out, lse = empty_out(t.q, t.v), empty_lse(t.q)
     work = _Blocks(t, lse.dtype, BLOCK)
     values, o = work.buffer(t.v), work.buffer(out)
-    for batch, some in alike(work.indices()):
+    for batch, some in uniform_loop(work.indices()):
         p = work.logits(batch, some, None)
         m_i = p.amax(-1, keepdim=True)
         no_key = m_i == float("-inf")
@@ -68,7 +68,7 @@ def attention_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     work = _Blocks(t, lse.dtype, BLOCK // 2)
     values, douts, dps = work.buffer(v), work.buffer(t.out), work.logits_buffer()
     dqs, dks, dvs = work.buffer(q), work.buffer(t.k), work.buffer(v)
-    for batch, some in alike(work.indices()):
+    for batch, some in uniform_loop(work.indices()):
         no_key = (lse[batch, some] == float("inf"))[..., None]
         p = work.logits(batch, some, lse)
         same = work.attend_alike(p, batch, some, no_key)

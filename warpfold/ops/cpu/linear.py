@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.cpu import noise
-from warpfold.ops.dispatch import Operands, accumulation_dtype, alike, empty_like
+from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like, uniform_loop
 from warpfold.ops.linear import empty_projected, empty_statistics
 
 POSITIONS = 2048  # of a block
@@ -26,7 +26,7 @@ def blocks(like: Tensor, *tensors: Tensor, size: int | None = None) -> Iterator[
     axes = [axis for axis in range(like.dim() - 1) if like.shape[axis] != 1]
     order = sorted(axes, key=like.stride, reverse=True)
     turned = [t.permute(*ones, *order, t.dim() - 1)[(0,) * len(ones)] for t in tensors]
-    for index in alike(_indices([like.shape[axis] for axis in order], size or POSITIONS)):
+    for index in uniform_loop(_indices([like.shape[axis] for axis in order], size or POSITIONS)):
         yield [t[index] for t in turned]
 
 
@@ -38,7 +38,7 @@ def examples(x: Tensor) -> Iterator[tuple[int, ...]]:
 def row_slices(count: int, length: int, positions: int) -> Iterable[slice]:
     """Yield slices of `count` rows of this length that have about so many positions, or a row each."""
     size = max(1, positions // length)
-    return alike(slice(start, min(start + size, count)) for start in range(0, count, size))
+    return uniform_loop(slice(start, min(start + size, count)) for start in range(0, count, size))
 
 
 def rows(block: Tensor) -> Tensor:

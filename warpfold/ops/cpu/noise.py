@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import Operands, alike
+from warpfold.ops.dispatch import Operands, uniform_loop
 from warpfold.ops.noise import LOW, OF_STREAM, kept_factor
 
 BLOCK = 2**14  # elements
@@ -25,7 +25,7 @@ def dropout_factors(t: Operands) -> Tensor:
     # uniform >= rate, in whole numbers: a uniform number is 24 bits times 2^-24, compared in fp32.
     least = math.ceil(float(torch.tensor(t.rate, dtype=torch.float32)) * 2**24) << 8
     word = second + t.stream * OF_STREAM
-    for start in alike(range(0, flat.numel(), BLOCK)):
+    for start in uniform_loop(range(0, flat.numel(), BLOCK)):
         x = flat[start : start + BLOCK]
         spare = scratch[: x.numel()]
         _mix(x.bitwise_xor_(first), spare)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from warpfold.ops.cpu.linear import accumulate
-from warpfold.ops.dispatch import Operands, accumulation_dtype, alike
+from warpfold.ops.dispatch import Operands, accumulation_dtype, uniform_loop
 
 PRODUCTS = 2**21  # numbers of a block
 
@@ -19,7 +19,7 @@ def outer_product(t: Operands) -> Tensor:
     a = t.a
     out = a.new_empty(a.shape[0], a.shape[2], t.b.shape[2], t.weight.shape[0])
     w, narrow = t.weight.to(a.dtype).t(), None if t.bias is None else t.bias.to(a.dtype)
-    for batch, rows in alike(_blocks(a, t.b)):
+    for batch, rows in uniform_loop(_blocks(a, t.b)):
         results = out[batch, rows].flatten(0, 1)
         products = _products(a[batch, :, rows], t.b[batch])
         if narrow is None or not t.bias_divided:
@@ -40,7 +40,7 @@ def outer_product_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]
     dweight, dbias = (weight.new_zeros(shape, dtype=dtype) for shape in (weight.shape, weight.shape[:1]))
     (_, _, _, c), (_, s, j, d) = a.shape, b.shape
     narrow = weight.to(a.dtype)
-    for batch, rows in alike(_blocks(a, b)):
+    for batch, rows in uniform_loop(_blocks(a, b)):
         some = a[batch, :, rows]
         whole = t.grad[batch, rows].flatten(0, 1)
         g = whole / t.count[batch, rows].flatten(0, 1).to(a.dtype)

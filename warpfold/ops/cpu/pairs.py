@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import Operands, accumulation_dtype, alike
+from warpfold.ops.dispatch import Operands, accumulation_dtype, uniform_loop
 from warpfold.ops.pairs import C_ATOM, LEAST, N_ATOM, SG_ATOM
 
 PAIRS = 2**16  # of frames and points, or of atoms, at a time
@@ -29,7 +29,7 @@ def aligned_errors(t: Operands) -> Tensor:
     true = _operands(true_frames, true_points, -1)
     for total, some, x in zip(sums.view(-1, 2), *_each(frames, points)):
         axes, columns, origins = _joined(_operands(some, x), true)
-        for groups, rows in alike(_blocks(len(some), len(x))):
+        for groups, rows in uniform_loop(_blocks(len(some), len(x))):
             products = axes[groups] @ (columns - origins[groups])
             distance = _squares(_of_frames(products, rows), t.softening).clamp_(min=LEAST**2).sqrt_()
             if t.pair_mask is not None:
@@ -52,7 +52,7 @@ def aligned_errors_backward(t: Operands) -> tuple[Tensor, Tensor]:
         axes, columns, origins = _joined(_operands(some, x), true)
         moved = some[:, :, 3] - origins[:, :3, 0].repeat_interleave(GROUP, 0)[: len(some)]
         inverse = some[:, :, :3].mT * frame_mask[:, None, None]
-        for groups, rows in alike(_blocks(len(some), len(x))):
+        for groups, rows in uniform_loop(_blocks(len(some), len(x))):
             seen = columns - origins[groups]
             products = axes[groups] @ seen
             apart = _of_frames(products, rows)
@@ -125,7 +125,7 @@ def overlaps(t: Operands) -> Tensor:
     dtype, acc = atoms.dtype, accumulation_dtype(atoms)
     atoms, radius, exists = (x.to(acc) for x in (atoms, radius, exists))
     found = atoms.new_empty(3, len(atoms))
-    for rows in alike(_atom_blocks(len(atoms))):
+    for rows in uniform_loop(_atom_blocks(len(atoms))):
         compared = _compared(exists, t.index, t.order, t.chain, t.slot, rows)
         overlap = _overlap(atoms, radius, t.tolerance, rows)[0]
         found[0, rows] = (overlap.relu() * compared).sum(1)
@@ -140,7 +140,7 @@ def overlaps_backward(t: Operands) -> tuple[Tensor, Tensor]:
     dtype, acc = atoms.dtype, accumulation_dtype(atoms)
     grad, atoms, radius, exists = (x.to(acc) for x in (grad, atoms, radius, exists))
     datoms, dradius = atoms.new_empty(atoms.shape), radius.new_empty(radius.shape)
-    for rows in alike(_atom_blocks(len(atoms))):
+    for rows in uniform_loop(_atom_blocks(len(atoms))):
         overlap, distance = _overlap(atoms, radius, t.tolerance, rows)
         slope = _compared(exists, t.index, t.order, t.chain, t.slot, rows) * (overlap > 0)
         slope *= grad[0, rows, None] + grad[0]
