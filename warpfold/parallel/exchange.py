@@ -141,7 +141,7 @@ class SyncConfig:
             raise ValueError("plan.sync.check_every must not be negative")
 
     def bucket_bytes(self, ranks: int) -> float:
-        """Return how many bytes of gradients travel together between `ranks` data ranks: MIN_MESSAGE_BYTES to each or more."""
+        """Return how many bytes of gradients travel together between `ranks` data ranks, so that no message is tiny."""
         least = MIN_MESSAGE_BYTES * ranks if self.bucket == SyncConfig.bucket else 0
         return max(self.bucket * 2**20, least)
 

@@ -232,7 +232,7 @@ class Team:
         """Yield on the first axial rank every piece of the whole, in order, in main memory, with where it begins.
 
         On the others it yields nothing, but must be gone through to its end: they send meanwhile.  At least one piece,
-        even of nothing.  x: this rank's shard; a piece is some of it along `axis`, at most `BROADCAST_BYTES` or one row.
+        even of nothing.  x: this rank's shard; a piece is some of it along `axis`, of `BROADCAST_BYTES` or one row.
         """
         self._record_progress("a result for the first rank", slices=1)
         group, dtype = self.mesh.axial, dtype or x.dtype
