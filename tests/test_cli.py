@@ -352,15 +352,18 @@ def test_ctrl_c_is_answered_before_all_has_ended(
             seen.append(capfd.readouterr().err)
 
     monkeypatch.setattr("warpfold.data.synthetic.folder.generate", slow)
-    before = signal.getsignal(signal.SIGINT)
-    code, out, err = run(capfd, "sample", "--out", tmp_path / "a b")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
+    try:
+        code, out, err = run(capfd, "sample", "--out", tmp_path / "a b")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (code, out, seen) == (130, "", ["stopping\n"])
     assert err == f"stopped; to start again: warpfold sample --out '{tmp_path / 'a b'}'\n"
-    assert signal.getsignal(signal.SIGINT) is before
 
 
 STUCK = """
-import sys, threading
+import signal, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from warpfold import cli
 from warpfold.data.synthetic import folder
@@ -370,6 +373,7 @@ def stuck(*_, **__):
         maker.submit(lambda: (print("at work", flush=True), threading.Event().wait())).result()
 
 folder.generate = stuck
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
 cli.main(["sample", "--out", "out"])
 """
 
