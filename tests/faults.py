@@ -1,6 +1,6 @@
 """Plant faults in the package, one at a time, and see whether the tests find them.
 
-    python tests/faults.py                        # all of tests/faults.toml, most of an hour; a table
+    python tests/faults.py                        # all of tests/faults.toml, ten minutes of one core; a table
     python tests/faults.py --only gate mask       # those whose name has one of these words
     python tests/faults.py --check                # only say whose source is no longer there
     python tests/faults.py --root ../before       # another checkout

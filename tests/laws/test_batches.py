@@ -73,6 +73,16 @@ def test_a_batch_is_its_examples_one_after_another(chunk: int | None) -> None:
     assert_agree(trained(model, 2, examples, chunk), trained(model, 1, examples))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_dropout_is_drawn_anew_for_each_example(batch: int) -> None:
+    """By its number in the run, whatever is in it."""
+    model, same = model_for(WORK), whole(WORK, 0)
+    _, one, other = trained(model, batch, [same, same])
+    assert not torch.allclose(one, other)
+    _, again, _ = trained(model, 1, [same, same])
+    assert_agree([one], [again])
+
+
 def test_a_batch_is_padded_to_its_largest() -> None:
     batch = stack([whole(WORK, 0), whole(OTHER, 1)])
     assert batch["msa_feat"].shape == (2, 2, 4, 9, 49)
