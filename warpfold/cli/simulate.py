@@ -104,7 +104,9 @@ class SimulateCommand:
     def _scenario(self, tell: Progress) -> "Scenario":
         """Return the scenario; the parts of the plan that neither options nor settings give are chosen, as in `train`.
 
-        Errors: UserError for a plan that does not fill the cluster, that the settings do not allow, or does not fit.
+        A plan that is chosen may leave devices idle.
+        Errors: UserError for a given plan that does not fill the cluster, or one that the settings do not allow, or
+        that does not fit.
         """
         import torch
 
@@ -137,7 +139,7 @@ class SimulateCommand:
             plan, said = choice.plan, choice_in_words(choice)
         else:
             plan, said = replace(config.plan, **asked), ""
-        if (needed := plan.data * plan.axial * plan.branch) != cluster.ranks:
+        if (needed := plan.data * plan.axial * plan.branch) != cluster.ranks and not given.auto:
             raise UserError(
                 f"plan: data {plan.data} x axial {plan.axial} x branch {plan.branch} does not fill {cluster.ranks} "
                 f"devices; give --devices {needed}, or another plan"
@@ -176,7 +178,7 @@ def _text(found: "SimulatedTraining", price: float | None) -> "Iterator[str | Ta
     given, steps, whole = found.scenario, found.steps, found.training
     plan, cluster = given.plan, given.cluster
     yield (
-        f"{given.ranks} x {cluster.device or given.rates.name}; {joined(cluster)}; data {plan.data} x axial "
+        f"{given.devices} x {cluster.device or given.rates.name}; {joined(cluster)}; data {plan.data} x axial "
         f"{plan.axial} x branch {plan.branch}; {given.job.sizes}; {given.examples} examples a "
         f"step, {plan.precision}; device {given.rates.how}"
     )

@@ -134,9 +134,9 @@ class Scenario:
     seed: int = 0
 
     @property
-    def ranks(self) -> int:
-        """How many ranks there are."""
-        return self.plan.data * self.plan.axial * self.plan.branch
+    def devices(self) -> int:
+        """How many devices there are, those that the plan leaves idle among them."""
+        return self.cluster.ranks
 
 
 @dataclass(frozen=True)
@@ -159,19 +159,19 @@ class SimulatedTraining:
 
     @property
     def efficiency(self) -> float:
-        """Return the share of the ranks' time that one device alone would need for the same examples."""
-        return self.alone / (self.steps.mean * self.scenario.ranks)
+        """Return the share of the devices' time that one device alone would need for the same examples."""
+        return self.alone / (self.steps.mean * self.scenario.devices)
 
     @property
     def device_hours(self) -> float:
         """Return those of the whole training."""
-        return self.scenario.ranks * self.training.seconds / 3600
+        return self.scenario.devices * self.training.seconds / 3600
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures as JSON can hold them; seconds, bytes."""
         given, middle = self.scenario, self.times[sorted(self.times)[len(self.times) // 2]]
         return {
-            "ranks": given.ranks,
+            "ranks": given.devices,
             "plan": {name: getattr(given.plan, name) for name in ("data", "axial", "branch", "recompute", "precision")},
             "why": given.said,
             "rates": {"device": given.rates.name, "how": given.rates.how},
