@@ -112,7 +112,7 @@ class SimulateCommand:
 
         from warpfold.cost.machine import of_sheet, planned_machine
         from warpfold.cost.measured_rates import measured
-        from warpfold.cost.planner import CHOSEN_IN_TRAINING, choose
+        from warpfold.cost.planner import CHOSEN_IN_TRAINING, choose, ranks_of
         from warpfold.cost.rates import SHEETS, of_gpu
         from warpfold.cost.report import choice_in_words
         from warpfold.cost.simulation import Chance, Interruptions, Scenario
@@ -139,11 +139,11 @@ class SimulateCommand:
             plan, said = choice.plan, choice_in_words(choice)
         else:
             plan, said = replace(config.plan, **asked), ""
-        if (needed := plan.data * plan.axial * plan.branch) != cluster.ranks and not given.auto:
-            raise UserError(
-                f"plan: data {plan.data} x axial {plan.axial} x branch {plan.branch} does not fill {cluster.ranks} "
-                f"devices; give --devices {needed}, or another plan"
-            )
+            if (needed := ranks_of(plan)) != cluster.ranks:
+                raise UserError(
+                    f"plan: data {plan.data} x axial {plan.axial} x branch {plan.branch} does not fill {cluster.ranks} "
+                    f"devices; give --devices {needed}, or another plan"
+                )
         chance = _given(workers=self.workers, example=self.example_seconds, spread=self.spread, noise=self.spread)
         return Scenario(
             job=job,

@@ -222,8 +222,9 @@ class Memory(TorchDispatchMode):
         made = [t for t in tensors_in((out,), []) if t.untyped_storage()._cdata not in storages]
         for tensor in made:
             self._note(tensor, func, host or (self.host_apart and not tensor.is_meta))
-        again = call_key(func, args, kwargs) == key if kind is Kind.OUT else _can_be_made_again(out, made)
-        if key is not None and again:
+        if key is None:
+            return out
+        if call_key(func, args, kwargs) == key if kind is Kind.OUT else _can_be_made_again(out, made):
             if len(_made) >= MOST:
                 _made.clear()
             _made[key] = [(tuple(t.shape), t.stride(), t.dtype) for t in made]

@@ -729,7 +729,7 @@ def longest(job: Job, machine: Machine, plan: Plan, tell: Progress = no_progress
 def _size_of(known: Sequence[tuple[int, int]], left: int) -> float:
     """Return how many residues need so many bytes: a n + b n^2 of them, by the two last sizes that are known.
 
-    Of one alone, as if they were in proportion: between that and it there is no more to be guessed.
+    Of one size alone, in proportion: that overshoots, and the next guess lies between two sizes that are known.
     """
     n, needed = known[-1]
     before, less = known[-2] if len(known) > 1 and known[-2][0] != n else (0, 0)

@@ -328,7 +328,7 @@ def gated_attention(
     weight [4 i, c] makes the gate, q, k and v, one below the other; gate_bias [b] belongs to its first b <= o outputs.
     weight [4 i + heads, c] makes the bias as well, of x itself, where R = K: logits [q, k] have that of x[q, k].
     """
-    if bias is not None and len(weight) > 4 * out_weight.shape[1]:
+    if bias is not None and weight.shape[0] > 4 * out_weight.shape[1]:
         raise ValueError("gated_attention: the bias is given, but weight makes one")
     y = norm_linear.definition(x, norm_weight, norm_bias, weight, gate_bias, eps)
     g, q, k, v, bias = parts(y, out_weight.shape[1], heads, bias)
