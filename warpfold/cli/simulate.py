@@ -112,8 +112,9 @@ class SimulateCommand:
 
         from warpfold.cost.machine import of_sheet, planned_machine
         from warpfold.cost.measured_rates import measured
-        from warpfold.cost.planner import CHOSEN_IN_TRAINING, choose, ranks_of
+        from warpfold.cost.planner import CHOSEN_IN_TRAINING, choose
         from warpfold.cost.rates import SHEETS, of_gpu
+        from warpfold.cost.replay import ranks_of
         from warpfold.cost.report import choice_in_words
         from warpfold.cost.simulation import Chance, Interruptions, Scenario
         from warpfold.parallel.plan import DTYPES

@@ -20,7 +20,7 @@ from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.machine import Machine, in_gb
 from warpfold.cost.memory import MemoryEstimate, estimate_memory, with_margin
 from warpfold.cost.rates import NoRateError, Rates
-from warpfold.cost.replay import StepTime, data_ranks_on_node, step_time
+from warpfold.cost.replay import StepTime, data_ranks_on_node, ranks_of, step_time
 from warpfold.data.load.schedule import share_of
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold, ModelConfig
@@ -105,11 +105,6 @@ class Choice:
 def examples_of(job: Job) -> int:
     """Return how many examples a step has; a prediction: one."""
     return 1 if job.optim is None else job.optim.accumulate
-
-
-def ranks_of(plan: Plan) -> int:
-    """Return how many ranks a plan has."""
-    return plan.data * plan.axial * plan.branch
 
 
 @lru_cache(maxsize=64)
@@ -745,7 +740,7 @@ def _size_of(known: Sequence[tuple[int, int]], left: int) -> float:
 def describe_plan(plan: Plan, training: bool = False) -> str:
     """Describe a plan: "data 4 x axial 2, blocks recomputed"; of a fold, "slices of 16 rows, in place"."""
     usual, sync = SyncConfig(), plan.sync
-    said = [describe_grid(plan)] if plan.data * plan.axial * plan.branch > 1 else []
+    said = [describe_grid(plan)] if ranks_of(plan) > 1 else []
     if plan.recompute:
         kept = f", all but the last {plan.keep_blocks}" if plan.keep_blocks else ""
         said.append(f"{plan.recompute}s recomputed{kept}")

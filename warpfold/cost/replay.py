@@ -145,6 +145,11 @@ class StepTime:
     how: Literal["measured", "modelled"] = "modelled"
 
 
+def ranks_of(plan: Plan) -> int:
+    """Return how many ranks a plan has."""
+    return plan.data * plan.axial * plan.branch
+
+
 def step_time(
     job: Job, plan: Plan, rates: Rates, cluster: Cluster | None = None, tell: Progress = no_progress
 ) -> StepTime:
@@ -153,7 +158,7 @@ def step_time(
     cluster: where the ranks are; None: all on one node, joined by the link of `rates`.
     Errors: NoRateError for rates that do not have the plan's precision.
     """
-    ranks = plan.data * plan.axial * plan.branch
+    ranks = ranks_of(plan)
     cluster = cluster or Cluster(ranks=ranks, per_node=ranks, within=rates.link, between=rates.link)
     halves, pace = record_rank(job, plan, cluster, rates.device != "cpu", tell), Pace.of(rates, cluster)
     passes = range(job.recycles + 1) if job.training else [job.recycles]
