@@ -26,6 +26,7 @@ PACKAGE = Path(warpfold.__file__).parent
 OWN_DRAFT = "what it made itself, under a name that nobody else has"
 OWN_FOLDER = "in a folder that was claimed: it holds a run's own names, or was empty"
 SAFE = {
+    "download.py": "NAME.fetching and its note, of a name that others do not use, then renamed to where nothing was",
     "files.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
     "cli/common.py:speaking": "opens the null device",
     "data/synthetic/folder.py:_write": OWN_DRAFT,

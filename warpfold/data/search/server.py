@@ -14,11 +14,9 @@ import contextlib
 import fcntl
 import hashlib
 import http.client
-import io
 import json
 import re
 import shutil
-import socket
 import tempfile
 import time
 import urllib.error
@@ -29,8 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from warpfold import __version__
 from warpfold.data.search.answer import DamagedAnswer, read_pairs, read_rows, unpacked
+from warpfold.download import AGENT, Bounded, check_address, reason_of, retry_after
 from warpfold.errors import UserError, printable
 from warpfold.files import NO_LOCKS, write_atomically, writing
 
@@ -84,16 +82,7 @@ class AlignmentServer:
     _is_there: bool = field(default=False, repr=False)  # it has answered something
 
     def __post_init__(self) -> None:
-        self.url = self.url.rstrip("/")
-        try:
-            parts = urllib.parse.urlsplit(self.url)
-            _ = parts.port
-        except ValueError as error:
-            raise UserError(f"--msa-server {self.url}: {error}; give an address such as https://host") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise UserError(f"--msa-server {self.url}: is no http or https address; give one such as https://host")
-        if parts.username is not None or not re.fullmatch(r"[!-~]+", self.url):
-            raise UserError(f"--msa-server {self.url}: has a user or characters that do not belong there")
+        self.url = check_address(self.url.rstrip("/"), "--msa-server")
 
     def alignments(self, sequence: str) -> list[Path]:
         """Return the files of a sequence's alignments, and of template hits (.m8).
@@ -242,7 +231,7 @@ class AlignmentServer:
         None: there is no such thing (404).  seconds: that the whole answer may take.
         Errors: ServerGone if the server does not answer, or refuses; DamagedAnswer if `read` says so every time.
         """
-        request = urllib.request.Request(f"{self.url}/{path}", form, {"User-Agent": f"WarpFold/{__version__}"})
+        request = urllib.request.Request(f"{self.url}/{path}", form, AGENT)
         pause, longest = self.limits.retry
         last: Exception = ServerGone(self.url)
         tries, end = tries or self.limits.tries, time.monotonic() + self.limits.ticket
@@ -257,19 +246,14 @@ class AlignmentServer:
             except urllib.error.HTTPError as error:
                 self._is_there = True
                 with error:
-                    why, text = (
-                        f"answers {error.code} {printable(error.reason)}",
-                        error.headers.get("Retry-After") or "",
-                    )
-                    asked = float(text) if re.fullmatch(r"\d{1,9}", text.strip()) else None  # not a time of day
+                    why, asked = f"answers {error.code} {printable(error.reason)}", retry_after(error)
                 if error.code == 404 and form is None:
                     return None
                 last = ServerGone(f"{self.url}: {why}; try later: what it answered before is kept")
                 if error.code not in (408, 425, 429) and error.code < 500:
                     raise ServerGone(f"{self.url}: {why} to {path.partition('/')[0]}; check the address") from None
             except (OSError, http.client.HTTPException) as error:
-                reason = getattr(error, "reason", None) or error
-                why = f"does not answer ({printable(' '.join(str(reason).split())) or type(reason).__name__})"
+                why = f"does not answer ({reason_of(error)})"
                 last = ServerGone(f"{self.url}: {why}; try later: what it answered before is kept")
             except DamagedAnswer as error:
                 why, last = f"its answer {error}", error
@@ -289,7 +273,7 @@ class AlignmentServer:
 
         Errors: DamagedAnswer for more than `most` bytes; OSError and HTTPException for a connection that fails.
         """
-        opener = urllib.request.build_opener(_SameOrigin, _Bounded(most, seconds))
+        opener = urllib.request.build_opener(_SameOrigin, Bounded(most, seconds, DamagedAnswer))
         try:
             with opener.open(request, timeout=min(seconds, self.limits.request)) as answer:
                 self._is_there = True
@@ -297,59 +281,6 @@ class AlignmentServer:
         except ValueError as error:  # of urllib and http.client: an address or a length that is none
             raise http.client.HTTPException(f"is not HTTP: {error}") from None
         file.seek(0)
-
-
-class _Bounded(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
-    """Opens connections whose answers, headers and all, are no larger than `most` and there within `seconds` from now.
-
-    A socket's own timeout begins anew with every byte, and urllib reads the whole of a redirection.
-    """
-
-    def __init__(self, most: int, seconds: float) -> None:
-        super().__init__()
-        self.most, self.seconds, self.end = most, seconds, time.monotonic() + seconds
-
-    def do_open(self, http_class: Any, req: Any, **more: Any) -> Any:
-        def connect(host: str, **options: Any) -> http.client.HTTPConnection:
-            connection: http.client.HTTPConnection = http_class(host, **options)
-            connection.response_class = self._response  # type: ignore[assignment]  # http.client only calls it
-            return connection
-
-        return super().do_open(connect, req, **more)
-
-    def _response(self, sock: socket.socket, *arguments: Any, **more: Any) -> http.client.HTTPResponse:
-        response = http.client.HTTPResponse(sock, *arguments, **more)
-        response.fp.close()
-        response.fp = io.BufferedReader(_Received(sock, self))
-        return response
-
-
-class _Received(io.RawIOBase):
-    """What a socket receives within the bounds of `_Bounded`."""
-
-    def __init__(self, sock: socket.socket, bounds: _Bounded) -> None:
-        super().__init__()
-        self._socket, self._bounds, self._idle, self._size = sock, bounds, sock.gettimeout(), 0
-        self._raw = sock.makefile("rb", buffering=0)  # keeps the socket open when the connection lets go of it
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        """Receive what there is, once."""
-        left = self._bounds.end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"not all of it within {self._bounds.seconds:g} s")
-        self._socket.settimeout(left if self._idle is None else min(left, self._idle))
-        count = self._raw.readinto(buffer)
-        self._size += count or 0
-        if self._size > self._bounds.most:
-            raise DamagedAnswer(f"has more than {self._bounds.most / 1e6:g} MB")
-        return count
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
 
 
 class _SameOrigin(urllib.request.HTTPRedirectHandler):
