@@ -15,6 +15,7 @@ import re
 import tomllib
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -207,7 +208,9 @@ def _describe(hint: Any) -> str:
         return "a list" if origin is list or choices[-1] is Ellipsis else f"a list of {len(choices)}"
     if dataclasses.is_dataclass(hint) or origin is dict:
         return "a table"
-    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}.get(hint, str(hint))
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "a string", date: "a date"}.get(
+        hint, str(hint)
+    )
 
 
 def to_dict(config: Any) -> Mapped:
