@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from warpfold.cli.score import score
     from warpfold.cli.search import search
     from warpfold.cli.train import evaluate, train
+    from warpfold.cli.verify import verify
     from warpfold.data.store.store import Store
     from warpfold.engine.comm_hook import CompressionState, compression_hook
     from warpfold.engine.ready import Ready
@@ -55,6 +56,7 @@ __all__ = [
     "score",
     "search",
     "train",
+    "verify",
 ]
 
 # Where each name is; imported at first use: `import warpfold` alone does not load torch.
@@ -62,7 +64,7 @@ _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("FoldResult", "Predictor", "load"), "warpfold.prediction.predictor"),
-    **{name: f"warpfold.cli.{name}" for name in ("pack", "params", "predict", "score", "search", "train")},
+    **{name: f"warpfold.cli.{name}" for name in ("pack", "params", "predict", "score", "search", "train", "verify")},
     "evaluate": "warpfold.cli.train",
     "sample": "warpfold.cli.demo",
     "Checkpoints": "warpfold.engine.resume",

@@ -158,7 +158,7 @@ def read_truths(manifest: Manifest, folder: Path, progress: Progress) -> list[Tr
             wrong.append(f"{target.name}: {error}")
     if wrong:
         raise UserError(
-            f"{manifest.file}: {len(wrong)} of {len(manifest.targets)} cannot be used: {listed(wrong, 3, '; ')}"
+            f"{manifest.file}: {len(wrong)} of {len(manifest.targets)} targets cannot be used: {listed(wrong, 3, '; ')}"
         )
     return found
 
