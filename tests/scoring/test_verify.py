@@ -17,7 +17,7 @@ from warpfold.data.structure.mmcif import read_structure
 from warpfold.data.structure.write import write_mmcif
 from warpfold.data.synthetic.folder import generate
 from warpfold.errors import UserError
-from warpfold.scoring.manifest import Manifest, Published, Target, read_truths
+from warpfold.scoring.manifest import Manifest, Published, Target, read_manifest, read_truths
 from warpfold.scoring.score import score_files
 from warpfold.scoring.verify import interval, score_targets, verdict
 
@@ -214,6 +214,12 @@ def test_a_folder_of_something_else_and_a_file_of_another_entry_are_refused(
         warpfold.verify(**asked, structures=tmp_path / "mmcif", out=tmp_path / "new")
     with pytest.raises(UserError, match=r"--from: has no effect without fetch"):
         warpfold.verify(**asked, structures=folder / "mmcif", out=tmp_path / "new", source=tmp_path)
+
+
+def test_the_list_that_comes_along_is_whole() -> None:
+    manifest = read_manifest(Path("cameo2022"))
+    assert len(manifest.targets) == len({target.name for target in manifest.targets}) == 183
+    assert Target("7whf", "G") in manifest.targets
 
 
 def test_an_obsolete_entry_is_not_silently_another_one(tmp_path: Path, folder: Path) -> None:

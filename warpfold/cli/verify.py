@@ -34,7 +34,7 @@ TARGETS, PREDICTIONS, REPORT, TABLE = "targets.fasta", "predictions", "verify.js
 class VerifyCommand(PredictOptions):
     """Fold and score a public list of proteins, with hashes of everything, and compare with the published mean."""
 
-    targets: Annotated[PathLike, reads("List of chains and published figures, TOML (docs/verify.md).")]
+    targets: Annotated[PathLike, reads("List of chains and published figures, TOML (docs/verify.md); or cameo2022.")]
     params: Annotated[Paths, reads("As of `predict`; several: each has its mean.")]
     structures: Annotated[PathLike, reads("Folder of the entries' mmCIF files, 1abc.cif or 1abc.cif.gz.")]
     out: Annotated[PathLike, writes("Folder for predictions and tables; a stopped run continues in it.")]

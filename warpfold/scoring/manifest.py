@@ -29,6 +29,7 @@ from warpfold.files import read_file, writing
 from warpfold.progress import Progress
 from warpfold.settings import build
 
+LISTS = {file.stem: file for file in Path(__file__).parent.glob("*.toml")}
 ENTRY = "https://files.rcsb.org/download/{}.cif.gz"
 MOST = 10**9  # bytes of an entry, packed
 _NAME = re.compile(r"([0-9][A-Za-z0-9]{3})_([A-Za-z0-9]+)")
@@ -101,10 +102,12 @@ class _File:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read a list of targets.
+    """Read a list of targets: a file, or one that comes with WarpFold, by its name.
 
     Errors: UserError for a file that is none, an empty list, a name that is none, and one that stands there twice.
     """
+    if not path.exists() and str(path) in LISTS:
+        path = LISTS[str(path)]
     data = read_file(path)
     try:
         values = tomllib.loads(data.decode())
