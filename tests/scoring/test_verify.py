@@ -12,6 +12,7 @@ import pytest
 
 import warpfold
 from tests.data.entries import random_chain
+from tests.downloads import serving
 from warpfold import cli
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.data.structure.write import write_mmcif
@@ -103,7 +104,7 @@ def test_residues_correspond_by_their_places_in_seqres(tmp_path: Path) -> None:
     naive = score_files(tmp_path / "9abc_X.cif", tmp_path / "9abc.cif")
     assert naive.paired == naive.residues == 30
     assert naive.lddt_ca < 0.9
-    manifest = Manifest("", "", "", "", Published(), [Target("9abc", "X")])
+    manifest = Manifest(tmp_path, "", "", "", Published(), [Target("9abc", "X")])
     truths = read_truths(manifest, tmp_path, lambda *told: None)
     entry = {"name": "9abc_X", "folder": ".", "files": {"mmcif": "9abc_X.cif"}, "model": "m", "seed": 0, "length": 40}
     entry |= {"mean_plddt": 50.0, "msa_given": 1, "templates": []}
@@ -134,6 +135,26 @@ def test_what_fails_is_named_and_no_mean_is_silent_about_it(
     assert (row["target"], row["alignment_sha256"]) == ("9ab0_BB", None)
     digest = hashlib.sha256((folder / "mmcif/9ab0.cif").read_bytes()).hexdigest()
     assert row["structure_sha256"] == digest  # of what is in the .gz
+
+
+def test_structures_are_fetched_if_asked_and_what_is_there_is_kept(
+    tmp_path: Path, folder: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = {
+        f"pdb/{name}.cif.gz": gzip.compress((folder / f"mmcif/{name}.cif").read_bytes()) for name in ("9ab0", "9ab1")
+    }
+    (tmp_path / "list.toml").write_text((folder / "list.toml").read_text() + "9ab7_A = {}\n")
+    asked = ("--params", tiny_params, "--structures", tmp_path / "new/mmcif", "--out", tmp_path / "out", "--fetch")
+    asked = (*asked, "--msa", folder / "sample/msas")
+    with serving(there) as server:
+        mirror = ("--from", f"{server.url}/pdb")
+        code, _, error = run(capsys, *asked, *mirror, "--targets", tmp_path / "list.toml")
+        assert (code, "1 of 3 targets cannot be used: 9ab7_A: " in error) == (2, True)
+        assert run(capsys, *asked, *mirror, "--targets", folder / "list.toml")[0] == 0
+        assert [path for path, _ in server.asked] == [f"/pdb/9ab{i}.cif.gz" for i in (0, 1, 7)]
+    rows = json.loads((tmp_path / "out/verify.json").read_text())["targets"]
+    assert [row["target"] for row in rows] == ["9ab0_BB", "9ab1_BB"]
+    assert run(capsys, *asked, "--targets", folder / "list.toml")[0] == 0  # nothing is lacking, so nothing is asked
 
 
 def test_verdicts() -> None:
@@ -225,6 +246,6 @@ def test_the_list_that_comes_along_is_whole() -> None:
 def test_an_obsolete_entry_is_not_silently_another_one(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "9ab1.cif").write_bytes((folder / "mmcif/9ab1.cif").read_bytes())
     (tmp_path / "obsolete.dat").write_text("OBSLTE    26-SEP-06 9AB0     9AB1\n")
-    manifest = Manifest("", "", "", "", Published(), [Target("9ab0", "BB")])
+    manifest = Manifest(tmp_path, "", "", "", Published(), [Target("9ab0", "BB")])
     with pytest.raises(UserError, match="the PDB has replaced this entry by 9ab1"):
         read_truths(manifest, tmp_path, lambda *told: None)

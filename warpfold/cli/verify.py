@@ -39,7 +39,9 @@ class VerifyCommand(PredictOptions):
     structures: Annotated[PathLike, reads("Folder of the entries' mmCIF files, 1abc.cif or 1abc.cif.gz.")]
     out: Annotated[PathLike, writes("Folder for predictions and tables; a stopped run continues in it.")]
     fetch: Annotated[bool, reads("Download the entries that --structures lacks, from the PDB.")] = False
-    source: Annotated[PathLike | None, reads("With --fetch: a mirror's address, or a folder.", "--from")] = None
+    source: Annotated[
+        PathLike | None, reads("With --fetch: a mirror's address, or a folder.", "--from", shell=str | None)
+    ] = None
     msa: Annotated[Paths | None, reads("Alignments, or folders of them; every target needs one.")] = None
     msa_server: MsaServer = None
     msa_cache: MsaCache = None
@@ -69,7 +71,7 @@ class VerifyCommand(PredictOptions):
         if self.source is not None and not self.fetch:
             raise UserError("--from: has no effect without --fetch; give both, or neither")
         if self.fetch:
-            fetch_structures(manifest, folder, None if self.source is None else str(self.source), tell)
+            fetch_structures(manifest, folder, self.source, tell)
         truths = read_truths(manifest, folder, tell)
         msa = paths("msa", self.msa)
         alignments = alignments_of(truths, msa)
@@ -127,6 +129,8 @@ def verify_in_shell(given: dict[str, Any]) -> Answer:
     given["device"] = device_of(given["device"])
     with progress_bar(remaining=False, every=30.0) as progress, plans_said():
         found = verify(**given, progress=progress)
+    for warning in found["warnings"]:
+        warn(f"warning: {warning['text']}")
     for failure in found["failures"]:
         warn(f"failed {failure['name']}: {failure['error']}")
     return Answer(found, _tables(found, Path(given["out"])), bool(found["failures"]))
@@ -141,16 +145,17 @@ def _tables(found: dict[str, Any], out: Path) -> "Iterator[str | Table]":
         if not rows:
             yield f"{model['file']}: no target was folded and scored"
             continue
-        low, high = model["interval"] or (float("nan"), float("nan"))
+        span = ", 95% bootstrap interval {:.4f} to {:.4f}".format(*model["interval"]) if model["interval"] else ""
+        over = f"{model['scored']} targets of {found['manifest']['targets']}"
         yield f"{model['file']}, SHA-256 {model['sha256']}"
-        yield (
-            f"mean lDDT-Ca {model['lddt_ca']:.4f} over {model['scored']} targets of {found['manifest']['targets']}"
-            + (f", 95% bootstrap interval {low:.4f} to {high:.4f}" if model["interval"] else "")
-        )
+        yield f"mean lDDT-Ca {model['lddt_ca']:.4f} over {over}{span}"
+        aligned = model["scored"] - model["without_alignment"]
+        yield f"with an alignment: {aligned} targets; with templates: {model['with_templates']}"
         yield model["verdict"]
     published, manifest = found["published"], found["manifest"]
     yield from (f"published: {text}" for text in (published["source"], published["note"]) if text)
-    yield f"{manifest['file']}, SHA-256 {manifest['sha256']}; {found['device']}, {_versions(found)}"
+    yield f"{manifest['file']}, SHA-256 {manifest['sha256']}"
+    yield ", ".join([found["device"], *(f"{name} {version}" for name, version in found["versions"].items())])
     yield f"to send: {out / REPORT}, or the rows alone, {out / TABLE}"
 
 
@@ -159,7 +164,3 @@ def _row(row: dict[str, Any]) -> list[str]:
     hashes = ((row[f"{key}_sha256"] or "-")[:12] for key in ("structure", "prediction", "alignment"))
     numbers = map(str, (row["residues"], row["resolved"]))
     return [row["target"], *numbers, *scores, f"{row['plddt']:.1f}", str(row["alignment_rows"]), *hashes]
-
-
-def _versions(found: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {version}" for name, version in found["versions"].items())

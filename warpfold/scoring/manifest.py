@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
+from warpfold.arguments import PathLike
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.data.structure.library import Library
 from warpfold.data.structure.mmcif import parse_structure
@@ -62,7 +63,7 @@ class Published:
 class Manifest:
     """A list of targets."""
 
-    file: str
+    path: Path
     sha256: str
     title: str
     source: str
@@ -126,10 +127,10 @@ def read_manifest(path: Path) -> Manifest:
             raise UserError(f"{path}: {target.name} and {targets[target.name.lower()].name} are one name; keep one")
         targets[target.name.lower()] = target
     digest = hashlib.sha256(data).hexdigest()
-    return Manifest(path.name, digest, read.title, read.source, read.published, [*targets.values()])
+    return Manifest(path, digest, read.title, read.source, read.published, [*targets.values()])
 
 
-def fetch_structures(manifest: Manifest, folder: Path, source: str | None, progress: Progress) -> None:
+def fetch_structures(manifest: Manifest, folder: Path, source: PathLike | None, progress: Progress) -> None:
     """Download the entries that a folder lacks; those that are not there are for `read_truths` to name.
 
     source: a mirror's address or a folder; None: the PDB.
@@ -160,9 +161,8 @@ def read_truths(manifest: Manifest, folder: Path, progress: Progress) -> list[Tr
         except UserError as error:
             wrong.append(f"{target.name}: {error}")
     if wrong:
-        raise UserError(
-            f"{manifest.file}: {len(wrong)} of {len(manifest.targets)} targets cannot be used: {listed(wrong, 3, '; ')}"
-        )
+        of = f"{len(wrong)} of {len(manifest.targets)} targets"
+        raise UserError(f"{manifest.path}: {of} cannot be used: {listed(wrong, 3, '; ')}")
     return found
 
 

@@ -97,7 +97,7 @@ def report(manifest: Manifest, summary: Mapping[str, Any], rows: Sequence[Row], 
     return {
         "format": FORMAT,
         "manifest": {
-            "file": manifest.file,
+            "file": manifest.path.name,
             "sha256": manifest.sha256,
             "title": manifest.title,
             "source": manifest.source,
@@ -110,7 +110,7 @@ def report(manifest: Manifest, summary: Mapping[str, Any], rows: Sequence[Row], 
         ],
         "targets": list(rows),
         "failures": list(failures),
-        **{key: summary[key] for key in ("settings", "msa_server", "device", "versions")},
+        **{key: summary[key] for key in ("settings", "msa_server", "warnings", "device", "versions")},
     }
 
 
@@ -131,6 +131,7 @@ def _mean_of(model: Mapping[str, Any], rows: Sequence[Row], manifest: Manifest) 
         "sha256": model["sha256"],
         "scored": len(by_target),
         "without_alignment": len([own for own in by_target.values() if own[0]["alignment_rows"] < 2]),
+        "with_templates": len([own for own in by_target.values() if own[0]["templates"]]),
         **{what: float(np.mean(values)) if values else None for what, values in known.items()},
         "interval": interval(known["lddt_ca"]),
         "published": manifest.published.lddt_ca.get(model["name"]),
