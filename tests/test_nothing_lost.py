@@ -60,6 +60,8 @@ SAFE = {
     "demo.py:_put_aside": "renames into a folder that is new",
     "report/figures.py:_svg": "into memory",
     "report/figures.py:_as_file": "into memory",
+    "prediction/published.py:_from_archive": "a tar that it has just fetched to where nothing was",
+    "prediction/published.py:_unpack.copy": "a draft of `write_new`",
     "prediction/folder.py:Journal.__init__": "cuts off half a line of a journal of its own name",
     "prediction/folder.py:_appending": "adds to what is there",
     "prediction/folder.py:remove_journals": "journals by their names, when the summary has what they had",

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from warpfold.adapt.plain import biased_attention
     from warpfold.cli.demo import sample
     from warpfold.cli.pack import pack
-    from warpfold.cli.params import params
+    from warpfold.cli.params import fetch_params, params
     from warpfold.cli.predict import predict
     from warpfold.cli.score import score
     from warpfold.cli.search import search
@@ -47,6 +47,7 @@ __all__ = [
     "biased_attention",
     "compression_hook",
     "evaluate",
+    "fetch_params",
     "load",
     "pack",
     "params",
@@ -66,6 +67,7 @@ _MODULES = {
     **dict.fromkeys(("FoldResult", "Predictor", "load"), "warpfold.prediction.predictor"),
     **{name: f"warpfold.cli.{name}" for name in ("pack", "params", "predict", "score", "search", "train", "verify")},
     "evaluate": "warpfold.cli.train",
+    "fetch_params": "warpfold.cli.params",
     "sample": "warpfold.cli.demo",
     "Checkpoints": "warpfold.engine.resume",
     **dict.fromkeys(("CompressionState", "compression_hook"), "warpfold.engine.comm_hook"),

@@ -10,6 +10,7 @@ import inspect
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -172,7 +173,8 @@ def _of_types(signature: inspect.Signature) -> inspect.Signature:
 
 def name_of(command: Any) -> str:
     """Return the name of a command: of the class `PackCommand`, or of the function `pack_in_shell`, pack."""
-    return str(command.__name__).removesuffix("_in_shell").removesuffix("Command").lower()
+    name = str(command.__name__).removesuffix("_in_shell").removesuffix("Command")
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
 
 
 def _doc(command: Any) -> str:

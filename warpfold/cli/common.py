@@ -40,13 +40,24 @@ class StoppedByUser(BaseException):
 
 
 class Commands(TyperGroup):
-    """All commands.  typer would end without a word at Ctrl-C; the command line says how to go on."""
+    """All commands.  typer would end without a word at Ctrl-C; the command line says how to go on.
+
+    A name may be of two words, `params fetch`, the first of which is a command, too.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        return super().resolve_command(ctx, two if (two := two_words(args))[0] in self.commands else args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise StoppedByUser from None
+
+
+def two_words(arguments: Sequence[str]) -> list[str]:
+    """Turn ["params", "fetch", "ptm"] into ["params fetch", "ptm"]."""
+    return [" ".join(arguments[:2]), *arguments[2:]]
 
 
 class Lists(TyperCommand):
@@ -221,7 +232,7 @@ def command(
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {one.name: one.annotation for one in parameters}
         if continues:
-            CONTINUE.add(run.__name__)
+            CONTINUE.add(more.get("name", run.__name__))
         register(epilog=example, **({"cls": Lists} if register == app.command else {}) | more)(run)
         return shell
 
@@ -306,7 +317,7 @@ def how_to_go_on() -> str:
     """Return the command to type after a stop: the same, but without `--force`, which would begin again."""
     if not GIVEN or is_one_of_several(os.environ):
         return "the same command continues"
-    if GIVEN[0] not in CONTINUE:
+    if not CONTINUE & {GIVEN[0], two_words(GIVEN)[0]}:
         return f"to start again: {shlex.join(['warpfold', *GIVEN])}"
     return f"the same command continues: {shlex.join(['warpfold', *(one for one in GIVEN if one != '--force')])}"
 

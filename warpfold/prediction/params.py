@@ -15,7 +15,7 @@ from warpfold.errors import UserError, listed
 from warpfold.files import check_new, file_name, opened, write_new
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.weights.deepmind import PREFIX, config_from_deepmind, to_deepmind
-from warpfold.model.weights.files import assumed_settings, data_settings, load_config, load_model, save_params
+from warpfold.model.weights.files import FETCH, assumed_settings, data_settings, load_config, load_model, save_params
 from warpfold.settings import build, differences, to_dict, to_toml
 from warpfold.training.first_weights import HEADS
 
@@ -43,10 +43,7 @@ class Params:
 
 
 ENDINGS = (".npz", ".safetensors")
-# What errors say of a multimer's parameters: nothing is fetched here.
-MULTIMERS = (
-    "params_model_*_multimer_v3.npz, in https://storage.googleapis.com/alphafold/alphafold_params_2022-12-06.tar"
-)
+MULTIMERS = "params_model_*_multimer_v3.npz: `warpfold params fetch multimer`"  # in errors
 
 
 def params_files(given: Sequence[Path], num_models: int | None = None, complexes: bool = False) -> list[Path]:
@@ -85,7 +82,7 @@ def _in_folder(folder: Path, complexes: bool) -> list[Path]:
     """Return the files of one family in a folder."""
     families = families_in(folder)
     if not families:
-        raise UserError(f"{folder}: has no parameters; give a folder of params_model_*.npz or .safetensors")
+        raise UserError(f"{folder}: has no parameters; give a folder of params_model_*.npz or .safetensors ({FETCH})")
     if len(families) == 1:
         return next(iter(families.values()))
     multimers = sorted(name for name in families if name.startswith("multimer"))

@@ -35,6 +35,7 @@ from warpfold.model.weights.deepmind import (
 from warpfold.settings import build, to_dict
 
 FORMAT = "warpfold-1"
+FETCH = "`warpfold params fetch` lists free ones"  # in errors
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ def load_config(path: Path | str) -> ModelConfig:
     if not path.is_file():
         what = "is a folder; name the file in it" if path.is_dir() else "no such file"
         raise UserError(
-            f"{path}: {what}; give WarpFold's .safetensors, DeepMind's params_model_*.npz or OpenFold's .pt"
+            f"{path}: {what}; give WarpFold's .safetensors, DeepMind's params_model_*.npz or OpenFold's .pt ({FETCH})"
         )
     if path.suffix in openfold.ENDINGS:
         return _openfold_config(openfold.read_openfold(path), str(path))

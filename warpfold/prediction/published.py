@@ -1,0 +1,311 @@
+"""Parameters that others have published freely and WarpFold reads: where they are, on which terms, and how they come.
+
+Sources, read in November 2026:
+
+* DeepMind's: README.md of github.com/google-deepmind/alphafold (addresses, members, licence; no hashes).
+* OpenFold's: docs/source/OpenFold_Parameters.md of github.com/aqlaboratory/openfold (which there are, without
+  finetuning_1.pt, which is withdrawn); the pages of huggingface.co/nz/OpenFold, whence a script of its own fetches
+  them (licence, SHA-256); and for initial_training.pt, which has 7 MB there, s3://openfold/openfold_params by its
+  address over https.
+
+Sizes are rounded, from those pages and from listings of users.  Left out: what WarpFold cannot read (OpenFold's SoloSeq
+and multimers; AlphaFold3's successors), and what is not free.
+"""
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import shutil
+import tarfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, cast
+
+from warpfold.errors import UserError
+from warpfold.files import opened, write_atomically, write_new, writing
+from warpfold.progress import Progress, no_progress
+
+if TYPE_CHECKING:
+    from warpfold.prediction.params import ParamsFile
+
+LARGEST = 2 * 10**9  # bytes of a file of parameters
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a publisher asks of those who use or pass on its files."""
+
+    title: str
+    by: str
+    licence: str
+    licence_address: str
+    page: str  # where the publisher says so
+    cite: str
+
+
+@dataclass(frozen=True)
+class PublishedParams:
+    """A file of parameters.
+
+    address: of the file, or of the tar that holds it.  sha256: of the file, where it is published.
+    """
+
+    name: str
+    file: str
+    megabytes: int
+    about: str
+    address: str
+    terms: Terms
+    sha256: str | None = None
+
+    @property
+    def in_archive(self) -> bool:
+        """Return whether the address is of a tar that holds the file."""
+        return self.address.endswith(".tar")
+
+    @property
+    def attribution(self) -> str:
+        """Return what the licence asks to be said wherever the file is passed on."""
+        t = self.terms
+        return f"{self.file}, of the {t.title}, by {t.by}; {t.licence} ({t.licence_address}); unchanged"
+
+
+_CC_BY = ("CC BY 4.0", "https://creativecommons.org/licenses/by/4.0/")
+ALPHAFOLD = Terms(
+    "AlphaFold parameters",
+    "DeepMind Technologies Limited",
+    *_CC_BY,
+    "https://github.com/google-deepmind/alphafold#model-parameters-license",
+    "Jumper et al., Nature 596, 583 (2021), https://doi.org/10.1038/s41586-021-03819-2; of complexes also "
+    "Evans et al., https://doi.org/10.1101/2021.10.04.463034",
+)
+OPENFOLD = Terms(
+    "OpenFold parameters",
+    "the OpenFold team (AlQuraishi Laboratory)",
+    *_CC_BY,
+    "https://huggingface.co/nz/OpenFold",
+    "Ahdritz et al., Nature Methods 21, 1514 (2024), https://doi.org/10.1038/s41592-024-02272-z",
+)
+
+_STORE = "https://storage.googleapis.com/alphafold/alphafold_params_"
+_FAMILIES = {  # of DeepMind's: the tar, and what they are
+    "": ("2022-12-06", "single chains"),
+    "_ptm": ("2022-12-06", "single chains, with PAE and pTM"),
+    "_multimer_v3": ("2022-12-06", "complexes"),
+    "_multimer_v2": ("2022-03-02", "complexes; superseded"),
+    "_multimer": ("2022-01-19", "complexes; superseded"),
+}
+_HUB = "https://huggingface.co/nz/OpenFold/resolve/6344b2a680cbbae20b8afdb7f154228cc5b0cb27"
+_BUCKET = "https://openfold.s3.amazonaws.com/openfold_params"
+_OPENFOLD = {
+    "initial_training": ("before fine-tuning", None),
+    "finetuning_2": ("fine-tuned", "9511993ad138a66f3c51412d65351c5162e16bc4abd51d76f8016b6e0c392362"),
+    "finetuning_3": ("fine-tuned", "4ee7b3de7a2754c6102029b2997df3b9f32d3e9104836986939d1aba2a164494"),
+    "finetuning_4": ("fine-tuned", "a0bc9cde0c9c09c9632e496cd290319ea4e2e63456c51063e3c44db6c0cb9dc0"),
+    "finetuning_5": ("fine-tuned", "8b0951473212433443fc9970a7b902830d377da21bc3d0304dbbb01dd0d64ad2"),
+    "finetuning_ptm_1": ("with PAE and pTM", "11b641d4c90440b945197892f8b048f9dd8ba6224a31960682847f6c07dd7075"),
+    "finetuning_ptm_2": ("with PAE and pTM", "aff88a4534f500bcd4509584c2a6ce824417b31f4efaa5b17d19b4c97a8aaa49"),
+    "finetuning_no_templ_1": ("without templates", None),
+    "finetuning_no_templ_2": (
+        "without templates",
+        "400e1d95a41203633925b0d009e91371617a7123107acceb3ca07e278c3ee634",
+    ),
+    "finetuning_no_templ_ptm_1": (
+        "without templates, with PAE and pTM",
+        "1a179937a6f61143c41f8b6a0b763ac1f4762c9dc63d2fb151240930c110bee1",
+    ),
+}
+
+PUBLISHED = {
+    one.name: one
+    for one in (
+        *(
+            PublishedParams(
+                f"model_{number}{family}",
+                f"params_model_{number}{family}.npz",
+                372 if number > 2 and "multimer" not in family else 373,
+                about,
+                f"{_STORE}{date}.tar",
+                ALPHAFOLD,
+            )
+            for family, (date, about) in _FAMILIES.items()
+            for number in range(1, 6)
+        ),
+        *(
+            PublishedParams(
+                name,
+                f"{name}.pt",
+                373 if "no_templ" in name else 375,
+                f"single chains, {about}",
+                f"{_BUCKET if name == 'initial_training' else _HUB}/{name}.pt",
+                OPENFOLD,
+                digest,
+            )
+            for name, (about, digest) in _OPENFOLD.items()
+        ),
+    )
+}
+
+# Several files at once, by names that people guess.
+SETS = {
+    "monomer": tuple(f"model_{number}" for number in range(1, 6)),
+    "ptm": tuple(f"model_{number}_ptm" for number in range(1, 6)),
+    "multimer": tuple(f"model_{number}_multimer_v3" for number in range(1, 6)),
+    "multimer_v2": tuple(f"model_{number}_multimer_v2" for number in range(1, 6)),
+    "multimer_v1": tuple(f"model_{number}_multimer" for number in range(1, 6)),
+    "alphafold": tuple(name for name, one in PUBLISHED.items() if one.address == f"{_STORE}2022-12-06.tar"),
+    "openfold": tuple(_OPENFOLD),
+}
+_SAME = {  # other names of them
+    "multimer_v3": "multimer",
+    "alphafold2": "alphafold",
+    "alphafold_params_2022_12_06": "alphafold",
+    "alphafold_2022_12_06": "alphafold",
+    "alphafold2_ptm": "ptm",
+    "alphafold_multimer": "multimer",
+    "alphafold2_multimer_v3": "multimer",
+    "alphafold2_multimer_v2": "multimer_v2",
+    "alphafold2_multimer_v1": "multimer_v1",
+}
+
+
+def published(name: str) -> list[PublishedParams]:
+    """Return the files of a name: a model's, a file's, or a set's.
+
+    Errors: UserError for a name that nothing has, with the nearest.
+    """
+    plain = re.sub(r"\.(npz|pt|tar)$", "", name.strip().lower()).replace("-", "_")
+    plain = re.sub(r"^(params|openfold|alphafold2?)_(?=model_|finetuning|initial)", "", plain)
+    plain = _SAME.get(plain, plain)
+    if plain in PUBLISHED:
+        return [PUBLISHED[plain]]
+    if plain in SETS:
+        return [PUBLISHED[one] for one in SETS[plain]]
+    near = difflib.get_close_matches(plain, [*PUBLISHED, *SETS, *_SAME], n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(f"{name}: no published parameters of this name; {hint}`warpfold params fetch` lists them")
+
+
+# ---- how they come
+
+
+def fetch_params(name: str, out: Path, base: str | None = None, progress: Progress = no_progress) -> "list[ParamsFile]":
+    """Fetch the parameters of a name into the folder `out`, and inspect each, every number of it.
+
+    A file that is there already is kept, if it is the published one or was fetched before.  Beside each stands
+    FILE.source.json: its address, SHA-256, licence and attribution.  A tar is fetched whole, and removed when what is
+    wanted was taken from it.
+    base: in place of the published address, that of a mirror, a folder, or the file itself, which stays.
+    Errors: as of `download`; UserError for an unknown name, a file that is there and is another one, and one that is
+    not what it should be.
+    """
+    from warpfold.download import download, source_of
+    from warpfold.prediction.params import inspect_params
+
+    wanted = published(name)
+    for address in dict.fromkeys(one.address for one in wanted):
+        missing = [one for one in wanted if one.address == address and not _is_there(out / one.file, one)]
+        if missing and missing[0].in_archive:
+            _from_archive(missing, out, base, progress)
+            continue
+        for one in missing:
+            source = source_of(address, base)
+            come = download(source, out / one.file, sha256=one.sha256, most=LARGEST, progress=progress)
+            _write_note(come.path, one, come.address, come.sha256, come.size)
+    found = []
+    for done, one in enumerate(wanted):
+        progress(done, len(wanted), f"checking {one.file}")
+        found.append(inspect_params(out / one.file, check=True))
+    return found
+
+
+def _is_there(path: Path, one: PublishedParams) -> bool:
+    """Return whether a file is there, and is what was fetched before or is published.  Errors: UserError if another."""
+    if not os.path.lexists(path):
+        return False
+    known = one.sha256 or _note_of(path).get("sha256")
+    with opened(path, unpack=False) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+    if known is None:
+        raise UserError(
+            f"{path}: is there, and nothing says that it is {one.name} (no {_note(path).name}); give it to --params as "
+            "it is, or name another folder"
+        )
+    if digest != known:
+        raise UserError(f"{path}: is there, and is another file than {one.name}: its SHA-256 is {digest}, not {known}")
+    return True
+
+
+def _from_archive(wanted: Sequence[PublishedParams], out: Path, base: str | None, progress: Progress) -> None:
+    """Fetch the tar that holds some files, take them from it, and remove it."""
+    from warpfold.download import download, source_of
+
+    source = source_of(wanted[0].address, base)
+    files = {one.file: one for one in wanted}
+    if isinstance(source, Path):
+        _unpack(source, files, out, str(source), progress)
+        return
+    come = download(source, out / wanted[0].address.rpartition("/")[2], progress=progress)
+    _unpack(come.path, files, out, come.address, progress)
+    if not come.was_there:  # otherwise it may be the user's own
+        come.path.unlink()
+
+
+def _unpack(archive: Path, wanted: dict[str, PublishedParams], out: Path, address: str, progress: Progress) -> None:
+    """Take some files from a tar, wherever they stand in it; nothing else of it is written, and under no other name.
+
+    Errors: UserError if it is damaged, or lacks one.
+    """
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    left = dict(wanted)
+    try:
+        with tarfile.open(archive, "r:") as tar:
+            while left and (member := tar.next()) is not None:
+                one = left.get(member.name.rpartition("/")[2])
+                if one is None or not member.isreg() or member.size > LARGEST:
+                    continue
+                progress(len(wanted) - len(left), len(wanted), f"taking {one.file} from {archive.name}")
+                path, content = out / one.file, cast(IO[bytes], tar.extractfile(member))
+
+                def copy(draft: Path, content: IO[bytes] = content, of: tuple[Path, Any] = (path, one)) -> None:
+                    with open(draft, "xb+") as file:
+                        shutil.copyfileobj(content, file, 1 << 20)
+                        file.seek(0)
+                        digest = hashlib.file_digest(file, "sha256").hexdigest()
+                    _write_note(*of, address, digest, draft.stat().st_size)  # before the file: it is known when there
+
+                write_new(path, copy)
+                del left[one.file]
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise UserError(f"{archive}: not a tar that can be read ({error}); remove it, and fetch it again") from None
+    if left:
+        raise UserError(f"{archive}: has no {', '.join(left)}; is it the published archive?")
+
+
+def _write_note(path: Path, one: PublishedParams, address: str, digest: str, size: int) -> None:
+    """Write beside a file what it is, where it is from, and on which terms it may be used."""
+    note = {
+        "name": one.name, "file": one.file, "size": size, "sha256": digest, "published_sha256": one.sha256,
+        "address": address, "published_at": one.address,
+        "fetched": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **asdict(one.terms), "attribution": one.attribution,
+    }  # fmt: skip
+    write_atomically(_note(path), json.dumps(note, indent=1) + "\n")
+
+
+def _note(path: Path) -> Path:
+    return path.with_name(f"{path.name}.source.json")
+
+
+def _note_of(path: Path) -> dict[str, Any]:
+    """Read what stands beside a file that was fetched; nothing where there is none."""
+    try:
+        found = json.loads(_note(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
