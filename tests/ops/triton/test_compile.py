@@ -81,6 +81,24 @@ if triton.__version__.startswith("3.6."):
         "triangle_factors_weight (256,) BLOCK_M 32, BLOCK_O 16, 8 warps, 2 stages on gfx942"
         ": 40 bytes of a thread are spilled",
     )
+# By Triton 3.9 alone, which fewer launches fit: the tables are of 3.7.
+if triton.__version__.startswith("3.9."):
+    KNOWN += tuple(
+        f"{launch}: {spilled} bytes of a thread are spilled"
+        for launch, spilled in {
+            "layer_norm (384, 4) BLOCK_M 8, 4 warps, 1 stages on sm_80": 16,
+            "attention_dbias (64, 2, 256, 256) BLOCK_Q 64, BLOCK_K 32, 4 warps, 2 stages on sm_80": 8,
+            "attention_dq_fp32 (64, 2, 256, 256) BLOCK_Q 16, BLOCK_K 32, ROWS 1, 2 warps, 2 stages on sm_80": 8,
+            "aligned_errors_frames (2048, 3584) BLOCK_F 16, BLOCK_P 32, 4 warps, 1 stages on sm_90": 8,
+            "norm_linear_backward (512, 2048) BLOCK_M 32, BLOCK_O 32, 8 warps, 2 stages on sm_90": 8,
+            "norm_linear_backward (256, 8) BLOCK_M 64, BLOCK_O 16, 8 warps, 2 stages on sm_100": 160,
+            "norm_linear_backward (256, 1028) BLOCK_M 64, BLOCK_O 64, 8 warps, 2 stages on sm_100": 88,
+            "outer_product_weight (1024, 32, 256) TILE_I 16, TILE_J 4, TILE_C 4, BLOCK_S 32, BLOCK_Z 128, 8 warps, "
+            "2 stages on sm_100": 8,
+            "triangle_out (256,) BLOCK_M 64, BLOCK_O 16, 8 warps, 2 stages on gfx942": 32,
+            "norm_linear_weight (512, 2048) BLOCK_M 64, BLOCK_O 128, BLOCK_C 128, 8 warps, 3 stages on gfx942": 120,
+        }.items()
+    )
 
 
 @cache
@@ -300,7 +318,8 @@ def test_arguments_are_specialised_as_triton_does() -> None:
     divisible = {path for path, attributes in specialised.attrs.items() if ["tt.divisibility", 16] in attributes}
     assert divisible == {(1,), (3,), (4,)}
     assert (options.num_warps, options.num_stages) == (1, 1)
-    exact = {"num_warps": 1, "num_stages": 1, DOTS: ("ieee",)}
+    assert options.enable_fp_fusion
+    exact = {"num_warps": 1, "num_stages": 1, "enable_fp_fusion": True, DOTS: ("ieee",)}
     assert options.hash() == make_backend(target).parse_options(exact).hash()
 
 

@@ -795,12 +795,13 @@ def _attention_short(
             ds = (p * (dp - d[None, :])).to(k_tile.dtype)
             dk_tile = tl.dot(ds, q_tile, acc=dk_tile)
             dq_tile = tl.dot(tl.trans(ds), k_tile)
+            limit = tl.where(first + BLOCK_K < keys, 0, queries)  # dq is whole after the last tile of keys
             if partial is not None:
                 at = line * WIDE + i[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
                 known = (i < queries)[:, None]
                 dq_tile += tl.load(partial + at, mask=known & (first > 0), other=0.0)
-                tl.store(partial + at, dq_tile, mask=known & (first + BLOCK_K < keys))
-            limit = tl.where(first + BLOCK_K < keys, 0, queries)
+                # not a block & a scalar: of that Triton's interpreter makes integers, which its 3.9 refuses as a mask
+                tl.store(partial + at, dq_tile, mask=(i >= limit)[:, None] & known)
             _store_near(dq, vectors_of(dq, batch, row, head), dq_tile * WIDTH**-0.5, i, limit, WIDTH)
         dv_tile = tl.where(attended, dv_tile + spoiled, alike)
         _store_near(dk, vectors_of(dk, batch, row, head), dk_tile * WIDTH**-0.5, j, keys, WIDTH)

@@ -46,8 +46,15 @@ class KernelConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """How a kernel is compiled: warps, stages, and how products of fp32 may be made."""
-        return {"num_warps": self.warps, "num_stages": self.stages, DOTS: fp32_products()}
+        """How a kernel is compiled: warps, stages, fused multiply-adds (which Triton 3.10 leaves out unless it is
+        asked), and how products of fp32 may be made.
+        """
+        return {
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "enable_fp_fusion": True,
+            DOTS: fp32_products(),
+        }
 
     def __str__(self) -> str:
         """ "BLOCK_Q 64, BLOCK_K 32, 4 warps, 2 stages"."""
