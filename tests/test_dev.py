@@ -1,6 +1,7 @@
 """`./dev` without its downloads: help, refusals, and what makes it install again."""
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -107,13 +108,28 @@ def test_the_suite_and_a_part_of_it(checkout: Path) -> None:
     assert slow.strip().endswith("-x tests/model")
 
 
+def test_another_torch_has_an_environment_that_is_kept(checkout: Path) -> None:
+    done = dev(checkout, "test", "--torch", "2.11", "-x", "tests/model")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("-x tests/model")
+    assert not (checkout / ".venv").exists()
+    log = (checkout.parent / "log").read_text()
+    assert "torch==2.11.*" in log
+    assert "constraints.txt" not in log
+    assert dev(checkout, "test", "--torch", "2.15", "--slow").returncode == 0
+    assert dev(checkout, "test", "--torch", "2.11").returncode == 0
+    assert installs(checkout) == 2
+    assert sorted(path.name for path in (checkout / ".torch").iterdir()) == ["2.11", "2.15"]
+
+
 def test_another_triton_is_installed_once_and_its_failure_is_seen(checkout: Path) -> None:
     assert dev(checkout, "triton").returncode == 0
-    assert "triton==3.6\n" in (checkout.parent / "log").read_text()
+    log = (checkout.parent / "log").read_text()
+    assert re.findall(r"triton==(\S+)\n", log) == ["3.6", "3.9.0"]
     done = dev(checkout, "triton", "3.6", "--slow", FAKE_TESTS="1")
     assert done.returncode == 1
     assert done.stdout.strip().endswith("-m not gpu tests/ops/triton")
-    assert installs(checkout) == 2  # the environment's, and this
+    assert installs(checkout) == 3  # the environment's, and these
 
 
 @pytest.fixture
@@ -196,8 +212,10 @@ def test_adapters_that_want_a_certain_python(checkout: Path, packages: Path) -> 
     ("words", "environment", "says"),
     [
         ("tset", {}, "no command 'tset'"),
-        ("wheel 3.9", {}, "wheel: '3.9' is none of 3.11, 3.12, 3.13"),
-        ("setup", {"PYTHON": "/bin/false"}, "dev: PYTHON=/bin/false is not a Python from 3.11 to 3.13"),
+        ("wheel 3.9", {}, "wheel: '3.9' is none of 3.11 to 3.14"),
+        ("wheel --torch", {}, "wheel: --torch: give versions as 2.15"),
+        ("test --torch tests/model", {}, "dev: --torch 'tests/model': give a version as 2.15"),
+        ("setup", {"PYTHON": "/bin/false"}, "dev: PYTHON=/bin/false is not a Python from 3.11 to 3.14"),
     ],
 )
 def test_what_cannot_be_is_one_line(checkout: Path, words: str, environment: dict[str, str], says: str) -> None:

@@ -1,6 +1,8 @@
 """WarpFold: AlphaFold2-class models in PyTorch, trained, fine-tuned and run."""
 
 import importlib
+import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -84,7 +86,21 @@ def __getattr__(name: str) -> Any:
     """Return a name of the Python interface."""
     if name not in _MODULES:
         raise AttributeError(f"module 'warpfold' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
+    found = getattr(importlib.import_module(_MODULES[name]), name)
+    if "torch" in sys.modules:
+        _warn_of_versions()
+    return found
+
+
+@cache  # once in a process
+def _warn_of_versions() -> None:
+    """Warn where torch or Python is newer than was tested."""
+    import warnings
+
+    from warpfold.versions import newer_than_tested
+
+    if newer := newer_than_tested():
+        warnings.warn(newer, stacklevel=3)
 
 
 def __dir__() -> list[str]:

@@ -22,13 +22,11 @@ from typer.core import TyperCommand, TyperGroup
 from warpfold.arguments import PathLike, Paths, decides, declaration, kinds_of, name_of, runs, writes
 from warpfold.errors import UserError, options_given
 from warpfold.files import check_new
-from warpfold.parallel.process import is_one_of_several
+from warpfold.parallel.process import ProcessInfo, is_one_of_several
 from warpfold.progress import no_bars
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from warpfold.parallel.team import ProcessInfo
 
 
 class StoppedByUser(BaseException):
@@ -217,8 +215,12 @@ def command(
 
         def run(*, quiet: bool, verbose: bool, **values: Any) -> None:
             """Run the command, and print its answer."""
+            from warpfold.versions import newer_than_tested
+
             values = {name: one.value if isinstance(one, Enum) else one for name, one in values.items()}
             with speaking(quiet, verbose, as_json := bool(values.get("as_json"))):
+                if (newer := newer_than_tested()) and ProcessInfo.from_environment(os.environ).rank == 0:
+                    warn(f"warning: {newer}")
                 if "as_json" in shared:
                     del values["as_json"]
                 given = {one.name: values.pop(one.name) for one in fields}
@@ -348,13 +350,13 @@ def say_refused(refused: Mapping[str, int]) -> None:
         warn(f"slower than necessary: {refusal}: computed by its definition, {count} times")
 
 
-def this_process() -> "ProcessInfo":
+def this_process() -> ProcessInfo:
     """Read from the environment that torchrun or srun sets which of how many processes this is.
 
     Of many processes, each connects over gloo only to those that it sends to, some ten, when it first does.  Otherwise
     it would connect to all at the start: at 2,048 processes 16,000 open sockets on a machine of eight GPUs.
     """
-    from warpfold.parallel.team import MANY, ProcessInfo
+    from warpfold.parallel.team import MANY
 
     process = ProcessInfo.from_environment(os.environ)
     if process.ranks > MANY:
@@ -362,7 +364,7 @@ def this_process() -> "ProcessInfo":
     return process
 
 
-def device_of(name: str | None, process: "ProcessInfo | None" = None) -> str:
+def device_of(name: str | None, process: ProcessInfo | None = None) -> str:
     """Return the device to run on; of several processes on a machine, each takes a GPU of its own.
 
     Errors: UserError for one that torch does not know or this machine lacks.

@@ -40,7 +40,10 @@ HINT = (
     "warpfold doctor --cluster checks all ranks, their links and files"
 )
 RED, YELLOW, GREEN = typer.colors.RED, typer.colors.YELLOW, typer.colors.GREEN
-COLORS = {"WRONG": RED, "Slow": YELLOW, "Short": YELLOW, "wrong": RED, "note": YELLOW, "ok": GREEN}
+COLORS = {
+    **{"WRONG": RED, "Slow": YELLOW, "Short": YELLOW, "Newer than tested": YELLOW},  # of one machine
+    **{"wrong": RED, "note": YELLOW, "ok": GREEN},  # of a cluster
+}
 SEVERITY = ("wrong", "note", "not checked", "ok")
 
 
@@ -109,6 +112,7 @@ class DoctorCommand:
 
         from warpfold.bench.doctor import of_machine
         from warpfold.cost.machine import describe
+        from warpfold.versions import of_versions
 
         if of_kernels and not self.kernels:
             raise UserError(
@@ -117,7 +121,7 @@ class DoctorCommand:
         where = torch.device(device_of(self.device))
         if self.kernels:
             return self._check_kernels(where)
-        machine, verdict = describe(where), of_machine(where)
+        machine, verdict = describe(where), [*of_machine(where), of_versions()]
         text = [*_facts(machine), *_colored(verdict), f"\n{HINT}"]
         return Answer({"machine": machine, "verdict": verdict}, text)
 
@@ -127,6 +131,7 @@ class DoctorCommand:
         from warpfold.bench import doctor as checks
         from warpfold.bench.doctor import of_findings, of_machine
         from warpfold.cost.measured_memory import check_memory
+        from warpfold.versions import of_versions
 
         source = self.settings or ("monomer" if where.type == "cuda" else "tiny")
         cases = checks.cases_of(toml.load(source), source)
@@ -135,7 +140,7 @@ class DoctorCommand:
         with progress_bar() as progress, row_file(self.rows) as sink:
             findings = checks.examine(cases, where, dtypes, progress, sink)
         memory = check_memory(where)
-        verdict = [*of_findings(findings, source, where), *of_machine(where)]
+        verdict = [*of_findings(findings, source, where), *of_machine(where), of_versions()]
         report = {**checks.report(findings, where, source), "memory": asdict(memory), "verdict": verdict}
 
         def text() -> "Iterator[str | Table]":
