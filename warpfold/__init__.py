@@ -97,7 +97,7 @@ def _warn_of_versions() -> None:
     """Warn where torch or Python is newer than was tested."""
     import warnings
 
-    from warpfold.versions import newer_than_tested
+    from warpfold.check.versions import newer_than_tested
 
     if newer := newer_than_tested():
         warnings.warn(newer, stacklevel=3)

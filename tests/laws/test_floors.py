@@ -10,7 +10,7 @@ from laws_source import ROOT, imports, loaded_at_import, room, trees
 from tests.journeys import MOST_FILES, circles, rooms
 
 FLOORS = {
-    **dict.fromkeys(("errors", "versions", "device", "host", "keyed", "memory", "ops", "geometry"), 0),
+    **dict.fromkeys(("errors", "device", "host", "keyed", "memory", "ops", "geometry"), 0),
     **dict.fromkeys(("batch", "bulk", "download", "files", "progress", "settings", "arguments"), 1),
     **dict.fromkeys(("model", "data"), 2),
     "parallel": 3,

@@ -215,7 +215,7 @@ def command(
 
         def run(*, quiet: bool, verbose: bool, **values: Any) -> None:
             """Run the command, and print its answer."""
-            from warpfold.versions import newer_than_tested
+            from warpfold.check.versions import newer_than_tested
 
             values = {name: one.value if isinstance(one, Enum) else one for name, one in values.items()}
             with speaking(quiet, verbose, as_json := bool(values.get("as_json"))):

@@ -40,10 +40,8 @@ HINT = (
     "warpfold doctor --cluster checks all ranks, their links and files"
 )
 RED, YELLOW, GREEN = typer.colors.RED, typer.colors.YELLOW, typer.colors.GREEN
-COLORS = {
-    **{"WRONG": RED, "Slow": YELLOW, "Short": YELLOW, "Newer than tested": YELLOW},  # of one machine
-    **{"wrong": RED, "note": YELLOW, "ok": GREEN},  # of a cluster
-}
+COLORS = dict.fromkeys(("WRONG", "wrong"), RED) | {"ok": GREEN}
+COLORS |= dict.fromkeys(("Slow", "Short", "Newer than tested", "note"), YELLOW)
 SEVERITY = ("wrong", "note", "not checked", "ok")
 
 
@@ -111,8 +109,8 @@ class DoctorCommand:
         import torch
 
         from warpfold.bench.doctor import of_machine
+        from warpfold.check.versions import of_versions
         from warpfold.cost.machine import describe
-        from warpfold.versions import of_versions
 
         if of_kernels and not self.kernels:
             raise UserError(
@@ -130,8 +128,8 @@ class DoctorCommand:
         from warpfold import settings as toml
         from warpfold.bench import doctor as checks
         from warpfold.bench.doctor import of_findings, of_machine
+        from warpfold.check.versions import of_versions
         from warpfold.cost.measured_memory import check_memory
-        from warpfold.versions import of_versions
 
         source = self.settings or ("monomer" if where.type == "cuda" else "tiny")
         cases = checks.cases_of(toml.load(source), source)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from warpfold.versions import TESTED, newer_than_tested, of_versions
+from warpfold.check.versions import TESTED, newer_than_tested, of_versions
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NEXT = {name: re.sub(r"\d+$", lambda minor: str(int(minor[0]) + 1), last) for name, (_, last) in TESTED.items()}
 
 
 def use(monkeypatch: pytest.MonkeyPatch, torch: str, python: str) -> None:
-    monkeypatch.setattr("warpfold.versions.version", lambda name: torch)
+    monkeypatch.setattr("warpfold.check.versions.version", lambda name: torch)
     monkeypatch.setattr("platform.python_version", lambda: python)
 
 
@@ -40,8 +40,8 @@ def test_newer_versions_are_named(monkeypatch, torch: str, python: str, newer: l
 # In a process of its own with another torch's number: what is printed by two uses of Python, and by a command.
 CODE = """
 import sys, warnings
-import warpfold.versions
-warpfold.versions.version = lambda name: "9.0.0"
+import warpfold.check.versions
+warpfold.check.versions.version = lambda name: "9.0.0"
 import warpfold
 warpfold.UserError
 sys.stderr.write("no torch yet\\n")
