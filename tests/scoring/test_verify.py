@@ -12,6 +12,7 @@ import pytest
 
 import warpfold
 from tests.data.entries import random_chain
+from tests.data.search.alignment_server import serving as alignment_server
 from tests.downloads import serving
 from warpfold import cli
 from warpfold.data.structure.mmcif import read_structure
@@ -155,6 +156,27 @@ def test_structures_are_fetched_if_asked_and_what_is_there_is_kept(
     rows = json.loads((tmp_path / "out/verify.json").read_text())["targets"]
     assert [row["target"] for row in rows] == ["9ab0_BB", "9ab1_BB"]
     assert run(capsys, *asked, "--targets", folder / "list.toml")[0] == 0  # nothing is lacking, so nothing is asked
+
+
+def test_alignments_of_a_server_are_named_by_their_hashes(
+    tmp_path: Path, folder: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    asked = {"targets": folder / "list.toml", "params": tiny_params, "structures": folder / "mmcif", "device": "cpu"}
+    given = folder / "sample/msas/sample00000_A.a3m"
+    with alignment_server() as server:
+        found = warpfold.verify(**asked, msa=given, msa_server=server.url, out=tmp_path / "out")
+    first, second = found["targets"]
+    assert first["alignment_sha256"] == hashlib.sha256(given.read_bytes()).hexdigest()
+    kept = [*(tmp_path / "out/predictions/alignments").glob("*/*.a3m")]
+    first_uniref = sorted(kept, key=lambda file: file.name != "uniref.a3m")  # as they are stacked
+    joined = b"".join(file.read_bytes() for file in first_uniref)
+    assert len(kept) == 2
+    assert second["alignment_sha256"] == hashlib.sha256(joined).hexdigest()
+    assert second["alignment_rows"] > 1
+    assert found["msa_server"] == server.url
+    assert found["models"][0]["without_alignment"] == 0
 
 
 def test_verdicts() -> None:
