@@ -301,8 +301,11 @@ REFUSED = [
     ("score missing missing", "missing"),
     ("pack --structures missing --out out", "missing"),
     ("predict missing --params missing --out out", "missing"),
-    ("predict a.fasta --num-recycle 3", "no option --num-recycle: here it is --recycles; see warpfold predict --help"),
-    ("predict a.fasta --amber 3", "here it is --relax best"),
+    (
+        "predict a.fasta --num-relax 3",
+        "no option --num-relax: here it is --relax best, or --relax all; see warpfold predict",
+    ),
+    ("predict a.fasta --num-recycle=many", "'--recycles'"),
     ("doctor --device A100", "--device a100: not known; give cpu, cuda, or cuda:1"),
     ("doctor --device cuda:99", "--device cuda:99: "),
     (f"{FOLD} --device gpu", "--device gpu"),
@@ -317,6 +320,32 @@ REFUSED = [
     ("watch nowhere", "no such folder"),
     ("watch .", "not the folder of a training run"),
 ]
+
+
+def test_predict_takes_colabfolds_names(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict] = []
+
+    def note(**options: object) -> None:
+        given.append(options)
+        raise UserError("seen")
+
+    monkeypatch.setattr("warpfold.cli.predict.predict", note)
+    monkeypatch.setattr("warpfold.cli.predict._check_relax", lambda which: given.append({"relax": which}))
+    theirs = (
+        "--num-recycle 2 --num-seeds=3 --random-seed 4 --num-ensemble 2 --max-seq 8 --max-extra-seq 16 --use-dropout "
+        "--amber --recycle-early-stop-tolerance 0.5 --host-url https://localhost --save-pair-representations --data a b"
+    )
+    ours = (
+        "--recycles 2 --seeds 3 --seed 4 --ensemble 2 --max-msa 8 --max-extra 16 --dropout --relax all "
+        "--recycle-tolerance 0.5 --msa-server https://localhost --representations --params a b"
+    )
+    for words in (theirs, ours):
+        assert "seen" in refused(run(capsys, *f"predict q.fasta --out out --device cpu {words}".split()))
+    relax, options, *of_ours = given
+    assert [relax["relax"], options["recycles"], len(options["params"])] == ["all", 2, 2]
+    assert [{**one, "progress": None, "team": None} for one in of_ours] == [
+        {**one, "progress": None, "team": None} for one in (relax, options)
+    ]
 
 
 @pytest.mark.parametrize(("line", "says"), REFUSED, ids=[line for line, _ in REFUSED])

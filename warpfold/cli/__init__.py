@@ -23,6 +23,7 @@ import typer
 
 from warpfold import __version__
 from warpfold.cli.common import GIVEN, StoppedByUser, app, how_to_go_on
+from warpfold.cli.predict import INSTEAD
 from warpfold.errors import UserError, printable
 from warpfold.parallel.process import is_one_of_several
 
@@ -30,20 +31,6 @@ from warpfold.parallel.process import is_one_of_several
 FILES = "demo search pack plan simulate launch train predict params score verify doctor bench"
 for file in FILES.split():
     import_module(f"warpfold.cli.{file}")
-
-# What ColabFold and OpenFold call options of `predict`, whose nearest names here are of something else.
-ELSEWHERE = {
-    "--num-recycle": "--recycles",
-    "--num-recycles": "--recycles",
-    "--num-seeds": "--seeds",
-    "--random-seed": "--seed",
-    "--amber": "--relax best",
-    "--num-relax": "--relax best",
-    "--recycle-early-stop-tolerance": "--recycle-tolerance",
-    "--use-dropout": "--dropout",
-    "--max-seq": "--max-msa",
-    "--max-extra-seq": "--max-extra",
-}
 
 click = sys.modules[typer.BadParameter.__module__]  # click's exceptions, or the copy that newer typers carry
 
@@ -136,8 +123,8 @@ def _misused(error: click.UsageError) -> str:  # type: ignore[name-defined]  # a
     """Explain a wrong command line in a sentence: what is wrong, what the option takes, and whose --help says more."""
     says, name = error.format_message().rstrip("."), GIVEN[0] if GIVEN else ""
     option = getattr(error, "option_name", "")
-    if name == "predict" and "requires" not in says and option in ELSEWHERE:
-        return f"no option {option}: here it is {ELSEWHERE[option]}; see warpfold predict --help"
+    if name == "predict" and "requires" not in says and option in INSTEAD:
+        return f"no option {option}: here it is {INSTEAD[option]}; see warpfold predict --help"
     command = getattr(typer.main.get_command(app), "commands", {}).get(name)
     if command is None or error.ctx is not None:
         return f"{says}; see {error.ctx.command_path if error.ctx else 'warpfold'} --help"

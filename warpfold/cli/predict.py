@@ -31,6 +31,7 @@ from warpfold.cli.common import (
     AsJson,
     Axial,
     Branch,
+    Lists,
     command,
     device_of,
     plans_said,
@@ -55,6 +56,40 @@ if TYPE_CHECKING:
     from warpfold.parallel.team import Team
 
 WARNED = 20  # warnings that are printed at most
+
+# ColabFold's names of options, and the words that stand for them here.
+ALIASES = {
+    "--amber": ("--relax", "all"),
+    "--data": ("--params",),
+    "--host-url": ("--msa-server",),
+    "--max-extra-seq": ("--max-extra",),
+    "--max-seq": ("--max-msa",),
+    "--num-ensemble": ("--ensemble",),
+    "--num-recycle": ("--recycles",),
+    "--num-recycles": ("--recycles",),
+    "--num-seeds": ("--seeds",),
+    "--overwrite-existing-results": ("--force",),
+    "--random-seed": ("--seed",),
+    "--recycle-early-stop-tolerance": ("--recycle-tolerance",),
+    "--save-pair-representations": ("--representations",),
+    "--save-single-representations": ("--representations",),
+    "--use-dropout": ("--dropout",),
+}
+# Those of ColabFold and OpenFold whose values mean something else here: what to give.
+INSTEAD = {
+    "--config_preset": "--params: a file of parameters says which model it is of",
+    "--custom-template-path": "--template FILE ... (a file, or FILE:CHAIN, for each template)",
+    "--jax_param_path": "--params",
+    "--model-type": "--params: of a folder with parameters of several kinds, those are taken that the queries need",
+    "--model_device": "--device",
+    "--msa-mode": "--msa FILE, or --msa-server URL; without either the sequence is folded alone",
+    "--num-relax": "--relax best, or --relax all",
+    "--openfold_checkpoint_path": "--params",
+    "--output_dir": "--out",
+    "--templates": "--template FILE, or --hits with --template-structures; no server is asked for templates",
+    "--use-gpu-relax": "--device: relaxation runs where the model does",
+    "--use_precomputed_alignments": "--msa FOLDER",
+}
 WhichRelaxed = Literal["all", "best", "none"]
 
 
@@ -165,8 +200,21 @@ def relax_predictions(
 predict = function(PredictCommand)
 
 
+class Predict(Lists):
+    """The command `predict`, which takes ColabFold's names of its options too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = []
+        for one in args:
+            name, equals, value = one.partition("=")
+            *before, last = ALIASES.get(name, (name,))
+            words += [*before, last + equals + value]
+        return super().parse_args(ctx, words)
+
+
 @command(
     PredictCommand,
+    cls=Predict,
     continues=True,
     example="Example:  warpfold predict query.fasta --msa query.a3m --params params.safetensors --out folded\n\n"
     "A complex, a FASTA record for each chain:  warpfold predict dimer.fasta --msa msas/ "
@@ -175,7 +223,8 @@ predict = function(PredictCommand)
     "--out folded\n\n"
     "What each pass found:  warpfold predict q.a3m --params params.npz --recycles 12 --save-recycles --out folded\n\n"
     "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded\n\n"
-    "Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.",
+    "Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md.\n\n"
+    "ColabFold's names of options (--num-recycle, --num-seeds, --amber ...) work too: docs/howto/from_colabfold.md.",
 )
 def predict_in_shell(
     given: dict[str, Any], axial: Axial = None, branch: Branch = None, as_json: AsJson = False
