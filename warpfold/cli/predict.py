@@ -223,7 +223,8 @@ class Predict(Lists):
     "--out folded\n\n"
     "What each pass found:  warpfold predict q.a3m --params params.npz --recycles 12 --save-recycles --out folded\n\n"
     "A proteome, by a job array of 8:  warpfold predict all.fasta --params params.npz --shard $I/8 --out folded\n\n"
-    "Long ones on several processes, under torchrun: docs/parallel.md.  Many on several machines: docs/throughput.md\n\n"
+    "Long ones on several processes, under torchrun: docs/parallel.md.  Many, on several machines: "
+    "docs/throughput.md.\n\n"
     "ColabFold's names of options (--num-recycle, --num-seeds, --amber ...) work too: docs/howto/from_colabfold.md.",
 )
 def predict_in_shell(
