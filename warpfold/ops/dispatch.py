@@ -296,6 +296,14 @@ def uniform_loop(turns: Iterable[T]) -> Iterable[T]:
     return watched(turns) if _choice.stands_for is None else representative_turns(list(turns))
 
 
+def seen_by_others() -> bool:
+    """Return whether each of torch's operations in this thread is seen by a profiler or a mode of dispatch, or is of
+    tensors without memory: another thread's would not be.
+    """
+    modes = torch._C._len_torch_dispatch_stack()
+    return _choice.stands_for is not None or modes > 0 or torch.autograd._profiler_enabled()
+
+
 def representative_turns(turns: Sequence[T]) -> Sequence[T]:
     """Return the turns of a loop that are alike: each writes to memory made before the loop and leaves nothing else.
 

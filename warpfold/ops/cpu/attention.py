@@ -12,6 +12,7 @@ behind the other, products write them where the projection's backward pass reads
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from warpfold.ops.cpu.linear import (
     rows,
     writable,
 )
+from warpfold.ops.cpu.threads import in_threads, summed
 from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like, uniform_loop
 from warpfold.ops.linear import empty_statistics
 
@@ -195,47 +197,50 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
         projected, attended = (empty_rows(x, channels) for channels in (len(t.weight), t.out_weight.shape[1]))
         saved = (projected, *empty_statistics(x), attended, empty_layer_lse(x, t.heads))
     of = _Parameters(t)
+
+    def compute(at: tuple[int, ...], keys: _Keys, some: slice) -> None:
+        kept_here = [each[at][some] for each in saved] if t.kept else []
+        xb, yb, fb = x[at][some], out[at][some], None if f is None else f[at][some]
+        (n, k_len, c), i = xb.shape, of.inner
+        xs = rows(xb)
+        normed, mean, scale = torch.native_layer_norm(xs, [c], of.norm_weight, of.norm_bias, t.eps)
+        # What is kept of the projections is made where it is kept; else without the bias, which was made before.
+        if t.kept:
+            y = kept_here[0].flatten(0, 1)
+            torch.mm(normed, of.weight.t(), out=y)
+        else:
+            y = torch.mm(normed, of.weight[: 4 * i].t())
+        if of.gate_bias is not None:
+            y[:, : len(of.gate_bias)] += of.gate_bias[: y.shape[1]]
+        q, k, v = (y[:, j * i : (j + 1) * i].view(n, k_len, of.heads, -1).transpose(1, 2) for j in (1, 2, 3))
+        added, no_key = keys.added(some, of.heads)
+        o, lse = flash(q, k, v, 0.0, False, attn_mask=added)
+        if no_key is not None:
+            alike = keys.masked[some].to(v.dtype)
+            mean_v = (alike[:, None, None] / alike.sum(-1)[:, None, None, None]) @ v  # [n, h, 1, d]
+            o, lse = torch.where(no_key, mean_v, o), lse.masked_fill(no_key[..., 0], float("inf"))
+        o = o.transpose(1, 2).reshape(n * k_len, i)
+        gated = gate_values(y[:, :i]).mul_(o)
+        results = writable(yb)
+        if fb is None and t.residual:
+            torch.addmm(xs if of.out_bias is None else xs + of.out_bias, gated, of.out_weight.t(), out=results)
+        else:
+            torch.mm(gated, of.out_weight.t(), out=results)
+            if of.out_bias is not None:
+                results += of.out_bias
+            if fb is not None:
+                results.mul_(rows(fb))
+            if t.residual:
+                results += xs
+        put(yb, results)
+        if t.kept:
+            for block, values in zip(kept_here[1:], (mean, scale, o, lse)):
+                block.copy_(values.view(block.shape))
+
     for at in examples(x):
         own = of.bias_of(x[at], t.eps) if of.makes_bias else None
         keys = _Keys(t.mask[at], own if t.bias is None else t.bias[at], accumulation_dtype(x))
-        for some in row_slices(x.shape[-3], x.shape[-2], FORWARD):
-            kept_here = [each[at][some] for each in saved] if t.kept else []
-            xb, yb, fb = x[at][some], out[at][some], None if f is None else f[at][some]
-            (n, k_len, c), i = xb.shape, of.inner
-            xs = rows(xb)
-            normed, mean, scale = torch.native_layer_norm(xs, [c], of.norm_weight, of.norm_bias, t.eps)
-            # What is kept of the projections is made where it is kept; else without the bias, which was made before.
-            if t.kept:
-                y = kept_here[0].flatten(0, 1)
-                torch.mm(normed, of.weight.t(), out=y)
-            else:
-                y = torch.mm(normed, of.weight[: 4 * i].t())
-            if of.gate_bias is not None:
-                y[:, : len(of.gate_bias)] += of.gate_bias[: y.shape[1]]
-            q, k, v = (y[:, j * i : (j + 1) * i].view(n, k_len, of.heads, -1).transpose(1, 2) for j in (1, 2, 3))
-            added, no_key = keys.added(some, of.heads)
-            o, lse = flash(q, k, v, 0.0, False, attn_mask=added)
-            if no_key is not None:
-                alike = keys.masked[some].to(v.dtype)
-                mean_v = (alike[:, None, None] / alike.sum(-1)[:, None, None, None]) @ v  # [n, h, 1, d]
-                o, lse = torch.where(no_key, mean_v, o), lse.masked_fill(no_key[..., 0], float("inf"))
-            o = o.transpose(1, 2).reshape(n * k_len, i)
-            gated = gate_values(y[:, :i]).mul_(o)
-            results = writable(yb)
-            if fb is None and t.residual:
-                torch.addmm(xs if of.out_bias is None else xs + of.out_bias, gated, of.out_weight.t(), out=results)
-            else:
-                torch.mm(gated, of.out_weight.t(), out=results)
-                if of.out_bias is not None:
-                    results += of.out_bias
-                if fb is not None:
-                    results.mul_(rows(fb))
-                if t.residual:
-                    results += xs
-            put(yb, results)
-            if t.kept:
-                for block, values in zip(kept_here[1:], (mean, scale, o, lse)):
-                    block.copy_(values.view(block.shape))
+        in_threads(compute, ((at, keys, some) for some in row_slices(x.shape[-3], x.shape[-2], FORWARD)))
     return out, *saved
 
 
@@ -243,59 +248,59 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention_backward; the gradients of the norm from one product, as in linear.py."""
     f = drawn_factors(t.grad, t)
     of = _Parameters(t)
-    sums, whole_dx, length, own = _Sums(of), empty_like(t.x), t.x.shape[-2], of.makes_bias
+    sums, whole_dx, length, own = _Sums.zeros(of), empty_like(t.x), t.x.shape[-2], of.makes_bias
     dbias = empty_given_bias(t.x, t.bias, t.bias_wanted)
+    wanted = (of.heads, length, length) if own or t.bias_wanted else (0,)
+
+    def through_rows(sums: _Sums, at: tuple[int, ...], heads: _HeadsBackward, some: slice) -> None:
+        x, y, mean, scale = t.x[at][some], t.y[at][some], t.mean[at][some], t.scale[at][some]
+        g = t.grad[at][some] if f is None else t.grad[at][some] * f[at][some]
+        xs = rows(x).contiguous()
+        h = of.standard(xs, mean, scale).to(x.dtype)
+        dn = heads.backward(h, g, y, t.attended[at][some], t.lse[at][some], some.start, sums)
+        if own:  # the norm waits until the bias' gradient is known
+            whole_dx[at][some] = dn.view(g.shape)
+        else:
+            _through_norm(dn, xs, mean, scale, t.grad[at][some] if t.residual else None, whole_dx[at][some], of)
+
+    def through_bias(sums: _Sums, at: tuple[int, ...], dbias: Tensor, some: slice) -> None:
+        x, mean, scale = t.x[at][some], t.mean[at][some], t.scale[at][some]
+        outputs = slice(4 * of.inner, None)
+        xs, db = rows(x).contiguous(), dbias[:, some].flatten(1).to(x.dtype)  # [h, positions]
+        accumulate(sums.product[outputs], db.t(), of.standard(xs, mean, scale).to(x.dtype))
+        sums.total[outputs] += db.sum(1, dtype=sums.total.dtype)
+        dn = torch.addmm(rows(whole_dx[at][some]), db.t(), of.weight[outputs])
+        _through_norm(dn, xs, mean, scale, t.grad[at][some] if t.residual else None, whole_dx[at][some], of)
+
     for at in examples(t.x):
-        grad, x, dx, bias_at = t.grad[at], t.x[at], whole_dx[at], None if t.bias is None else t.bias[at]
-        y, mean, scale, attended, lse = t.y[at], t.mean[at], t.scale[at], t.attended[at], t.lse[at]
-        keys = _Keys(t.mask[at], y[..., 4 * of.inner :].movedim(-1, 0) if own else bias_at, lse.dtype)
-        heads = _HeadsBackward(keys, of, length, own or t.bias_wanted)
-        beside = grad if t.residual else None
-        for some in row_slices(x.shape[0], length, BACKWARD):
-            g = grad[some] if f is None else grad[some] * f[at][some]
-            xs = rows(x[some]).contiguous()
-            h = of.standard(xs, mean[some], scale[some]).to(x.dtype)
-            dn = heads.backward(h, g, y[some], attended[some], lse[some], some.start, sums)
-            if own:  # the norm waits until the bias' gradient is known
-                dx[some] = dn.view(g.shape)
-            else:
-                _through_norm(dn, xs, mean[some], scale[some], beside, some, dx, of)
+        bias = t.y[at][..., 4 * of.inner :].movedim(-1, 0) if own else None if t.bias is None else t.bias[at]
+        keys = _Keys(t.mask[at], bias, t.lse.dtype)
+        heads = _HeadsBackward(keys, of, length)
+        parts = ((at, heads, some) for some in row_slices(t.x.shape[-3], length, BACKWARD))
+        found = summed(through_rows, parts, lambda: _Sums.zeros(of, wanted))
+        sums.add(found)
         if own:
-            assert heads.dbias is not None
-            outputs = slice(4 * of.inner, None)
-            for some in row_slices(x.shape[0], length, FORWARD):
-                xs, db = rows(x[some]).contiguous(), heads.dbias[:, some].flatten(1).to(x.dtype)  # [h, positions]
-                accumulate(sums.product[outputs], db.t(), of.standard(xs, mean[some], scale[some]).to(x.dtype))
-                sums.total[outputs] += db.sum(1, dtype=sums.total.dtype)
-                dn = torch.addmm(rows(dx[some]), db.t(), of.weight[outputs])
-                _through_norm(dn, xs, mean[some], scale[some], beside, some, dx, of)
+            parts = ((at, found.bias, some) for some in row_slices(t.x.shape[-3], length, FORWARD))
+            sums.add(summed(through_bias, parts, lambda: _Sums.zeros(of)))
         if t.bias is not None and t.bias_wanted:
-            assert heads.dbias is not None
-            dbias[at] = heads.dbias
+            dbias[at] = found.bias
     return whole_dx, *sums.gradients(t), dbias
 
 
 def _through_norm(
-    dn: Tensor,
-    xs: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    beside: Tensor | None,
-    some: slice,
-    dx: Tensor,
-    of: "_Parameters",
+    dn: Tensor, xs: Tensor, mean: Tensor, scale: Tensor, beside: Tensor | None, dx: Tensor, of: "_Parameters"
 ) -> None:
-    """Write some rows of dx: the gradient that reaches x through its norm, plus `beside`; dn, xs [positions, c]."""
+    """Write dx: the gradient that reaches x through its norm, plus `beside`; dn, xs [positions, c]."""
     statistics = rows(mean[..., None]).contiguous(), rows(scale[..., None]).contiguous()
     one = torch.ones_like(of.norm_weight)
     found, _, _ = torch.ops.aten.native_layer_norm_backward(
         dn, xs, [xs.shape[-1]], *statistics, of.norm_weight, one, [True, False, False]
     )
-    found = found.view(dx[some].shape)
+    found = found.view(dx.shape)
     if beside is None:
-        dx[some] = found
+        dx.copy_(found)
     else:
-        torch.add(beside[some], found, out=dx[some])
+        torch.add(beside, found, out=dx)
 
 
 class _Parameters:
@@ -316,22 +321,37 @@ class _Parameters:
         """Return the bias that the weight makes of x [K, K, c], [h, K, K]."""
         (r, length, c), first = x.shape, 4 * self.inner
         bias = x.new_empty(self.heads, r, length)
-        for some in row_slices(r, length, FORWARD):
+
+        def compute(some: slice) -> None:
             normed, _, _ = torch.native_layer_norm(rows(x[some]), [c], self.norm_weight, self.norm_bias, eps)
             made = torch.mm(self.weight[first:], normed.t())
             if self.gate_bias is not None and len(self.gate_bias) > first:
                 made[: len(self.gate_bias) - first] += self.gate_bias[first:, None]
             bias[:, some] = made.view(self.heads, -1, length)
+
+        in_threads(compute, zip(row_slices(r, length, FORWARD)))
         return bias
 
 
-class _Sums:
-    """The sums over all positions that the gradients of the parameters are made of."""
+class _Sums(NamedTuple):
+    """The sums over all positions that gradients are made of; bias [h, K, K], or [0] where it is not wanted."""
 
-    def __init__(self, of: _Parameters) -> None:
-        self.of, like = of, of.norm_weight
-        self.product, self.out_product = like.new_zeros(of.weight.shape), like.new_zeros(of.out_weight.shape)
-        self.total, self.out_total = like.new_zeros(len(of.weight)), like.new_zeros(len(of.out_weight))
+    product: Tensor
+    total: Tensor
+    out_product: Tensor
+    out_total: Tensor
+    bias: Tensor
+
+    @classmethod
+    def zeros(cls, of: _Parameters, bias: tuple[int, ...] = (0,)) -> "_Sums":
+        """Make sums of nothing yet."""
+        shapes = of.weight.shape, of.weight.shape[:1], of.out_weight.shape, of.out_weight.shape[:1], bias
+        return cls(*(of.norm_weight.new_zeros(shape) for shape in shapes))
+
+    def add(self, others: "_Sums") -> None:
+        """Add those over other positions, but for the bias, which is of one example."""
+        for total, other in zip(self[:-1], others[:-1], strict=True):
+            total += other
 
     def gradients(self, t: Operands) -> tuple[Tensor, ...]:
         """Return those of norm_weight, norm_bias, weight and gate_bias, and of out_weight and out_bias."""
@@ -369,20 +389,14 @@ class _Keys:
 
 
 class _HeadsBackward:
-    """The backward pass of the attention of each row, and the memory that rows use in turn."""
+    """The backward pass of the attention of each row."""
 
-    def __init__(self, keys: _Keys, of: _Parameters, length: int, bias_wanted: bool) -> None:
-        like, self.keys, self.of, self.heads = keys.less, keys, of, of.heads
+    def __init__(self, keys: _Keys, of: _Parameters, length: int) -> None:
+        self.keys, self.of, self.heads = keys, of, of.heads
         self.at_a_time = max(1, min(of.heads, LOGITS // length**2))
         # One, unless all of its heads are computed at once.
         self.rows = max(1, min(BACKWARD // length, LOGITS // (of.heads * length**2)))
-        self.p, self.ds = (like.new_empty(self.rows * self.at_a_time, length, length) for _ in range(2))
-        narrow = of.weight.dtype
-        self.half = None if narrow == like.dtype else torch.empty_like(self.p, dtype=narrow)
-        width = of.inner // of.heads
-        self.gradients = like.new_empty(3, self.rows, of.heads, width, length, dtype=narrow)  # of q, k and v
         self.bias = None if keys.bias is None else keys.bias * LOG2E
-        self.dbias = like.new_zeros(of.heads, length, length) if bias_wanted else None
 
     def backward(
         self, h: Tensor, g: Tensor, y: Tensor, attended: Tensor, lse: Tensor, first: int, sums: "_Sums"
@@ -397,23 +411,42 @@ class _HeadsBackward:
         o, s = attended.flatten(0, 1).t().contiguous().to(acc), torch.sigmoid(projected[:i].to(acc))
         do = torch.mm(of.out_weight.t(), g.t()).to(acc).mul_(s)
         accumulate(sums.out_product, g, (s * o).to(g.dtype).t())
-        sums.out_total += g.sum(0, dtype=acc)
+        sums.out_total.add_(g.sum(0, dtype=acc))
         through = o.mul_(do)
         delta = through.unflatten(0, (self.heads, -1)).sum(1, keepdim=True)
         dy = torch.empty_like(projected)
         dy[:i] = through.mul_(s.neg_().add_(1))
         turned = [t.view(self.heads, -1, n, length).transpose(0, 2) for t in (*projected[i:].chunk(3), do, delta)]
         gradients = dy[i:].view(3, self.heads, -1, n, length).transpose(1, 3)  # each of these [n, d, h, K]
+        memory = self._memory(y, acc)
         for some in row_slices(n, length, length * self.rows):
             q, k, v, do, d = (t[some].transpose(1, 2) for t in turned)  # [rows, h, d, K]
-            self.group(q, k, v, do, d, lse[some], first + some.start)
-            gradients[:, some] = self.gradients[:, : some.stop - some.start].transpose(2, 3)
+            self._group(memory, q, k, v, do, d, lse[some], first + some.start, sums.bias)
+            gradients[:, some] = memory.gradients[:, : some.stop - some.start].transpose(2, 3)
         sums.total[: 4 * i] += dy.sum(1, dtype=acc)
         accumulate(sums.product[: 4 * i], dy.t(), h)
         return torch.mm(dy.t(), of.weight[: 4 * i])
 
-    def group(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, delta: Tensor, lse: Tensor, first: int) -> None:
-        """Compute `gradients` of some rows and add to that of the bias.
+    def _memory(self, y: Tensor, acc: torch.dtype) -> "_Memory":
+        """Allocate what rows use in turn."""
+        length, width = y.shape[-2], self.of.inner // self.heads
+        p = y.new_empty(self.rows * self.at_a_time, length, length, dtype=acc)
+        narrow = None if y.dtype == acc else torch.empty_like(p, dtype=y.dtype)
+        return _Memory(p, torch.empty_like(p), narrow, y.new_empty(3, self.rows, self.heads, width, length))
+
+    def _group(
+        self,
+        memory: "_Memory",
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        do: Tensor,
+        delta: Tensor,
+        lse: Tensor,
+        first: int,
+        dbias: Tensor,
+    ) -> None:
+        """Compute the gradients of some rows and add to that of the bias, if it has elements.
 
         q, k, v, do [n, h, d, K], delta [n, h, 1, K], lse [n, h, K]; do and delta: of the attention's output.
         """
@@ -421,34 +454,32 @@ class _HeadsBackward:
         for start in range(0, self.heads, self.at_a_time):
             some = slice(start, start + self.at_a_time)
             qs, ks, vs = (t[:, some].flatten(0, 1) for t in (q, k, v))  # views, for one row
-            dq, dk, dv = (t[:n, some].flatten(0, 1) for t in self.gradients)
-            p, alike = self._weights(slice(first, first + n), qs, ks, lse[:, some], some)
+            dq, dk, dv = (t[:n, some].flatten(0, 1) for t in memory.gradients)
+            p, alike = self._weights(memory.p, slice(first, first + n), qs, ks, lse[:, some], some)
             # `lse` was rounded, so the weights do not quite add up to 1: divide by their sum, in the gradient.
             total = p.sum(-1)[:, None]
             do_ = do[:, some].flatten(0, 1).div(total).to(q.dtype)
-            torch.bmm(do_, self._narrow(p), out=dv)
-            ds = self.ds[: len(p)]
-            if self.half is None:
+            torch.bmm(do_, memory.narrowed(p), out=dv)
+            ds = memory.ds[: len(p)]
+            if memory.narrow is None:
                 torch.bmm(do_.mT, vs, out=ds)
             else:
-                ds.copy_(torch.bmm(do_.mT, vs, out=self.half[: len(p)]))
+                ds.copy_(torch.bmm(do_.mT, vs, out=memory.narrow[: len(p)]))
             ds.sub_(delta[:, some].flatten(0, 1).div(total).mT).mul_(p)
             if alike is not None:
                 ds.masked_fill_(alike, 0)
-            if self.dbias is not None:
-                self.dbias[some] += ds if n == 1 else ds.unflatten(0, (n, -1)).sum(0)
-            ds = self._narrow(ds)
+            if dbias.numel():
+                dbias[some] += ds if n == 1 else ds.unflatten(0, (n, -1)).sum(0)
+            ds = memory.narrowed(ds)
             dq.baddbmm_(ks, ds.mT, beta=0, alpha=scale)
             dk.baddbmm_(qs, ds, beta=0, alpha=scale)
 
-    def _narrow(self, x: Tensor) -> Tensor:
-        """Return a block of the size of the logits in the dtype of the products."""
-        return x if self.half is None else self.half[: len(x)].copy_(x)
-
-    def _weights(self, group: slice, q: Tensor, k: Tensor, lse: Tensor, some: slice) -> tuple[Tensor, Tensor | None]:
+    def _weights(
+        self, memory: Tensor, group: slice, q: Tensor, k: Tensor, lse: Tensor, some: slice
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the weights of some rows, not yet divided by their sum, and which of them depend on no logit."""
         keys, alike, no_key, less = self.keys, None, None, lse * LOG2E
-        p = self.p[: len(q)]
+        p = memory[: len(q)]
         by_row = p.unflatten(0, less.shape[:2])
         masked = any(keys.rows_masked[group])
         if masked:
@@ -467,3 +498,16 @@ class _HeadsBackward:
                 alike = (no_key & keys.masked[group][:, None, None]).flatten(0, 1)
                 p.masked_fill_(alike, 0)
         return p.exp2_(), alike
+
+
+class _Memory(NamedTuple):
+    """What the backward pass of rows uses in turn: weights, gradients of logits, and of q, k and v."""
+
+    p: Tensor
+    ds: Tensor
+    narrow: Tensor | None  # a block of the size of the logits in the dtype of the products, where that is another
+    gradients: Tensor  # [3, rows, h, d, K]
+
+    def narrowed(self, x: Tensor) -> Tensor:
+        """Return a block of the size of the logits in the dtype of the products."""
+        return x if self.narrow is None else self.narrow[: len(x)].copy_(x)

@@ -5,13 +5,14 @@ A block is some positions of tensors [*, c], in the order of memory; other opera
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from warpfold.ops.cpu import noise
-from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like, uniform_loop
+from warpfold.ops.cpu.threads import in_threads, summed
+from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like
 from warpfold.ops.linear import empty_projected, empty_statistics
 
 POSITIONS = 2048  # of a block
@@ -26,7 +27,7 @@ def blocks(like: Tensor, *tensors: Tensor, size: int | None = None) -> Iterator[
     axes = [axis for axis in range(like.dim() - 1) if like.shape[axis] != 1]
     order = sorted(axes, key=like.stride, reverse=True)
     turned = [t.permute(*ones, *order, t.dim() - 1)[(0,) * len(ones)] for t in tensors]
-    for index in uniform_loop(_indices([like.shape[axis] for axis in order], size or POSITIONS)):
+    for index in _indices([like.shape[axis] for axis in order], size or POSITIONS):
         yield [t[index] for t in turned]
 
 
@@ -38,7 +39,12 @@ def examples(x: Tensor) -> Iterator[tuple[int, ...]]:
 def row_slices(count: int, length: int, positions: int) -> Iterable[slice]:
     """Yield slices of `count` rows of this length that have about so many positions, or a row each."""
     size = max(1, positions // length)
-    return uniform_loop(slice(start, min(start + size, count)) for start in range(0, count, size))
+    return (slice(start, min(start + size, count)) for start in range(0, count, size))
+
+
+def parts_of(x: Tensor, positions: int) -> Iterator[tuple[tuple[int, ...], slice]]:
+    """Yield parts of x [*, rows, length, c]: the index of an example, and rows of it with about so many positions."""
+    return itertools.product(examples(x), row_slices(x.shape[-3], x.shape[-2], positions))
 
 
 def rows(block: Tensor) -> Tensor:
@@ -100,10 +106,13 @@ def layer_norm(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
     x = t.x
     y, (mean, scale) = empty_like(x), empty_statistics(x)
     w, b = t.weight.to(mean.dtype), None if t.bias is None else t.bias.to(mean.dtype)
-    for xb, yb, mb, sb in blocks(x, x, y, mean[..., None], scale[..., None]):
+
+    def compute(xb: Tensor, yb: Tensor, mb: Tensor, sb: Tensor) -> None:
         n, m, s = torch.native_layer_norm(rows(xb), x.shape[-1:], w, b, t.eps)
         for block, results in ((yb, n), (mb, m), (sb, s)):
             put(block, results)
+
+    in_threads(compute, blocks(x, x, y, mean[..., None], scale[..., None]))
     return y, mean, scale
 
 
@@ -111,15 +120,19 @@ def layer_norm_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Compute warpfold::layer_norm_backward."""
     x = t.x
     dx, w = empty_like(x), t.weight.to(t.mean.dtype)
-    dweight, dbias = torch.zeros_like(w), torch.zeros_like(w)
-    for xb, dxb, gb, mb, sb in blocks(x, x, dx, t.grad, t.mean[..., None], t.scale[..., None]):
+
+    def compute(sums: Sequence[Tensor], xb: Tensor, dxb: Tensor, gb: Tensor, mb: Tensor, sb: Tensor) -> None:
+        dweight, dbias = sums
         g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))  # torch's kernel reads past strides
         dxs, _, _ = torch.ops.aten.native_layer_norm_backward(g, xs, x.shape[-1:], m, s, w, w, [True, False, False])
         put(dxb, dxs)
         # Not by native_layer_norm_backward, which sums gradients of bf16 in bf16.
         dweight += (xs.to(m.dtype) - m).mul_(s).mul_(g).sum(0)
         dbias += g.sum(0, dtype=w.dtype)
-    return dx, *(total.to(accumulation_dtype(t.weight)) for total in (dweight, dbias))  # type: ignore[return-value]
+
+    parts = blocks(x, x, dx, t.grad, t.mean[..., None], t.scale[..., None])
+    sums = summed(compute, parts, lambda: (torch.zeros_like(w), torch.zeros_like(w)))
+    return dx, *(total.to(accumulation_dtype(t.weight)) for total in sums)  # type: ignore[return-value]
 
 
 def norm_linear(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,7 +141,8 @@ def norm_linear(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
     y, (mean, scale) = empty_projected(x, t.weight.shape[0]), empty_statistics(x)
     nw, nb = t.norm_weight.to(mean.dtype), None if t.norm_bias is None else t.norm_bias.to(mean.dtype)
     w, b = t.weight.to(x.dtype).t(), None if t.bias is None else t.bias.to(x.dtype)
-    for xb, yb, mb, sb in blocks(x, x, y, mean[..., None], scale[..., None]):
+
+    def compute(xb: Tensor, yb: Tensor, mb: Tensor, sb: Tensor) -> None:
         n, m, s = torch.native_layer_norm(rows(xb), x.shape[-1:], nw, nb, t.eps)
         results = writable(yb)
         if b is not None and len(b) == w.shape[1]:
@@ -139,6 +153,8 @@ def norm_linear(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
                 results[:, : len(b)] += b
         for block, values in ((yb, results), (mb, m), (sb, s)):
             put(block, values)
+
+    in_threads(compute, blocks(x, x, y, mean[..., None], scale[..., None]))
     return y, mean, scale
 
 
@@ -151,8 +167,9 @@ def norm_linear_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, T
     dx, (outputs, c) = empty_like(x), weight.shape
     nw, w = t.norm_weight.to(t.mean.dtype), weight.to(t.mean.dtype)
     narrow, one = weight.to(x.dtype), torch.ones_like(nw)
-    product, total = w.new_zeros(outputs, c), w.new_zeros(outputs)
-    for xb, dxb, gb, mb, sb in blocks(x, x, dx, t.grad, t.mean[..., None], t.scale[..., None]):
+
+    def compute(sums: Sequence[Tensor], xb: Tensor, dxb: Tensor, gb: Tensor, mb: Tensor, sb: Tensor) -> None:
+        product, total = sums
         g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))  # torch's kernel reads past strides
         h = (xs.to(m.dtype) - m).mul_(s).to(x.dtype)
         accumulate(product, g, h)
@@ -160,6 +177,9 @@ def norm_linear_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, T
         dn = torch.mm(g, narrow)
         dxs, _, _ = torch.ops.aten.native_layer_norm_backward(dn, xs, [c], m, s, nw, one, [True, False, False])
         put(dxb, dxs)
+
+    parts = blocks(x, x, dx, t.grad, t.mean[..., None], t.scale[..., None])
+    product, total = summed(compute, parts, lambda: (w.new_zeros(outputs, c), w.new_zeros(outputs)))
     return dx, *parameter_gradients(product, total, t.norm_weight, t.norm_bias, weight, t.bias)  # type: ignore[return-value]
 
 
@@ -185,19 +205,25 @@ def parameter_gradients(
 def gate(t: Operands) -> Tensor:
     """Compute warpfold::gate."""
     y = empty_like(t.x)
-    for xb, gb, yb in blocks(t.x, t.x, t.g, y):
+
+    def compute(xb: Tensor, gb: Tensor, yb: Tensor) -> None:
         torch.mul(gate_values(gb), xb, out=yb)
+
+    in_threads(compute, blocks(t.x, t.x, t.g, y))
     return y
 
 
 def gate_backward(t: Operands) -> tuple[Tensor, Tensor]:
     """Compute warpfold::gate_backward."""
     dx, dg = empty_like(t.x), empty_like(t.g)
-    for xb, gb, db, dxb, dgb in blocks(t.x, t.x, t.g, t.grad, dx, dg):
+
+    def compute(xb: Tensor, gb: Tensor, db: Tensor, dxb: Tensor, dgb: Tensor) -> None:
         s = gate_values(gb)
         torch.mul(db, s, out=dxb)
         # dg = grad x s (1 - s) = dx x (1 - s)
         torch.mul(dxb * xb, s.neg_().add_(1), out=dgb)
+
+    in_threads(compute, blocks(t.x, t.x, t.g, t.grad, dx, dg))
     return dx, dg
 
 
@@ -207,7 +233,8 @@ def gated_linear_residual(t: Operands) -> Tensor:
     f = drawn_factors(x, t)
     y, w = empty_like(x), t.weight.to(x.dtype).t()
     b = w.new_zeros(w.shape[1]) if t.bias is None else t.bias.to(x.dtype)
-    for xb, ob, gb, yb, fb in blocks(x, x, t.o, t.g, y, x if f is None else f):
+
+    def compute(xb: Tensor, ob: Tensor, gb: Tensor, yb: Tensor, fb: Tensor) -> None:
         gated = gate_values(gb).mul_(ob)
         results = writable(yb)
         if f is None:
@@ -216,6 +243,8 @@ def gated_linear_residual(t: Operands) -> Tensor:
             torch.addmm(b, rows(gated), w, out=results)
             results.mul_(rows(fb)).add_(rows(xb))
         put(yb, results)
+
+    in_threads(compute, blocks(x, x, t.o, t.g, y, x if f is None else f))
     return y
 
 
@@ -225,9 +254,12 @@ def gated_linear_residual_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor,
     f = drawn_factors(grad, t)
     do, dg, w = empty_like(t.o), empty_like(t.g), weight.to(grad.dtype)
     acc = torch.float64 if weight.dtype == torch.float64 or grad.dtype == torch.float64 else torch.float32
-    dweight = weight.new_zeros(weight.shape, dtype=acc)
-    dbias = weight.new_zeros(0 if t.bias is None else len(t.bias), dtype=acc)
-    for db, ob, gb, dob, dgb, fb in blocks(t.o, grad, t.o, t.g, do, dg, grad if f is None else f):
+    outputs = 0 if t.bias is None else len(t.bias)
+
+    def compute(
+        sums: Sequence[Tensor], db: Tensor, ob: Tensor, gb: Tensor, dob: Tensor, dgb: Tensor, fb: Tensor
+    ) -> None:
+        dweight, dbias = sums
         dx = rows(db) if f is None else rows(db * fb)
         s, os = gate_values(rows(gb)), rows(ob)
         accumulate(dweight, dx, s * os)
@@ -236,6 +268,11 @@ def gated_linear_residual_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor,
         dgated = torch.mm(dx, w)
         put(dob, dgated * s)
         put(dgb, dgated.mul_(os).mul_(s).mul_(s.neg_().add_(1)))
+
+    parts = blocks(t.o, grad, t.o, t.g, do, dg, grad if f is None else f)
+    dweight, dbias = summed(
+        compute, parts, lambda: (weight.new_zeros(weight.shape, dtype=acc), weight.new_zeros(outputs, dtype=acc))
+    )
     kept = accumulation_dtype(weight)
     return do, dg, dweight.to(kept), dbias.to(kept)
 

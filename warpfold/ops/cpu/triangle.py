@@ -4,7 +4,7 @@ The projections are made with their channels in front, [output, positions], by o
 masked where they lie and written in long runs, the product's norm runs over the first axis, and nothing is turned.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,25 +17,30 @@ from warpfold.ops.cpu.linear import (
     examples,
     gate_values,
     parameter_gradients,
+    parts_of,
     put,
     row_slices,
     rows,
     writable,
 )
+from warpfold.ops.cpu.threads import in_threads, summed
 from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like
 from warpfold.ops.linear import empty_statistics
 from warpfold.ops.triangle import empty_factor, empty_planes, split_projections
 
 POSITIONS = 1024  # of a block, at least a row
+PLANES = 4  # channels that are multiplied at a time
 
 
 def triangle_factor(t: Operands) -> Tensor:
     """Compute warpfold::triangle_factor."""
     result = empty_factor(t.y)
-    for yb, gb, mb, fb in blocks(
-        result.movedim(-3, -1), t.y, t.g, t.mask.to(t.y.dtype)[..., None], result.movedim(-3, -1)
-    ):
+    positions = result.movedim(-3, -1)
+
+    def compute(yb: Tensor, gb: Tensor, mb: Tensor, fb: Tensor) -> None:
         fb.copy_(gate_values(gb).mul_(yb).mul_(mb))
+
+    in_threads(compute, blocks(positions, t.y, t.g, t.mask.to(t.y.dtype)[..., None], positions))
     return result
 
 
@@ -43,12 +48,14 @@ def triangle_factor_backward(t: Operands) -> tuple[Tensor, Tensor]:
     """Compute warpfold::triangle_factor_backward."""
     y = t.y
     dy, dg = empty_like(y), empty_like(t.g)
-    wanted = t.grad.movedim(-3, -1), y, t.g, t.mask.to(y.dtype)[..., None], dy, dg
-    for db, yb, gb, mb, dyb, dgb in blocks(y, *wanted):
+
+    def compute(db: Tensor, yb: Tensor, gb: Tensor, mb: Tensor, dyb: Tensor, dgb: Tensor) -> None:
         s = gate_values(rows(gb))
         d = rows(db).mul(rows(mb)).mul_(s)
         put(dyb, d)
         put(dgb, d.mul_(rows(yb)).mul_(s.neg_().add_(1)))
+
+    in_threads(compute, blocks(y, t.grad.movedim(-3, -1), y, t.g, t.mask.to(y.dtype)[..., None], dy, dg))
     return dy, dg
 
 
@@ -60,30 +67,34 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
     length, out, logits = x.shape[-2], empty_like(x), x.new_empty(x.shape)  # logits: of the product's gate
     a, b, product = (empty_planes(x, of.hidden) for _ in range(3))
     mean, scale, out_mean, out_scale = (*empty_statistics(x), *empty_statistics(x))
-    for at in examples(x):
-        for some in row_slices(x.shape[-3], x.shape[-2], POSITIONS):
-            xs, shape = rows(x[at][some]), x[at][some].shape
-            normed, m, s = torch.native_layer_norm(xs, [xs.shape[1]], of.norm_weight, of.norm_bias, t.eps)
-            y = of.factors(normed)
-            masked = t.mask[at][some].reshape(1, -1).to(x.dtype)
-            for factor, logit, value in ((a, y[0], y[1]), (b, y[2], y[3])):
-                torch.mul(torch.sigmoid(logit).mul_(masked), value, out=factor[at][:, some].flatten(1))
-            torch.mm(normed, of.gate_weight.t(), out=logits[at][some].flatten(0, 1))
-            if of.gate_bias is not None:
-                logits[at][some] += of.gate_bias
-            mean[at][some], scale[at][some] = m.view(shape[:2]), s.view(shape[:2])
-        left, right = (a[at], b[at].mT) if t.outgoing else (b[at].mT, a[at])
-        torch.bmm(left, right, out=product[at])
-        for some in row_slices(x.shape[-3], x.shape[-2], POSITIONS):
-            standard, m, s = standardised(product[at][:, some].flatten(1), t.eps)
-            out_mean[at][some], out_scale[at][some] = m.view(-1, length), s.view(-1, length)
-            dx = of.project(standard.to(x.dtype)).mul_(gate_values(logits[at][some].flatten(0, 1)))
-            if f is not None:
-                dx.mul_(rows(f[at][some]))
-            results = writable(out[at][some]) if t.residual else dx
-            if t.residual:
-                torch.add(dx, rows(x[at][some]), out=results)
-            put(out[at][some], results)
+
+    def factors(at: tuple[int, ...], some: slice) -> None:
+        xs, shape = rows(x[at][some]), x[at][some].shape
+        normed, m, s = torch.native_layer_norm(xs, [xs.shape[1]], of.norm_weight, of.norm_bias, t.eps)
+        y = of.factors(normed)
+        masked = t.mask[at][some].reshape(1, -1).to(x.dtype)
+        for factor, logit, value in ((a, y[0], y[1]), (b, y[2], y[3])):
+            torch.mul(torch.sigmoid(logit).mul_(masked), value, out=factor[at][:, some].flatten(1))
+        torch.mm(normed, of.gate_weight.t(), out=logits[at][some].flatten(0, 1))
+        if of.gate_bias is not None:
+            logits[at][some] += of.gate_bias
+        mean[at][some], scale[at][some] = m.view(shape[:2]), s.view(shape[:2])
+
+    def output(at: tuple[int, ...], some: slice) -> None:
+        standard, m, s = standardised(product[at][:, some].flatten(1), t.eps)
+        out_mean[at][some], out_scale[at][some] = m.view(-1, length), s.view(-1, length)
+        dx = of.project(standard.to(x.dtype)).mul_(gate_values(logits[at][some].flatten(0, 1)))
+        if f is not None:
+            dx.mul_(rows(f[at][some]))
+        results = writable(out[at][some]) if t.residual else dx
+        if t.residual:
+            torch.add(dx, rows(x[at][some]), out=results)
+        put(out[at][some], results)
+
+    in_threads(factors, parts_of(x, POSITIONS))
+    left, right = (a, b.mT) if t.outgoing else (b.mT, a)
+    multiply((left, right, product))
+    in_threads(output, parts_of(x, POSITIONS))
     if not t.kept:
         return out, *(x.new_empty(0) for _ in range(7))
     return out, a, b, product, mean, scale, out_mean, out_scale
@@ -94,57 +105,74 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
     grad, x = t.grad, t.x
     of = _Parameters(t)
     f = drawn_factors(grad, t)
-    length, sums, dx = x.shape[-2], _Sums(of), empty_like(x)
+    length, sums, dx = x.shape[-2], _Sums.zeros(of), empty_like(x)
     # The gradients of the product and of its gate's logits, and then those of the factors.
     dproduct, dlogits = empty_planes(x[(0,) * (x.dim() - 3)], of.hidden), x.new_empty(x.shape[-3:])
     da, db, one = torch.empty_like(dproduct), torch.empty_like(dproduct), torch.ones_like(of.norm_weight)
-    for at in examples(x):
-        for some in row_slices(x.shape[-3], x.shape[-2], POSITIONS):
-            before = _of_norm(rows(x[at][some]), t.mean[at][some], t.scale[at][some])
-            normed = of.weighed(before).to(x.dtype)
-            m, s = t.out_mean[at][some].reshape(-1), t.out_scale[at][some].reshape(-1)
-            g = rows(grad[at][some] if f is None else grad[at][some] * f[at][some])
-            standard = (t.product[at][:, some].flatten(1).to(m.dtype) - m).mul_(s)  # the product, normalised
-            logits, narrow = torch.mm(normed, of.gate_weight.t()), standard.to(g.dtype)
-            if of.gate_bias is not None:
-                logits += of.gate_bias
-            values = gate_values(logits)
-            dprojected = g * values
-            dgate = of.project(narrow).mul_(dprojected).mul_(values.neg_().add_(1))
-            sums.of_output(dprojected, narrow)
-            dn = torch.mm(of.out_folded.t(), dprojected.t()).to(standard.dtype)
-            along = (dn * standard).mean(0)
-            dn = dn.sub_(dn.mean(0)).sub_(standard * along).mul_(s)  # through the product's norm
-            dproduct[:, some], dlogits[some] = dn.view(of.hidden, -1, length), dgate.view(-1, *x.shape[-2:])
-        if t.outgoing:
-            torch.bmm(dproduct, t.b[at], out=da)
-            torch.bmm(dproduct.mT, t.a[at], out=db)
+
+    def through_output(sums: _Sums, at: tuple[int, ...], some: slice) -> None:
+        before = _of_norm(rows(x[at][some]), t.mean[at][some], t.scale[at][some])
+        normed = of.weighed(before).to(x.dtype)
+        m, s = t.out_mean[at][some].reshape(-1), t.out_scale[at][some].reshape(-1)
+        g = rows(grad[at][some] if f is None else grad[at][some] * f[at][some])
+        standard = (t.product[at][:, some].flatten(1).to(m.dtype) - m).mul_(s)  # the product, normalised
+        logits, narrow = torch.mm(normed, of.gate_weight.t()), standard.to(g.dtype)
+        if of.gate_bias is not None:
+            logits += of.gate_bias
+        values = gate_values(logits)
+        dprojected = g * values
+        dgate = of.project(narrow).mul_(dprojected).mul_(values.neg_().add_(1))
+        sums.of_output(dprojected, narrow)
+        dn = torch.mm(of.out_folded.t(), dprojected.t()).to(standard.dtype)
+        along = (dn * standard).mean(0)
+        dn = dn.sub_(dn.mean(0)).sub_(standard * along).mul_(s)  # through the product's norm
+        dproduct[:, some], dlogits[some] = dn.view(of.hidden, -1, length), dgate.view(-1, *x.shape[-2:])
+
+    def through_input(sums: _Sums, at: tuple[int, ...], some: slice) -> None:
+        xs, of_gate = rows(x[at][some]).contiguous(), dlogits[some].flatten(0, 1)
+        m, s = t.mean[at][some], t.scale[at][some]
+        before = _of_norm(xs, m, s)
+        normed, masked = of.weighed(before).to(x.dtype), t.mask[at][some].reshape(1, -1).to(x.dtype)
+        y, dy = of.factors(normed), x.new_empty(4, of.hidden, len(xs))
+        for first, d in ((0, da[:, some]), (2, db[:, some])):
+            logit, value = y[first], y[first + 1]
+            gates = torch.sigmoid(logit)
+            dvalue = torch.mul(d.flatten(1), masked, out=dy[first + 1]).mul_(gates)
+            torch.mul(dvalue, value, out=dy[first]).mul_(gates.neg_().add_(1))
+        dy = dy.flatten(0, 1)
+        sums.of_input(dy, of_gate, before.to(x.dtype))
+        dn = torch.mm(dy.t(), of.factor_weight).addmm_(of_gate, of.gate_weight)
+        statistics = (rows(each[..., None]).contiguous() for each in (m, s))
+        found, _, _ = torch.ops.aten.native_layer_norm_backward(
+            dn, xs, [xs.shape[1]], *statistics, of.norm_weight, one, [True, False, False]
+        )
+        if t.residual:
+            torch.add(grad[at][some], found.view(dx[at][some].shape), out=dx[at][some])
         else:
-            torch.bmm(t.b[at], dproduct, out=da)
-            torch.bmm(t.a[at], dproduct.mT, out=db)
-        for some in row_slices(x.shape[-3], x.shape[-2], POSITIONS):
-            xs, of_gate = rows(x[at][some]).contiguous(), dlogits[some].flatten(0, 1)
-            m, s = t.mean[at][some], t.scale[at][some]
-            before = _of_norm(xs, m, s)
-            normed, masked = of.weighed(before).to(x.dtype), t.mask[at][some].reshape(1, -1).to(x.dtype)
-            y, dy = of.factors(normed), x.new_empty(4, of.hidden, len(xs))
-            for first, d in ((0, da[:, some]), (2, db[:, some])):
-                logit, value = y[first], y[first + 1]
-                gates = torch.sigmoid(logit)
-                dvalue = torch.mul(d.flatten(1), masked, out=dy[first + 1]).mul_(gates)
-                torch.mul(dvalue, value, out=dy[first]).mul_(gates.neg_().add_(1))
-            dy = dy.flatten(0, 1)
-            sums.of_input(dy, of_gate, before.to(x.dtype))
-            dn = torch.mm(dy.t(), of.factor_weight).addmm_(of_gate, of.gate_weight)
-            statistics = (rows(each[..., None]).contiguous() for each in (m, s))
-            found, _, _ = torch.ops.aten.native_layer_norm_backward(
-                dn, xs, [xs.shape[1]], *statistics, of.norm_weight, one, [True, False, False]
-            )
-            if t.residual:
-                torch.add(grad[at][some], found.view(dx[at][some].shape), out=dx[at][some])
-            else:
-                dx[at][some].copy_(found.view(dx[at][some].shape))
-    return dx, *sums.gradients()
+            dx[at][some].copy_(found.view(dx[at][some].shape))
+
+    for at in examples(x):
+        parts = [(at, some) for some in row_slices(x.shape[-3], x.shape[-2], POSITIONS)]
+        sums.add(summed(through_output, parts, lambda: _Sums.zeros(of)))
+        if t.outgoing:
+            multiply((dproduct, t.b[at], da), (dproduct.mT, t.a[at], db))
+        else:
+            multiply((t.b[at], dproduct, da), (t.a[at], dproduct.mT, db))
+        sums.add(summed(through_input, parts, lambda: _Sums.zeros(of)))
+    return dx, *sums.gradients(of)
+
+
+def multiply(*products: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Write the products of matrices [*, i, k] and [*, k, j] over [*, i, j]; of each product the three."""
+
+    def compute(left: Tensor, right: Tensor, out: Tensor) -> None:
+        torch.bmm(left, right, out=out)
+
+    flat = [[each.flatten(0, -3) for each in one] for one in products]
+    in_threads(
+        compute,
+        ([each[start : start + PLANES] for each in one] for one in flat for start in range(0, len(one[0]), PLANES)),
+    )
 
 
 class _Parameters:
@@ -187,35 +215,48 @@ class _Parameters:
         return linear(standard.t(), self.out_folded.t(), self.out_shift)
 
 
-class _Sums:
+class _Sums(NamedTuple):
     """The sums over all positions that the gradients of the parameters are made of."""
 
-    def __init__(self, of: _Parameters) -> None:
-        self.of, like = of, of.norm_weight
-        self.factors, self.gate = like.new_zeros(of.factor_weight.shape), like.new_zeros(of.gate_weight.shape)
-        self.factors_total, self.gate_total = like.new_zeros(4 * of.hidden), like.new_zeros(len(self.gate))
-        self.out, self.out_total = like.new_zeros(of.out_folded.shape), like.new_zeros(len(self.gate))
+    factors: Tensor
+    factors_total: Tensor
+    gate: Tensor
+    gate_total: Tensor
+    out: Tensor
+    out_total: Tensor
+
+    @classmethod
+    def zeros(cls, of: _Parameters) -> "_Sums":
+        """Make sums of nothing yet."""
+        like, outputs = of.norm_weight, len(of.gate_weight)
+        shapes = of.factor_weight.shape, (4 * of.hidden,), of.gate_weight.shape, (outputs,)
+        return cls(*(like.new_zeros(shape) for shape in (*shapes, of.out_folded.shape, (outputs,))))
+
+    def add(self, others: "_Sums") -> None:
+        """Add those over other positions."""
+        for total, other in zip(self, others, strict=True):
+            total += other
 
     def of_output(self, grad: Tensor, standard: Tensor) -> None:
         """Add what a block brings: grad [positions, c] of the output projection, standard [h, positions]."""
         accumulate(self.out, grad, standard.t())
-        self.out_total += grad.sum(0, dtype=self.out_total.dtype)
+        self.out_total.add_(grad.sum(0, dtype=self.out_total.dtype))
 
     def of_input(self, factors: Tensor, gate: Tensor, standard: Tensor) -> None:
         """Add what a block brings: the gradients of `_Parameters.factors` [4 h, positions] and of the gate's logits."""
         accumulate(self.factors, factors.t(), standard)
         accumulate(self.gate, gate, standard)
-        self.factors_total += factors.sum(1, dtype=self.gate_total.dtype)
-        self.gate_total += gate.sum(0, dtype=self.gate_total.dtype)
+        self.factors_total.add_(factors.sum(1, dtype=self.gate_total.dtype))
+        self.gate_total.add_(gate.sum(0, dtype=self.gate_total.dtype))
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self, of: _Parameters) -> list[Tensor]:
         """Return those of the parameters of the input's norm and projection, and of the output's: see linear.py."""
-        (a_gate, a, b_gate, b), fused = self.factors.chunk(4), self.of.fused
+        (a_gate, a, b_gate, b), fused = self.factors.chunk(4), of.fused
         product = torch.cat([a, b, a_gate, b_gate, self.gate] if fused else [a, a_gate, b, b_gate, self.gate])
         a_gate, a, b_gate, b = self.factors_total.chunk(4)
         total = torch.cat([a, b, a_gate, b_gate, self.gate_total] if fused else [a, a_gate, b, b_gate, self.gate_total])
-        of_out = parameter_gradients(self.out, self.out_total, *self.of.out_of)
-        return [*parameter_gradients(product, total, *self.of.into), *of_out]
+        of_out = parameter_gradients(self.out, self.out_total, *of.out_of)
+        return [*parameter_gradients(product, total, *of.into), *of_out]
 
 
 def folded(
@@ -255,14 +296,16 @@ def projected_factor(t: Operands) -> Tensor:
     if bias is not None:
         bias = F.pad(bias.to(x.dtype), (0, len(weight) - len(bias)))[:, None]
     factor, of_norm = empty_factor(x[..., :1].expand(*x.shape[:-1], half)), _cast_norm(x, t.norm)
-    for at in examples(x):
-        for some in row_slices(x.shape[-3], x.shape[-2], POSITIONS):
-            y = torch.mm(weight, _normed(rows(x[at][some]), of_norm, t.eps).t())
-            if bias is not None:
-                y += bias
-            masked = t.mask[at][some].reshape(1, -1).to(x.dtype)
-            made = torch.sigmoid(y[half:]).mul_(masked).mul_(y[:half])
-            factor[at][:, some] = made.view(half, -1, x.shape[-2])
+
+    def compute(at: tuple[int, ...], some: slice) -> None:
+        y = torch.mm(weight, _normed(rows(x[at][some]), of_norm, t.eps).t())
+        if bias is not None:
+            y += bias
+        masked = t.mask[at][some].reshape(1, -1).to(x.dtype)
+        made = torch.sigmoid(y[half:]).mul_(masked).mul_(y[:half])
+        factor[at][:, some] = made.view(half, -1, x.shape[-2])
+
+    in_threads(compute, parts_of(x, POSITIONS))
     return factor
 
 
@@ -275,20 +318,22 @@ def triangle_slice(t: Operands) -> Tensor:
     gate_weight, gate_bias = t.of_gate[0].to(x.dtype).t(), t.of_gate[1]
     weight, shift = folded(x, *t.norm_out, *t.out_of)
     f = None if t.factors is None else (x.new_ones(()) * t.factors).expand(x.shape)
-    for at in examples(x):
-        for some in row_slices(x.shape[-3], x.shape[-2], POSITIONS):
-            xs, results = rows(x[at][some]), writable(out[at][some])
-            standard, _, _ = standardised(product[at][:, some].flatten(1), t.eps)
-            logits = torch.mm(_normed(xs, of_norm, t.eps), gate_weight)
-            if gate_bias is not None:
-                logits += gate_bias.to(x.dtype)
-            dx = linear(standard.to(x.dtype).t(), weight.t(), shift)
-            torch.mul(dx, gate_values(logits), out=results)
-            if f is not None:
-                results *= rows(f[at][some])
-            if t.residual:
-                results += xs
-            put(out[at][some], results)
+
+    def compute(at: tuple[int, ...], some: slice) -> None:
+        xs, results = rows(x[at][some]), writable(out[at][some])
+        standard, _, _ = standardised(product[at][:, some].flatten(1), t.eps)
+        logits = torch.mm(_normed(xs, of_norm, t.eps), gate_weight)
+        if gate_bias is not None:
+            logits += gate_bias.to(x.dtype)
+        dx = linear(standard.to(x.dtype).t(), weight.t(), shift)
+        torch.mul(dx, gate_values(logits), out=results)
+        if f is not None:
+            results *= rows(f[at][some])
+        if t.residual:
+            results += xs
+        put(out[at][some], results)
+
+    in_threads(compute, parts_of(x, POSITIONS))
     return out
 
 
