@@ -1,5 +1,6 @@
 """The CPU's fast paths, block by block, against the definitions; and the memory that they take."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -43,6 +44,15 @@ class Largest(TorchDispatchMode):
             if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in self._inputs:
                 self.elements = max(self.elements, t.untyped_storage().nbytes() // t.element_size())
         return out
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    """Have threads compute parts of an operation, as where more than one is free; elsewhere tests have one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
