@@ -316,7 +316,8 @@ class CUDARecorder:
 
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
         """Capture a call of a function."""
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graphs._POOL_HANDLE(self._pool.id)
+        graph = torch.cuda.CUDAGraph()
+        pool: Any = self._pool.id
         # thread_local: the threads of a loader may allocate memory meanwhile.
         with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
             results = function()

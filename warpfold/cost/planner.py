@@ -25,6 +25,7 @@ from warpfold.data.load.schedule import share_of
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.execution import TILE
 from warpfold.parallel.plan import CACHED, DTYPES, Plan, Recompute
 from warpfold.progress import Progress, as_time, no_progress
 
@@ -259,7 +260,9 @@ def _prediction_ways(job: Job, machine: Machine) -> Iterator[dict[str, Any]]:
         sizes.add(max(FEWEST, CACHED // (8 * longest**2)))
     chunks = [size for size in sorted(sizes, reverse=True) if size < residues]
     yield from ({"chunk": chunk} for chunk in chunks)
-    yield from ({"chunk": chunk, "offload": True} for chunk in chunks[-1:])
+    # To and from a GPU narrower bands of columns would travel in pieces that take longer to ask for than to move.
+    least = TILE if machine.kind == "cuda" and TILE < residues else 0
+    yield from ({"chunk": max(chunk, least), "offload": True} for chunk in chunks[-1:])
 
 
 def _training_ways(data: int, fixed: Mapping[str, Any], sync: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -23,7 +23,7 @@ from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_numbe
 COMPILED = ("shared", "prepare", "update", "factor", "finish")  # functions of a layer, which only compute
 log = logging.getLogger("warpfold")
 M = TypeVar("M", bound=nn.Module)
-TILE = 32  # rows of a tile of z in host memory, at least: one of 128 channels in bf16 has 256 KiB
+TILE = 32  # rows of a tile of z on disk, at least, and where a GPU's plan is chosen: 256 KiB with 128 channels in bf16
 SHAPES = 64  # of each function that may be compiled before torch gives up, which it would only warn of
 
 
@@ -195,7 +195,8 @@ class Execution(PlainExecution):
 
     def _in_host_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         assert self.plan.chunk is not None
-        tile = self.plan.chunk * -(-TILE // self.plan.chunk)  # slices begin and end between tiles
+        # Slices begin and end between tiles.  On a GPU they fill bands of them, which travel whole.
+        tile = self.plan.chunk if backend(like) == "triton" else self.plan.chunk * -(-TILE // self.plan.chunk)
         return HostTensor(shape, self.dtype, like.device, tile)
 
     def parts(self, count: int, positions: int) -> list[slice]:
