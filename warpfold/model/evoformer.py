@@ -4,7 +4,7 @@ The extra MSA stack is one with global column attention; the template stack is m
 order.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,7 +30,13 @@ from warpfold.ops.linear import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
 from warpfold.ops.outer import outer_product
 from warpfold.ops.transition import HALVES, Activation, transition
-from warpfold.ops.triangle import projected_factor, triangle_multiplication, triangle_product, triangle_slice
+from warpfold.ops.triangle import (
+    empty_rows,
+    projected_factor,
+    triangle_multiplication,
+    triangle_product,
+    triangle_slice,
+)
 
 
 class GatedAttention(nn.Module):
@@ -337,6 +343,9 @@ class TriangleMultiplication(AxialUpdate):
 
     def shared(self, source: Tensor, mask: Tensor) -> Tensors:
         return (self.factor(1, source, mask),)
+
+    def empty_shared(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        return empty_rows(like, *shape)
 
     def prepare(self, read: Tensor, mask: Tensor) -> Tensors:
         """Return a and the logits of the product's gate."""
