@@ -132,6 +132,12 @@ def _outer_product(given: Arguments) -> dict[str, Any]:
             "outputs": given["weight"].shape[0]}  # fmt: skip
 
 
+def _outer_product_mean(given: Arguments) -> dict[str, Any]:
+    x, weight = given["x"], given["out_weight"]
+    return {"rows": x.shape[-3], "length": x.shape[-2], "channels": x.shape[-1], "width": math.isqrt(weight.shape[1]),
+            "outputs": weight.shape[0]}  # fmt: skip
+
+
 def _aligned_errors(given: Arguments) -> dict[str, Any]:
     frames, points = given["frames"], given["points"]
     rows = frames.shape[-3]
@@ -150,6 +156,7 @@ CASES: dict[str, Callable[[Arguments], dict[str, Any]]] = {
     "triangle_factor": lambda given: _positions(given["y"]),
     "triangle_multiplication": _triangle_multiplication,
     "outer_product": _outer_product,
+    "outer_product_mean": _outer_product_mean,
     "aligned_errors": _aligned_errors,
     "overlaps": lambda given: {"rows": 1, "length": given["atoms"].shape[-2]},
 }
