@@ -77,6 +77,9 @@ class _Operations(TorchDispatchMode):
             return torch.ones(there[0].shape, dtype=kwargs.get("dtype") or there[0].dtype)
         if there and _depends(name, args, kwargs):
             self.found.append(f"{_place()}: {name}")
+        if there and name == "copy" and not args[0].is_meta and (kwargs.get("non_blocking") or args[2:] == (True,)):
+            self.found.append(f"{_place()}: a copy to the host begins")
+            return args[0].fill_(1)
         # Of one number of the host each kernel takes a copy when it is launched.
         if there and any(not t.is_meta and t.dim() for t in given):
             self.found.append(f"{_place()}: {name} with a tensor of the host")

@@ -3,13 +3,18 @@
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold import host
 from warpfold.errors import UserError
 from warpfold.host import HostTensor, fetch, fetch_each, store
+from warpfold.parallel import execution
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import Plan
 
 ROWS, COLS = -3, -2
 CPU = torch.device("cpu")
@@ -22,10 +27,13 @@ def slices(count: int, size: int) -> list[slice]:
 @pytest.mark.parametrize("leading", [(), (2,)])
 @pytest.mark.parametrize("tile", [1, 4, 16])
 @pytest.mark.parametrize("size", [3, 4, 11])
+@pytest.mark.parametrize("gpu", [False, True])
 def test_what_is_stored_is_what_is_fetched(
-    leading: tuple[int, ...], tile: int, size: int, monkeypatch: pytest.MonkeyPatch
+    leading: tuple[int, ...], tile: int, size: int, gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """gpu: by copies of bands, as for a GPU."""
     monkeypatch.setattr(host, "SEGMENT", 200)  # bytes: several tiles, or less than one
+    monkeypatch.setattr(host, "backend", lambda _: "triton" if gpu else "cpu")
     shape = (*leading, 11, 11, 3)
     x = torch.randn(shape)
     kept = HostTensor(shape, x.dtype, CPU, tile)
@@ -37,6 +45,43 @@ def test_what_is_stored_is_what_is_fetched(
         for part, found in fetch_each(kept, slices(11, 5), other):
             assert torch.equal(found, fetch(x, part, other))
         x = x.flip(other)
+
+
+class Copies(TorchDispatchMode):
+    """The bytes of each copy between host memory and a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._opname == "_foreach_copy_":
+            assert all(x.is_contiguous() for each in args[:2] for x in each)  # else torch goes through other memory
+            self.found += [x.nbytes for x in args[1]]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("chunk", [4, 8])
+def test_to_a_gpu_whole_bands_travel_in_few_pieces(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows at once, columns tile by tile; every number once, but for the last tiles' room; and none is read in vain."""
+    for module in (host, execution):
+        monkeypatch.setattr(module, "backend", lambda _: "triton")
+    rows, c = 30, 2
+    z = Execution(Plan(chunk=chunk, in_place=True, offload=True)).pair_memory(torch.zeros(1), (rows, rows, c))
+    assert isinstance(z, HostTensor)
+    tiles = -(-rows // chunk)
+    row, tile = tiles * chunk**2 * c * 4, chunk**2 * c * 4
+    for axis, each in ((ROWS, [row]), (COLS, [tile] * tiles)):
+        with Copies() as copies:
+            for part, found in fetch_each(z, slices(rows, chunk), axis):
+                store(z, part, found, axis)
+        assert copies.found == each * 2 * tiles
+    with Copies() as copies:
+        fetch(z, slice(0, rows))
+    assert copies.found == [row] * tiles
+    with Copies() as copies:
+        store(z, slice(1, 3), torch.zeros(2, rows, c))
+    assert copies.found == [row] * 2  # what else is in the band is read before
 
 
 def test_an_ordinary_tensor_is_not_copied() -> None:

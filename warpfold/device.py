@@ -136,14 +136,26 @@ class Snapshot:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> "Snapshot":
-        """Begin to copy tensors by name; those on a GPU to pinned memory, behind what the current stream has to do."""
-        on_gpu = next((t.device for t in tensors.values() if t.is_cuda), None)
-        if on_gpu is None:
-            return cls({name: t.detach().clone() for name, t in tensors.items()}, None)
-        copies = {}
-        for name, t in tensors.items():
-            copies[name] = torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t.detach(), non_blocking=True)
-        return cls(copies, torch.cuda.current_stream(on_gpu).record_event())
+        """Begin to copy tensors by name; those on a GPU to pinned memory, behind what the current stream has to do.
+
+        Views of one buffer are copied with it at once, from the first to the last: of thousands of parameters each
+        would need pinned memory of its own, which takes the system longer to make than the copy.
+        """
+        buffers: dict[Hashable, list[str]] = {}
+        for name, x in tensors.items():
+            buffers.setdefault((x.untyped_storage()._cdata, x.dtype), []).append(name)
+        copies: dict[str, Tensor] = {}
+        for names in buffers.values():
+            views = [tensors[name].detach() for name in names]
+            begin = min(x.storage_offset() for x in views)
+            end = max(x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape, x.stride())) for x in views)
+            whole = views[0].as_strided((end + 1 - begin,), (1,), begin)
+            copy = torch.empty_like(whole, device="cpu", pin_memory=whole.is_cuda).copy_(whole, non_blocking=True)
+            for name, x in zip(names, views):
+                copies[name] = copy.as_strided(x.shape, x.stride(), x.storage_offset() - begin)
+        on_gpu = next((x.device for x in tensors.values() if x.is_cuda), None)
+        done = None if on_gpu is None else torch.cuda.current_stream(on_gpu).record_event()
+        return cls({name: copies[name] for name in tensors}, done)
 
     def wait(self) -> dict[str, Tensor]:
         """Return the copies when they are complete; called by a thread, only that one waits."""
@@ -261,6 +273,7 @@ class Offload:
 # Graphs
 
 
+ALIGNED = 512  # bytes, as of what torch allocates on a GPU
 Named = dict[str, Tensor]
 Function = Callable[[Mapping[str, Tensor]], Named]
 
@@ -282,13 +295,19 @@ class CUDARecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(device):
+            self._pool = torch.cuda.MemPool()
 
     def warm_up(self, function: Callable[[], Named]) -> Named:
-        """Call a function on the stream of the recording, where kernels, caches and workspaces are made ready."""
+        """Call a function on the stream of the recording, where kernels, caches and workspaces are made ready.
+
+        It takes its memory from the graphs' pool, which keeps it: elsewhere as much again would lie unused beside.
+        """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        # A pool serves the thread that asks for it, and a backward pass has another unless it is told not to.
+        backward = torch.autograd.set_multithreading_enabled(False)
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self._device), backward:
             results = function()
         current.wait_stream(self._stream)
         for result in results.values():
@@ -298,8 +317,9 @@ class CUDARecorder:
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
         """Capture a call of a function."""
         graph = torch.cuda.CUDAGraph()
+        pool: Any = self._pool.id
         # thread_local: the threads of a loader may allocate memory meanwhile.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
             results = function()
         return results, graph.replay
 
@@ -318,10 +338,18 @@ class _Graph:
     replay: Callable[[], None]
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Named:
-        for name, x in self.inputs.items():
-            x.copy_(inputs[name])
+        _copy_all(self.inputs, inputs)
         self.replay()
-        return {name: x.clone() for name, x in self.results.items()}
+        found = {name: torch.empty_like(x) for name, x in self.results.items()}
+        _copy_all(found, self.results)
+        return found
+
+
+def _copy_all(into: Named, given: Mapping[str, Tensor]) -> None:
+    """Copy tensors to others of their names, shapes and dtypes: one call for all of a dtype, as most are small."""
+    for dtype in {x.dtype for x in into.values()}:
+        names = [name for name, x in into.items() if x.dtype == dtype]
+        torch._foreach_copy_([into[name] for name in names], [given[name] for name in names])
 
 
 class Graphs:
@@ -334,12 +362,13 @@ class Graphs:
     refused: why calls were not replayed, and how often.  replayed: calls that were; recorded: graphs there are.
     """
 
-    MOST = 64  # graphs; each has memory for its inputs and results
+    MOST = 64  # graphs; each has memory for its results, and all share that of inputs
 
     def __init__(self) -> None:
         self.refused: Counter[str] = Counter()
         self.replayed = 0
         self._recorder: Recorder | None = None
+        self._inputs = torch.empty(0, dtype=torch.uint8)
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: called once
 
     @property
@@ -378,14 +407,24 @@ class Graphs:
 
     def _record(self, name: str, function: Function, inputs: Mapping[str, Tensor]) -> _Graph:
         assert self._recorder is not None
-        own = {key: x.detach().clone(memory_format=torch.contiguous_format) for key, x in inputs.items()}
+        own = self._place(inputs)
+        _copy_all(own, inputs)
         try:
             results, replay = self._recorder.record(lambda: function(own))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise UserError(f"plan.graph: {name} cannot be recorded ({error}); leave plan.graph at false") from error
+            raise UserError(f"plan.graph: {name} cannot be recorded ({error}); set plan.graph = false") from error
         return _Graph(own, results, replay)
+
+    def _place(self, like: Mapping[str, Tensor]) -> Named:
+        """Return memory for inputs of these shapes, in a buffer that serves one graph after another."""
+        sizes = [-(-x.nbytes // ALIGNED) * ALIGNED for x in like.values()]
+        if sum(sizes) > len(self._inputs):  # graphs that were recorded before keep the smaller one
+            device = next(x.device for x in like.values())
+            self._inputs = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        parts = zip(like.items(), self._inputs[: sum(sizes)].split(sizes))
+        return {name: part[: x.nbytes].view(x.dtype).view(x.shape) for (name, x), part in parts}
 
     def _refuse(self, reason: str) -> None:
         self.refused[reason] += 1

@@ -28,8 +28,9 @@ class HostTensor(Tensor):
     file without a name, in the system's folder for these (TMPDIR), which the system reads and writes as it has memory.
     On "meta" it has a shape alone.
 
-    It lies in square tiles, so that a block of rows and a block of columns are both made of pieces without gaps:
-    a column of rows would be one piece of c numbers for each row.
+    It lies in square tiles, one behind another, row of tiles after row of tiles.  What travels are bands of tiles:
+    those of some rows are one piece of memory, those of some columns as many as there are tiles, none with a gap.  On
+    the device a band is rearranged; so rows and columns that fill whole bands travel fastest, as the wire allows.
     No operation but `fetch` and `store` takes it: each would bring all of it to the device.
     Errors: UserError where the folder has not as much space.
     """
@@ -42,17 +43,16 @@ class HostTensor(Tensor):
         return made
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, tile: int) -> None:
-        """tile: rows and columns of a tile; slices that begin and end between tiles travel fastest."""
-        self._edge = tile
+        """tile: rows and columns of a tile, and so of a band."""
         *leading, rows, columns, channels = shape
+        self._edge, self._slot = tile, tile * tile * channels  # numbers of a tile; the last ones have room to spare
         self._leading, self._down, self._across = math.prod(leading), -(-rows // tile), -(-columns // tile)
-        self._slot = tile * tile * channels  # numbers of a tile
         self._per_segment = max(1, SEGMENT // max(1, self._slot * dtype.itemsize))  # tiles
-        slots = self._leading * self._down * self._across
-        self._segments = [] if device.type == "meta" else self._allocate(slots * self._slot)
         on_gpu = device.type == "cuda"
-        self._two = backend(self) == "triton"  # parts are on the device, also of a GPU that tensors on "meta" stand for
+        self._two = backend(self) == "triton"  # bands are on the device, also of a GPU that "meta" stands for
         self._in, self._out = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
+        self._segments = [] if device.type == "meta" else self._allocate()
+        self._slots = [slot for segment in self._segments for slot in segment.split(self._slot)] if self._two else []
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -64,36 +64,64 @@ class HostTensor(Tensor):
     def __deepcopy__(self, memo: Any) -> "HostTensor":
         raise RuntimeError("z lies in host memory, where there is one of it alone")
 
-    def _allocate(self, numbers: int) -> list[Tensor]:
-        """Return memory for so many numbers, in segments of whole tiles."""
-        each = self._per_segment * self._slot
+    def _allocate(self) -> list[Tensor]:
+        """Return memory for all tiles, in segments of whole ones; of a CPU in one."""
+        numbers, each = self._leading * self._down * self._across * self._slot, self._per_segment * self._slot
         if self.device.type != "cuda":
-            return list(in_file(numbers, self.dtype, "plan.offload").split(max(each, 1)))
+            memory = in_file(numbers, self.dtype, "plan.offload")
+            return list(memory.split(max(each, 1))) if self._two else [memory]
         sizes = [min(each, numbers - start) for start in range(0, numbers, each)]
         return [torch.zeros(size, dtype=self.dtype, pin_memory=True) for size in sizes]
 
-    def _pieces(self, part: slice, axis: int, block: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return views of the same numbers, tile by tile: in host memory, and in a block of some rows or columns."""
-        edge, channels = self._edge, self.shape[-1]
-        first, last = part.start // edge, -(-part.stop // edge)
-        block = block.view(self._leading, *block.shape[-3:])
-        by_rows = axis == ROWS
-        down, across = (range(first, last), range(self._across)) if by_rows else (range(self._down), range(first, last))
+    def _band(self, number: int, axis: int, read: bool = True) -> Tensor:
+        """Return a band [*, tiles, i, j, c]: of a CPU the memory itself, else a copy; not read: memory for one."""
+        edge, shape = self._edge, (self._leading, self._down, self._across)
+        if not self._two:
+            return self._segments[0].view(*shape, edge, edge, self.shape[-1]).select(1 if axis == ROWS else 2, number)
+        tiles = self._across if axis == ROWS else self._down
+        band = torch.empty((self._leading, tiles, edge, edge, self.shape[-1]), dtype=self.dtype, device=self.device)
+        if read and self._segments:
+            there, here = self._pieces(band, number, axis)
+            torch._foreach_copy_(here, there, non_blocking=True)
+        return band
+
+    def _pieces(self, band: Tensor, number: int, axis: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the pieces of memory, without gaps, in which a band lies in host memory and here, one for one."""
+        here = band.view(self._leading, -1, self._slot)
+        if axis != ROWS:
+            count = self._down * self._across
+            slots = [slot for lead in range(self._leading)
+                     for slot in self._slots[lead * count + number : (lead + 1) * count : self._across]]  # fmt: skip
+            return slots, list(here.flatten(0, 1).unbind())
+        there, parts, per = list[Tensor](), list[Tensor](), self._per_segment
         for lead in range(self._leading):
-            for i in down:
-                height = min(edge, self.shape[-3] - i * edge)
-                for j in across:
-                    width = min(edge, self.shape[-2] - j * edge)
-                    k = (lead * self._down + i) * self._across + j
-                    begin = k % self._per_segment * self._slot
-                    tile = self._segments[k // self._per_segment][begin : begin + height * width * channels]
-                    tile, here = tile.view(height, width, channels), block[lead]
-                    cut, at, length = (0, i, height) if by_rows else (1, j, width)
-                    low, high = max(part.start, at * edge), min(part.stop, at * edge + length)
-                    tile = tile.narrow(cut, low - at * edge, high - low)
-                    here = here.narrow(cut, low - part.start, high - low)
-                    other, begin = (1, j * edge) if by_rows else (0, i * edge)
-                    yield tile, here.narrow(other, begin, width if by_rows else height)
+            first = (lead * self._down + number) * self._across
+            at, end = first, first + self._across
+            while at < end:  # a row of tiles may go on in the next segment
+                stop = min(end, (at // per + 1) * per)
+                inside = slice(at % per * self._slot, (at % per + stop - at) * self._slot)
+                there.append(self._segments[at // per][inside])
+                parts.append(here[lead, at - first : stop - first].flatten())
+                at = stop
+        return there, parts
+
+    def _matching(
+        self, band: Tensor, number: int, part: slice, block: Tensor, axis: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield views of the same numbers, in a band of tiles and in a block [*, i, j, c] of some rows or columns."""
+        edge, low = self._edge, number * self._edge
+        some = slice(max(part.start, low), min(part.stop, low + edge))
+        if axis == ROWS:
+            tiles = band[:, :, some.start - low : some.stop - low].transpose(1, 2)  # [*, i, tiles, j, c]
+            here, along = block[:, some.start - part.start : some.stop - part.start], 2
+        else:
+            tiles = band[:, :, :, some.start - low : some.stop - low]  # [*, tiles, i, j, c]
+            here, along = block[:, :, some.start - part.start : some.stop - part.start], 1
+        full, rest = divmod(here.shape[along], edge)
+        if full:
+            yield tiles.narrow(along, 0, full), here.narrow(along, 0, full * edge).unflatten(along, (full, edge))
+        if rest:  # of the last tile
+            yield tiles.select(along, full).narrow(along, 0, rest), here.narrow(along, full * edge, rest)
 
     def _start(self, part: slice, axis: int) -> Upload:
         """Begin to copy some rows or columns to the device."""
@@ -101,10 +129,15 @@ class HostTensor(Tensor):
         shape[axis] = part.stop - part.start
         with torch.cuda.stream(self._in):  # nothing without a stream
             block = torch.empty(shape, dtype=self.dtype, device=self.device)
-            if self.device.type != "meta":
-                for tile, here in self._pieces(part, axis, block):
-                    here.copy_(tile, non_blocking=True)
+            for number in self._bands(part):
+                band = self._band(number, axis)
+                for tiles, here in self._matching(band, number, part, block.view(self._leading, *shape[-3:]), axis):
+                    here.copy_(tiles)
             return Upload(block, None if self._in is None else self._in.record_event())
+
+    def _bands(self, part: slice) -> range:
+        """Return in which bands some rows or columns lie; on "meta" a CPU has none."""
+        return range(part.start // self._edge, -(-part.stop // self._edge)) if self._segments or self._two else range(0)
 
     def _settle(self) -> None:
         """Have what is fetched from now on be what was stored before."""
@@ -132,14 +165,19 @@ class HostTensor(Tensor):
 
     def store(self, part: slice, new: Tensor, axis: int = ROWS) -> None:
         """Write some rows (or columns); on a GPU behind what the current stream has to do."""
-        if self.device.type == "meta":
-            return
         new = new.detach().to(self.dtype).expand(*self.shape[:-3], *new.shape[-3:])
+        new = new.reshape(self._leading, *new.shape[-3:])
         if self._out is not None:
             self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
-            for tile, here in self._pieces(part, axis, new.contiguous() if self._leading > 1 else new):
-                tile.copy_(here, non_blocking=True)
+            for number in self._bands(part):
+                low, high = number * self._edge, min((number + 1) * self._edge, self.shape[axis])
+                band = self._band(number, axis, read=part.start > low or part.stop < high)  # where not all of it is new
+                for tiles, here in self._matching(band, number, part, new, axis):
+                    tiles.copy_(here)
+                if self._two and self._segments:
+                    there, pieces = self._pieces(band, number, axis)
+                    torch._foreach_copy_(there, pieces, non_blocking=True)
         if self._out is not None:
             new.record_stream(self._out)
 

@@ -285,7 +285,7 @@ NAMES = {op.name: name for name, op in OPS.items()}  # --op and tables call gate
 def key(op: Op[..., Tensor], args: Sequence[Any]) -> tuple[object, ...]:
     """The sizes of a call: of every tensor its numbers and last axis; and whether it draws its dropout factors."""
     named = zip(inspect.signature(op.definition).parameters, args)
-    name, given = NAMES.get(op.name, op.name), {what: x for what, x in named if what not in ("mask", "count")}
+    name, given = NAMES.get(op.name, op.name), {what: x for what, x in named if not what.endswith("mask")}
     if name == "norm_linear":  # how many projections of a tensor are joined depends on the plan
         given = {"x": args[0]}
     elif name == "triangle_multiplication":  # templates are one square in a case, and several in the model

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import tiny_config
+from tests.helpers import as_multimer, tiny_config
 from warpfold.cost import planner
 from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.links import Cluster, Link
@@ -108,13 +108,28 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize(
     ("of_z", "chunk", "offload"),
-    [(6, None, False), (5.9, 512, False), (2.3, 64, False), (2.02, 8, False), (1.3, 8, True)],
+    [(6, None, False), (5.9, 512, False), (2.3, 64, False), (2.02, 8, False), (1.3, 32, True)],
 )
 def test_a_fold_computes_as_much_at_once_as_fits(of_z: float, chunk: int | None, offload: bool) -> None:
     choice = choose(job(), machine(of_z * 100 * 2048**2))
     assert (choice.plan.chunk, choice.plan.in_place, choice.plan.offload) == (chunk, chunk is not None, offload)
     assert choice.plan.precision == "fp32"  # never lowered
     assert choice.memory.peak <= choice.machine.free
+
+
+def test_on_a_gpu_examples_have_few_shapes_where_graphs_may_replay_their_passes() -> None:
+    found = candidates(training(4), machine(devices=4), {})
+    assert any(plan.axial > 1 for plan in found)
+    assert any(plan.offload for plan in found)
+    for plan in found:
+        may = plan.axial == 1 and not plan.offload
+        assert (plan.sizes, plan.why_no_graphs("cuda") is None) == (planner.SIZES if may else 0, may)
+    assert candidates(training(4), machine(), {"sizes": 5})[0].sizes == 5
+    assert candidates(training(4), machine(), {"graph": False})[0].sizes == 0
+    assert candidates(training(4), replace(machine(), kind="cpu"), {})[0].sizes == 0
+    assert candidates(job(), machine(), {})[0].sizes == 0
+    complexes = replace(training(4), model=as_multimer(training(4).model))
+    assert candidates(complexes, machine(), {})[0].sizes == 0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from warpfold.cost.links import Cluster, Link
 from warpfold.cost.planner import parameters
 from warpfold.cost.rates import TORCH, of_gpu
 from warpfold.cost.record import Await, Begin, Operation, RecordedStep, record, traffic
-from warpfold.cost.replay import Span, step_time
+from warpfold.cost.replay import Pace, Span, replay, step_time
 from warpfold.cost.simulation import Scenario, simulate
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig
@@ -91,6 +91,27 @@ def test_only_the_last_example_of_a_rank_sends_gradients() -> None:
     assert traffic(found.last)["data", "backward"]
     one, three = (sum(e.times for e in s.step(0) if isinstance(e, Operation)) for s in (recorded(Plan(data=2)), found))
     assert three > 2.5 * one
+
+
+def test_recorded_passes_are_launched_at_once_and_what_overlapped_them_follows() -> None:
+    """An example on each of two ranks, whose gradients would travel while it goes backward."""
+    few, own = Plan(data=2, sizes=1), Plan(data=2, sizes=1, graph=False)
+    graphs, eager = (recorded(plan, gpu=True) for plan in (few, own))
+    for part in ("early", "last"):
+        first, *others = (e for e in getattr(graphs, part) if isinstance(e, Operation))
+        assert not first.replayed
+        assert all(one.replayed for one in others)
+        kernels = sum(e.launches for e in getattr(eager, part) if isinstance(e, Operation))
+        assert sum(one.launches for one in others) == pytest.approx(kernels, rel=0.02)
+    assert not any(e.replayed for e in graphs.update if isinstance(e, Operation))
+    assert all(e.replayed for e in recorded(Plan(sizes=1), gpu=True).update[1:] if isinstance(e, Operation))
+    cluster = Cluster(ranks=2, per_node=1, within=Link(1e-6, 1e9), between=Link(1e-6, 1e9))
+    pace = Pace.of(of_gpu("H100"), cluster)
+    replayed, launched = replay(graphs.step(1), few, pace), replay(eager.step(1), own, pace)
+    assert replayed.launch < launched.launch / 4
+    assert traffic(graphs.last)["data", "backward"][1] < 100 < traffic(eager.last)["data", "backward"][1]
+    assert replayed.sent == pytest.approx(launched.sent, rel=0.01)
+    assert replayed.hidden < launched.hidden
 
 
 def test_hierarchical_sums_go_within_nodes_first() -> None:

@@ -175,6 +175,13 @@ def test_the_host_is_waited_for_where_it_launches_more_slowly_than_the_device_co
     assert one.seconds == pytest.approx(1e-3 + 100e-6, rel=0.02)
 
 
+def test_what_a_graph_replays_the_host_does_not_launch() -> None:
+    entries: list[Entry] = [operation(1e-6, 8), *(replace(operation(1e-6), replayed=True) for _ in range(100))]
+    found = replay(entries, PLAN, pace(launch=5e-6))
+    assert found.seconds == pytest.approx(8 * 5e-6 + 100 * 1e-6, rel=0.02)
+    assert found.kernels == 108
+
+
 def test_what_is_begun_early_and_awaited_late_is_hidden() -> None:
     entries = [Begin(1, "all_gather", "axial", 10**6, "forward"), operation(5e-3), Await(1), operation(1e-3)]
     found = replay(entries, PLAN, pace())

@@ -12,16 +12,20 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.helpers import tiny_model
 from warpfold import files
 from warpfold.device import Snapshot
 from warpfold.engine import checkpoint as module
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
+from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.errors import UserError
 
 
@@ -307,6 +311,44 @@ def test_a_checkpoint_is_written_beside_and_holds_what_was_then(tmp_path: Path) 
         assert run.latest() is None
         go.set()
     assert torch.equal(run.load(1).tensors["weights.a"], torch.zeros(3))
+
+
+class Copies(TorchDispatchMode):
+    """How many numbers each copy has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._opname in ("copy_", "clone", "_to_copy"):
+            self.found.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_state_is_copied_as_the_buffers_in_which_it_lies_and_written_as_it_was(tmp_path: Path) -> None:
+    optimizer = Optimizer(tiny_model(), OptimConfig())
+    optimizer.weights.normal_()
+    state = optimizer.state()
+    apart = {name: x.clone() for name, x in state.items()}
+    with Copies() as copies:
+        copy = Snapshot.of(state)
+    for x in state.values():
+        x.add_(1)  # the next step
+    assert len(copies.found) == 5  # weights, average, two moments; the number of steps
+    for name, tensors in (("apart", apart), ("copy", copy.wait())):
+        save_file(tensors, tmp_path / name)
+    assert (tmp_path / "apart").read_bytes() == (tmp_path / "copy").read_bytes()
+
+
+def test_a_snapshot_is_of_any_tensors() -> None:
+    flat = torch.arange(20.0)
+    given = {"part": flat[2:8].view(2, 3).T, "one": flat[9], "none": flat[:0], "other": torch.tensor(3), "all": flat}
+    copies = Snapshot.of(given)
+    expected = {name: x.clone() for name, x in given.items()}
+    flat.zero_()
+    for name, x in copies.wait().items():
+        assert torch.equal(x, expected[name]), name
 
 
 def test_what_writing_beside_raises_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from tests.helpers import as_multimer, filled_model, random_batch, tiny_config
 from tests.laws.test_plans import Work, example
+from tests.ranks import run_ranks
 from tests.recorder import OperationRecorder
 from tests.training.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold import device
@@ -18,8 +19,10 @@ from warpfold.engine.learn import Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.errors import UserError
 from warpfold.model.losses import LossConfig
+from warpfold.parallel.compress import CompressionConfig
+from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
-from warpfold.parallel.mesh import Mesh
+from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
 from warpfold.training.train import train
@@ -42,22 +45,24 @@ def sample(index: int, recycles: int, work: Work = WORK) -> Sample:
     return Sample(index, f"example {index}", single)
 
 
-def learner(plan: Plan, config: OptimConfig, work: Work = WORK) -> Learner:
+def learner(plan: Plan, config: OptimConfig, work: Work = WORK, mesh: Mesh | None = None) -> Learner:
     settings = tiny_config(recycles=2, evoformer=replace(tiny_config().evoformer, blocks=1))
     model = filled_model(as_multimer(settings) if work.chains else settings).train()
-    Execution(plan).bind(model)
-    return Learner(model, Optimizer(model, config, batch=plan.batch), LOSSES, 5, Team())
+    execution = Execution(plan, mesh)
+    execution.bind(model)
+    optimizer = Optimizer(model, config, mesh, plan.sync, batch=plan.batch, overlap=not execution.records)
+    return Learner(model, optimizer, LOSSES, 5, Team(mesh=mesh or Mesh()))
 
 
 def steps(
-    plan: Plan, config: OptimConfig, work: Work = WORK, count: int = 4
+    plan: Plan, config: OptimConfig, work: Work = WORK, count: int = 4, mesh: Mesh | None = None
 ) -> tuple[list[list[float]], Named, Graphs]:
     """Some steps of training: what each example said, the state at the end, and the graphs."""
-    one, said = learner(plan, config, work), []
+    one, said = learner(plan, config, work, mesh), []
     for step in range(count):
         recycles = (2, 0, 1, 2)[step]
-        for first in range(0, config.accumulate, plan.batch):
-            index = step * config.accumulate + first
+        for first in range(0, one.optimizer.share, plan.batch):
+            index = step * config.accumulate + first + 10 * one.optimizer.mesh.data.rank
             found = one.learn([sample(index + i, recycles, work) for i in range(plan.batch)], recycles)
             said += [[float(x) for x in (*each.losses.values(), each.norm, each.lddt_ca)] for each in found]
         said.append([float(one.step(step))])
@@ -93,6 +98,37 @@ def test_a_replayed_step_is_the_step(name: str) -> None:
     assert graphs.recorded == 3  # a pass without gradient, the last pass, the update
     assert graphs.replayed >= 5
     assert not graphs.refused
+
+
+RANKS = {  # of two data ranks; what they have begun to send in the backward pass, recorded ones send behind it
+    "shares of two and one": (OptimConfig(accumulate=3), SyncConfig(bucket=0.01)),
+    "an example each": (OptimConfig(accumulate=2), SyncConfig(bucket=0.01)),
+    "whole steps clipped, lamb, sharded state": (
+        OptimConfig(name="lamb", accumulate=4, clip="step", warmup_steps=2),
+        SyncConfig(shard_state=True, bucket=0.01),
+    ),
+    "int8": (OptimConfig(accumulate=2, compression=CompressionConfig(method="int8", start=1)), SyncConfig()),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_data_ranks_record_their_passes_and_send_what_they_would(name: str) -> None:
+    config, sync = RANKS[name]
+    plan = Plan(data=2, sync=sync, graph=False)
+
+    def on_a_rank() -> bool:
+        mesh = make_mesh(2)
+        expected, weights, _ = steps(plan, config, mesh=mesh)
+        found, replayed, graphs = steps(replace(plan, graph=True), config, mesh=mesh)
+        assert found == expected
+        for key in weights:
+            assert torch.equal(replayed[key], weights[key]), key
+        assert graphs.recorded == 2  # a pass without gradient, the last pass; not the update, in which ranks exchange
+        assert graphs.replayed > 4
+        assert not graphs.refused
+        return True
+
+    assert run_ranks(on_a_rank, 2) == [True, True]
 
 
 def test_a_gradient_that_is_not_finite_is_left_out_by_a_graph_too() -> None:
@@ -186,15 +222,28 @@ def test_why_a_plan_has_no_graphs() -> None:
     features = random_batch(passes=2)
     model = Execution(Plan(graph=True, offload=True)).bind(filled_model(tiny_config())).train()
     model.recycle(features, 1)
-    assert list(model.execution.graphs.refused) == ["graph of early_pass: plan.offload, whose copies are not recorded"]
-
-
-def test_why_several_processes_have_no_graphs() -> None:
-    mesh = replace(Mesh(), world=replace(Mesh().world, size=2))
-    model = Execution(Plan(graph=True), mesh).bind(filled_model(tiny_config())).train()
-    model.recycle(random_batch(passes=2), 1)
-    reason = "graph of early_pass: several processes, whose messages are not recorded"
+    reason = "graph of early_pass: the copies of plan.offload are not recorded"
     assert list(model.execution.graphs.refused) == [reason]
+
+
+def test_where_graphs_are_recorded_unless_it_is_said() -> None:
+    few = Plan(sizes=2, data=8)
+    assert few.graph == "auto"
+    assert few.why_no_graphs("cuda") is None
+    for changes, kind, why in (
+        ({}, "cpu", "a cpu has no graphs"),
+        ({"graph": False}, "cuda", "plan.graph is false"),
+        ({"axial": 2}, "cuda", "ranks that share an example send to each other"),
+        ({"branch": 2, "graph": True}, "cuda", "ranks that share an example send to each other"),
+        ({"offload": True}, "cuda", "the copies of plan.offload"),
+        ({"sizes": 0}, "cuda", "too many shapes; plan.sizes"),
+    ):
+        assert str(replace(few, **changes).why_no_graphs(kind)).count(why) == 1  # type: ignore[arg-type]
+    assert replace(few, sizes=0, graph=True).why_no_graphs("cuda") is None
+    for graph, records in (("auto", False), (False, False), (True, True)):  # on a CPU
+        execution = Execution(replace(few, graph=graph))
+        execution.bind(torch.nn.Linear(1, 1))
+        assert execution.records is records
 
 
 def test_a_run_with_graphs_is_the_run(tmp_path: Path) -> None:

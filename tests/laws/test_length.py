@@ -4,16 +4,19 @@ import tempfile
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import random_batch, tiny_config, tiny_model
 from warpfold.cost.fake import Memory
 from warpfold.host import HostTensor, fetch
 from warpfold.model.evoformer import Evoformer, EvoformerBlock, EvoformerConfig
-from warpfold.ops import dispatch
+from warpfold.ops import dispatch, triangle
+from warpfold.ops.dispatch import Kernels
 from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan, Precision
@@ -121,6 +124,45 @@ def test_with_z_in_host_memory_there_is_one_factor(device: str, layers: tuple[st
     plan = Plan(chunk=4, in_place=True, offload=True, precision="bf16")
     peak, what = trunk_memory(plan, device, layers)
     assert 1 < peak <= 1.1, what
+
+
+class Products(TorchDispatchMode):
+    """How far apart the rows of matrices lie that are multiplied, and of their product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pitches: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._opname == "bmm":
+            self.pitches += [max(x.stride()[-2:]) for x in (*args, out)]
+        return out
+
+
+def products_in_slices(z: Tensor, kernels: Kernels) -> tuple[Tensor, list[int]]:
+    """z after both triangle products of a block, in slices, and the pitches of what was multiplied."""
+    torch.manual_seed(0)
+    block = EvoformerBlock(4, 8, tiny_config().evoformer).eval()
+    for p in block.parameters():
+        nn.init.normal_(p, std=0.3)
+    Execution(Plan(chunk=8, in_place=True, precision="bf16", kernels=kernels)).bind(block)
+    with Products() as products, torch.no_grad():
+        for layer in (block.pair.outgoing, block.pair.incoming):
+            z = layer(z, torch.ones(z.shape[:-1]))
+    return z, products.pitches
+
+
+def test_sliced_products_on_a_gpu_have_rows_at_wide_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any length: cuBLAS reads and writes rows in wide words where these are multiples of 16 bytes apart."""
+    with dispatch.standing_for("cuda"), unlaunched(), torch.device("meta"):
+        _, pitches = products_in_slices(torch.empty(43, 43, 8, dtype=torch.bfloat16), "fast")
+    assert pitches
+    assert not any(pitch % 8 for pitch in pitches)
+    z = torch.randn(43, 43, 8).bfloat16()
+    expected, _ = products_in_slices(z.clone(), "definition")
+    monkeypatch.setattr(triangle, "backend", lambda _: "triton")
+    assert torch.equal(products_in_slices(z.clone(), "definition")[0], expected)
 
 
 @pytest.mark.parametrize("templates", [0, 3])

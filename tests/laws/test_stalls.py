@@ -13,19 +13,25 @@ from tests.helpers import as_multimer, tiny_config
 from tests.ops.triton.model_launches import one_block
 from tests.stalls import Stalls
 from tests.training.runs import make_store, rows, tiny_run
-from warpfold.cost.fake import fake_batch
+from warpfold.cost.fake import Memory, fake_batch, fake_mesh
+from warpfold.data.load.loader import Sample
+from warpfold.device import Snapshot
+from warpfold.engine.learn import Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.losses import LossConfig, ca_lddt, total_loss
+from warpfold.parallel.compress import CompressionConfig, Method
+from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
+from warpfold.parallel.team import Team
 from warpfold.scoring import metrics
 from warpfold.training.train import train
 
 SIZES = {"pass": 1, "res": 9, "seq": 4, "extra": 5, "tmpl": 2}
 LOSSES = LossConfig(predicted_aligned_error=0.1, experimentally_resolved=0.01, violation=1.0, scale_by_length=True)
 AT_THE_END = {  # of a step, whatever the number of its examples
-    "training/results.py: a tensor is read": 1,  # losses, terms, norms and lDDT of its examples, for the log
+    "device.py: a copy to the host begins": 1,  # losses, terms, norms and lDDT of its examples, for the log
 }
 
 
@@ -62,6 +68,41 @@ def test_neither_examples_nor_an_update_wait_for_anything(name: str) -> None:
     assert update.found == []
 
 
+def compressed(method: Method, **more: float) -> OptimConfig:
+    return OptimConfig(accumulate=8, compression=CompressionConfig(method=method, start=0, **more))  # type: ignore[arg-type]
+
+
+RANKS = {  # whether passes are recorded as graphs; examples of each rank are two, but where there is no room for them
+    "plain": (False, OptimConfig(accumulate=8), SyncConfig()),
+    "an example each, sent early": (False, OptimConfig(accumulate=4), SyncConfig()),
+    "recorded, sharded state, norms": (True, OptimConfig(accumulate=8, clip="step"), SyncConfig(shard_state=True)),
+    "recorded, lamb, bf16 sums": (True, OptimConfig(accumulate=4, name="lamb"), SyncConfig(strategy="bf16")),
+    "powersgd": (False, compressed("powersgd", rank=1), SyncConfig()),
+    "topk": (False, compressed("topk"), SyncConfig()),
+    "int8": (True, compressed("int8"), SyncConfig()),
+    "1bit": (False, compressed("1bit"), SyncConfig()),
+}
+
+
+@pytest.mark.parametrize("name", RANKS)
+def test_data_ranks_wait_for_nothing_of_each_others(name: str) -> None:
+    """What they exchange is awaited by the device alone."""
+    recorded, config, sync = RANKS[name]
+    batch = fake_batch(**SIZES)
+    with fake_mesh(data=4) as mesh:
+        with Memory():  # what is compared at the start is the same
+            model = AlphaFold(one_block(tiny_config())).train().to("meta")
+            Execution(Plan(data=4), mesh).bind(model)
+            optimizer = Optimizer(model, config, mesh, sync, overlap=not recorded, whole=True)
+        learner = Learner(model, optimizer, LOSSES, 0, Team(mesh=mesh))
+        total_loss(model(batch, recycles=0), batch, LOSSES)
+        with Stalls() as stalls:
+            for index in range(optimizer.share):
+                learner.learn([Sample(index, "", batch)], 1)
+            learner.step(0)
+    assert stalls.found == []
+
+
 def test_examples_of_a_complex_wait_for_nothing_once_it_is_known_whose_truth_is_whose() -> None:
     """All losses of the fine-tuned multimer.  `with_truth` waits: it is called before, where a chain has copies."""
     model = AlphaFold(one_block(as_multimer(tiny_config()))).train().to("meta")
@@ -82,6 +123,10 @@ def test_a_step_of_training_waits_once(tmp_path: Path, monkeypatch: pytest.Monke
         "warpfold.training.train.save", lambda *_: None
     )  # a thread writes, where there is no such device
     seen: list[dict[str, int]] = []
+    order: list[str] = []
+    for where, what in ((Learner, "step"), (Snapshot, "wait")):
+        function = getattr(where, what)
+        monkeypatch.setattr(where, what, lambda *given, f=function, name=what: order.append(name) or f(*given))
     with Stalls() as stalls:
 
         def row(_: object) -> None:
@@ -92,6 +137,7 @@ def test_a_step_of_training_waits_once(tmp_path: Path, monkeypatch: pytest.Monke
         train(config, make_store(tmp_path / "store"), tmp_path / "run", device="meta", watch=row)
     assert [row["kind"] for row in rows(tmp_path / "run")] == ["step"] * 2
     assert seen[1:] == [AT_THE_END]  # before the first row tables of constants go to the device
+    assert order == ["step", "wait"] * 2  # when all of the step was given to the device
 
 
 def test_what_waits_is_seen() -> None:

@@ -19,7 +19,7 @@ from warpfold.ops.attention import attention, gated_attention, global_attention
 from warpfold.ops.dispatch import Op, empty_like
 from warpfold.ops.linear import empty_projected, gate, gated_linear_residual, layer_norm, norm_linear
 from warpfold.ops.noise import Noise
-from warpfold.ops.outer import outer_product
+from warpfold.ops.outer import outer_product, outer_product_mean
 from warpfold.ops.pairs import aligned_errors, overlaps
 from warpfold.ops.transition import HALVES, transition
 from warpfold.ops.triangle import triangle_factor, triangle_multiplication
@@ -226,13 +226,32 @@ def transitions(
 
 
 def outers(
-    draw: Draw, batches: int, s: int, i: int, j: int, c: int, d: int, z: int, biased: bool = True, divided: bool = True
-) -> tuple[Any, ...]:
-    """divided: the bias too; a and b lie as halves of a projection."""
-    count = draw(batches, i, j, 1).abs().round() + 1e-3  # 0 where no sequence has both
-    count = count if divided else count.clamp(min=1)
-    values = [draw(batches, s, i, c, pad=8), draw(batches, s, j, d, pad=3), draw.weight(z, c * d)]
-    return [*values, draw(z) if biased else None, count, divided], draw(batches, i, j, z, pad=5)
+    draw: Draw, batches: int, s: int, i: int, j: int, c: int, d: int, z: int, biased: bool = True, divided: bool = True,
+    alone: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """divided: the bias too; alone: without z.  a and b lie as halves of a projection; some pairs no sequence has."""
+    a_mask, b_mask = draw.mask(batches, s, i), draw.mask(batches, s, j)
+    a, b = draw(batches, s, i, c, pad=8) * a_mask[..., None], draw(batches, s, j, d, pad=3) * b_mask[..., None]
+    a_mask[..., 0], b_mask[..., -1] = 0, 0  # though factors have something there
+    pair = None if alone else draw(batches, i, j, z)
+    how = a_mask, b_mask, pair, *((1e-3, 0.0) if divided else (0.0, 1.0)), divided
+    return [a, b, draw.weight(z, c * d), draw(z) if biased else None, *how], draw(batches, i, j, z, pad=5)
+
+
+def outer_means(
+    draw: Draw, lead: Shape, s: int, r: int, c: int, h: int, z: int, biased: str = "nwo", divided: bool = True,
+    alone: bool = False, turned: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """biased: which of the norm, the projection and the output have a bias; turned: residues before sequences."""
+    order = (*range(len(lead)), len(lead) + 1, len(lead), len(lead) + 2) if turned else None
+    x, mask = draw(*lead, s, r, c, order=order, pad=8), draw.mask(*lead, s, r)
+    mask[..., 0] = 0
+    of_norm, of_projection, of_out = (k in biased for k in "nwo")
+    into = *draw.norm(c, of_norm), draw.weight(2 * h, c), draw(2 * h) if of_projection else None
+    out_of = draw.weight(z, h * h), draw(z) if of_out else None
+    pair = None if alone else draw(*lead, r, r, z)
+    how = mask, pair, *((1e-3, 0.0) if divided else (0.0, 1.0)), divided
+    return [x, *into, *out_of, *how, 1e-5], draw(*lead, r, r, z, pad=5)
 
 
 def triangles(
@@ -370,6 +389,12 @@ _TABLE: dict[Op[..., Tensor], tuple[Callable[..., tuple[Any, ...]], dict[str, tu
         "as the model's": (1, 9, 17, 18, 8, 32, 40), "odd": (2, 70, 5, 9, 6, 11, 37),
         "one sequence, no bias": (1, 1, 16, 3, 8, 8, 12, False), "many outputs": (1, 3, 2, 5, 5, 16, 140),
         "odd, added last": (2, 20, 5, 9, 6, 11, 37, True, False), "wide factors": (1, 5, 3, 2, 9, 64, 20),
+        "alone": (2, 5, 7, 6, 8, 8, 12, True, False, True),
+    }),
+    outer_product_mean: (outer_means, {
+        "as the model's": ((), 9, 18, 32, 8, 40), "odd, no biases": ((2,), 21, 5, 20, 5, 37, "", False, True),
+        "added last, turned": ((2,), 7, 9, 24, 6, 12, "nwo", False, False, True),
+        "two batches, wide": ((2, 2), 3, 4, 300, 16, 20, "nw"), "one residue": ((), 3, 1, 16, 8, 8),
     }),
     triangle_multiplication: (triangles, {
         "outgoing": ((), 16, 64, 32, True, False, True, False, "given"),

@@ -185,15 +185,12 @@ def test_what_lies_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -
         implementation("transition_backward", x)(x, x, *parameters)
     assert seen.elements == x.numel()
     monkeypatch.setattr(outer, "PRODUCTS", 2000)
-    a, b, weight, count = (
-        torch.randn(2, 9, 13, 5),
-        torch.randn(2, 9, 7, 6),
-        torch.randn(11, 30),
-        torch.ones(2, 13, 7, 1),
-    )
+    a, b, weight = torch.randn(2, 9, 13, 5), torch.randn(2, 9, 7, 6), torch.randn(11, 30)
+    masks = torch.ones(2, 9, 13), torch.ones(2, 9, 7)
     with Largest() as seen:
-        out = implementation("outer_product", a)(a, b, weight, weight[:, 0], count, True)
-        implementation("outer_product_backward", a)(out, a, b, weight, weight[:, 0], count, True)
+        how = *masks, None, 1e-3, 0.0, True
+        out, share = implementation("outer_product", a)(a, b, weight, weight[:, 0], *how)
+        implementation("outer_product_backward", a)(out, a, b, weight, weight[:, 0], share, True)
     assert seen.elements <= max(out.numel(), 2000) < 2 * 13 * 7 * 30
 
 

@@ -134,6 +134,6 @@ def test_no_operation_makes_a_word_of_nothing() -> None:
         (gate, (nobody, nobody)),
         (norm_linear, (nobody, row, row, torch.ones(4, 8))),
         (attention, (nobody[:, :, None], nobody[:, :, None], nobody[:, :, None], torch.ones(0, 5))),
-        (outer_product, (nobody, nobody, torch.ones(4, 64), torch.ones(4), torch.ones(5, 5, 1))),
+        (outer_product, (nobody, nobody, torch.ones(4, 64), torch.ones(4), torch.ones(0, 5), torch.ones(0, 5))),
     ):
         assert operation.unsupported_reason(*arguments) == dispatch.EMPTY  # type: ignore[attr-defined]

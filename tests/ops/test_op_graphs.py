@@ -15,7 +15,7 @@ from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, gated_attention, global_attention
 from warpfold.ops.linear import gate, gated_linear_residual, layer_norm, norm_linear
 from warpfold.ops.noise import DropoutFactors
-from warpfold.ops.outer import outer_product
+from warpfold.ops.outer import outer_product, outer_product_mean
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor, triangle_multiplication
 
@@ -72,8 +72,8 @@ def everything(x: Tensor, m: Tensor, weight: Tensor, square: Tensor) -> Tensor:
     x = x + global_attention(x, n, n, mask)
     x = transition(x, weight, weight, square, weight, square, weight)
     factor = triangle_factor(x, n, mask)
-    count = m.sum((0, 2)).view(3, 1, 1).expand(3, 3, 1)
-    return factor.sum() + outer_product(m, m, torch.cat([square] * 16, 1), weight, count)
+    of_m = m.select(-1, 0)
+    return factor.sum() + outer_product(m, m, torch.cat([square] * 16, 1), weight, of_m, of_m)
 
 
 @pytest.mark.parametrize(("kernels", "dynamic"), [("fast", False), ("strict", False), ("fast", True)])
@@ -102,6 +102,14 @@ def test_a_whole_layer_is_one_node(gpu: None, drawn: bool) -> None:
     x, mask, row, weight, out = cuda(3, 3, 16), cuda(3, 3), cuda(16), cuda(80, 16), cuda(16, 16)
     key = torch.zeros(2, dtype=torch.int64, device="cuda")
     assert traced(multiplied, x, mask, row, weight, out, key) == [Counter(triangle_multiplication=1)]
+
+
+def test_a_whole_outer_product_mean_is_one_node(gpu: None) -> None:
+    def updated(m: Tensor, mask: Tensor, row: Tensor, weight: Tensor, out: Tensor, z: Tensor) -> Tensor:
+        return outer_product_mean(m, row, row, weight, row, out, row, mask, z)
+
+    args = cuda(5, 3, 16), cuda(5, 3), cuda(16), cuda(16, 16), cuda(16, 64), cuda(3, 3, 16)
+    assert traced(updated, *args) == [Counter(outer_product_mean=1)]
 
 
 @pytest.mark.parametrize("drawn", [False, True])

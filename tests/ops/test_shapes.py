@@ -16,7 +16,7 @@ from warpfold.ops import dispatch
 from warpfold.ops.attention import attention, gated_attention, global_attention
 from warpfold.ops.dispatch import Op, broadcast_shape, expands_to, modules
 from warpfold.ops.linear import gate, layer_norm, norm_linear
-from warpfold.ops.outer import outer_product
+from warpfold.ops.outer import outer_product, outer_product_mean
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor, triangle_multiplication
 
@@ -48,7 +48,14 @@ OPERANDS: dict[str, tuple[Op[..., Tensor], dict[str, Shape], dict[str, Any]]] = 
     "triangle_factor": (triangle_factor, {"y": (2, 3, 4, 16), "g": (2, 3, 4, 16), "mask": (2, 3, 4)}, {}),
     "outer_product": (
         outer_product,
-        {"a": (2, 7, 3, 4), "b": (2, 7, 5, 6), "weight": (8, 24), "bias": (8,), "count": (2, 3, 5, 1)},
+        dict(a=(2, 7, 3, 4), b=(2, 7, 5, 6), weight=(8, 24), bias=(8,), a_mask=(2, 7, 3), b_mask=(2, 7, 5),
+             z=(2, 3, 5, 8)),
+        {},
+    ),
+    "outer_product_mean": (
+        outer_product_mean,
+        dict(x=(2, 5, 3, 16), norm_weight=ROW, norm_bias=ROW, weight=(8, 16), bias=(8,), out_weight=(6, 16),
+             out_bias=(6,), mask=(2, 5, 3), z=(2, 3, 3, 6)),
         {},
     ),
     "gated_attention": (
@@ -77,7 +84,14 @@ KNOWN: dict[str, list[tuple[str, Shape]]] = {
     "gate": [("g", (3, 1, 16)), ("g", (16,)), ("x", (1, 4, 16)), ("g", (3, 3, 16)), ("x", (2, 3, 4, 16))],
     "transition": [("down", (1, 6)), ("down_bias", (1,)), ("up_bias", (1,)), ("down", (15, 6)), ("up", (6, 15))],
     "triangle_factor": [("mask", (2, 3, 1)), ("mask", (3, 1)), ("g", (2, 1, 4, 16)), ("mask", (2, 3, 3))],
-    "outer_product": [("b", (1, 7, 5, 6)), ("count", (3, 5, 1)), ("count", (2, 3, 5, 8)), ("count", (2, 3, 4, 1))],
+    "outer_product": [
+        *[("b", (1, 7, 5, 6)), ("a_mask", (7, 3)), ("b_mask", (2, 7, 1)), ("b_mask", (2, 1, 5)), ("z", (2, 3, 1, 8))],
+        *[("z", (3, 5, 8)), ("z", (2, 3, 5, 1)), ("weight", (8, 23))],
+    ],
+    "outer_product_mean": [
+        *[("weight", (9, 16)), ("weight", (6, 16)), ("bias", (9,)), ("bias", (1,)), ("out_weight", (6, 15))],
+        *[("mask", (2, 5, 1)), ("mask", (5, 3)), ("z", (2, 3, 1, 6)), ("z", (3, 3, 6)), ("out_bias", (1,))],
+    ],
     "gated_attention": [
         *[("x", (2, 4, 3, 16)), ("weight", (65, 16)), ("weight", (66, 16)), ("weight", (64, 15)), ("gate_bias", (65,))],
         *[("mask", (2, 4, 1)), ("mask", (4, 4)), ("bias", (2, 1, 4, 4)), ("bias", (2, 4, 4)), ("bias", (2, 3, 4, 4))],
@@ -134,7 +148,7 @@ def check(name: str, shapes: dict[str, Shape], dtype: torch.dtype = torch.float6
     """Assert that the operation, as chosen, is its definition or fails as that does, and that its fast path alone is
     the definition or fails; return whether the fast path takes these shapes."""
     op, given = OPERANDS[name][0], operands(name, shapes, dtype)
-    wanted = [n for n in shapes if n not in ("mask", "count")]
+    wanted = [n for n in shapes if not n.endswith("mask")]
     truth = outcome(op.definition, given, wanted)
     taken = op.unsupported_reason(**given) is None
     chosen = outcome(op.fast if taken else op.definition, given, wanted)  # though it is small
@@ -171,12 +185,13 @@ REGISTERED = (
     *("attention a bias a batch, 64 wide", "gate turned", "gated_linear_residual starting node", "overlaps of numbers"),
     *("norm_linear 128 to 40, no bias of the norm", "transition 24, turned", "triangle_factor in a batch, turned"),
     *("layer_norm 20, turned", "outer_product odd", "triangle_multiplication outgoing", "aligned_errors chains"),
-    "gated_attention batch, given bias",
+    *("outer_product_mean as the model's", "gated_attention batch, given bias"),
 )
 # Axes that no other operand has: positions, the width of values, outputs, and biases, which may be fewer than outputs.
 FREE = {("attention", "v", 4), *(("layer_norm", "x", i) for i in (0, 1)), *(("transition", "x", i) for i in (0, 1))}
 FREE |= {("norm_linear", "weight", 0), *(("norm_linear", "x", i) for i in (0, 1))}
 FREE |= {(f"norm_linear{back}", "bias", 0) for back in ("", "_backward")}
+FREE |= {(f"outer_product_mean{back}", "bias", 0) for back in ("", "_backward")}
 FREE |= {(f"gated_attention{back}", "gate_bias", 0) for back in ("", "_backward")}
 FREE |= {(f"triangle_multiplication{back}", "bias", 0) for back in ("", "_backward")}
 

@@ -14,9 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.training.runs import equal_tensors, make_store, poison, rows, scored, steps, tiny_run
 from warpfold import settings
+from warpfold.cli import train as command
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.engine import checkpoint, optim
@@ -26,8 +28,9 @@ from warpfold.errors import UserError
 from warpfold.model.weights.files import load_model
 from warpfold.parallel.plan import Plan
 from warpfold.training import examples as chosen
-from warpfold.training.config import RunConfig
+from warpfold.training.config import RunConfig, load_settings
 from warpfold.training.examples import draw_recycles, split
+from warpfold.training.planning import graphs_in_words
 from warpfold.training.results import ExampleResult, SkippedExamples, step_row, validation_row
 from warpfold.training.train import Summary, train
 from warpfold.training.validation import Validation
@@ -133,6 +136,52 @@ def test_or_it_is_skipped(store: Store, tmp_path: Path, monkeypatch: pytest.Monk
     train(tiny_run(steps=2, on_nonfinite="skip", validation=0.0), store, tmp_path / "run")
     assert [(r["skipped"], np.isfinite(r["loss"])) for r in rows(tmp_path / "run")] == [(0, True), (1, True)]
     assert all(p.isfinite().all() for p in load_model(tmp_path / "run/params.safetensors").parameters())
+
+
+def test_what_a_failure_saves_is_the_model_that_failed(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the step has been taken when it is known: with "stop" it changes nothing, with "skip" of what is left."""
+    train(tiny_run(steps=1, save_every=1, validation=0.0), store, tmp_path / "one")
+    poison(monkeypatch, 3)
+    with pytest.raises(UserError, match="is not finite"):
+        train(tiny_run(validation=0.0), store, tmp_path / "stop")
+    poison(monkeypatch, 3)
+    train(tiny_run(steps=2, on_nonfinite="skip", validation=0.0), store, tmp_path / "skip")
+    expected = load_file(tmp_path / "one/checkpoints/step-00000001/state.safetensors")
+    for name in ("stop", "skip"):
+        found = load_file(tmp_path / name / "failures/example-00000003/state.safetensors")
+        assert found.keys() < expected.keys()
+        assert all(torch.equal(x, expected[key]) for key, x in found.items())
+    after = load_file(tmp_path / "skip/checkpoints/step-00000002/state.safetensors")
+    assert any(not torch.equal(x, expected[key]) for key, x in after.items() if key.startswith("weights."))
+
+
+def test_a_run_says_first_whether_it_records_graphs(
+    store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = dataclasses.replace(tiny_run(steps=1, validation=0.0), plan=Plan(graph=True))
+    with caplog.at_level("INFO"):
+        found = command.train(config, store, tmp_path / "run", device="cpu")
+    assert "graphs: off, as a cpu has no graphs" in caplog.text
+    assert found.unrecorded
+    for plan, device, said in (
+        (Plan(), "cpu", ""),
+        (Plan(), "cuda", "off, as examples have too many shapes; plan.sizes pads them to few"),
+        (Plan(sizes=2), "cuda:1", "passes are recorded and replayed, examples padded to 2 sizes of each axis"),
+        (Plan(data=2, graph=True), "cuda", "passes are recorded and replayed; gradients travel when a step's last pass "
+         "is done, and not during it"),
+        (Plan(graph=True, offload=True), "cuda", "off, as the copies of plan.offload are not recorded"),
+    ):  # fmt: skip
+        assert graphs_in_words(plan, device) == said
+
+
+@pytest.mark.parametrize("graph", [True, False, "auto"])
+def test_settings_of_before_are_read(graph: Any) -> None:
+    given = load_settings({"base": "tiny", "plan": {"graph": graph}})
+    assert given.config().plan.graph == graph
+    with pytest.raises(UserError, match=r'plan\.graph = "on": true or false or one of "auto" expected'):
+        load_settings("tiny", ['plan.graph="on"']).config()
 
 
 def test_a_run_can_begin_from_other_parameters(store: Store, unbroken: Path, tmp_path: Path) -> None:

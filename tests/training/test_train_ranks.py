@@ -17,9 +17,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.ranks import RankError, run_ranks
+from tests.recorder import OperationRecorder
 from tests.training.runs import equal_tensors, make_store, rows, steps, tiny_run
 from tests.training.test_train import damage
-from warpfold import settings
+from warpfold import device, settings
 from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.links import Cluster, Link
 from warpfold.cost.machine import Machine
@@ -153,6 +154,22 @@ def test_unequal_shares_train_what_one_device_trains(store: Store, tmp_path: Pat
     train_on_ranks(three, store, tmp_path / "again")
     assert rows(tmp_path / "again") == rows(tmp_path / "three")
     assert equal_tensors(tmp_path / "again/params.safetensors", tmp_path / "three/params.safetensors")
+
+
+def test_ranks_that_replay_graphs_train_what_others_train(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unequal shares; stopped, and continued with what settings said before there was "auto"."""
+    monkeypatch.setattr(device, "find_recorder", lambda _: OperationRecorder())
+    plain = config_for(Plan(data=2, sizes=1, graph=False), accumulate=3, validation=0.0)
+    recorded = replace(plain, plan=replace(plain.plan, graph=True))
+    train_on_ranks(plain, store, tmp_path / "plain")
+    train_on_ranks(replace(recorded, train=replace(plain.train, steps=3)), store, tmp_path / "run")
+    for summary in train_on_ranks(recorded, store, tmp_path / "run"):
+        assert summary.finished
+        assert not summary.unrecorded
+    assert_alike(tmp_path / "run", tmp_path / "plain", kinds=("step",))
+    assert equal_tensors(tmp_path / "run/params.safetensors", tmp_path / "plain/params.safetensors")
 
 
 @pytest.mark.parametrize("method", ["powersgd", "topk", "int8", "1bit"])

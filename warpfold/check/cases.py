@@ -24,7 +24,7 @@ from warpfold.check.op_profile import (
 from warpfold.ops.attention import attention, gated_attention, global_attention
 from warpfold.ops.dispatch import Op
 from warpfold.ops.linear import EPS, gate, gated_linear_residual, layer_norm, norm_linear
-from warpfold.ops.outer import outer_product
+from warpfold.ops.outer import outer_product, outer_product_mean
 from warpfold.ops.pairs import aligned_errors, overlaps
 from warpfold.ops.transition import transition
 from warpfold.ops.triangle import triangle_factor, triangle_multiplication
@@ -325,9 +325,9 @@ class _OuterProduct(OpProfile):
     def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
         s, c, z = case.length, case.channels, case.outputs
         a, b = draw.normal(s, case.rows, c), draw.normal(s, case.attended, c)
-        weight = draw.parameter(z, c * c, scale=1 / c)
-        count = torch.full((case.rows, case.attended, 1), s + 1e-3, device=draw.device, dtype=draw.dtype)
-        return a, b, weight, draw.parameter(z), count
+        masks = (torch.ones(s, n, device=draw.device) for n in (case.rows, case.attended))
+        into = draw.parameter(z, c * c, scale=1 / c), draw.parameter(z)
+        return a, b, *into, *masks, draw.normal(case.rows, case.attended, z)
 
     def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
         """Count the product and its projection; backward three of the former (one recomputed), two of the latter."""
@@ -416,6 +416,49 @@ class _TriangleMultiplication(OpProfile):
         n = _square(case).length
         residues = f"{n} of {case.full_rows} residues" if case.full_rows else f"{n} residues"
         return f"{residues}, {case.channels} channels, inner {case.outputs}{dropout}"
+
+
+class _OuterProductMean(OpProfile):
+    """Algorithm 10 from the alignment, [rows, length], to the new pair representation; `width`: of a factor."""
+
+    name, op, tuned = "outer_product_mean", outer_product_mean, False  # its kernels are those of its parts
+    layers = ("outer product",)
+    kinds: ClassVar[Kinds] = {"msa": ALIGNMENTS}
+    odd = (
+        _at("outer_product_mean", "few residues", 33, 9, 64, 24, width=8),
+        _at("outer_product_mean", "odd channels", 5, 3, 20, 11, width=7),
+        _at("outer_product_mean", "more than a tile", 70, 19, 16, 136, width=16),
+    )
+
+    sizes: ClassVar[Sizes] = {"channels": "channels", "width": "hidden", "outputs": "outputs"}
+
+    def arguments(self, case: OpCase, draw: RandomTensors, masked: bool) -> tuple[Argument, ...]:
+        c, h, p, n = case.channels, case.width, case.outputs, case.length
+        into = draw.parameter(c, mean=1.0), draw.parameter(c), draw.parameter(2 * h, c, scale=c**-0.5)
+        out_of = draw.parameter(2 * h), draw.parameter(p, h * h, scale=1 / h), draw.parameter(p)
+        return draw.positions(case, c), *into, *out_of, draw.mask(case, masked), draw.normal(n, n, p)
+
+    def cost(self, case: OpCase, forward: bool, itemsize: int) -> Cost:
+        """Count the projections and the products; m and z are read and written, backward m and the gradients."""
+        products = PROFILES["outer_product"].cost(self._products(case), forward, itemsize)
+        positions, pairs = case.rows * case.length, case.length**2
+        flops = 4 * positions * case.channels * case.width * (1 if forward else 2)
+        moved = positions * case.channels * (1 if forward else 2) + (pairs * case.outputs if forward else 0)
+        return Cost(products.flops + flops, 0, products.bytes + moved * itemsize)
+
+    def _products(self, case: OpCase) -> OpCase:
+        """Return the case of the outer product alone."""
+        at = _at("outer_product", case.where, case.length, case.rows, case.width, case.outputs)
+        return replace(at, keys=case.length)
+
+    def example(self, kind: str, s: int, r: int) -> OpCase:
+        return _at(self.name, kind, s, r, 256, 128, width=32)
+
+    def numbers(self, case: OpCase) -> int:
+        return PROFILES["outer_product"].numbers(self._products(case))
+
+    def size(self, case: OpCase) -> str:
+        return f"{super().size(case)}, {case.width} of a factor -> {case.outputs}"
 
 
 class _GatedAttention(OpProfile):
@@ -554,8 +597,8 @@ PROFILES: Mapping[str, OpProfile] = {
     profile.name: profile
     for profile in (
         _Attention(), _GlobalAttention(), _GatedAttention(), _LayerNorm(), _NormLinear(), _Gate(),
-        _GatedLinearResidual(), _Transition(), _TriangleFactor(), _OuterProduct(), _TriangleMultiplication(),
-        _AlignedErrors(), _Overlaps(),
+        _GatedLinearResidual(), _Transition(), _TriangleFactor(), _OuterProduct(), _OuterProductMean(),
+        _TriangleMultiplication(), _AlignedErrors(), _Overlaps(),
     )
 }  # fmt: skip
 OPS = {name: profile.op for name, profile in PROFILES.items()}

@@ -20,7 +20,7 @@ from warpfold.ops.noise import DropoutFactors, Factors, Noise
 MASKED = 0.15  # the share of keys masked in checks, where the last row is masked throughout
 DROPPED = 0.25  # the dropout rate
 CONSTANT = (  # the arguments without a gradient
-    "mask", "factors", "count", "true_frames", "true_points", "frame_mask", "point_mask", "pair_mask",
+    "mask", "a_mask", "b_mask", "factors", "true_frames", "true_points", "frame_mask", "point_mask", "pair_mask",
     "exists", "index", "order", "chain", "slot",
 )  # fmt: skip
 ALIGNMENTS = ("128x256", "512x384")  # sequences x residues of initial training and of fine-tuning

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 # As in check/cases.py, which loads torch: --help does not.
 BENCHED = (
     "attention", "gated_attention", "layer_norm", "norm_linear", "gate", "tail", "transition", "triangle_factor",
-    "outer_product", "triangle_multiplication", "aligned_errors", "overlaps",
+    "outer_product", "outer_product_mean", "triangle_multiplication", "aligned_errors", "overlaps",
 )  # fmt: skip
-TUNED = tuple(one for one in BENCHED if one != "gated_attention")
+TUNED = tuple(one for one in BENCHED if one not in ("gated_attention", "outer_product_mean"))
 
 # The size of a random example that is timed or profiled; what is left out is that of the settings' training examples.
 Residues = Annotated[

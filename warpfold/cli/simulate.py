@@ -49,7 +49,7 @@ class SimulateCommand:
     branch: Branch = None
     change: Change = None
     recycles: Passes = None
-    graphs: Annotated[bool, runs("As if graphs held whole steps, messages too; the code's are for one process.")] = (
+    graphs: Annotated[bool, runs("As if graphs held whole steps, messages too; the code's hold the passes alone.")] = (
         False
     )
     workers: Annotated[

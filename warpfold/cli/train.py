@@ -105,7 +105,7 @@ class TrainCommand(Checked):
         from warpfold.training import train as training
         from warpfold.training.config import load_settings
         from warpfold.training.first_weights import check_first
-        from warpfold.training.planning import plan_training
+        from warpfold.training.planning import graphs_in_words, plan_training
 
         team = team_of(self.team)
         changes = [*changes_of("set", self.set), *(['plan.kernels="strict"'] if self.strict else [])]
@@ -133,6 +133,8 @@ class TrainCommand(Checked):
                 return training.Summary(**team.wait_idle(), params=RunFolder(out, writes=False).params)
         if said and team.is_rank_zero:
             log.info("plan: %s", said)
+        if team.is_rank_zero and (graphs := graphs_in_words(config.plan, where)):
+            log.info("graphs: %s", graphs)
         if team.is_rank_zero and (slow := device.slow_precision(config.plan.precision, where)):
             log.warning("%s", slow)
         replay = path_or_none("replay", self.replay)

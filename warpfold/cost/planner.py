@@ -25,6 +25,7 @@ from warpfold.data.load.schedule import share_of
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.parallel.exchange import SyncConfig
+from warpfold.parallel.execution import TILE
 from warpfold.parallel.plan import CACHED, DTYPES, Plan, Recompute
 from warpfold.progress import Progress, as_time, no_progress
 
@@ -40,7 +41,11 @@ BUCKETS = (1.0, 4.0, 64.0)  # MiB, beside the default
 TOGETHER = (2, 4, 8, 16)  # examples that go through the model together
 ALIKE = 8  # more data ranks than these hold no more, and with `shard_state` little less, than so many
 CHOSEN = ("data", "axial", "chunk", "in_place", "offload")  # keys of the plan of a prediction that are chosen
-CHOSEN_IN_TRAINING = (*("data", "axial", "branch", "batch", "recompute", "keep_blocks", "offload", "triangle", "sync"),)
+CHOSEN_IN_TRAINING = (
+    *("data", "axial", "branch", "batch", "recompute", "keep_blocks", "offload", "triangle", "sync", "sizes"),
+)
+# To which axes are padded where graphs replay passes: some 24 shapes of a monomer's examples.
+SIZES = 2
 
 
 @dataclass(frozen=True)
@@ -181,7 +186,7 @@ def candidates(
     """Return the plans that could run a job, by grid, and of each the one that computes least first.
 
     None has another value of a fixed key.  How gradients travel and examples go together (`variants`) is not chosen
-    here, nor `keep_blocks`, which takes estimates of memory.
+    here, nor `keep_blocks`, which takes estimates of memory.  Where graphs may replay passes, shapes are made few.
     Errors: ValueError for keys that no plan can have together, or devices that no plan can use.
     """
     found: list[Plan] = []
@@ -194,7 +199,12 @@ def candidates(
             if not job.training and "in_place" not in fixed:
                 keys["in_place"] = keys.get("chunk") is not None
             plan = possible(keys)
-            if plan is None or plan in found or examples_of(job) % (plan.data * plan.batch if plan.batch > 1 else 1):
+            if plan is None or examples_of(job) % (plan.data * plan.batch if plan.batch > 1 else 1):
+                continue
+            few = replace(plan, sizes=SIZES)  # of a complex's alignments no axis is padded
+            if "sizes" not in fixed and job.training and job.model.multimer is None:
+                plan = few if few.why_no_graphs(machine.kind) is None else plan
+            if plan in found:
                 continue
             if job.training or plan.in_place or not plan.offload:
                 found.append(plan)
@@ -259,7 +269,9 @@ def _prediction_ways(job: Job, machine: Machine) -> Iterator[dict[str, Any]]:
         sizes.add(max(FEWEST, CACHED // (8 * longest**2)))
     chunks = [size for size in sorted(sizes, reverse=True) if size < residues]
     yield from ({"chunk": chunk} for chunk in chunks)
-    yield from ({"chunk": chunk, "offload": True} for chunk in chunks[-1:])
+    # To and from a GPU narrower bands of columns would travel in pieces that take longer to ask for than to move.
+    least = TILE if machine.kind == "cuda" and residues > TILE else 0
+    yield from ({"chunk": max(chunk, least), "offload": True} for chunk in chunks[-1:])
 
 
 def _training_ways(data: int, fixed: Mapping[str, Any], sync: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -501,6 +513,7 @@ def _memory_equivalent_plan(job: Job, plan: Plan) -> Plan:
 
     But what topk sends is gathered from all of them.
     """
+    plan = replace(plan, sizes=0, graph=False)
     if not job.training:
         return replace(plan, data=1)
     few = ALIKE if plan.sync.shard_state else 2

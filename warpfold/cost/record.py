@@ -132,6 +132,12 @@ def _outer_product(given: Arguments) -> dict[str, Any]:
             "outputs": given["weight"].shape[0]}  # fmt: skip
 
 
+def _outer_product_mean(given: Arguments) -> dict[str, Any]:
+    x, weight = given["x"], given["out_weight"]
+    return {"rows": x.shape[-3], "length": x.shape[-2], "channels": x.shape[-1], "width": math.isqrt(weight.shape[1]),
+            "outputs": weight.shape[0]}  # fmt: skip
+
+
 def _aligned_errors(given: Arguments) -> dict[str, Any]:
     frames, points = given["frames"], given["points"]
     rows = frames.shape[-3]
@@ -150,6 +156,7 @@ CASES: dict[str, Callable[[Arguments], dict[str, Any]]] = {
     "triangle_factor": lambda given: _positions(given["y"]),
     "triangle_multiplication": _triangle_multiplication,
     "outer_product": _outer_product,
+    "outer_product_mean": _outer_product_mean,
     "aligned_errors": _aligned_errors,
     "overlaps": lambda given: {"rows": 1, "length": given["atoms"].shape[-2]},
 }
@@ -205,7 +212,7 @@ class Operation:
     """One of our operations in one pass, or one of torch's; early: in a pass without gradient.
 
     op: as the rates of a device name it.  launches: kernels.  part: the stack that it belongs to, or "".
-    times: how often it comes.
+    times: how often it comes.  replayed: by a graph, so that the host launches none of its kernels.
     """
 
     op: str
@@ -216,6 +223,7 @@ class Operation:
     phase: Phase
     part: str = ""
     times: float = 1.0
+    replayed: bool = False
 
 
 @dataclass(slots=True)
@@ -599,10 +607,32 @@ def record(
     tell(1, 2, "the gradients' way")
     share = replace(job.optim, accumulate=plan.data * plan.batch * min(turns, 2),
                     clip="step" if plan.batch > 1 else job.optim.clip)  # fmt: skip
-    ranks = replace(alone, data=plan.data, sync=plan.sync, recompute=None, offload=False, chunk=None, in_place=False)
+    graphs = plan.why_no_graphs("cuda" if gpu else "cpu") is None
+    ranks = replace(alone, data=plan.data, sync=plan.sync, recompute=None, offload=False, chunk=None, in_place=False,
+                    graph=graphs)  # fmt: skip
     way = _exchange(model, share, ranks, min(turns, 2), per_node, branch)
     examples_ = [[*_with_gradients(last, one.backward), *one.collect] for one in way]
-    return RecordedStep(early, examples_[0], examples_[-1], way[-1].update, turns)
+    update = way[-1].update
+    if graphs:
+        early = _replayed(early, job, plan, 2)
+        if model.multimer is None:  # of a complex the host decides which of equal chains is which
+            examples_ = [_replayed(one, job, plan, 1) for one in examples_]
+        if plan.data == 1:
+            update = _replayed(update, job, plan, 0)
+    return RecordedStep(early, examples_[0], examples_[-1], update, turns)
+
+
+REPLAY = 8  # launches: a graph's own, and the copies of its inputs and results, one for each of their dtypes
+
+
+def _replayed(entries: Sequence[Entry], job: Job, plan: Plan, copies: int) -> list[Entry]:
+    """Return entries as a graph's, behind what its replay takes beside them; copies: of z, to and from the graph."""
+    z = plan.batch * job.sizes.residues**2 * job.model.c_z * DTYPES[plan.precision].itemsize
+    operations = [one for one in entries if isinstance(one, Operation)]
+    if not operations:
+        return list(entries)
+    first = Operation(TORCH, "forward", Cost(0, 0, 2 * copies * z), torch.float32, REPLAY, operations[0].phase)
+    return [first, *(replace(one, replayed=True) if isinstance(one, Operation) else one for one in entries)]
 
 
 def _whole(entries: list[Entry], job: Job, plan: Plan, most: int) -> list[Entry]:
@@ -684,7 +714,8 @@ def _exchange(
             with META:
                 model = AlphaFold(config).train()
             dtype, scaling = DTYPES[plan.precision], plan.precision == "fp16"
-            optimizer = Optimizer(model, optim, mesh, sync, per_node, dtype, scaling, plan.batch)
+            options = dtype, scaling, plan.batch, not plan.graph
+            optimizer = Optimizer(model, optim, mesh, sync, per_node, *options)
         with _listening([]) as recorder:
             if optimizer.reducer._thread is not None:
                 optimizer.reducer._thread = recorder  # type: ignore[assignment]

@@ -1,9 +1,10 @@
 """Replay a record on a timeline: a stream that computes, and one for each wire, with the overlap that the code has.
 
-The host launches operation after operation and does not wait for them.  An operation begins when those before it have
-ended and it has been launched.  A collective begins when what it sends exists and its wire is free (one wire joins the
-devices of a node, another the nodes); the computing stream waits for it where the code waits for it, and no sooner.
-Measured operations take now more, now less: then a collective begins when the last of its ranks does, on average.
+The host launches operation after operation, or a graph of them, and does not wait for them.  An operation begins when
+those before it have ended and it has been launched.  A collective begins when what it sends exists and its wire is free
+(one wire joins the devices of a node, another the nodes); the computing stream waits for it where the code waits for
+it, and no sooner.  Measured operations take now more, now less: then a collective begins when the last of its ranks
+does, on average.
 """
 
 import math
@@ -33,9 +34,10 @@ PASS: Mapping[Phase, PassName] = {  # in which torch's own operations are
 class Pace:
     """How fast a rank is: of operations by `rates`, of collectives by `cluster`.
 
-    launch: seconds of the host for each kernel or collective; 0: graphs hold the whole step.  kernel: seconds of the
-    device that a kernel takes whatever it does; both are 0 for measured rates, which include them.  overlap: whether
-    collectives are awaited where the code does; else where they begin, as in code that blocks.
+    launch: seconds of the host for each kernel or collective that no graph replays; 0: graphs hold the whole step,
+    messages too.  kernel: seconds of the device that a kernel takes whatever it does; both are 0 for measured rates,
+    which include them.  overlap: whether collectives are awaited where the code does; else where they begin, as in code
+    that blocks.
     """
 
     rates: Rates
@@ -218,8 +220,9 @@ class _Timeline:
             known = self._known[key] = self.pace.seconds(entry), self.pace.spread(entry)
         each, spread = known
         taken, launches = entry.times * each, entry.times * entry.launches
-        begin = max(self.free, self.host + self.pace.launch * min(1, entry.launches))
-        self.host += self.pace.launch * launches
+        launch = 0.0 if entry.replayed else self.pace.launch
+        begin = max(self.free, self.host + launch * min(1, entry.launches))
+        self.host += launch * launches
         end = max(begin + taken, self.host)  # of several kernels the last is launched then
         self.variance += entry.times * spread**2
         found = self.found

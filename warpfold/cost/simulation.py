@@ -117,7 +117,7 @@ class Scenario:
     """What is simulated.  examples: of a step, on all ranks; steps: of the whole training.
 
     said: why this plan, where it was chosen.
-    graphs: as if graphs of the device held whole steps, messages included (the code's graphs are for one process).
+    graphs: as if graphs of the device held whole steps, messages included (the code's hold the passes alone).
     """
 
     job: Job

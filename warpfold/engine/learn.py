@@ -51,6 +51,7 @@ class Learner:
         recycled, done = model.recycle(features, recycles)  # Algorithms 30 and 31: these passes have no gradient
         inputs = model.inputs_of_pass(features, done, recycled)
         found = model.execution.call(model, self._last_pass, inputs, undecided(features))
+        self.optimizer.end_example()
         losses = {name.removeprefix("loss:"): x for name, x in found.items() if name.startswith("loss:")}
         return [
             DeviceResult(
@@ -66,8 +67,10 @@ class Learner:
 
     def step(self, step: int) -> Tensor:
         """Apply the mean over the step's examples to the weights; return the learning rate, 0 where nothing changed."""
-        call = self.model.execution.call
-        return self.optimizer.step(step, lambda: call(self.model, self._update, {"rate": self.optimizer.rate})["rate"])
+        call, rate = self.model.execution.call, {"rate": self.optimizer.rate}
+        if self.optimizer.mesh.world.size > 1:  # what ranks exchange here is not recorded
+            return self.optimizer.step(step)
+        return self.optimizer.step(step, lambda: call(self.model, self._update, rate)["rate"])
 
     def _last_pass(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run the pass that has a gradient, backward too.  inputs: `AlphaFold.inputs_of_pass`."""
@@ -82,7 +85,7 @@ class Learner:
         arriving = self.team.all_gather_of_example(own.flatten(), "the losses")
         loss = every[""].sum()
         self.optimizer.scaled(loss).backward()
-        norm = self.optimizer.collect(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
+        norm = self.optimizer.add(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
         first, *others = arriving.wait()
         sums = sum(others, first).view(own.shape)
         return {

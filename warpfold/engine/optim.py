@@ -298,12 +298,16 @@ class Optimizer:
         dtype: torch.dtype | None = None,
         scaling: bool = False,
         batch: int = 1,
+        overlap: bool = True,
+        whole: bool = False,
     ) -> None:
         """Move the parameters of `model` into one buffer.
 
         mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
         dtype: that operations compute in; None: that of the parameters.
         scaling: scale losses (`scaled`) for gradients in fp16.  batch: examples of each backward pass.
+        overlap: data ranks may begin to exchange gradients in a backward pass; not where graphs replay it, as these
+        send nothing.  whole: an example that is not finite leaves the whole step undone; else it is left out alone.
         Errors: UserError for `sync` settings, a batch or a number of examples that do not fit the ranks, ReplicaError
         where their first weights differ.
         """
@@ -318,7 +322,7 @@ class Optimizer:
             raise UserError(reason)
         self.share = share_of(config.accumulate, data.size, data.rank)  # examples per step of this rank
         self.most = share_of(config.accumulate, data.size, 0)  # and of the first, which no other has more than
-        self.batch = batch
+        self.batch, self.overlap, self.whole = batch, overlap, whole
         bucket_bytes = self.sync.bucket_bytes(self.mesh.data.size)
         self.packed = packed = PackedWeights(model, dtype, True, bucket_bytes, self.mesh.world.size)
         self.layout, self.weights, named = packed.layout, packed.weights, packed.parameters
@@ -328,7 +332,7 @@ class Optimizer:
         compression = config.compression
         self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node)
         packed.watch = self.reducer.watch
-        self.measured = self.reducer.choose(hidden=self.most == 1 or config.clip == "step")
+        self.measured = self.reducer.choose(hidden=overlap and (self.most == 1 or config.clip == "step"))
         self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
         self.owned = self.reducer.local_shard(self.weights)  # this rank's shard
         self.average = self.owned.clone()
@@ -339,16 +343,15 @@ class Optimizer:
         self.rule = RULES[config.name](
             config, self.owned, segments, list(self.layout.places), self.reducer.sum_of_shards
         )
-        self._begin_step()
-
-    def _begin_step(self) -> None:
-        """Get ready for a step's first backward pass: all ranks' last ones come together."""
-        self.used.zero_()  # how many of the examples were added; both keep their memory, which graphs have recorded
-        self.overflows.zero_()  # and how many have overflowed
         self._prepare(self.most - self.share)
 
+    def _clear_counts(self) -> None:
+        self.used.zero_()  # how many of the examples were added; both keep their memory, which graphs have recorded
+        self.overflows.zero_()  # and how many have overflowed
+
     def _prepare(self, examples: int) -> None:
-        """Get ready for one more backward pass; the rank that has most has collected `examples` since the last step.
+        """Get ready for one more backward pass; the rank that has most has collected `examples` since the last step,
+        so that all ranks' last ones come together.
 
         The data ranks may begin to exchange gradients during the last example's backward pass, unless its clipping
         factor has to be known first.  With one example per rank it need not be: what arrives is one example's gradient
@@ -358,7 +361,7 @@ class Optimizer:
         alone = self.most == self.batch
         weighed_late = alone and self.reducer.exchange.late_factors
         early = examples == self.most - self.batch and (self.config.clip == "step" or weighed_late)
-        self.reducer.begin(early, add_to=None if alone else self.total)
+        self.reducer.begin(early and self.overlap, add_to=None if alone else self.total)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Multiply the loss by the loss scale, where there is one: call `backward` of the result."""
@@ -375,6 +378,14 @@ class Optimizer:
         change nothing.
         The norm is a tensor on the device: only reading it waits for the device.
         Errors: RuntimeError where parameters or their gradients no longer lie in this optimizer's buffers.
+        """
+        norm = self.add(loss)
+        self.end_example()
+        return norm
+
+    def add(self, loss: Tensor | None = None) -> Tensor:
+        """Do of `collect` what the device does, which a graph can hold: without `overlap` nothing is sent here, but
+        what ranks that share an example tell each other.
         """
         if not self.packed.in_place:
             raise RuntimeError(
@@ -401,10 +412,13 @@ class Optimizer:
             self.total.addcmul_(gradient, factor.to(gradient.dtype))
         self.gradient.zero_()
         self.used.add_(used, alpha=self.batch)
+        return norm
+
+    def end_example(self) -> None:
+        """Do the rest of `collect`, on the host: after a step's last example its exchange may begin."""
         self._prepare(self.examples + self.batch)
         if self.examples == self.most:
             self.reducer.count(self.used)
-        return norm
 
     def step(self, step: int, update: Callable[[], Tensor] | None = None) -> Tensor:
         """Apply the rule to the mean over the examples that were used, update the average; return the learning rate.
@@ -416,6 +430,7 @@ class Optimizer:
         """
         self.rate.fill_(learning_rate(self.config, step))
         taken = self.update() if update is None else update()
+        self._prepare(self.most - self.share)
         if self.sync.check_every and (step + 1) % self.sync.check_every == 0:
             check_replicas(self.weights, self.layout, self.mesh.world, f"after step {step + 1}")
         return taken
@@ -427,7 +442,10 @@ class Optimizer:
         """
         used = self.reducer.used(self.used)  # summed over all ranks
         gradient, scale = self.reducer.mean(self.total, used / self.mesh.data.size)
+        overflows = None if self.loss_scale is None else self.reducer.sum_over_data(self.overflows)
         good = used > 0
+        if self.whole:
+            good &= used + (0 if overflows is None else overflows) == self.config.accumulate
         if self.config.clip == "step":
             scale = scale * self._unscale
             norm = self.reducer.norm(gradient, data=True) * scale
@@ -438,10 +456,10 @@ class Optimizer:
         if not alone:
             self.reducer.all_gather(self.owned, self.weights)
             self.packed.refresh()
-        if self.loss_scale is not None:
-            self.loss_scale.update(self.reducer.sum_over_data(self.overflows) > 0)
+        if self.loss_scale is not None and overflows is not None:
+            self.loss_scale.update(overflows > 0)
         self.total.zero_()
-        self._begin_step()
+        self._clear_counts()
         return torch.where(good, self.rate, 0)
 
     def _factor(self, norm: Tensor) -> Tensor:
@@ -465,9 +483,10 @@ class Optimizer:
             self.weights.copy_(trained)
             self.packed.refresh()
 
-    def named_weights(self) -> dict[str, Tensor]:
-        """Return the part "weights.NAME" of `state`; a rank may ask for it alone."""
-        return {f"weights.{name}": self.layout.view(self.weights, name) for name in self.layout.places}
+    def named_weights(self, weights: Tensor | None = None) -> dict[str, Tensor]:
+        """Return the part "weights.NAME" of `state`; a rank may ask for it alone.  weights: a copy of earlier ones."""
+        flat = self.weights if weights is None else weights
+        return {f"weights.{name}": self.layout.view(flat, name) for name in self.layout.places}
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint: "weights.NAME", "average.NAME", "moment1.NAME", "moment2.NAME", "steps",
@@ -502,7 +521,8 @@ class Optimizer:
             tensor.copy_(state[name])
         if self.loss_scale is not None:
             self.loss_scale.restore(state)
-        self._begin_step()
+        self._clear_counts()
+        self._prepare(self.most - self.share)
         check_replicas(self.weights, self.layout, self.mesh.world, "after reading a checkpoint")
 
     def _sharded(self) -> dict[str, Tensor]:

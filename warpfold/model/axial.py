@@ -264,6 +264,10 @@ class AxialUpdate(Executable, DrawsNoise):
         """
         raise NotImplementedError
 
+    def empty_shared(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        """Allocate one of the tensors of `shared`, whole, to write its parts to.  like: one of them."""
+        return like.new_empty(shape)
+
     def prepare(self, read: Tensor, mask: Tensor) -> Read:
         """Return what `update` takes in place of `read`: the work that a slice can do before it has what is shared."""
         return read

@@ -4,11 +4,10 @@ The extra MSA stack is one with global column attention; the template stack is m
 order.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
 
 from warpfold.model.axial import (
@@ -28,9 +27,15 @@ from warpfold.model.layers import LayerNorm, Linear, LinearSlice, NoNorm, Projec
 from warpfold.ops.attention import attention, gated_attention, global_attention, masked_mean
 from warpfold.ops.linear import gate, gated_linear_residual
 from warpfold.ops.noise import Factors
-from warpfold.ops.outer import outer_product
+from warpfold.ops.outer import outer_product, outer_product_mean
 from warpfold.ops.transition import HALVES, Activation, transition
-from warpfold.ops.triangle import projected_factor, triangle_multiplication, triangle_product, triangle_slice
+from warpfold.ops.triangle import (
+    empty_rows,
+    projected_factor,
+    triangle_multiplication,
+    triangle_product,
+    triangle_slice,
+)
 
 
 class GatedAttention(nn.Module):
@@ -237,18 +242,20 @@ class OuterProductMean(AxialUpdate):
 
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
         """Return x + factors * mean over sequences of the outer products of a, of the slice, and b."""
-        mask = mask.to(read.dtype if isinstance(read, Tensor) else read[0].dtype)
-        if shared is None:  # both factors in one pass
+        z = x if factors is None else None  # to which the operation adds
+        how = z, self.count_added, self.count_least, self.bias_divided
+        if isinstance(self.norm, NoNorm) and shared is None:
             assert isinstance(read, Tensor)
-            b_mask = mask[..., None]
-            a, b = (factor * b_mask for factor in project(read, self.norm, *self.projections))
+            shared = self.shared(read, mask)
+        if shared is None:  # all of it is one operation
+            assert isinstance(read, Tensor)
+            norm, dtype = self.norm, read.dtype
+            into, out_of = joined(dtype, *self.projections), joined(dtype, self.out)
+            new = outer_product_mean(read, norm.weight, norm.bias, *into, *out_of, mask, *how, norm.eps)
         else:
             (a,), (b, b_mask) = self.prepare(read, mask) if isinstance(read, Tensor) else read, shared
-        both = torch.einsum("...si,...sjx->...ijx", mask, b_mask)  # sequences that have both
-        count = both + self.count_added
-        if self.count_least:
-            count = count.clamp(min=self.count_least)
-        return residual(x, outer_product(a, b, *joined(a.dtype, self.out), count, self.bias_divided), factors)
+            new = outer_product(a, b, *joined(a.dtype, self.out), mask, b_mask[..., 0], *how)
+        return residual(None if z is not None else x, new, factors)
 
 
 class MSAStack(nn.Module):
@@ -337,6 +344,9 @@ class TriangleMultiplication(AxialUpdate):
 
     def shared(self, source: Tensor, mask: Tensor) -> Tensors:
         return (self.factor(1, source, mask),)
+
+    def empty_shared(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        return empty_rows(like, *shape)
 
     def prepare(self, read: Tensor, mask: Tensor) -> Tensors:
         """Return a and the logits of the product's gate."""

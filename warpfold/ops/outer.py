@@ -1,6 +1,9 @@
-"""outer_product: the projected outer product of two tensors, summed over sequences (Algorithm 10, lines 3 and 4).
+"""The outer product mean (Algorithm 10), as one operation and of factors that are given.
 
-For the gradient it keeps a and b, and no product.
+outer_product_mean: from the alignment to the new pair representation.  outer_product: lines 3 and 4 of given factors,
+where each of them is of other residues: what slices and shards are made of.
+
+For the gradient they keep the factors, and no product of their channels; where no gradient follows, nothing.
 """
 
 import math
@@ -11,53 +14,194 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import backend, empty_parameters, faster_on_cpu, register
+from warpfold.ops.dispatch import (
+    Operands,
+    Sizes,
+    accumulation_dtype,
+    backend,
+    empty_like,
+    empty_parameters,
+    faster_on_cpu,
+    register,
+)
+from warpfold.ops.linear import EPS, empty_statistics, norm_linear, padded, unsupported_channels
 
 CHANNELS = 64  # of a factor, at most, that the Triton kernels serve
+ADDED = 1e-3  # to the number of sequences
 
 
-def _unsupported_channels(t: Any) -> str | None:
-    most = max(t.a.shape[-1], t.b.shape[-1])
-    if backend(t.a) == "triton" and most > CHANNELS:
+def _unsupported_width(like: Tensor, most: int) -> str | None:
+    if backend(like) == "triton" and most > CHANNELS:
         return f"factors of {most} channels (kernels are for {CHANNELS} at most)"
     return None
 
 
+def _other_dtype(pair: Tensor | None, like: Tensor) -> str | None:
+    return None if pair is None or pair.dtype == like.dtype else "z has another dtype than what is multiplied"
+
+
 def _merge_leading_axes(registered: Callable[..., Tensor], t: Any) -> Tensor:
     """Call the registered operation, which has one leading axis."""
-    leading = t.a.shape[:-3]
-    a, b, count = (x.reshape(math.prod(leading), *x.shape[len(leading) :]) for x in (t.a, t.b, t.count))
-    out = registered(a, b, t.weight, t.bias, count, t.bias_divided)
+    leading, *rest = t.a.shape[:-3], t.weight, t.bias
+    tensors = (t.a, t.b, t.a_mask, t.b_mask, t.z)
+    a, b, a_mask, b_mask, z = (
+        None if x is None else x.reshape(math.prod(leading), *x.shape[len(leading) :]) for x in tensors
+    )
+    out = registered(a, b, *rest, a_mask, b_mask, z, t.added, t.least, t.bias_divided)
     return out.reshape(*leading, *out.shape[1:])
 
 
+def empty_share(like: Tensor, *shape: int) -> Tensor:
+    """Allocate what the products of a pair of residues are multiplied by: 1 / count, in fp32 (fp64 for fp64)."""
+    return like.new_empty(shape, dtype=accumulation_dtype(like))
+
+
+def _empty_product(t: Operands) -> tuple[Tensor, Tensor]:
+    pairs = t.a.shape[0], t.a.shape[2], t.b.shape[2]
+    return t.a.new_empty(*pairs, t.weight.shape[0]), empty_share(t.a, *pairs)
+
+
 @register(
-    shapes="a [B, s, i, c], b [B, s, j, d], weight [z, c d], bias [z], count [B, i, j, 1], grad [B, i, j, z]",
-    empty=lambda t: t.a.new_empty(t.a.shape[0], t.a.shape[2], t.b.shape[2], t.weight.shape[0]),
-    keeps="a b weight bias count bias_divided",
+    shapes="a [B, s, i, c], b [B, s, j, d], weight [p, c d], bias [p], a_mask [B, s, i], b_mask [B, s, j], "
+    "z [B, i, j, p], grad [B, i, j, p], share [B, i, j]",
+    empty=_empty_product,
+    results="out share",
+    keeps="a b weight bias share bias_divided",
     gradients="a b weight bias",
+    residual="z",
     empty_gradients=lambda t: (
         t.a.new_empty(t.a.shape),
         t.b.new_empty(t.b.shape),
         *empty_parameters(t.weight, t.bias),
     ),
     same_dtype="a b",
-    caller_shapes="a [*, s, i, c], b [*, s, j, d], weight [z, c d], bias [z], count [*, i, j, 1]",
+    caller_shapes="a [*, s, i, c], b [*, s, j, d], weight [p, c d], bias [p], a_mask [*, s, i], b_mask [*, s, j], "
+    "z [*, i, j, p]",
     adapter=_merge_leading_axes,
-    unsupported=_unsupported_channels,
+    unsupported=lambda t: _unsupported_width(t.a, max(t.a.shape[-1], t.b.shape[-1])) or _other_dtype(t.z, t.a),
     # Decided by the products.
-    prefer_definition=lambda t: faster_on_cpu(t.a, t.count.numel() * t.weight.shape[-1], 2**22),
+    prefer_definition=lambda t: faster_on_cpu(
+        t.a, t.a_mask.numel() * t.b_mask.shape[-1] // max(1, t.a_mask.shape[-2]) * t.weight.shape[-1], 2**22
+    ),
 )
 def outer_product(
-    a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None, count: Tensor, bias_divided: bool = True
+    a: Tensor,
+    b: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a_mask: Tensor,
+    b_mask: Tensor,
+    z: Tensor | None = None,
+    added: float = ADDED,
+    least: float = 0.0,
+    bias_divided: bool = True,
 ) -> Tensor:
-    """Return linear(sum over s of a_si x b_sj) / count: a [*, s, i, c], b [*, s, j, d], weight [z, c d], bias [z],
-    count [*, i, j, 1], which has no gradient -> [*, i, j, z] in the dtype of a.
+    """Return z + linear(sum over s of a_si x b_sj) / count, or that without z (lines 3 and 4 of Algorithm 10).
+
+    a [*, s, i, c], b [*, s, j, d], which are 0 where a_mask [*, s, i] and b_mask [*, s, j] are, weight [p, c d],
+    bias [p], z [*, i, j, p] -> [*, i, j, p] in the dtype of a.  The count is of the sequences that both masks have
+    (which have no gradient), plus `added`, and `least` at least.
 
     The left channel is outermost in the weight.  The bias may be None.  It is divided by the count too, as in the
     official code; where `bias_divided` is False it is added after the division, as Boltz has it.
     """
     products = torch.einsum("...sic,...sjd->...ijcd", a, b).flatten(-2)
-    added = None if bias is None else bias.to(a.dtype)
-    projected = F.linear(products, weight.to(a.dtype), added if bias_divided else None) / count.to(a.dtype)
-    return projected if bias_divided or added is None else projected + added
+    wide, shift = accumulation_dtype(a), None if bias is None else bias.to(a.dtype)
+    count = (torch.einsum("...si,...sj->...ij", a_mask.to(wide), b_mask.to(wide)) + added).clamp(min=least)
+    new = F.linear(products, weight.to(a.dtype), shift if bias_divided else None) / count[..., None].to(a.dtype)
+    new = new if bias_divided or shift is None else new + shift
+    return new if z is None else z + new
+
+
+def empty_factors(x: Tensor, channels: int) -> Tensor:
+    """Allocate both factors of x [*, s, r, c], [*, 2, s, r, h]: on a GPU those of a position side by side."""
+    *batch, s, r, _ = x.shape
+    if backend(x) == "triton":
+        y = x.new_empty(*batch, s, r, padded(2 * channels))[..., : 2 * channels]
+        return y.unflatten(-1, (2, channels)).movedim(-2, -4)
+    return x.new_empty(*batch, 2, s, r, channels)
+
+
+def empty_turned(x: Tensor, channels: int) -> Tensor:
+    """Allocate the left factor with its channels before the residues, [*, s, h, r], as a GPU's kernels read it too."""
+    *batch, s, r, _ = x.shape
+    return x.new_empty(*batch, s, channels, r) if backend(x) == "triton" else x.new_empty(0)
+
+
+def _empty_mean(t: Operands) -> tuple[Tensor, ...]:
+    x, h = t.x, t.weight.shape[0] // 2
+    *batch, _, r, _ = x.shape
+    out = x.new_empty(*batch, r, r, t.out_weight.shape[0])
+    if not t.kept:
+        return out, *(x.new_empty(0) for _ in range(5))
+    return out, empty_factors(x, h), empty_turned(x, h), *empty_statistics(x), empty_share(x, *batch, r, r)
+
+
+def _empty_mean_gradients(t: Operands) -> tuple[Tensor, ...]:
+    parameters = t.norm_weight, t.norm_bias, t.weight, t.bias, t.out_weight, t.out_bias
+    return empty_like(t.x), *empty_parameters(*parameters)
+
+
+def _wrong_mean(t: Any) -> str:
+    """Return the reason to refuse sizes that shapes cannot describe, or nothing."""
+    outputs, products = t.weight.shape[0], t.out_weight.shape[1]
+    if 4 * products != outputs**2:
+        return f"{outputs} projections are not two factors of the root of {products} channels"
+    return "bias is longer than the outputs" if t.bias is not None and t.bias.shape[0] > outputs else ""
+
+
+def _check_mean(op: str, sizes: Sizes, t: Operands) -> None:
+    if wrong := _wrong_mean(t):
+        raise ValueError(f"{op}: {wrong}")
+    if 2 * sizes.get("h", sizes["o"] // 2) != sizes["o"]:
+        raise ValueError(f"{op}: factors have {sizes['h']} channels, but weight makes {sizes['o']} of both")
+
+
+def _unsupported_mean(t: Any) -> str | None:
+    wrong = _wrong_mean(t) or _other_dtype(t.z, t.x) or _unsupported_width(t.x, t.weight.shape[0] // 2)
+    return wrong or unsupported_channels(t.x)
+
+
+@register(
+    shapes="x [*, s, r, c], norm_weight [c], norm_bias [c], weight [o, c], bias [b], out_weight [p, q], out_bias [p], "
+    "mask [*, s, r], z [*, r, r, p], grad [*, r, r, p], factors [*, 2, s, r, h], turned [...], mean [*, s, r], "
+    "scale [*, s, r], share [*, r, r]",
+    empty=_empty_mean,
+    results="out factors turned mean scale share",
+    keeps="x norm_weight norm_bias weight bias out_weight out_bias mask factors turned mean scale share bias_divided",
+    gradients="x norm_weight norm_bias weight bias out_weight out_bias",
+    empty_gradients=_empty_mean_gradients,
+    residual="z",
+    kept=True,
+    check=_check_mean,
+    unsupported=_unsupported_mean,
+    # Decided by the products.
+    prefer_definition=lambda t: faster_on_cpu(
+        t.x, t.mask.numel() * t.mask.shape[-1] // max(1, t.mask.shape[-2]) * t.out_weight.shape[-1], 2**22
+    ),
+)
+def outer_product_mean(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    out_weight: Tensor,
+    out_bias: Tensor | None,
+    mask: Tensor,
+    z: Tensor | None = None,
+    added: float = ADDED,
+    least: float = 0.0,
+    bias_divided: bool = True,
+    eps: float = EPS,
+) -> Tensor:
+    """Return z + linear(sum over s of a_si x b_sj) / count of the masked projections a and b of the normalised x, or
+    that without z (Algorithm 10).
+
+    x [*, s, r, c], norm_weight, norm_bias [c], weight [2 h, c] (a, then b), bias [b] of the first b outputs, out_weight
+    [p, h h], out_bias [p], mask [*, s, r], z [*, r, r, p] -> [*, r, r, p] in the dtype of x.  The rest: as of
+    `outer_product`.
+    """
+    y = norm_linear.definition(x, norm_weight, norm_bias, weight, bias, eps)
+    a, b = (y * mask[..., None].to(y.dtype)).chunk(2, -1)
+    return outer_product.definition(a, b, out_weight, out_bias, mask, mask, z, added, least, bias_divided)

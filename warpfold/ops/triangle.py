@@ -35,9 +35,9 @@ from warpfold.ops.noise import FACTOR_OPERANDS, Factors
 
 
 def empty_factor(y: Tensor) -> Tensor:
-    """Allocate the factor, [*, c, i, k] in order."""
+    """Allocate the factor, [*, c, i, k] in order, but for what pads the rows."""
     *leading, i, k, c = y.shape
-    return y.new_empty(*leading, c, i, k)
+    return empty_rows(y, *leading, c, i, k)
 
 
 @register(
@@ -64,11 +64,16 @@ def triangle_product(a: Tensor, b: Tensor, outgoing: bool) -> Tensor:
     incoming: sum_k a_kj b_ki, of a [*, c, k, j] and b [*, c, k, i].
 
     One matrix product per channel.  The operands should be contiguous, and the gradient is made so before the backward
-    pass: products of strided matrices are copied and multiplied one by one (docs/decisions/0004).
+    pass: products of strided matrices are copied and multiplied one by one (docs/decisions/0004).  Without a gradient
+    the rows of the product are padded as the factors' are.
     """
-    product = a @ b.mT if outgoing else b.mT @ a
-    x: Tensor = _ContiguousGradient.apply(product)
-    return x.movedim(-3, -1)
+    left, right = (a, b.mT) if outgoing else (b.mT, a)
+    if torch.is_grad_enabled() or row_pitch(a, right.shape[-1]) == right.shape[-1]:
+        x: Tensor = _ContiguousGradient.apply(left @ right)
+        return x.movedim(-3, -1)
+    product = empty_rows(a, *a.shape[:-2], left.shape[-2], right.shape[-1])
+    torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out=product.flatten(0, -3))
+    return product.movedim(-3, -1)
 
 
 class _ContiguousGradient(torch.autograd.Function):
@@ -86,19 +91,26 @@ class _ContiguousGradient(torch.autograd.Function):
 KERNEL_CHANNELS = (256, 128)  # of x and of a factor, at most, that a GPU's kernels take
 
 
-def row_pitch(x: Tensor) -> int:
+def row_pitch(x: Tensor, n: int | None = None) -> int:
     """Return how many elements a row of a plane takes in memory: in half precision whole sectors of a GPU's.
 
-    So that a matrix product reads rows of any length in wide words.
+    So that a matrix product reads rows of any length in wide words.  n: numbers of a row; None: as x has rows.
     """
-    n: int = x.shape[-2]
+    n = x.shape[-2] if n is None else n
     return -(-n // ROW) * ROW if x.element_size() == 2 and backend(x) == "triton" else n
+
+
+def empty_rows(like: Tensor, *shape: int) -> Tensor:
+    """Allocate planes [*, rows, n] in order, but for what pads the rows."""
+    *before, n = shape
+    pitch = row_pitch(like, n)
+    return like.new_empty(*before, pitch).narrow(-1, 0, n) if pitch > n else like.new_empty(shape)
 
 
 def empty_planes(x: Tensor, channels: int) -> Tensor:
     """Allocate a factor or the product, [*, channels, n, n] in order, but for what pads the rows."""
     *leading, n, _, _ = x.shape
-    return x.new_empty(*leading, channels, n, row_pitch(x)).narrow(-1, 0, n)
+    return empty_rows(x, *leading, channels, n, n)
 
 
 def split_projections(y: Tensor, hidden: int, fused: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

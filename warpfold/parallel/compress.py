@@ -61,9 +61,17 @@ class Compressor(ABC):
         self.local = {kind: torch.zeros_like(like) for kind in kinds}
         self.shared: Tensor = like.new_empty(0)
 
-    def mean(self, x: Tensor) -> Tensor:
-        """Return the mean over the data ranks, the same on all of them to the bit.  Every rank must call it."""
+    def mean(self, x: Tensor, used: Tensor | None = None) -> Tensor:
+        """Return the mean over the data ranks, the same on all of them to the bit.  Every rank must call it.
+
+        used: whether the mean will be; where not, what is carried over stays for the next step.  The host, which does
+        not wait for this number, counts the step.
+        """
+        carried = [] if used is None or self.steps < self.config.start else [*self.local.values(), self.shared]
+        before = [x.clone() for x in carried]
         mean = self.wire.mean(x) if self.steps < self.config.start else self.compressed(x)
+        for now, old in zip(carried, before):
+            now.copy_(torch.where(used, now, old))  # type: ignore[arg-type]  # mypy: there is none without `used`
         self.steps += 1
         return mean
 

@@ -23,7 +23,7 @@ from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_numbe
 COMPILED = ("shared", "prepare", "update", "factor", "finish")  # functions of a layer, which only compute
 log = logging.getLogger("warpfold")
 M = TypeVar("M", bound=nn.Module)
-TILE = 32  # rows of a tile of z in host memory, at least: one of 128 channels in bf16 has 256 KiB
+TILE = 32  # rows of a tile of z on disk, at least, and where a GPU's plan is chosen: 256 KiB with 128 channels in bf16
 SHAPES = 64  # of each function that may be compiled before torch gives up, which it would only warn of
 
 
@@ -55,6 +55,7 @@ class Execution(PlainExecution):
         self._compiled: dict[AxialUpdate, Any] = {}
         self._keeping: set[nn.Module] = set()  # blocks that keep everything, and their layers
         self.graphs = Graphs()
+        self.records = plan.graph is True  # whether passes are recorded; "auto": known when a model is bound
         self._offload = Offload() if plan.offload and not plan.in_place else None
 
     @property
@@ -72,7 +73,9 @@ class Execution(PlainExecution):
         said = [ranks if self.distributed else "one device"]
         if p.chunk is not None:
             said.append(f"slices of {p.chunk} rows{', in place' if p.in_place else ''}")
-        said += [word for word, on in (("compiled", p.compile), ("offloaded", p.offload), ("graphs", p.graph)) if on]
+        said += [
+            word for word, on in (("compiled", p.compile), ("offloaded", p.offload), ("graphs", self.records)) if on
+        ]
         said += [f"{p.recompute}s recomputed"] if p.recompute else []
         said += [f"but for the last {p.keep_blocks} blocks"] if p.keep_blocks else []
         return ", ".join([*said, p.precision + (", tf32" if p.tf32 else ""), f"{p.kernels} kernels"])
@@ -92,6 +95,9 @@ class Execution(PlainExecution):
             self._sharded |= self._shard(model)
         if self.plan.threads is not None:
             torch.set_num_threads(self.plan.threads)
+        if self.plan.graph == "auto":
+            device = next((p.device.type for p in model.parameters()), "cpu")
+            self.records = self.plan.why_no_graphs(device) is None
         if any(p.is_cuda for p in model.parameters()):
             allow_tf32(self.plan.tf32)
         elif self.plan.tf32:
@@ -120,7 +126,7 @@ class Execution(PlainExecution):
         """Return a function's result, of which the inputs alone are kept for the backward pass."""
         # Dropout noise is keyed, so it repeats; only without a seed it comes from torch's generator, whose state a
         # graph could not read.
-        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=not self.plan.graph)
+        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=not self.records)
 
     def block(self, block: Block, states: Tensors, masks: Tensors) -> Tensors:
         """Run the steps of a block one after another, over several ranks if it stands alone."""
@@ -158,14 +164,13 @@ class Execution(PlainExecution):
     ) -> Named:
         """Call a function of tensors, or replay the graph of an earlier call with the same shapes.
 
-        A graph serves while the model's parameters keep their memory.
+        A graph serves while the model's parameters keep their memory.  The function sends nothing to other ranks,
+        unless these share the example.
         """
-        if not self.plan.graph:
+        if not self.records:
             return function(inputs)
-        if self.mesh.world.size > 1:
-            reason = "several processes, whose messages are not recorded"
-        elif self.plan.offload:
-            reason = "plan.offload, whose copies are not recorded"
+        if self.distributed or self.plan.offload:
+            reason = self.plan.why_no_graphs("cuda")
         memory = next(model.parameters()).data_ptr()
         packed = next((module.packed for module in model.modules() if isinstance(module, Linear)), None)
         if packed is not None:
@@ -190,7 +195,8 @@ class Execution(PlainExecution):
 
     def _in_host_memory(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         assert self.plan.chunk is not None
-        tile = self.plan.chunk * -(-TILE // self.plan.chunk)  # slices begin and end between tiles
+        # Slices begin and end between tiles.  On a GPU they fill bands of them, which travel whole.
+        tile = self.plan.chunk if backend(like) == "triton" else self.plan.chunk * -(-TILE // self.plan.chunk)
         return HostTensor(shape, self.dtype, like.device, tile)
 
     def parts(self, count: int, positions: int) -> list[slice]:

@@ -12,6 +12,7 @@ from warpfold.parallel.mesh import TIME_LIMIT
 Precision = Literal["fp32", "bf16", "bf16_all", "fp16", "fp64"]
 Recompute = Literal["block", "layer"]
 Triangle = Literal["auto", "gather", "channels"]
+Graph = bool | Literal["auto"]
 # 345 residues on two cores: 8 rows 6.5 s, 64 rows or all 8.5 s, 4 rows 9.5 s; what stays in cache is fast.
 CACHED = 2**23  # 32 MiB in fp32
 # Bytes that could have moved while one more call begins.  Of 2^12 to 2^22 this loses least against the better way,
@@ -44,7 +45,8 @@ class Plan:
     keep_blocks: with `recompute`, so many of the main stack's last blocks keep everything: as many as fit.
     offload: what the trunk keeps for the backward pass lies in host memory until then (of CUDA tensors); with in_place,
     z lies there (of a CPU: in a temporary file), and is fetched and stored slice by slice.
-    graph: record the passes and steps of a training as graphs of the device, and replay them (CUDA, one process).
+    graph: record the passes and updates of a training as graphs of the device, and replay them; "auto": where
+    `why_no_graphs` has nothing against it.
     sizes: pad training examples so that each axis has at most so many sizes (`few_sizes`); 0: as they are.
     batch: examples that go through the model together; they are padded to the largest of them.
     precision: of the trunk's activations; parameters, norms, softmax, frames, losses and logits stay in fp32, and so do
@@ -70,7 +72,7 @@ class Plan:
     recompute: Recompute | None = None
     keep_blocks: int = 0
     offload: bool = False
-    graph: bool = False
+    graph: Graph = "auto"
     sizes: int = 0
     batch: int = 1
     precision: Precision = "fp32"
@@ -125,6 +127,23 @@ class Plan:
         p, position = ranks, residues**2 * itemsize
         gathered = 2 * (p - 1) / p * channels + 2 * (p - 1) / p**2 * c_z
         return (gathered - 6 * (p - 1) / p**2 * channels) * position > 2 * CALL
+
+    def why_no_graphs(self, device: str) -> str | None:
+        """Say why the passes of a training are not recorded as graphs on a kind of device; None: they are.
+
+        Where ranks share no example a pass sends nothing, and what follows it is sent outside of its graph.
+        """
+        if self.graph is False:
+            return "plan.graph is false"
+        if device != "cuda":
+            return f"a {device} has no graphs"
+        if self.axial * self.branch > 1:
+            return "ranks that share an example send to each other within a pass, which is not recorded"
+        if self.offload:
+            return "the copies of plan.offload are not recorded"
+        if self.graph == "auto" and not self.sizes:
+            return "examples have too many shapes; plan.sizes pads them to few"
+        return None
 
     def unsupported_reason(self, outer: str) -> str | None:
         """Say why this plan cannot run a model whose blocks have the outer product there; None if it can."""

@@ -212,13 +212,11 @@ class Reducer:
         total: this rank's sum over its examples, in the shard of its model rank; it is overwritten.
         examples: the mean of the ranks' numbers of examples; where it is 0, so is the result.
         """
-        if self.compressor is not None and not examples:  # the host waits for this number
-            return total, examples.double()  # 0; what the compressor carries over stays for the next step
         factor = 1 / torch.where(examples == 0, 1, examples.double())
         if self.mesh.data.size == 1:
             return total, factor
         if self.compressor is not None:
-            return self.compressor.mean(total.mul_(factor)), torch.ones_like(factor)
+            return self.compressor.mean(total.mul_(factor), examples > 0), torch.ones_like(factor)
         exchanges = self._in_flight or [self.exchange.reduce_scatter(total[p]) for p in self.pieces]
         owned, factor = finish(exchanges), factor / self.mesh.data.size
         self._in_flight, self._clip_factors, self._clip_work = [], None, Work(None, "")
@@ -330,8 +328,9 @@ class Reducer:
                     dist.broadcast(shard, source, group=self.mesh.data.handle)
                 whole = self.all_gather(shard, torch.empty_like(self.gradient))
                 if self.mesh.world.rank == 0:
+                    whole = whole.cpu()
                     for name in self.layout.places:
-                        found[f"compression.{kind}.{rank}.{name}"] = self.layout.view(whole, name).cpu()
+                        found[f"compression.{kind}.{rank}.{name}"] = self.layout.view(whole, name)
         size = self.mesh.model.size
         for m, row in enumerate(self._rows(self.compressor.shared)):
             found[f"compression.shared.{m}-{size}"] = row

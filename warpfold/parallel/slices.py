@@ -106,7 +106,7 @@ def shared_in_slices(layer: AxialUpdate, source: Tensor, mask: Tensor, axis: int
             if len(wholes) == index:
                 shape = list(new.shape)
                 shape[joined] = source.shape[axis]
-                wholes.append(new.new_empty(shape))
+                wholes.append(layer.empty_shared(new, shape))
             wholes[index].narrow(joined, part.start, part.stop - part.start).copy_(new)
         del made, new, piece  # before the next slice is begun
     return tuple(torch.cat(tensors, joined) for tensors in zip(*parts)) if keeps else tuple(wholes)

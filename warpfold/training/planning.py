@@ -248,6 +248,8 @@ def _chosen(
     fixed, sync = given.fixed_on_ranks(CHOSEN_IN_TRAINING)
     if config.train.window:  # examples come as they are ready, so none can be shared
         fixed = {"axial": 1, "branch": 1, **fixed}
+    if config.data.crop is None:  # their lengths would still be all kinds
+        fixed = {"sizes": config.plan.sizes, **fixed}
     try:
         if machine.devices > 1:
             plans, there = candidates(job, machine, fixed, sync), one_node(machine.devices)
@@ -265,6 +267,16 @@ def _chosen(
         raise UserError(f"{given.source}: {error}") from error
     chosen: dict[str, Any] = team.broadcast(told, "the plan of the run")
     return chosen
+
+
+def graphs_in_words(plan: Plan, device: torch.device | str) -> str:
+    """Say whether passes are recorded as graphs; nothing where there are none on such a device, nor asked for."""
+    kind = torch.device(device).type
+    if (why := plan.why_no_graphs(kind)) is not None:
+        return f"off, as {why}" if kind == "cuda" or plan.graph is True else ""
+    padded = f", examples padded to {plan.sizes} sizes of each axis" if plan.sizes else ""
+    behind = "; gradients travel when a step's last pass is done, and not during it" if plan.data > 1 else ""
+    return f"passes are recorded and replayed{padded}{behind}"
 
 
 def _rates(

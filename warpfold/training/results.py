@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from warpfold.device import Snapshot
 from warpfold.engine.learn import DeviceResult
 from warpfold.engine.loop import StepTimer
 from warpfold.engine.optim import OptimConfig, learning_rate
@@ -41,14 +42,19 @@ class ExampleResult:
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
-def read_results(results: Sequence[DeviceResult]) -> list[ExampleResult]:
-    """Return the results of a step's examples as plain numbers: one copy from the device, which the host waits for."""
+def begin_results(results: Sequence[DeviceResult]) -> Snapshot:
+    """Begin to copy the results of a step's examples from the device, all at once."""
     numbers = [
         torch.stack([x.double() for x in (*one.losses.values(), one.norm, one.lddt_ca, one.overflowed, one.length)])
         for one in results
     ]
+    return Snapshot.of({"numbers": torch.stack(numbers)})
+
+
+def read_results(results: Sequence[DeviceResult], copied: Snapshot) -> list[ExampleResult]:
+    """Return the results of a step's examples as plain numbers; here the host waits for what `begin_results` began."""
     found = []
-    for one, (*losses, norm, lddt, overflowed, length) in zip(results, torch.stack(numbers).tolist()):
+    for one, (*losses, norm, lddt, overflowed, length) in zip(results, copied.wait()["numbers"].tolist()):
         terms = dict(zip(one.losses, losses))
         loss = terms.pop("")
         where = one.example.name, int(length), loss, norm, lddt, terms, one.example.index

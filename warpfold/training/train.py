@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from warpfold import settings
 from warpfold.data.load.loader import Loader
@@ -45,6 +46,7 @@ from warpfold.training.ranks import begin_end_step, end_step, next_examples, sto
 from warpfold.training.results import (
     ExampleResult,
     SkippedExamples,
+    begin_results,
     rate_taken,
     read_results,
     step_row,
@@ -90,7 +92,9 @@ def train(
     plan, ranks_per_node = config.plan, team.process.ranks_per_node
     # Operations read its weights in the dtype that the plan computes in; losses in fp16 are scaled.
     dtype, scaling = DTYPES[plan.precision], plan.precision == "fp16"
-    optimizer = Optimizer(model, config.optim, team.mesh, plan.sync, ranks_per_node, dtype, scaling, plan.batch)
+    stops, overlap = config.train.on_nonfinite == "stop", not execution.records
+    options = dtype, scaling, plan.batch, overlap, stops
+    optimizer = Optimizer(model, config.optim, team.mesh, plan.sync, ranks_per_node, *options)
     learner = Learner(model, optimizer, config.loss, config.train.seed, team)
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
@@ -112,11 +116,11 @@ def train(
             on_device: list[DeviceResult] = []
             for batch in in_batches(next_examples(examples, optimizer.share, timer, team), config.plan.batch):
                 on_device += learner.learn(batch, recycles)  # forward, losses, backward; clipped, added
-            results = read_results(on_device)  # here the host waits for the device, and nowhere before
-            save_failures(run, config, optimizer, on_device, results, step, recycles, team)
-            # It travels meanwhile.
-            end = begin_end_step(step + 1, results, timer, ledger, signals, team, log.on_all, optimizer.most)
+            copied, weights = begin_results(on_device), optimizer.weights if stops else optimizer.weights.clone()
             learner.step(step)  # the mean over the examples; Adam; the moving average
+            results = read_results(on_device, copied)  # here the host waits for the device, and nowhere before
+            save_failures(run, config, optimizer, weights, on_device, results, step, recycles, team)
+            end = begin_end_step(step + 1, results, timer, ledger, signals, team, log.on_all, optimizer.most)
             results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks, on rank 0
             log(step_row(step + 1, results, rate_taken(config.optim, step, results), recycles, timer))
             skipped.add(step := step + 1, results, config.optim.accumulate)
@@ -267,6 +271,7 @@ def save_failures(
     run: RunFolder,
     config: RunConfig,
     optimizer: Optimizer,
+    weights: Tensor,
     on_device: Sequence[DeviceResult],
     results: Sequence[ExampleResult],
     step: int,
@@ -275,7 +280,8 @@ def save_failures(
 ) -> None:
     """Save what reproduces a loss or gradient that is not finite; UserError unless the settings say to skip it.
 
-    Of the ranks that share an example, the first saves; the message of the UserError reaches all ranks.
+    weights: flat, that the examples went through.  Of the ranks that share an example, the first saves; the message of
+    the UserError reaches all.
     """
     size = config.plan.batch
     for number, (example, one) in enumerate(zip((there.example for there in on_device), results)):
@@ -295,7 +301,7 @@ def save_failures(
         where = ""
         if team.is_example_leader:
             arrays = {name: tensor.numpy(force=True) for name, tensor in example.features.items()}
-            where = str(run.save_failure(example.index, arrays, optimizer.named_weights(), notes))
+            where = str(run.save_failure(example.index, arrays, optimizer.named_weights(weights), notes))
         where = team.all_gather_object_of_example(where, "saving what is not finite")[0]
         if config.train.on_nonfinite == "stop":
             raise UserError(

@@ -3,55 +3,130 @@
 The backward pass multiplies them again, for [i, j, c d] is most of what this layer would otherwise keep.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from warpfold.ops.cpu.linear import accumulate
-from warpfold.ops.dispatch import Operands, accumulation_dtype, uniform_loop
+from warpfold.ops.cpu.linear import accumulate, examples, norm_linear_backward, put, row_slices, rows
+from warpfold.ops.dispatch import Operands, accumulation_dtype
+from warpfold.ops.linear import empty_statistics
+from warpfold.ops.outer import empty_factors, empty_share
 
 PRODUCTS = 2**21  # numbers of a block
+POSITIONS = 2048  # of a block of the projection of both factors
 
 
-def outer_product(t: Operands) -> Tensor:
+def outer_product(t: Operands) -> tuple[Tensor, Tensor]:
     """Compute warpfold::outer_product."""
-    a = t.a
-    out = a.new_empty(a.shape[0], a.shape[2], t.b.shape[2], t.weight.shape[0])
+    batches, _, i, _ = t.a.shape
+    out = t.a.new_empty(batches, i, t.b.shape[2], len(t.weight))
+    share = empty_share(t.a, *out.shape[:-1])
+    for batch in range(batches):
+        of_batch = {name: getattr(t, name)[batch] for name in ("a", "b", "a_mask", "b_mask")}
+        _forward(t.but(**of_batch, z=None if t.z is None else t.z[batch]), out[batch], share[batch])
+    return out, share
+
+
+def _forward(t: Operands, out: Tensor, share: Tensor) -> None:
+    """Write the result and the share of each pair, of factors [s, i, c] and [s, j, d] and masks [s, i] and [s, j]."""
+    a, b = t.a, t.b
+    torch.mm(t.a_mask.to(share.dtype).t(), t.b_mask.to(share.dtype), out=share)
+    share.add_(t.added).clamp_(min=t.least).reciprocal_()
     w, narrow = t.weight.to(a.dtype).t(), None if t.bias is None else t.bias.to(a.dtype)
-    for batch, rows in uniform_loop(_blocks(a, t.b)):
-        results = out[batch, rows].flatten(0, 1)
-        products = _products(a[batch, :, rows], t.b[batch])
+    for some in _blocks(a, b):
+        results = out[some].flatten(0, 1)
+        products = _products(a[:, some], b)
         if narrow is None or not t.bias_divided:
             torch.mm(products, w, out=results)
         else:
             torch.addmm(narrow, products, w, out=results)
-        results.div_(t.count[batch, rows].flatten(0, 1).to(a.dtype))
+        results *= share[some].flatten()[:, None].to(a.dtype)
         if narrow is not None and not t.bias_divided:
             results += narrow
-    return out
+        if t.z is not None:
+            results += t.z[some].flatten(0, 1)
 
 
 def outer_product_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::outer_product_backward."""
+    da, db = t.a.new_empty(t.a.shape), t.b.new_empty(t.b.shape)
+    sums = _Sums(t.weight, t.a)
+    for batch in range(len(t.a)):
+        of_batch = {name: getattr(t, name)[batch] for name in ("grad", "a", "b", "share")}
+        _backward(t.but(**of_batch), da[batch], db[batch], sums)
+    return da, db, *sums.gradients(t.weight, t.bias)
+
+
+class _Sums:
+    """What all blocks add to: the gradients of the weight and of the bias, in fp32 at least."""
+
+    def __init__(self, weight: Tensor, a: Tensor) -> None:
+        dtype = accumulation_dtype(a)
+        self.weight, self.bias = (weight.new_zeros(shape, dtype=dtype) for shape in (weight.shape, weight.shape[:1]))
+
+    def gradients(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the gradients of these parameters, without elements for a bias that is None."""
+        of_bias = self.bias[:0] if bias is None else self.bias.to(accumulation_dtype(bias))
+        return self.weight.to(accumulation_dtype(weight)), of_bias
+
+
+def _backward(t: Operands, da: Tensor, db: Tensor, sums: _Sums) -> None:
+    """Write the gradients of factors a [s, i, c] and b [s, j, d], and add to those of the parameters."""
     a, b, weight = t.a, t.b, t.weight
-    dtype = accumulation_dtype(a)
-    da, db = a.new_empty(a.shape), b.new_zeros(b.shape, dtype=dtype)
-    dweight, dbias = (weight.new_zeros(shape, dtype=dtype) for shape in (weight.shape, weight.shape[:1]))
-    (_, _, _, c), (_, s, j, d) = a.shape, b.shape
-    narrow = weight.to(a.dtype)
-    for batch, rows in uniform_loop(_blocks(a, b)):
-        some = a[batch, :, rows]
-        whole = t.grad[batch, rows].flatten(0, 1)
-        g = whole / t.count[batch, rows].flatten(0, 1).to(a.dtype)
-        accumulate(dweight, g, _products(some, b[batch]))
-        dbias += (g if t.bias_divided else whole).sum(0, dtype=dtype)
+    (_, _, c), (s, j, d) = a.shape, b.shape
+    narrow, of_b = weight.to(a.dtype), b.new_zeros(b.shape, dtype=accumulation_dtype(b))
+    for some in _blocks(a, b):
+        whole = t.grad[some].flatten(0, 1)
+        g = whole * t.share[some].flatten()[:, None].to(a.dtype)
+        accumulate(sums.weight, g, _products(a[:, some], b))
+        sums.bias += (g if t.bias_divided else whole).sum(0, dtype=sums.bias.dtype)
         # [i j, c d] -> [i c, j d]
         turned = torch.mm(g, narrow).view(-1, j, c, d).transpose(1, 2).reshape(-1, j * d)
-        da[batch, :, rows] = (b[batch].flatten(1) @ turned.t()).view(s, -1, c)
-        accumulate(db[batch].flatten(1), some.flatten(1).t(), turned)
-    of_bias = dbias[:0] if t.bias is None else dbias.to(accumulation_dtype(t.bias))
-    return da, db.to(b.dtype), dweight.to(accumulation_dtype(weight)), of_bias
+        da[:, some] = (b.flatten(1) @ turned.t()).view(s, -1, c)
+        accumulate(of_b.flatten(1), a[:, some].flatten(1).t(), turned)
+    db.copy_(of_b)
+
+
+def outer_product_mean(t: Operands) -> tuple[Tensor, ...]:
+    """Compute warpfold::outer_product_mean; both factors are whole: every pair reads them."""
+    x, h = t.x, len(t.weight) // 2
+    *batch, s, r, c = x.shape
+    out, share = x.new_empty(*batch, r, r, len(t.out_weight)), empty_share(x, *batch, r, r)
+    factors, (mean, scale) = empty_factors(x, h), empty_statistics(x)
+    nw, nb = t.norm_weight.to(mean.dtype), None if t.norm_bias is None else t.norm_bias.to(mean.dtype)
+    w, b, masks = t.weight.to(x.dtype).t(), None if t.bias is None else t.bias.to(x.dtype), t.mask.to(x.dtype)
+    for at in examples(x):
+        for some in row_slices(s, r, POSITIONS):
+            n, of_mean, of_scale = torch.native_layer_norm(rows(x[at][some]), [c], nw, nb, t.eps)
+            if b is not None and len(b) == 2 * h:
+                y = torch.addmm(b, n, w)
+            else:
+                y = torch.mm(n, w)
+                if b is not None:
+                    y[:, : len(b)] += b
+            y = y.view(-1, r, 2, h)
+            torch.mul(y.movedim(2, 0), masks[at][some][..., None], out=factors[at][:, some])
+            put(mean[at][some], of_mean.flatten())
+            put(scale[at][some], of_scale.flatten())
+        one, other = factors[at]
+        of_example = t.but(a=one, b=other, weight=t.out_weight, bias=t.out_bias, a_mask=t.mask[at], b_mask=t.mask[at])
+        _forward(of_example.but(z=None if t.z is None else t.z[at]), out[at], share[at])
+    if not t.kept:
+        return out, *(x.new_empty(0) for _ in range(5))
+    return out, factors, x.new_empty(0), mean, scale, share
+
+
+def outer_product_mean_backward(t: Operands) -> tuple[Tensor, ...]:
+    """Compute warpfold::outer_product_mean_backward."""
+    sums = _Sums(t.out_weight, t.x)
+    dy = t.x.new_empty(*t.x.shape[:-1], len(t.weight))
+    for at in examples(t.x):
+        a, b = t.factors[at]
+        da, db = torch.empty_like(a), torch.empty_like(b)
+        _backward(t.but(grad=t.grad[at], a=a, b=b, share=t.share[at], weight=t.out_weight), da, db, sums)
+        torch.cat((da, db), -1, out=dy[at]).mul_(t.mask[at][..., None].to(dy.dtype))
+    return *norm_linear_backward(t.but(grad=dy)), *sums.gradients(t.out_weight, t.out_bias)
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
@@ -60,9 +135,6 @@ def _products(a: Tensor, b: Tensor) -> Tensor:
     return (a.flatten(1).t() @ b.flatten(1)).view(i, c, j, d).transpose(1, 2).reshape(i * j, c * d)
 
 
-def _blocks(a: Tensor, b: Tensor) -> Iterator[tuple[int, slice]]:
-    batches, _, rows, c = a.shape
-    size = max(1, PRODUCTS // (c * b.shape[2] * b.shape[3]))
-    for batch in range(batches):
-        for start in range(0, rows, size):
-            yield batch, slice(start, start + size)
+def _blocks(a: Tensor, b: Tensor) -> Iterable[slice]:
+    """Return slices of the rows of z, of a few products each."""
+    return row_slices(a.shape[1], b.shape[1], PRODUCTS // (a.shape[2] * b.shape[2]))

@@ -24,6 +24,7 @@ gfx942 its registers are spilled.  The kernels' names in launch tables begin wit
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -71,6 +72,15 @@ def shifted(n: tl.tensor, bias: tl.tensor, c: tl.tensor, C: tl.constexpr) -> tl.
         return n + tl.load(bias + c, mask=c < C, other=0).to(tl.float32)[None, :]
     else:  # not after the `if`: Triton compiles what follows it
         return n
+
+
+@triton.jit
+def _masked(y: tl.tensor, mask: tl.tuple, m: tl.tensor, axes: tl.tuple) -> tl.tensor:
+    """Return y [m, o] times the mask of its positions, if there is one."""
+    if mask is not None:
+        return y * tl.load(mask.data + offsets(mask, m, axes), mask=m < axes.positions, other=0).to(tl.float32)[:, None]
+    else:  # as in `shifted`
+        return y
 
 
 PROGRAMS = 1024  # at most, of the backward kernel: eight on each core of a large GPU
@@ -207,7 +217,9 @@ def _norm_linear(
     norm_bias: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
+    mask: tl.tuple,
     y: tl.tuple,
+    planes: tl.tuple,
     mean: tl.tuple,
     rstd: tl.tensor,
     axes: tl.tuple,
@@ -216,11 +228,18 @@ def _norm_linear(
     OUTPUTS: tl.constexpr,
     BIASED: tl.constexpr,
     PADDED: tl.constexpr,
+    FIRST_PLANE: tl.constexpr,
+    PLANES: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """Store y = layer_norm(x) weight^T + bias, and the statistics: all outputs of BLOCK_M positions."""
+    """Store y = layer_norm(x) weight^T + bias, times the mask of a position, if there is one, and the statistics: all
+    outputs of BLOCK_M positions.
+
+    planes: None, or where PLANES outputs from FIRST_PLANE on are stored too, for those who read them one by one.
+    """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
     valid = (m < axes.positions)[:, None] & (c < C)[None, :]
@@ -239,8 +258,19 @@ def _norm_linear(
         out = tl.dot(n, wt.to(n.dtype))
         if bias is not None:
             out += tl.load(bias + o, mask=o < BIASED, other=0).to(tl.float32)[None, :]
+        out = _masked(out, mask, m, axes)
         writable = (m < axes.positions)[:, None] & (o < PADDED)[None, :]
         tl.store(y_rows + o[None, :], out.to(y.data.dtype.element_ty), mask=writable)
+    if planes is not None:  # multiplied once more: a few outputs
+        p = tl.arange(0, BLOCK_P)
+        o = FIRST_PLANE + p
+        wt = tl.load(weight + o[None, :] * C + c[:, None], mask=(p < PLANES)[None, :] & (c < C)[:, None], other=0)
+        out = tl.dot(n, wt.to(n.dtype))
+        if bias is not None:
+            out += tl.load(bias + o, mask=(p < PLANES) & (o < BIASED), other=0).to(tl.float32)[None, :]
+        out = _masked(out, mask, m, axes)
+        writable = (m < axes.positions)[:, None] & (p < PLANES)[None, :]
+        tl.store(pointers(planes, m, p, axes), out.to(y.data.dtype.element_ty), mask=writable)
 
 
 @triton.jit
@@ -250,7 +280,9 @@ def _norm_linear_wide(
     norm_bias: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
+    mask: tl.tuple,
     y: tl.tuple,
+    planes: tl.tuple,
     mean: tl.tuple,
     rstd: tl.tensor,
     axes: tl.tuple,
@@ -259,6 +291,8 @@ def _norm_linear_wide(
     OUTPUTS: tl.constexpr,
     BIASED: tl.constexpr,
     PADDED: tl.constexpr,
+    FIRST_PLANE: tl.constexpr,
+    PLANES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -295,9 +329,14 @@ def _norm_linear_wide(
         acc = tl.dot(n, wt.to(n.dtype), acc)
     if bias is not None:
         acc += tl.load(bias + o, mask=o < BIASED, other=0).to(tl.float32)[None, :]
+    acc = _masked(acc, mask, m, axes)
     y_rows = y.data + offsets(y, m, axes)[:, None]
     writable = (m < axes.positions)[:, None] & (o < PADDED)[None, :]
     tl.store(y_rows + o[None, :], acc.to(y.data.dtype.element_ty), mask=writable)
+    if planes is not None:
+        p = o - FIRST_PLANE
+        writable = (m < axes.positions)[:, None] & ((p >= 0) & (p < PLANES))[None, :]
+        tl.store(pointers(planes, m, p, axes), acc.to(y.data.dtype.element_ty), mask=writable)
     if tl.program_id(1) == 0:
         at = offsets(mean, m, axes)
         tl.store(mean.data + at, mu, mask=m < axes.positions)
@@ -448,32 +487,50 @@ PROJECTION_WEIGHT = register_by_precision(
 )
 
 
+class Planes(NamedTuple):
+    """Where some outputs of a projection are written too, [*, p], each by itself; begin: the first of them."""
+
+    data: Tensor
+    begin: int
+
+
 def norm_linear(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Compute warpfold::norm_linear."""
-    x = t.x
-    c, outputs = x.shape[-1], t.weight.shape[0]
-    y, (mean, rstd) = empty_projected(x, outputs), empty_statistics(x)
-    p = Positions({"x": x}, writes={"y": y, "mean": mean[..., None]})
-    wide = c > WIDEST or x.element_size() > 2
+    y, (mean, scale) = empty_projected(t.x, t.weight.shape[0]), empty_statistics(t.x)
+    project(t.but(mean=mean, scale=scale), y)
+    return y, mean, scale
+
+
+def project(t: Operands, y: Tensor, planes: Planes | None = None, mask: Tensor | None = None) -> None:
+    """Write linear(layer_norm(x)) into y, rows padded as those of `empty_projected`, and the statistics of x.
+
+    mask: [*], by which all of it is multiplied.
+    """
+    x, (outputs, c) = t.x, t.weight.shape
+    kept = None if mask is None else mask[..., None]
+    wanted = {"y": y, "mean": t.mean[..., None]} | ({} if planes is None else {"planes": planes.data})
+    p = Positions({"x": x, "mask": kept}, writes=wanted)
+    wide, many = c > WIDEST or x.element_size() > 2, 0 if planes is None else planes.data.shape[-1]
     kernel = (WIDE if wide else PROJECTION).tiled((c, outputs), x)
     rows = cdiv(p.count, kernel["BLOCK_M"])
     kernel.run(
         (rows, cdiv(outputs, kernel["BLOCK_O"])) if wide else (rows,),
-        **p.arguments,
+        **{"planes": None} | p.arguments,
         norm_weight=t.norm_weight.contiguous(),
         norm_bias=contiguous(t.norm_bias),
         weight=cast_weight(t.weight, x, p.count),
         bias=contiguous(t.bias),
-        rstd=rstd,
+        rstd=t.scale,
         eps=t.eps,
         C=c,
         OUTPUTS=outputs,
         BIASED=0 if t.bias is None else len(t.bias),
         PADDED=padded(outputs) if p.writes_in_place("y") else outputs,
-        **({} if wide else {"BLOCK_C": power_of_two(c)}),
+        FIRST_PLANE=0 if planes is None else planes.begin,
+        PLANES=many,
+        **({} if wide else {"BLOCK_C": power_of_two(c), "BLOCK_P": power_of_two(many)}),
     )
     p.copy_back()
-    return y, mean, rstd
 
 
 def norm_linear_backward(
