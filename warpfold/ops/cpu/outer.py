@@ -4,11 +4,13 @@ The backward pass multiplies them again, for [i, j, c d] is most of what this la
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from warpfold.ops.cpu.linear import accumulate, examples, norm_linear_backward, put, row_slices, rows
+from warpfold.ops.cpu.linear import accumulate, examples, norm_linear_backward, parts_of, put, row_slices, rows
+from warpfold.ops.cpu.threads import in_threads, summed
 from warpfold.ops.dispatch import Operands, accumulation_dtype
 from warpfold.ops.linear import empty_statistics
 from warpfold.ops.outer import empty_factors, empty_share
@@ -34,7 +36,8 @@ def _forward(t: Operands, out: Tensor, share: Tensor) -> None:
     torch.mm(t.a_mask.to(share.dtype).t(), t.b_mask.to(share.dtype), out=share)
     share.add_(t.added).clamp_(min=t.least).reciprocal_()
     w, narrow = t.weight.to(a.dtype).t(), None if t.bias is None else t.bias.to(a.dtype)
-    for some in _blocks(a, b):
+
+    def compute(some: slice) -> None:
         results = out[some].flatten(0, 1)
         products = _products(a[:, some], b)
         if narrow is None or not t.bias_divided:
@@ -47,23 +50,30 @@ def _forward(t: Operands, out: Tensor, share: Tensor) -> None:
         if t.z is not None:
             results += t.z[some].flatten(0, 1)
 
+    in_threads(compute, zip(_blocks(a, b)))
+
 
 def outer_product_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::outer_product_backward."""
     da, db = t.a.new_empty(t.a.shape), t.b.new_empty(t.b.shape)
-    sums = _Sums(t.weight, t.a)
+    sums = _Sums.zeros(t.weight, t.a)
     for batch in range(len(t.a)):
         of_batch = {name: getattr(t, name)[batch] for name in ("grad", "a", "b", "share")}
         _backward(t.but(**of_batch), da[batch], db[batch], sums)
     return da, db, *sums.gradients(t.weight, t.bias)
 
 
-class _Sums:
-    """What all blocks add to: the gradients of the weight and of the bias, in fp32 at least."""
+class _Sums(NamedTuple):
+    """What all blocks add to: the gradients of the weight and of the bias, and of b, in fp32 at least."""
 
-    def __init__(self, weight: Tensor, a: Tensor) -> None:
-        dtype = accumulation_dtype(a)
-        self.weight, self.bias = (weight.new_zeros(shape, dtype=dtype) for shape in (weight.shape, weight.shape[:1]))
+    weight: Tensor
+    bias: Tensor
+    b: Tensor
+
+    @classmethod
+    def zeros(cls, weight: Tensor, a: Tensor, b: tuple[int, ...] = (0,)) -> "_Sums":
+        """Make sums of nothing yet.  b: the shape of b, where its gradient is summed."""
+        return cls(*(weight.new_zeros(s, dtype=accumulation_dtype(a)) for s in (weight.shape, weight.shape[:1], b)))
 
     def gradients(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the gradients of these parameters, without elements for a bias that is None."""
@@ -75,40 +85,48 @@ def _backward(t: Operands, da: Tensor, db: Tensor, sums: _Sums) -> None:
     """Write the gradients of factors a [s, i, c] and b [s, j, d], and add to those of the parameters."""
     a, b, weight = t.a, t.b, t.weight
     (_, _, c), (s, j, d) = a.shape, b.shape
-    narrow, of_b = weight.to(a.dtype), b.new_zeros(b.shape, dtype=accumulation_dtype(b))
-    for some in _blocks(a, b):
+    narrow = weight.to(a.dtype)
+
+    def compute(sums: _Sums, some: slice) -> None:
         whole = t.grad[some].flatten(0, 1)
         g = whole * t.share[some].flatten()[:, None].to(a.dtype)
         accumulate(sums.weight, g, _products(a[:, some], b))
-        sums.bias += (g if t.bias_divided else whole).sum(0, dtype=sums.bias.dtype)
+        sums.bias.add_((g if t.bias_divided else whole).sum(0, dtype=sums.bias.dtype))
         # [i j, c d] -> [i c, j d]
         turned = torch.mm(g, narrow).view(-1, j, c, d).transpose(1, 2).reshape(-1, j * d)
         da[:, some] = (b.flatten(1) @ turned.t()).view(s, -1, c)
-        accumulate(of_b.flatten(1), a[:, some].flatten(1).t(), turned)
-    db.copy_(of_b)
+        accumulate(sums.b.flatten(1), a[:, some].flatten(1).t(), turned)
+
+    found = summed(compute, zip(_blocks(a, b)), lambda: _Sums.zeros(weight, a, tuple(b.shape)))
+    sums.weight.add_(found.weight)
+    sums.bias.add_(found.bias)
+    db.copy_(found.b)
 
 
 def outer_product_mean(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::outer_product_mean; both factors are whole: every pair reads them."""
     x, h = t.x, len(t.weight) // 2
-    *batch, s, r, c = x.shape
+    *batch, _, r, c = x.shape
     out, share = x.new_empty(*batch, r, r, len(t.out_weight)), empty_share(x, *batch, r, r)
     factors, (mean, scale) = empty_factors(x, h), empty_statistics(x)
     nw, nb = t.norm_weight.to(mean.dtype), None if t.norm_bias is None else t.norm_bias.to(mean.dtype)
     w, b, masks = t.weight.to(x.dtype).t(), None if t.bias is None else t.bias.to(x.dtype), t.mask.to(x.dtype)
+
+    def project(at: tuple[int, ...], some: slice) -> None:
+        n, of_mean, of_scale = torch.native_layer_norm(rows(x[at][some]), [c], nw, nb, t.eps)
+        if b is not None and len(b) == 2 * h:
+            y = torch.addmm(b, n, w)
+        else:
+            y = torch.mm(n, w)
+            if b is not None:
+                y[:, : len(b)] += b
+        y = y.view(-1, r, 2, h)
+        torch.mul(y.movedim(2, 0), masks[at][some][..., None], out=factors[at][:, some])
+        put(mean[at][some], of_mean.flatten())
+        put(scale[at][some], of_scale.flatten())
+
+    in_threads(project, parts_of(x, POSITIONS))
     for at in examples(x):
-        for some in row_slices(s, r, POSITIONS):
-            n, of_mean, of_scale = torch.native_layer_norm(rows(x[at][some]), [c], nw, nb, t.eps)
-            if b is not None and len(b) == 2 * h:
-                y = torch.addmm(b, n, w)
-            else:
-                y = torch.mm(n, w)
-                if b is not None:
-                    y[:, : len(b)] += b
-            y = y.view(-1, r, 2, h)
-            torch.mul(y.movedim(2, 0), masks[at][some][..., None], out=factors[at][:, some])
-            put(mean[at][some], of_mean.flatten())
-            put(scale[at][some], of_scale.flatten())
         one, other = factors[at]
         of_example = t.but(a=one, b=other, weight=t.out_weight, bias=t.out_bias, a_mask=t.mask[at], b_mask=t.mask[at])
         _forward(of_example.but(z=None if t.z is None else t.z[at]), out[at], share[at])
@@ -119,7 +137,7 @@ def outer_product_mean(t: Operands) -> tuple[Tensor, ...]:
 
 def outer_product_mean_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::outer_product_mean_backward."""
-    sums = _Sums(t.out_weight, t.x)
+    sums = _Sums.zeros(t.out_weight, t.x)
     dy = t.x.new_empty(*t.x.shape[:-1], len(t.weight))
     for at in examples(t.x):
         a, b = t.factors[at]
