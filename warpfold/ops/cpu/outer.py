@@ -15,7 +15,7 @@ from warpfold.ops.dispatch import Operands, accumulation_dtype
 from warpfold.ops.linear import empty_statistics
 from warpfold.ops.outer import empty_factors, empty_share
 
-PRODUCTS = 2**21  # numbers of a block
+PRODUCTS = 2**20  # numbers of a block
 POSITIONS = 2048  # of a block of the projection of both factors
 
 
