@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from warpfold import settings
 from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
-from warpfold.cost.memory import MARGIN, TRUTH, estimate_memory, predict_example, train_on_example
+from warpfold.cost.memory import MARGIN, TRUTH, estimate_memory, kind_of, predict_example, train_on_example
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.model.alphafold import AlphaFold, ModelConfig
@@ -82,7 +82,7 @@ class MemoryCheck:
 
     def says(self) -> str:
         """ "memory: estimated 15.7 MB, measured 15.6 MB; a plan leaves 5 % and 268 MB more free"."""
-        share, fixed = MARGIN["cuda" if self.device.startswith("cuda") else "cpu"]
+        share, fixed = MARGIN[kind_of(self.device)]
         return (
             f"memory: estimated {self.estimated / 1e6:.1f} MB, measured {self.measured / 1e6:.1f} MB; "
             f"a plan leaves {share:.0%} and {fixed / 1e6:.0f} MB more free"

@@ -225,13 +225,13 @@ class Watch:
             piece.place = piece.place._replace(owner=owner)
 
 
-Device = Literal["cpu", "cuda"]
-UNIT = {"cpu": 1, "cuda": 512}  # bytes: torch's allocator gives multiples of these
+Device = Literal["cpu", "cuda", "mps"]
+UNIT = {"cpu": 1, "cuda": 512, "mps": 512}  # bytes: torch's allocator gives multiples of these; of "mps" a guess
 BLOCKS = 3  # of a stack and of a kind that are run: the first, one that stands for others, the last
 MOMENTS = 300  # of a course, at most
 # Beside what tensors hold, as a share of them and in bytes: workspaces of torch's libraries, and what lies unused
 # between tensors.  Of a GPU not measured.
-MARGIN = {"cpu": (0.05, 192 << 20), "cuda": (0.05, 512 << 20)}
+MARGIN = {"cpu": (0.05, 192 << 20), "cuda": (0.05, 512 << 20), "mps": (0.05, 512 << 20)}
 TRUTH = list(FEATURES)[list(FEATURES).index("copy_atom_positions") :]  # features that a prediction does not have
 
 
@@ -255,18 +255,23 @@ class MemoryEstimate:
 
 def with_margin(bytes: int, device: str = "cpu") -> int:
     """Return the bytes that must be free on a device for so many bytes of tensors."""
-    share, fixed = MARGIN["cuda" if device.startswith("cuda") else "cpu"]
+    share, fixed = MARGIN[kind_of(device)]
     return int(bytes * (1 + share)) + fixed
 
 
 def estimate_memory(job: Job, plan: Plan, device: str = "cpu") -> MemoryEstimate:
+def kind_of(device: str) -> Device:
+    """Return the kind of a device, "cuda:1"."""
+    return "cuda" if device.startswith("cuda") else "mps" if device.startswith("mps") else "cpu"
+
+
     """Estimate the memory of a plan's first rank during a job; others hold no more.
 
-    device: "cpu" or "cuda".  A plan with `graph` or `compile` counts as without; what these need is not known.
+    device: "cpu", "cuda" or "mps".  A plan with `graph` or `compile` counts as without; what these need is not known.
     """
-    kind: Device = "cuda" if device.startswith("cuda") else "cpu"
     kernels = "fast" if plan.kernels == "strict" else plan.kernels
-    return _estimate(job, replace(plan, threads=None, compile=False, graph=False, tf32=False, kernels=kernels), kind)
+    plan = replace(plan, threads=None, compile=False, graph=False, tf32=False, kernels=kernels)
+    return _estimate(job, plan, kind_of(device))
 
 
 def features_of(job: Job, passes: int) -> Batch:

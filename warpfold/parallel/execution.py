@@ -81,11 +81,15 @@ class Execution(PlainExecution):
         """Have a model, or any module that holds trunk layers, run so from now on; return it.
 
         A later execution replaces this one; one that cannot run the model changes nothing.
-        Errors: UserError for a block that the plan cannot run, or where compiling needs a compiler that is not there.
+        Errors: UserError for a block or a device that the plan cannot run, or where compiling needs a compiler that is
+        not there.
         """
         self._channels = max(self._channels, pair_channels(model))
         if (stack := main_stack(model)) is not None and self.plan.keep_blocks:
             self._keeping.update(part for block in stack.blocks[-self.plan.keep_blocks :] for part in block.modules())
+        for kind in {p.device.type for p in model.parameters()}:
+            if reason := self.plan.unsupported_on(kind):
+                raise UserError(reason)
         if self.plan.compile:
             self._compiled |= _compile(model)
         if self.distributed:

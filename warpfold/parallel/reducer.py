@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from warpfold.errors import UserError
+from warpfold.ops.dispatch import widen
 from warpfold.parallel.collectives import all_gather_flat
 from warpfold.parallel.compress import CompressionConfig, make_compressor
 from warpfold.parallel.exchange import (
@@ -206,15 +207,15 @@ class Reducer:
         return number[0]
 
     def mean(self, total: Tensor, examples: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a vector and a factor, float64: this rank's shard of the mean over the data ranks and the `examples`
+        """Return a vector and a factor, widened: this rank's shard of the mean over the data ranks and the `examples`
         of each is their product, which the update makes on its way.
 
         total: this rank's sum over its examples, in the shard of its model rank; it is overwritten.
         examples: the mean of the ranks' numbers of examples; where it is 0, so is the result.
         """
         if self.compressor is not None and not examples:  # the host waits for this number
-            return total, examples.double()  # 0; what the compressor carries over stays for the next step
-        factor = 1 / torch.where(examples == 0, 1, examples.double())
+            return total, widen(examples)  # 0; what the compressor carries over stays for the next step
+        factor = 1 / torch.where(examples == 0, 1, widen(examples))
         if self.mesh.data.size == 1:
             return total, factor
         if self.compressor is not None:

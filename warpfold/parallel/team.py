@@ -215,7 +215,7 @@ class Team:
         and a piece, and no other rank's memory more than a piece.  dtype: of the result; each piece is cast alone.
         out: where to join them on the first rank, such as a file that is mapped to memory.
         """
-        if self.mesh.axial.size == 1 and out is None and not x.is_cuda and x.dtype == (dtype or x.dtype):
+        if self.mesh.axial.size == 1 and out is None and x.device.type == "cpu" and x.dtype == (dtype or x.dtype):
             return x.detach().contiguous() if self.is_example_leader else None
         whole = out
         for start, piece in self.pieces_of_shards(x, axis, length, dtype):

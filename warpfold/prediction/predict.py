@@ -80,8 +80,8 @@ class Share:
             raise UserError("--workers and --cluster start processes of their own: use them without torchrun")
         if self.cluster is not None:
             require_dask(self.cluster)  # before a folder is begun
-        if self.cluster is None and device is not None and device.startswith("cuda"):
-            gpus = 1 if ":" in device else torch.cuda.device_count()
+        if self.cluster is None and device is not None and device.startswith(("cuda", "mps")):
+            gpus = torch.cuda.device_count() if device == "cuda" else 1
             if self.workers > gpus:
                 raise UserError(f"--workers {self.workers}: more than --device {device} has GPUs ({gpus}); give {gpus}")
 

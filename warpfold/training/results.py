@@ -13,6 +13,7 @@ from warpfold.engine.loop import StepTimer
 from warpfold.engine.optim import OptimConfig, learning_rate
 from warpfold.engine.watch import Row
 from warpfold.errors import UserError
+from warpfold.ops.dispatch import widen
 
 WINDOW = 1_000  # train.max_skipped counts within this many examples in a row
 
@@ -44,7 +45,7 @@ class ExampleResult:
 def read_results(results: Sequence[DeviceResult]) -> list[ExampleResult]:
     """Return the results of a step's examples as plain numbers: one copy from the device, which the host waits for."""
     numbers = [
-        torch.stack([x.double() for x in (*one.losses.values(), one.norm, one.lddt_ca, one.overflowed, one.length)])
+        torch.stack([widen(x) for x in (*one.losses.values(), one.norm, one.lddt_ca, one.overflowed, one.length)])
         for one in results
     ]
     found = []
