@@ -259,12 +259,12 @@ def with_margin(bytes: int, device: str = "cpu") -> int:
     return int(bytes * (1 + share)) + fixed
 
 
-def estimate_memory(job: Job, plan: Plan, device: str = "cpu") -> MemoryEstimate:
 def kind_of(device: str) -> Device:
     """Return the kind of a device, "cuda:1"."""
     return "cuda" if device.startswith("cuda") else "mps" if device.startswith("mps") else "cpu"
 
 
+def estimate_memory(job: Job, plan: Plan, device: str = "cpu") -> MemoryEstimate:
     """Estimate the memory of a plan's first rank during a job; others hold no more.
 
     device: "cpu", "cuda" or "mps".  A plan with `graph` or `compile` counts as without; what these need is not known.

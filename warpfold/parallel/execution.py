@@ -84,12 +84,12 @@ class Execution(PlainExecution):
         Errors: UserError for a block or a device that the plan cannot run, or where compiling needs a compiler that is
         not there.
         """
-        self._channels = max(self._channels, pair_channels(model))
-        if (stack := main_stack(model)) is not None and self.plan.keep_blocks:
-            self._keeping.update(part for block in stack.blocks[-self.plan.keep_blocks :] for part in block.modules())
         for kind in {p.device.type for p in model.parameters()}:
             if reason := self.plan.unsupported_on(kind):
                 raise UserError(reason)
+        self._channels = max(self._channels, pair_channels(model))
+        if (stack := main_stack(model)) is not None and self.plan.keep_blocks:
+            self._keeping.update(part for block in stack.blocks[-self.plan.keep_blocks :] for part in block.modules())
         if self.plan.compile:
             self._compiled |= _compile(model)
         if self.distributed:
