@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from warpfold import cli
+from warpfold.cli.predict import ALIASES
 from warpfold.prediction.outputs import Prediction
 
 ROOT = Path(__file__).parents[1]
@@ -63,6 +64,7 @@ def wrong_options(line: str) -> set[str]:
         return {words[1]}
     command = getattr(command, "commands", {}).get(words[2] if len(words) > 2 else "", command)  # a group's
     known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
+    known |= set(ALIASES) if words[1] == "predict" else set()
     return {word for word in words if word.startswith("--")} - known
 
 
