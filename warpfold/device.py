@@ -59,8 +59,12 @@ def default_workers(device: torch.device | str) -> int:
     """
     if torch.device(device).type != "cuda":
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, cores // torch.cuda.device_count() - 1))
+    return max(1, min(8, cores() // torch.cuda.device_count() - 1))
+
+
+def cores() -> int:
+    """Count the CPU's cores that this process may use; without Linux, all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
