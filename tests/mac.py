@@ -1,4 +1,4 @@
-"""An Apple GPU that is not there: within `Mac`, "mps" is a device whose tensors lie in the host's memory.
+"""An Apple GPU that is not there: within `mac()`, "mps" is a device whose tensors lie in the host's memory.
 
 What torch's MPS backend would refuse is refused: tensors of 64-bit floats, operations that have no function of it in
 torch's own table (`native_functions.yaml`, which torch brings), operands on two devices, NumPy arrays of what lies
@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 MPS, CPU = torch.device("mps", 0), torch.device("cpu")
-TABLE = "packaged/ATen/native/native_functions.yaml"
+TABLE = "ATen/native/native_functions.yaml"
 ANY_DEVICE = {"CompositeExplicitAutograd", "CompositeImplicitAutograd", "CompositeExplicitAutogradNonFunctional", "MPS"}
 FROM_NUMBERS: tuple[Callable[..., Any], ...] = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
 TAKES_TWO = {"copy_", "_to_copy", "set_"}  # whose operands may lie on two devices
@@ -34,7 +34,7 @@ TAKES_TWO = {"copy_", "_to_copy", "set_"}  # whose operands may lie on two devic
 def table() -> Mapping[str, tuple[str, frozenset[str]]]:
     """Of each of torch's operations: the one that computes it, or "", and the backends that have a function of it."""
     found = {}
-    text = Path(torchgen.__file__).with_name("packaged").joinpath("ATen/native/native_functions.yaml").read_text()
+    text = Path(torchgen.__file__).with_name("packaged").joinpath(TABLE).read_text(encoding="utf-8")
     for entry in re.split(r"(?m)^- func: ", text)[1:]:
         delegate = re.search(r"(?m)^  structured_delegate: (\S+)", entry)
         dispatch = re.search(r"(?m)^  dispatch:\n((?:    .*\n)+)", entry)
@@ -110,8 +110,8 @@ class _Operations(TorchDispatchMode):
             if there and elsewhere and op not in TAKES_TWO:
                 shapes = [(tuple(t.shape), mac.has(t)) for t in given]
                 raise RuntimeError(f"{name}: expected all tensors to be on the same device: {shapes}")
-        with_mode_off = func(*args, **kwargs)
-        return tree_map(mac.take, with_mode_off) if lies_there else with_mode_off
+        found = func(*args, **kwargs)
+        return tree_map(mac.take, found) if lies_there else found
 
 
 class _Functions(TorchFunctionMode):
