@@ -28,6 +28,7 @@ from warpfold.device import keep_memory, slow_precision, spinning_threads
 from warpfold.errors import UserError
 from warpfold.memory import memory_in_use
 from warpfold.ops.dispatch import unsupported_device
+from warpfold.ops.torch_internals import is_compiled
 from warpfold.parallel.plan import DTYPES as PRECISIONS
 
 PACKAGES: tuple[str, ...] = (  # modules of warpfold.adapt, with adapters
@@ -311,7 +312,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def _why_not(module: nn.Module) -> str:
-    if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
+    if is_compiled(module):
         return "is compiled; accelerate the model first, then torch.compile it"
     if name_of(type(module)).startswith(QUANTISED):
         return "is quantised: it computes by operations of its own; accelerate it before"

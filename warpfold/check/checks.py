@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.check.cases import ODD, OPS, inputs, meant_by, size_in_words
 from warpfold.check.op_profile import Argument, OpCase, OpInputs
 from warpfold.ops.dispatch import accumulation_dtype, backend, using
 from warpfold.ops.noise import DropoutFactors
+from warpfold.ops.torch_internals import DispatchMode
 
 BAR = 2.0  # times the worst draw's error, as a root mean square
 PEAK_BAR = 4.0  # times the worst draw's largest error: one wrong number must not hide in a mean
@@ -27,7 +27,7 @@ DRAWS = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Jitter(TorchDispatchMode):
+class Jitter(DispatchMode):
     """Perturb each result of torch at random, as rounding may (Monte Carlo arithmetic, Parker 1997).
 
     Each number by up to one unit of roundoff of its dtype; and a sum of n terms by up to sqrt(n) units of the dtype

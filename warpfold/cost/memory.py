@@ -32,6 +32,7 @@ from warpfold.model.losses import LossConfig, total_loss
 from warpfold.model.structure import StructureOutput
 from warpfold.ops import dispatch
 from warpfold.ops.dispatch import Op
+from warpfold.ops.torch_internals import current_node, in_backward, next_node_number, node_number
 from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh
@@ -94,7 +95,7 @@ class Watch:
 
     def place(self) -> RunPlace:
         """Return where the run is now."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             return self._now()
         if self.backward_from is None:
             assert self.memory is not None
@@ -130,8 +131,8 @@ class Watch:
         return found
 
     def _of_node(self) -> RunPlace:
-        node = torch._C._current_autograd_node()
-        index = -1 if node is None else bisect_right(self._numbers, node._sequence_nr()) - 1
+        node = current_node()
+        index = -1 if node is None else bisect_right(self._numbers, node_number(node)) - 1
         if index < 0 or index >= len(self._places):
             return RunPlace("backward", "gradients", backward=True)
         found = self._places[index]
@@ -145,10 +146,10 @@ class Watch:
 
     def _entered(self, place: RunPlace) -> None:
         """Note that the run has come to a place, or back to it."""
-        backward = torch._C._current_graph_task_id() != -1
+        backward = in_backward()
         self._note(place._replace(name=f"{place.name} again") if backward else place)
         if not backward and torch.is_grad_enabled():
-            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._numbers.append(next_node_number())
             self._places.append(place)
 
     def _push(self, place: RunPlace) -> None:
@@ -215,7 +216,7 @@ class Watch:
 
     def _begin(self, place: RunPlace) -> None:
         """Note when a block was begun, forward: the first of its parts."""
-        if place.block is not None and place.block != self._block and torch._C._current_graph_task_id() == -1:
+        if place.block is not None and place.block != self._block and not in_backward():
             assert self.memory is not None
             self._block = place.block
             self.begun[place.block] = self.memory.moment

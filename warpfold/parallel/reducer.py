@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from warpfold.errors import UserError
 from warpfold.ops.dispatch import widen
-from warpfold.parallel.collectives import all_gather_flat
+from warpfold.ops.torch_internals import all_gather_flat, taking_part
 from warpfold.parallel.compress import CompressionConfig, make_compressor
 from warpfold.parallel.exchange import (
     STRATEGIES,
@@ -134,8 +134,9 @@ class Reducer:
         if bucket < self.sent_buckets:
             raise RuntimeError(f"{name}: a gradient after it was sent; collect() follows each example's one backward()")
         if self._due is None:  # the first of this pass: now autograd knows which parameters take part
-            takes_part = torch._C._will_engine_execute_node  # what torch.autograd.graph.register_multi_grad_hook asks
-            self._due = [sum(map(takes_part, nodes)) for nodes in self._nodes]
+            self._due = taking_part(self._nodes)
+        if self._due is None:
+            return  # `finish` sends all of it
         self._due[bucket] -= 1
         while self.sent_buckets < len(self._due) and not self._due[self.sent_buckets]:
             self._send()

@@ -73,7 +73,9 @@ class Team:
         """What all processes can write to and read, whatever they are doing."""
         if self.process.ranks + self.process.idle == 1:
             return self._alone
-        return dist.PrefixStore("team", dist.distributed_c10d._get_default_store())
+        world = dist.group.WORLD
+        assert world is not None
+        return dist.PrefixStore("team", world.get_group_store())
 
     def remesh(self, plan: Plan, idle: bool = False) -> Mesh:
         """Have the processes work as a plan says from now on; return its mesh, which is also `mesh`.
