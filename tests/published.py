@@ -34,8 +34,9 @@ def config_like(name: str, full: bool = False) -> ModelConfig:
 def write_like(name: str, folder: Path, full: bool = False) -> Path:
     """Write a file as the published one of this name is: .npz by DeepMind's names, or .pt by OpenFold's."""
     config = config_like(name, full)
-    torch.manual_seed(len(name))
-    model = AlphaFold(config) if full else filled_model(config, seed=len(name))
+    seed = sum(name.encode())
+    torch.manual_seed(seed)
+    model = AlphaFold(config) if full else filled_model(config, seed=seed)
     path = folder / PUBLISHED[name].file
     if path.suffix == ".pt":
         save(path, as_openfold(model))

@@ -9,7 +9,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from warpfold.device import THREADS, Uploads, default_workers, device_of, keep_memory, one_thread, slow_precision
+from tests.mac import mac
+from warpfold.device import (
+    THREADS,
+    Uploads,
+    caveats,
+    cores,
+    default_workers,
+    device_meant,
+    device_of,
+    keep_memory,
+    one_thread,
+    slow_precision,
+)
+from warpfold.errors import UserError
 
 
 def test_processes_begin_with_one_thread_and_this_one_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +103,70 @@ def test_a_precision_that_a_cpu_only_imitates_is_said(tmp_path: Path, monkeypatc
     (tmp_path / "cpuinfo").write_text("flags\t\t: fma avx2 avx512_bf16\n")
     assert slow_precision("bf16", "cpu") is None
     assert slow_precision("fp16", "cpu") is not None
+
+
+@pytest.mark.parametrize(("has", "is_slow"), [("0", True), ("1", False), ("", False)])  # M1; M2; one that says nothing
+def test_a_mac_is_asked_whether_it_has_bf16(has: str, is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("warpfold.device.Path", lambda _: Path("/nowhere"))
+    monkeypatch.setattr("warpfold.device.sysctl", lambda name: asked.append(name) or has)
+    assert [slow_precision(precision, "cpu") is not None for precision in ("bf16", "bf16_all")] == [is_slow] * 2
+    assert asked == ["hw.optional.arm.FEAT_BF16"] * 2
+
+
+def test_what_is_said_of_a_device_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert caveats("fp32", "cpu") == caveats("bf16", "cuda") == []
+    for version, count in (("2.13.0", 2), ("2.14.0", 1), ("2.15.1+cpu", 1)):
+        monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
+        said = caveats("bf16", "mps")
+        assert "never run on an Apple GPU" in said[0]
+        assert len(said) == count
+    assert "177116" in caveats("bf16", "mps")[-1] or count == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *(
+            ("gpu", "cuda"),
+            ("GPU", "cuda"),
+            ("0", "cuda:0"),
+            ("cuda0", "cuda:0"),
+            ("gpu:1", "cuda:1"),
+            ("CUDA", "cuda"),
+        ),
+        *(("hip", "cuda"), ("metal", "mps"), ("MPS", "mps"), ("mps:1", "mps"), ("CPU", "cpu"), ("cpu:0", "cpu")),
+        *(("A100", None), ("meta", None), ("", None), ("cuda:x y", "cuda")),
+    ],
+)
+def test_a_name_that_is_none_of_a_device_is_refused_with_what_it_means(name: str, meant: str | None) -> None:
+    assert device_meant(name) == meant
+    cure = f"not known; (give )?{meant}" if meant else r"not known; give cpu, cuda, cuda:1 and so on, or mps on a Mac"
+    with pytest.raises(UserError, match=f"^--device {name}: {cure}") as said:
+        device_of(name)
+    assert "\n" not in str(said.value)
+    if meant is None:
+        assert "warpfold plan" in str(said.value)
+
+
+def test_a_device_that_is_not_here_is_refused_with_what_is() -> None:
+    with mac():
+        assert [device_of(name) for name in ("mps", "mps:0", "cpu", None)][1:] == ["mps:0", "cpu", device_of(None)]
+        assert device_of(None) == ("cuda" if torch.cuda.is_available() else "cpu")  # never an Apple GPU unasked
+        with pytest.raises(UserError, match=r"^--device gpu: not known; give mps$"):
+            device_of("gpu")
+        if not torch.cuda.is_available():
+            with pytest.raises(UserError, match=r"^--device cuda: .*; give cpu, or mps \(this Mac's GPU\)"):
+                device_of("cuda")
+    if not torch.backends.mps.is_available():
+        with pytest.raises(UserError, match=r"^--device mps: torch .*; give cpu$"):
+            device_of("mps")
+
+
+def test_cores_are_counted_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 1 <= cores() <= (os.cpu_count() or 1)
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert cores() == os.cpu_count()
 
 
 def test_whoever_asks_for_a_cpu_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

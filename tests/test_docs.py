@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from pprint import pformat
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from warpfold import cli
+from warpfold.cli.predict import ALIASES
 from warpfold.prediction.outputs import Prediction
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +64,7 @@ def wrong_options(line: str) -> set[str]:
         return {words[1]}
     command = getattr(command, "commands", {}).get(words[2] if len(words) > 2 else "", command)  # a group's
     known = {name for parameter in command.params for name in parameter.opts} | {"--help"}
+    known |= set(ALIASES) if words[1] == "predict" else set()
     return {word for word in words if word.startswith("--")} - known
 
 
@@ -183,19 +186,39 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     notebook = json.loads((ROOT / "docs" / "fold.ipynb").read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells)  # nobody's results are kept
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it is installed already"))
     names: dict[str, Any] = {"__name__": "__main__"}
     shown = [run_cell("".join(cell["source"]), number, names) for number, cell in enumerate(cells)]
-    page = next(value for value in shown if hasattr(value, "_repr_html_"))._repr_html_()
+    folded = next(value for value in shown if hasattr(value, "_repr_html_"))
+    page = folded._repr_html_()
     assert page.startswith("<iframe srcdoc=")
     assert "3Dmol" in page
     assert "predicted aligned error" in page.lower()
     assert [bool(result.prediction) for result in shown[-1]] == [True, True, False]
     assert (names["folder"] / "example.cif").exists()
+    # What is stored is what the cells of today show; numbers are those of another model.
+    stored = [{k: data for output in cell["outputs"] for k, data in output.get("data", {}).items()} for cell in cells]
+    said = [told("".join(data.get("text/plain", "None"))) for data in stored]
+    assert said == [told(pformat(one, sort_dicts=False)) for one in shown], "run docs/site/run_notebook.py"
+    assert ["image/png" in data for data in stored] == [one is folded for one in shown]
+    assert folded._repr_png_().startswith(b"\x89PNG")
+
+
+def told(text: str) -> str:
+    """What a cell shows without numbers and folders."""
+    return re.sub(r"\d+", "N", re.sub(r"[^\s']*/", "", text))
+
+
+def test_the_notebook_is_stored_with_what_it_shows() -> None:
+    text = (ROOT / "docs" / "fold.ipynb").read_text(encoding="utf-8")
+    assert len(text) < 300_000
+    assert not re.search(r'[\s"\'(<]/(home|root|tmp|work|Users)/', text)
+    counts = [cell["execution_count"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    assert counts == list(range(1, len(counts) + 1))  # run once, from top to bottom
+    assert "iframe" not in text
 
 
 def test_a_page_in_a_frame_cannot_leave_it() -> None:

@@ -108,6 +108,8 @@ def test_the_notebook_is_a_page() -> None:
     assert page.startswith("# Fold a protein\n")
     assert "(fold.ipynb)" in page  # to be saved
     assert "```python\nresults = predictor.fold_many(" in page
+    assert "```text\n<Prediction example: " in page
+    assert '<img alt="structure and PAE" src="data:image/png;base64,iVBOR' in page
     assert page.count("```") % 2 == 0
 
 

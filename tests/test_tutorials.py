@@ -1,6 +1,7 @@
 """The tutorials run: every command, file and Python block of a page, in their order, in one empty folder.
 
-What a page does with many steps and proteins is done with few here; `slow` runs every page as it is.
+What a page does with many steps and proteins is done with few here; `slow` runs every page as it is.  The pages for
+users of other programs run with stand-ins for what these have, for published parameters and for the alignment server.
 """
 
 import re
@@ -9,10 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.example.test_hits import hhr
+from tests.data.search.alignment_server import serving
+from tests.prediction.runs import write_entry
+from tests.published import write_archive, write_like
 from tests.test_cli import run
+from warpfold.data.synthetic.folder import generate
+from warpfold.prediction.published import SETS
 
-FOLDER = Path(__file__).parents[1] / "docs" / "tutorials"
-PAGES = sorted(FOLDER.glob("*.md"))
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES = sorted((DOCS / "tutorials").glob("*.md"))
+FOR_OTHERS = sorted((DOCS / "howto").glob("from_*.md"))
 FEW = {  # what a page says -> what is enough to see that it runs
     "--proteins 60": "--proteins 6",
     "--proteins 20": "--proteins 6",
@@ -26,9 +34,10 @@ SMALLER = ("model.c_m=8", "model.c_z=8", "model.c_s=8", "model.evoformer.blocks=
 
 
 def parts(text: str) -> list[tuple[str, str, str]]:
-    """The blocks of a page: language, what the sentence before it calls the file, content."""
-    found = re.findall(r"([^\n]*)\n\n?```(bash|toml|python)\n(.*?)^```", text, flags=re.M | re.S)
-    return [(language, "".join(re.findall(r"as `([\w.]+)`", before)), content) for before, language, content in found]
+    """The blocks of a page: language, what the sentence before it calls the file, content; no text that is no file."""
+    found = re.findall(r"([^\n]*)\n\n?```(\w+)\n(.*?)^```", text, flags=re.M | re.S)
+    named = [(language, "".join(re.findall(r"as `([\w.]+)`", before)), content) for before, language, content in found]
+    return [one for one in named if one[0] != "text" or one[1]]
 
 
 def follow(text: str, capsys: pytest.CaptureFixture[str], extra: tuple[str, ...] = ()) -> str:
@@ -36,7 +45,7 @@ def follow(text: str, capsys: pytest.CaptureFixture[str], extra: tuple[str, ...]
     said = []
     names: dict[str, object] = {"__name__": "__main__"}
     for language, name, content in parts(text):
-        if language == "toml":
+        if language in ("toml", "text", "yaml", "json"):
             assert name, content
             Path(name).write_text(content)
         elif language == "python":
@@ -45,6 +54,8 @@ def follow(text: str, capsys: pytest.CaptureFixture[str], extra: tuple[str, ...]
         else:
             for line in content.replace("\\\n", " ").splitlines():
                 program, *arguments = shlex.split(line, comments=True)
+                if program == "pip":
+                    continue
                 assert program == "warpfold", line
                 changes = [word for change in extra for word in ("--set", change)] if arguments[0] == "train" else []
                 code, out, err = run(capsys, *arguments, *changes)
@@ -79,3 +90,48 @@ def test_a_tutorial_runs_as_it_is(
 def test_what_is_made_small_is_on_the_pages() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert not [much for much in FEW if much not in text]
+
+
+def openfold_folders() -> None:
+    """What OpenFold's users have: FASTA files, alignments and hits by protein, entries of the PDB, parameters."""
+    generate(Path("made"), 6, max_length=40)
+    for name in ("fasta_dir", "template_mmcif", "mmcifs"):
+        Path(name).mkdir()
+    for path in sorted(Path("made/msas").glob("*.a3m")):
+        query = path.read_text().splitlines()[1]
+        Path(f"fasta_dir/{path.stem}.fasta").write_text(f">{path.stem}\n{query}\n")
+        hits = hhr([(0, query, 0, query[::-1])]).replace("Match_columns 33", f"Match_columns {len(query)}")
+        for folder in ("alignments", "training_alignments"):
+            into = Path(folder, path.stem)
+            into.mkdir(parents=True)
+            (into / "bfd_uniclust_hits.a3m").write_text(path.read_text())
+            (into / "hhsearch_output.hhr").write_text(hits)
+    write_entry(Path("template_mmcif/0abc.cif"), {"A": query[::-1]}, "2010-01-01")  # of the last one's hit
+    for path in Path("made/mmcif").glob("*.cif"):
+        path.rename(Path("mmcifs", path.name))
+    write_like("finetuning_ptm_2", Path())
+
+
+@pytest.fixture(scope="module")
+def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an archive as DeepMind's, of small random parameters."""
+    folder = tmp_path_factory.mktemp("mirror")
+    write_archive(folder / "alphafold_params_2022-12-06.tar", [*SETS["ptm"], *SETS["multimer"]])
+    return folder
+
+
+@pytest.mark.parametrize("page", FOR_OTHERS, ids=lambda page: page.stem)
+def test_a_page_for_users_of_other_programs_runs(
+    page: Path, mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("no_proxy", "*")
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    if "openfold" in page.stem:
+        openfold_folders()
+    text = page.read_text(encoding="utf-8").replace("params fetch", f"params fetch --from {mirror}")
+    with serving() as server:
+        said = follow(text.replace("https://api.colabfold.com", server.url), capsys)
+    assert "report: " in said
+    assert "openfold" not in page.stem or "templates 0abc_A" in said
+    assert "openfold" in page.stem or server.sequences

@@ -75,7 +75,7 @@ runs = of_panel("How it runs")  # options that do not
 # What several commands take.
 Seed = Annotated[int, decides("The same seed gives the same result.")]
 Workers = Annotated[int, runs("Number of processes.", min=1)]
-Device = Annotated[str | None, runs("cpu, cuda, cuda:1 ...; default: the first GPU, or the CPU.")]
+Device = Annotated[str | None, runs("cpu, cuda, cuda:1, mps ...; default: the first CUDA GPU, or the CPU.")]
 Memory = Annotated[
     str | int | None,
     runs("Of a device, to be used at most: 24GB; default: what is free.", shell=str | None, show_default=False),

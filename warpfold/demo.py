@@ -5,6 +5,7 @@
     OUT/run/           the training run (docs/training.md)
     OUT/predictions/   held-out proteins, folded (docs/outputs.md)
     OUT/report.html    the result, for people
+    OUT/prediction.png the best of the held-out proteins, beside the truth
     OUT/summary.json   the same, for programs
 
 Each part is finished before the next begins, and is kept: the same command continues a demo that was stopped.
@@ -31,9 +32,11 @@ from warpfold.data.store.stored_example import entry_keys, read_assembly
 from warpfold.data.synthetic.folder import generate
 from warpfold.demo_report import DIMERS, LDDT, PROTEINS, Measured, demo_report, means, measure
 from warpfold.engine.watch import Row
+from warpfold.files import write_atomically
 from warpfold.prediction.outputs import claim_folder, write_prediction, write_summary
 from warpfold.prediction.predictor import Predictor, load
 from warpfold.progress import Progress, no_progress
+from warpfold.report.figures import draw_prediction
 from warpfold.report.report import write_report
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import split
@@ -41,7 +44,7 @@ from warpfold.training.train import initial_model, train
 
 FORMAT = "warpfold-demo-1"
 MEASURED = 12  # proteins of each kind, trained on and held out, whose accuracy is measured before and after
-PARTS = ("proteins", "store", "run", "predictions", "report.html")
+PARTS = ("proteins", "store", "run", "predictions", "report.html", "prediction.png")
 
 # Where each stage ends on the progress bar, in percent of the usual time.
 PERCENT = {"making proteins": 5, "packing": 6, "training": 94, "folding": 98, "writing the report": 100}
@@ -115,7 +118,9 @@ def run_demo(
         "threads": torch.get_num_threads(),
         "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
     }
-    write_report(out / "report.html", demo_report(out, result, measured, subject))
+    page = demo_report(out, result, measured, subject)
+    write_report(out / "report.html", page)
+    write_atomically(out / "prediction.png", draw_prediction(page.targets[0]))
     result = write_summary(out, result)
     tell.done()
     return result

@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import re
+import subprocess
 import sys
 import weakref
 from collections import Counter
@@ -46,6 +47,11 @@ def one_thread() -> Iterator[None]:
                 os.environ[name] = value
 
 
+# Of names that people give: what torch calls such a device.
+MEANT = {"gpu": "cuda", "nvidia": "cuda", "rocm": "cuda", "hip": "cuda", "metal": "mps", "apple": "mps"}
+MPS_FIXED = "2.14"  # of torch, in which products along more than 32,768 numbers are right on an M1 and M2
+
+
 def default_workers(device: torch.device | str) -> int:
     """Return the default number of processes that prepare examples for a device.
 
@@ -53,8 +59,12 @@ def default_workers(device: torch.device | str) -> int:
     """
     if torch.device(device).type != "cuda":
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(8, cores // torch.cuda.device_count() - 1))
+    return max(1, min(8, cores() // torch.cuda.device_count() - 1))
+
+
+def cores() -> int:
+    """Count the CPU's cores that this process may use; without Linux, all."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
@@ -82,16 +92,41 @@ def keep_memory() -> str | None:
 def slow_precision(precision: str, device: torch.device | str) -> str | None:
     """Return a warning about a precision that this CPU has no instructions for, or None.
 
-    Without them oneDNN converts each number to fp32 and back: matrix products take some 20 times as long as in fp32.
+    Without them torch converts each number to fp32 and back: a matrix product of side 256 takes 23 times as long as in
+    fp32, one of side 2,048 over a hundred times (a CPU with AVX2 alone, torch 2.13).
     """
-    cpus = Path("/proc/cpuinfo")
-    if precision not in ("bf16", "bf16_all", "fp16") or torch.device(device).type != "cpu" or not cpus.exists():
+    if precision not in ("bf16", "bf16_all", "fp16") or torch.device(device).type != "cpu":
         return None
-    flags = set(re.findall(r"\w+", cpus.read_text(encoding="utf-8")))
-    needed = {"amx_fp16", "avx512_fp16", "asimdhp"} if precision == "fp16" else {"avx512_bf16", "amx_bf16", "bf16"}
+    cpus = Path("/proc/cpuinfo")
+    if cpus.exists():
+        flags = set(re.findall(r"\w+", cpus.read_text(encoding="utf-8")))
+        needed = {"amx_fp16", "avx512_fp16", "asimdhp"} if precision == "fp16" else {"avx512_bf16", "amx_bf16", "bf16"}
+    else:  # of Apple's processors M1 has no bf16
+        flags, needed = {sysctl(f"hw.optional.arm.FEAT_{precision[:4].upper()}")}, {"1", ""}
     if flags & needed:
         return None
-    return f"{precision} is several times slower than fp32 on this CPU, which has no instructions for it; use fp32"
+    return f"{precision} is many times slower than fp32 on this CPU, which has no instructions for it; use fp32"
+
+
+def sysctl(name: str) -> str:
+    """Return what macOS knows under a name, such as "machdep.cpu.brand_string"; "" where it knows nothing."""
+    if sys.platform != "darwin":
+        return ""
+    return subprocess.run(["/usr/sbin/sysctl", "-n", name], capture_output=True, text=True, check=False).stdout.strip()
+
+
+def caveats(precision: str, device: torch.device | str) -> list[str]:
+    """Return what is to be said before a device computes in a precision: that it is slow, or was never tried."""
+    slow = slow_precision(precision, device)
+    said = [slow] if slow else []
+    if torch.device(device).type == "mps":
+        said.append("mps: WarpFold was never run on an Apple GPU; compare a result with that of --device cpu first")
+        if torch.__version__ < MPS_FIXED:
+            said.append(
+                f"mps: with torch {torch.__version__} an M1 or M2 computes wrong gradients above 180 residues "
+                "(github.com/pytorch/pytorch/issues/177116); train with torch 2.14 or newer"
+            )
+    return said
 
 
 def spinning_threads() -> str | None:
@@ -150,7 +185,8 @@ class Snapshot:
             begin = min(x.storage_offset() for x in views)
             end = max(x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape, x.stride())) for x in views)
             whole = views[0].as_strided((end + 1 - begin,), (1,), begin)
-            copy = torch.empty_like(whole, device="cpu", pin_memory=whole.is_cuda).copy_(whole, non_blocking=True)
+            copy = torch.empty_like(whole, device="cpu", pin_memory=whole.is_cuda)
+            copy.copy_(whole, non_blocking=whole.is_cuda)
             for name, x in zip(names, views):
                 copies[name] = copy.as_strided(x.shape, x.stride(), x.storage_offset() - begin)
         on_gpu = next((x.device for x in tensors.values() if x.is_cuda), None)
@@ -433,7 +469,7 @@ class Graphs:
 
 
 def device_of(value: Any, local_rank: int | None = None) -> str:
-    """Return the device to run on; None: the first GPU, or the CPU.
+    """Return the device to run on; None: the first CUDA GPU, or the CPU.
 
     local_rank: which of several processes on a machine this is; each takes a GPU of its own.  On a CPU, the allocator
     keeps freed memory from now on: whatever folds or trains, from Python or the command line, asks here.
@@ -442,6 +478,20 @@ def device_of(value: Any, local_rank: int | None = None) -> str:
     if value is not None and not isinstance(value, str | torch.device):
         raise UserError(f'device = {value!r}: a name is needed, such as "cpu" or "cuda:1"')
     name = ("cuda" if torch.cuda.is_available() else "cpu") if value is None else str(value)
+    if not re.fullmatch(r"cpu|mps(:0)?|(cuda|xpu|hpu|mtia)(:\d+)?", name):
+        if (meant := device_meant(name)) is None:
+            raise UserError(
+                f"--device {name}: not known; give cpu, cuda, cuda:1 and so on, or mps on a Mac (the model of a GPU is "
+                "for `warpfold plan` alone)"
+            )
+        missing = _why_missing(meant)
+        cure = f"give {meant}" if missing is None else f"{meant}: {missing}"
+        raise UserError(f"--device {name}: not known; {cure}")
+    if name.startswith("mps") and local_rank is not None:
+        raise UserError(
+            f"--device {name}: several processes cannot share an Apple GPU, as nothing exchanges its tensors; run one "
+            "process, or give cpu"
+        )
     if name == "cuda" and local_rank is not None:
         if local_rank >= torch.cuda.device_count():
             raise UserError(
@@ -450,22 +500,44 @@ def device_of(value: Any, local_rank: int | None = None) -> str:
                 "--gpus-per-task), or run with --device cpu"
             )
         name = f"cuda:{local_rank}"
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: {_device_cure(name)}") from error
+    if missing := _why_missing(name):
+        raise UserError(f"--device {name}: {missing}")
     if name == "cpu":
         keep_memory()
     return name
 
 
-def _device_cure(name: str) -> str:
-    """Return why there is no such device, and what to give."""
-    if not re.fullmatch(r"cuda(:\d+)?", name):
-        return "not known; give cpu, cuda, or cuda:1 and so on (the model of a GPU is for `warpfold plan` alone)"
+def device_meant(name: str) -> str | None:
+    """Return what torch calls the device that a name means, "cuda" of "GPU" and "cuda:0" of "0"; None: no idea."""
+    plain = name.strip().lower()
+    if number := re.fullmatch(r"(?:cuda|gpu)?\s*:?\s*(\d+)", plain):
+        return f"cuda:{int(number[1])}"
+    if plain == "gpu" and torch.backends.mps.is_available():
+        return "mps"
+    kind = plain.partition(":")[0]
+    kind = MEANT.get(kind, kind)
+    return kind if kind in ("cpu", "cuda", "mps") else None
+
+
+def _why_missing(name: str) -> str | None:
+    """Return why there is no such device here, and what to give; None: it is here."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError):
+        pass
+    else:
+        return None
+    other = "cpu, or mps (this Mac's GPU)" if torch.backends.mps.is_available() else "cpu"
+    if name.startswith("mps"):
+        if not torch.backends.mps.is_built():
+            return f"torch {torch.__version__} was built without it: it is for Macs with an Apple processor; give cpu"
+        return "torch finds no Apple GPU here: it needs an M1 or newer, and macOS 14; give cpu"
+    if not name.startswith("cuda"):
+        return f"torch {torch.__version__} finds none such here; give {other}"
     if not torch.backends.cuda.is_built():
-        return f"torch {torch.__version__} was built without CUDA; give cpu, or install another build (docs/install.md)"
+        cure = "" if "mps" in other else ", or install another build (docs/install.md)"
+        return f"torch {torch.__version__} was built without CUDA; give {other}{cure}"
     count = torch.cuda.device_count()
     if not count:
-        return "torch finds no GPU here; give cpu, or look at what nvidia-smi says"
+        return f"torch finds no GPU here; give {other}, or look at what nvidia-smi says"
     return f"there is none such here; give cpu, or one of {', '.join(f'cuda:{i}' for i in range(count))}"

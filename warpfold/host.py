@@ -16,6 +16,7 @@ from torch import Tensor
 from warpfold.device import Upload
 from warpfold.errors import UserError
 from warpfold.ops.dispatch import backend
+from warpfold.ops.torch_internals import no_torch_function, wrapper_tensor
 
 ROWS = -3  # of z [*, i, j, c]
 SEGMENT = 2**28  # bytes allocated at once: torch rounds pinned memory up to a power of two
@@ -35,12 +36,11 @@ class HostTensor(Tensor):
     Errors: UserError where the folder has not as much space.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, tile: int) -> "HostTensor":
-        made: HostTensor = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
-        return made
+        return wrapper_tensor(cls, torch.Size(shape), dtype, device)
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, tile: int) -> None:
         """tile: rows and columns of a tile, and so of a band."""

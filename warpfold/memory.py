@@ -11,21 +11,27 @@ from warpfold.errors import UserError
 
 PROC, GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 UNLIMITED = 2**60  # bytes; cgroups write such a number where there is no limit
-# How torch and the system's libraries say it on a CPU, where there is no class for it.
-SAID = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "CUDA error: out of memory")
+# How torch and the system's libraries say it on a CPU and an Apple GPU, where there is no class for it.
+SAID = (
+    *("can't allocate memory", "not enough memory", "Cannot allocate memory", "CUDA error: out of memory"),
+    "MPS backend out of memory",
+)
 
 
 def free_memory(device: torch.device | str) -> int:
     """Return the bytes that this process could take on a device now, what it holds unused included.
 
     Of a GPU: what is free at this moment, whoever else works there, and what torch has reserved and does not use.  Of a
-    CPU: what the system calls available, or what the cgroup or the process's own limit leave if that is less.
+    CPU: what the system calls available, or what the cgroup or the process's own limit leave if that is less.  Of an
+    Apple GPU: what Metal recommends to use at most, less what torch's tensors hold; it shares the host's memory.
     Errors: UserError where the system does not say.
     """
     device = torch.device(device)
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type == "mps":
+        return min(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory(), host_memory())
     if device.type != "cpu":
         raise UserError(f"--device {device}: how much memory is free there is not known; give --memory")
     return host_memory()
@@ -143,5 +149,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def release_memory(device: torch.device | str) -> None:
     """Give back what torch has reserved on a GPU and does not use."""
-    if torch.device(device).type == "cuda":
+    kind = torch.device(device).type
+    if kind == "cuda":
         torch.cuda.empty_cache()
+    elif kind == "mps":
+        torch.mps.empty_cache()

@@ -105,12 +105,18 @@ def python_interface() -> str:
 
 
 def notebook() -> str:
-    """Return docs/fold.ipynb as a page: its text and its code, which nobody has run here, so without results."""
+    """Return docs/fold.ipynb as a page: its text, its code, and what its cells showed when it was stored."""
     cells = json.loads((ROOT / "docs" / "fold.ipynb").read_text(encoding="utf-8"))["cells"]
     shown = []
     for cell in cells:
         text = "".join(cell["source"])
         shown.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"text/plain": output.get("text")})
+            if picture := data.get("image/png"):
+                shown.append(f'<img alt="structure and PAE" src="data:image/png;base64,{picture.strip()}">')
+            else:
+                shown.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
     get = (
         "This page is the notebook [fold.ipynb](fold.ipynb): save it, and open it in Jupyter, where a structure turns "
         "and the PAE is shown below the cell that names it."

@@ -3,6 +3,7 @@
 import copy
 import importlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +72,20 @@ def test_layers_compute_by_ours_and_the_model_stays_what_it_was(model: TheirMode
     assert [type(m) for m in model.modules()] == kinds
     assert not any(name.startswith("_warpfold") for m in model.modules() for name in vars(m))
     assert all(torch.equal(a, b) for a, b in zip(gradients(model).values(), want.values()))
+
+
+@pytest.mark.parametrize(("flags", "is_slow"), [("fma avx2", True), ("avx512_bf16 avx512_fp16", False)])
+def test_a_model_in_16_bits_on_a_cpu_that_lacks_them_is_said_once_with_the_cure(
+    model: TheirModel, flags: str, is_slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "cpuinfo").write_text(f"flags\t\t: {flags}\n")
+    monkeypatch.setattr("warpfold.device.Path", lambda _: tmp_path / "cpuinfo")
+    warpfold.accelerate(model.bfloat16(), verify=False)
+    said = capsys.readouterr().out
+    assert said.count("bf16 is many times slower than fp32 on this CPU") == is_slow
+    assert ("model.float()" in said) == is_slow
+    assert "fp16 is" not in said
 
 
 def test_copies_and_pickles_compute_by_ours_with_parameters_of_their_own(model: TheirModel) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from warpfold.bench import timing
 from warpfold.bench.timing import CudaTimer, Subject, Times, Whole, kernels_launched, measure
+from warpfold.ops import torch_internals
 
 
 @pytest.fixture
@@ -34,13 +35,13 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         "Event": Event,
         "current_stream": lambda device: None,
         "synchronize": lambda device: done.append("wait"),
-        "_sleep": lambda cycles: done.append(f"busy {cycles}"),
         "reset_peak_memory_stats": lambda device: None,
         "memory_allocated": lambda device: 100,
         "max_memory_allocated": lambda device: 164,
     }
     for name, function in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setitem(torch_internals._found, "_sleep", lambda cycles: done.append(f"busy {cycles}"))
     monkeypatch.setattr(timing, "FLUSH", 16)
     return done
 

@@ -6,7 +6,8 @@ Memory and time are simple formulas here: what is tested is the choice, and how 
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -37,7 +38,7 @@ from warpfold.errors import UserError
 from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.compress import CompressionConfig
-from warpfold.parallel.plan import Plan
+from warpfold.parallel.plan import DTYPES, Plan
 
 GPU = Machine(kind="cuda", free=10**12, name="H100")
 FREE = 10**9
@@ -176,6 +177,22 @@ def test_what_fits_nowhere_is_refused_with_what_would_fit(asked: dict[str, list[
         choose(job(200_000), machine(FREE, host=FREE))
     assert len(asked["memory"]) < 12
     assert max(residues for residues, _ in asked["memory"]) < 10_000  # to say what would fit
+
+
+def test_bf16_is_suggested_with_what_it_costs_on_a_cpu_that_lacks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def would_fit(kind: Literal["cpu", "cuda"]) -> str:
+        with pytest.raises(UserError) as said:
+            choose(job(), Machine(kind=kind, free=int(0.8 * 100 * 2048**2)), {"chunk": 64})
+        return str(said.value).partition("what would fit: ")[2]
+
+    monkeypatch.setattr(planner, "estimate_memory", lambda job, plan, device: MemoryEstimate(
+        peak=100 * job.sizes.residues**2 * DTYPES[plan.precision].itemsize // 4, weights=0, features=0))  # fmt: skip
+    (tmp_path / "cpuinfo").write_text("flags : fma avx2\n")
+    monkeypatch.setattr("warpfold.device.Path", lambda _: tmp_path / "cpuinfo")
+    assert "bf16 (plan.precision), though many times slower on this CPU" in would_fit("cpu")
+    assert "bf16 (plan.precision); " in would_fit("cuda")
 
 
 def test_a_plan_that_ran_out_is_followed_by_tighter_ones() -> None:

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +13,19 @@ NETWORK = {"urllib", "requests", "httpx", "aiohttp", "socket", "http", "ftplib",
 PICKLES = {"pickle", "cPickle", "dill", "joblib", "shelve", "marshal", "cloudpickle"}
 ASKS_A_SERVER = {Path("warpfold/download.py"), Path("warpfold/data/search/server.py")}
 READS_ENVIRONMENT = {"cli", "device", "parallel"}
+# Private attributes of torch's objects that stay where they are used.
+OF_TORCH = {
+    *("_parameters", "_metadata", "_forward_hooks", "_forward_pre_hooks"),  # of modules, and of their state dicts,
+    *("_backward_hooks", "_backward_pre_hooks", "_base", "_version"),  # and of tensors, as they have been since torch 1
+    *("_schema", "_opname", "_overloadpacket"),  # of what a mode is told of: torch's own modes are written with these
+    "_cdata",  # of a storage: no two have the same
+    "_should_skip_dynamo",  # of modes, which define it: in a torch that does not ask it they are slower
+}
+OF_OTHERS = {  # private attributes of what is not torch's
+    *("_exit", "_run_exitfuncs", "_fields"),  # Python's
+    "_pack_args",  # of Triton's JIT (ops/triton/compile.py)
+    "_outgoing",  # of Protenix's layers (adapt/kinds.py)
+}
 SAFE_LOADS = {
     "np.load": ("allow_pickle", "False"),
     "numpy.load": ("allow_pickle", "False"),
@@ -128,6 +142,45 @@ def test_public_names_say_what_they_are() -> None:
         public = [node for node in named if not node.name.startswith("_")]
         silent += [f"{path}:{node.lineno} {node.name}" for node in public if not ast.get_docstring(node)]
     assert not silent
+
+
+def _of_ours() -> set[str]:
+    """Every name that the package defines or assigns."""
+    found = set()
+    for tree in trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return found
+
+
+def _private(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Every private name that a file takes from something: an attribute, by `getattr` and the like, or by import."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            yield ast.literal_eval(node.args[1]) if isinstance(node.args[1], ast.Constant) else "", node.lineno
+    for name, line in imports(tree):
+        yield from ((part, line) for part in name.split(".") if name.startswith("torch."))
+
+
+def test_private_parts_of_torch_are_in_one_file() -> None:
+    """Another torch may lack them: warpfold/ops/torch_internals.py says what happens then."""
+    allowed = OF_TORCH | OF_OTHERS | _of_ours()
+    assert not [
+        f"{path}:{line} {name}"
+        for path, tree in trees().items()
+        if path != Path("warpfold/ops/torch_internals.py")
+        for name, line in _private(tree)
+        if re.match(r"_(?!_)", name) and name not in allowed
+    ]
+    used = {name for tree in trees().values() for name, _ in _private(tree)} | _of_ours()
+    assert not (OF_TORCH | OF_OTHERS) - used
 
 
 def _may_fail(fn: ast.AST) -> bool:

@@ -15,9 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch._inductor.cpp_builder
 from torch import Tensor, nn
-from torch._inductor.exc import InvalidCxxCompiler
 
 from tests.helpers import random_batch, tiny_config, tiny_model
 from tests.ranks import run_ranks
@@ -38,6 +36,7 @@ from warpfold.model.evoformer import (
 )
 from warpfold.model.layers import LayerNorm
 from warpfold.ops import dispatch
+from warpfold.parallel import execution as executions
 from warpfold.parallel.collectives import local_shard
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
@@ -77,7 +76,7 @@ def given(states: tuple[str, ...] = ("m", "z")) -> tuple[Tensors, Tensors]:
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile to graphs, without a C++ compiler."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", lambda: "c++")
+    monkeypatch.setattr(executions, "cpp_compiler", lambda: "c++")
 
 
 # Blocks and layers of one's own
@@ -527,7 +526,7 @@ def test_a_bound_stack_is_one_graph(plan: Plan) -> None:
 
 
 def test_compiling_without_a_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor.cpp_builder, "get_cpp_compiler", Mock(side_effect=InvalidCxxCompiler))
+    monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="C\\+\\+ compiler"):
         Execution(Plan(compile=True)).bind(tiny_model())

@@ -113,10 +113,43 @@ def test_numbers_figures_and_targets_are_on_the_page() -> None:
     )  # every place of the frame is filled
 
 
+def colors_in(png: bytes) -> set[str]:
+    """Return the colours of a picture, as `charts` writes them."""
+    return {f"#{bytes(pixel).hex()}".upper() for pixel in np.unique(to_bytes(png).reshape(-1, 3), axis=0)}
+
+
+def to_bytes(png: bytes) -> np.ndarray:
+    return np.rint(255 * plt.imread(io.BytesIO(png), "png")[..., :3]).astype(np.uint8)
+
+
+@pytest.mark.parametrize("truth", [False, True])
+def test_a_prediction_is_a_picture(truth: bool) -> None:
+    """Each class of pLDDT has its colour, in the structure as in the key; PAE is dark where errors are small."""
+    bent = helix("one", 24, 0).positions
+    assert bent is not None
+    ca, plddt = bent[:, 1], np.repeat([95.0, 80.0, 60.0, 30.0], 6)
+    made = replace(target(n=24, truth=truth), ca=ca, plddt=plddt, pae=np.full((24, 24), 1.0))
+    if truth:
+        made = replace(made, truth_ca=ca + 8)
+    png = figures.draw_prediction(made)
+    assert png == figures.draw_prediction(made)
+    assert len(png) < 150_000
+    assert {color.upper() for _, color, _ in charts.CLASSES} <= colors_in(png)
+    assert (charts.TRUTH.upper() in colors_in(png)) == truth
+    alone = figures.draw_prediction(replace(made, pae=None, plddt=np.full(24, 95.0)))
+    without_key = to_bytes(alone)[:-80]
+    blue = np.array([0, 0x53, 0xD6])
+    assert (without_key == blue).all(-1).any()
+    two = figures.draw_prediction(replace(made, chains={"A": slice(0, 10), "B": slice(10, 24)}))
+    assert to_bytes(two).shape == to_bytes(png).shape
+    assert two != png  # the border between the chains
+
+
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_very_short_proteins_can_be_drawn(n: int) -> None:
     page = Page(render(report(target(n=n))))
     assert page.inside("sequence") == ["A" * n]
+    assert figures.draw_prediction(target(n=n)).startswith(b"\x89PNG")
 
 
 def test_the_sequence_is_numbered_by_chain_and_coloured_by_confidence() -> None:

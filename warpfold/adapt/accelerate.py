@@ -24,10 +24,12 @@ from warpfold.adapt.report import NO_OPERATION, Acceleration, LayerKind
 from warpfold.adapt.slices import SlicedExecution, on_meta
 from warpfold.adapt.verify import compare, gain, measured_speed
 from warpfold.cost.machine import in_gb, parse_memory
-from warpfold.device import keep_memory, spinning_threads
+from warpfold.device import keep_memory, slow_precision, spinning_threads
 from warpfold.errors import UserError
 from warpfold.memory import memory_in_use
 from warpfold.ops.dispatch import unsupported_device
+from warpfold.ops.torch_internals import is_compiled
+from warpfold.parallel.plan import DTYPES as PRECISIONS
 
 PACKAGES: tuple[str, ...] = (  # modules of warpfold.adapt, with adapters
     "plain",
@@ -265,7 +267,9 @@ def _notes(model: nn.Module, asked: _Asked) -> tuple[str, ...]:
     if asked.memory is not None:
         notes.append(f"within {in_gb(asked.memory)}: in slices, and computed again in the backward pass")
     if any(p.device.type == "cpu" for p in model.parameters()):
-        notes += filter(None, [spinning_threads()])
+        dtypes = {p.dtype for p in model.parameters()}
+        slow = [slow_precision(name, "cpu") for name in ("bf16", "fp16") if PRECISIONS[name] in dtypes]
+        notes += [*(f"{one}: model.float()" for one in slow if one), *filter(None, [spinning_threads()])]
     return tuple(notes)
 
 
@@ -308,7 +312,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def _why_not(module: nn.Module) -> str:
-    if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
+    if is_compiled(module):
         return "is compiled; accelerate the model first, then torch.compile it"
     if name_of(type(module)).startswith(QUANTISED):
         return "is quantised: it computes by operations of its own; accelerate it before"

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from warpfold.adapt.accelerate import accelerate, acceleration
 from warpfold.adapt.verify import SLOWER, subject, tensors_of
@@ -27,6 +26,7 @@ from warpfold.cost.machine import describe
 from warpfold.errors import UserError
 from warpfold.memory import is_out_of_memory
 from warpfold.ops.dispatch import refusals
+from warpfold.ops.torch_internals import map_tensors
 from warpfold.progress import Progress, no_progress
 
 REPEATS = {"cpu": 5, "cuda": 20}
@@ -64,7 +64,7 @@ def foreign_model(factory: str, inputs: str | None, device: torch.device) -> For
     if given is None:
         raise UserError(f"--inputs is missing: name a function that returns what {factory} is called with")
     args, kwargs = _call(given)
-    moved: Call = pytree.tree_map_only(Tensor, lambda x: x.to(device), (args, kwargs))
+    moved: Call = map_tensors(lambda x: x.to(device), (args, kwargs))
     return ForeignModel(factory, made.to(device), moved)
 
 

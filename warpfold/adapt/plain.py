@@ -21,6 +21,7 @@ from warpfold.model.axial import Executable
 from warpfold.model.evoformer import Transition
 from warpfold.ops.attention import attention
 from warpfold.ops.linear import norm_linear
+from warpfold.ops.torch_internals import without_torch_functions
 
 
 class LoneNorm(Executable):
@@ -242,7 +243,7 @@ def scaled_dot_product_attention(
     """
     wants = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
     if not wants or dropout_p or is_causal or enable_gqa or query.dim() != 4 or attn_mask is None:
-        with torch._C.DisableTorchFunction():
+        with without_torch_functions():
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )

@@ -26,6 +26,7 @@ from warpfold.check.op_profile import OpCase
 from warpfold.check.sizes import DataSizes, of_settings
 from warpfold.cost.example import SECTIONS
 from warpfold.cost.machine import describe, in_gb
+from warpfold.device import caveats
 from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory
 from warpfold.model.alphafold import ModelConfig
@@ -89,7 +90,7 @@ def examine(
     for done, (whole, case, dtype) in enumerate(todo):
         progress(done, len(todo), f"{case.op} {case.where} {dtype}")
         verdict = check(case, dtype, device)
-        speed = _speed(case, dtype, device) if verdict.errors and not verdict.red else None
+        speed = _speed(case, dtype, device) if verdict.errors and not (verdict.red or verdict.reason) else None
         found.append(Finding(verdict, speed, _is_small(whole, dtype, device)))
         sink(_plain(found[-1]))
     return found
@@ -175,7 +176,10 @@ OPTIONAL = {  # package: what it is for, and how to have it
 def of_machine(device: torch.device) -> list[str]:
     """Say what a machine is fit for, and what is missing or slow and why; the first sentence sums it up."""
     if device.type not in ("cpu", "cuda"):
-        return [f"WarpFold is made for CPUs and CUDA GPUs: on {device.type} every operation runs by its definition."]
+        return [
+            f"WarpFold is made for CPUs and CUDA GPUs: on {device.type} every operation runs by its definition.",
+            *(f"Never tried: {caveat}" for caveat in caveats("fp32", device)),
+        ]
     free, cores = free_memory(device), os.cpu_count() or 1
     if device.type == "cuda":
         said = [f"This machine is fine for training, fine-tuning and predictions: a GPU with {in_gb(free)} free."]
@@ -191,6 +195,8 @@ def of_machine(device: torch.device) -> list[str]:
             "Slow: full-size models, because there is no GPU; warpfold plan monomer --residues 300 says how long one "
             "protein takes here",
         ]
+        if torch.backends.mps.is_available():
+            said.append("Not used: this Mac's GPU, unless --device mps is given; WarpFold was never run on one")
     if free < LITTLE:
         said.append(f"Short: {in_gb(free)} of memory is free; warpfold plan says what fits, --memory limits a run")
     if device.type == "cuda" and host_memory() < LITTLE:
@@ -208,7 +214,7 @@ def of_findings(findings: Sequence[Finding], source: str, device: torch.device) 
     """Sum up the check of the operations; the first sentence says it in short."""
     red = [f for f in findings if f.verdict.red]
     if red:
-        cure = "use --device cpu" if device.type == "cuda" else "do not trust what is computed here"
+        cure = "use --device cpu" if device.type != "cpu" else "do not trust what is computed here"
         said = [
             f"WRONG: {len(red)} of {len(findings)} operations are not computed as they should be "
             f"({_names(red)}); {cure}, and report it with what warpfold doctor --kernels --json prints"

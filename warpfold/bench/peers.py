@@ -6,7 +6,6 @@ wants, made before timing starts; the signatures come from their public document
 
 import importlib
 import importlib.util
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from warpfold.bench.timing import Subject
 from warpfold.check.cases import BENCHED, OPS, PROFILES
 from warpfold.check.op_profile import Argument, OpInputs
+from warpfold.parallel.execution import cpp_compiler
 
 PER_LOGIT = 20  # bytes that the definition has at its peak, forward and backward, in fp32 and bf16 alike
 
@@ -54,13 +54,13 @@ def _tensor(x: Argument) -> Tensor:
 
 
 def _compiled(given: OpInputs) -> Subject:
-    torch._dynamo.reset()  # compile each size for itself, without coming to torch's limit of recompilations
+    torch.compiler.reset()  # compile each size for itself, without coming to torch's limit of recompilations
     return _call("compile", torch.compile(OPS[given.case.op].definition, dynamic=False), given)
 
 
 def compile_unsupported(device: torch.device) -> str | None:
     """Return why torch.compile cannot be used on a device; None if it can."""
-    if device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
+    if device.type == "cpu" and cpp_compiler() is None:
         return "no C++ compiler"
     return None
 

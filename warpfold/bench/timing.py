@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from warpfold.errors import UserError
+from warpfold.ops.torch_internals import device_sleep
 
 SETTLE = 2  # warm-up runs, which do not count
 FLUSH = 2**28  # bytes; several times the largest L2
@@ -192,7 +193,8 @@ class CudaTimer(CpuTimer):
         rates: list[float] = []
         while len(rates) < 3 or (abs(rates[-1] / rates[-2] - 1) > STEADY and len(rates) < CALIBRATIONS):
             start = self._mark()
-            torch.cuda._sleep(cycles)
+            if not device_sleep(cycles):
+                return 0.0
             end = self._mark()
             torch.cuda.synchronize(self.device)
             rates.append(cycles / (start.elapsed_time(end) / 1e3))
@@ -210,7 +212,7 @@ class CudaTimer(CpuTimer):
             subject.prepare()
             self.cache.zero_()
             wait = min(2 * self.queueing.get((subject.name, name), 2e-3), subject.longest)
-            torch.cuda._sleep(int(self.cycles_per_second * wait))
+            device_sleep(int(self.cycles_per_second * wait))
             began = time.perf_counter()
             marks = [self._mark()]
             for run in parts.values():

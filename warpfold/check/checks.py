@@ -9,17 +9,17 @@ and the numbers themselves; no operation has a constant of its own.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.check.cases import ODD, OPS, inputs, meant_by, size_in_words
 from warpfold.check.op_profile import Argument, OpCase, OpInputs
 from warpfold.ops.dispatch import accumulation_dtype, backend, using
 from warpfold.ops.noise import DropoutFactors
+from warpfold.ops.torch_internals import DispatchMode
 
 BAR = 2.0  # times the worst draw's error, as a root mean square
 PEAK_BAR = 4.0  # times the worst draw's largest error: one wrong number must not hide in a mean
@@ -27,7 +27,7 @@ DRAWS = 4
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Jitter(TorchDispatchMode):
+class Jitter(DispatchMode):
     """Perturb each result of torch at random, as rounding may (Monte Carlo arithmetic, Parker 1997).
 
     Each number by up to one unit of roundoff of its dtype; and a sum of n terms by up to sqrt(n) units of the dtype
@@ -118,7 +118,7 @@ class Verdict:
     dtype: str
     way: str  # "triton", "cpu", or "definition"
     reason: str  # why the definition computes it
-    errors: tuple[Error, ...]  # output first; none where the definition computes it
+    errors: tuple[Error, ...]  # output first; none where the definition computes it, but on an Apple GPU
     repeats: bool  # two runs are the same, bit for bit
 
     @property
@@ -200,8 +200,18 @@ def wrong(
 
 
 def check(case: OpCase, dtype: str, device: torch.device | str) -> Verdict:
-    """Check one operation on one device against its definition in fp64, with masked keys and a row of only those."""
+    """Check one operation on one device against its definition in fp64, with masked keys and a row of only those.
+
+    On an Apple GPU, which has no fp64 and no fast path, its definition: what torch computes there, against the CPU.
+    """
     op = OPS[case.op]
+    if torch.device(device).type == "mps":
+        given = inputs(case, DTYPES[dtype], "cpu", masked=True)
+        args = [_moved(t, device) for t in given.args]
+        ours, again = ([x.cpu() for x in answer(op.definition, args, given.grad.to(device))] for _ in range(2))
+        repeats = all(torch.equal(a, b) for a, b in zip(ours, again))
+        found = truth(op.definition, given.args, given.grad, given.names).errors(ours)
+        return Verdict(case, dtype, "definition", op.unsupported_reason(*args) or "", found, repeats)
     given = inputs(case, DTYPES[dtype], device, masked=True)
     reason = op.unsupported_reason(*given.args)
     if reason is not None:
@@ -210,6 +220,13 @@ def check(case: OpCase, dtype: str, device: torch.device | str) -> Verdict:
     repeats = all(torch.equal(a, b) for a, b in zip(ours, again))
     found = truth(op.definition, given.args, given.grad, given.names).errors(ours)
     return Verdict(case, dtype, backend(given.grad), "", found, repeats)
+
+
+def _moved(x: Argument, device: torch.device | str) -> Argument:
+    """Return an argument of an operation on another device."""
+    if isinstance(x, DropoutFactors):
+        return replace(x, key=x.key.to(device))
+    return x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
 def compare(

@@ -92,6 +92,14 @@ def measured(
     return small
 
 
+def timed_device(name: str | None) -> str:
+    """Return the device to time or profile on.  Errors: UserError as of `device_of`, and for an Apple GPU."""
+    device = device_of(name)
+    if device.startswith("mps"):
+        raise UserError(f"--device {device}: nothing is timed there, where WarpFold has no fast path; give cpu or cuda")
+    return device
+
+
 bench = typer.Typer(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 app.add_typer(bench, name="bench")
 
@@ -193,7 +201,7 @@ class BenchCommand:
         from warpfold.bench import peers
         from warpfold.check import checks, sizes
 
-        ops, where = chosen("--op", self.op, BENCHED), torch.device(device_of(self.device))
+        ops, where = chosen("--op", self.op, BENCHED), torch.device(timed_device(self.device))
         dtypes = chosen("--dtype", self.dtype or ["bf16" if where.type == "cuda" else "fp32"], checks.DTYPES)
         names = chosen("--ways", self.ways, [way.name for one in ops for way in peers.WAYS[one]])
         wanted = parts(self.shapes)
@@ -238,7 +246,7 @@ class BenchCommand:
         from warpfold.bench import model as bench_model
         from warpfold.bench import ops as bench_ops
 
-        device = device_of(self.device)
+        device = timed_device(self.device)
         changes = [*(self.change or ()), *(f"plan.precision={one}" for one in self.dtype or ())]
         given = measured(
             self.settings or ("tiny" if device == "cpu" else "monomer"),
@@ -281,7 +289,7 @@ class BenchCommand:
         from warpfold.bench.ops import write_csv
 
         assert self.model is not None
-        where = torch.device(device_of(self.device))
+        where = torch.device(timed_device(self.device))
         with progress_bar(narrate=True) as progress:
             given = foreign_model(self.model, self.inputs, where)
             more: dict[str, Any] = {"only": parts(self.only), "memory": self.memory, "repeats": self.repeats or 0}
@@ -353,7 +361,7 @@ def tune(
     ops = list(TUNED) if "all" in ops else ops
     if dry_run:
         return _tasks(tuning_tasks(workloads(ops, quick), quick))
-    where = torch.device(device_of(device))
+    where = torch.device(timed_device(device))
     with progress_bar(narrate=True) as progress:
         found = tune_on(where, ops, quick, out or home(), progress)
     entries = choose(found)
@@ -404,7 +412,7 @@ def profile(
 
     check_outputs(out)
     sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
-    where = torch.device(device_of(device))
+    where = torch.device(timed_device(device))
     given = measured(settings, change or [], sizes, blocks, recycles, on_cpu=where.type == "cpu")
     if out is not None:
         out.mkdir()

@@ -41,7 +41,7 @@ HINT = (
 )
 RED, YELLOW, GREEN = typer.colors.RED, typer.colors.YELLOW, typer.colors.GREEN
 COLORS = dict.fromkeys(("WRONG", "wrong"), RED) | {"ok": GREEN}
-COLORS |= dict.fromkeys(("Slow", "Short", "Newer than tested", "note"), YELLOW)
+COLORS |= dict.fromkeys(("Slow", "Short", "Newer than tested", "Never tried", "note"), YELLOW)
 SEVERITY = ("wrong", "note", "not checked", "ok")
 
 
@@ -137,15 +137,16 @@ class DoctorCommand:
         check_outputs(self.rows)
         with progress_bar() as progress, row_file(self.rows) as sink:
             findings = checks.examine(cases, where, dtypes, progress, sink)
-        memory = check_memory(where)
+        memory = None if where.type == "mps" else check_memory(where)  # it does not say how much was taken at most
         verdict = [*of_findings(findings, source, where), *of_machine(where), of_versions()]
-        report = {**checks.report(findings, where, source), "memory": asdict(memory), "verdict": verdict}
+        report = {**checks.report(findings, where, source), "memory": memory and asdict(memory), "verdict": verdict}
 
         def text() -> "Iterator[str | Table]":
             """Yield what is printed."""
             yield from _facts(report["machine"])
             yield from _findings(findings, where.type, source)
-            yield memory.says()
+            if memory is not None:
+                yield memory.says()
             yield from _colored(verdict)
 
         for finding in findings:
@@ -164,6 +165,8 @@ class DoctorCommand:
 
         began, process = time.monotonic(), this_process()
         where = torch.device(device_of(self.device, process))
+        if where.type == "mps":
+            raise UserError("--device mps: --cluster is for CPUs and CUDA GPUs; leave one of the two out")
         if self.link is not None:
             network(self.link, process.ranks_per_node)
         if process.rank == 0:
@@ -211,7 +214,7 @@ def _findings(findings: "list[Finding]", kind: str, source: str) -> "Iterator[st
     from warpfold.bench.doctor import HEADS
     from warpfold.bench.doctor import table as rows_of
 
-    if kind != "cuda":
+    if kind == "cpu":
         yield "\nNo GPU is checked: these are the CPU's fast paths."
     yield f"\nSizes of {source}.  Errors to fp64, ours / the definition's; rough speeds, from a few passes.\n"
     yield table(HEADS, rows_of(findings), lambda row: "bold red" if row[-1] == "RED" else "")

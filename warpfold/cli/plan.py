@@ -82,7 +82,7 @@ class PlanCommand:
         """Make the report, and the picture of the largest target, or of a rank."""
         from warpfold.cost.planner import CHOSEN, CHOSEN_IN_TRAINING
         from warpfold.data.example.query_files import is_sequence
-        from warpfold.device import slow_precision
+        from warpfold.device import caveats
         from warpfold.prediction.plan_report import plan_report, with_sizes
         from warpfold.training.config import load_settings
 
@@ -103,8 +103,8 @@ class PlanCommand:
         if not trains:  # of settings, keys that the user gave; the rest is for trainings
             fixed = {key: value for key, value in fixed.items() if key in given.own}
         fixed |= {} if self.precision is None else {"precision": self.precision}
-        if machine.here and (slow := slow_precision(fixed.get("precision", "fp32"), machine.kind)):
-            warn(slow)
+        for caveat in caveats(fixed.get("precision", "fp32"), machine.kind) if machine.here else ():
+            warn(caveat)
         with progress_bar(every=10) as tell:
             report = plan_report(found, machine, fixed, sync, there, self.price, tell)
         if self.figure is not None:

@@ -101,7 +101,7 @@ class PredictCommand(PredictOptions):
         Paths,
         argument(
             "FASTA (A:B is a complex), CSV (id,sequence), alignments (A3M, Stockholm), structures (their chains), "
-            "folders of these, - (standard input), or a sequence itself.",
+            "jobs of Boltz and AlphaFold 3 (YAML, JSON), folders of these, - (standard input), or a sequence itself.",
             metavar="QUERY...",
             shell=list[str],
         ),

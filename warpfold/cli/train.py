@@ -135,8 +135,8 @@ class TrainCommand(Checked):
             log.info("plan: %s", said)
         if team.is_rank_zero and (graphs := graphs_in_words(config.plan, where)):
             log.info("graphs: %s", graphs)
-        if team.is_rank_zero and (slow := device.slow_precision(config.plan.precision, where)):
-            log.warning("%s", slow)
+        for caveat in device.caveats(config.plan.precision, where) if team.is_rank_zero else ():
+            log.warning("%s", caveat)
         replay = path_or_none("replay", self.replay)
         return training.train(config, stores, out, init=init, replay=replay, device=where, watch=told, team=team)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from warpfold.cluster.facts import text_of
 from warpfold.cluster.findings import NOTE, Facts
 from warpfold.cost.links import Cluster, Kind, Link, Placement, collective_seconds
-from warpfold.parallel.collectives import all_gather_flat, reduce_scatter_flat
+from warpfold.ops.torch_internals import all_gather_flat, reduce_scatter_flat
 from warpfold.parallel.team import Team
 from warpfold.parallel.waits import waiting
 

@@ -7,7 +7,6 @@ Nothing travels (torch's fake process group: collectives end at once), and nothi
 import enum
 import functools
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,15 +15,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from warpfold.batch import FEATURES, Batch
 from warpfold.engine.packed import PackedWeights
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.ops import dispatch
+from warpfold.ops.torch_internals import (
+    DispatchMode,
+    fake_process_group,
+    is_composite,
+    without_modes,
+    without_torch_functions,
+)
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.plan import Plan
@@ -36,9 +40,6 @@ FACTORIES = {
     *(aten.arange.default, aten.arange.start, aten.arange.start_step, aten.eye.default, aten.eye.m),
     *(aten.linspace.default, aten.scalar_tensor.default, aten.rand.default, aten.randn.default),
 }
-# What torch.distributed knows of groups.
-KNOWN = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag", "pg_coalesce_state")
-FIRST = 1 << 20  # number of the first fake group: real ones have less
 PLAIN = (Tensor, nn.Parameter)
 # What torch's operations made before of tensors without memory: shapes, strides and dtypes.  To make the same again
 # takes a twentieth of what torch needs to find it out, in Python.
@@ -75,32 +76,15 @@ def fake_mesh(data: int = 1, axial: int = 1, branch: int = 1, rank: int = 0) -> 
 
     Errors: RuntimeError within another one.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # importing it makes the backend known
-
     if data * axial * branch == 1:
         yield Mesh()
         return
     if dist.is_initialized() and dist.get_backend() == "fake":
         raise RuntimeError("fake ranks need a process that is no rank of others")
-    # Beside what torch.distributed knows, under names of their own: this process may be one of real ranks, too.
-    world, hook = c10d._world, sys.excepthook
-    known = {name: dict(getattr(world, name)) for name in KNOWN}
-    default, count = world.default_pg, world.group_count
-    c10d._update_default_pg(None)
-    world.group_count = FIRST
-    try:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=data * axial * branch)
+    with fake_process_group(rank, data * axial * branch):
         with META:
             mesh = make_mesh(data, axial, branch)
         yield mesh
-    finally:
-        for group in set(world.pg_map) - set(known["pg_map"]):
-            c10d._unregister_process_group(group.group_name)
-        for name, before in known.items():
-            getattr(world, name).clear()
-            getattr(world, name).update(before)
-        world.group_count, sys.excepthook = count, hook
-        c10d._update_default_pg(default)
 
 
 def fake_batch(**sizes: int) -> Batch:
@@ -135,7 +119,7 @@ class MemoryPiece:
         return MemoryPiece(self.bytes, self.shape, self.made_by, place, self.born + moments, died, self.host)
 
 
-class Memory(TorchDispatchMode):
+class Memory(DispatchMode):
     """Within it, every piece of memory that an operation makes is counted while it lives.
 
     Of an operation of ours what its implementation makes is counted, too; what torch's own need for themselves while
@@ -189,7 +173,7 @@ class Memory(TorchDispatchMode):
                 return self.run(func, dispatch.implementation(func._opname, args[0]), args, kwargs)
         kind = _kind(func)
         if kind is Kind.COMPOSITE:  # below autograd torch does not take these apart by itself
-            with self, torch._C.DisableTorchFunction():  # else modes of functions get the whole again
+            with self, without_torch_functions():  # else modes of functions get the whole again
                 return func.decompose(*args, **kwargs)
         if kind is Kind.IN_PLACE and args[0].is_meta and type(args[0]) in PLAIN:
             return args[0]
@@ -239,8 +223,7 @@ class Memory(TorchDispatchMode):
         if key is None:
             return function(*args, **kwargs)
         if (trace := self._traces.get(key)) is not None:
-            with _disable_current_modes():  # what is made for the record is noted by hand
-                return self._repeat(trace, args)
+            return without_modes(self._repeat, trace, args)  # what is made for the record is noted by hand
         begun, first, noted = self.moment, len(self.pieces), len(self.course)
         out = function(*args, **kwargs)
         trace = self._traced(out, args, self.pieces[first:], begun)
@@ -379,7 +362,7 @@ class Kind(enum.Enum):
 
 @functools.cache
 def _kind(func: Any) -> Kind:
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+    if is_composite(func):
         return Kind.COMPOSITE
     schema = func._schema
     if func.namespace != "aten" or torch.Tag.inplace_view in func.tags:

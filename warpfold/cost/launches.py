@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from warpfold.cost.example import BlockSizes, RandomBlock, TrainingStep
 from warpfold.cost.observe import Operations
 from warpfold.ops import dispatch
+from warpfold.ops.torch_internals import tree_leaves
 from warpfold.ops.triton.launch import recorded
 from warpfold.parallel.plan import Plan, Precision
 

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import os
 import platform
 import re
 import shutil
@@ -10,14 +11,15 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from warpfold.arguments import whole
 from warpfold.cost.links import LINKS, Cluster, network
 from warpfold.cost.measured_rates import measured
+from warpfold.cost.memory import Device, kind_of
 from warpfold.cost.rates import SHEETS, Rates, of_gpu
+from warpfold.device import device_meant, sysctl
 from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory
 from warpfold.ops.triton.launch import table_for
@@ -41,13 +43,13 @@ HOST_SHARE = 0.8  # of the host's free memory that a run may fill with what it t
 class Machine:
     """What a plan is made for: so many devices of one kind; of devices that differ, the smallest.
 
-    kind: "cpu" or "cuda".  free: bytes that a run may take on each.  host: bytes of host
+    kind: "cpu", "cuda" or "mps".  free: bytes that a run may take on each.  host: bytes of host
     memory, or of a CPU on disk, for what is taken off the device; None: not known.  loaded: the model's weights lie
     there already, and are not in `free`.  name: of the device.  how: it is known.
     here: whether it is this machine, so that its rates can be measured.
     """
 
-    kind: Literal["cpu", "cuda"]
+    kind: Device
     free: int
     devices: int = 1
     host: int | None = None
@@ -61,7 +63,7 @@ class Machine:
 
         tell: called with what is measured, before it is.
         """
-        if self.here and self.name:
+        if self.here and self.name and self.kind != "mps":
             return measured(self.kind, dtype, tell=tell)
         if any(name.lower() in self.name.lower() for name in SHEETS):
             return of_gpu(self.name)
@@ -80,7 +82,7 @@ def this_machine(device: torch.device | str, loaded: bool = False, memory: int |
     memory: bytes that may be used at most.  Errors: UserError where the system does not say what is free.
     """
     device = torch.device(device)
-    kind: Literal["cpu", "cuda"] = "cuda" if device.type == "cuda" else "cpu"
+    kind = kind_of(device.type)
     free = free_memory(device)
     host = int(HOST_SHARE * host_memory()) if kind == "cuda" else shutil.disk_usage(tempfile.gettempdir()).free
     how = "free now" if memory is None or free <= memory else "given"
@@ -91,22 +93,27 @@ def this_machine(device: torch.device | str, loaded: bool = False, memory: int |
 def planned_machine(device: str | None, memory: int | None, devices: int) -> Machine:
     """Return the machine that is only planned for: a device of this one, or one that is not here, by its name.
 
-    device: "cpu", "cuda", or the name of a GPU; None: what is here.  memory: of each, in bytes.
+    device: "cpu", "cuda", "mps", or the name of a GPU; None: what is here.  memory: of each, in bytes.
     Errors: UserError for a name that is not known, or a device that is not here and whose memory is not given.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cpu" or (device.startswith("cuda") and torch.cuda.is_available()):
+    if device.startswith("mps") and devices > 1:
+        raise UserError(f"--devices {devices}: nothing exchanges tensors of Apple GPUs; leave it at 1")
+    here_now = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if here_now.get(device.partition(":")[0], False):
         try:
             here = this_machine(device)
         except (RuntimeError, AssertionError) as error:
             raise UserError(f"--device {device}: {str(error).splitlines()[0]}; give another, or cpu") from error
         free, how = (here.free, here.how) if memory is None else (memory, "given")
         return Machine(kind=here.kind, free=free, devices=devices, host=here.host, name=here.name, how=how, here=True)
-    if device.startswith("cuda"):
+    if device.startswith(("cuda", "mps")):
         if memory is None:
             raise UserError(f"--device {device}: this machine has none; say what it has: --memory 24GB")
-        return Machine(kind="cuda", free=memory, devices=devices)
+        return Machine(kind=kind_of(device), free=memory, devices=devices)
     if of_sheet(device) is None:
+        if meant := device_meant(device):
+            raise UserError(f"--device {device}: not known; give {meant}")
         raise UserError(
             f"--device {device}: not known; give cpu, cuda or one of {', '.join(SHEETS)}; for another GPU, "
             "--device cuda --memory 24GB"
@@ -163,6 +170,8 @@ def describe(device: torch.device) -> dict[str, str]:
         properties = torch.cuda.get_device_properties(device)
         found["memory"] = f"{properties.total_memory / 2**30:.0f} GiB"
         found["capability"] = f"{properties.major}.{properties.minor}"
+    elif device.type == "mps":
+        found["memory"] = in_gb(torch.mps.recommended_max_memory())
     else:
         found["threads"] = str(torch.get_num_threads())
     found["torch"] = torch.__version__
@@ -178,10 +187,13 @@ def name(device: torch.device) -> str:
     """Return the GPU's name, "NVIDIA H200", or the processor's."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    if device.type == "mps":
+        return f"GPU of an {sysctl('machdep.cpu.brand_string') or 'Apple processor'}"
     cpus = Path("/proc/cpuinfo")
     lines = cpus.read_text(encoding="utf-8").splitlines() if cpus.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.processor() or platform.machine()}, {len(models) or '?'} cores"
+    model = models[0] if models else sysctl("machdep.cpu.brand_string") or platform.processor() or platform.machine()
+    return f"{model}, {len(models) or os.cpu_count() or '?'} cores"
 
 
 def driver() -> str:

@@ -4,17 +4,18 @@ To hold `estimate_memory` against.
 """
 
 import gc
-from collections.abc import Callable, Iterable
+import json
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
-from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from warpfold import settings
 from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
-from warpfold.cost.memory import MARGIN, TRUTH, estimate_memory, predict_example, train_on_example
+from warpfold.cost.memory import MARGIN, TRUTH, estimate_memory, kind_of, predict_example, train_on_example
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.model.alphafold import AlphaFold, ModelConfig
@@ -63,10 +64,8 @@ def most_allocated(run: Callable[[], object], device: torch.device | str = "cpu"
         return torch.cuda.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=False) as found:
         run()
-    assert found.profiler is not None
-    changes = sorted(_changes(found.profiler.kineto_results.experimental_event_tree()))
     now = most = 0
-    for _, size in changes:
+    for _, size in sorted(_changes(found)):
         now += size
         most = max(most, now)
     return most
@@ -82,7 +81,7 @@ class MemoryCheck:
 
     def says(self) -> str:
         """ "memory: estimated 15.7 MB, measured 15.6 MB; a plan leaves 5 % and 268 MB more free"."""
-        share, fixed = MARGIN["cuda" if self.device.startswith("cuda") else "cpu"]
+        share, fixed = MARGIN[kind_of(self.device)]
         return (
             f"memory: estimated {self.estimated / 1e6:.1f} MB, measured {self.measured / 1e6:.1f} MB; "
             f"a plan leaves {share:.0%} and {fixed / 1e6:.0f} MB more free"
@@ -98,11 +97,12 @@ def check_memory(device: torch.device, plan: Plan | None = None) -> MemoryCheck:
     return MemoryCheck(device.type, estimate_memory(job, given, device.type).peak, measured_memory(job, given, device))
 
 
-def _changes(events: Iterable[Any]) -> Iterable[tuple[int, int]]:
-    """Yield when the CPU's allocator gave bytes, or took them back (negative)."""
-    left = list(events)
-    while left:
-        event = left.pop()
-        left.extend(event.children)
-        if event.tag == _EventType.Allocation and event.extra_fields.device.type == "cpu":
-            yield event.start_time_ns, event.extra_fields.alloc_size
+def _changes(found: profile) -> Iterator[tuple[float, int]]:
+    """Yield when the CPU's allocator gave bytes, or took them back (negative), as the profiler's trace has it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        found.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    for event in events:
+        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0:  # a CPU
+            yield event["ts"], event["args"]["Bytes"]

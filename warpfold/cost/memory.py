@@ -32,6 +32,7 @@ from warpfold.model.losses import LossConfig, total_loss
 from warpfold.model.structure import StructureOutput
 from warpfold.ops import dispatch
 from warpfold.ops.dispatch import Op
+from warpfold.ops.torch_internals import current_node, in_backward, next_node_number, node_number
 from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh
@@ -94,7 +95,7 @@ class Watch:
 
     def place(self) -> RunPlace:
         """Return where the run is now."""
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             return self._now()
         if self.backward_from is None:
             assert self.memory is not None
@@ -130,8 +131,8 @@ class Watch:
         return found
 
     def _of_node(self) -> RunPlace:
-        node = torch._C._current_autograd_node()
-        index = -1 if node is None else bisect_right(self._numbers, node._sequence_nr()) - 1
+        node = current_node()
+        index = -1 if node is None else bisect_right(self._numbers, node_number(node)) - 1
         if index < 0 or index >= len(self._places):
             return RunPlace("backward", "gradients", backward=True)
         found = self._places[index]
@@ -145,10 +146,10 @@ class Watch:
 
     def _entered(self, place: RunPlace) -> None:
         """Note that the run has come to a place, or back to it."""
-        backward = torch._C._current_graph_task_id() != -1
+        backward = in_backward()
         self._note(place._replace(name=f"{place.name} again") if backward else place)
         if not backward and torch.is_grad_enabled():
-            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._numbers.append(next_node_number())
             self._places.append(place)
 
     def _push(self, place: RunPlace) -> None:
@@ -215,7 +216,7 @@ class Watch:
 
     def _begin(self, place: RunPlace) -> None:
         """Note when a block was begun, forward: the first of its parts."""
-        if place.block is not None and place.block != self._block and torch._C._current_graph_task_id() == -1:
+        if place.block is not None and place.block != self._block and not in_backward():
             assert self.memory is not None
             self._block = place.block
             self.begun[place.block] = self.memory.moment
@@ -225,13 +226,13 @@ class Watch:
             piece.place = piece.place._replace(owner=owner)
 
 
-Device = Literal["cpu", "cuda"]
-UNIT = {"cpu": 1, "cuda": 512}  # bytes: torch's allocator gives multiples of these
+Device = Literal["cpu", "cuda", "mps"]
+UNIT = {"cpu": 1, "cuda": 512, "mps": 512}  # bytes: torch's allocator gives multiples of these; of "mps" a guess
 BLOCKS = 3  # of a stack and of a kind that are run: the first, one that stands for others, the last
 MOMENTS = 300  # of a course, at most
 # Beside what tensors hold, as a share of them and in bytes: workspaces of torch's libraries, and what lies unused
 # between tensors.  Of a GPU not measured.
-MARGIN = {"cpu": (0.05, 192 << 20), "cuda": (0.05, 512 << 20)}
+MARGIN = {"cpu": (0.05, 192 << 20), "cuda": (0.05, 512 << 20), "mps": (0.05, 512 << 20)}
 TRUTH = list(FEATURES)[list(FEATURES).index("copy_atom_positions") :]  # features that a prediction does not have
 
 
@@ -255,18 +256,23 @@ class MemoryEstimate:
 
 def with_margin(bytes: int, device: str = "cpu") -> int:
     """Return the bytes that must be free on a device for so many bytes of tensors."""
-    share, fixed = MARGIN["cuda" if device.startswith("cuda") else "cpu"]
+    share, fixed = MARGIN[kind_of(device)]
     return int(bytes * (1 + share)) + fixed
+
+
+def kind_of(device: str) -> Device:
+    """Return the kind of a device, "cuda:1"."""
+    return "cuda" if device.startswith("cuda") else "mps" if device.startswith("mps") else "cpu"
 
 
 def estimate_memory(job: Job, plan: Plan, device: str = "cpu") -> MemoryEstimate:
     """Estimate the memory of a plan's first rank during a job; others hold no more.
 
-    device: "cpu" or "cuda".  A plan with `graph` or `compile` counts as without; what these need is not known.
+    device: "cpu", "cuda" or "mps".  A plan with `graph` or `compile` counts as without; what these need is not known.
     """
-    kind: Device = "cuda" if device.startswith("cuda") else "cpu"
     kernels = "fast" if plan.kernels == "strict" else plan.kernels
-    return _estimate(job, replace(plan, threads=None, compile=False, graph=False, tf32=False, kernels=kernels), kind)
+    plan = replace(plan, threads=None, compile=False, graph=False, tf32=False, kernels=kernels)
+    return _estimate(job, plan, kind_of(device))
 
 
 def features_of(job: Job, passes: int) -> Batch:

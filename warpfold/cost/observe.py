@@ -10,14 +10,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import record_function
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.model.axial import AxialUpdate
 from warpfold.ops import dispatch
 from warpfold.ops.dispatch import Op
+from warpfold.ops.torch_internals import DispatchMode, current_node, in_backward, next_node_number, node_number
 
 T = TypeVar("T")
 Seen = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], object]  # of a function, args, kwargs, and the result
@@ -29,7 +28,7 @@ SUMS = 2**62  # numbers from here on: nodes that sum gradients into parameters
 MODEL = "model"  # the layer of what the model does outside of its layers
 
 
-class Operations(TorchDispatchMode):
+class Operations(DispatchMode):
     """Tell `seen` of each of torch's operations within the context, forward and backward, once it has run.
 
     launchers: a registered operation of ours runs the launchers of its kernels on tensors without memory (device
@@ -63,8 +62,8 @@ class MadeAt(Generic[T]):
 
     def now(self, place: T | None) -> None:
         """Have nodes that are made from now on belong to a place; None: to nowhere."""
-        if torch._C._current_graph_task_id() == -1:
-            self.since(torch.autograd._get_sequence_nr(), place)
+        if not in_backward():
+            self.since(next_node_number(), place)
 
     def since(self, number: int, place: T | None) -> None:
         """Have nodes from this number on belong to a place."""
@@ -78,8 +77,8 @@ class MadeAt(Generic[T]):
 
     def of_current(self) -> T | None:
         """Return the place of the node that the backward pass runs now."""
-        node = torch._C._current_autograd_node()
-        return None if node is None else self.of(node._sequence_nr())
+        node = current_node()
+        return None if node is None else self.of(node_number(node))
 
 
 @dataclass(frozen=True)
@@ -153,8 +152,8 @@ class Spans:
 
     def now(self) -> tuple[Place, bool]:
         """Return the place that is at work, and whether in the backward pass."""
-        node = torch._C._current_autograd_node() if torch._C._current_graph_task_id() != -1 else None
-        number = self.current if node is None else self.of_node(node._sequence_nr())
+        node = current_node() if in_backward() else None
+        number = self.current if node is None else self.of_node(node_number(node))
         return self.places[number], node is not None
 
     @contextmanager

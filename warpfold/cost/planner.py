@@ -22,6 +22,7 @@ from warpfold.cost.memory import MemoryEstimate, estimate_memory, with_margin
 from warpfold.cost.rates import NoRateError, Rates
 from warpfold.cost.replay import StepTime, data_ranks_on_node, ranks_of, step_time
 from warpfold.data.load.schedule import share_of
+from warpfold.device import slow_precision
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.parallel.exchange import SyncConfig
@@ -199,7 +200,9 @@ def candidates(
             if not job.training and "in_place" not in fixed:
                 keys["in_place"] = keys.get("chunk") is not None
             plan = possible(keys)
-            if plan is None or examples_of(job) % (plan.data * plan.batch if plan.batch > 1 else 1):
+            if plan is None or plan.unsupported_on(machine.kind):
+                continue
+            if examples_of(job) % (plan.data * plan.batch if plan.batch > 1 else 1):
                 continue
             few = replace(plan, sizes=SIZES)  # of a complex's alignments no axis is padded
             if "sizes" not in fixed and job.training and job.model.multimer is None:
@@ -210,7 +213,8 @@ def candidates(
                 found.append(plan)
     if found:
         return found
-    Plan(**fixed)  # says what is wrong with the keys themselves
+    if reason := Plan(**fixed).unsupported_on(machine.kind):  # Plan says what is wrong with the keys themselves
+        raise ValueError(reason)
     given = ", ".join(f"plan.{key} = {fixed[key]}" for key in ("data", "axial", "branch", "batch") if key in fixed)
     raise ValueError(
         f"{given or 'the plan'}: {machine.devices} ranks cannot share a step of {examples_of(job)} so; data x axial "
@@ -697,7 +701,8 @@ def _suggestions(job: Job, machine: Machine, tightest: Plan, tell: Progress) -> 
     if tightest.precision == "fp32":
         tell(0, 1, "whether it fits in bf16")
         if not why_not_fit(estimate(job, replace(tightest, precision="bf16"), machine), machine):
-            yield "bf16 (plan.precision)"
+            slow = slow_precision("bf16", machine.kind)
+            yield f"bf16 (plan.precision){', though many times slower on this CPU' if slow else ''}"
     if most := longest(job, machine, tightest, tell):
         yield f"at most {most:,} residues"
 

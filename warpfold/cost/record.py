@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from warpfold.batch import stack
 from warpfold.check.cases import PROFILES
@@ -41,6 +40,15 @@ from warpfold.model.axial import BlockStack
 from warpfold.model.losses import total_loss
 from warpfold.ops import dispatch
 from warpfold.ops.dispatch import Op
+from warpfold.ops.torch_internals import (
+    DispatchMode,
+    current_node,
+    in_backward,
+    is_composite,
+    next_node_number,
+    node_number,
+    without_torch_functions,
+)
 from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.execution import Execution
@@ -302,7 +310,7 @@ class _Call:
     backward: Operation | None = None
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(DispatchMode):
     """Note, in order, what is dispatched, what our operations are called with, and which collectives are told of."""
 
     def __init__(self, kernels: list[str], memory: Memory | None = None) -> None:
@@ -364,7 +372,7 @@ class _Recorder(TorchDispatchMode):
     @property
     def part(self) -> str:
         """The stack that is at work, forward or backward; a leaf's gradient belongs to the node before it."""
-        if torch._C._current_graph_task_id() != -1 and (found := self._made_at.of_current()) is not None:
+        if in_backward() and (found := self._made_at.of_current()) is not None:
             self._part = found
         return self._part
 
@@ -377,17 +385,17 @@ class _Recorder(TorchDispatchMode):
         given = arguments_of(op, args, kwargs)
         first = next(x for x in given.values() if isinstance(x, Tensor))
         which: PassName = "training" if torch.is_grad_enabled() else "forward"
-        forward = torch._C._current_graph_task_id() == -1
+        forward = not in_backward()
         phase = self.phase if forward else "recomputed"
         cost, times = call_cost(op, given, True), dispatch.turns()
         entry = Operation(name_of(op), which, cost, _float(first), 0, phase, self.part, times)
-        self._open = made = _Call(op, given, entry, torch.autograd._get_sequence_nr() if forward else 0)
+        self._open = made = _Call(op, given, entry, next_node_number() if forward else 0)
         try:
             result = self._run(original, op, args, kwargs, entry)
         finally:
             self._open = None
         self.entries.append(entry)
-        made.end = torch.autograd._get_sequence_nr()
+        made.end = next_node_number()
         if forward and which == "training" and made.end > made.first:
             self._calls.append(made)
             self._firsts.append(made.first)
@@ -408,10 +416,10 @@ class _Recorder(TorchDispatchMode):
         """Return the operation of ours that is at work, forward or backward; None: torch by itself."""
         if self._open is not None:
             return self._open.entry
-        if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():  # the latter: it recomputes
+        if not in_backward() or torch.is_grad_enabled():  # the latter: it recomputes
             return None
-        node = torch._C._current_autograd_node()
-        number = -1 if node is None else node._sequence_nr()
+        node = current_node()
+        number = -1 if node is None else node_number(node)
         at = bisect_right(self._firsts, number) - 1
         if at < 0 or number >= self._calls[at].end:
             return None
@@ -432,7 +440,7 @@ class _Recorder(TorchDispatchMode):
                 owner.launches += len(self.kernels) - before
             return out
         if _composite(func):
-            with self, torch._C.DisableTorchFunction():
+            with self, without_torch_functions():
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         results = tensors_in((out,), [])
@@ -448,7 +456,7 @@ class _Recorder(TorchDispatchMode):
             owner.launches += 1
             return out
         phase = self.phase
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             phase = "recomputed" if torch.is_grad_enabled() else "backward"
         exps = sum(x.numel() for x in results) if func._opname in EXPONENTIALS else 0
         moved = sum(map(size, (*given, *results)))
@@ -475,7 +483,7 @@ class _Recorder(TorchDispatchMode):
             number, group = self._next(), event.name.split(" over ")[1].removesuffix(" ranks")
             self._due[event.title].append(number)
         phase = self.phase
-        if torch._C._current_graph_task_id() != -1:
+        if in_backward():
             phase = "backward" if event.backward or event.carries == "gradients" else "recomputed"
         after, times = tuple(self._after), dispatch.turns()
         self.entries.append(Begin(number, event.kind, group, event.bytes, phase, after, self.part, times))
@@ -539,10 +547,7 @@ class _Recorder(TorchDispatchMode):
         return found
 
 
-@cache
-def _composite(func: Any) -> bool:
-    """Return whether one of torch's operations is made of others, which are to be seen."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+_composite = cache(is_composite)  # made of others, which are to be seen
 
 
 def _float(x: Tensor) -> torch.dtype:

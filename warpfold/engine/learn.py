@@ -18,6 +18,7 @@ from warpfold.engine.optim import Optimizer
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.losses import LossConfig, Terms, ca_lddt, total_loss
 from warpfold.model.permutation import COPIES, with_truth
+from warpfold.ops.dispatch import widen
 from warpfold.parallel.team import Team
 
 T = TypeVar("T")
@@ -81,7 +82,7 @@ class Learner:
         losses, terms, scores = zip(*(self._losses(one, labels) for one, labels in zip(outputs, batches)))
         every = {"": torch.stack(losses)} | {name: torch.stack([each[name] for each in terms]) for name in terms[0]}
         # Summed over the ranks that share the example: they travel during the backward pass.
-        own = torch.stack([part.detach().double() for part in every.values()])
+        own = torch.stack([widen(part.detach()) for part in every.values()])
         arriving = self.team.all_gather_of_example(own.flatten(), "the losses")
         loss = every[""].sum()
         self.optimizer.scaled(loss).backward()

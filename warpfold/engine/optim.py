@@ -18,6 +18,7 @@ from warpfold.data.load.schedule import share_of
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
 from warpfold.ops.adam import adam_step
+from warpfold.ops.dispatch import widen
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import ALIGN, Segment, SyncConfig
 from warpfold.parallel.mesh import Mesh
@@ -164,10 +165,13 @@ class Rule(ABC):
 
     def norms(self, flat: Tensor) -> Tensor:
         """Compute the norm of each parameter, [parameters], of a flat vector of which this rank's shard is `flat`."""
-        rows = flat.view(-1, ALIGN).square().sum(1).double()
+        rows = widen(flat.view(-1, ALIGN).square().sum(1))
+        squares = rows.new_zeros(self._names + 1)
+        if flat.device.type == "mps":  # which has no segment_reduce; this adds in no fixed order
+            owners = self._owners.repeat_interleave(self._lengths, output_size=self._rows)
+            return self._sum_shards(squares.index_add_(0, owners, rows))[:-1].sqrt().to(flat.dtype)
         # unsafe: the check of the lengths would wait for the device.
         sums = torch.segment_reduce(rows, "sum", lengths=self._lengths, unsafe=True)
-        squares = sums.new_zeros(self._names + 1)
         squares[self._owners[1::2]] = sums[1::2]  # a shard has at most one part of a parameter
         return self._sum_shards(squares)[:-1].sqrt().to(flat.dtype)
 
@@ -229,7 +233,7 @@ class Lamb(PlainRule):
         m, v = self.moments["moment1"], self.moments["moment2"]
         m.lerp_(gradient, 1 - c.beta1)
         v.mul_(c.beta2).addcmul_(gradient, gradient, value=1 - c.beta2)
-        steps = self.steps.double()  # stays on the device: reading it would make the host wait
+        steps = widen(self.steps)  # stays on the device: reading it would make the host wait
         root = (v / (1 - c.beta2**steps)).sqrt_().add_(c.eps)
         update = (m / (1 - c.beta1**steps)).div_(root).add_(weights, alpha=c.weight_decay)
         have, want = self.norms(weights), self.norms(update)
@@ -336,7 +340,7 @@ class Optimizer:
         self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
         self.owned = self.reducer.local_shard(self.weights)  # this rank's shard
         self.average = self.owned.clone()
-        self.rate = torch.zeros((), device=self.weights.device, dtype=torch.float64)
+        self.rate = widen(torch.zeros((), device=self.weights.device))
         self.used, self.overflows = torch.zeros_like(self.rate), torch.zeros_like(self.rate)
         self.loss_scale = LossScale(self.weights.device) if scaling else None
         segments = self.layout.segments(self.reducer.shards, self.reducer.shard_index)
@@ -463,8 +467,8 @@ class Optimizer:
         return torch.where(good, self.rate, 0)
 
     def _factor(self, norm: Tensor) -> Tensor:
-        """Return the factor that brings a gradient of this norm within clip_norm, at most 1; float64."""
-        return (self.config.clip_norm / norm.double().clamp(min=1e-12)).clamp(max=1.0)
+        """Return the factor that brings a gradient of this norm within clip_norm, at most 1; widened."""
+        return (self.config.clip_norm / widen(norm).clamp(min=1e-12)).clamp(max=1.0)
 
     @property
     def _unscale(self) -> Tensor | float:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from warpfold.model.layers import Linear, Projection
+from warpfold.ops.torch_internals import allow_grad_dtype
 from warpfold.parallel.exchange import Layout, make_layout
 
 Joined = tuple[Tensor, Tensor | None]
@@ -173,7 +174,8 @@ class PackedWeights:
         leaf = flat.new_empty(0).set_(flat[where].view(-1, *rest))  # type: ignore[call-overload]
         if self.gradient is not None:
             leaf.requires_grad_()
-            leaf.grad_dtype = self.gradient.dtype
+            if not allow_grad_dtype(leaf, self.gradient.dtype):
+                return None
             leaf.grad = self.gradient[where].view(-1, *rest)
             if self.watch is not None:
                 self.watch(known[0], leaf)

@@ -22,7 +22,7 @@ from warpfold.model.axial import ALL, Residues
 from warpfold.model.heads import distogram_breaks, pae_breaks
 from warpfold.model.permutation import COPIES, with_truth
 from warpfold.model.violations import Code, center_of_mass_loss, find_violations
-from warpfold.ops.dispatch import upcast_half
+from warpfold.ops.dispatch import upcast_half, widen
 from warpfold.ops.pairs import aligned_errors
 
 # Angstrom; code: the monomer's distance is sqrt(d^2 + 1e-4), Multimer's sqrt(max(d^2, 1e-8)).
@@ -430,10 +430,11 @@ def lddt(
 def ca_lddt(output: "Output", batch: Mapping[str, Tensor], between: bool = False) -> Tensor:
     """Return lDDT-Ca of the predicted structure, 0 to 1; NaN where no pair of Ca in the truth counts.
 
-    between: of the pairs between chains alone.  In float64, and on the device, where it takes almost no time of a
+    between: of the pairs between chains alone.  Widened, and on the device, where it takes almost no time of a
     training step.
     """
-    points, truth = output.structure.final_atom37[:, CA_ATOM].double(), batch["all_atom_positions"][:, CA_ATOM].double()
+    found = output.structure.final_atom37, batch["all_atom_positions"]
+    points, truth = (widen(atoms[:, CA_ATOM]) for atoms in found)
     # cdist through matrix products would lose the digits of near points
     moved, distance = (torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (points, truth))
     known = batch["all_atom_mask"][:, CA_ATOM] > 0
@@ -444,7 +445,7 @@ def ca_lddt(output: "Output", batch: Mapping[str, Tensor], between: bool = False
         pairs = pairs & (chain[:, None] != chain)
     error = (moved - distance).abs()
     kept = torch.stack([(error < tolerance) & pairs for tolerance in LDDT_TOLERANCES])
-    return kept.sum().double() / (len(kept) * pairs.sum())
+    return widen(kept.sum()) / (len(kept) * pairs.sum())
 
 
 def _tolerances(count: int) -> Tensor:

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from warpfold.batch import Batch
 from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.ops.torch_internals import without_modes
 
 COPIES = "copy_atom_positions"  # in a batch: which copy is whose truth is still to be decided
 CA = ATOM_ORDER["CA"]
@@ -176,5 +176,5 @@ def _cheapest(cost: Tensor) -> tuple[Tensor, Tensor]:
 @functools.cache
 def _ways(copies: int, chains: int) -> Tensor:
     """Return all ways to give each of some chains a copy of its own: int64 [ways, chains]."""
-    with _disable_current_modes():  # what is kept must be numbers, also where tensors have no memory (cost/fake.py)
-        return torch.tensor(list(itertools.permutations(range(copies), chains)), device="cpu")
+    # What is kept must be numbers, also where tensors have no memory (cost/fake.py).
+    return without_modes(lambda: torch.tensor(list(itertools.permutations(range(copies), chains)), device="cpu"))

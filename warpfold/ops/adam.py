@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.ops.dispatch import backend, register
+from warpfold.ops.dispatch import backend, register, widen
 
 FLAT = ("weights", "gradient", "moment1", "moment2", "average")
 
@@ -53,7 +53,7 @@ def adam_step(
     g = gradient * scale
     m = moment1.lerp(g, 1 - beta1)
     v = beta2 * moment2 + (1 - beta2) * g.square()
-    time = steps.double()
+    time = widen(steps)
     unbiased1, unbiased2 = m / (1 - beta1**time), v / (1 - beta2**time)
     w = weights - rate * unbiased1 / (unbiased2.sqrt() + eps)
     new = [(weights, w), (moment1, m), (moment2, v), (average, average.lerp(w, 1 - decay))]

@@ -74,7 +74,7 @@ class _Choice(threading.local):
 
     def __init__(self) -> None:  # not attributes of the class, which torch.compile takes for constants without a guard
         self.kernels: Kernels = "fast"
-        self.stands_for: Literal["cpu", "cuda"] | None = None  # what tensors without memory are taken for
+        self.stands_for: Literal["cpu", "cuda", "mps"] | None = None  # what tensors without memory are taken for
         self.always_fast = False  # also where the definition would be faster
         self.watcher: Callable[[Loops], object] | None = None  # told of each turn of a loop
         self.running: Loops = []  # while somebody watches
@@ -281,7 +281,7 @@ def interpreting() -> Iterator[None]:
 
 
 @contextmanager
-def standing_for(device: Literal["cpu", "cuda"]) -> Iterator[None]:
+def standing_for(device: Literal["cpu", "cuda", "mps"]) -> Iterator[None]:
     """Take tensors without memory (on "meta") for those of such a device within the context: to see what would run."""
     before, _choice.stands_for = _choice.stands_for, device
     try:
@@ -565,6 +565,11 @@ def upcast_half(x: Tensor) -> Tensor:
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of sums over x, of its statistics and its logits: fp64 for fp64, else fp32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return x in fp64, for the few numbers that want more digits than fp32; in fp32 on Apple's GPUs, which lack it."""
+    return x.to(torch.float32 if x.device.type == "mps" else torch.float64)
 
 
 def empty_like(x: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from warpfold.ops.dispatch import EMPTY, Expansion, backend, faster_on_cpu, register
+from warpfold.ops.torch_internals import without_modes
 
 LOW = 0xFFFFFFFF
 OF_STREAM, OF_PASS = 0x9E3779B9, 0x85EBCA6B  # odd numbers, by which streams and passes shift the second word
@@ -65,8 +65,8 @@ def _mix(x: Tensor) -> Tensor:
 @functools.cache
 def kept_factor(rate: float, dtype: torch.dtype) -> float:
     """Return the factor of kept elements, 1 / (1 - rate), rounded as the definition rounds it."""
-    with _disable_current_modes():  # what is kept must be the number, also where tensors have no memory (cost/fake.py)
-        return float(torch.ones((), dtype=dtype, device="cpu") / (1 - rate))
+    # What is kept must be the number, also where tensors have no memory (cost/fake.py).
+    return without_modes(lambda: float(torch.ones((), dtype=dtype, device="cpu") / (1 - rate)))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from warpfold.ops.noise import Factors
+from warpfold.ops.torch_internals import all_gather_flat, node_number, reduce_scatter_flat, set_node_number
 from warpfold.parallel.mesh import Group
 from warpfold.parallel.waits import Event, Work, tell
 
@@ -89,11 +90,6 @@ def _with_size(shape: torch.Size, axis: int, size: int) -> torch.Size:
 
 def _padded(flat: Tensor, width: int) -> Tensor:
     return flat if len(flat) == width else torch.cat([flat, flat.new_zeros(width - len(flat))])
-
-
-# On flat buffers, without gradients: torch's names from 2.13 on, and before.
-all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pending:
@@ -211,7 +207,7 @@ def _begin(x: Tensor, there: _Collective, back: _Collective) -> Pending:
     call = _Call()
     placeholder = _Start.apply(x, there, call)
     if placeholder.requires_grad:
-        placeholder.grad_fn._set_sequence_nr(_reserved.next())
+        set_node_number(placeholder.grad_fn, _reserved.next())
     return Pending(None, lambda given: _Wait.apply(placeholder, back, call, given))
 
 
@@ -241,7 +237,7 @@ class _Reserved(threading.local):
         if number is None:
             leaf = torch.zeros((), requires_grad=True)
             nodes = [leaf.view_as(leaf).grad_fn for _ in range(RESERVE)]
-            self._numbers = iter([node._sequence_nr() for node in nodes if node is not None])
+            self._numbers = iter([node_number(node) for node in nodes if node is not None])
             number = next(self._numbers)
         return number
 

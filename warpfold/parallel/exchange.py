@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from warpfold.errors import UserError
-from warpfold.parallel.collectives import all_gather_flat, reduce_scatter_flat
+from warpfold.ops.torch_internals import all_gather_flat, reduce_scatter_flat
 from warpfold.parallel.mesh import Group, Mesh, split
 from warpfold.parallel.waits import Event, Work, tell, waiting
 

@@ -1,6 +1,9 @@
 """How a plan runs a model: whole, in slices, in place, recomputed, compiled, over several ranks."""
 
 import logging
+import os
+import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -84,8 +87,12 @@ class Execution(PlainExecution):
         """Have a model, or any module that holds trunk layers, run so from now on; return it.
 
         A later execution replaces this one; one that cannot run the model changes nothing.
-        Errors: UserError for a block that the plan cannot run, or where compiling needs a compiler that is not there.
+        Errors: UserError for a block or a device that the plan cannot run, or where compiling needs a compiler that is
+        not there.
         """
+        for kind in {p.device.type for p in model.parameters()}:
+            if reason := self.plan.unsupported_on(kind):
+                raise UserError(reason)
         self._channels = max(self._channels, pair_channels(model))
         if (stack := main_stack(model)) is not None and self.plan.keep_blocks:
             self._keeping.update(part for block in stack.blocks[-self.plan.keep_blocks :] for part in block.modules())
@@ -253,16 +260,15 @@ class _Compiled:
         return getattr(self._layer, name)
 
 
+def cpp_compiler() -> str | None:
+    """Return where the C++ compiler is that torch.compile calls for a CPU: CXX, or g++; None where there is none."""
+    return shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
+
+
 def _compile(model: nn.Module) -> dict[AxialUpdate, Any]:
     """Return the layers that share something, compiled; a transition alone gets slower."""
-    from torch._inductor import exc
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    try:
-        if not torch.cuda.is_available():
-            get_cpp_compiler()
-    except exc.InvalidCxxCompiler:
-        raise UserError("plan.compile on a CPU needs a C++ compiler; install g++, or leave it out") from None
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, SHAPES)
+    if not torch.cuda.is_available() and cpp_compiler() is None:
+        raise UserError("plan.compile on a CPU needs a C++ compiler; install g++, or leave it out")
+    torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, SHAPES)
     layers = (module for module in model.modules() if isinstance(module, AxialUpdate))
     return {layer: _Compiled(layer) for layer in layers if layer.shares is not None}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from warpfold.errors import UserError
+from warpfold.ops.torch_internals import group_limit, set_group_limit
 from warpfold.parallel.waits import waiting
 
 TIME_LIMIT = 600.0  # seconds that a collective may wait for the others
@@ -132,13 +133,18 @@ def connect(group: Group) -> None:
     handle = group.handle
     if handle is None:
         return
-    for device in handle._device_types:
-        serves = handle._get_backend(device).name()
-        if device.type == "cpu" or serves == "nccl":  # gloo and the fake one connect all devices at once
+    for device, serves in backends(handle).items():
+        if device == "cpu" or serves == "nccl":  # gloo and the fake one connect all devices at once
             with waiting(f"connecting the {group.name} ranks"):
                 dist.all_reduce(torch.zeros(1, device=device), group=handle)
                 if serves == "nccl":
                     torch.cuda.synchronize()
+
+
+def backends(handle: dist.ProcessGroup) -> dict[str, str]:
+    """Return which backend of a group serves each kind of device: {"cpu": "gloo", "cuda": "nccl"}."""
+    pairs = (one.partition(":") for one in dist.get_backend_config(handle).split(","))
+    return {device: backend for device, _, backend in pairs}
 
 
 def set_timeouts(handle: dist.ProcessGroup | None, limit: float) -> None:
@@ -149,19 +155,14 @@ def set_timeouts(handle: dist.ProcessGroup | None, limit: float) -> None:
     if handle is None:
         return
     for device, seconds in (("cuda", limit + WATCHDOG), ("cpu", limit)):  # if gloo serves both, the second value counts
-        if torch.device(device) in handle._device_types:
-            backend = handle._get_backend(torch.device(device))
-            if hasattr(backend, "_set_default_timeout"):  # the fake one has none
-                backend._set_default_timeout(timedelta(seconds=seconds))
+        if device in backends(handle):
+            set_group_limit(handle, torch.device(device), seconds)
 
 
 def time_limit(handle: dist.ProcessGroup | None, device: torch.device) -> float:
     """Return how many seconds a group's collectives may wait for the others; `TIME_LIMIT` where it does not say."""
-    if handle is None:
-        return TIME_LIMIT
-    options = getattr(handle._get_backend(device), "options", None)
-    limit = getattr(options, "_timeout", None)
-    return limit.total_seconds() if isinstance(limit, timedelta) else TIME_LIMIT
+    limit = None if handle is None else group_limit(handle, device)
+    return TIME_LIMIT if limit is None else limit
 
 
 def world() -> Group:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from warpfold.parallel.collectives import all_gather_flat
-from warpfold.parallel.mesh import Group
+from warpfold.ops.torch_internals import all_gather_flat
+from warpfold.parallel.mesh import Group, backends
 from warpfold.parallel.waits import Work
 
 
@@ -82,7 +82,7 @@ def begin_largest(x: Tensor, group: Group, what: str) -> PendingGather:
 def _device(group: Group) -> torch.device:
     """Return where messages lie: in host memory, if the group's backend takes them from there."""
     host = torch.device("cpu")
-    alone = group.handle is not None and host not in group.handle._device_types  # a user's own NCCL
+    alone = group.handle is not None and host.type not in backends(group.handle)  # a user's own NCCL
     return torch.device("cuda", torch.cuda.current_device()) if alone else host
 
 

@@ -145,6 +145,18 @@ class Plan:
             return "examples have too many shapes; plan.sizes pads them to few"
         return None
 
+    def unsupported_on(self, device: str) -> str | None:
+        """Say why this plan cannot run on a kind of device; None if it can.  Of Apple's GPUs, "mps", alone."""
+        asked = {
+            'plan.precision = "fp64"': self.precision == "fp64",  # Metal has no such numbers
+            "plan.graph": self.graph is True,
+            "plan.offload": self.offload,  # their memory is the host's
+            "plan.compile": self.compile,
+            "several ranks": self.data * self.axial * self.branch > 1,  # neither gloo nor NCCL takes its tensors
+        }
+        wrong = [name for name, is_asked in asked.items() if is_asked] if device == "mps" else []
+        return f"{' and '.join(wrong)}: not on mps, an Apple GPU; leave it out, or give --device cpu" if wrong else None
+
     def unsupported_reason(self, outer: str) -> str | None:
         """Say why this plan cannot run a model whose blocks have the outer product there; None if it can."""
         if self.branch > 1 and outer == "middle":

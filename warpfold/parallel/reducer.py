@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from warpfold.errors import UserError
-from warpfold.parallel.collectives import all_gather_flat
+from warpfold.ops.dispatch import widen
+from warpfold.ops.torch_internals import all_gather_flat, taking_part
 from warpfold.parallel.compress import CompressionConfig, make_compressor
 from warpfold.parallel.exchange import (
     STRATEGIES,
@@ -133,8 +134,9 @@ class Reducer:
         if bucket < self.sent_buckets:
             raise RuntimeError(f"{name}: a gradient after it was sent; collect() follows each example's one backward()")
         if self._due is None:  # the first of this pass: now autograd knows which parameters take part
-            takes_part = torch._C._will_engine_execute_node  # what torch.autograd.graph.register_multi_grad_hook asks
-            self._due = [sum(map(takes_part, nodes)) for nodes in self._nodes]
+            self._due = taking_part(self._nodes)
+        if self._due is None:
+            return  # `finish` sends all of it
         self._due[bucket] -= 1
         while self.sent_buckets < len(self._due) and not self._due[self.sent_buckets]:
             self._send()
@@ -206,13 +208,13 @@ class Reducer:
         return number[0]
 
     def mean(self, total: Tensor, examples: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a vector and a factor, float64: this rank's shard of the mean over the data ranks and the `examples`
+        """Return a vector and a factor, widened: this rank's shard of the mean over the data ranks and the `examples`
         of each is their product, which the update makes on its way.
 
         total: this rank's sum over its examples, in the shard of its model rank; it is overwritten.
         examples: the mean of the ranks' numbers of examples; where it is 0, so is the result.
         """
-        factor = 1 / torch.where(examples == 0, 1, examples.double())
+        factor = 1 / torch.where(examples == 0, 1, widen(examples))
         if self.mesh.data.size == 1:
             return total, factor
         if self.compressor is not None:

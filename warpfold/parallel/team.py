@@ -73,7 +73,9 @@ class Team:
         """What all processes can write to and read, whatever they are doing."""
         if self.process.ranks + self.process.idle == 1:
             return self._alone
-        return dist.PrefixStore("team", dist.distributed_c10d._get_default_store())
+        world = dist.group.WORLD
+        assert world is not None
+        return dist.PrefixStore("team", world.get_group_store())
 
     def remesh(self, plan: Plan, idle: bool = False) -> Mesh:
         """Have the processes work as a plan says from now on; return its mesh, which is also `mesh`.
@@ -215,7 +217,7 @@ class Team:
         and a piece, and no other rank's memory more than a piece.  dtype: of the result; each piece is cast alone.
         out: where to join them on the first rank, such as a file that is mapped to memory.
         """
-        if self.mesh.axial.size == 1 and out is None and not x.is_cuda and x.dtype == (dtype or x.dtype):
+        if self.mesh.axial.size == 1 and out is None and x.device.type == "cpu" and x.dtype == (dtype or x.dtype):
             return x.detach().contiguous() if self.is_example_leader else None
         whole = out
         for start, piece in self.pieces_of_shards(x, axis, length, dtype):

@@ -109,10 +109,23 @@ class Prediction:
         page, title = html.escape(self.page(), quote=True), html.escape(self.name, quote=True)
         return f'<iframe srcdoc="{page}" title="{title}" width="100%" height="{FRAME}" style="border:0"></iframe>'
 
+    def picture(self) -> bytes:
+        """Return a PNG: the structure coloured by pLDDT, and PAE beside it."""
+        from warpfold.report.figures import draw_prediction  # here: it loads matplotlib
+
+        return draw_prediction(self._target())
+
+    _repr_png_ = picture  # what a notebook shows where no scripts may run, as on GitHub
+
     def page(self) -> str:
         """Return a report of this prediction alone: structure, pLDDT, PAE, as one page that needs nothing else."""
+        doubts = (notice.record() for notice in confidence_notices(self.plddt, self.ptm, self.iptm))
+        warnings = [Warned(record["text"]) for record in (*self.details.get("warnings", ()), *doubts)]
+        return render(ReportPage(self.name, "Folded by WarpFold.", targets=[self._target()], warnings=warnings))
+
+    def _target(self) -> Target:
         known = ("ipTM", self.iptm), ("pTM", self.ptm)
-        target = Target(
+        return Target(
             name=self.name,
             sequence=":".join(self.sequence[span] for span in self.spans.values()),
             plddt=self.plddt,
@@ -128,9 +141,6 @@ class Prediction:
             chains=self.spans if len(self.spans) > 1 else {},
             coverage=self.coverage,
         )
-        doubts = (notice.record() for notice in confidence_notices(self.plddt, self.ptm, self.iptm))
-        warnings = [Warned(record["text"]) for record in (*self.details.get("warnings", ()), *doubts)]
-        return render(ReportPage(self.name, "Folded by WarpFold.", targets=[target], warnings=warnings))
 
     @property
     def ca(self) -> np.ndarray:

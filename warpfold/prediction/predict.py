@@ -22,6 +22,7 @@ import torch
 from warpfold import __version__
 from warpfold.bulk import JobPart, in_order, pool, require_dask, worker_number
 from warpfold.data.example.query_files import Complex, Given
+from warpfold.device import cores
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe
 from warpfold.ops.dispatch import refusals
@@ -80,8 +81,8 @@ class Share:
             raise UserError("--workers and --cluster start processes of their own: use them without torchrun")
         if self.cluster is not None:
             require_dask(self.cluster)  # before a folder is begun
-        if self.cluster is None and device is not None and device.startswith("cuda"):
-            gpus = 1 if ":" in device else torch.cuda.device_count()
+        if self.cluster is None and device is not None and device.startswith(("cuda", "mps")):
+            gpus = torch.cuda.device_count() if device == "cuda" else 1
             if self.workers > gpus:
                 raise UserError(f"--workers {self.workers}: more than --device {device} has GPUs ({gpus}); give {gpus}")
 
@@ -371,7 +372,7 @@ def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
     if device == "cuda" and number is not None and torch.cuda.device_count() > 1:
         device = f"cuda:{number % torch.cuda.device_count()}"
     if device == "cpu" and job.workers:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.workers))
+        torch.set_num_threads(max(1, cores() // job.workers))
     memory, name = _memory_of(replace(job.options, device=device)), file_name(f"{platform.node()}-{os.getpid()}")
     with closing(Journal(job.out, job.run, job.part, name)) as journal:
         write = _writer(job.out, job.several)

@@ -18,7 +18,7 @@ from warpfold.data.example.query_files import Complex
 from warpfold.data.example.raw_example import Assembly, RawExample
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
-from warpfold.device import device_of, slow_precision
+from warpfold.device import caveats, device_of
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
 from warpfold.memory import release_memory
@@ -140,13 +140,16 @@ class Predictor:
         self.dropout = False  # of the trunk, as in training, drawn by a prediction's seed
         self.msa_server: AlignmentServer | None = None
         self.to(device)
-        if self.team.is_rank_zero and (slow := slow_precision(precision, self.device)):
-            log.warning("%s", slow)
+        for caveat in caveats(precision, self.device) if self.team.is_rank_zero else ():
+            log.warning("%s", caveat)
 
     @CHECKED
     def to(self, device: str | torch.device) -> "Predictor":
         """Move the model to another device; it folds there from now on.  Returns itself."""
         self.device = torch.device(device_of(device))
+        asked = Plan(precision=self._fixed["precision"], offload=self._fixed.get("offload", False))
+        if reason := asked.unsupported_on(self.device.type):
+            raise UserError(reason)
         self.model.to(self.device).eval()
         PackedWeights(self.model, DTYPES[self.precision])
         self.planner = FoldPlanner(self.model.config, self.device, self._fixed, self._memory, self.team)

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from warpfold.check.op_profile import Cost
 from warpfold.cost.launches import EXPONENTIALS, launches, products
 from warpfold.cost.observe import OpCall, Operations, Spans, size
+from warpfold.ops.torch_internals import tree_leaves
 
 
 @dataclass(frozen=True)

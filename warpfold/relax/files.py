@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 import gemmi
 import numpy as np
+from gemmi import cif
 
+from warpfold.data.structure import pdb
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.data.structure.write import Modelling, write_mmcif, write_pdb
@@ -175,7 +177,9 @@ def read_b_factors(data: bytes, chains: Sequence[Chain]) -> list[np.ndarray]:
     Atoms that the file does not have get the mean of their residue, or 0 without one.
     """
     found: dict[tuple[str, str, str], float] = {}
-    for part in gemmi.read_structure_string(data)[0]:
+    text = data.decode("latin-1")
+    is_mmcif = "_atom_site." in text
+    for part in (pdb.make_structure(cif.read_string(text)[0]) if is_mmcif else gemmi.read_pdb_string(text))[0]:
         for residue in part:
             for atom in residue:
                 found.setdefault((part.name, str(residue.seqid), atom.name), atom.b_iso)

@@ -26,6 +26,7 @@ CLASSES = (
 CHAIN_COLORS = ("#009e73", "#cc79a7", "#0072b2", "#e69f00", "#d55e00", "#56b4e9", "#8a7500", "#5c6770")
 
 INK, GREY, RULE = "#1c2733", "#66717d", "#d5dbe1"  # of light pages; report.css has them as variables
+TRUTH = "#aab2bb"  # of a known structure
 PAE_TOP = 32  # angstrom, from where on all errors have one colour
 LARGEST = 1024  # residues of a PAE picture; beyond, its pixels are means of several
 SHADES = (0.4, 0.7, 1.0)  # of the trace, from far to near
@@ -167,8 +168,7 @@ def draw_trace(ca: np.ndarray, plddt: np.ndarray, truth: np.ndarray | None = Non
 
     ends: residues that are not bonded to the next.
     """
-    center = ca.mean(0)
-    _, _, turn = np.linalg.svd(ca - center, full_matrices=False) if len(ca) > 2 else (0, 0, np.eye(3))
+    center, turn = ca.mean(0), facing(ca)
     traces: list[tuple[np.ndarray, np.ndarray, int, tuple[int, ...]]] = []  # turned points, classes, width, ends
     if truth is not None:
         traces.append(((truth - center) @ turn.T, np.full(len(truth), -1), 22, ()))
@@ -183,14 +183,25 @@ def draw_trace(ca: np.ndarray, plddt: np.ndarray, truth: np.ndarray | None = Non
     return f'<svg role="img" aria-label="Cα trace, coloured by pLDDT" viewBox="-1850 -1850 3700 3700">{lines}</svg>'
 
 
+def facing(ca: np.ndarray) -> np.ndarray:
+    """Return the rotation [3, 3] after which Cα [N, 3] are widest along x and flattest along z, the way one looks."""
+    return np.linalg.svd(ca - ca.mean(0), full_matrices=False)[2] if len(ca) > 2 else np.eye(3)
+
+
+def bonded(ca: np.ndarray, ends: Collection[int]) -> np.ndarray:
+    """Return which Cα [N, 3] are drawn as bonded to the next [N - 1]: no further than a peptide bond allows."""
+    near = np.linalg.norm(np.diff(ca, axis=0), axis=-1) < 5
+    near[[end for end in ends if end < len(near)]] = False
+    return near
+
+
 def _bonds(points: np.ndarray, xy: np.ndarray, classes: np.ndarray, width: int, ends: Sequence[int]) -> str:
     """Return the paths of a trace, far ones first and paler; what is longer than a peptide bond allows is left out.
 
     points [N, 3], angstrom; xy int [N, 2], where they are drawn; classes [N], -1 for a truth.
     """
-    bonded = np.linalg.norm(np.diff(points, axis=0), axis=-1) < 5
-    bonded[[end for end in ends if end < len(bonded)]] = False
-    if not bonded.any():
+    joined = bonded(points, ends)
+    if not joined.any():
         return ""
     depth = (points[1:, 2] + points[:-1, 2]) / 2
     near = (depth - depth.min()) / max(1e-6, float(np.ptp(depth)))
@@ -198,10 +209,10 @@ def _bonds(points: np.ndarray, xy: np.ndarray, classes: np.ndarray, width: int, 
     parts = ""
     for level, opacity in enumerate(SHADES):
         for kind in np.unique(classes).tolist():
-            chosen = np.flatnonzero(bonded & (shade == level) & (classes[:-1] == kind)).tolist()
+            chosen = np.flatnonzero(joined & (shade == level) & (classes[:-1] == kind)).tolist()
             steps = xy[1:] - xy[:-1]
             d = "".join(f"M{xy[i, 0]} {xy[i, 1]}l{steps[i, 0]} {steps[i, 1]}" for i in chosen)
-            color = CLASSES[kind][1] if kind >= 0 else "#aab2bb"
+            color = CLASSES[kind][1] if kind >= 0 else TRUTH
             parts += f'<path d="{d}" stroke="{color}" stroke-width="{width}" opacity="{opacity}"/>' if d else ""
     return parts
 

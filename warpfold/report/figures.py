@@ -1,11 +1,11 @@
-"""Draw the figures of a report: each function returns one SVG text, to be put into an HTML page.
+"""Draw the figures of a report: each function returns one SVG text, to be put into an HTML page, or a file.
 
 Colours are safe for the colour-blind and get lighter in the order of what they mean, so that a grey print is legible.
 """
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from warpfold.cost.replay import Span
 from warpfold.errors import UserError
-from warpfold.report.charts import GREY, INK, RULE
+from warpfold.report import charts
+from warpfold.report.charts import GREY, INK, RULE, TRUTH
+from warpfold.report.report import KEY, Target
 
 if TYPE_CHECKING:
     from warpfold.cluster.judge_links import Matrix
@@ -108,6 +113,64 @@ def draw_calibration(plddt: Sequence[float], lddt: Sequence[float], each: str) -
     axes.set_yticks(range(0, 101, 25))
     _grid(axes)
     return _svg(figure, f"pLDDT against measured lDDT of each {each}")
+
+
+PALE = 0.45  # of white in what is farthest from the reader
+RIM = 2.5  # angstrom that a tube's white rim lies behind it: over what passes farther behind, below what joins it
+CATMULL_ROM = np.array([[0, 2, 0, 0], [-1, 0, 1, 0], [2, -5, 4, -1], [-1, 3, -3, 1]]) / 2  # by powers of t
+
+
+@mpl.rc_context(STYLE)
+def draw_prediction(target: Target) -> bytes:
+    """Draw a structure coloured by pLDDT, over its truth in grey where that is known, and its PAE; a PNG on white."""
+    figure = Figure(figsize=(7.4, 3.3), layout="constrained")
+    left = figure.add_subplot(1, 1 if target.pae is None else 2, 1)
+    center, turn = target.ca.mean(0), charts.facing(target.ca)
+    ends = [span.stop - 1 for span in target.chains.values()]
+    tubes = [
+        (curve @ turn.T, charts.CLASSES[charts.plddt_class(target.plddt[place])][1], 5.0)
+        for place, curve in _tube(target.ca - center, ends)
+    ]
+    if target.truth_ca is not None:
+        tubes += [(curve @ turn.T, TRUTH, 2.5) for _, curve in _tube(target.truth_ca - center, ())]
+    depths = [float(curve[:, 2].mean()) for curve, _, _ in tubes]
+    farthest, nearest = min(depths, default=0.0), max(depths, default=0.0)
+    strokes: list[tuple[float, Any, Any, float]] = []  # depth, points, colour, width
+    for depth, (curve, color, width) in zip(depths, tubes):
+        white = PALE * (nearest - depth) / max(1e-6, nearest - farthest)
+        strokes.append((depth, curve[:, :2], 1 - (1 - np.array(to_rgb(color))) * (1 - white), width))
+        strokes.append((depth - RIM, curve[:, :2], "white", width + 2.5))
+    strokes.sort(key=lambda stroke: stroke[0])
+    _, lines, colors, widths = zip(*strokes) if strokes else ((), (), (), ())
+    left.add_collection(LineCollection(lines, colors=colors, linewidths=widths, capstyle="round"))
+    left.margins(0.04)
+    left.autoscale()
+    left.set_aspect("equal")
+    left.set_axis_off()
+    keys = [Line2D([], [], color=color, linewidth=4, label=KEY[i]) for i, (_, color, _) in enumerate(charts.CLASSES)]
+    if target.truth_ca is not None:
+        keys.append(Line2D([], [], color=TRUTH, linewidth=2, label="truth"))
+    figure.legend(handles=keys, loc="outside lower left", ncols=3, frameon=False, fontsize=8, handlelength=1.2)
+    if target.pae is not None:
+        right, last = figure.add_subplot(1, 2, 2), len(target.pae) + 0.5
+        extent = (0.5, last, last, 0.5)
+        image = right.imshow(charts.pooled(target.pae), "Greens_r", vmin=0, vmax=charts.PAE_TOP, extent=extent)
+        for end in ends[:-1]:
+            right.axhline(end + 1.5, color=INK, linewidth=0.8)
+            right.axvline(end + 1.5, color=INK, linewidth=0.8)
+        right.set(xlabel="scored residue", ylabel="aligned residue")
+        figure.colorbar(image, ax=right, shrink=0.85, label="expected position error, Å")
+    return _as_file(figure, "", "png")
+
+
+def _tube(ca: np.ndarray, ends: Collection[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield for each two bonded Cα [N, 3] the place of the first and the curve [10, 3] between them."""
+    joined = [False, *charts.bonded(ca, ends), False]  # each residue to the one before it
+    powers = np.linspace(0, 1, 10)[:, None] ** np.arange(4)
+    for i in np.flatnonzero(joined[1:-1]).tolist():
+        before = ca[i - 1] if joined[i] else 2 * ca[i] - ca[i + 1]
+        after = ca[i + 2] if joined[i + 2] else 2 * ca[i + 1] - ca[i]
+        yield i, powers @ CATMULL_ROM @ np.stack([before, ca[i], ca[i + 1], after])
 
 
 # What holds memory, from the bottom of the picture: what stays, then what comes and goes; others are grey.

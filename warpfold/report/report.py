@@ -282,7 +282,7 @@ def _controls(target: Target) -> str:
     )
     switch = ""
     if target.truth_mmcif is not None:
-        key += '<span><i style="background:#aab2bb"></i>truth</span>'
+        key += f'<span><i style="background:{charts.TRUTH}"></i>truth</span>'
         switch = '<label><input type="checkbox" name="truth" checked> truth</label>'
     if target.chains:
         switch += '<label><input type="checkbox" name="chains"> colour by chain</label>'

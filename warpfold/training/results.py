@@ -14,6 +14,7 @@ from warpfold.engine.loop import StepTimer
 from warpfold.engine.optim import OptimConfig, learning_rate
 from warpfold.engine.watch import Row
 from warpfold.errors import UserError
+from warpfold.ops.dispatch import widen
 
 WINDOW = 1_000  # train.max_skipped counts within this many examples in a row
 
@@ -45,7 +46,7 @@ class ExampleResult:
 def begin_results(results: Sequence[DeviceResult]) -> Snapshot:
     """Begin to copy the results of a step's examples from the device, all at once."""
     numbers = [
-        torch.stack([x.double() for x in (*one.losses.values(), one.norm, one.lddt_ca, one.overflowed, one.length)])
+        torch.stack([widen(x) for x in (*one.losses.values(), one.norm, one.lddt_ca, one.overflowed, one.length)])
         for one in results
     ]
     return Snapshot.of({"numbers": torch.stack(numbers)})

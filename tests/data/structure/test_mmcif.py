@@ -288,6 +288,8 @@ def test_sequence_from_coordinates_with_gaps_as_unknown() -> None:
     assert chain.sequence == "SAXXG"
     assert chain.mask.sum(1).tolist() == [4, 4, 0, 0, 4]
     assert chain.author_numbers == ("5", "6", "", "", "9")
+    bare = entry(atoms, [], without=["occupancy", "auth_seq_id"])  # as PyMOL writes; gemmi 0.6 wants both
+    assert only_chain(bare).author_numbers == ("5", "6", "", "", "9")
 
 
 def test_bonded_residues_have_no_gap_whatever_their_numbers() -> None:

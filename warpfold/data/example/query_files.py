@@ -5,22 +5,19 @@ Which records make a complex is never guessed:
 * `A:B` in a sequence (ColabFold's form, in FASTA and tables) is a complex of its own, with chains A, B, ...;
 * other FASTA records are single proteins or, if the caller asks for that (`as_one`), the chains of one complex, each
   named by its header, which in the PDB's files names all copies (`>2HHB_1|Chains A, C|...`);
-* a structure, an alignment of a complex (`#120,88<TAB>1,2`), and AlphaFold-Multimer's `chain_id_map.json` are one
-  complex each;
+* a structure, an alignment of a complex (`#120,88<TAB>1,2`), AlphaFold-Multimer's `chain_id_map.json`, and a job of
+  another program (`job_files.py`) are one complex each;
 * a folder is all of these, file by file, but alignments of one protein are one query.
 """
 
-import csv
-import io
-import itertools
 import json
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from string import ascii_lowercase, ascii_uppercase, digits
 
+from warpfold.data.example.complex import Complex, chain_ids, distinct_names, first_word
+from warpfold.data.example.job_files import FOREIGN_HEADER, JOBS, job_of_fasta, jobs_of_text
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import Assembly, RawExample, from_sequence
 from warpfold.data.formats.alignment import (
@@ -32,6 +29,7 @@ from warpfold.data.formats.alignment import (
     parse_chain_alignments,
     parse_fasta,
     plain_text,
+    table_rows,
 )
 from warpfold.data.formats.input_files import (
     ALIGNMENTS,
@@ -44,7 +42,7 @@ from warpfold.data.formats.input_files import (
 )
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
-from warpfold.files import file_name, is_given_pipe, read_file
+from warpfold.files import file_name, is_given_pipe, opened, read_file
 from warpfold.geometry.residue import RESTYPES
 
 FASTA = (".fasta", ".fas", ".fa", ".faa", ".fsa", ".seq")
@@ -54,51 +52,17 @@ STDIN = Path("/dev/stdin")
 SHORTEST = 10  # letters of a sequence that is given as text; what is shorter may be a word
 _PDB_HEADER = re.compile(r"\w+_\d+\|Chains? ([^|]+)\|")  # of rcsb.org's FASTA files: >7W72_4|Chain D[auth K]|...
 _PDB_CHAIN = re.compile(r"(\w+)(?:\[auth (\w+)\])?")
-_FOREIGN_HEADER = re.compile(  # >A|protein|./msa/a.a3m (Boltz), >protein|name=A (Chai)
-    r"[^|\s]+\|(protein|dna|rna|ccd|smiles)(\||$)|(protein|dna|rna|ligand|glycan)\|", re.IGNORECASE
-)
-_ID = re.compile(r"(?![.?]\Z)[!#-&(-~]{1,100}")  # printable ASCII without blanks and quotes; . and ? mean none in mmCIF
-_LETTERS = ascii_uppercase + ascii_lowercase + digits  # what a PDB file can name
 MOST_LISTED = 8  # chains in one line
 _LINE = re.compile(rb"[A-Za-z:*\s]+")
-# What predictions are called by AlphaFold (ranked_0.pdb, relaxed_model_1.pdb), ColabFold (NAME_unrelaxed_rank_001_...)
-# and WarpFold (NAME_rank_1.cif, NAME_relaxed.cif).
-_PREDICTED = re.compile(r"ranked_\d+\.|(.*_)?(un)?relaxed[_.]|.*_rank_\d+\.", re.IGNORECASE)
+# What predictions are called by AlphaFold (ranked_0.pdb, relaxed_model_1.pdb), ColabFold (NAME_unrelaxed_rank_001_...),
+# WarpFold (NAME_rank_1.cif, NAME_relaxed.cif), AlphaFold 3 (NAME_model.cif, model.cif), its server and Boltz
+# (NAME_model_0.cif), and Chai (pred.model_idx_0.cif).
+_PREDICTED = re.compile(
+    r"ranked_\d+\.|(.*_)?(un)?relaxed[_.]|.*_rank_\d+\.|(.*_)?model\.cif|.*_model_\d+\.(cif|pdb)|pred\.model_idx_\d+\.",
+    re.IGNORECASE,
+)
 
 Given = str | Path
-
-
-@dataclass(frozen=True)
-class Complex:
-    """Chains to fold together, in the user's order; a single protein is one of one chain."""
-
-    name: str  # as a file can be called
-    ids: tuple[str, ...]  # [K], all different
-    sequences: tuple[str, ...]  # [K], upper case
-    alignments: tuple[Alignment, ...] = ()  # that came with it, each of one of the sequences
-    notes: tuple[str, ...] = ()  # what the user should know, such as chains that were left out
-    error: str = ""  # why it cannot be folded; it has no chains then
-    source: str = ""  # the file that it stands in
-    place: int | None = None  # if that is an alignment: where it is stacked
-    is_part: bool = False  # an alignment that ColabFold has put into NAME.a3m, too
-
-    def __post_init__(self) -> None:
-        if twice := [name for name, times in Counter(self.ids).items() if times > 1]:
-            raise UserError(f"{self.name}: has two chains called {twice[0]}; give each chain a name of its own")
-        if wrong := [name for name in self.ids if not _ID.fullmatch(name)]:
-            raise UserError(f"{self.name}: {wrong[0][:40]!r} cannot be a chain's name in mmCIF; use letters and digits")
-
-    @property
-    def rows(self) -> set[str]:
-        """Return the sequences in the letters of alignments."""
-        return set(map(as_row, self.sequences))
-
-    def joined(self, others: Iterable["Complex"]) -> "Complex":
-        """Return it with the alignments of its sequences from others."""
-        every = sorted([*([] if self.place is None else [self]), *others], key=lambda one: one.place or 0)
-        more = tuple(a for one in every for a in one.alignments if a.query in self.rows)
-        notes = dict.fromkeys(note for one in (self, *every) for note in one.notes)
-        return replace(self, alignments=more, notes=tuple(notes)) if more else self
 
 
 @dataclass(frozen=True)
@@ -111,13 +75,6 @@ class QueryFiles:
     found: list[Complex]
     hits: list[str]
     predicted: list[str]
-
-
-def chain_ids(count: int) -> list[str]:
-    """Return names for chains: A to Z, a to z, 0 to 9, as PDB files can have them, then AA, AB and so on."""
-    longer = (itertools.product(ascii_uppercase, repeat=length) for length in itertools.count(2))
-    names = itertools.chain(_LETTERS, map("".join, itertools.chain.from_iterable(longer)))
-    return list(itertools.islice(names, count))
 
 
 def search_names(name: str, chains: Mapping[str, str]) -> dict[str, str]:
@@ -181,12 +138,6 @@ def listed(names: Sequence[str]) -> str:
     return f"{'chain' if len(names) == 1 else 'chains'} {', '.join(names)}"
 
 
-def first_word(header: str) -> str:
-    """Return a record's name, as a chain can be called, or nothing."""
-    word = (header.split() or [""])[0]
-    return word if not word or _ID.fullmatch(word) else file_name(word)
-
-
 def read_complexes(given: Given | Sequence[Given], as_one: bool = False) -> list[Complex]:
     """Read proteins and complexes as `read_query_files` does.  Errors: UserError for a bad record too."""
     found = read_query_files(given, as_one).found
@@ -201,8 +152,9 @@ def read_query_files(given: Given | Sequence[Given], as_one: bool = False) -> Qu
 
     Text is the path of a file or a folder, `-` for standard input, or a sequence itself (`is_sequence`).  By its ending
     a file is a table (.csv, .tsv: columns `id` and `sequence`), a structure (the first biological assembly of an mmCIF
-    or PDB file), an alignment, or FASTA; by what is in it if it has none of these endings.  as_one: the records of a
-    FASTA file, and sequences given as text, are the chains of one complex; without effect where a record has `:`.
+    or PDB file), an alignment, FASTA, or jobs of other programs (.yaml, .json); by what is in it if it has another
+    ending.  as_one: the records of a FASTA file, and sequences given as text, are the chains of one complex; without
+    effect where a record has `:`.
     Alignments of one sequence and name (`InputFile.protein`) are one query; those of a sequence that a record or a
     structure has belong to it.
     A record that cannot be folded is found with its error (`Complex.error`).
@@ -220,7 +172,7 @@ def read_query_files(given: Given | Sequence[Given], as_one: bool = False) -> Qu
                 if as_one and len(bare) > 1 and not any(":" in sequence for sequence in bare):
                     names = chain_ids(len(bare))
                 text = "".join(f">{name}\n{sequence}\n" for name, sequence in zip(names, bare)).encode()
-                records = _of_fasta(text, "query", "the sequences", as_one)
+                records = _of_fasta(text, "query", "the sequences", as_one, Path())
                 found += [replace(record, source="the sequences") for record in records]
             continue
         path = STDIN if one == "-" else Path(one)
@@ -228,15 +180,22 @@ def read_query_files(given: Given | Sequence[Given], as_one: bool = False) -> Qu
             _check_path(one)
             found += _read(InputFile(str(path), path), read_file(path, pipe=True), as_one)
             continue
-        for file in find([path], (*FASTA, *TABLES, *STRUCTURES, *ALIGNMENTS, CHAIN_MAP, ".hhr"), "queries"):
+        files = find([path], (*FASTA, *TABLES, *STRUCTURES, *ALIGNMENTS, *JOBS, ".hhr"), "queries")
+        read: dict[str, list[Complex]] = {}
+        used: set[Path] = set()  # by jobs, which are read first: their alignments and templates are no queries
+        for file in sorted(files, key=lambda file: _ending(file) in (*TABLES, *STRUCTURES, *ALIGNMENTS)):
             if file.is_hits:
                 hits.append(file.name)
             elif _PREDICTED.match(file.file) and _ending(file) in STRUCTURES:
                 predicted.append(file.name)
-            else:
-                found += _read(file, file.read_bytes(), as_one)
+            elif file.path.resolve() not in used and _holds_queries(file):
+                read[file.name] = _read(file, file.read_bytes(), as_one)
+                used.update(path for one in read[file.name] for path in one.uses)
+        found += [one for file in files for one in read.get(file.name, ())]
     if not found:
-        raise UserError(f"{several[0]}: has predictions or template hits, but nothing to fold; name other files")
+        raise UserError(
+            f"{several[0]}: has nothing to fold, but predictions, template hits or other files; name other files"
+        )
     queries = _with_alignments(found)
     sources: dict[str, str] = {}
     for query in queries:
@@ -334,23 +293,34 @@ def _ending(file: InputFile) -> str:
     return Path(file.file.lower().removesuffix(".gz")).suffix
 
 
+def _holds_queries(file: InputFile) -> bool:
+    """Tell whether a file of a folder is meant as queries: JSON, YAML and tables may be anything.
+
+    Jobs have `sequences` near the beginning; tables a column `id` or `sequence`, and alignments of Boltz `key` as well.
+    """
+    ending = _ending(file)
+    if ending not in (*JOBS, *TABLES) or file.file == CHAIN_MAP:
+        return True
+    with opened(file.path) as content:
+        head = content.read(1 << 16).removeprefix(b"\xef\xbb\xbf")
+    if ending in JOBS:
+        return re.search(rb'"sequences"\s*:|^sequences\s*:', head, re.MULTILINE) is not None
+    titles = {title.strip(b' \t\r"').lower() for title in re.split(rb"[,\t]", head.partition(b"\n")[0])}
+    return bool(titles & {b"id", b"sequence"}) and titles != {b"key", b"sequence"}
+
+
 def _kind(file: InputFile, data: bytes) -> str:
     """Return the kind of a file, one of the endings: by its name or, where that does not say, by its content."""
     if file.file == CHAIN_MAP:
         return CHAIN_MAP
     ending = _ending(file)
-    if ending in (*TABLES, *STRUCTURES, *ALIGNMENTS, *FASTA):
+    if ending in (*TABLES, *STRUCTURES, *ALIGNMENTS, *FASTA, *JOBS):
         return ending
     text = data.removeprefix(b"\xef\xbb\xbf").lstrip()
-    for begins, what in (
-        (rb"[{\[]", "JSON, such as AlphaFold 3's or its server's"),
-        (rb"(#[^\n]*\n\s*)*(version|sequences):", "YAML, such as Boltz's"),
-    ):
-        if re.match(begins, text):
-            raise UserError(
-                f"{file.name}: is {what}, which is not read; write FASTA (>NAME, and the sequence; chains of a complex "
-                "as A:B), and give alignments by --msa"
-            )
+    if re.match(rb"[{\[]", text):
+        return ".json"
+    if re.match(rb"(#[^\n]*\n\s*)*(---\s*\n)?(version|sequences):", text):
+        return ".yaml"
     first = text.partition(b"\n")[0].lower()
     if text.startswith(b"# STOCKHOLM") or is_complex(text):
         return ".sto"
@@ -366,9 +336,14 @@ def _kind(file: InputFile, data: bytes) -> str:
 def _read(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
     """Read one file.  See `read_query_files`."""
     kind, path, source = _kind(file, data), file.path, file.name
+    here = Path() if path == STDIN else path.parent  # where the paths in it begin
     name = "query" if path == STDIN else file_name(path.name.split(".")[0])
     if kind in TABLES:
-        found = _of_records(fasta_records(_fasta_of_table(data, source), source, chains=True), source)
+        cells = table_rows(data, source, ("id", "sequence"))
+        text = "".join(f">{word}\n{''.join(sequence.split())}\n" for word, sequence in cells)
+        found = _of_records(fasta_records(text, source, chains=True), source)
+    elif kind in JOBS:
+        found = jobs_of_text(data, kind, source, here, name)
     elif kind in STRUCTURES:
         structure = parse_structure(data, source)
         placed = structure.assembly()  # its first; what else it has is left out, and noted
@@ -394,21 +369,18 @@ def _read(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
         found = [_of_alignment(data, name if path == STDIN else file_name(file.protein), file)]
     else:
         bare = kind == ".seq" and not data.lstrip().startswith(b">")
-        found = _of_fasta(b">query\n" + data if bare else data, name, source, as_one)
+        found = _of_fasta(b">query\n" + data if bare else data, name, source, as_one, here)
     return [replace(one, source=source) for one in found]
 
 
-def _of_fasta(data: bytes, name: str, source: str, as_one: bool) -> list[Complex]:
-    """Return the records of FASTA text, or the complex `name` whose chains they are.
+def _of_fasta(data: bytes, name: str, source: str, as_one: bool, here: Path) -> list[Complex]:
+    """Return the records of FASTA text, or the complex `name` whose chains they are; Boltz's and Chai's always are.
 
-    Errors: UserError for another program's headers, and for an alignment.
+    Errors: UserError for an alignment.
     """
     records = fasta_records(data, source, chains=True)
-    if foreign := [header for header, *_ in records if _FOREIGN_HEADER.match(header)]:
-        raise UserError(
-            f"{source}: >{foreign[0][:60]}: a header of Boltz or Chai, whose form is not read; write >NAME, chains of "
-            "a complex as A:B in one sequence, and give alignments by --msa"
-        )
+    if any(FOREIGN_HEADER.match(header) for header, *_ in records):
+        return [job_of_fasta([one[0] for one in records], [one[1] for one in records], source, here, name)]
     if len({len(text) for _, text, _ in records}) == 1 and sum("-" in text for _, text, _ in records) > 1:
         raise UserError(f"{source}: has gaps in records of one length, so it is an alignment; call it .a3m")
     ids = []  # of each record: its first word, or all the chains that the PDB's header names
@@ -426,17 +398,11 @@ def _of_fasta(data: bytes, name: str, source: str, as_one: bool) -> list[Complex
 
 
 def _of_records(records: Sequence[tuple[str, str, str]], source: str) -> list[Complex]:
-    """Return each record as a query of its own; names that files cannot have become different ones, by numbers."""
+    """Return each record as a query of its own, called by its first word, as a file can be."""
     found: list[Complex] = []
-    headers: dict[str, str] = {}  # by name, as file systems may see it
-    given = {header.split()[0].lower() for header, *_ in records if header.strip()}
-    for header, text, wrong in records:
-        word = (header.split() or ["query"])[0]
-        name, sequences = file_name(first_word(header) or "query"), tuple(text.split(":"))
-        if name != word and (name.lower() in given or headers.get(name.lower(), word) != word):
-            numbered = (f"{name}_{n}" for n in itertools.count(2))
-            name = next(new for new in numbered if new.lower() not in headers.keys() | given)
-        headers.setdefault(name.lower(), word)
+    names = distinct_names([(header.split() or ["query"])[0] for header, *_ in records])
+    for name, (header, text, wrong) in zip(names, records):
+        sequences = tuple(text.split(":"))
         if not wrong and not all(sequences):
             wrong = f"{source}: >{header[:60]} has a chain without residues; write A:B, with a sequence on both sides"
         ids = tuple(chain_ids(len(sequences)))
@@ -465,34 +431,3 @@ def _of_alignment(data: bytes, name: str, file: InputFile) -> Complex:
         place=stacking_order(file.file),
         is_part=file.is_colabfolds_part,
     )
-
-
-def _fasta_of_table(data: bytes, source: str) -> str:
-    """Return the columns `id` and `sequence` of a table, separated by commas or tabs, as FASTA text.
-
-    Errors: UserError without these columns, or for a line that is not complete.
-    """
-    text = plain_text(data, source).decode()
-    lines = csv.reader(
-        io.StringIO(text),
-        "excel-tab" if "\t" in text.partition("\n")[0] else "excel",
-        strict=True,
-        skipinitialspace=True,
-    )
-    try:
-        columns = [title.strip().lower() for title in next(lines, [])]
-        rows = [(lines.line_num, line) for line in lines if any(cell.strip() for cell in line)]
-    except csv.Error as error:
-        raise UserError(f"{source}: line {lines.line_num}: {error}; correct the table") from None
-    if not {"id", "sequence"} <= set(columns):
-        raise UserError(f"{source}: has no columns id and sequence; its first line must name them: id,sequence")
-    if not rows:
-        raise UserError(f"{source}: has no records below its first line; give an id and a sequence in each")
-    at = columns.index("id"), columns.index("sequence")
-    records = []
-    for number, line in rows:
-        if len(line) <= max(at):
-            raise UserError(f"{source}: line {number} has no id or no sequence; complete it")
-        name, sequence = (line[column].split() for column in at)
-        records.append(f">{' '.join(name)}\n{''.join(sequence)}\n")
-    return "".join(records)

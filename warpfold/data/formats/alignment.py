@@ -8,7 +8,9 @@ gives the lengths of the different sequences and how many copies each has, `#120
 several of them is a pair; a row with residues in one belongs to that one alone.
 """
 
+import csv
 import hashlib
+import io
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -189,6 +191,31 @@ def plain_text(data: bytes | str, source: str) -> bytes:
         line = data[: error.start].count(b"\n") + 1
         raise UserError(f"{source}: line {line} is not UTF-8 text; save the file as UTF-8") from None
     return data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+
+
+def table_rows(data: bytes | str, source: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return columns of a table, separated by commas or tabs, whose first line names them; blanks are left out.
+
+    Errors: UserError without these columns, for a line that is not complete, or quotes that do not close.
+    """
+    text = plain_text(data, source).decode()
+    dialect = "excel-tab" if "\t" in text.partition("\n")[0] else "excel"
+    lines = csv.reader(io.StringIO(text), dialect, strict=True, skipinitialspace=True)
+    try:
+        titles = [title.strip().lower() for title in next(lines, [])]
+        rows = [(lines.line_num, line) for line in lines if any(cell.strip() for cell in line)]
+    except csv.Error as error:
+        raise UserError(f"{source}: line {lines.line_num}: {error}; correct the table") from None
+    if not set(columns) <= set(titles):
+        both = " and ".join(columns)
+        raise UserError(f"{source}: has no columns {both}; its first line must name them: {','.join(columns)}")
+    if not rows:
+        raise UserError(f"{source}: has no records below its first line; give {' and '.join(columns)} in each")
+    at = [titles.index(column) for column in columns]
+    for number, line in rows:
+        if len(line) <= max(at):
+            raise UserError(f"{source}: line {number} has no {' or no '.join(columns)}; complete it")
+    return [tuple(" ".join(line[place].split()) for place in at) for _, line in rows]
 
 
 def parse_fasta(data: bytes | str, source: str = "<fasta>", chains: bool = False) -> list[tuple[str, str]]:

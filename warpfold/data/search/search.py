@@ -7,7 +7,6 @@ from there.  So a stopped run continues, and nothing is searched for twice.
 import glob
 import hashlib
 import json
-import os
 import platform
 import re
 import time
@@ -35,6 +34,7 @@ from warpfold.data.search.database import (
 )
 from warpfold.data.search.hmmer import LONGEST, Hmmsearch, Jackhmmer
 from warpfold.data.search.programs import HHblits, MMseqs2
+from warpfold.device import cores
 from warpfold.errors import UserError
 from warpfold.files import update_file
 from warpfold.progress import Progress, no_progress
@@ -253,12 +253,11 @@ class _SearchRun:
             else:
                 self._write_result(search, query, text, 0.0, cached=True)
         self._tell(search.database.name)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if self.options.cluster:
             size, threads = CLUSTER_PASS, 1
         else:
             size = max(1, -(-len(missing) // self.options.workers))
-            threads = max(1, cores // self.options.workers)
+            threads = max(1, cores() // self.options.workers)
         threads = self.options.threads or threads
         size = min(size, search.engine.queries_per_pass(threads))
         for start in range(0, len(missing), size):

@@ -39,7 +39,10 @@ def read(data: bytes, source: str) -> cif.Block:
                 raise UserError(
                     f"{source}: atom {atom} has a position that is not a number; correct the file or leave the atom out"
                 ) from None
-    structure = gemmi.read_pdb_string(model.decode("latin-1"))
+    # gemmi 0.6 reads SEQRES to column 70 even where a line is shorter, and would take the rest from the line before.
+    structure = gemmi.read_pdb_string(
+        "\n".join(line.rstrip().ljust(80) for line in model.decode("latin-1").split("\n"))
+    )
     structure.name = dict(structure.info.items()).get("_entry.id", "")
     block = _complete(structure, source)
     if structure.resolution > 0:
@@ -57,7 +60,7 @@ def complete_mmcif(block: cif.Block, source: str) -> cif.Block:
 
     Errors: ValueError and RuntimeError, gemmi's, for a block that it cannot read.
     """
-    completed = _complete(gemmi.make_structure_from_block(block), source)
+    completed = _complete(make_structure(block), source)
     for category in (
         *("_exptl", "_refine", "_em_3d_reconstruction", "_reflns", "_pdbx_audit_revision_history"),
         *("_database_PDB_rev", "_chem_comp", "_pdbx_struct_mod_residue"),
@@ -65,6 +68,22 @@ def complete_mmcif(block: cif.Block, source: str) -> cif.Block:
         if items := block.get_mmcif_category(category + "."):
             completed.set_mmcif_category(category + ".", items)
     return completed
+
+
+def make_structure(block: cif.Block) -> gemmi.Structure:
+    """Make gemmi's structure of an mmCIF block.
+
+    gemmi 0.6 finds no atoms where a column is missing that 0.7 does without, so the block gets what 0.7 takes instead.
+    """
+    loop = block.find_loop("_atom_site.Cartn_x").get_loop()
+    for tag, default in (("occupancy", "1"), ("B_iso_or_equiv", "20"), ("auth_seq_id", "?")):
+        if loop is not None and "_atom_site." + tag not in loop.tags:
+            loop.add_columns(["_atom_site." + tag], default)
+            if tag == "auth_seq_id":
+                numbers = block.find_loop("_atom_site.auth_seq_id")
+                for row, number in enumerate(block.find_loop("_atom_site.label_seq_id")):
+                    numbers[row] = number
+    return gemmi.make_structure_from_block(block)
 
 
 def _release_date(data: bytes) -> str | None:

@@ -32,12 +32,12 @@ from warpfold.ops.cpu.linear import (
 from warpfold.ops.cpu.threads import in_threads, summed
 from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like, uniform_loop
 from warpfold.ops.linear import empty_statistics
+from warpfold.ops.torch_internals import flash_attention_cpu
 
 BLOCK = 2**20  # logits of a block: 4 MiB in fp32; the backward pass has two such, of half as many
 LOG2E = 1 / math.log(2)
 FORWARD, BACKWARD = 1024, 512  # of gated_attention: positions of a block, at least a row
 LOGITS = 2**18  # that its backward pass computes at a time: 1 MiB in fp32, twice
-flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 def attention(t: Operands) -> tuple[Tensor, Tensor]:
@@ -214,7 +214,7 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
             y[:, : len(of.gate_bias)] += of.gate_bias[: y.shape[1]]
         q, k, v = (y[:, j * i : (j + 1) * i].view(n, k_len, of.heads, -1).transpose(1, 2) for j in (1, 2, 3))
         added, no_key = keys.added(some, of.heads)
-        o, lse = flash(q, k, v, 0.0, False, attn_mask=added)
+        o, lse = flash_attention_cpu(q, k, v, 0.0, False, attn_mask=added)
         if no_key is not None:
             alike = keys.masked[some].to(v.dtype)
             mean_v = (alike[:, None, None] / alike.sum(-1)[:, None, None, None]) @ v  # [n, h, 1, d]

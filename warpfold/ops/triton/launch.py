@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from warpfold.errors import UserError
 from warpfold.ops.dispatch import fp32_products
+from warpfold.ops.torch_internals import tree_leaves
 
 Key = tuple[int, ...]  # what a configuration depends on, as the kernel says: widths, lengths, bytes of an element
 SHIPPED = Path(__file__).parent / "tuned"
