@@ -1,5 +1,6 @@
 """A step that was recorded and is replayed equals the step itself, bit for bit, whatever the host has changed since."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def learner(plan: Plan, config: OptimConfig, work: Work = WORK, mesh: Mesh | Non
     model = filled_model(as_multimer(settings) if work.chains else settings).train()
     execution = Execution(plan, mesh)
     execution.bind(model)
-    optimizer = Optimizer(model, config, mesh, plan.sync, batch=plan.batch, overlap=not execution.records)
+    optimizer = Optimizer(model, config, mesh, plan.sync, batch=plan.batch, records=execution.records)
     return Learner(model, optimizer, LOSSES, 5, Team(mesh=mesh or Mesh()))
 
 
@@ -100,30 +101,43 @@ def test_a_replayed_step_is_the_step(name: str) -> None:
     assert not graphs.refused
 
 
-RANKS = {  # of two data ranks; what they have begun to send in the backward pass, recorded ones send behind it
-    "shares of two and one": (OptimConfig(accumulate=3), SyncConfig(bucket=0.01)),
-    "an example each": (OptimConfig(accumulate=2), SyncConfig(bucket=0.01)),
+RANKS = {  # of two data ranks; and how many graphs there are: of passes without gradient, of others, and of those in
+    # which gradients begin to travel
+    "shares of two and one": (OptimConfig(accumulate=3), SyncConfig(bucket=0.01), 2),
+    "an example each": (OptimConfig(accumulate=2), SyncConfig(bucket=0.01), 2),
     "whole steps clipped, lamb, sharded state": (
         OptimConfig(name="lamb", accumulate=4, clip="step", warmup_steps=2),
         SyncConfig(shard_state=True, bucket=0.01),
+        3,
     ),
-    "int8": (OptimConfig(accumulate=2, compression=CompressionConfig(method="int8", start=1)), SyncConfig()),
+    "int8": (OptimConfig(accumulate=2, compression=CompressionConfig(method="int8", start=1)), SyncConfig(), 2),
 }
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_data_ranks_record_their_passes_and_send_what_they_would(name: str) -> None:
-    config, sync = RANKS[name]
+def test_data_ranks_record_their_passes_and_send_what_they_would(name: str, recorder: OperationRecorder) -> None:
+    config, sync, count = RANKS[name]
     plan = Plan(data=2, sync=sync, graph=False)
+    cuts: list[int] = []
 
     def on_a_rank() -> bool:
+        record = recorder.record
+
+        def noted(function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
+            found = record(function)
+            cuts.append(recorder.cuts)
+            return found
+
+        recorder.record = noted  # type: ignore[method-assign]
         mesh = make_mesh(2)
         expected, weights, _ = steps(plan, config, mesh=mesh)
         found, replayed, graphs = steps(replace(plan, graph=True), config, mesh=mesh)
         assert found == expected
         for key in weights:
             assert torch.equal(replayed[key], weights[key]), key
-        assert graphs.recorded == 2  # a pass without gradient, the last pass; not the update, in which ranks exchange
+        assert graphs.recorded == len(cuts) == count  # but for the update, in which ranks exchange
+        sends = name in ("an example each", "whole steps clipped, lamb, sharded state")
+        assert (max(cuts) > 3) == sends, "buckets begin to travel between the parts of a backward pass"
         assert graphs.replayed > 4
         assert not graphs.refused
         return True

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from warpfold.device import between
 from warpfold.errors import UserError
 from warpfold.parallel.collectives import all_gather_flat
 from warpfold.parallel.compress import CompressionConfig, make_compressor
@@ -52,8 +53,9 @@ class Reducer:
         config: SyncConfig,
         compression: CompressionConfig,
         ranks_per_node: int | None = None,
+        records: bool = False,
     ) -> None:
-        """gradient: flat; each parameter's grad is a view of it.
+        """gradient: flat; each parameter's grad is a view of it.  records: whether graphs replay backward passes.
 
         Errors: UserError for a strategy that these ranks are not placed for, or that this compression does not allow.
         """
@@ -79,7 +81,9 @@ class Reducer:
                 "plan.sync.shard_state, whose gathered weights would cost what compression saves"
             )
         self._bucket = {name: bucket for bucket, names in enumerate(layout.members) for name in names}
+        self.records = records
         self._nodes: list[list[Node]] = [[] for _ in layout.members]  # where gradients of each bucket arrive
+        self._leaves: list[list[Tensor]] = [[] for _ in layout.members]
         for name, p in parameters.items():
             self.watch(name, p)
         self.begin(early=False)
@@ -120,7 +124,9 @@ class Reducer:
         if self.mesh.world.size == 1:
             return
         bucket = self._bucket[name]
-        self._nodes[bucket].append(get_gradient_edge(leaf).node)
+        self._leaves[bucket].append(leaf)
+        if not self.records:  # a node works on the stream on which it was made: of a pass that is recorded, on that one
+            self._nodes[bucket].append(get_gradient_edge(leaf).node)
         if earlier := getattr(leaf, HANDLE, None):
             earlier.remove()
         hook = partial(self._arrived, bucket, name, leaf.grad)
@@ -134,7 +140,10 @@ class Reducer:
             raise RuntimeError(f"{name}: a gradient after it was sent; collect() follows each example's one backward()")
         if self._due is None:  # the first of this pass: now autograd knows which parameters take part
             takes_part = torch._C._will_engine_execute_node  # what torch.autograd.graph.register_multi_grad_hook asks
-            self._due = [sum(map(takes_part, nodes)) for nodes in self._nodes]
+            nodes = self._nodes
+            if self.records:
+                nodes = [[get_gradient_edge(leaf).node for leaf in leaves] for leaves in self._leaves]
+            self._due = [sum(map(takes_part, some)) for some in nodes]
         self._due[bucket] -= 1
         while self.sent_buckets < len(self._due) and not self._due[self.sent_buckets]:
             self._send()
@@ -155,7 +164,7 @@ class Reducer:
             with torch.cuda.stream(self._side):
                 self._launch(bucket)
         else:
-            self._launch(bucket)
+            between(partial(self._launch, bucket))
 
     def _launch(self, bucket: int) -> None:
         """Wait for the sum of a bucket, and start its exchange.
@@ -165,6 +174,7 @@ class Reducer:
         launched in the order of the program, whatever their communicator; with gloo, which cannot queue a collective
         behind one of another group, a thread waits and launches bucket after bucket.
         """
+        self.sent_buckets = max(self.sent_buckets, bucket + 1)  # a graph that is replayed calls no hooks
         if self._sums:
             self._sums[bucket].wait()
         x = self.summed[self.pieces[bucket]]
