@@ -15,7 +15,7 @@ from tests.training.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold import device
 from warpfold.batch import Batch, passes
 from warpfold.data.load.loader import Sample
-from warpfold.device import Graphs, Named
+from warpfold.device import Graphs, Named, between
 from warpfold.engine.learn import Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.errors import UserError
@@ -207,6 +207,31 @@ def test_results_stay_when_the_graph_is_used_again() -> None:
     graphs = Graphs()
     first, second, third = (graphs.call(double, {"x": torch.full((2,), float(i))})["twice"] for i in range(3))
     assert [x[0].item() for x in (first, second, third)] == [0, 2, 4]
+
+
+def test_what_the_host_does_between_is_done_in_each_replay() -> None:
+    seen: list[float] = []
+
+    def sends(inputs: Batch) -> Named:
+        twice = inputs["x"] * 2
+        between(lambda: seen.append(float(twice[0])))
+        return {"x": twice + 1}
+
+    graphs = Graphs()
+    for number in range(4):
+        assert graphs.call(sends, {"x": torch.full((2,), float(number))})["x"][0] == 2 * number + 1
+    assert seen == [0, 2, 4, 6]
+    assert graphs.replayed == 3
+
+
+def test_graphs_of_many_shapes_share_the_memory_of_their_inputs() -> None:
+    graphs = Graphs()
+    for _ in range(3):
+        for size in (1000, 10, 500):
+            given = {"x": torch.ones(size), "mask": torch.zeros(size, dtype=torch.bool), "none": torch.ones(0, 3)}
+            assert torch.equal(graphs.call(double, given)["twice"], given["x"] * 2)
+    assert len(graphs._inputs) == 4096 + 1024  # of the largest, in steps of 512 bytes
+    assert graphs.recorded == 3
 
 
 def test_no_more_graphs_than_are_wanted_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
