@@ -435,7 +435,8 @@ class _Recorder(TorchDispatchMode):
             with self, torch._C.DisableTorchFunction():
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
-        results = tensors_in((out,), [])
+        changed = out is None and func._schema.is_mutable  # lists of tensors, the first of what is given
+        results = tensors_in(args[:1] if changed else (out,), [])
         if not results or func._opname in ALLOCATE:
             return out
         given = tensors_in(kwargs.values(), tensors_in(args, []))

@@ -332,7 +332,7 @@ class Optimizer:
         compression = config.compression
         ways = self.sync, compression, ranks_per_node, records
         self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, *ways)
-        packed.watch = self.reducer.watch
+        packed.watch, self.reducer.settle = self.reducer.watch, packed.settle
         self.measured = self.reducer.choose(hidden=self.most == 1 or config.clip == "step")
         self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
         self.owned = self.reducer.local_shard(self.weights)  # this rank's shard
@@ -359,6 +359,7 @@ class Optimizer:
         and can be scaled afterwards.
         """
         self.examples = examples
+        self.packed.release()
         alone = self.most == self.batch
         weighed_late = alone and self.reducer.exchange.late_factors
         early = examples == self.most - self.batch and (self.config.clip == "step" or weighed_late)

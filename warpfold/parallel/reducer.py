@@ -7,7 +7,7 @@ sent in one order, and parameters that took no part are sent as zeros.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 
@@ -84,6 +84,7 @@ class Reducer:
         self.records = records
         self._nodes: list[list[Node]] = [[] for _ in layout.members]  # where gradients of each bucket arrive
         self._leaves: list[list[Tensor]] = [[] for _ in layout.members]
+        self.settle: Callable[[], None] = lambda: None  # called before a bucket is sent: gradients may wait elsewhere
         for name, p in parameters.items():
             self.watch(name, p)
         self.begin(early=False)
@@ -117,7 +118,7 @@ class Reducer:
         return self.summed
 
     def watch(self, name: str, leaf: Tensor) -> None:
-        """Expect gradients at a leaf of autograd whose grad lies in the bucket of the parameter `name`.
+        """Expect gradients at a leaf of autograd that go to the bucket of the parameter `name`.
 
         In place of an earlier reducer's hook.
         """
@@ -129,13 +130,11 @@ class Reducer:
             self._nodes[bucket].append(get_gradient_edge(leaf).node)
         if earlier := getattr(leaf, HANDLE, None):
             earlier.remove()
-        hook = partial(self._arrived, bucket, name, leaf.grad)
+        hook = partial(self._arrived, bucket, name)
         setattr(leaf, HANDLE, leaf.register_post_accumulate_grad_hook(hook))
 
-    def _arrived(self, bucket: int, name: str, view: Tensor | None, leaf: Tensor) -> None:
+    def _arrived(self, bucket: int, name: str, leaf: Tensor) -> None:
         """Note that a leaf has its gradient, of all its uses: autograd calls this once in a backward pass."""
-        if leaf.grad is not view:
-            raise RuntimeError(f"{name}: its grad is not the optimiser's buffer any more; do not set it to None")
         if bucket < self.sent_buckets:
             raise RuntimeError(f"{name}: a gradient after it was sent; collect() follows each example's one backward()")
         if self._due is None:  # the first of this pass: now autograd knows which parameters take part
@@ -150,6 +149,7 @@ class Reducer:
 
     def _send(self) -> None:
         """Start the sum of the next bucket over the model ranks, and have its exchange between data ranks follow."""
+        self.settle()
         bucket = self.sent_buckets
         self.sent_buckets += 1
         if self.mesh.model.size > 1:
