@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from warpfold.device import Named
+from warpfold.device import Named, cutting
 
 READ = {"_local_scalar_dense", "is_nonzero", "equal"}
 DEPEND = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
@@ -23,23 +23,30 @@ class OperationRecorder:
     """The stand-in for `device.CUDARecorder`.  A call is done while it is recorded, and so not at its first replay."""
 
     def __init__(self) -> None:
-        self.operations = 0  # of the last recording
+        self.operations = self.cuts = 0  # of the last recording
 
     def warm_up(self, function: Callable[[], Named]) -> Named:
         return function()
 
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
-        noted: list[Done] = []
-        with _Noting(noted):
+        noted: list[Done | Callable[[], None]] = []
+
+        def cut(action: Callable[[], None]) -> None:
+            noted.append(action)
+            with _disable_current_modes():
+                action()
+
+        with _Noting(noted), cutting(cut):
             results = function()
-        self.operations, fresh = len(noted), True
+        self.cuts, fresh = sum(map(callable, noted)), True
+        self.operations = len(noted) - self.cuts
 
         def replay() -> None:
             nonlocal fresh
             if not fresh:
                 with torch.no_grad():
                     for one in noted:
-                        _again(*one)
+                        one() if callable(one) else _again(*one)
             fresh = False
 
         return results, replay
@@ -55,7 +62,7 @@ def _again(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], befo
 
 
 class _Noting(TorchDispatchMode):
-    def __init__(self, noted: list[Done]) -> None:
+    def __init__(self, noted: list[Done | Callable[[], None]]) -> None:
         super().__init__()
         self.noted = noted
 

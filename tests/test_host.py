@@ -27,16 +27,18 @@ def slices(count: int, size: int) -> list[slice]:
 @pytest.mark.parametrize("leading", [(), (2,)])
 @pytest.mark.parametrize("tile", [1, 4, 16])
 @pytest.mark.parametrize("size", [3, 4, 11])
-@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize(
+    ("device", "bands"), [(CPU, False), (CPU, True), pytest.param(torch.device("cuda", 0), True, marks=pytest.mark.gpu)]
+)
 def test_what_is_stored_is_what_is_fetched(
-    leading: tuple[int, ...], tile: int, size: int, gpu: bool, monkeypatch: pytest.MonkeyPatch
+    leading: tuple[int, ...], tile: int, size: int, device: torch.device, bands: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gpu: by copies of bands, as for a GPU."""
+    """bands: by copies of bands, as for a GPU."""
     monkeypatch.setattr(host, "SEGMENT", 200)  # bytes: several tiles, or less than one
-    monkeypatch.setattr(host, "backend", lambda _: "triton" if gpu else "cpu")
+    monkeypatch.setattr(host, "backend", lambda _: "triton" if bands else "cpu")
     shape = (*leading, 11, 11, 3)
-    x = torch.randn(shape)
-    kept = HostTensor(shape, x.dtype, CPU, tile)
+    x = torch.randn(shape, device=device)
+    kept = HostTensor(shape, x.dtype, device, tile)
     assert (kept.shape, kept.dtype, kept.device) == (x.shape, x.dtype, x.device)
     assert not fetch(kept, slice(0, 11)).any()
     for axis, other in ((ROWS, COLS), (COLS, ROWS)):

@@ -322,8 +322,36 @@ class Recorder(Protocol):
         ...
 
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
-        """Record a call of a function; return its results' memory, and what does its work: it is not done yet."""
+        """Record a call of a function; return its results' memory, and what does its work: it is not done yet.
+
+        What the function does `between` is left to each replay.
+        """
         ...
+
+
+_cut: list[Callable[[Callable[[], None]], None]] = []  # of the recording under way: leaves an action to its replays
+
+
+def between(action: Callable[[], None]) -> None:
+    """Do something on the host that no graph can hold, such as sending to other ranks.
+
+    In a call that is recorded: not now, but in each replay, when what was recorded before has been given to the device
+    and before what follows.  What it changes on the device, the rest of the call does not read.
+    """
+    if _cut:
+        _cut[-1](action)
+    else:
+        action()
+
+
+@contextmanager
+def cutting(cut: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Hand over what is done `between` within the context."""
+    _cut.append(cut)
+    try:
+        yield
+    finally:
+        _cut.pop()
 
 
 class CUDARecorder:
@@ -341,9 +369,7 @@ class CUDARecorder:
         """
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        # A pool serves the thread that asks for it, and a backward pass has another unless it is told not to.
-        backward = torch.autograd.set_multithreading_enabled(False)
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool, self._device), backward:
+        with self._here(), torch.cuda.use_mem_pool(self._pool, self._device):
             results = function()
         current.wait_stream(self._stream)
         for result in results.values():
@@ -351,13 +377,46 @@ class CUDARecorder:
         return results
 
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
-        """Capture a call of a function."""
-        graph = torch.cuda.CUDAGraph()
+        """Capture a call of a function, as one graph, or several and what the host does between them."""
+        steps: list[Callable[[], None]] = []
         pool: Any = self._pool.id
-        # thread_local: the threads of a loader may allocate memory meanwhile.
-        with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
-            results = function()
-        return results, graph.replay
+
+        def begin() -> torch.cuda.CUDAGraph:
+            """Begin to capture a graph.  thread_local: the threads of a loader may allocate memory meanwhile."""
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool, capture_error_mode="thread_local")
+            return graph
+
+        def cut(action: Callable[[], None]) -> None:
+            nonlocal graph
+            graph.capture_end()
+            steps.extend((graph.replay, action))
+            graph = begin()
+
+        def replay() -> None:
+            for step in steps:
+                step()
+
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        with self._here(), cutting(cut):
+            graph = begin()
+            try:
+                results = function()
+            finally:
+                graph.capture_end()
+        steps.append(graph.replay)
+        return results, replay
+
+    @contextmanager
+    def _here(self) -> Iterator[None]:
+        """Work on the stream of recordings within the context.
+
+        In one thread: a pool serves the thread that asks for it, and a capture ends where it began; but a backward pass
+        has a thread of its own unless it is told not to.
+        """
+        with torch.cuda.stream(self._stream), torch.autograd.set_multithreading_enabled(False):
+            yield
 
 
 def find_recorder(device: torch.device) -> Recorder | None:

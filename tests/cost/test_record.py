@@ -93,25 +93,26 @@ def test_only_the_last_example_of_a_rank_sends_gradients() -> None:
     assert three > 2.5 * one
 
 
-def test_recorded_passes_are_launched_at_once_and_what_overlapped_them_follows() -> None:
-    """An example on each of two ranks, whose gradients would travel while it goes backward."""
+def test_recorded_passes_are_launched_at_once_and_gradients_travel_within_them() -> None:
+    """An example on each of two ranks; then three on one, and no message."""
     few, own = Plan(data=2, sizes=1), Plan(data=2, sizes=1, graph=False)
     graphs, eager = (recorded(plan, gpu=True) for plan in (few, own))
     for part in ("early", "last"):
         first, *others = (e for e in getattr(graphs, part) if isinstance(e, Operation))
-        assert not first.replayed
-        assert all(one.replayed for one in others)
         kernels = sum(e.launches for e in getattr(eager, part) if isinstance(e, Operation))
-        assert sum(one.launches for one in others) == pytest.approx(kernels, rel=0.02)
+        assert not first.replayed
+        assert sum(one.launches for one in others) == kernels
+        assert sum(one.launches for one in others if one.replayed) > 0.95 * kernels
     assert not any(e.replayed for e in graphs.update if isinstance(e, Operation))
-    assert all(e.replayed for e in recorded(Plan(sizes=1), gpu=True).update[1:] if isinstance(e, Operation))
+    alone = recorded(Plan(sizes=1), gpu=True, examples=3)
+    for part in ("early", "example", "last", "update"):
+        first, *others = (e for e in getattr(alone, part) if isinstance(e, Operation))
+        assert (first.replayed, {one.replayed for one in others}) == (False, {True})
     cluster = Cluster(ranks=2, per_node=1, within=Link(1e-6, 1e9), between=Link(1e-6, 1e9))
     pace = Pace.of(of_gpu("H100"), cluster)
     replayed, launched = replay(graphs.step(1), few, pace), replay(eager.step(1), own, pace)
     assert replayed.launch < launched.launch / 4
-    assert traffic(graphs.last)["data", "backward"][1] < 100 < traffic(eager.last)["data", "backward"][1]
-    assert replayed.sent == pytest.approx(launched.sent, rel=0.01)
-    assert replayed.hidden < launched.hidden
+    assert traffic(graphs.last) == traffic(eager.last)
 
 
 def test_hierarchical_sums_go_within_nodes_first() -> None:

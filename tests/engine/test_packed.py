@@ -1,6 +1,7 @@
 """Packed weights: what operations read is what the parameters hold, whoever wrote them, and gradients arrive there."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from warpfold.cost.observe import Operations
 from warpfold.engine.optim import OptimConfig, Optimizer
-from warpfold.engine.packed import PackedWeights, packed_order
+from warpfold.engine.packed import WAITING, PackedWeights, packed_order
 from warpfold.model.evoformer import Evoformer, EvoformerConfig, PairConfig
 from warpfold.model.layers import Linear, joined
 from warpfold.model.pair_bias import AttentionPairBias
+from warpfold.ops import dispatch
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 
@@ -140,6 +143,60 @@ def test_gradients_of_half_precision_arrive_unrounded() -> None:
     assert torch.equal(model.weight.grad, torch.full((16, 16), 1 / 3) * 3)
     assert packed.gradient is not None
     assert packed.gradient.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_added_many_at_a_time(dtype: torch.dtype) -> None:
+    """None is copied, and what a second pass adds without `release`, one by one, is the same to the bit."""
+    model, found = stack(), []
+    packed = PackedWeights(model, dtype, trained=True)
+    with dispatch.always_fast():
+        loss(model, dtype)  # makes the leaves
+        linears = {id(p) for module in model.modules() if isinstance(module, Linear) for p in module.parameters()}
+        leaves = {id(t) for t in (*packed.leaves(), *model.parameters())} - linears | {id(t) for t in packed.leaves()}
+        for released in (True, False, True):
+            assert packed.gradient is not None
+            packed.gradient.zero_()
+            if released:
+                packed.release()
+            sums, out = Counter[str](), loss(model, dtype)
+            with Operations(lambda func, args, kwargs, out, sums=sums: sums.update([func._opname])):
+                out.backward()
+            found.append((sums["_foreach_add_"], sums["clone"], packed.gradient.clone()))
+    assert len(leaves) > WAITING
+    assert [lists for lists, *_ in found] == [-(-len(leaves) // WAITING), 0, -(-len(leaves) // WAITING)]
+    assert len({clones for _, clones, _ in found}) == 1
+    assert torch.equal(found[0][2], found[1][2])
+    assert torch.equal(found[0][2], found[2][2])
+
+
+def test_what_waits_when_a_backward_pass_fails_is_added_with_the_next() -> None:
+    model = Linear(16, 16)
+    packed = PackedWeights(model, torch.bfloat16, trained=True)
+    weight, _ = joined(torch.bfloat16, model)
+    failing = weight.detach().clone().requires_grad_()
+    failing.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        (Third.apply(failing) + Third.apply(weight)).backward()  # the last is the first on the way back
+    assert not model.weight.grad.any()
+    packed.release()
+    Third.apply(weight).backward()
+    assert torch.equal(model.weight.grad, torch.full((16, 16), 1 / 3) * 2)
+
+
+def test_a_gradient_that_was_set_to_none_is_made_anew_before_a_pass_and_missed_after_it() -> None:
+    model = nn.LayerNorm(16)
+    optimizer = Optimizer(model, OptimConfig())
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        model(torch.arange(16.0)).square().sum().backward()
+        assert torch.equal(model.weight.grad, optimizer.gradient[: len(model.weight)])
+        assert optimizer.gradient.any()
+        optimizer.collect()
+    model(torch.arange(16.0)).square().sum().backward()
+    model.zero_grad(set_to_none=True)
+    with pytest.raises(RuntimeError, match="a grad was set to None"):
+        optimizer.collect()
 
 
 class Third(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """On a GPU: a step that was captured as a CUDA graph and is replayed equals the step; so does one that offloads."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 from tests.helpers import filled_model, tiny_config
 from tests.laws.test_graphs import CASES, LOSSES, sample
 from warpfold.data.load.loader import Sample
-from warpfold.device import Graphs, Offload
+from warpfold.device import Graphs, Named, Offload, between
 from warpfold.engine.learn import Learner, in_batches
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.parallel.execution import Execution
@@ -44,6 +45,51 @@ def test_a_replayed_step_is_the_step(name: str) -> None:
     assert not graphs.refused
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_another_shape_takes_its_memory_from_the_pool_that_is_there() -> None:
+    def large(inputs: Mapping[str, Tensor]) -> Named:
+        x = inputs["x"]
+        for _ in range(4):
+            x = (x + 1) * 2
+        return {"sum": x.sum()}
+
+    graphs = Graphs()
+    for size, grows in ((2**26, True), (2**26 - 2**20, False), (2**25, False)):
+        x = torch.ones(size, device="cuda")
+        before = torch.cuda.memory_reserved()
+        found = [graphs.call(large, {"x": x})["sum"] for _ in range(3)]
+        assert torch.equal(found[0], found[2])
+        assert (torch.cuda.memory_reserved() - before > x.nbytes) == grows
+        del x
+    assert graphs.recorded == 3
+
+
+def test_what_the_host_does_between_is_done_in_each_replay_and_sees_what_was_computed() -> None:
+    """As data ranks begin to send buckets while a backward pass runs."""
+    weights = [torch.full((4,), float(i + 1), device="cuda", requires_grad=True) for i in range(3)]
+    seen: list[Tensor] = []
+    for w in weights:
+        w.grad = torch.zeros_like(w)
+        w.register_post_accumulate_grad_hook(lambda w: between(lambda: seen.append(w.grad.clone())))
+
+    def backward(inputs: Mapping[str, Tensor]) -> Named:
+        for w in weights:
+            assert w.grad is not None
+            w.grad.zero_()
+        x = inputs["x"]
+        for w in weights:
+            x = x * w
+        x.sum().backward()
+        return {"loss": x.detach().sum()}
+
+    graphs = Graphs()
+    for turn in range(4):
+        seen.clear()
+        loss = graphs.call(backward, {"x": torch.full((4,), turn + 1.0, device="cuda")})["loss"]
+        assert float(loss) == 4 * 6 * (turn + 1)
+        assert [float(g[0]) for g in seen] == [(turn + 1) * 6 / (i + 1) for i in (2, 1, 0)]
+    assert (graphs.recorded, graphs.replayed) == (1, 3)
 
 
 def test_what_was_offloaded_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

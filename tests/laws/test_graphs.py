@@ -1,5 +1,6 @@
 """A step that was recorded and is replayed equals the step itself, bit for bit, whatever the host has changed since."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.training.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold import device
 from warpfold.batch import Batch, passes
 from warpfold.data.load.loader import Sample
-from warpfold.device import Graphs, Named
+from warpfold.device import Graphs, Named, between
 from warpfold.engine.learn import Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.errors import UserError
@@ -50,7 +51,7 @@ def learner(plan: Plan, config: OptimConfig, work: Work = WORK, mesh: Mesh | Non
     model = filled_model(as_multimer(settings) if work.chains else settings).train()
     execution = Execution(plan, mesh)
     execution.bind(model)
-    optimizer = Optimizer(model, config, mesh, plan.sync, batch=plan.batch, overlap=not execution.records)
+    optimizer = Optimizer(model, config, mesh, plan.sync, batch=plan.batch, records=execution.records)
     return Learner(model, optimizer, LOSSES, 5, Team(mesh=mesh or Mesh()))
 
 
@@ -100,30 +101,43 @@ def test_a_replayed_step_is_the_step(name: str) -> None:
     assert not graphs.refused
 
 
-RANKS = {  # of two data ranks; what they have begun to send in the backward pass, recorded ones send behind it
-    "shares of two and one": (OptimConfig(accumulate=3), SyncConfig(bucket=0.01)),
-    "an example each": (OptimConfig(accumulate=2), SyncConfig(bucket=0.01)),
+RANKS = {  # of two data ranks; and how many graphs there are: of passes without gradient, of others, and of those in
+    # which gradients begin to travel
+    "shares of two and one": (OptimConfig(accumulate=3), SyncConfig(bucket=0.01), 2),
+    "an example each": (OptimConfig(accumulate=2), SyncConfig(bucket=0.01), 2),
     "whole steps clipped, lamb, sharded state": (
         OptimConfig(name="lamb", accumulate=4, clip="step", warmup_steps=2),
         SyncConfig(shard_state=True, bucket=0.01),
+        3,
     ),
-    "int8": (OptimConfig(accumulate=2, compression=CompressionConfig(method="int8", start=1)), SyncConfig()),
+    "int8": (OptimConfig(accumulate=2, compression=CompressionConfig(method="int8", start=1)), SyncConfig(), 2),
 }
 
 
 @pytest.mark.parametrize("name", RANKS)
-def test_data_ranks_record_their_passes_and_send_what_they_would(name: str) -> None:
-    config, sync = RANKS[name]
+def test_data_ranks_record_their_passes_and_send_what_they_would(name: str, recorder: OperationRecorder) -> None:
+    config, sync, count = RANKS[name]
     plan = Plan(data=2, sync=sync, graph=False)
+    cuts: list[int] = []
 
     def on_a_rank() -> bool:
+        record = recorder.record
+
+        def noted(function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
+            found = record(function)
+            cuts.append(recorder.cuts)
+            return found
+
+        recorder.record = noted  # type: ignore[method-assign]
         mesh = make_mesh(2)
         expected, weights, _ = steps(plan, config, mesh=mesh)
         found, replayed, graphs = steps(replace(plan, graph=True), config, mesh=mesh)
         assert found == expected
         for key in weights:
             assert torch.equal(replayed[key], weights[key]), key
-        assert graphs.recorded == 2  # a pass without gradient, the last pass; not the update, in which ranks exchange
+        assert graphs.recorded == len(cuts) == count  # but for the update, in which ranks exchange
+        sends = name in ("an example each", "whole steps clipped, lamb, sharded state")
+        assert (max(cuts) > 3) == sends, "buckets begin to travel between the parts of a backward pass"
         assert graphs.replayed > 4
         assert not graphs.refused
         return True
@@ -193,6 +207,31 @@ def test_results_stay_when_the_graph_is_used_again() -> None:
     graphs = Graphs()
     first, second, third = (graphs.call(double, {"x": torch.full((2,), float(i))})["twice"] for i in range(3))
     assert [x[0].item() for x in (first, second, third)] == [0, 2, 4]
+
+
+def test_what_the_host_does_between_is_done_in_each_replay() -> None:
+    seen: list[float] = []
+
+    def sends(inputs: Batch) -> Named:
+        twice = inputs["x"] * 2
+        between(lambda: seen.append(float(twice[0])))
+        return {"x": twice + 1}
+
+    graphs = Graphs()
+    for number in range(4):
+        assert graphs.call(sends, {"x": torch.full((2,), float(number))})["x"][0] == 2 * number + 1
+    assert seen == [0, 2, 4, 6]
+    assert graphs.replayed == 3
+
+
+def test_graphs_of_many_shapes_share_the_memory_of_their_inputs() -> None:
+    graphs = Graphs()
+    for _ in range(3):
+        for size in (1000, 10, 500):
+            given = {"x": torch.ones(size), "mask": torch.zeros(size, dtype=torch.bool), "none": torch.ones(0, 3)}
+            assert torch.equal(graphs.call(double, given)["twice"], given["x"] * 2)
+    assert len(graphs._inputs) == 4096 + 1024  # of the largest, in steps of 512 bytes
+    assert graphs.recorded == 3
 
 
 def test_no_more_graphs_than_are_wanted_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,12 @@ Pair = namedtuple("Pair", "first second")
 NESTED = [torch.ones(2), {"a": (torch.zeros(1), None), "b": Pair(torch.ones(3), 7)}, [[], "text"]]
 
 
+def operations_divided_by_torch(without: Callable[[], None], patch: Patch) -> None:
+    assert not torch_internals.is_observed()
+    without()
+    assert torch_internals.is_observed()
+
+
 def leaves_of_containers(without: Callable[[], None], patch: Patch) -> None:
     expected = torch_internals.tree_leaves(NESTED)
     without()
@@ -260,6 +266,8 @@ WITHOUT: dict[str, Callable[[Callable[[], None], Patch], None]] = {
     "_set_sequence_nr": ranks_that_share_an_example,
     "TorchDispatchMode": modes_of_operations,
     "_disable_current_modes": what_modes_do_not_see,
+    "_len_torch_dispatch_stack": operations_divided_by_torch,
+    "_profiler_enabled": operations_divided_by_torch,
     "_dispatch_has_kernel_for_dispatch_key": estimates,
     "DisableTorchFunction": functions_of_modes,
     "_get_backend": limits_of_groups,

@@ -169,8 +169,7 @@ def test_a_run_says_first_whether_it_records_graphs(
         (Plan(), "cpu", ""),
         (Plan(), "cuda", "off, as examples have too many shapes; plan.sizes pads them to few"),
         (Plan(sizes=2), "cuda:1", "passes are recorded and replayed, examples padded to 2 sizes of each axis"),
-        (Plan(data=2, graph=True), "cuda", "passes are recorded and replayed; gradients travel when a step's last pass "
-         "is done, and not during it"),
+        (Plan(data=2, graph=True), "cuda", "passes are recorded and replayed"),
         (Plan(graph=True, offload=True), "cuda", "off, as the copies of plan.offload are not recorded"),
     ):  # fmt: skip
         assert graphs_in_words(plan, device) == said

@@ -190,11 +190,11 @@ class RandomBlock:
         with torch.enable_grad():
             self.forward()  # only this makes the joined weights
         joined = self.packed.leaves()
-        places = [(leaf.grad.storage_offset(), leaf.numel()) for leaf in joined if leaf.grad is not None]
+        places = [(self.packed.places[id(leaf)].storage_offset(), leaf.numel()) for leaf in joined]
         alone = [
             p
             for p in self.stack.parameters()
-            if p.grad is None or not any(at <= p.grad.storage_offset() < at + size for at, size in places)
+            if not any(at <= self.packed.places[id(p)].storage_offset() < at + size for at, size in places)
         ]
         return [self.m, self.z, *joined, *alone]
 

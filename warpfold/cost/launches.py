@@ -19,7 +19,7 @@ from warpfold.cost.example import BlockSizes, RandomBlock, TrainingStep
 from warpfold.cost.observe import Operations
 from warpfold.ops import dispatch
 from warpfold.ops.torch_internals import tree_leaves
-from warpfold.ops.triton.launch import recorded
+from warpfold.ops.triton.launch import KernelLaunch, unlaunched
 from warpfold.parallel.plan import Plan, Precision
 
 ALLOCATE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
@@ -51,8 +51,9 @@ def launches(func: Any, given: Any, out: Any, on_cpu: bool = False) -> bool:
 
     on_cpu: on a CPU it would, as everything is there.
     """
+    made = given if out is None else out  # what changes lists of tensors returns nothing
     results = [
-        t for t in tree_leaves(out) if isinstance(t, Tensor) and (on_cpu or not t.is_cpu)
+        t for t in tree_leaves(made) if isinstance(t, Tensor) and (on_cpu or not t.is_cpu)
     ]  # numbers of the host: nothing
     if func._opname in ALLOCATE or not results:
         return False
@@ -85,26 +86,29 @@ def counting() -> Iterator[LaunchCount]:
         if launches(func, (args, kwargs), out):
             count.torch[func._opname] += 1
 
-    with dispatch.interpreting(), recorded() as made, Operations(seen, launchers=True):
+    def launched(launch: KernelLaunch) -> None:  # and keeps no tensor of it: autograd copies what others hold
+        count.triton[launch.kernel.name] += 1
+
+    with dispatch.interpreting(), unlaunched(launched), Operations(seen, launchers=True):
         yield count
-    count.triton.update(launch.kernel.name for launch in made)
 
 
 def block_launches(
     sizes: BlockSizes, precision: Precision = "bf16", kernels: dispatch.Kernels = "fast"
 ) -> dict[str, LaunchCount]:
     """Count the launches of an Evoformer block: "forward" without gradient, "training" (a forward pass that keeps what
-    its gradient needs) and "backward", with the gradients of m, z and every parameter.
+    its gradient needs) and "backward", with the gradients of m and z, and every parameter's in its place in the buffer.
     """
     with torch.device("meta"):
         block = RandomBlock(sizes, Plan(precision=precision, kernels=kernels), "meta")
-        wanted = block.wanted
+        block.forward()  # makes the joined weights, once and for all
         with counting() as forward, torch.no_grad():
             block.forward()
         with counting() as training:
             out = block.forward()
+        block.packed.release()
         with counting() as backward:
-            torch.autograd.grad(out, wanted, block.grads)
+            torch.autograd.backward(out, block.grads)
     return {"forward": forward, "training": training, "backward": backward}
 
 

@@ -443,7 +443,8 @@ class _Recorder(DispatchMode):
             with self, without_torch_functions():
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
-        results = tensors_in((out,), [])
+        changed = out is None and func._schema.is_mutable  # lists of tensors, the first of what is given
+        results = tensors_in(args[:1] if changed else (out,), [])
         if not results or func._opname in ALLOCATE:
             return out
         given = tensors_in(kwargs.values(), tensors_in(args, []))
@@ -613,17 +614,17 @@ def record(
     share = replace(job.optim, accumulate=plan.data * plan.batch * min(turns, 2),
                     clip="step" if plan.batch > 1 else job.optim.clip)  # fmt: skip
     graphs = plan.why_no_graphs("cuda" if gpu else "cpu") is None
-    ranks = replace(alone, data=plan.data, sync=plan.sync, recompute=None, offload=False, chunk=None, in_place=False,
-                    graph=graphs)  # fmt: skip
+    ranks = replace(alone, data=plan.data, sync=plan.sync, recompute=None, offload=False, chunk=None, in_place=False)
     way = _exchange(model, share, ranks, min(turns, 2), per_node, branch)
-    examples_ = [[*_with_gradients(last, one.backward), *one.collect] for one in way]
-    update = way[-1].update
+    update, collects = way[-1].update, [one.collect for one in way]
     if graphs:
         early = _replayed(early, job, plan, 2)
         if model.multimer is None:  # of a complex the host decides which of equal chains is which
-            examples_ = [_replayed(one, job, plan, 1) for one in examples_]
+            last = _replayed(last, job, plan, 1)
+            collects = [one.collect if one.backward else _in_graph(one.collect) for one in way]
         if plan.data == 1:
             update = _replayed(update, job, plan, 0)
+    examples_ = [[*_with_gradients(last, one.backward), *collect] for one, collect in zip(way, collects)]
     return RecordedStep(early, examples_[0], examples_[-1], update, turns)
 
 
@@ -633,11 +634,14 @@ REPLAY = 8  # launches: a graph's own, and the copies of its inputs and results,
 def _replayed(entries: Sequence[Entry], job: Job, plan: Plan, copies: int) -> list[Entry]:
     """Return entries as a graph's, behind what its replay takes beside them; copies: of z, to and from the graph."""
     z = plan.batch * job.sizes.residues**2 * job.model.c_z * DTYPES[plan.precision].itemsize
-    operations = [one for one in entries if isinstance(one, Operation)]
-    if not operations:
-        return list(entries)
-    first = Operation(TORCH, "forward", Cost(0, 0, 2 * copies * z), torch.float32, REPLAY, operations[0].phase)
-    return [first, *(replace(one, replayed=True) if isinstance(one, Operation) else one for one in entries)]
+    phase = next(one.phase for one in entries if isinstance(one, Operation))
+    first = Operation(TORCH, "forward", Cost(0, 0, 2 * copies * z), torch.float32, REPLAY, phase)
+    return [first, *_in_graph(entries)]
+
+
+def _in_graph(entries: Sequence[Entry]) -> list[Entry]:
+    """Return entries whose operations a graph replays."""
+    return [replace(one, replayed=True) if isinstance(one, Operation) else one for one in entries]
 
 
 def _whole(entries: list[Entry], job: Job, plan: Plan, most: int) -> list[Entry]:
@@ -719,8 +723,7 @@ def _exchange(
             with META:
                 model = AlphaFold(config).train()
             dtype, scaling = DTYPES[plan.precision], plan.precision == "fp16"
-            options = dtype, scaling, plan.batch, not plan.graph
-            optimizer = Optimizer(model, optim, mesh, sync, per_node, *options)
+            optimizer = Optimizer(model, optim, mesh, sync, per_node, dtype, scaling, plan.batch)
         with _listening([]) as recorder:
             if optimizer.reducer._thread is not None:
                 optimizer.reducer._thread = recorder  # type: ignore[assignment]

@@ -51,7 +51,10 @@ class Learner:
         model.noise.seed(*keys[0]) if alone else model.noise.seed_batch(keys)  # of dropout
         recycled, done = model.recycle(features, recycles)  # Algorithms 30 and 31: these passes have no gradient
         inputs = model.inputs_of_pass(features, done, recycled)
-        found = model.execution.call(model, self._last_pass, inputs, undecided(features))
+        sends = self.optimizer.sends  # then what follows the backward pass waits for others: no graph can hold it
+        found = model.execution.call(model, self._backward if sends else self._last_pass, inputs, undecided(features))
+        if sends:
+            found |= self._add(found)
         self.optimizer.end_example()
         losses = {name.removeprefix("loss:"): x for name, x in found.items() if name.startswith("loss:")}
         return [
@@ -74,7 +77,17 @@ class Learner:
         return self.optimizer.step(step, lambda: call(self.model, self._update, rate)["rate"])
 
     def _last_pass(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run the pass that has a gradient, backward too.  inputs: `AlphaFold.inputs_of_pass`."""
+        """Run the pass that has a gradient, and add that to the step's.  inputs: `AlphaFold.inputs_of_pass`."""
+        found = self._backward(inputs)
+        return found | self._add(found)
+
+    def _add(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Clip an example's gradient, and add it to the step's (Supp. 1.11.3).  found: what `_backward` returned."""
+        norm = self.optimizer.add(found["loss"])
+        return {"norm": norm, "overflowed": self.optimizer.overflowed}
+
+    def _backward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run the pass that has a gradient, backward too."""
         batch = {name: x for name, x in inputs.items() if name in FEATURES}
         output = self.model.last_pass(inputs)  # Algorithm 2
         several = batch["aatype"].dim() > 1
@@ -86,14 +99,12 @@ class Learner:
         arriving = self.team.all_gather_of_example(own.flatten(), "the losses")
         loss = every[""].sum()
         self.optimizer.scaled(loss).backward()
-        norm = self.optimizer.add(loss)  # clip this example's gradient, add it to the step's (Supp. 1.11.3)
         first, *others = arriving.wait()
         sums = sum(others, first).view(own.shape)
         return {
             **{f"loss:{name}": x for name, x in zip(every, sums)},
-            "norm": norm,
+            "loss": loss.detach(),
             "lddt_ca": torch.stack(scores),
-            "overflowed": self.optimizer.overflowed,
             "length": torch.stack([one["seq_mask"].sum() for one in batches]),
         }
 

@@ -302,7 +302,7 @@ class Optimizer:
         dtype: torch.dtype | None = None,
         scaling: bool = False,
         batch: int = 1,
-        overlap: bool = True,
+        records: bool = False,
         whole: bool = False,
     ) -> None:
         """Move the parameters of `model` into one buffer.
@@ -310,8 +310,8 @@ class Optimizer:
         mesh: None for one process.  ranks_per_node: needed by hierarchical sums; torchrun's LOCAL_WORLD_SIZE.
         dtype: that operations compute in; None: that of the parameters.
         scaling: scale losses (`scaled`) for gradients in fp16.  batch: examples of each backward pass.
-        overlap: data ranks may begin to exchange gradients in a backward pass; not where graphs replay it, as these
-        send nothing.  whole: an example that is not finite leaves the whole step undone; else it is left out alone.
+        records: whether passes are recorded as graphs.
+        whole: an example that is not finite leaves the whole step undone; else it is left out alone.
         Errors: UserError for `sync` settings, a batch or a number of examples that do not fit the ranks, ReplicaError
         where their first weights differ.
         """
@@ -326,7 +326,7 @@ class Optimizer:
             raise UserError(reason)
         self.share = share_of(config.accumulate, data.size, data.rank)  # examples per step of this rank
         self.most = share_of(config.accumulate, data.size, 0)  # and of the first, which no other has more than
-        self.batch, self.overlap, self.whole = batch, overlap, whole
+        self.batch, self.whole = batch, whole
         bucket_bytes = self.sync.bucket_bytes(self.mesh.data.size)
         self.packed = packed = PackedWeights(model, dtype, True, bucket_bytes, self.mesh.world.size)
         self.layout, self.weights, named = packed.layout, packed.weights, packed.parameters
@@ -334,9 +334,10 @@ class Optimizer:
         self.gradient = packed.gradient  # of the current example; every p.grad is a view of it
         check_replicas(self.weights, self.layout, self.mesh.world, "at the start")
         compression = config.compression
-        self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, self.sync, compression, ranks_per_node)
-        packed.watch = self.reducer.watch
-        self.measured = self.reducer.choose(hidden=overlap and (self.most == 1 or config.clip == "step"))
+        ways = self.sync, compression, ranks_per_node, records
+        self.reducer = Reducer(named, self.gradient, self.layout, self.mesh, *ways)
+        packed.watch, self.reducer.settle = self.reducer.watch, packed.settle
+        self.measured = self.reducer.choose(hidden=self.most == 1 or config.clip == "step")
         self.total = torch.zeros_like(self.reducer.summed)  # of the clipped gradients since the last step
         self.owned = self.reducer.local_shard(self.weights)  # this rank's shard
         self.average = self.owned.clone()
@@ -362,10 +363,16 @@ class Optimizer:
         and can be scaled afterwards.
         """
         self.examples = examples
+        self.packed.release()
         alone = self.most == self.batch
         weighed_late = alone and self.reducer.exchange.late_factors
         early = examples == self.most - self.batch and (self.config.clip == "step" or weighed_late)
-        self.reducer.begin(early and self.overlap, add_to=None if alone else self.total)
+        self.reducer.begin(early, add_to=None if alone else self.total)
+
+    @property
+    def sends(self) -> bool:
+        """Whether data ranks begin to exchange gradients in the backward pass that comes next."""
+        return self.reducer.early
 
     def scaled(self, loss: Tensor) -> Tensor:
         """Multiply the loss by the loss scale, where there is one: call `backward` of the result."""
@@ -388,8 +395,9 @@ class Optimizer:
         return norm
 
     def add(self, loss: Tensor | None = None) -> Tensor:
-        """Do of `collect` what the device does, which a graph can hold: without `overlap` nothing is sent here, but
-        what ranks that share an example tell each other.
+        """Do of `collect` what the device does.
+
+        A graph can hold it, unless gradients are exchanged in the pass before (`sends`), or ranks share the example.
         """
         if not self.packed.in_place:
             raise RuntimeError(

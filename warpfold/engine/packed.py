@@ -2,13 +2,17 @@
 
     weights   every parameter is a view of it; the optimizer works on it
     compute   the same in the dtype that operations compute in, written once per step; where that is theirs, `weights`
-    gradient  in the dtype of `weights`; every parameter's grad is a view of it
+    gradient  in the dtype of `weights`; a parameter's grad is a view of it, once a backward pass has reached it
 
 A layer asks for the weights of projections of one tensor by `model.layers.joined`, and gets a view of one of the first
-two: no cast and no copy.  Where they are trained, the view is a leaf of autograd whose grad is a view of the third.
+two: no cast and no copy.  Where they are trained, the view is a leaf of autograd whose gradients go to the third.
+
+Gradients do not go there one by one: a leaf that has no grad when a backward pass begins (`release`) takes a gradient
+as it is, a hook puts it to those that wait, and one addition brings `WAITING` of them to their places.
 """
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -21,6 +25,8 @@ from warpfold.parallel.exchange import Layout, make_layout
 
 Joined = tuple[Tensor, Tensor | None]
 Watch = Callable[[str, Tensor], None]
+WAITING = 64  # gradients, at most: as many as one launch of torch's takes, and more than a block has
+HANDLE = "_warpfold_packed_hook"  # the attribute of a leaf that holds the handle of its hook
 
 
 class PackedWeights:
@@ -53,11 +59,20 @@ class PackedWeights:
         some = next(iter(self.parameters.values()))
         self.weights = torch.zeros(self.layout.size, device=some.device, dtype=some.dtype)
         self.gradient = torch.zeros_like(self.weights) if trained else None
+        self._waiting: list[Tensor] = []  # gradients, and the places to which they are to be added
+        self._into: list[Tensor] = []
+        self._pass = -1  # of autograd, in which the last of them arrived
+        self.places: dict[int, Tensor] = {}  # to which the gradient of each leaf is added, by the leaf's id
+        self._arrived: dict[int, Tensor] = {}  # the leaves that have a grad, though gradients arrive there
+        self._released: set[int] = set()  # and those that have none, so that they take what comes
+        linears = {id(p) for module in model.modules() if isinstance(module, Linear) for p in module.parameters(False)}
         for name, p in self.parameters.items():
             self.layout.view(self.weights, name).copy_(p.detach())
             p.data = self.layout.view(self.weights, name)  # what changes the buffer changes the parameter
             if self.gradient is not None:
-                p.grad = self.layout.view(self.gradient, name)
+                self._receive(p, self.layout.view(self.gradient, name))
+                if id(p) not in linears:  # they are read joined
+                    self._take_grad(p)
         self.compute = self.weights if dtype in (None, some.dtype) else self.weights.to(dtype)
         self.watch: Watch | None = None  # told of every leaf, with the name of its first parameter
         self._found: dict[tuple[object, ...], tuple[list[_Source], Joined] | None] = {}
@@ -68,7 +83,7 @@ class PackedWeights:
         for module in model.modules():
             for key, held in module._parameters.items():
                 if held is not None and id(held) in self.names:
-                    self._held.append((module._parameters, key, held, held.data_ptr(), held.grad))
+                    self._held.append((module._parameters, key, held, held.data_ptr(), self.places.get(id(held))))
             if isinstance(module, Linear):
                 module.packed = self
 
@@ -89,7 +104,9 @@ class PackedWeights:
     def in_place(self) -> bool:
         """Whether all parameters and their gradients still lie here: none was replaced, moved or packed elsewhere."""
         return all(
-            holder.get(key) is p and p.data_ptr() == address and p.grad is grad
+            holder.get(key) is p
+            and p.data_ptr() == address
+            and (p.grad is grad or (p.grad is None and id(p) in self._released))
             for holder, key, p, address, grad in self._held
         )
 
@@ -108,6 +125,49 @@ class PackedWeights:
     def leaves(self) -> list[Tensor]:
         """Return all leaves that were handed out so far."""
         return [t for found in self._found.values() if found is not None for t in found[1] if t is not None]
+
+    def release(self) -> None:
+        """Get ready for a backward pass: leaves at which gradients arrived before have no grad until they do again.
+
+        Right without it too: autograd then adds each gradient by itself.
+        """
+        for leaf in self._arrived.values():
+            self._take_grad(leaf)
+        self._arrived.clear()
+
+    def settle(self) -> None:
+        """Add the gradients that wait to the buffer; the end of a backward pass does it."""
+        if self._waiting:
+            torch._foreach_add_(self._into, self._waiting)
+            self._waiting.clear()
+            self._into.clear()
+
+    def _receive(self, leaf: Tensor, place: Tensor) -> None:
+        """Have gradients of a leaf go to their place in this buffer, and no more to an earlier one's."""
+        leaf.grad = self.places[id(leaf)] = place
+        if earlier := getattr(leaf, HANDLE, None):
+            earlier.remove()
+        setattr(leaf, HANDLE, leaf.register_post_accumulate_grad_hook(partial(self._gather, place)))
+
+    def _take_grad(self, leaf: Tensor) -> None:
+        leaf.grad = None
+        self._released.add(id(leaf))
+
+    def _gather(self, place: Tensor, leaf: Tensor) -> None:
+        """Take the gradient of a leaf, of all its uses: autograd calls this once in a backward pass."""
+        self._arrived[id(leaf)] = leaf
+        if leaf.grad is place:  # autograd has added it
+            return
+        assert leaf.grad is not None
+        if self._pass != (now := torch._C._current_graph_task_id()):
+            torch.autograd.Variable._execution_engine.queue_callback(self.settle)
+            self._pass = now
+        self._waiting.append(leaf.grad)
+        self._into.append(place)
+        self._released.discard(id(leaf))
+        leaf.grad = place
+        if len(self._waiting) == WAITING:
+            self.settle()
 
     def joined(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> Joined | None:
         """Return the weights of projections as one [o, c], and their biases, in `dtype`; None if they do not lie so."""
@@ -141,11 +201,20 @@ class PackedWeights:
         if any(linear.bias is None for linear in linears[: len(biases)]):
             return None  # zeros would lie between them
         weights = [(linear, "weight") for linear in linears]
-        weight = self._leaf(dtype, [linear.weight for linear, _ in weights])
-        bias = self._leaf(dtype, [linear.bias for linear, _ in biases]) if biases else None
-        if weight is None or (biases and bias is None):
+        joined = [[getattr(linear, key) for linear, key in some] for some in (weights, biases) if some]
+        if not all(map(self._adjacent, joined)):
             return None
-        return [_Source(self, *where) for where in weights + biases], (weight, bias)
+        leaves = [self._leaf(dtype, parameters) for parameters in joined]
+        if any(leaf is None for leaf in leaves):
+            return None
+        weight, *bias = leaves
+        return [_Source(self, *where) for where in weights + biases], (weight, bias[0] if bias else None)
+
+    def _adjacent(self, parameters: list[Tensor]) -> bool:
+        """Return whether parameters lie here one after another."""
+        names = [self.names.get(id(p)) for p in parameters]
+        places = [self.layout.places[name] for name in names if name is not None]
+        return len(places) == len(names) and all(a.stop == b.start for a, b in pairwise(places))
 
     def _copy_again(self, source: "_Source", leaves: Joined, dtype: torch.dtype) -> None:
         """Bring the copy of a parameter up to date, which was written to."""
@@ -159,13 +228,12 @@ class PackedWeights:
 
     @torch.inference_mode(False)  # as above
     def _leaf(self, dtype: torch.dtype, parameters: list[Tensor]) -> Tensor | None:
-        """Return parameters [o, ...] as one tensor, joined along their first axis; None if they do not lie so."""
-        names = [self.names.get(id(p)) for p in parameters]
-        known = [name for name in names if name is not None]
-        places = [self.layout.places[name] for name in known]
-        if len(known) < len(names) or any(a.stop != b.start for a, b in pairwise(places)):
-            return None
+        """Return parameters [o, ...] that lie one after another as one tensor, joined along their first axis."""
+        names = [self.names[id(p)] for p in parameters]
+        places = [self.layout.places[name] for name in names]
         if len(parameters) == 1 and dtype == self.weights.dtype:
+            if self.gradient is not None:
+                self._take_grad(parameters[0])
             return parameters[0]
         where = slice(places[0].start, places[-1].stop)
         rest = parameters[0].shape[1:]
@@ -176,9 +244,10 @@ class PackedWeights:
             leaf.requires_grad_()
             if not allow_grad_dtype(leaf, self.gradient.dtype):
                 return None
-            leaf.grad = self.gradient[where].view(-1, *rest)
+            self._receive(leaf, self.gradient[where].view(-1, *rest))
             if self.watch is not None:
-                self.watch(known[0], leaf)
+                self.watch(names[0], leaf)
+            self._take_grad(leaf)
         return leaf
 
 

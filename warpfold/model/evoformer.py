@@ -243,7 +243,7 @@ class OuterProductMean(AxialUpdate):
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
         """Return x + factors * mean over sequences of the outer products of a, of the slice, and b."""
         z = x if factors is None else None  # to which the operation adds
-        how = z, self.count_added, self.count_least, self.bias_divided
+        added, least, divided = self.count_added, self.count_least, self.bias_divided
         if isinstance(self.norm, NoNorm) and shared is None:
             assert isinstance(read, Tensor)
             shared = self.shared(read, mask)
@@ -251,10 +251,12 @@ class OuterProductMean(AxialUpdate):
             assert isinstance(read, Tensor)
             norm, dtype = self.norm, read.dtype
             into, out_of = joined(dtype, *self.projections), joined(dtype, self.out)
-            new = outer_product_mean(read, norm.weight, norm.bias, *into, *out_of, mask, *how, norm.eps)
+            of_norm = norm.weight, norm.bias
+            new = outer_product_mean(read, *of_norm, *into, *out_of, mask, z, added, least, divided, norm.eps)
         else:
             (a,), (b, b_mask) = self.prepare(read, mask) if isinstance(read, Tensor) else read, shared
-            new = outer_product(a, b, *joined(a.dtype, self.out), mask, b_mask[..., 0], *how)
+            out_of = joined(a.dtype, self.out)
+            new = outer_product(a, b, *out_of, mask, b_mask[..., 0], z, added, least, divided)
         return residual(None if z is not None else x, new, factors)
 
 

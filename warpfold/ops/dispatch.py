@@ -51,6 +51,7 @@ import torch
 from torch import Tensor
 
 from warpfold.errors import UserError
+from warpfold.ops.torch_internals import is_observed
 
 # fast: the fast path where it can be; strict: likewise, but where it cannot is an error; definition: never.
 Kernels = Literal["fast", "strict", "definition"]
@@ -300,8 +301,7 @@ def seen_by_others() -> bool:
     """Return whether each of torch's operations in this thread is seen by a profiler or a mode of dispatch, or is of
     tensors without memory: another thread's would not be.
     """
-    modes = torch._C._len_torch_dispatch_stack()
-    return _choice.stands_for is not None or modes > 0 or torch.autograd._profiler_enabled()
+    return _choice.stands_for is not None or is_observed()
 
 
 def representative_turns(turns: Sequence[T]) -> Sequence[T]:

@@ -45,6 +45,7 @@ _PLANS = "plans are not chosen, nor memory and time estimated or profiled (to tr
 _SHARING = "ranks do not share an example in training (plan.axial, plan.branch)"
 _CONTAINERS = "tensors are found in lists, tuples and dicts alone"
 _LIMITS = "groups of ranks keep the time limits that they have"
+_DIVIDED = "on a CPU threads share each of torch's operations, which is slower beside other programs"
 _RANKS = "plans of several ranks are not estimated"
 
 INTERFACES = {
@@ -69,6 +70,8 @@ INTERFACES = {
     # modes
     "TorchDispatchMode": Interface("torch.utils._python_dispatch", "2.0", f"{_PLANS}; operations are not checked"),
     "_disable_current_modes": Interface("torch.utils._python_dispatch", "2.0", "a thread does what modes must not see"),
+    "_len_torch_dispatch_stack": Interface("torch._C", "2.0", _DIVIDED),
+    "_profiler_enabled": Interface("torch.autograd", "2.0", _DIVIDED),
     "_dispatch_has_kernel_for_dispatch_key": Interface("torch._C", "2.0", _PLANS),
     "DisableTorchFunction": Interface("torch._C", "2.0", "modes of functions see some operations twice"),
     # ranks
@@ -284,6 +287,17 @@ if not TYPE_CHECKING:
 
     # The base of modes that are told of every operation, since torch 2.0.  Errors: UserError in a torch without it.
     DispatchMode = _found["TorchDispatchMode"] or _NoDispatchMode
+
+
+def is_observed() -> bool:
+    """Return whether a `DispatchMode` or a profiler is told of what this thread does: of another thread's it would not.
+
+    Wraps `torch._C._len_torch_dispatch_stack`, since torch 2.0, and `torch.autograd._profiler_enabled`; without one of
+    them, it may be.
+    """
+    if not (_has("_len_torch_dispatch_stack") and _has("_profiler_enabled")):
+        return True
+    return bool(_found["_len_torch_dispatch_stack"]() or _found["_profiler_enabled"]())
 
 
 def without_modes(function: Callable[..., T], *args: Any) -> T:

@@ -7,7 +7,7 @@ sent in one order, and parameters that took no part are sent as zeros.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from warpfold.device import between
 from warpfold.errors import UserError
 from warpfold.ops.dispatch import widen
 from warpfold.ops.torch_internals import all_gather_flat, taking_part
@@ -53,8 +54,9 @@ class Reducer:
         config: SyncConfig,
         compression: CompressionConfig,
         ranks_per_node: int | None = None,
+        records: bool = False,
     ) -> None:
-        """gradient: flat; each parameter's grad is a view of it.
+        """gradient: flat; each parameter's grad is a view of it.  records: whether graphs replay backward passes.
 
         Errors: UserError for a strategy that these ranks are not placed for, or that this compression does not allow.
         """
@@ -80,7 +82,10 @@ class Reducer:
                 "plan.sync.shard_state, whose gathered weights would cost what compression saves"
             )
         self._bucket = {name: bucket for bucket, names in enumerate(layout.members) for name in names}
+        self.records = records
         self._nodes: list[list[Node]] = [[] for _ in layout.members]  # where gradients of each bucket arrive
+        self._leaves: list[list[Tensor]] = [[] for _ in layout.members]
+        self.settle: Callable[[], None] = lambda: None  # called before a bucket is sent: gradients may wait elsewhere
         for name, p in parameters.items():
             self.watch(name, p)
         self.begin(early=False)
@@ -114,27 +119,30 @@ class Reducer:
         return self.summed
 
     def watch(self, name: str, leaf: Tensor) -> None:
-        """Expect gradients at a leaf of autograd whose grad lies in the bucket of the parameter `name`.
+        """Expect gradients at a leaf of autograd that go to the bucket of the parameter `name`.
 
         In place of an earlier reducer's hook.
         """
         if self.mesh.world.size == 1:
             return
         bucket = self._bucket[name]
-        self._nodes[bucket].append(get_gradient_edge(leaf).node)
+        self._leaves[bucket].append(leaf)
+        if not self.records:  # a node works on the stream on which it was made: of a pass that is recorded, on that one
+            self._nodes[bucket].append(get_gradient_edge(leaf).node)
         if earlier := getattr(leaf, HANDLE, None):
             earlier.remove()
-        hook = partial(self._arrived, bucket, name, leaf.grad)
+        hook = partial(self._arrived, bucket, name)
         setattr(leaf, HANDLE, leaf.register_post_accumulate_grad_hook(hook))
 
-    def _arrived(self, bucket: int, name: str, view: Tensor | None, leaf: Tensor) -> None:
+    def _arrived(self, bucket: int, name: str, leaf: Tensor) -> None:
         """Note that a leaf has its gradient, of all its uses: autograd calls this once in a backward pass."""
-        if leaf.grad is not view:
-            raise RuntimeError(f"{name}: its grad is not the optimiser's buffer any more; do not set it to None")
         if bucket < self.sent_buckets:
             raise RuntimeError(f"{name}: a gradient after it was sent; collect() follows each example's one backward()")
         if self._due is None:  # the first of this pass: now autograd knows which parameters take part
-            self._due = taking_part(self._nodes)
+            nodes = self._nodes
+            if self.records:
+                nodes = [[get_gradient_edge(leaf).node for leaf in leaves] for leaves in self._leaves]
+            self._due = taking_part(nodes)
         if self._due is None:
             return  # `finish` sends all of it
         self._due[bucket] -= 1
@@ -143,6 +151,7 @@ class Reducer:
 
     def _send(self) -> None:
         """Start the sum of the next bucket over the model ranks, and have its exchange between data ranks follow."""
+        self.settle()
         bucket = self.sent_buckets
         self.sent_buckets += 1
         if self.mesh.model.size > 1:
@@ -157,7 +166,7 @@ class Reducer:
             with torch.cuda.stream(self._side):
                 self._launch(bucket)
         else:
-            self._launch(bucket)
+            between(partial(self._launch, bucket))
 
     def _launch(self, bucket: int) -> None:
         """Wait for the sum of a bucket, and start its exchange.
@@ -167,6 +176,7 @@ class Reducer:
         launched in the order of the program, whatever their communicator; with gloo, which cannot queue a collective
         behind one of another group, a thread waits and launches bucket after bucket.
         """
+        self.sent_buckets = max(self.sent_buckets, bucket + 1)  # a graph that is replayed calls no hooks
         if self._sums:
             self._sums[bucket].wait()
         x = self.summed[self.pieces[bucket]]

@@ -275,8 +275,7 @@ def graphs_in_words(plan: Plan, device: torch.device | str) -> str:
     if (why := plan.why_no_graphs(kind)) is not None:
         return f"off, as {why}" if kind == "cuda" or plan.graph is True else ""
     padded = f", examples padded to {plan.sizes} sizes of each axis" if plan.sizes else ""
-    behind = "; gradients travel when a step's last pass is done, and not during it" if plan.data > 1 else ""
-    return f"passes are recorded and replayed{padded}{behind}"
+    return f"passes are recorded and replayed{padded}"
 
 
 def _rates(

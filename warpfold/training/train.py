@@ -92,8 +92,8 @@ def train(
     plan, ranks_per_node = config.plan, team.process.ranks_per_node
     # Operations read its weights in the dtype that the plan computes in; losses in fp16 are scaled.
     dtype, scaling = DTYPES[plan.precision], plan.precision == "fp16"
-    stops, overlap = config.train.on_nonfinite == "stop", not execution.records
-    options = dtype, scaling, plan.batch, overlap, stops
+    stops = config.train.on_nonfinite == "stop"
+    options = dtype, scaling, plan.batch, execution.records, stops
     optimizer = Optimizer(model, config.optim, team.mesh, plan.sync, ranks_per_node, *options)
     learner = Learner(model, optimizer, config.loss, config.train.seed, team)
     with ExitStack() as stack:
