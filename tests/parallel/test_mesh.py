@@ -97,11 +97,13 @@ def test_groups_of_the_same_ranks_share_their_connections(sizes: tuple[int, int,
 
 
 @pytest.mark.parametrize("nccl", [False, True])
-def test_a_group_gives_up_in_time_and_nccl_s_watchdog_comes_after(nccl: bool) -> None:
+def test_a_group_gives_up_in_time_and_nccl_s_watchdog_comes_after(nccl: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is asked of torch: gloo's limit is the plan's, NCCL's later; where gloo serves GPUs too, the plan's."""
     gloo = Mock()
     backends = {"cpu": gloo, "cuda": Mock() if nccl else gloo}
-    handle = Mock(_device_types=[torch.device(name) for name in backends])
+    config = "cpu:gloo,cuda:nccl" if nccl else "cpu:gloo,cuda:gloo"
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    handle = Mock()
     handle._get_backend.side_effect = lambda device: backends[device.type]
     set_timeouts(handle, 5.0)
     assert backends["cpu"]._set_default_timeout.call_args == call(timedelta(seconds=5))
