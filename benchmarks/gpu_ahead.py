@@ -6,7 +6,7 @@ the cache that Triton looks into.
     python benchmarks/gpu_ahead.py --step monomer 256 bf16 --doctor monomer bf16 --op attention starting:256,ending:256
 
 Compiles for the GPU that is there, by its launch table, and makes the launchers too; where there is none, for an H100
-by the default table.  Exit code 1 where a kernel could not be compiled.
+by its family's table.  Exit code 1 where a kernel could not be compiled.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from warpfold.bulk import pool
 from warpfold.check.sizes import shapes
 from warpfold.cli.bench import measured
 from warpfold.cost.example import ExampleSizes, ModelBench, RandomBlock, TrainingStep
-from warpfold.ops.triton.launch import SHIPPED, KernelLaunch, read, table_for, table_used
+from warpfold.ops.triton.launch import SHIPPED, KernelLaunch, read, table_used, tables_for
 from warpfold.parallel.plan import Plan
 
 
@@ -34,13 +34,14 @@ class AheadJob:
     """A share of the kernels of some operations, and of the blocks and steps of some models: of `shares`, the one
     numbered `share`.
 
-    table: the launch table of the device that they are for.  most: kernels of all shares together.
+    tables: the launch tables of the device that they are for, the first goes before the others.
+    most: kernels of all shares together.
     launchers: also what Triton launches each with, which needs the driver's library.
     """
 
     workloads: tuple[Workload, ...]
     given: tuple[ModelBench, ...]
-    table: Path
+    tables: tuple[Path, ...]
     arch: int  # 90 of compute capability 9.0
     share: int = 0
     shares: int = 1
@@ -96,7 +97,7 @@ def compile_share(job: AheadJob) -> tuple[int, list[str]]:
 def recorded_launches(job: AheadJob) -> list[KernelLaunch]:
     """Return every launch of the job's operations, of its blocks and of its steps, whatever its share."""
     found: list[KernelLaunch] = []
-    with table_used(read(job.table)):
+    with table_used(*map(read, job.tables)):
         for workload in job.workloads:
             found += launches_of(workload)
         for given in job.given:
@@ -146,10 +147,11 @@ def main() -> int:
     parser.add_argument("--most", type=int, help="compile so many kernels at most: to rehearse")
     given = parser.parse_args()
     cuda = torch.cuda.is_available()
-    table, arch = SHIPPED / "default.json", 90
+    tables, arch = (SHIPPED / "sm_90.json",), 90
     if cuda:
         major, minor = torch.cuda.get_device_capability()
-        table, arch = table_for(torch.device("cuda"))[0].path, 10 * major + minor
+        arch = 10 * major + minor
+        tables = tuple(table.path for table in tables_for(torch.device("cuda")))
     workloads = []
     for op, named in given.op:
         found = shapes(op, named.split(","))
@@ -166,7 +168,7 @@ def main() -> int:
         for source, residues, dtype in given.step
     ]
     steps += graph_tests() if given.graphs else []
-    job = AheadJob(tuple(workloads), tuple(steps), table, arch, most=given.most, launchers=cuda)
+    job = AheadJob(tuple(workloads), tuple(steps), tables, arch, most=given.most, launchers=cuda)
     compiled, failed = compile_shares(job, 1 if given.most else os.cpu_count() or 1)
     print(f"{compiled} kernels compiled, {len(failed)} not", *failed, sep="\n")
     return 1 if failed else 0

@@ -379,19 +379,16 @@ class CUDARecorder:
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
         """Capture a call of a function, as one graph, or several and what the host does between them."""
         steps: list[Callable[[], None]] = []
-        pool: Any = self._pool.id
-
-        def begin() -> torch.cuda.CUDAGraph:
-            """Begin to capture a graph.  thread_local: the threads of a loader may allocate memory meanwhile."""
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            return graph
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the threads of a loader may allocate memory meanwhile.
+        how: dict[str, Any] = {"pool": self._pool.id, "capture_error_mode": "thread_local"}
 
         def cut(action: Callable[[], None]) -> None:
             nonlocal graph
             graph.capture_end()
             steps.extend((graph.replay, action))
-            graph = begin()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(**how)
 
         def replay() -> None:
             for step in steps:
@@ -400,7 +397,7 @@ class CUDARecorder:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         with self._here(), cutting(cut):
-            graph = begin()
+            graph.capture_begin(**how)
             try:
                 results = function()
             finally:

@@ -27,7 +27,7 @@ from warpfold.ops.triton.compile import compiled, identity
 from warpfold.ops.triton.launch import SHIPPED, KernelLaunch
 from warpfold.parallel.plan import Plan
 
-DEFAULT = SHIPPED / "default.json"
+DEFAULT = (SHIPPED / "default.json",)
 GATES = AheadJob(tuple(Workload("gate", case, "bf16") for _, case in shapes("gate", ["pair:8"])), (), DEFAULT, 90)
 TARGET = GPUTarget("cuda", 90, 32)
 DEVICE = 4242  # of the stand-in: none of Triton's own caches in this process knows it

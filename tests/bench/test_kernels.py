@@ -108,6 +108,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> torch.device:
     """A GPU that is only said to be there, in a home of its own."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: HEAD["gpu"])
     monkeypatch.setattr(launches, "home", lambda: tmp_path)
+    monkeypatch.setattr(launches, "family_table", lambda device: read(SHIPPED / "default.json"))
     launches.reset()
     return torch.device("cuda:0")
 

@@ -34,11 +34,11 @@ from warpfold.model.alphafold import ModelConfig
 from warpfold.ops import dispatch
 from warpfold.ops.triton.launch import (
     KERNELS,
-    SHIPPED,
     KernelConfig,
     KernelLaunch,
     Key,
     TableEntry,
+    family_table,
     file_of,
     forced,
     read,
@@ -254,7 +254,7 @@ def tune_on(
             f"--device {device}: kernels run on a GPU, and launch tables are made there; --dry-run lists what would be "
             "timed, on any machine"
         )
-    with table_used(read(SHIPPED / "default.json")):  # of the other kernels: the same wherever a table is made
+    with table_used(family_table(device)):  # of the other kernels: the same on every GPU of its kind
         todo = tuning_tasks(workloads(ops, quick), quick)
         compile_ahead(todo, device, os.cpu_count() or 1, progress)
         return timed(

@@ -3,22 +3,21 @@
 For the gradient it keeps x alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.ops.dispatch import Operands, Sizes, backend, faster_on_cpu, register, upcast_half
-from warpfold.ops.linear import EPS
+from warpfold.ops.linear import EPS, layer_norm
 
 # relu: of each output of `up` (AlphaFold2).  swiglu: silu of the first half of them, times the second half (Shazeer,
 # 2020; AlphaFold3, Algorithm 11).
 Activation = Literal["relu", "swiglu"]
-CHANNELS = 512  # at most, that the Triton kernels serve
-# At most, in 16 bits: beside two halves of the weights nothing fits the registers.  The layers so wide are of single
-# representations, of few positions.
-GATED_CHANNELS = 256
+# At most, that the Triton kernels take.  Of more, a program holds so few positions that it reads the weights too often:
+# of 512 channels, products of the vendor's library and a hidden layer in memory take half as long (modelled).
+KERNEL_CHANNELS = 256
 HALVES: Mapping[str, int] = {"relu": 1, "swiglu": 2}  # how many outputs of `up` make one number of the hidden layer
 
 
@@ -33,11 +32,17 @@ def _check_hidden(op: str, sizes: Sizes, t: Operands) -> None:
 def _unsupported_sizes(t: Any) -> str | None:
     if t.activation not in HALVES or t.up.shape[0] != HALVES[t.activation] * t.down.shape[1]:
         return "up and down do not fit together"
-    gated = t.activation == "swiglu" and t.x.element_size() == 2
-    most = GATED_CHANNELS if gated else CHANNELS
-    if backend(t.x) == "triton" and t.x.shape[-1] > most:
-        return f"{t.x.shape[-1]} channels{', SwiGLU' if gated else ''} (kernels are for {most} at most)"
     return None
+
+
+def _composed(registered: Callable[..., Tensor], t: Any) -> Tensor:
+    """Call the registered operation; on a GPU, of more channels than its kernels take, its parts one after another."""
+    x = t.x
+    if backend(x) == "cpu" or x.shape[-1] <= KERNEL_CHANNELS:
+        return registered(*t)
+    n = layer_norm(x, t.norm_weight, t.norm_bias, t.eps)
+    dx = _perceptron(n, t.up, t.up_bias, t.down, t.down_bias, t.activation)
+    return x + dx if t.residual else dx
 
 
 @register(
@@ -45,6 +50,7 @@ def _unsupported_sizes(t: Any) -> str | None:
     keeps="x norm_weight norm_bias up up_bias down down_bias residual eps activation",
     gradients="x norm_weight norm_bias up up_bias down down_bias",
     check=_check_hidden,
+    adapter=_composed,
     unsupported=_unsupported_sizes,
     # Decided by the hidden layer.
     prefer_definition=lambda t: faster_on_cpu(t.x, t.x.numel() // max(1, t.x.shape[-1]) * t.up.shape[0], 2**22),
@@ -70,9 +76,16 @@ def transition(
     full, bias = upcast_half(x), norm_bias
     bias = None if bias is None else bias.to(full.dtype)
     n = F.layer_norm(full, x.shape[-1:], norm_weight.to(full.dtype), bias, eps).to(x.dtype)
-    pre = F.linear(n, up.to(x.dtype), None if up_bias is None else up_bias.to(x.dtype))
-    dx = F.linear(_activated(pre, activation), down.to(x.dtype), None if down_bias is None else down_bias.to(x.dtype))
+    dx = _perceptron(n, up, up_bias, down, down_bias, activation)
     return x + dx if residual else dx
+
+
+def _perceptron(
+    n: Tensor, up: Tensor, up_bias: Tensor | None, down: Tensor, down_bias: Tensor | None, activation: str
+) -> Tensor:
+    """Return linear(activation(linear(n))) in the dtype of n."""
+    pre = F.linear(n, up.to(n.dtype), None if up_bias is None else up_bias.to(n.dtype))
+    return F.linear(_activated(pre, activation), down.to(n.dtype), None if down_bias is None else down_bias.to(n.dtype))
 
 
 def _activated(pre: Tensor, activation: str) -> Tensor:

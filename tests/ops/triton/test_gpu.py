@@ -52,7 +52,6 @@ TRUE: dict[str, tuple[str, dict[str, Any]]] = {
         )
         for c in (64, 128, 256, 512)
         for activation in HALVES
-        if (c, activation) != (512, "swiglu")
     },
 }
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,6 +153,7 @@ def gpu(monkeypatch, tmp_path) -> torch.device:
     """A GPU that is only said to be there, and a home without tables."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Toy 9000")
     monkeypatch.setattr(launches, "home", lambda: tmp_path)
+    monkeypatch.setattr(launches, "family_table", lambda device: read(SHIPPED / "default.json"))
     return torch.device("cuda:0")
 
 
@@ -172,6 +174,31 @@ def test_a_known_gpu_gets_its_own_table(gpu, monkeypatch, tmp_path) -> None:
         found, reason = table_for(gpu)
         assert found.path == folder / "NVIDIA-Toy-9000.json"
         assert reason == f"{why} for NVIDIA Toy 9000"
+
+
+@pytest.mark.parametrize(
+    ("major", "kilobytes", "hip", "name"),
+    [
+        (8, 163, None, "default"), (9, 227, None, "sm_90"), (10, 227, None, "sm_100"), (11, 227, None, "default"),
+        (8, 99, None, "99KB"), (12, 99, None, "99KB"), (7, 64, None, "64KB"), (7, 96, None, "64KB"),
+        (9, 64, "6.4", "64KB"),
+    ],
+)  # fmt: skip
+def test_a_gpu_without_a_table_gets_that_of_its_family(monkeypatch, major, kilobytes, hip, name) -> None:
+    """An H100, an A100; a 4090 and a 5090, whose programs have 99 KB; AMD's."""
+    properties = SimpleNamespace(major=major, shared_memory_per_block_optin=kilobytes * 1024)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert launches.family_table(torch.device("cuda:0")).path == SHIPPED / f"{name}.json"
+
+
+def test_of_three_tables_the_first_that_has_the_nearest_key_decides(monkeypatch) -> None:
+    own, family, default = table((32, 256)), table((32, 256), (64, 256)), table((64, 256), (8, 8))
+    monkeypatch.setattr(launches, "tables_for", lambda device: (own, family, default))
+    launches.reset()
+    found = [config_for("_copy", key, CPU) for key in ((32, 256), (64, 300), (8, 8))]
+    assert found == [own.entries[0].config, family.entries[1].config, default.entries[1].config]
+    launches.reset()
 
 
 def test_what_is_no_gpu_gets_the_default() -> None:

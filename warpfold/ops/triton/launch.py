@@ -183,7 +183,7 @@ KERNELS: dict[str, Kernel] = {}
 DOTS = "allowed_dot_input_precisions"
 _listeners: list[Callable[[KernelLaunch], None]] = []  # the last is told of every launch, instead of its being run
 _forced: dict[str, KernelConfig] = {}
-_table: list[LaunchTable] = []
+_tables: list[tuple[LaunchTable, ...]] = []
 
 
 def register(name: str, function: Any, candidates: tuple[KernelConfig, ...]) -> Kernel:
@@ -207,15 +207,15 @@ def kernels() -> dict[str, Kernel]:
 
 
 def config_for(kernel: str, key: Key, device: torch.device) -> KernelConfig:
-    """Return how to launch a kernel there: the nearest entry of the device's table and default.json together; of
-    equally near ones, and so for this very key, the device's.
+    """Return how to launch a kernel there: the nearest entry of `tables_for` the device together; of equally near
+    ones, and so for this very key, the first table's.
 
     Errors: UserError for a table that cannot be read or is not of this version.
     """
     if kernel in _forced:
         return _forced[kernel]
-    if _table:
-        return _find(_table[-1], kernel, key)
+    if _tables:
+        return _find(_tables[-1], kernel, key)
     return _config_for(kernel, key, device)
 
 
@@ -232,13 +232,13 @@ def forced(chosen: Mapping[str, KernelConfig]) -> Iterator[None]:
 
 
 @contextmanager
-def table_used(table: LaunchTable) -> Iterator[None]:
-    """Take configurations within the context from this table, as `config_for` does from a device's table."""
-    _table.append(table)
+def table_used(*tables: LaunchTable) -> Iterator[None]:
+    """Take configurations within the context from these tables and default.json, as `config_for` from a device's."""
+    _tables.append((*tables, read(SHIPPED / "default.json")))
     try:
         yield
     finally:
-        _table.remove(table)
+        _tables.pop()
 
 
 @contextmanager
@@ -281,8 +281,36 @@ def file_of(gpu: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-.") + ".json"
 
 
+# Tables for GPUs whose programs may have less shared memory than so many bytes.  default.json is for an A100's 163 KB:
+# GeForce and L40 have 99, AMD's GPUs 64.
+SMALLER = {"64KB": 99 * 1024, "99KB": 163 * 1024}
+
+
+def tables_for(device: torch.device) -> tuple[LaunchTable, ...]:
+    """Return the tables that a device's configurations come from, the first before the others: its own if there is one,
+    that of its family if there is one, default.json.
+
+    Errors: UserError for a table that cannot be read.
+    """
+    return table_for(device)[0], family_table(device), read(SHIPPED / "default.json")
+
+
+def family_table(device: torch.device) -> LaunchTable:
+    """Return the shipped table for GPUs like this one, by shared memory or architecture; default.json for others."""
+    name = "default"
+    if device.type == "cuda":
+        if torch.version.hip is not None:
+            return read(SHIPPED / "64KB.json")
+        found = torch.cuda.get_device_properties(device)
+        smaller = (name for name, most in SMALLER.items() if found.shared_memory_per_block_optin < most)
+        name = next(smaller, f"sm_{10 * found.major}")
+    path = SHIPPED / f"{name}.json"
+    return read(path if path.is_file() else SHIPPED / "default.json")
+
+
 def table_for(device: torch.device) -> tuple[LaunchTable, str]:
-    """Return the table that a device's configurations come from, and in words why that one: for `doctor` and `bench`.
+    """Return the first table that a device's configurations come from, and in words why that one: for `doctor` and
+    `bench`.
 
     Errors: UserError for a table that cannot be read.
     """
@@ -297,7 +325,7 @@ def table_for(device: torch.device) -> tuple[LaunchTable, str]:
                 return table, f"{whose} for {gpu}"
             # Another compiler makes other code: what was fastest, or fitted the registers, need not be so any more.
             out += f"the table {whose} is of Triton {table.head['triton']}, not {triton_version()}; "
-    return read(SHIPPED / "default.json"), f"{out}no table for {gpu}; make one: warpfold tune"
+    return family_table(device), f"{out}no table for {gpu}; make one: warpfold tune"
 
 
 @functools.cache
@@ -338,12 +366,12 @@ def reset() -> None:
 
 @functools.cache
 def _config_for(kernel: str, key: Key, device: torch.device) -> KernelConfig:
-    return _find(table_for(device)[0], kernel, key)
+    return _find(tables_for(device), kernel, key)
 
 
-def _find(table: LaunchTable, kernel: str, key: Key) -> KernelConfig:
+def _find(tables: Sequence[LaunchTable], kernel: str, key: Key) -> KernelConfig:
     found = []
-    for each in (table, read(SHIPPED / "default.json")):
+    for each in tables:
         entry = each.nearest(kernel, key)
         if entry is None:
             continue
@@ -356,8 +384,8 @@ def _find(table: LaunchTable, kernel: str, key: Key) -> KernelConfig:
         found.append(entry)
     if not found:
         raise LookupError(f"no table has a launch for {kernel}")
-    # The nearer one; of equally near ones that of the device: its table may have been made for other sizes alone.
-    return min(found, key=lambda entry: _distance(entry.key, key, table.path)).config
+    # The nearest one; of equally near ones the first table's.  A device's may have been made for other sizes alone.
+    return min(found, key=lambda entry: _distance(entry.key, key, tables[0].path)).config
 
 
 def _distance(a: Key, b: Key, where: Path) -> float:
