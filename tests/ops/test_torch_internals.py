@@ -81,6 +81,21 @@ def gradients_wider_than_weights(without: Callable[[], None], patch: Patch) -> N
     assert (slow_gradient - gradient).abs().max() <= 2**-7 * gradient.abs().max()
 
 
+def gradients_added_one_by_one(without: Callable[[], None], patch: Patch) -> None:
+    def gradient() -> Tensor:
+        model = tiny_model()
+        packed = PackedWeights(model, trained=True)
+        z = torch.linspace(-1, 1, 5 * 5 * 12).view(5, 5, 12)
+        for _ in range(2):
+            model.evoformer.blocks[0].pair.starting(z, torch.ones(5, 5)).square().sum().backward()
+        assert packed.gradient is not None
+        assert packed.gradient.count_nonzero()
+        return packed.gradient
+
+    expected, _ = gradient(), without()
+    assert torch.equal(gradient(), expected)
+
+
 def z_in_host_memory(without: Callable[[], None], patch: Patch) -> None:
     without()
     with pytest.raises(
@@ -261,6 +276,7 @@ WITHOUT: dict[str, Callable[[Callable[[], None], Patch], None]] = {
     "_will_engine_execute_node": gradients_under_way,
     "_current_graph_task_id": whether_a_backward_pass_runs,
     "_current_autograd_node": estimates,
+    "queue_callback": gradients_added_one_by_one,
     "_get_sequence_nr": estimates,
     "_sequence_nr": number_of_a_node,
     "_set_sequence_nr": ranks_that_share_an_example,

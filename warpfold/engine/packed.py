@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from warpfold.model.layers import Linear, Projection
-from warpfold.ops.torch_internals import allow_grad_dtype
+from warpfold.ops.torch_internals import allow_grad_dtype, call_after_backward
 from warpfold.parallel.exchange import Layout, make_layout
 
 Joined = tuple[Tensor, Tensor | None]
@@ -61,7 +61,7 @@ class PackedWeights:
         self.gradient = torch.zeros_like(self.weights) if trained else None
         self._waiting: list[Tensor] = []  # gradients, and the places to which they are to be added
         self._into: list[Tensor] = []
-        self._pass = -1  # of autograd, in which the last of them arrived
+        self._pass: int | None = -1  # of autograd, in which the last of them arrived
         self.places: dict[int, Tensor] = {}  # to which the gradient of each leaf is added, by the leaf's id
         self._arrived: dict[int, Tensor] = {}  # the leaves that have a grad, though gradients arrive there
         self._released: set[int] = set()  # and those that have none, so that they take what comes
@@ -159,14 +159,12 @@ class PackedWeights:
         if leaf.grad is place:  # autograd has added it
             return
         assert leaf.grad is not None
-        if self._pass != (now := torch._C._current_graph_task_id()):
-            torch.autograd.Variable._execution_engine.queue_callback(self.settle)
-            self._pass = now
+        self._pass = call_after_backward(self.settle, self._pass)
         self._waiting.append(leaf.grad)
         self._into.append(place)
         self._released.discard(id(leaf))
         leaf.grad = place
-        if len(self._waiting) == WAITING:
+        if len(self._waiting) == WAITING or self._pass is None:
             self.settle()
 
     def joined(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> Joined | None:

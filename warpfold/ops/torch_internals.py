@@ -41,6 +41,7 @@ class Interface(NamedTuple):
 
 
 _C10D, _GLOO = "torch.distributed.distributed_c10d", "torch._C._distributed_c10d.ProcessGroupGloo"
+_ENGINE = "torch.autograd.Variable._execution_engine"
 _PLANS = "plans are not chosen, nor memory and time estimated or profiled (to train: plan.auto = false)"
 _SHARING = "ranks do not share an example in training (plan.axial, plan.branch)"
 _CONTAINERS = "tensors are found in lists, tuples and dicts alone"
@@ -64,6 +65,7 @@ INTERFACES = {
     "_will_engine_execute_node": Interface("torch._C", "2.0", "gradients travel after the backward pass, not in it"),
     "_current_graph_task_id": Interface("torch._C", "2.0", "a backward pass is known by the node that runs"),
     "_current_autograd_node": Interface("torch._C", "2.0", _PLANS),
+    "queue_callback": Interface(_ENGINE, "2.0", "the gradient of each weight is added by itself"),
     "_get_sequence_nr": Interface("torch.autograd", "2.1", _PLANS),
     "_sequence_nr": Interface("torch._C._FunctionBase", "2.1", f"{_PLANS}; {_SHARING}"),
     "_set_sequence_nr": Interface("torch._C._FunctionBase", "2.11", _SHARING),
@@ -227,6 +229,20 @@ def in_backward() -> bool:
         return current_node() is not None
     number: int = _found["_current_graph_task_id"]()
     return number != -1
+
+
+def call_after_backward(function: Callable[[], None], last: int | None) -> int | None:
+    """Have a function called at the end of the backward pass that runs, unless it is `last`; return the pass's number.
+
+    Wraps `torch._C._current_graph_task_id` and `queue_callback` of autograd's engine, since torch 2.0.  None in a torch
+    without them: nothing is called.
+    """
+    if not (_has("_current_graph_task_id") and _has("queue_callback")):
+        return None
+    now: int = _found["_current_graph_task_id"]()
+    if now != last:
+        _found["queue_callback"](function)
+    return now
 
 
 def current_node() -> "Node | None":

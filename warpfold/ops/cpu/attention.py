@@ -199,6 +199,7 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
     of = _Parameters(t)
 
     def compute(at: tuple[int, ...], keys: _Keys, some: slice) -> None:
+        """Compute one part."""
         kept_here = [each[at][some] for each in saved] if t.kept else []
         xb, yb, fb = x[at][some], out[at][some], None if f is None else f[at][some]
         (n, k_len, c), i = xb.shape, of.inner
@@ -253,6 +254,7 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
     wanted = (of.heads, length, length) if own or t.bias_wanted else (0,)
 
     def through_rows(sums: _Sums, at: tuple[int, ...], heads: _HeadsBackward, some: slice) -> None:
+        """Go back through the attention of some rows, and their projections."""
         x, y, mean, scale = t.x[at][some], t.y[at][some], t.mean[at][some], t.scale[at][some]
         g = t.grad[at][some] if f is None else t.grad[at][some] * f[at][some]
         xs = rows(x).contiguous()

@@ -143,6 +143,7 @@ def norm_linear(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
     w, b = t.weight.to(x.dtype).t(), None if t.bias is None else t.bias.to(x.dtype)
 
     def compute(xb: Tensor, yb: Tensor, mb: Tensor, sb: Tensor) -> None:
+        """Compute one part."""
         n, m, s = torch.native_layer_norm(rows(xb), x.shape[-1:], nw, nb, t.eps)
         results = writable(yb)
         if b is not None and len(b) == w.shape[1]:
@@ -169,6 +170,7 @@ def norm_linear_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, T
     narrow, one = weight.to(x.dtype), torch.ones_like(nw)
 
     def compute(sums: Sequence[Tensor], xb: Tensor, dxb: Tensor, gb: Tensor, mb: Tensor, sb: Tensor) -> None:
+        """Compute the gradients of one part, and add to the sums."""
         product, total = sums
         g, xs, m, s = (rows(t).contiguous() for t in (gb, xb, mb, sb))  # torch's kernel reads past strides
         h = (xs.to(m.dtype) - m).mul_(s).to(x.dtype)
@@ -235,6 +237,7 @@ def gated_linear_residual(t: Operands) -> Tensor:
     b = w.new_zeros(w.shape[1]) if t.bias is None else t.bias.to(x.dtype)
 
     def compute(xb: Tensor, ob: Tensor, gb: Tensor, yb: Tensor, fb: Tensor) -> None:
+        """Compute one part."""
         gated = gate_values(gb).mul_(ob)
         results = writable(yb)
         if f is None:
@@ -259,6 +262,7 @@ def gated_linear_residual_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor,
     def compute(
         sums: Sequence[Tensor], db: Tensor, ob: Tensor, gb: Tensor, dob: Tensor, dgb: Tensor, fb: Tensor
     ) -> None:
+        """Compute the gradients of one part, and add to the sums."""
         dweight, dbias = sums
         dx = rows(db) if f is None else rows(db * fb)
         s, os = gate_values(rows(gb)), rows(ob)

@@ -38,6 +38,7 @@ def _forward(t: Operands, out: Tensor, share: Tensor) -> None:
     w, narrow = t.weight.to(a.dtype).t(), None if t.bias is None else t.bias.to(a.dtype)
 
     def compute(some: slice) -> None:
+        """Compute one part."""
         results = out[some].flatten(0, 1)
         products = _products(a[:, some], b)
         if narrow is None or not t.bias_divided:
@@ -88,6 +89,7 @@ def _backward(t: Operands, da: Tensor, db: Tensor, sums: _Sums) -> None:
     narrow = weight.to(a.dtype)
 
     def compute(sums: _Sums, some: slice) -> None:
+        """Compute the gradients of one part, and add to the sums."""
         whole = t.grad[some].flatten(0, 1)
         g = whole * t.share[some].flatten()[:, None].to(a.dtype)
         accumulate(sums.weight, g, _products(a[:, some], b))
@@ -113,6 +115,7 @@ def outer_product_mean(t: Operands) -> tuple[Tensor, ...]:
     w, b, masks = t.weight.to(x.dtype).t(), None if t.bias is None else t.bias.to(x.dtype), t.mask.to(x.dtype)
 
     def project(at: tuple[int, ...], some: slice) -> None:
+        """Make both factors of one part."""
         n, of_mean, of_scale = torch.native_layer_norm(rows(x[at][some]), [c], nw, nb, t.eps)
         if b is not None and len(b) == 2 * h:
             y = torch.addmm(b, n, w)

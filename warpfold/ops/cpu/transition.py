@@ -30,6 +30,7 @@ def transition(t: Operands) -> Tensor:
     )
 
     def compute(xb: Tensor, yb: Tensor) -> None:
+        """Compute one part."""
         xs, results = rows(xb), writable(yb)
         n, _, _ = torch.native_layer_norm(xs, x.shape[-1:], nw, nb, t.eps)
         hidden = _in_place(_before(n, w1, b1, t.activation))
@@ -54,6 +55,7 @@ def transition_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
         return [torch.zeros_like(w), w.new_zeros(len(w)), torch.zeros_like(t.down, dtype=dtype), w.new_zeros(c)]
 
     def compute(sums: Sequence[Tensor], xb: Tensor, gb: Tensor, dxb: Tensor) -> None:
+        """Compute the gradients of one part, and add to the sums."""
         product, dup_bias, ddown, ddown_bias = sums
         xs, g = rows(xb), rows(gb)
         n, mean, scale = torch.native_layer_norm(xs, [c], nw, nb, t.eps)

@@ -69,6 +69,7 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
     mean, scale, out_mean, out_scale = (*empty_statistics(x), *empty_statistics(x))
 
     def factors(at: tuple[int, ...], some: slice) -> None:
+        """Make both factors of one part, and the logits of the product's gate."""
         xs, shape = rows(x[at][some]), x[at][some].shape
         normed, m, s = torch.native_layer_norm(xs, [xs.shape[1]], of.norm_weight, of.norm_bias, t.eps)
         y = of.factors(normed)
@@ -81,6 +82,7 @@ def triangle_multiplication(t: Operands) -> tuple[Tensor, ...]:
         mean[at][some], scale[at][some] = m.view(shape[:2]), s.view(shape[:2])
 
     def output(at: tuple[int, ...], some: slice) -> None:
+        """Write one part of the result from the product."""
         standard, m, s = standardised(product[at][:, some].flatten(1), t.eps)
         out_mean[at][some], out_scale[at][some] = m.view(-1, length), s.view(-1, length)
         dx = of.project(standard.to(x.dtype)).mul_(gate_values(logits[at][some].flatten(0, 1)))
@@ -111,6 +113,7 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
     da, db, one = torch.empty_like(dproduct), torch.empty_like(dproduct), torch.ones_like(of.norm_weight)
 
     def through_output(sums: _Sums, at: tuple[int, ...], some: slice) -> None:
+        """Go back from one part of the result to the product and to the logits of its gate."""
         before = _of_norm(rows(x[at][some]), t.mean[at][some], t.scale[at][some])
         normed = of.weighed(before).to(x.dtype)
         m, s = t.out_mean[at][some].reshape(-1), t.out_scale[at][some].reshape(-1)
@@ -129,6 +132,7 @@ def triangle_multiplication_backward(t: Operands) -> tuple[Tensor, ...]:
         dproduct[:, some], dlogits[some] = dn.view(of.hidden, -1, length), dgate.view(-1, *x.shape[-2:])
 
     def through_input(sums: _Sums, at: tuple[int, ...], some: slice) -> None:
+        """Go back from one part of the factors and of the logits to x."""
         xs, of_gate = rows(x[at][some]).contiguous(), dlogits[some].flatten(0, 1)
         m, s = t.mean[at][some], t.scale[at][some]
         before = _of_norm(xs, m, s)
@@ -320,6 +324,7 @@ def triangle_slice(t: Operands) -> Tensor:
     f = None if t.factors is None else (x.new_ones(()) * t.factors).expand(x.shape)
 
     def compute(at: tuple[int, ...], some: slice) -> None:
+        """Compute one part."""
         xs, results = rows(x[at][some]), writable(out[at][some])
         standard, _, _ = standardised(product[at][:, some].flatten(1), t.eps)
         logits = torch.mm(_normed(xs, of_norm, t.eps), gate_weight)
