@@ -19,6 +19,7 @@ OF_TORCH = {
     *("_backward_hooks", "_backward_pre_hooks", "_base", "_version"),  # and of tensors, as they have been since torch 1
     *("_schema", "_opname", "_overloadpacket"),  # of what a mode is told of: torch's own modes are written with these
     "_cdata",  # of a storage: no two have the same
+    *("_foreach_add_", "_foreach_copy_"),  # documented, in spite of their names
     "_should_skip_dynamo",  # of modes, which define it: in a torch that does not ask it they are slower
 }
 OF_OTHERS = {  # private attributes of what is not torch's
