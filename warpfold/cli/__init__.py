@@ -23,7 +23,6 @@ import typer
 
 from warpfold import __version__
 from warpfold.cli.common import GIVEN, StoppedByUser, app, how_to_go_on
-from warpfold.cli.predict import INSTEAD
 from warpfold.errors import UserError, printable
 from warpfold.parallel.process import is_one_of_several
 
@@ -31,6 +30,8 @@ from warpfold.parallel.process import is_one_of_several
 FILES = "demo search pack plan simulate launch train predict params score verify doctor bench"
 for file in FILES.split():
     import_module(f"warpfold.cli.{file}")
+
+from warpfold.cli.predict import INSTEAD  # noqa: E402  (whichever file comes first has its commands first in --help)
 
 click = sys.modules[typer.BadParameter.__module__]  # click's exceptions, or the copy that newer typers carry
 
