@@ -186,7 +186,7 @@ class Snapshot:
             end = max(x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape, x.stride())) for x in views)
             whole = views[0].as_strided((end + 1 - begin,), (1,), begin)
             copy = torch.empty_like(whole, device="cpu", pin_memory=whole.is_cuda)
-            copy.copy_(whole, non_blocking=whole.is_cuda)
+            copy.copy_(whole, non_blocking=whole.device.type != "mps")  # for which there is no event to wait for
             for name, x in zip(names, views):
                 copies[name] = copy.as_strided(x.shape, x.stride(), x.storage_offset() - begin)
         on_gpu = next((x.device for x in tensors.values() if x.is_cuda), None)

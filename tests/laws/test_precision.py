@@ -99,6 +99,8 @@ def test_the_islands_are_those_that_are_listed(precision: Precision, multimer: b
         loss, terms = total_loss(output, truth, LossConfig(violation=1.0))
     assert not seen.narrow
     dtype = DTYPES[precision]
+    counting = [name for name in seen.products if name.endswith(".outer")]
+    assert all(seen.products.pop(name) == {dtype, torch.float32} for name in counting)  # sequences, to the last one
     islands = {name for name, dtypes in seen.products.items() if dtypes - {dtype}}
     assert {name for name in islands if not part_of(name, ISLANDS[precision])} <= {""}, "in the losses alone"
     assert all(any(part_of(name, {island}) for name in islands) for island in ISLANDS[precision])

@@ -202,8 +202,8 @@ class PackedWeights:
         joined = [[getattr(linear, key) for linear, key in some] for some in (weights, biases) if some]
         if not all(map(self._adjacent, joined)):
             return None
-        leaves = [self._leaf(dtype, parameters) for parameters in joined]
-        if any(leaf is None for leaf in leaves):
+        leaves = [leaf for leaf in (self._leaf(dtype, parameters) for parameters in joined) if leaf is not None]
+        if len(leaves) < len(joined):
             return None
         weight, *bias = leaves
         return [_Source(self, *where) for where in weights + biases], (weight, bias[0] if bias else None)

@@ -117,7 +117,7 @@ def empty_factors(x: Tensor, channels: int) -> Tensor:
     """Allocate both factors of x [*, s, r, c], [*, 2, s, r, h]: on a GPU those of a position side by side."""
     *batch, s, r, _ = x.shape
     if backend(x) == "triton":
-        y = x.new_empty(*batch, s, r, padded(2 * channels))[..., : 2 * channels]
+        y = x.new_empty(*batch, s, r, padded(2 * channels)).narrow(-1, 0, 2 * channels)
         return y.unflatten(-1, (2, channels)).movedim(-2, -4)
     return x.new_empty(*batch, 2, s, r, channels)
 

@@ -282,8 +282,8 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
         found = summed(through_rows, parts, lambda: _Sums.zeros(of, wanted))
         sums.add(found)
         if own:
-            parts = ((at, found.bias, some) for some in row_slices(t.x.shape[-3], length, FORWARD))
-            sums.add(summed(through_bias, parts, lambda: _Sums.zeros(of)))
+            of_bias = ((at, found.bias, some) for some in row_slices(t.x.shape[-3], length, FORWARD))
+            sums.add(summed(through_bias, of_bias, lambda: _Sums.zeros(of)))
         if t.bias is not None and t.bias_wanted:
             dbias[at] = found.bias
     return whole_dx, *sums.gradients(t), dbias

@@ -29,7 +29,7 @@ Sums = TypeVar("Sums", bound=Sequence[Tensor])
 log = logging.getLogger("warpfold")
 
 
-def in_threads(compute: Callable[..., None], parts: Iterable[tuple[Any, ...]]) -> None:
+def in_threads(compute: Callable[..., None], parts: Iterable[Sequence[Any]]) -> None:
     """Call `compute` with each part, in any order; each writes to memory of its own."""
     every = list(parts)
     if (threads := _threads(len(every))) > 1:
@@ -39,7 +39,7 @@ def in_threads(compute: Callable[..., None], parts: Iterable[tuple[Any, ...]]) -
         compute(*part)
 
 
-def summed(compute: Callable[..., None], parts: Iterable[tuple[Any, ...]], zeros: Callable[[], Sums]) -> Sums:
+def summed(compute: Callable[..., None], parts: Iterable[Sequence[Any]], zeros: Callable[[], Sums]) -> Sums:
     """Call `compute` with sums and each part, which it adds to them in place; return the sums over all parts.
 
     zeros: makes sums.  Which parts are added up first follows from how many there are of them and of threads, not from
