@@ -181,7 +181,7 @@ def test_every_compression_is_planned_and_trains(store: Store, tmp_path: Path, m
     link = Link(1e-5, 1e9)
     cluster = Cluster(ranks=2, per_node=2, within=link, between=link)
     machine = Machine(kind="cuda", free=10**11, devices=2)
-    plan = choose(job, machine, {"axial": 1}, {}, cluster, of_gpu("H100")).plan
+    plan = choose(job, machine, {"axial": 1, "data": 2}, {}, cluster, of_gpu("H100")).plan
     assert (plan.data, plan.sync.strategy) == (2, "plain")
     assert all(s.finished for s in train_on_ranks(replace(config, optim=optim, plan=plan), store, tmp_path / "run"))
 

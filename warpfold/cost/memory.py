@@ -364,11 +364,7 @@ def _weights_of(model: ModelConfig, plan: Plan, optim: OptimConfig | None, train
         held, loading = memory.now, memory.restart()
         for _ in range(optimizer.share // plan.batch):
             optimizer.collect()
-        # A step asks first whether any example was used, which here nothing says, and would leave this out.
-        compressor = optimizer.reducer.compressor
-        applied = None if compressor is None else compressor.compressed(optimizer.total)
         optimizer.step(0)
-        del applied
         return _Weights(held, loading, memory.restart())
 
 

@@ -71,7 +71,7 @@ class Compressor(ABC):
         before = [x.clone() for x in carried]
         mean = self.wire.mean(x) if self.steps < self.config.start else self.compressed(x)
         for now, old in zip(carried, before):
-            now.copy_(torch.where(used, now, old))  # type: ignore[arg-type]  # mypy: there is none without `used`
+            torch.where(used, now, old, out=now)  # type: ignore[call-overload]  # mypy: there is none without `used`
         self.steps += 1
         return mean
 
