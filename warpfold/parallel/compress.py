@@ -71,7 +71,8 @@ class Compressor(ABC):
         before = [x.clone() for x in carried]
         mean = self.wire.mean(x) if self.steps < self.config.start else self.compressed(x)
         for now, old in zip(carried, before):
-            torch.where(used, now, old, out=now)  # type: ignore[call-overload]  # mypy: there is none without `used`
+            assert used is not None  # or nothing is carried
+            torch.where(used, now, old, out=now)
         self.steps += 1
         return mean
 

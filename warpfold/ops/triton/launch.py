@@ -302,7 +302,7 @@ def family_table(device: torch.device) -> LaunchTable:
         if torch.version.hip is not None:
             return read(SHIPPED / "64KB.json")
         found = torch.cuda.get_device_properties(device)
-        smaller = (name for name, most in SMALLER.items() if found.shared_memory_per_block_optin < most)
+        smaller = (name for name, most in SMALLER.items() if found.shared_memory_per_block_optin < most)  # type: ignore[attr-defined]
         name = next(smaller, f"sm_{10 * found.major}")
     path = SHIPPED / f"{name}.json"
     return read(path if path.is_file() else SHIPPED / "default.json")
