@@ -96,6 +96,10 @@ if triton.__version__.startswith("3.9."):
             "norm_linear_backward (256, 1028) BLOCK_M 64, BLOCK_O 64, 8 warps, 2 stages on sm_100": 88,
             "outer_product_weight (1024, 32, 256) TILE_I 16, TILE_J 4, TILE_C 4, BLOCK_S 32, BLOCK_Z 128, 8 warps, "
             "2 stages on sm_100": 8,
+            "outer_product_fp32 (1024, 32, 256) TILE_I 16, TILE_J 2, TILE_C 1, BLOCK_S 16, BLOCK_Z 64, 4 warps, "
+            "1 stages on sm_80": 16,
+            "transition_backward_fp32 (256, 1024, 1) BLOCK_M 16, BLOCK_H 16, BLOCK_K 16, 4 warps, 1 stages on sm_80": 8,
+            "transition_fp32 (128, 256, 2) BLOCK_M 16, BLOCK_H 16, BLOCK_K 16, 4 warps, 1 stages on sm_80": 8,
             "triangle_out (256,) BLOCK_M 64, BLOCK_O 16, 8 warps, 2 stages on gfx942": 32,
             "norm_linear_weight (512, 2048) BLOCK_M 64, BLOCK_O 128, BLOCK_C 128, 8 warps, 3 stages on gfx942": 120,
         }.items()
