@@ -18,19 +18,19 @@ import os
 import platform
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from warpfold import __version__, settings
+from warpfold.before_after import LDDT, Measured, fold_before_after, means
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_example import entry_keys, read_assembly
+from warpfold.data.store.stored_example import entry_keys
 from warpfold.data.synthetic.folder import generate
-from warpfold.demo_report import DIMERS, LDDT, PROTEINS, Measured, demo_report, means, measure
+from warpfold.demo_report import DIMERS, PROTEINS, demo_report
 from warpfold.engine.watch import Row
 from warpfold.files import write_atomically
 from warpfold.prediction.outputs import claim_folder, write_prediction, write_summary
@@ -171,13 +171,8 @@ def fold_examples(config: RunConfig, store: Store, params: Path, tell: Stages) -
     measured: dict[str, list[Measured]] = {}
     for kind, names in keys.items():
         measured[kind] = []
-        for key in names:
-            assembly = read_assembly(store, key)  # of a chain: of one
-            example = replace(assembly, chains=tuple(chain.take(slice(None)) for chain in assembly.chains))
-            before, after = (
-                model.fold_example(example, seed=config.train.seed, representations=False) for model in models
-            )
-            measured[kind].append(measure(assembly, before, after))
+        for one in fold_before_after(store, names, *models, config.train.seed):
+            measured[kind].append(one)
             found += 1
             tell.part(found / total)
     return measured

@@ -1,72 +1,20 @@
 """What a demo measures and shows: proteins or dimers before and after training, on one page."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from warpfold.data.example.raw_example import Assembly
-from warpfold.data.features.crop import move
-from warpfold.data.structure.chain import Chain, Structure
-from warpfold.data.structure.write import write_mmcif
-from warpfold.geometry.residue import ATOM_ORDER
-from warpfold.prediction.outputs import Prediction
-from warpfold.prediction.pages import target_of
+from warpfold.before_after import DOCKQ, INTERFACE_LDDT, IPTM, LDDT, Measure, Measured, compared, target_with_truth
 from warpfold.report import figures
-from warpfold.report.report import ReportPage, ReportTable, Section, Target
-from warpfold.scoring import metrics
-from warpfold.scoring.score import Score, score
+from warpfold.report.report import ReportPage, Section
 
-CA = ATOM_ORDER["CA"]
 DRAWN = 4  # held-out examples shown in 3D
 TOYS = (
     "The proteins are short and the model trained for minutes: low confidence, chain breaks and clashes, of which "
     "warnings stand below, are to be expected. Grey is the true structure."
 )
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One protein, as an assembly of one, or dimer, folded by the untrained and by the trained model."""
-
-    assembly: Assembly
-    truth: Structure
-    predictions: tuple[Prediction, Prediction]
-    scores: tuple[Score, Score]
-
-    @property
-    def trained(self) -> Prediction:
-        """The prediction of the trained model."""
-        return self.predictions[1]
-
-
-@dataclass(frozen=True)
-class Measure:
-    """A number from 0 to 1 that training should raise: its name in summary.json, and that for people."""
-
-    key: str
-    label: str
-    value: Callable[[Prediction, Score], float]
-
-    def of(self, one: Measured) -> list[float]:
-        """Return it for the untrained and for the trained model."""
-        return [self.value(*folded) for folded in zip(one.predictions, one.scores)]
-
-    def means(self, measured: Sequence[Measured]) -> dict[str, float]:
-        """Return its means over examples, untrained and trained."""
-        before, after = np.mean([self.of(one) for one in measured], axis=0)
-        return {"untrained": round(float(before), 4), "trained": round(float(after), 4)}
-
-
-LDDT = Measure("lddt_ca", "lDDT-Cα", lambda _, score: score.lddt_ca)
-DOCKQ = Measure("dockq", "DockQ", lambda _, score: (score.complex and score.complex.dockq) or 0.0)
-INTERFACE_LDDT = Measure(
-    "interface_lddt", "interface lDDT", lambda _, score: (score.complex and score.complex.ilddt) or 0.0
-)
-IPTM = Measure("iptm", "ipTM", lambda prediction, _: prediction.iptm or 0.0)
 
 
 @dataclass(frozen=True)
@@ -118,30 +66,6 @@ DIMERS = DemoSubject(
 )
 
 
-def measure(assembly: Assembly, before: Prediction, after: Prediction) -> Measured:
-    """Score two predictions of an example against its chains where they stand in it.
-
-    Errors: ValueError if a chain has no atoms.
-    """
-    chains = {}
-    for place, (name, example) in enumerate(zip(assembly.ids, assembly.chains)):
-        index = np.arange(example.length)
-        atoms = example.atoms(index)
-        if atoms is None:
-            raise ValueError(f"{assembly.name}: chain {name} has no atoms")
-        positions, mask = move(atoms[0], assembly.operators, place) * atoms[1][..., None], atoms[1].astype(np.float32)
-        numbers = tuple(str(i + 1) for i in index)
-        chains[name] = Chain(name, example.sequence, positions.astype(np.float32), mask, index, numbers)
-    truth = Structure(assembly.name, None, None, None, chains)
-    scores = score(before.structure(), truth), score(after.structure(), truth)
-    return Measured(assembly, truth, (before, after), scores)
-
-
-def means(measures: Sequence[Measure], measured: Sequence[Measured]) -> dict[str, Any]:
-    """Return the mean of every measure, untrained and trained."""
-    return {measure.key: measure.means(measured) for measure in measures}
-
-
 def demo_report(
     out: Path, result: Mapping[str, Any], measured: Mapping[str, Sequence[Measured]], subject: DemoSubject
 ) -> ReportPage:
@@ -162,9 +86,12 @@ def demo_report(
         ],
         sections=[
             _training(out / "run" / "metrics.jsonl", result, measured, subject),
-            _held_out(held_out, subject),
+            compared(f"{subject.noun.capitalize()} it never saw", subject.noun[:-1], held_out, subject.measures),
         ],
-        targets=[_target(out / "predictions", result["predictions"][i], held_out[i], subject) for i in drawn],
+        targets=[
+            target_with_truth(out / "predictions", result["predictions"][i], held_out[i], subject.measures, "untrained")
+            for i in drawn
+        ],
         footer=[
             f"WarpFold {versions['warpfold']} · torch {versions['torch']} · seed {result['seed']} · "
             + " · ".join(f"{stage} {value:.0f} s" for stage, value in seconds.items()),
@@ -202,75 +129,4 @@ def _training(
                 "AlphaFold2's loss: frames, torsions, distances, masked alignment, confidence.",
             ),
         ],
-    )
-
-
-def _held_out(measured: Sequence[Measured], subject: DemoSubject) -> Section:
-    known, rows = [], []
-    for m in measured:
-        lddt = 100 * lddt_per_residue(m)
-        known += [(m.trained.plddt[i], lddt[i]) for i in np.flatnonzero(~np.isnan(lddt))]
-        sizes = [str(m.assembly.length), str(max(chain.depth for chain in m.assembly.chains))]
-        scores = [f"{value:.2f}" for measure in subject.measures for value in measure.of(m)]
-        overlap = [f"{m.scores[1].tm:.2f}", f"{m.scores[1].rmsd:.1f}"]
-        rows.append([m.assembly.name, *sizes, *scores, f"{m.trained.mean_plddt:.0f}", *overlap])
-    names, first = [m.assembly.name for m in measured], subject.measures[0]
-    before, after = ([first.of(m)[when] for m in measured] for when in (0, 1))
-    compared = [f"{measure.label} {when}" for measure in subject.measures for when in ("before", "after")]
-    return Section(
-        f"{subject.noun.capitalize()} it never saw",
-        figures=[
-            (
-                figures.draw_improvement(names, before, after, first.label),
-                "Each that was held out, before and after training.",
-            ),
-            (
-                figures.draw_calibration([p for p, _ in known], [v for _, v in known], "residue"),
-                "Does it know what it knows? Expected against measured, residue by residue.",
-            ),
-        ],
-        table=ReportTable(
-            [subject.noun[:-1], "residues", "alignment rows", *compared, "pLDDT", "TM-score", "RMSD, Å"], rows
-        ),
-    )
-
-
-def true_chains(measured: Measured) -> list[Chain]:
-    """Return the true chains in the order, and under the names, of the predicted chains that stand for them."""
-    found = measured.scores[1].chains
-    return [replace(measured.truth.chains[found[chain]], id=chain) for chain in measured.trained.chain_ids]
-
-
-def lddt_per_residue(measured: Measured) -> np.ndarray:
-    """Return lDDT-Cα of each residue of the trained model [N], 0 to 1, NaN where nothing is known."""
-    truth = true_chains(measured)
-    positions, mask = (
-        np.concatenate([getattr(chain, name)[:, [CA]] for chain in truth]) for name in ("positions", "mask")
-    )
-    return metrics.lddt_per_residue(measured.trained.positions[:, [CA]], positions, mask)
-
-
-def _target(predictions: Path, entry: Mapping[str, Any], measured: Measured, subject: DemoSubject) -> Target:
-    """Return a prediction with its truth superposed on it."""
-    truth = true_chains(measured)
-    positions, there = (
-        np.concatenate(arrays) for arrays in zip(*((c.positions[:, CA], c.mask[:, CA] > 0) for c in truth))
-    )
-    rotation, translation = metrics.superpose(positions[there], measured.trained.ca[there])
-
-    def moved(points: np.ndarray) -> np.ndarray:
-        return (points @ rotation.T + translation).astype(np.float32)
-
-    chains = [replace(chain, positions=moved(chain.positions) * chain.mask[..., None]) for chain in truth]
-    numbers = []
-    for measure in subject.measures:
-        before, after = measure.of(measured)
-        numbers += [(measure.label, f"{after:.2f}"), ("untrained", f"{before:.2f}")]
-    return target_of(
-        predictions,
-        entry,
-        numbers=numbers,
-        truth_mmcif=write_mmcif(f"{measured.assembly.name} truth", chains),
-        truth_ca=moved(positions[there]),
-        lddt=100 * lddt_per_residue(measured),
     )

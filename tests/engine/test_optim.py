@@ -144,7 +144,15 @@ def test_parameters_without_gradient_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"accumulate": 0}, {"clip_norm": 0.0}, {"average_decay": 1.0}, {"weight_decay": 0.1}, {"name": "adma"}]
+    "wrong",
+    [
+        {"accumulate": 0},
+        {"clip_norm": 0.0},
+        {"average_decay": 1.0},
+        {"weight_decay": 0.1},
+        {"name": "adma"},
+        {"decay_steps": 9},
+    ],
 )
 def test_settings_that_make_no_sense(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
@@ -157,6 +165,18 @@ def test_learning_rate() -> None:
     assert learning_rate(config, 999) == learning_rate(config, 49_999) == 1e-3
     assert learning_rate(config, 50_000) == pytest.approx(0.95e-3)
     assert learning_rate(OptimConfig(warmup_steps=0), 0) == 1e-3
+
+
+@pytest.mark.parametrize("decay, half, quarter", [("linear", 0.55, 0.775), ("cosine", 0.55, 0.8682)])
+def test_a_rate_that_falls_by_and_by(decay: Any, half: float, quarter: float) -> None:
+    falls = {"decay_after_steps": 100, "decay_steps": 40, "decay_factor": 0.1}
+    config = OptimConfig(warmup_steps=0, learning_rate=1.0, decay=decay, **falls)
+    assert learning_rate(config, 0) == learning_rate(config, 99) == 1
+    assert learning_rate(config, 109) == pytest.approx(quarter, abs=1e-4)
+    assert learning_rate(config, 119) == pytest.approx(half)
+    assert learning_rate(config, 139) == learning_rate(config, 10_000) == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="decay_steps"):
+        OptimConfig(decay=decay)
 
 
 # Rules

@@ -5,6 +5,7 @@ average.  Clipping, Adam and averaging are then a handful of operations whatever
 thousands of tiny ones, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,13 +73,17 @@ class OptimConfig:
     """[optim]: Supp. 1.11.3 and 1.11.7; its counts of samples are steps here, one step being 128 samples there.
 
     name: one of RULES; "lamb" and "lars" are for large batches and use weight_decay.
+    decay: how the rate falls to decay_factor of itself: at once, at decay_after_steps (the paper's), or from there on,
+        over decay_steps, by a line or half a cosine; then it stays.
     clip: what clip_norm bounds, each "example"'s gradient (the paper's), or the "step"'s, the mean over all examples.
     """
 
     name: str = "adam"
     learning_rate: float = 1e-3
     warmup_steps: int = 1_000  # 128,000 samples
+    decay: Literal["step", "linear", "cosine"] = "step"
     decay_after_steps: int = 50_000  # 6,400,000 samples
+    decay_steps: int = 0
     decay_factor: float = 0.95
     beta1: float = 0.9
     beta2: float = 0.999
@@ -94,6 +99,10 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if self.accumulate < 1:
             raise ValueError("accumulate must be at least 1")
+        if (self.decay == "step") != (self.decay_steps == 0) or self.decay_steps < 0:
+            raise ValueError(
+                'decay = "linear" and "cosine" need decay_steps, over which the rate falls; "step" has none'
+            )
         if not self.clip_norm > 0:
             raise ValueError("clip_norm must be positive; inf switches clipping off")
         if not 0 <= self.average_decay < 1:
@@ -261,9 +270,14 @@ RULES: dict[str, type[Rule]] = {"adam": Adam, "lamb": Lamb, "lars": Lars}
 
 
 def learning_rate(config: OptimConfig, step: int) -> float:
-    """Return the rate of step 0, 1, ...: a linear rise, then constant, then lower by a factor (Supp. 1.11.3)."""
+    """Return the rate of step 0, 1, ...: a linear rise, then constant, then lower (Supp. 1.11.3; `OptimConfig`)."""
     rise = min(1.0, (step + 1) / max(1, config.warmup_steps))
-    return config.learning_rate * rise * (config.decay_factor if step >= config.decay_after_steps else 1.0)
+    if config.decay == "step":
+        fallen = float(step >= config.decay_after_steps)
+    else:
+        fallen = min(1.0, max(0.0, (step + 1 - config.decay_after_steps) / config.decay_steps))
+        fallen = fallen if config.decay == "linear" else (1 - math.cos(math.pi * fallen)) / 2
+    return config.learning_rate * rise * (1 + fallen * (config.decay_factor - 1))
 
 
 def unsupported_batch(config: OptimConfig, data: int, batch: int) -> str | None:

@@ -27,6 +27,7 @@ class TrainConfig:
     seed: int = 0  # of the first weights, the order of the examples, and everything random
     order: Weights = "paper"  # Supp. 1.2.5; "uniform": each example once per epoch
     validation: float | tuple[str, ...] | str = 0.02  # share of the store or keys, held out; or another store's folder
+    test: tuple[str, ...] = ()  # entries of any of the stores that the run never sees, neither trained on nor validated
     validation_examples: int = 64  # at most this many of them, one for each cluster (but all that are named)
     validation_residues: int = 512  # at most so many of each: of an assembly those around an interface
     validate_every: int = 1_000  # steps; 0: at the beginning and the end only

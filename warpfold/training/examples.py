@@ -22,7 +22,7 @@ from warpfold.data.store.stored_example import StoredExample, entry_keys, open_e
 from warpfold.device import default_workers
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.loop import Log
-from warpfold.errors import UserError
+from warpfold.errors import UserError, listed
 from warpfold.files import opened
 from warpfold.keyed import keyed_rng
 from warpfold.parallel.team import Team
@@ -56,9 +56,12 @@ def hold_out(data: Store | Sequence[Source], config: RunConfig) -> tuple[list[So
 
     A multimer is trained on the assemblies of the stores, or on chains where a store has none; a monomer on chains.
     """
-    assemblies = config.model.multimer is not None
+    assemblies, test = config.model.multimer is not None, set(config.train.test)
     first, *others = [Source(data, assemblies=assemblies)] if isinstance(data, Store) else data
+    if unknown := sorted(test - {key for source in (first, *others) for key in source.keys}):
+        raise UserError(f"train.test: {listed(unknown, 3)} is in none of the stores")
     training, held_out = split(first.store, config)
+    others = [Source(one.store, [key for key in one.keys if key not in test], one.weight) for one in others]
     return [Source(first.store, training, first.weight), *others], held_out
 
 
@@ -68,17 +71,20 @@ def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store,
     One example for each cluster, or for each set of clusters that meet in an assembly: of a family that is held out
     every chain would say the same.  What the settings name is all validated, at most `validation_examples`.
     """
-    wanted, assemblies = config.train.validation, config.model.multimer is not None
-    entries = entry_keys(store, assemblies)
+    wanted, assemblies, test = config.train.validation, config.model.multimer is not None, set(config.train.test)
+    entries = [key for key in entry_keys(store, assemblies) if key not in test]
     if isinstance(wanted, str):
         training, other = entries, Store(wanted)
         held = entry_keys(other, assemblies)
     elif isinstance(wanted, float):
         other = store
-        training, held = split_keys(store, math.ceil(wanted * len(entries)), config.train.seed, assemblies)
+        parts = split_keys(store, math.ceil(wanted * len(entries)), config.train.seed, assemblies)
+        training, held = ([key for key in part if key not in test] for part in parts)
     else:
         if unknown := [key for key in wanted if key not in store]:
             raise UserError(f"train.validation: {unknown[0]} is not in {store.path}")
+        if both := sorted(test & set(wanted)):
+            raise UserError(f"train.validation and train.test both name {both[0]}; leave it out of one of them")
         if not assemblies and (wrong := [key for key in wanted if key not in entries]):
             raise UserError(f"train.validation: {wrong[0]} is an assembly; give chains, or train a multimer")
         other, held = store, list(wanted)
@@ -138,6 +144,7 @@ def open_ledger(
 ) -> Ledger:
     """Open the record of the examples used so far; those after the last checkpoint, or `replay`, are used again."""
     decides = [origin["store"], config.train.seed, config.train.order, config.train.validation]
+    decides += [config.train.test] if config.train.test else []
     place = state.step * share_of(config.optim.accumulate, team.mesh.data.size, team.mesh.data.rank)
     return Ledger(run.path, fingerprint(repr(decides).encode()), place, used(config, state), replay, team)
 

@@ -175,7 +175,9 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
 def identity(values: settings.Mapped) -> settings.Mapped:
     """Return the settings that must stay the same in a run; how it executes, saves and ends may change on resuming."""
     fixed = {name: values.get(name, {}) for name in ("model", "loss", "data", "optim")}
-    return {**fixed, "train": {name: values.get("train", {}).get(name) for name in ("seed", "order", "validation")}}
+    train = values.get("train", {})
+    named = {name: train.get(name) for name in ("seed", "order", "validation")}
+    return {**fixed, "train": {**named, "test": list(train.get("test", ()))}}
 
 
 def initial_model(config: RunConfig, init: Path | None, team: Team | None = None) -> AlphaFold:

@@ -1,0 +1,173 @@
+"""Fold examples of a store with the parameters before and after a training, and show how much better they are."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from warpfold.data.example.raw_example import Assembly
+from warpfold.data.features.crop import move
+from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import read_assembly
+from warpfold.data.structure.chain import Chain, Structure
+from warpfold.data.structure.write import write_mmcif
+from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.prediction.outputs import Prediction
+from warpfold.prediction.pages import target_of
+from warpfold.prediction.predictor import Predictor
+from warpfold.report import figures
+from warpfold.report.report import ReportTable, Section, Target
+from warpfold.scoring import metrics
+from warpfold.scoring.score import Score, score
+
+CA = ATOM_ORDER["CA"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One protein, as an assembly of one, or dimer, folded by the model before and after training."""
+
+    assembly: Assembly
+    truth: Structure
+    predictions: tuple[Prediction, Prediction]
+    scores: tuple[Score, Score]
+
+    @property
+    def trained(self) -> Prediction:
+        """The prediction of the trained model."""
+        return self.predictions[1]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number from 0 to 1 that training should raise: its name in summary.json, and that for people."""
+
+    key: str
+    label: str
+    value: Callable[[Prediction, Score], float]
+
+    def of(self, one: Measured) -> list[float]:
+        """Return it before and after training."""
+        return [self.value(*folded) for folded in zip(one.predictions, one.scores)]
+
+    def means(self, measured: Sequence[Measured]) -> dict[str, float]:
+        """Return its means over examples, untrained and trained."""
+        before, after = np.mean([self.of(one) for one in measured], axis=0)
+        return {"untrained": round(float(before), 4), "trained": round(float(after), 4)}
+
+
+LDDT = Measure("lddt_ca", "lDDT-Cα", lambda _, score: score.lddt_ca)
+DOCKQ = Measure("dockq", "DockQ", lambda _, score: (score.complex and score.complex.dockq) or 0.0)
+INTERFACE_LDDT = Measure(
+    "interface_lddt", "interface lDDT", lambda _, score: (score.complex and score.complex.ilddt) or 0.0
+)
+IPTM = Measure("iptm", "ipTM", lambda prediction, _: prediction.iptm or 0.0)
+
+
+def fold_before_after(
+    store: Store, keys: Sequence[str], before: Predictor, after: Predictor, seed: int
+) -> Iterator[Measured]:
+    """Fold entries of a store with both models, and score them against their structures, one after another."""
+    for key in keys:
+        assembly = read_assembly(store, key)  # of a chain: of one
+        example = replace(assembly, chains=tuple(chain.take(slice(None)) for chain in assembly.chains))
+        first, second = (model.fold_example(example, seed=seed, representations=False) for model in (before, after))
+        yield measure(assembly, first, second)
+
+
+def measure(assembly: Assembly, before: Prediction, after: Prediction) -> Measured:
+    """Score two predictions of an example against its chains where they stand in it.
+
+    Errors: ValueError if a chain has no atoms.
+    """
+    chains = {}
+    for place, (name, example) in enumerate(zip(assembly.ids, assembly.chains)):
+        index = np.arange(example.length)
+        atoms = example.atoms(index)
+        if atoms is None:
+            raise ValueError(f"{assembly.name}: chain {name} has no atoms")
+        positions, mask = move(atoms[0], assembly.operators, place) * atoms[1][..., None], atoms[1].astype(np.float32)
+        numbers = tuple(str(i + 1) for i in index)
+        chains[name] = Chain(name, example.sequence, positions.astype(np.float32), mask, index, numbers)
+    truth = Structure(assembly.name, None, None, None, chains)
+    scores = score(before.structure(), truth), score(after.structure(), truth)
+    return Measured(assembly, truth, (before, after), scores)
+
+
+def means(measures: Sequence[Measure], measured: Sequence[Measured]) -> dict[str, Any]:
+    """Return the mean of every measure, untrained and trained."""
+    return {measure.key: measure.means(measured) for measure in measures}
+
+
+def compared(heading: str, noun: str, measured: Sequence[Measured], measures: Sequence[Measure]) -> Section:
+    """Return a section on examples before and after training; measures: the last one is drawn."""
+    known, rows = [], []
+    for m in measured:
+        lddt = 100 * lddt_per_residue(m)
+        known += [(m.trained.plddt[i], lddt[i]) for i in np.flatnonzero(~np.isnan(lddt))]
+        sizes = [str(m.assembly.length), str(max(chain.depth for chain in m.assembly.chains))]
+        scores = [f"{value:.2f}" for measure in measures for value in measure.of(m)]
+        overlap = [f"{m.scores[1].tm:.2f}", f"{m.scores[1].rmsd:.1f}"]
+        rows.append([m.assembly.name, *sizes, *scores, f"{m.trained.mean_plddt:.0f}", *overlap])
+    names, first = [m.assembly.name for m in measured], measures[0]
+    before, after = ([first.of(m)[when] for m in measured] for when in (0, 1))
+    said = [f"{measure.label} {when}" for measure in measures for when in ("before", "after")]
+    return Section(
+        heading,
+        figures=[
+            (
+                figures.draw_improvement(names, before, after, first.label),
+                "Each that was held out, before and after training.",
+            ),
+            (
+                figures.draw_calibration([p for p, _ in known], [v for _, v in known], "residue"),
+                "Does it know what it knows? Expected against measured, residue by residue.",
+            ),
+        ],
+        table=ReportTable([noun, "residues", "alignment rows", *said, "pLDDT", "TM-score", "RMSD, Å"], rows),
+    )
+
+
+def true_chains(measured: Measured) -> list[Chain]:
+    """Return the true chains in the order, and under the names, of the predicted chains that stand for them."""
+    found = measured.scores[1].chains
+    return [replace(measured.truth.chains[found[chain]], id=chain) for chain in measured.trained.chain_ids]
+
+
+def lddt_per_residue(measured: Measured) -> np.ndarray:
+    """Return lDDT-Cα of each residue of the trained model [N], 0 to 1, NaN where nothing is known."""
+    truth = true_chains(measured)
+    positions, mask = (
+        np.concatenate([getattr(chain, name)[:, [CA]] for chain in truth]) for name in ("positions", "mask")
+    )
+    return metrics.lddt_per_residue(measured.trained.positions[:, [CA]], positions, mask)
+
+
+def target_with_truth(
+    predictions: Path, entry: Mapping[str, Any], measured: Measured, measures: Sequence[Measure], before: str
+) -> Target:
+    """Return a prediction after training with its truth superposed on it; before: what the one before is called."""
+    truth = true_chains(measured)
+    positions, there = (
+        np.concatenate(arrays) for arrays in zip(*((c.positions[:, CA], c.mask[:, CA] > 0) for c in truth))
+    )
+    rotation, translation = metrics.superpose(positions[there], measured.trained.ca[there])
+
+    def moved(points: np.ndarray) -> np.ndarray:
+        return (points @ rotation.T + translation).astype(np.float32)
+
+    chains = [replace(chain, positions=moved(chain.positions) * chain.mask[..., None]) for chain in truth]
+    numbers = []
+    for measure in measures:
+        first, second = measure.of(measured)
+        numbers += [(measure.label, f"{second:.2f}"), (before, f"{first:.2f}")]
+    return target_of(
+        predictions,
+        entry,
+        numbers=numbers,
+        truth_mmcif=write_mmcif(f"{measured.assembly.name} truth", chains),
+        truth_ca=moved(positions[there]),
+        lddt=100 * lddt_per_residue(measured),
+    )

@@ -1,0 +1,133 @@
+"""`warpfold finetune`."""
+
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from warpfold.arguments import (
+    Changes,
+    Checked,
+    Device,
+    Force,
+    Memory,
+    PathLike,
+    Paths,
+    Seed,
+    Workers,
+    changes_of,
+    decides,
+    function,
+    path_or_none,
+    paths,
+    progress_of,
+    reads,
+    writes,
+)
+from warpfold.cli.common import Answer, command, plans_said
+from warpfold.errors import UserError
+from warpfold.progress import Progress, progress_bar
+
+
+@dataclass(frozen=True)
+class FinetuneCommand(Checked):
+    """Fine-tune a model on structures of your own, and say how much better it is on proteins that it never saw.
+
+    Packs, splits by sequence cluster, trains, keeps the best parameters by validation, folds the test with the
+    parameters before and after, and writes report.html and card.md.
+    """
+
+    structures: Annotated[Paths, reads("mmCIF or PDB files, or folders of them; gz or not.", shell=list[Path])]
+    init: Annotated[PathLike, reads("Parameters to start from: WarpFold's, DeepMind's .npz or OpenFold's .pt.")]
+    out: Annotated[PathLike, writes("Folder of the report and all else; the same command continues a stopped run.")]
+    _: KW_ONLY
+    msas: Annotated[Paths | None, reads("A3M or Stockholm files of their alignments, or folders of them.")] = None
+    search: Annotated[
+        Paths | Mapping[str, PathLike] | None,
+        reads("Databases to find alignments in, FILE or NAME=FILE, as for `warpfold search`.", shell=list[str] | None),
+    ] = None
+    rehearse: Annotated[
+        str | None, reads("STORE=SHARE: of a general store, so many of the examples, against forgetting; 0: none.")
+    ] = None
+    split: Annotated[PathLike | None, reads("A split.toml of an earlier run, to be split alike.")] = None
+    one_family: Annotated[
+        bool, decides("Split by chain, where all are relatives; the report says so.", "--one-family")
+    ] = False
+    trainable: Annotated[
+        str | None,
+        decides("all, structure, heads, or patterns of parameters, a,b; default: all, with --adapters none."),
+    ] = None
+    adapters: Annotated[int, decides("Rank of adapters on the trunk's projections; 0: none.", min=0)] = 0
+    steps: Annotated[int | None, decides("Training steps, at most; default: by the number of structures.", min=1)] = (
+        None
+    )
+    set: Annotated[
+        Changes | None, decides("Settings over those that are chosen, KEY=VALUE.", shell=list[str] | None)
+    ] = None
+    seed: Seed = 0
+    force: Force = False
+    workers: Workers = 1
+    device: Device = None
+    memory: Memory = None
+    progress: Progress | None = None
+
+    def __call__(self) -> dict[str, Any]:
+        """Return what is in `out/summary.json`.
+
+        Errors: UserError for what cannot be read or used, too few structures or clusters, and a folder of another run.
+        """
+        from warpfold import device
+        from warpfold.cli.train import sources_of
+        from warpfold.cost.machine import parse_memory
+        from warpfold.finetune.finetune import FinetuneOptions, finetune
+
+        changes = changes_of("set", self.set)
+        if self.trainable is not None:
+            names = ", ".join(f'"{name.strip()}"' for name in self.trainable.split(","))
+            changes = [f"finetune.trainable=[{names}]", *changes]
+        general = None if self.rehearse is None else sources_of([self.rehearse])[0]
+        if general is not None and not 0 <= general.weight < 1:
+            raise UserError(f"--rehearse {self.rehearse}: expected STORE=SHARE, with a share of at least 0 and below 1")
+        if isinstance(self.search, Mapping):
+            databases = [f"{name}={file}" for name, file in self.search.items()]
+        else:
+            databases = [str(file) for file in paths("search", self.search)]
+        options = FinetuneOptions(
+            structures=paths("structures", self.structures),
+            init=Path(self.init),
+            msas=paths("msas", self.msas),
+            search=databases,
+            rehearse=general,
+            split=path_or_none("split", self.split),
+            one_family=self.one_family,
+            adapters=self.adapters,
+            steps=self.steps,
+            changes=changes,
+            seed=self.seed,
+            workers=self.workers,
+            memory=None if self.memory is None else parse_memory(self.memory),
+        )
+        tell, where = progress_of(self.progress), device.device_of(self.device)
+        said = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["finetune"] else ""
+        return finetune(options, Path(self.out), force=self.force, device=where, command=said, progress=tell)
+
+
+finetune = function(FinetuneCommand)
+
+
+@command(
+    FinetuneCommand,
+    continues=True,
+    example="Example:  warpfold finetune --structures mine/ --msas alignments/ --init params_model_1.npz --out tuned",
+)
+def finetune_in_shell(given: dict[str, Any]) -> Answer:
+    """Fine-tune under a progress bar, and say whether it is better."""
+    with progress_bar(narrate=True) as bar, plans_said():
+        result = finetune(**given, progress=bar)
+    from warpfold.finetune.page import verdict
+
+    out = given["out"]
+    lines = [verdict(result), f"parameters: {out / 'params.safetensors'}", f"open {out / 'report.html'}"]
+    return Answer(result, lines)

@@ -1,0 +1,1 @@
+"""Fine-tuning: from structures of one's own to a model that is better on them, and the proof that it is."""

@@ -1,0 +1,265 @@
+"""Fine-tune a model on structures of one's own: pack, split, train, fold the test before and after, report.
+
+    OUT/alignments/          what the search found (--search)
+    OUT/store/               the structures, packed; pack.tsv says what became of each
+    OUT/split.toml           which of them are trained on, validate and test
+    OUT/run/                 the training run (docs/training.md)
+    OUT/params.safetensors   the best parameters by validation
+    OUT/before/, OUT/after/  the test, folded (docs/outputs.md)
+    OUT/report.html          what became better and what did not, with intervals
+    OUT/card.md              the same with data, settings, hardware, and the command: for whoever gets the parameters
+    OUT/summary.json         the same, for programs
+
+Each part is finished before the next begins, and is kept: the same command continues one that was stopped.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import platform
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from warpfold import __version__, settings
+from warpfold.before_after import DOCKQ, INTERFACE_LDDT, LDDT, Measure, Measured, fold_before_after
+from warpfold.data.load.order import Source, split_keys
+from warpfold.data.pack.options import PackOptions
+from warpfold.data.pack.pack import pack
+from warpfold.data.pack.report import PackReport
+from warpfold.data.search import search as searching
+from warpfold.data.search.database import Database
+from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import entry_keys, read_assembly
+from warpfold.errors import UserError, listed
+from warpfold.files import checksum, remove, write_atomically
+from warpfold.finetune.card import card
+from warpfold.finetune.choose import chosen_settings, first_settings, planned
+from warpfold.finetune.page import report_page
+from warpfold.finetune.split import Split, make_split, read_split
+from warpfold.model.weights.files import load_config
+from warpfold.prediction.outputs import claim_folder, write_prediction, write_summary
+from warpfold.prediction.predictor import load
+from warpfold.progress import Progress, no_progress
+from warpfold.report.report import write_report
+from warpfold.scoring.bootstrap import paired_bootstrap
+from warpfold.training.config import RunConfig
+from warpfold.training.train import train
+
+FORMAT = "warpfold-finetune-1"
+GENERAL = 24  # entries of the store that is rehearsed, at most, which show what was forgotten
+ALL_ATOMS = Measure("lddt", "lDDT, all atoms", lambda _, score: score.lddt if score.lddt is not None else math.nan)
+TM = Measure("tm", "TM-score", lambda _, score: score.tm)
+GDT = Measure("gdt_ts", "GDT-TS", lambda _, score: score.gdt_ts)
+CHAIN = (LDDT, ALL_ATOMS, TM, GDT)
+COMPLEX = (*CHAIN, INTERFACE_LDDT, DOCKQ)
+
+log = logging.getLogger("warpfold")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneOptions:
+    """What to fine-tune on, from what, and how; `warpfold finetune --help` has the words."""
+
+    structures: Sequence[Path]
+    init: Path
+    msas: Sequence[Path] = ()
+    search: Sequence[str] = ()
+    rehearse: Source | None = None
+    split: Path | None = None
+    one_family: bool = False
+    adapters: int = 0
+    steps: int | None = None
+    changes: Sequence[str] = ()
+    seed: int = 0
+    workers: int = 1
+    memory: int | None = None
+
+    def identity(self) -> str:
+        """Return a digest of all that decides the result."""
+        rehearsed = self.rehearse and [str(self.rehearse.store.path), self.rehearse.weight]
+        inputs = [[str(path) for path in paths] for paths in (self.structures, self.msas)]
+        split = self.split and checksum(self.split)
+        decides = [*inputs, list(self.search), rehearsed, split, self.one_family, self.adapters, self.steps]
+        decides += [list(self.changes), self.seed, checksum(self.init), __version__]
+        return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
+
+
+def finetune(
+    options: FinetuneOptions,
+    out: Path,
+    *,
+    force: bool = False,
+    device: torch.device | str = "cpu",
+    command: str = "",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Fine-tune into the folder `out`, or go on with what is there; return what is in `out/summary.json`.
+
+    command: what reproduces it, for the card.  force: replace an earlier run with other options.
+    Errors: UserError for what cannot be read or used, too few structures or clusters, settings that fit nothing, and a
+    folder that holds something else; KeyboardInterrupt when training is stopped by a signal.
+    """
+    seconds, device, tell = dict[str, float](), torch.device(device), progress or no_progress
+    if options.split is not None and options.one_family:
+        raise UserError("--one-family draws a split, and --split gives one; leave one of them out")
+    assemblies = load_config(options.init).multimer is not None
+    first = first_settings(options.init)
+    run = options.identity()
+    if claim_folder(out, FORMAT, run, force) is not None and force:
+        for name in ("alignments", "sequences", "store", "run", "before", "after", "split.toml", "params.safetensors"):
+            remove(out / name)
+    write_summary(out, {"format": FORMAT, "run": run, "status": "running"})
+
+    began = time.perf_counter()
+    msas = [*options.msas, *([_searched(options, out, tell)] if options.search else [])]
+    seconds["searching"] = time.perf_counter() - began
+    began = time.perf_counter()
+    packing = PackOptions(assemblies=assemblies)
+    packed = pack(options.structures, msas, out / "store", packing, workers=options.workers, progress=tell)
+    store = Store(out / "store")
+    _check_alignments(packed, msas)
+    split = _split(options, store, assemblies)
+    if not (out / "split.toml").exists():
+        split.write(out / "split.toml")
+    seconds["packing"] = time.perf_counter() - began
+
+    began = time.perf_counter()
+    general, forgotten = _rehearsal(options, assemblies)
+    values = chosen_settings(first, split, options.steps, options.adapters)
+    values["train"] |= {"seed": options.seed, "test": [*split.test, *forgotten]}
+    config, said = planned(values, options.changes, out / "run", device, options.memory)
+    log.info("%s", said_of(config, split, said))
+    sources = [Source(store, weight=1.0 - (general.weight if general else 0.0), assemblies=assemblies)]
+    sources += [general] if general is not None and general.weight > 0 else []
+
+    def watch(row: dict[str, Any]) -> None:
+        held_out = f", validation lDDT-Cα {row['lddt_ca']:.3f}" if row["kind"] == "validation" else ""
+        tell(row["step"], config.train.steps, f"training{held_out}")
+
+    summary = train(config, sources, out / "run", init=options.init, device=device, watch=watch)
+    if not summary.finished:
+        raise KeyboardInterrupt
+    best = summary.best or summary.params
+    shutil.copyfile(best, out / "params.safetensors")
+    seconds["training"] = time.perf_counter() - began
+
+    began = time.perf_counter()
+    entries, measured = list[dict[str, Any]](), dict[str, list[Measured]]()
+    models = load(options.init, device), load(out / "params.safetensors", device)
+    folded = {"test": (store, split.test)}
+    if general is not None:
+        folded["general"] = (general.store, tuple(forgotten))
+    for kind, (where, keys) in folded.items():
+        measured[kind] = []
+        for one in fold_before_after(where, keys, *models, options.seed):
+            for folder, prediction in zip(("before", "after"), one.predictions):
+                entries.append(write_prediction(prediction, out / folder))
+            measured[kind].append(one)
+            tell(len(measured[kind]), len(keys), f"folding, before and after: {kind}")
+    seconds["folding"] = time.perf_counter() - began
+    measures = COMPLEX if assemblies else CHAIN
+    result = {
+        "format": FORMAT,
+        "run": run,
+        "status": "complete",
+        "seed": options.seed,
+        "init": {"file": options.init.name, "sha256": checksum(options.init)},
+        "params": {
+            "file": "params.safetensors",
+            "sha256": checksum(out / "params.safetensors"),
+            "step": summary.best_step,
+        },
+        "entries": {name: len(part) for name, part in split.parts.items()},
+        "split_by": split.by,
+        "dropped": {one.name or one.file: one.reason for one in packed.dropped},
+        "steps": summary.steps,
+        "settings": settings.to_dict(config),
+        "compared": {kind: compared_scores(found, measures, options.seed) for kind, found in measured.items()},
+        "predictions": entries[1 : 2 * len(split.test) : 2],  # after, of the test
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "command": command,
+        "machine": {"device": str(device), "threads": torch.get_num_threads(), "system": platform.platform()},
+        "versions": {"warpfold": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+    page = report_page(out, result, measured, measures)
+    write_report(out / "report.html", page)
+    write_atomically(out / "card.md", card(result, store, split))
+    return write_summary(out, result)
+
+
+def said_of(config: RunConfig, split: Split, plan: str) -> str:
+    """Say what is going to be trained on what, in a line."""
+    parts = ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items())
+    optim = config.optim
+    return (
+        f"{parts} (by {split.by}); {config.train.steps} steps of {optim.accumulate}, rate {optim.learning_rate:g}"
+        + (f"; {plan}" if plan else "")
+    )
+
+
+def compared_scores(measured: Sequence[Measured], measures: Sequence[Measure], seed: int) -> dict[str, Any]:
+    """Return each measure's means before and after, and their paired difference with its 95 % interval.
+
+    Examples of which a measure is not known, such as DockQ of a single chain, are left out of it.
+    """
+    found = {}
+    for measure in measures:
+        pairs = [pair for one in measured if not any(map(math.isnan, pair := measure.of(one)))]
+        if pairs:
+            before, after = zip(*pairs)
+            found[measure.key] = {
+                "before": round(sum(before) / len(pairs), 4),
+                "after": round(sum(after) / len(pairs), 4),
+                **paired_bootstrap(after, before, seed=seed).to_dict(),
+            }
+    return found
+
+
+def _searched(options: FinetuneOptions, out: Path, tell: Progress) -> Path:
+    """Search for alignments of every different sequence of the structures; return the folder of what was found."""
+    pack(options.structures, [], out / "sequences", PackOptions(), workers=options.workers, progress=tell)
+    store = Store(out / "sequences")
+    names: dict[str, str] = {}
+    for key in entry_keys(store, assemblies=False):
+        names.setdefault(read_assembly(store, key).chains[0].sequence, key)
+    fasta = out / "sequences.fasta"
+    write_atomically(fasta, "".join(f">{name}\n{sequence}\n" for sequence, name in names.items()))
+    databases = [Database.parse(text, {}) for text in options.search]
+    chosen = searching.SearchOptions(None, options.workers, None, None, None)
+    report = searching.search([fasta], databases, out / "alignments", None, None, chosen, tell)
+    for failure in report["failures"]:
+        log.warning("no alignment of %s: %s", failure["name"], failure["error"])
+    return out / "alignments"
+
+
+def _check_alignments(packed: PackReport, msas: Sequence[Path]) -> None:
+    """Raise UserError where alignments were given, and none is of any of the structures."""
+    if msas and not any(entry.alignments for entry in packed.chains):
+        why = listed(list(dict.fromkeys(packed.unused.values())), 2) or "no alignment was found"
+        raise UserError(
+            f"{listed(list(map(str, msas)), 2)}: no alignment has the sequence of one of the structures ({why}); name "
+            "the folder of theirs, or leave --msas out to train without"
+        )
+
+
+def _split(options: FinetuneOptions, store: Store, assemblies: bool) -> Split:
+    if options.split is not None:
+        return read_split(options.split, store, assemblies)
+    return make_split(store, options.seed, assemblies, "chain" if options.one_family else "cluster")
+
+
+def _rehearsal(options: FinetuneOptions, assemblies: bool) -> tuple[Source | None, list[str]]:
+    """Return what is rehearsed, and the entries of that store which are kept to see what was forgotten."""
+    if options.rehearse is None:
+        return None, []
+    store = options.rehearse.store
+    entries = Source(store, assemblies=assemblies).keys
+    held = min(GENERAL, max(1, len(entries) // 10))
+    return options.rehearse, split_keys(store, held, options.seed, assemblies)[1][:GENERAL]

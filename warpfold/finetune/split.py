@@ -1,0 +1,141 @@
+"""Split a store into what is trained on, what validates the training, and what tests the result.
+
+A test protein with a relative in training tells how well the model remembers, not how well it folds.  So whole clusters
+go to one part.  The split is a file, so that another run, or another program, can be held to the same.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from warpfold.data.load.order import Source, joined_clusters, split_keys
+from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import entry_keys
+from warpfold.errors import UserError, listed
+from warpfold.files import write_atomically
+from warpfold.keyed import keyed_rng
+from warpfold.settings import toml_value
+
+LEAST = 10  # entries below which nothing can be held out that would tell anything
+SHARE = 0.15  # of the entries that validate, and as many that test
+MOST = 60  # entries that validate or test, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """The parts of a store, by key; by: "cluster", or "chain" where relatives of a test entry may be in training."""
+
+    by: str
+    training: tuple[str, ...]
+    validation: tuple[str, ...]
+    test: tuple[str, ...]
+
+    @property
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        """The three parts by their names."""
+        return {"training": self.training, "validation": self.validation, "test": self.test}
+
+    def write(self, path: Path) -> None:
+        """Write the split as TOML."""
+        lines = [
+            "# Which entries are trained on, which choose the best parameters, and which test them.  `warpfold",
+            '# finetune --split` takes this file.  by = "cluster": no cluster is in two parts.',
+        ]
+        for name, value in asdict(self).items():
+            lines += (
+                [f"{name} = {toml_value(value)}"]
+                if isinstance(value, str)
+                else ["", f"{name} = [", *(f"    {toml_value(key)}," for key in value), "]"]
+            )
+        write_atomically(path, "\n".join(lines) + "\n")
+
+
+def make_split(store: Store, seed: int, assemblies: bool = False, by: str = "cluster") -> Split:
+    """Draw a split of all entries of a store: of assemblies, or of chains.
+
+    Errors: UserError for too few entries, and, by cluster, for fewer than three clusters.
+    """
+    keys = entry_keys(store, assemblies)
+    if len(keys) < LEAST:
+        raise UserError(
+            f"{len(keys)} structures are too few: with fewer than {LEAST} a test of one or two proteins says nothing, "
+            "and training mostly remembers them; add structures, or train without a test (warpfold train)"
+        )
+    held = min(MOST, max(2, round(SHARE * len(keys))))
+    if by == "chain":
+        order = keyed_rng(seed, "split").permutation(len(keys)).tolist()
+        test, validation = set(order[:held]), set(order[held : 2 * held])
+        places = {"test": test, "validation": validation, "training": set(order) - test - validation}
+        return Split(by=by, **{name: tuple(keys[i] for i in sorted(part)) for name, part in places.items()})
+    clusters = dict(zip(keys, joined_clusters(Source(store, assemblies=assemblies))))
+    if (count := len(set(clusters.values()))) < 3:
+        raise UserError(
+            f"the {len(keys)} structures are of {count} cluster{'s' * (count > 1)} of sequences, so every test "
+            "protein would have relatives in training; add proteins of other families, or split by chain and say so: "
+            "--one-family"
+        )
+    rest, test_keys = split_keys(store, held, seed, assemblies)
+    kept = Source(store, rest, assemblies=assemblies)
+    sizes: dict[str, list[str]] = {}
+    for key, cluster in zip(kept.keys, joined_clusters(kept)):
+        sizes.setdefault(cluster, []).append(key)
+    drawn: list[str] = []
+    for name in keyed_rng(seed, "validation").permutation(sorted(sizes)).tolist():
+        if len(drawn) < held and len(drawn) + len(sizes[name]) < len(rest):
+            drawn += sizes[name]
+    if not drawn:
+        raise UserError(
+            "one cluster of sequences holds nearly all of the structures: none is left to validate with; add proteins "
+            "of other families, or split by chain and say so: --one-family"
+        )
+    taken = set(drawn)
+    return Split(
+        by=by,
+        training=tuple(key for key in rest if key not in taken),
+        validation=tuple(key for key in rest if key in taken),
+        test=tuple(test_keys),
+    )
+
+
+def read_split(path: Path, store: Store, assemblies: bool = False) -> Split:
+    """Read a split, and check it against a store.
+
+    Errors: UserError for a file that is no split, for entries that the store lacks or that are in two parts, an empty
+    part, and a cluster in two parts of a split by cluster.
+    """
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        parts = {name: tuple(map(str, values[name])) for name in ("training", "validation", "test")}
+        split = Split(by=values["by"], **parts)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: is not a split ({error}); `warpfold finetune` writes one, split.toml") from error
+    if split.by not in ("cluster", "chain"):
+        raise UserError(f'{path}: by = "{split.by}" is neither "cluster" nor "chain"')
+    if extra := set(values) - {field.name for field in fields(Split)}:
+        raise UserError(f"{path}: has no key {listed(sorted(extra))}")
+    keys, where = entry_keys(store, assemblies), dict[str, str]()
+    clusters = dict(zip(keys, joined_clusters(Source(store, assemblies=assemblies))))
+    first: dict[str, tuple[str, str]] = {}
+    for name, part in parts.items():
+        if not part:
+            raise UserError(f"{path}: {name} is empty")
+        for key in part:
+            if key not in clusters:
+                raise UserError(f"{path}: {key} ({name}) is not among the structures that could be used")
+            if key in where:
+                raise UserError(f"{path}: {key} is in {where[key]} and in {name}")
+            where[key] = name
+            other, there = first.setdefault(clusters[key], (key, name))
+            if split.by == "cluster" and there != name:
+                raise UserError(
+                    f"{path}: {other} ({there}) and {key} ({name}) are of one cluster; put them into one part, or say "
+                    'by = "chain"'
+                )
+    return split
+
+
+def without_split(store: Store, split: Split, assemblies: bool) -> Sequence[str]:
+    """Return the entries of a store that are in no part of a split."""
+    named = {key for part in split.parts.values() for key in part}
+    return [key for key in entry_keys(store, assemblies) if key not in named]
