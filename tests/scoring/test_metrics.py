@@ -234,7 +234,7 @@ LAST_DIGIT = {"rmsd": 0.0005, "tm": 0.00005, "gdt_ts": 0.00005, "gdt_ha": 0.0000
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="needs shared/realdata beside the repository")
 def test_values_of_tmscore_and_openstructure() -> None:
-    """36 models of CAMEO targets scored by the TM-score program and OpenStructure, to the last digit (EigenFold has them)."""
+    """36 models of CAMEO targets scored by the TM-score program and OpenStructure, to the last digit (in EigenFold)."""
     with open(REAL / "metrics/REFERENCE_VALUES.tsv") as lines:
         rows = [row for row in csv.DictReader(lines, delimiter="\t") if row["tool"].startswith("EigenFold")]
     assert len(rows) == 5 * 36
