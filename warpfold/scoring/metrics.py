@@ -201,10 +201,11 @@ def _superpositions(predicted: Array, truth: Array, d0: float, starts: int) -> I
                 yield squares
                 parts.append(_nearest(squares, within))
             chosen = np.concatenate(parts)
-            names = [bytes(row) for row in np.packbits(chosen, axis=-1)]
-            new = [i for i, name in enumerate(names) if not (name in seen or seen.add(name))]
+            rows = {bytes(row): i for i, row in enumerate(np.packbits(chosen, axis=-1))}
+            new = [i for row, i in rows.items() if row not in seen]
             if not new:
                 break
+            seen |= rows.keys()
             chosen = chosen[new]
 
 
