@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from warpfold.cli.predict import predict
     from warpfold.cli.score import score
     from warpfold.cli.search import search
-    from warpfold.cli.train import evaluate, train
+    from warpfold.cli.train import train, validate
     from warpfold.cli.verify import verify
     from warpfold.data.store.store import Store
     from warpfold.engine.comm_hook import CompressionState, compression_hook
@@ -48,7 +48,6 @@ __all__ = [
     "acceleration",
     "biased_attention",
     "compression_hook",
-    "evaluate",
     "fetch_params",
     "load",
     "pack",
@@ -59,6 +58,7 @@ __all__ = [
     "score",
     "search",
     "train",
+    "validate",
     "verify",
 ]
 
@@ -68,7 +68,7 @@ _MODULES = {
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("FoldResult", "Predictor", "load"), "warpfold.prediction.predictor"),
     **{name: f"warpfold.cli.{name}" for name in ("pack", "params", "predict", "score", "search", "train", "verify")},
-    "evaluate": "warpfold.cli.train",
+    "validate": "warpfold.cli.train",
     "fetch_params": "warpfold.cli.params",
     "sample": "warpfold.cli.demo",
     "Checkpoints": "warpfold.engine.resume",

@@ -128,6 +128,39 @@ def test_overlap_finds_the_half_that_fits() -> None:
     assert metrics.rmsd(predicted, truth) > 8
 
 
+def test_overlap_is_the_search_of_the_program_written_out() -> None:
+    """One fragment after another, up to 20 superpositions of each; GDT while a d0 that is 0.8 larger is in use."""
+    random = np.random.default_rng(5)
+    truth = chain(45)
+    predicted = turned(truth + random.normal(size=truth.shape) * np.linspace(0.2, 5, 45)[:, None])
+    most: dict[float, int] = dict.fromkeys((0.5, 1.0, 2.0, 4.0, 8.0), 0)
+    tm, d0 = 0.0, metrics.tm_d0(45)
+    for search_d0 in (d0, d0 + 0.8):
+        reach = min(8.0, max(4.5, search_d0))
+        for size in (45, 22, 11, 5, 4):
+            for start in range(45 - size + 1):
+                chosen, within = np.arange(start, start + size), reach - 1
+                for _ in range(21):
+                    rotation, translation = metrics.superpose(predicted[chosen], truth[chosen])
+                    distance = np.linalg.norm(predicted @ rotation.T + translation - truth, axis=-1)
+                    if search_d0 == d0:
+                        tm = max(tm, float(np.mean(1 / (1 + (distance / d0) ** 2))))
+                    else:
+                        most = {cutoff: max(count, int((distance < cutoff).sum())) for cutoff, count in most.items()}
+                    grown, wider = np.flatnonzero(distance < within), within
+                    while len(grown) < 3:
+                        wider += 0.5
+                        grown = np.flatnonzero(distance < wider)
+                    if within > reach and np.array_equal(grown, chosen):
+                        break
+                    chosen, within = grown, reach + 1
+    found = metrics.overlap(predicted, truth)
+    assert found.tm == pytest.approx(tm, abs=1e-12)
+    assert found.gdt_ts == pytest.approx(sum(most[cutoff] for cutoff in (1, 2, 4, 8)) / 4 / 45)
+    assert found.gdt_ha == pytest.approx(sum(most[cutoff] for cutoff in (0.5, 1, 2, 4)) / 4 / 45)
+    assert 0.2 < found.tm < 0.9
+
+
 def gap(length: int) -> float:
     return 5 + 0.5 * (length - 1) if length else 0.0
 
@@ -193,13 +226,17 @@ def read_ca(path: Path) -> tuple[str, np.ndarray]:
     return "".join(THREE[x[17:20]] for x in atoms), np.array(positions)
 
 
+# EigenFold numbered the references' residues by an alignment without penalties for gaps, and OpenStructure pairs by
+# number: one residue beside a gap is compared with an equal one at its other end.  reference: residue, its place there.
+NUMBERED = {"7u0e.H": (141, 145), "7w89.A": (0, 2)}
+LAST_DIGIT = {"rmsd": 0.0005, "tm": 0.00005, "gdt_ts": 0.00005, "gdt_ha": 0.00005, "lddt": 0.00005}
+
+
 @pytest.mark.skipif(not REAL.is_dir(), reason="needs shared/realdata beside the repository")
 def test_values_of_tmscore_and_openstructure() -> None:
-    """36 models of CAMEO targets scored by the TM-score program and OpenStructure (values as EigenFold gives them)."""
+    """36 models of CAMEO targets scored by the TM-score program and OpenStructure, to the last digit (in EigenFold)."""
     with open(REAL / "metrics/REFERENCE_VALUES.tsv") as lines:
         rows = [row for row in csv.DictReader(lines, delimiter="\t") if row["tool"].startswith("EigenFold")]
-    # GDT rests on a heuristic search in both programs; a residue either way is 1/L.
-    bounds = {"rmsd": 0.001, "tm": 0.0005, "gdt_ts": 0.008, "gdt_ha": 0.008, "lddt": 0.005}
     assert len(rows) == 5 * 36
     ours: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -208,10 +245,17 @@ def test_values_of_tmscore_and_openstructure() -> None:
             reference, truth = read_ca(REAL / row["reference"])
             i, j = metrics.align(sequence, reference).T
             assert len(j) == len(reference)
+            numbered = i.copy()
+            for residue, place in (at for name, at in NUMBERED.items() if name in row["model"]):
+                assert sequence[place] == sequence[i[residue]] == reference[residue]
+                numbered[residue] = place
             ours[row["model"]] = {
                 "rmsd": metrics.rmsd(predicted[i], truth[j]),
-                "lddt": metrics.lddt(predicted[i, None], truth[j, None], np.ones((len(j), 1))),
+                "lddt": metrics.lddt(predicted[numbered, None], truth[j, None], np.ones((len(j), 1))),
                 **vars(metrics.overlap(predicted[i], truth[j])),
             }
-        metric = row["metric"]
-        assert ours[row["model"]][metric] == pytest.approx(float(row["value"]), abs=bounds[metric]), row
+        metric, bound = row["metric"], LAST_DIGIT[row["metric"]]
+        if (metric, row["model"].split("/")[-1]) == ("lddt", "7sz2.B.pdb.0.pdb"):
+            # one of 3,438 pairs is off by 0.500002 angstrom, which in OpenStructure's single precision is below 0.5
+            bound += 0.25 / 3438
+        assert ours[row["model"]][metric] == pytest.approx(float(row["value"]), abs=bound + 1e-9), row

@@ -21,7 +21,7 @@ from warpfold.data.synthetic.folder import generate
 from warpfold.errors import UserError
 from warpfold.scoring.manifest import Manifest, Published, Target, read_manifest, read_truths
 from warpfold.scoring.score import score_files
-from warpfold.scoring.verify import interval, score_targets, verdict
+from warpfold.scoring.verify import score_targets, verdict
 
 HEAD = '[published]\nsource = "a paper"\nnote = "without templates"\nlddt_ca = {tiny = 0.5}\n[targets]\n'
 
@@ -195,16 +195,6 @@ def test_verdicts() -> None:
     )
     other = found | {"interval": (0.8, 0.95), "name": "q", "published": None}
     assert verdict(other, published, 5) == "nothing to compare with: published of p, not of q"
-
-
-def test_the_interval_is_that_of_a_mean() -> None:
-    """Near to the normal one where there are many values; the same for the same values."""
-    values = np.random.default_rng(1).normal(0.9, 0.1, 200).tolist()
-    low, high = interval(values) or (0, 0)
-    half = 1.96 * np.std(values) / np.sqrt(200)
-    np.testing.assert_allclose([low, high], [np.mean(values) - half, np.mean(values) + half], atol=half / 20)
-    assert interval(values) == (low, high)
-    assert interval([0.5]) is None
 
 
 # What is in a list of targets, and what is said of it.

@@ -1,4 +1,4 @@
-"""`warpfold train`, `warpfold evaluate` and `warpfold watch`."""
+"""`warpfold train`, `warpfold validate` and `warpfold watch`."""
 
 import logging
 import os
@@ -218,7 +218,7 @@ def train_in_shell(
 
 
 @dataclass(frozen=True)
-class EvaluateCommand(Checked):
+class ValidateCommand(Checked):
     """Fold a run's held-out proteins with each of its checkpoints: beside the training, on any machine.
 
     `warpfold watch` shows what is found, in RUN/evaluations.jsonl; RUN/best.safetensors has the best weights.
@@ -241,25 +241,25 @@ class EvaluateCommand(Checked):
         Errors: UserError for a folder that is no run's, for other data, and where another process evaluates the run.
         """
         from warpfold.device import device_of
-        from warpfold.training import evaluate as evaluating
+        from warpfold.training import validate as validating
 
         folder = Path(self.run)
-        stores = sources_of(self.data, evaluating.settings_of(folder).model.multimer is not None)
-        return evaluating.evaluate(folder, stores, follow=self.follow, device=device_of(self.device), watch=self.watch)
+        stores = sources_of(self.data, validating.settings_of(folder).model.multimer is not None)
+        return validating.validate(folder, stores, follow=self.follow, device=device_of(self.device), watch=self.watch)
 
 
-evaluate = function(EvaluateCommand)
+validate = function(ValidateCommand)
 
 
-@command(EvaluateCommand, example="Example:  warpfold evaluate run --data store --follow")
-def evaluate_in_shell(given: dict[str, Any]) -> Answer:
+@command(ValidateCommand, example="Example:  warpfold validate run --data store --follow")
+def validate_in_shell(given: dict[str, Any]) -> Answer:
     """Tell of each checkpoint as soon as it is evaluated."""
 
     def tell(row: dict[str, object]) -> None:
         warn(f"step {row['step']}: held-out lDDT-Cα {row['lddt_ca']:.3f}, loss {row['loss']:.3f}")
 
     where = device_of(given.pop("device"), this_process())
-    return Answer(evaluate(**given, device=where, watch=tell), [])
+    return Answer(validate(**given, device=where, watch=tell), [])
 
 
 @command(example="Example:  warpfold watch run\n\nTwo of them, in a browser:  warpfold watch a b --html runs.html")

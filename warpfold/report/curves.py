@@ -61,7 +61,7 @@ class RunLog:
         self.name = self.path.resolve().name
         self.settings: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = []  # of steps
-        self.validations: list[dict[str, Any]] = []  # of its log and of `warpfold evaluate`, in the order of steps
+        self.validations: list[dict[str, Any]] = []  # of its log and of `warpfold validate`, in the order of steps
         self.odd = 0  # lines that are no rows of a log, and are left out
         self.read()
 

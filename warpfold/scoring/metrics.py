@@ -14,6 +14,7 @@ LDDT_TOLERANCES = (0.5, 1.0, 2.0, 4.0)  # ... as preserved within each of these
 GDT_TS = (1.0, 2.0, 4.0, 8.0)  # Zemla 2003
 GDT_HA = (0.5, 1.0, 2.0, 4.0)
 BLOCK = 256  # rows of a distance matrix made at a time
+DISTANCES = 1_000_000  # computed at a time after superpositions
 
 Array = np.ndarray
 
@@ -148,12 +149,12 @@ def tm_d0(length: int) -> float:
     return max(0.5, 1.24 * np.cbrt(length - 15) - 1.8)
 
 
-def overlap(predicted: Array, truth: Array, length: int | None = None, starts: int = 256) -> Overlap:
+def overlap(predicted: Array, truth: Array, length: int | None = None, starts: int = 1024) -> Overlap:
     """Return TM-score, GDT-TS and GDT-HA of paired Ca atoms [N, 3], each at the superposition that is best for it.
 
-    Normalised by `length` (default N): the residues of the reference, paired or not.  The search is that of Zhang &
-    Skolnick 2004: start from fragments of N, N/2, N/4, ... residues at every position (at most `starts` for each
-    size), superpose, select all residues that came near, repeat until the selection does not change.
+    Normalised by `length` (default N): the residues of the reference, paired or not.  What is tried is what the
+    TM-score program tries (its C++ version; Zhang & Skolnick 2004), so that its values come out to the last digit that
+    it prints.  Only of chains longer than `starts`, fewer fragments are tried: so many of each size.
     """
     n = len(truth)
     length = n if length is None else length
@@ -162,46 +163,57 @@ def overlap(predicted: Array, truth: Array, length: int | None = None, starts: i
     # Centered once, so that no digits are lost far from the origin.
     predicted = np.asarray(predicted, np.float64) - np.mean(predicted, 0, dtype=np.float64)
     truth = np.asarray(truth, np.float64) - np.mean(truth, 0, dtype=np.float64)
-    best = np.zeros(1 + len({*GDT_TS, *GDT_HA}))
-    cutoffs = np.array(sorted({*GDT_TS, *GDT_HA}))
-    d0 = tm_d0(length)
-    reach = float(np.clip(d0, 4.5, 8.0))
-    size = n
-    for _ in range(6):
-        places = np.unique(np.linspace(0, n - size, min(starts, n - size + 1)).astype(int))
-        chosen = (np.arange(n) >= places[:, None]) & (np.arange(n) < places[:, None] + size)
-        for within in [reach - 1] + [reach + 1] * 20:
-            distance = _distances(predicted, truth, chosen)
-            tm = np.sum(1 / (1 + (distance / d0) ** 2), -1).max()
-            near = [np.sum(distance < cutoff, -1).max() for cutoff in cutoffs]
-            best = np.maximum(best, [tm, *near])
-            grown = _nearest(distance, within)
-            moving = (grown != chosen).any(-1)
-            if not moving.any():
-                break
-            chosen = grown[moving]
-        if size <= 4:
-            break
-        size = max(4, size // 2)
-    within_of = dict(zip(cutoffs, best[1:] / length))
+    d0, tm = tm_d0(length), 0.0
+    for squares in _superpositions(predicted, truth, d0, starts):
+        tm = max(tm, float(np.sum(1 / (1 + squares / d0**2), -1).max()))
+    # The program counts for GDT while it looks with a d0 that is 0.8 larger, before its search for the TM-score.
+    within = dict.fromkeys((*GDT_TS, *GDT_HA), 0)
+    for squares in _superpositions(predicted, truth, tm_d0(n) + 0.8, starts):
+        for cutoff, most in within.items():
+            within[cutoff] = max(most, int(np.count_nonzero(squares < cutoff**2, axis=-1).max()))
     return Overlap(
-        tm=float(best[0] / length),
-        gdt_ts=float(np.mean([within_of[c] for c in GDT_TS])),
-        gdt_ha=float(np.mean([within_of[c] for c in GDT_HA])),
+        tm=tm / length,
+        gdt_ts=float(np.mean([within[cutoff] for cutoff in GDT_TS])) / length,
+        gdt_ha=float(np.mean([within[cutoff] for cutoff in GDT_HA])) / length,
     )
 
 
-def _distances(predicted: Array, truth: Array, chosen: Array) -> Array:
-    """Return distances [S, N] after superposing on each of S sets of residues, bool [S, N]."""
-    rotation, translation = superpose(predicted[None], truth[None], chosen)
-    return np.linalg.norm(predicted @ np.swapaxes(rotation, -1, -2) + translation[:, None] - truth, axis=-1)
+def _superpositions(predicted: Array, truth: Array, d0: float, starts: int) -> Iterator[Array]:
+    """Yield the squared distances [S, N] of paired points after each superposition that the TM-score program tries.
+
+    Fragments of N, N/2 ... N/16 and 4 residues, at most `starts` of a size, are superposed; then all residues that came
+    near, again and again until they stay the same, 20 times at most.
+    """
+    n = len(truth)
+    reach = float(np.clip(d0, 4.5, 8.0))
+    least = min(4, n)
+    sizes = [size for size in (n // 2**i for i in range(5)) if size > least]
+    for size in (*sizes, least):
+        places = np.unique(np.linspace(0, n - size, min(starts, n - size + 1)).astype(int))
+        chosen = (np.arange(n) >= places[:, None]) & (np.arange(n) < places[:, None] + size)
+        seen: set[bytes] = set()  # what was superposed once leads to nothing new
+        for within in [reach - 1] + [reach + 1] * 20:
+            parts = []
+            for some in np.array_split(chosen, -(-chosen.size // DISTANCES)):
+                rotation, translation = superpose(predicted[None], truth[None], some)
+                moved = predicted @ np.swapaxes(rotation, -1, -2) + translation[:, None]
+                squares = np.sum((moved - truth) ** 2, -1)
+                yield squares
+                parts.append(_nearest(squares, within))
+            chosen = np.concatenate(parts)
+            rows = {bytes(row): i for i, row in enumerate(np.packbits(chosen, axis=-1))}
+            new = [i for row, i in rows.items() if row not in seen]
+            if not new:
+                break
+            seen |= rows.keys()
+            chosen = chosen[new]
 
 
-def _nearest(distance: Array, within: float) -> Array:
-    """Return which residues are nearer than `within`, bool [S, N]; the three nearest if fewer are."""
-    k = min(2, distance.shape[-1] - 1)
-    third = np.partition(distance, k, axis=-1)[:, k, None]
-    return distance <= np.maximum(within, third)
+def _nearest(squares: Array, within: float) -> Array:
+    """Return which residues are nearer than `within`, bool [S, N]; it grows by 0.5 until there are three."""
+    third = np.sqrt(np.partition(squares, min(2, squares.shape[-1] - 1), axis=-1)[:, min(2, squares.shape[-1] - 1)])
+    steps = np.maximum(0, np.floor((third - within) / 0.5) + 1)
+    return squares < ((within + 0.5 * steps) ** 2)[:, None]
 
 
 # Scores of an alignment.  The sequences are versions of one protein or close relatives: only identity counts.

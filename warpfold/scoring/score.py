@@ -8,6 +8,7 @@ counts against it in those of the interfaces (`score_complex.py`).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,12 @@ def assembled(structure: Structure) -> Structure:
 
 
 def score(predicted: Structure, reference: Structure, chains: Mapping[str, str] | None = None) -> Score:
-    """Pair chains and residues, then measure.
+    """Pair chains and residues, then measure; arguments and errors as of `pair`."""
+    return pair(predicted, reference, chains).score()
+
+
+def pair(predicted: Structure, reference: Structure, chains: Mapping[str, str] | None = None) -> "Paired":
+    """Find which chains and residues correspond.
 
     chains: predicted -> reference chain names; default: found by sequence and position.
     Errors: UserError where no chains match, or a named one does not exist.
@@ -127,41 +133,73 @@ def score(predicted: Structure, reference: Structure, chains: Mapping[str, str] 
         similar = similar_chains(ours, theirs)
     docking = Docking(ours, theirs, similar)
     found = dict(chains) if chains else map_chains(docking, similar)
-    sides = [_paired(ours[p], theirs[r], similar[p, r]) for p, r in found.items()]
-    positions, known, truth, mask, swap = (np.concatenate(parts) for parts in zip(*(side.arrays for side in sides)))
-    both = known[:, CA]
-    overlap = metrics.overlap(positions[both, CA], truth[both, CA], length=len(truth))
-    lddt, interfaces = None, None
-    if mask.sum() > mask[:, CA].sum() and known.sum() > both.sum():  # more than Ca on both sides
-        renamed = metrics.rename_symmetric(positions, truth, mask, known, swap)
-        lddt = metrics.lddt(renamed, truth, mask, known)
-        if len(theirs) > 1:
-            ilddt = _interface_lddt(renamed, sides, found, theirs)
-            interfaces = compare_interfaces(docking, similar, found, ilddt)
-    return Score(
-        lddt_ca=metrics.lddt(positions[:, [CA]], truth[:, [CA]], mask[:, [CA]], known[:, [CA]]),
-        lddt=lddt,
-        tm=overlap.tm,
-        gdt_ts=overlap.gdt_ts,
-        gdt_ha=overlap.gdt_ha,
-        rmsd=metrics.rmsd(positions[both, CA], truth[both, CA]),
-        residues=len(truth),
-        paired=int(both.sum()),
-        identity=sum(side.equal for side in sides) / max(1, int(both.sum())),
-        chains=found,
-        left_out=[name for name in theirs if name not in found.values()],
-        extra=[name for name in ours if name not in found],
-        dropped=[
-            f"{structure.id} {name}: {why}"
-            for structure in (predicted, reference)
-            for name, why in structure.dropped.items()
-        ],
-        complex=interfaces,
-    )
+    sides = {p: _sides(ours[p], theirs[r], similar[p, r]) for p, r in found.items()}
+    return Paired(predicted, reference, found, similar, docking, sides)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A prediction and a reference whose chains and residues are paired, ready to be measured.
+
+    chains: predicted -> reference.  similar: (predicted, reference) -> paired residues [K, 2] of all chains that may
+    correspond.  sides: by predicted chain, what its residues are compared with.
+    """
+
+    predicted: Structure
+    reference: Structure
+    chains: dict[str, str]
+    similar: Mapping[tuple[str, str], Array]
+    docking: Docking
+    sides: "dict[str, Sides]"
+
+    @cached_property
+    def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
+        """Those of all sides, one after another."""
+        positions, known, truth, mask, swap = zip(*(side.arrays for side in self.sides.values()))
+        return tuple(map(np.concatenate, (positions, known, truth, mask, swap)))  # type: ignore[return-value]
+
+    def lddt_ca_per_residue(self) -> Array:
+        """Return lDDT-Ca of each residue of `arrays` [N]; NaN for one without others near it."""
+        positions, known, truth, mask, _ = self.arrays
+        return metrics.lddt_per_residue(positions[:, [CA]], truth[:, [CA]], mask[:, [CA]], known[:, [CA]])
+
+    def score(self) -> Score:
+        """Measure."""
+        found, theirs, sides = self.chains, self.reference.chains, list(self.sides.values())
+        positions, known, truth, mask, swap = self.arrays
+        both = known[:, CA]
+        overlap = metrics.overlap(positions[both, CA], truth[both, CA], length=len(truth))
+        lddt, interfaces = None, None
+        if mask.sum() > mask[:, CA].sum() and known.sum() > both.sum():  # more than Ca on both sides
+            renamed = metrics.rename_symmetric(positions, truth, mask, known, swap)
+            lddt = metrics.lddt(renamed, truth, mask, known)
+            if len(theirs) > 1:
+                ilddt = _interface_lddt(renamed, sides, found, theirs)
+                interfaces = compare_interfaces(self.docking, self.similar, found, ilddt)
+        return Score(
+            lddt_ca=metrics.lddt(positions[:, [CA]], truth[:, [CA]], mask[:, [CA]], known[:, [CA]]),
+            lddt=lddt,
+            tm=overlap.tm,
+            gdt_ts=overlap.gdt_ts,
+            gdt_ha=overlap.gdt_ha,
+            rmsd=metrics.rmsd(positions[both, CA], truth[both, CA]),
+            residues=len(truth),
+            paired=int(both.sum()),
+            identity=sum(side.equal for side in sides) / max(1, int(both.sum())),
+            chains=found,
+            left_out=[name for name in theirs if name not in found.values()],
+            extra=[name for name in self.predicted.chains if name not in found],
+            dropped=[
+                f"{structure.id} {name}: {why}"
+                for structure in (self.predicted, self.reference)
+                for name, why in structure.dropped.items()
+            ],
+            complex=interfaces,
+        )
 
 
 def _interface_lddt(
-    renamed: Array, sides: Sequence["_Sides"], found: Mapping[str, str], reference: Mapping[str, Chain]
+    renamed: Array, sides: Sequence["Sides"], found: Mapping[str, str], reference: Mapping[str, Chain]
 ) -> dict[tuple[str, str], Array]:
     """Count the pairs of atoms of each two chains of the reference, also of those that the prediction lacks."""
     stands = dict(zip(found.values(), np.split(renamed, np.cumsum([len(side.arrays[0]) for side in sides])[:-1])))
@@ -180,26 +218,31 @@ def _interface_lddt(
 
 
 @dataclass(frozen=True)
-class _Sides:
+class Sides:
     """The reference's residues that have Ca, and the predicted ones paired with them.
 
     arrays: predicted positions [N, 37, 3] and mask, true positions and mask, each atom's symmetric twin [N, 37].
+    ours, theirs: the predicted residue in its chain, -1 for none, and the reference's in its own [N].
     """
 
     arrays: tuple[Array, Array, Array, Array, Array]
     equal: int  # residues that are the same amino acid
+    ours: Array
+    theirs: Array
 
 
-def _paired(a: Chain, b: Chain, pairs: Array) -> _Sides:
+def _sides(a: Chain, b: Chain, pairs: Array) -> Sides:
     """Pair the atoms of two chains by name; different amino acids share the backbone and some more."""
     pairs = with_ca(a, b, pairs)
     i, j = pairs.T
     positions, known = np.zeros_like(b.positions), np.zeros_like(b.mask)
     positions[j], known[j] = a.positions[i], a.mask[i]
+    ours = np.full(len(b.mask), -1, np.int64)
+    ours[j] = i
     seen = b.mask[:, CA] > 0
     swap = _SWAP37[[RESTYPES.find(letter) for letter in b.sequence]]  # -1, the last row, for X
     arrays = (positions[seen], known[seen] > 0, b.positions[seen], b.mask[seen] > 0, swap[seen])
-    return _Sides(arrays, count_equal(a, b, pairs))
+    return Sides(arrays, count_equal(a, b, pairs), ours[seen], np.flatnonzero(seen))
 
 
 # int64 [21, 37]: the twin of each atom of a symmetric side chain, itself for others; the last row is X.

@@ -13,11 +13,11 @@ from warpfold.data.formats.alignment import as_row
 from warpfold.data.formats.input_files import ALIGNMENTS, InputFile, find, read_query, stacking_order
 from warpfold.errors import UserError
 from warpfold.progress import Progress
+from warpfold.scoring.bootstrap import interval
 from warpfold.scoring.manifest import Manifest, Published, Truth
 from warpfold.scoring.score import score_files
 
 FORMAT = "warpfold-verify-1"
-DRAWS = 10_000  # of the bootstrap
 MEANS = ("lddt_ca", "lddt", "gdt_ts", "tm", "plddt")
 
 Row = dict[str, Any]  # of a prediction
@@ -137,15 +137,6 @@ def _mean_of(model: Mapping[str, Any], rows: Sequence[Row], manifest: Manifest) 
         "published": manifest.published.lddt_ca.get(model["name"]),
     }
     return found | {"verdict": verdict(found, manifest.published, len(manifest.targets))}
-
-
-def interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95% bootstrap interval of a mean, over `DRAWS` draws of as many values; None for fewer than two."""
-    if len(values) < 2:
-        return None
-    drawn = np.random.default_rng(0).choice(np.asarray(values), (DRAWS, len(values))).mean(1)
-    low, high = np.percentile(drawn, (2.5, 97.5))
-    return float(low), float(high)
 
 
 def verdict(found: Mapping[str, Any], published: Published, targets: int) -> str:

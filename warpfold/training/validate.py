@@ -37,7 +37,7 @@ LOG, BEST = "evaluations.jsonl", "best.safetensors"
 POLL = 2.0  # seconds between two looks for a new checkpoint
 
 
-def evaluate(
+def validate(
     run: Path,
     data: Sequence[Source],
     *,
@@ -61,9 +61,9 @@ def evaluate(
     model = AlphaFold(config.model).to(device).eval()
     packed = PackedWeights(model, DTYPES[config.plan.precision])
     judge = Judge(model, config, device, lambda _: None)
-    taken = UserError(f"{run}: another `warpfold evaluate` is writing there; end it first")
+    taken = UserError(f"{run}: another `warpfold validate` is writing there; end it first")
     found: list[Row] = []
-    with wait_for_lock(run / ".evaluate-lock", taken), closing(AppendedFile(run / LOG)) as log:
+    with wait_for_lock(run / ".validate-lock", taken), closing(AppendedFile(run / LOG)) as log:
         rows = [json.loads(line) for line in (run / LOG).read_text(encoding="utf-8").splitlines()]
         best = max((row["lddt_ca"] for row in rows if _is_whole(row)), default=-1.0)
         done = {row["step"] for row in rows}

@@ -1,4 +1,4 @@
-"""`warpfold evaluate`: what it finds is what the training would; and processes that a plan leaves over wait."""
+"""`warpfold validate`: what it finds is what the training would; and processes that a plan leaves over wait."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from warpfold.parallel import heartbeat
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
 from warpfold.report.curves import RunLog
-from warpfold.training import evaluate as module
+from warpfold.training import validate as module
 from warpfold.training.config import RunConfig
 from warpfold.training.train import train
 
@@ -31,7 +31,7 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
-    return make_store(tmp_path_factory.mktemp("evaluate") / "store", proteins=7)
+    return make_store(tmp_path_factory.mktemp("validate") / "store", proteins=7)
 
 
 def config_of(plan: Plan = Plan(), **more: Any) -> RunConfig:  # noqa: B008 (frozen)
@@ -41,7 +41,7 @@ def config_of(plan: Plan = Plan(), **more: Any) -> RunConfig:  # noqa: B008 (fro
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
 def run(request: pytest.FixtureRequest, store: Store, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("evaluate") / "run"
+    out = tmp_path_factory.mktemp("validate") / "run"
     train(config_of(Plan(precision=request.param)), store, out)
     return out
 
@@ -52,11 +52,11 @@ def of_row(row: dict[str, Any]) -> dict[str, Any]:
 
 def test_it_finds_what_the_training_finds(run: Path, store: Store) -> None:
     told: list[Any] = []
-    found = warpfold.evaluate(run, store, watch=told.append)
+    found = warpfold.validate(run, store, watch=told.append)
     expected = {row["step"]: of_row(row) for row in rows(run) if row["kind"] == "validation"}
     assert {row["step"]: of_row(row) for row in found} == {step: expected[step] for step in (2, 4, 6)}
     assert told == found
-    assert warpfold.evaluate(run, store) == []  # all have their rows
+    assert warpfold.validate(run, store) == []  # all have their rows
     best = max(found, key=lambda row: row["lddt_ca"])["step"]
     average = load_file(run / f"checkpoints/step-{best:08d}/state.safetensors")
     for name, x in load_file(run / "best.safetensors").items():
@@ -73,7 +73,7 @@ def test_it_follows_a_run_that_trains(store: Store, tmp_path: Path, monkeypatch:
     found: list[Any] = []
 
     def follow() -> None:
-        found.extend(module.evaluate(out, [Source(store)], follow=True))
+        found.extend(module.validate(out, [Source(store)], follow=True))
 
     follower = None
 
@@ -99,25 +99,25 @@ def test_what_is_damaged_or_deleted_is_left_out(
     (out / "checkpoints/step-00000002/state.json").write_text("{}")
     steps = module.StepFolders.steps
     monkeypatch.setattr(module.StepFolders, "steps", lambda self: [*steps(self), 100])
-    assert [row["step"] for row in warpfold.evaluate(out, store)] == [4, 6]
+    assert [row["step"] for row in warpfold.validate(out, store)] == [4, 6]
     assert "step 2 is not evaluated: " in caplog.text
     assert "step 100 is not evaluated: the run has deleted it meanwhile" in caplog.text
 
 
 def test_what_is_refused(store: Store, run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not the folder of a training run"):
-        warpfold.evaluate(tmp_path, store)
+        warpfold.validate(tmp_path, store)
     (run / "evaluations.jsonl").unlink(missing_ok=True)
     with pytest.raises(UserError, match="trains on other data"):
-        warpfold.evaluate(run, make_store(tmp_path / "other", proteins=6))
+        warpfold.validate(run, make_store(tmp_path / "other", proteins=6))
     train(tiny_run(steps=1, validation=0.0), store, tmp_path / "none")
     with pytest.raises(UserError, match="hold nothing out"):
-        warpfold.evaluate(tmp_path / "none", store)
+        warpfold.validate(tmp_path / "none", store)
     with (
-        lock_file(run / ".evaluate-lock", UserError("it is free")),
-        pytest.raises(UserError, match="another `warpfold evaluate`"),
+        lock_file(run / ".validate-lock", UserError("it is free")),
+        pytest.raises(UserError, match="another `warpfold validate`"),
     ):
-        warpfold.evaluate(run, store)
+        warpfold.validate(run, store)
 
 
 # Processes that a plan leaves over
