@@ -19,10 +19,12 @@ from tests.helpers import as_multimer, filled_model, random_batch, random_comple
 from tests.ranks import run_ranks
 from warpfold.batch import Batch
 from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.engine.trainable import AdapterConfig, FinetuneConfig, freeze, merged_state
 from warpfold.geometry.labels import structure_labels
 from warpfold.model import losses
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.evoformer import EvoformerConfig, PairConfig
+from warpfold.model.layers import AdaptedLinear
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.ops.noise import Noise
 from warpfold.parallel import collectives, sharded
@@ -108,12 +110,15 @@ def outputs_of(output: Output) -> Named:
     return {name: x.detach() for name, x in named.items()}
 
 
-def backward(model: AlphaFold, work: Work, index: int) -> tuple[Named, Named, Named]:
-    """The outputs, this rank's part of the losses, and its part of the inputs' gradients; parameters keep theirs."""
+def backward(model: AlphaFold, work: Work, index: int, leaves: bool = True) -> tuple[Named, Named, Named]:
+    """The outputs, this rank's part of the losses, and its part of the inputs' gradients; parameters keep theirs.
+
+    leaves: whether the inputs have gradients at all, which have the backward pass go through all of the trunk.
+    """
     model.noise.seed(7, index)
     dtype = next(model.parameters()).dtype
     batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in example(work, index).items()}
-    inputs = {name: batch[name].detach().clone().requires_grad_() for name in INPUTS if name in batch}
+    inputs = {name: batch[name].detach().clone().requires_grad_(leaves) for name in INPUTS if name in batch}
     output = model(batch | inputs, work.recycles)
     weights = replace(LOSSES, center_of_mass=float("asym_id" in batch))
     loss, terms = total_loss(output, batch, weights, residues=model.residues)
@@ -271,6 +276,70 @@ def test_folding_in_place_does_too(work: Work, plan: Plan) -> None:
 
     expected = folded(Plan(), Mesh())
     assert above(on_ranks(plan, lambda mesh: errors(folded(plan, mesh), expected, mesh))) == {}
+
+
+# What is trained in part
+
+PARTS = {
+    "adapters": FinetuneConfig(trainable=(), adapters=AdapterConfig(on=("*",), rank=2, scale=0.5)),
+    "structure": FinetuneConfig(trainable=("structure",)),
+    "last block": FinetuneConfig(trainable=("evoformer.blocks.1", "plddt")),
+}
+
+
+def partly_trained(work: Work, part: str) -> AlphaFold:
+    """The tiny model with what is to be trained of it; an adapter changes its weight from the beginning."""
+    model = model_for(work)
+    freeze(model, PARTS[part])
+    for module in model.modules():
+        if isinstance(module, AdaptedLinear):
+            torch.nn.init.normal_(module.adapter_b, std=0.1)
+    return model
+
+
+@cache
+def dense_gradients(work: Work, part: str) -> Named:
+    """The gradients of what is trained, by those of all weights of the merged model on one device."""
+    model = partly_trained(work, part).double()
+    merged = Execution(Plan(precision="fp64")).bind(model_for(work)).train()
+    merged.load_state_dict(merged_state(model))
+    backward(merged, work, 0)
+    dense = {name: grad_of(p) for name, p in merged.named_parameters()}
+    scale, found = PARTS[part].adapters.scale, dict[str, Tensor]()
+    for name, p in model.named_parameters():
+        layer, _, kind = name.rpartition(".")
+        if kind == "adapter_a":
+            found[name] = scale * model.get_parameter(f"{layer}.adapter_b").detach().T @ dense[f"{layer}.weight"]
+        elif kind == "adapter_b":
+            found[name] = scale * dense[f"{layer}.weight"] @ model.get_parameter(f"{layer}.adapter_a").detach().T
+        elif p.requires_grad:
+            found[name] = dense[name]
+    return found
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("work", "plan"),
+    [
+        case(AF2),
+        case(AF2, axial=2),
+        case(LAST, axial=2, triangle="gather", recompute="block", chunk=2),
+        case(COMPLEX, axial=2, triangle="channels"),
+    ],
+)
+def test_what_is_trained_in_part_has_the_gradients_of_the_dense_model(part: str, work: Work, plan: Plan) -> None:
+    expected = dense_gradients(work, part)
+
+    def on_a_rank(mesh: Mesh) -> dict[str, float]:
+        model = Execution(replace(plan, precision="fp64"), mesh).bind(partly_trained(work, part)).train()
+        optimizer = Optimizer(model, OptimConfig(clip_norm=math.inf), mesh)
+        model.noise.seed(7, 0)
+        backward(model, work, 0, leaves=False)
+        found = optimizer.reducer.all_gather(optimizer.reducer.finish(), torch.empty_like(optimizer.gradient))
+        here = {name: optimizer.layout.view(found, name) for name in optimizer.layout.places}
+        return errors(Answer({}, {}, {}, here), Answer({}, {}, {}, expected), mesh)
+
+    assert above(on_ranks(plan, on_a_rank)) == {}
 
 
 # Five steps

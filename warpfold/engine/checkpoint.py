@@ -5,6 +5,8 @@
     DIR/checkpoints/step-00000100/    state.safetensors (weights, averages, moments), state.json (the rest), and
                                       checksums.json of both: a damaged checkpoint is skipped
     DIR/params.safetensors            the averaged weights at the last checkpoint: what `predict --params` takes
+    DIR/params_best.safetensors       those of the best validation
+    DIR/frozen.safetensors            the parameters that are not trained, which checkpoints do not hold
     DIR/failures/example-00000042/    what reproduces a loss or gradient that was not finite
 
 Of several processes that run together, rank 0 locks the folder and writes; only failures are saved by the process that
@@ -39,6 +41,7 @@ logger = logging.getLogger("warpfold")
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 STATE = ("state.safetensors", "state.json")
 CHECKSUMS = "checksums.json"
+FROZEN = "frozen.safetensors"
 
 
 class DamagedCheckpoint(UserError):
@@ -330,6 +333,14 @@ class RunFolder(StepFolders):
             sync_path(draft)
             draft.replace(path)
             sync_path(self.path)
+
+    def write_frozen(self, tensors: Mapping[str, Tensor], again: bool) -> None:
+        """Write the parameters that are not trained, which are the same in the whole run.
+
+        again: also where they are there already, of a run that was stopped before its first checkpoint.
+        """
+        if again or not (self.path / FROZEN).exists():
+            self.replace_file(FROZEN, lambda path: save_file({name: x.cpu() for name, x in tensors.items()}, path))
 
     def save_failure(
         self, index: int, arrays: Mapping[str, np.ndarray], tensors: Mapping[str, Tensor], notes: Mapping[str, Any]

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from warpfold.model.layers import Linear, Projection
+from warpfold.model.layers import AdaptedLinear, Linear, Projection
 from warpfold.ops.torch_internals import allow_grad_dtype, call_after_backward
 from warpfold.parallel.exchange import Layout, make_layout
 
@@ -46,15 +46,18 @@ class PackedWeights:
         trained: bool = False,
         bucket_bytes: float = float("inf"),
         ranks: int = 1,
+        frozen: bool = False,
     ) -> None:
         """Move the parameters of `model`, of one dtype and on one device, into one buffer.
 
         dtype: that operations compute in; None: that of the parameters.  trained: only those that require a gradient,
-        which gets a buffer, too.  bucket_bytes, ranks: as of `make_layout`.
+        which gets a buffer, too; the others are packed apart, to be read (`rest`).  bucket_bytes, ranks: as of
+        `make_layout`.  frozen: only those that require no gradient.
         """
         every = dict(model.named_parameters())
         order, together = packed_order(model)
-        self.parameters = {name: every[name] for name in order if every[name].requires_grad or not trained}
+        wanted = [every[name].requires_grad if trained else not (frozen and every[name].requires_grad) for name in order]
+        self.parameters = {name: every[name] for name, one in zip(order, wanted) if one}
         self.layout: Layout = make_layout(self.parameters, bucket_bytes, ranks, together)
         some = next(iter(self.parameters.values()))
         self.weights = torch.zeros(self.layout.size, device=some.device, dtype=some.dtype)
@@ -65,7 +68,8 @@ class PackedWeights:
         self.places: dict[int, Tensor] = {}  # to which the gradient of each leaf is added, by the leaf's id
         self._arrived: dict[int, Tensor] = {}  # the leaves that have a grad, though gradients arrive there
         self._released: set[int] = set()  # and those that have none, so that they take what comes
-        linears = {id(p) for module in model.modules() if isinstance(module, Linear) for p in module.parameters(False)}
+        own = (module._parameters for module in model.modules() if isinstance(module, Linear))
+        linears = {id(p) for parameters in own for p in (parameters["weight"], parameters["bias"])}
         for name, p in self.parameters.items():
             self.layout.view(self.weights, name).copy_(p.detach())
             p.data = self.layout.view(self.weights, name)  # what changes the buffer changes the parameter
@@ -84,8 +88,12 @@ class PackedWeights:
             for key, held in module._parameters.items():
                 if held is not None and id(held) in self.names:
                     self._held.append((module._parameters, key, held, held.data_ptr(), self.places.get(id(held))))
-            if isinstance(module, Linear):
+            if isinstance(module, Linear) and any(id(p) in self.names for p in module._parameters.values()):
                 module.packed = self
+        # A layer of which a part is trained and a part is not is read where it is.
+        self.rest: PackedWeights | None = None
+        if trained and not all(wanted):
+            self.rest = PackedWeights(model, dtype, frozen=True)
 
     def __deepcopy__(self, memo: object) -> None:
         """Return nothing: a copy of a model has weights of its own."""
@@ -117,6 +125,8 @@ class PackedWeights:
         """
         if self.copy is None:
             return
+        if self.rest is not None:
+            self.rest.catch_up()
         written = sum(p._version for p in self.parameters.values())
         if written != self._written:
             self._written = written
@@ -192,7 +202,7 @@ class PackedWeights:
 
     def _find(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> tuple[list["_Source"], Joined] | None:
         """Make the result of `joined`, and note its sources; None where the parameters lie elsewhere or apart."""
-        linears = [linear for linear in projections if isinstance(linear, Linear)]
+        linears = [one for one in projections if isinstance(one, Linear) and not isinstance(one, AdaptedLinear)]
         if len(linears) < len(projections) or dtype not in (self.compute.dtype, self.weights.dtype):
             return None
         biases = [(linear, "bias") for linear in linears if linear.bias is not None]
@@ -275,7 +285,7 @@ def packed_order(model: nn.Module) -> tuple[list[str], set[str]]:
     position = {name: i for i, name in enumerate(names.values())}
     for module in model.modules():  # a layer comes before its parts, and may have joined more than they
         linears: tuple[Linear, ...] = getattr(module, "projections", ())
-        group = [names[id(linear.weight)] for linear in linears]
+        group = [names[id(linear._parameters["weight"])] for linear in linears]  # of an adapted one, what is adapted
         group += [names[id(linear.bias)] for linear in linears if linear.bias is not None]
         if group and not grouped & set(group):
             grouped |= set(group)

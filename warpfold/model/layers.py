@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from warpfold.ops.linear import layer_norm, norm_linear
 from warpfold.ops.noise import Noise
+from warpfold.ops.tensors import exact_matmul
 
 Init = Literal["default", "relu", "glorot", "gating", "final"]
 
@@ -49,6 +50,26 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = joined(x.dtype, self)
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class AdaptedLinear(Linear):
+    """A linear layer whose weight is W + scale B A (Hu et al. 2021, section 4.1; scale is their alpha / r).
+
+    W stays under its usual name, and is not trained; A [rank, c_in] and B [c_out, rank] are.  Whoever asks for the
+    weight gets the dense one, of which autograd knows where it came from: no operation, plan or kernel has to know of
+    adapters (docs/decisions/0026).  A layer becomes one by `engine.trainable.freeze`.
+    """
+
+    adapter_a: nn.Parameter
+    adapter_b: nn.Parameter
+    scale: float
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The dense weight, in the dtype of the parameters."""
+        w = self._parameters["weight"]
+        assert w is not None
+        return w + self.scale * exact_matmul(self.adapter_b, self.adapter_a)
 
 
 class LayerNorm(nn.LayerNorm):

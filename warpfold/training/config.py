@@ -11,6 +11,7 @@ from warpfold.arguments import shown
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.load.order import Weights
 from warpfold.engine.optim import OptimConfig, unsupported_batch
+from warpfold.engine.trainable import FinetuneConfig
 from warpfold.errors import UserError
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.losses import LossConfig
@@ -33,6 +34,7 @@ class TrainConfig:
     validate_every: int = 1_000  # steps; 0: at the beginning and the end only
     validation_share: float = 0.1  # of the time, at most; what there is no time for is left out; 1: all is validated
     save_every: int = 500  # steps
+    patience: int = 0  # validations in a row without a better one after which the run ends; 0: it never ends early
     keep: int = 2  # how many last checkpoints stay; the best stays too
     idle: int = 0  # processes that a chosen plan leaves over: the run notes it, to go on with its plan on as many
     # With --init: heads that the file lacks begin at random, and those that the settings lack are left out.
@@ -55,10 +57,9 @@ class TrainConfig:
             raise ValueError("validation, as a share, must be at least 0 and below 1")
         if not 0 < self.validation_share <= 1:
             raise ValueError("validation_share must be above 0 and at most 1; validation = 0.0 holds nothing out")
-        if self.ahead < 1 or min(self.window, self.workers or 0, self.max_skipped, self.report_every, self.idle) < 0:
-            raise ValueError(
-                "ahead must be at least 1; workers, window, max_skipped, report_every and idle must not be negative"
-            )
+        not_negative = "workers", "window", "max_skipped", "report_every", "idle", "patience"
+        if self.ahead < 1 or min(getattr(self, name) or 0 for name in not_negative) < 0:
+            raise ValueError(f"ahead must be at least 1; {', '.join(not_negative)} must not be negative")
         if not 0 <= self.quarantine <= 1:
             raise ValueError("quarantine must lie between 0 and 1")
 
@@ -73,6 +74,7 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     plan: Plan = field(default_factory=Plan)
     train: TrainConfig = field(default_factory=TrainConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
 
     def __post_init__(self) -> None:
         plan, examples = self.plan, self.optim.accumulate
@@ -84,6 +86,11 @@ class RunConfig:
             raise ValueError(
                 "loss.center_of_mass keeps the chains of a complex apart, and this model folds single chains: leave it "
                 "out, or train a multimer (model.multimer)"
+            )
+        if plan.branch > 1 and self.finetune.freezes:
+            raise ValueError(
+                "plan.branch = 2 computes m and z on different ranks, of which one could have nothing to train "
+                '(finetune.trainable, finetune.adapters): leave it at 1, or train "all"'
             )
         if plan.data > examples:
             raise ValueError(

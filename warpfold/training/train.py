@@ -4,6 +4,7 @@ Everything random is keyed by (seed, step or example), never by a generator's st
 from its last checkpoint and is, to the bit, the run that was not.
 """
 
+import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from warpfold import settings
@@ -23,7 +25,8 @@ from warpfold.device import Snapshot
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.learn import DeviceResult, Learner, in_batches
 from warpfold.engine.loop import Log, StopSignals
-from warpfold.engine.optim import Optimizer
+from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.engine.trainable import FinetuneConfig, adapters_state, freeze, frozen_state, merged_state
 from warpfold.engine.watch import CsvFile, TensorBoard, Watching, WeightsAndBiases, as_watchers
 from warpfold.errors import UserError, listed
 from warpfold.model.alphafold import AlphaFold
@@ -101,6 +104,8 @@ def train(
         signals = stack.enter_context(StopSignals())
         claim(run, config, origin, team)
         state = restore(run, optimizer, origin, team)
+        if team.is_rank_zero and config.finetune.freezes:
+            run.write_frozen(frozen_state(model), again=not state.step)
         skipped = SkippedExamples(config.train.max_skipped, state.notes.get("skipped", ()))
         log = stack.enter_context(open_log(run, config, state, watch, team))
         signals.answer = partial(log.phase, "stopping")
@@ -177,7 +182,10 @@ def identity(values: settings.Mapped) -> settings.Mapped:
     fixed = {name: values.get(name, {}) for name in ("model", "loss", "data", "optim")}
     train = values.get("train", {})
     named = {name: train.get(name) for name in ("seed", "order", "validation")}
-    return {**fixed, "train": {**named, "test": list(train.get("test", ()))}}
+    fixed |= {"train": {**named, "test": list(train.get("test", ()))}}
+    for name, config in (("optim", OptimConfig()), ("finetune", FinetuneConfig())):  # keys that runs of before lack
+        fixed[name] = {**settings.to_dict(config), **values.get(name, {})}
+    return fixed
 
 
 def initial_model(config: RunConfig, init: Path | None, team: Team | None = None) -> AlphaFold:
@@ -192,6 +200,7 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
         if team.is_rank_zero:
             start_from(model, load_model(init), str(init), config.train.new_heads)
         model.load_state_dict(team.broadcast_tensors(model.state_dict(), "the first parameters"))
+    freeze(model, config.finetune, config.train.seed).check_losses(config.loss)
     return model.train()
 
 
@@ -248,6 +257,7 @@ def save(
 ) -> None:
     """Write params.safetensors (averaged weights), then the checkpoint: a run is finished only when both are there.
 
+    Of adapters params.safetensors has the weights that they make; they alone are in adapters.safetensors.
     They are written from copies, while the next steps run; the one before must have been written.
     """
     log.phase("saving")
@@ -256,13 +266,17 @@ def save(
         team.of_example_leaders(team.all_gather_object(examples.exchanged(), "a checkpoint", to_all=False))
     )
     with optimizer.averaged():
-        params = Snapshot.of(model.state_dict() if team.is_rank_zero else {})
+        params = Snapshot.of(merged_state(model) if team.is_rank_zero else {})
+        adapters = Snapshot.of(adapters_state(model) if team.is_rank_zero else {})
     state = optimizer.state()
     tensors = Snapshot.of(state if team.is_rank_zero else {})
 
     def write() -> None:
         data = settings.to_dict(config.data)
         run.replace_file("params.safetensors", lambda path: save_params(path, model, data, params.wait()))
+        if small := adapters.wait():
+            about = {"finetune": json.dumps(settings.to_dict(config.finetune))}
+            run.replace_file("adapters.safetensors", lambda path: save_file(small, path, about))
         run.save(Checkpoint(step, tensors.wait(), {"loader": asdict(used), **notes}), config.train.keep)
 
     if team.is_rank_zero:

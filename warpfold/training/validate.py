@@ -15,11 +15,13 @@ from contextlib import closing
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from warpfold import settings
 from warpfold.data.load.order import Source
-from warpfold.engine.checkpoint import AppendedFile, Checkpoint, DamagedCheckpoint, StepFolders, finite
+from warpfold.engine.checkpoint import FROZEN, AppendedFile, Checkpoint, DamagedCheckpoint, StepFolders, finite
 from warpfold.engine.packed import PackedWeights
+from warpfold.engine.trainable import freeze, merged_state
 from warpfold.engine.watch import Row, Watching, as_watchers
 from warpfold.errors import UserError
 from warpfold.files import wait_for_lock
@@ -59,6 +61,9 @@ def validate(
     origin, watchers = fingerprint_origin(data, None, Team())["store"], as_watchers(watch)
     folders, device = StepFolders(run / "checkpoints"), torch.device(device)
     model = AlphaFold(config.model).to(device).eval()
+    freeze(model, config.finetune)
+    if config.finetune.freezes:
+        model.load_state_dict(load_file(run / FROZEN), strict=False)  # the rest is in each checkpoint
     packed = PackedWeights(model, DTYPES[config.plan.precision])
     judge = Judge(model, config, device, lambda _: None)
     taken = UserError(f"{run}: another `warpfold validate` is writing there; end it first")
@@ -86,7 +91,7 @@ def validate(
                 row |= {"seconds": round(time.perf_counter() - began, 3), "time": round(time.time(), 3)}
                 if _is_whole(row) and row["lddt_ca"] > best:
                     best = row["lddt_ca"]
-                    save_params(run / BEST, model, settings.to_dict(config.data))
+                    save_params(run / BEST, model, settings.to_dict(config.data), merged_state(model))
                 log.write(json.dumps(finite(row)) + "\n")
                 found.append(row)
                 for watcher in watchers:

@@ -1,0 +1,207 @@
+"""What of a model is trained: parameters by name, and adapters of low rank on its projections.
+
+What is not trained requires no gradient.  So autograd stops below the first layer that is, and the optimizer, the
+exchange of gradients and checkpoints see the trained parameters alone.
+"""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from warpfold.errors import UserError
+from warpfold.keyed import keyed_rng
+from warpfold.model.alphafold import AlphaFold, ModelConfig
+from warpfold.model.layers import AdaptedLinear, Linear
+from warpfold.model.losses import LossConfig
+
+# The heads, and the weight of the loss that each of them alone learns from.
+HEADS = {
+    "distogram": "distogram",
+    "masked_msa": "masked_msa",
+    "plddt": "plddt",
+    "resolved": "experimentally_resolved",
+    "pae": "predicted_aligned_error",
+}
+BEHIND_TRUNK = ("structure", *HEADS)  # modules of a model that the trunk does not need
+ADAPTER = ("adapter_a", "adapter_b")  # parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """[finetune.adapters]: a projection's weight is W + scale B A, of which only A and B are trained.
+
+    on: names or patterns of projections.  rank: of B A.  scale: alpha / r of Hu et al. 2021 (section 4.1): given so, it
+    need not change with the rank.  A begins with normal numbers of variance 1 / c_in, B with zeros, so that a model
+    begins as it was.
+    """
+
+    on: tuple[str, ...] = ()
+    rank: int = 8
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1 or not self.scale > 0:
+            raise ValueError("rank must be at least 1, and scale positive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetuneConfig:
+    """[finetune]: what is trained, and how often what is drawn of an example comes again.
+
+    trainable: "all", "heads", or names or patterns of parameters or modules ("structure", "evoformer.blocks.4?.*"); []
+    with adapters alone.  draws: how many different draws there are of each example, of its crop, alignment rows,
+    recycles, and of dropout in a trunk that is not trained; 0: a new one every time.  trunk: what a trunk that is not
+    trained makes of an example is "computed" each time; "cached" in the run's folder, per draw; "auto": cached where
+    that is possible.
+    """
+
+    trainable: tuple[str, ...] = ("all",)
+    draws: int = 0
+    trunk: Literal["computed", "cached", "auto"] = "computed"
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
+
+    def __post_init__(self) -> None:
+        if not self.trainable and not self.adapters.on:
+            raise ValueError('trainable = [] without adapters.on trains nothing; name parameters, or "all"')
+        if self.draws < 0:
+            raise ValueError("draws must not be negative; 0 draws each example anew every time")
+        if self.trunk == "cached" and not self.draws:
+            raise ValueError('trunk = "cached" needs draws above 0: of each example so many are kept')
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some parameters are not trained."""
+        return self.trainable != ("all",) or bool(self.adapters.on)
+
+    def draw(self, index: int, examples: int) -> int:
+        """Return which draw example `index` is, where steps have so many examples: all of a step have the same."""
+        return index // examples % self.draws if self.draws else index
+
+
+class Trained:
+    """The names of a model's parameters that are trained, and of the projections that have an adapter."""
+
+    def __init__(self, model: nn.Module, config: FinetuneConfig) -> None:
+        """Errors: UserError for a pattern that matches nothing, and where an adapter's projection is itself trained."""
+        self.config = config
+        linears = [name for name, module in model.named_modules() if isinstance(module, Linear)]
+        parameters = [name for name, _ in model.named_parameters()]
+        self.adapted = _matching(config.adapters.on, linears, "finetune.adapters.on", "a projection")
+        patterns = [one for name in config.trainable for one in (HEADS if name == "heads" else (name,))]
+        if "heads" in config.trainable:
+            patterns = [one for one in patterns if one not in HEADS or getattr(model, one, None) is not None]
+        plain = parameters if "all" in config.trainable else _matching(patterns, parameters, "finetune.trainable", "a parameter")
+        if both := sorted({f"{name}.weight" for name in self.adapted} & set(plain)):
+            raise UserError(
+                f"finetune.trainable has {both[0]}, on which finetune.adapters.on puts an adapter; train one of the two "
+                "(trainable = [] trains adapters alone)"
+            )
+        self.names = [*plain, *(f"{name}.{part}" for name in self.adapted for part in ADAPTER)]
+
+    @property
+    def trunk(self) -> bool:
+        """Whether anything of the trunk is trained."""
+        return not all(name.split(".")[0] in BEHIND_TRUNK for name in self.names)
+
+    def check_losses(self, loss: LossConfig) -> None:
+        """Raise UserError where only heads are trained whose losses have no weight."""
+        tops = {name.split(".")[0] for name in self.names}
+        if all(top in HEADS and not getattr(loss, HEADS[top]) for top in tops):
+            weights = " and ".join(f"loss.{HEADS[top]}" for top in sorted(tops))
+            raise UserError(f"finetune.trainable: {' and '.join(sorted(tops))} would learn nothing: {weights} = 0")
+
+    def why_not_cached(self) -> str | None:
+        """Say why nothing that the trunk makes can be kept; None where it can."""
+        if self.trunk:
+            name = next(name for name in self.names if name.split(".")[0] not in BEHIND_TRUNK)
+            return f"{name} is trained"
+        if any(name.startswith("masked_msa.") for name in self.names):
+            return "the head masked_msa is trained, which reads whole alignments"
+        return None if self.config.draws else "finetune.draws is 0: no example comes twice"
+
+
+def _matching(patterns: Sequence[str], names: Sequence[str], setting: str, what: str) -> list[str]:
+    """Return the names that patterns name, themselves or by a module that they are in, in their order."""
+    found: set[str] = set()
+    for pattern in patterns:
+        some = {name for name in names if fnmatchcase(name, pattern) or _within(name, pattern)}
+        if not some:
+            modules = dict.fromkeys(".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1))
+            near = difflib.get_close_matches(pattern, [*modules, *names], n=3, cutoff=0.5)
+            cure = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_tops(names))}"
+            raise UserError(f'{setting}: "{pattern}" is not the name of {what} of this model; {cure}')
+        found |= some
+    return [name for name in names if name in found]
+
+
+def _within(name: str, pattern: str) -> bool:
+    """Return whether a name begins with the parts of a pattern."""
+    count = pattern.count(".") + 1
+    return name.count(".") >= count and fnmatchcase(".".join(name.split(".")[:count]), pattern)
+
+
+def _tops(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(name.split(".")[0] for name in names))
+
+
+@lru_cache(maxsize=16)
+def trained_parts(model: ModelConfig, config: FinetuneConfig) -> Trained:
+    """Return what would be trained of a model that settings describe.  Errors: as of `Trained`."""
+    with torch.device("meta"):
+        return Trained(AlphaFold(model), config)
+
+
+def freeze(model: nn.Module, config: FinetuneConfig, seed: int = 0) -> Trained:
+    """Have only those parameters require a gradient that settings name, and put adapters on projections.
+
+    Call it before the model's weights are packed.  seed: of the adapters, with their names.
+    Errors: as of `Trained`; the model is then as it was.
+    """
+    trained = Trained(model, config)
+    for name in trained.adapted:
+        _adapt(model.get_submodule(name), config.adapters, seed, name)
+    names = set(trained.names)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in names)
+    return trained
+
+
+def _adapt(linear: nn.Module, config: AdapterConfig, seed: int, name: str) -> None:
+    """Make a linear layer an adapted one."""
+    weight = linear.weight
+    outputs, inputs = weight.shape
+    a = weight.new_empty(config.rank, inputs, requires_grad=False)
+    if a.device.type != "meta":
+        drawn = keyed_rng(seed, "adapter", name).standard_normal((config.rank, inputs)) / inputs**0.5
+        a.copy_(torch.from_numpy(drawn))
+    linear.register_parameter("adapter_a", nn.Parameter(a))
+    linear.register_parameter("adapter_b", nn.Parameter(weight.new_zeros(outputs, config.rank)))
+    linear.__class__ = AdaptedLinear
+    linear.scale = config.scale
+
+
+def merged_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return a model's state by its usual names: adapters are added to their weights."""
+    state = model.state_dict()
+    for name, module in model.named_modules():
+        if isinstance(module, AdaptedLinear):
+            state[f"{name}.weight"] = module.weight.detach()
+            for part in ADAPTER:
+                del state[f"{name}.{part}"]
+    return state
+
+
+def adapters_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model's adapters alone."""
+    return {name: x for name, x in model.state_dict().items() if name.rpartition(".")[2] in ADAPTER}
+
+
+def frozen_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters that are not trained: what a checkpoint of the trained ones lacks."""
+    return {name: p.detach() for name, p in model.named_parameters() if not p.requires_grad}
