@@ -57,7 +57,7 @@ SAFE = {
     "engine/checkpoint.py:RunFolder.save_failure": "a folder of its own; " + OWN_FOLDER,
     "engine/checkpoint.py:RunFolder.write_settings": OWN_FOLDER + ", and of the same settings",
     "prediction/outputs.py:clear_damaged": "what is not as it was written gets a free name; the rest is as it was",
-    "demo.py:_put_aside": "renames into a folder that is new",
+    "outputs.py:put_aside": "renames into a folder that is new",
     "report/figures.py:_svg": "into memory",
     "report/figures.py:_as_file": "into memory",
     "prediction/published.py:_from_archive": "a tar that it has just fetched to where nothing was",

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
     from warpfold.cli.demo import sample
+    from warpfold.cli.finetune import finetune
     from warpfold.cli.pack import pack
     from warpfold.cli.params import fetch_params, params
     from warpfold.cli.predict import predict
@@ -49,6 +50,7 @@ __all__ = [
     "biased_attention",
     "compression_hook",
     "fetch_params",
+    "finetune",
     "load",
     "pack",
     "params",
@@ -68,6 +70,7 @@ _MODULES = {
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("FoldResult", "Predictor", "load"), "warpfold.prediction.predictor"),
     **{name: f"warpfold.cli.{name}" for name in ("pack", "params", "predict", "score", "search", "train", "verify")},
+    "finetune": "warpfold.cli.finetune",
     "validate": "warpfold.cli.train",
     "fetch_params": "warpfold.cli.params",
     "sample": "warpfold.cli.demo",

@@ -12,9 +12,7 @@ Each part is finished before the next begins, and is kept: the same command cont
 """
 
 import hashlib
-import itertools
 import json
-import os
 import platform
 import time
 from collections.abc import Sequence
@@ -33,7 +31,7 @@ from warpfold.data.synthetic.folder import generate
 from warpfold.demo_report import DIMERS, PROTEINS, demo_report
 from warpfold.engine.watch import Row
 from warpfold.files import write_atomically
-from warpfold.prediction.outputs import claim_folder, write_prediction, write_summary
+from warpfold.prediction.outputs import claim_folder, put_aside, write_prediction, write_summary
 from warpfold.prediction.predictor import Predictor, load
 from warpfold.progress import Progress, no_progress
 from warpfold.report.figures import draw_prediction
@@ -73,7 +71,7 @@ def run_demo(
     run = hashlib.sha256(json.dumps([settings.to_dict(config), count, __version__]).encode()).hexdigest()
     earlier = claim_folder(out, FORMAT, run, force)
     if earlier is not None and force:
-        _put_aside(out)
+        put_aside(out, PARTS)
     write_summary(out, {"format": FORMAT, "run": run, "status": "running"})
 
     tell("making proteins")
@@ -176,13 +174,3 @@ def fold_examples(config: RunConfig, store: Store, params: Path, tell: Stages) -
             found += 1
             tell.part(found / total)
     return measured
-
-
-def _put_aside(out: Path) -> None:
-    """Move the output of an earlier demo into OUT/earlier-N: somebody may have put files into its folders."""
-    made = [out / name for name in PARTS if os.path.lexists(out / name)]
-    if made:
-        aside = next(path for n in itertools.count(1) if not os.path.lexists(path := out / f"earlier-{n}"))
-        aside.mkdir()
-        for path in made:
-            path.rename(aside / path.name)

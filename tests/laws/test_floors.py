@@ -21,7 +21,7 @@ FLOORS = {
     **dict.fromkeys(("adapt", "profile", "report", "training"), 8),
     "prediction": 9,
     **dict.fromkeys(("before_after", "relax"), 10),
-    **dict.fromkeys(("demo", "demo_report", "finetune"), 11),
+    **dict.fromkeys(("demo", "demo_report", "finetuning"), 11),
     "cli": 12,
     **dict.fromkeys(("__init__", "__main__"), 13),  # the doors; `import warpfold` itself loads nothing (below)
 }

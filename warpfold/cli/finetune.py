@@ -81,7 +81,7 @@ class FinetuneCommand(Checked):
         from warpfold import device
         from warpfold.cli.train import sources_of
         from warpfold.cost.machine import parse_memory
-        from warpfold.finetune.finetune import FinetuneOptions, finetune
+        from warpfold.finetuning.finetune import FinetuneOptions, finetune
 
         changes = changes_of("set", self.set)
         if self.trainable is not None:
@@ -126,7 +126,7 @@ def finetune_in_shell(given: dict[str, Any]) -> Answer:
     """Fine-tune under a progress bar, and say whether it is better."""
     with progress_bar(narrate=True) as bar, plans_said():
         result = finetune(**given, progress=bar)
-    from warpfold.finetune.page import verdict
+    from warpfold.finetuning.page import verdict
 
     out = given["out"]
     lines = [verdict(result), f"parameters: {out / 'params.safetensors'}", f"open {out / 'report.html'}"]

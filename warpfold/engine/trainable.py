@@ -96,7 +96,11 @@ class Trained:
         patterns = [one for name in config.trainable for one in (HEADS if name == "heads" else (name,))]
         if "heads" in config.trainable:
             patterns = [one for one in patterns if one not in HEADS or getattr(model, one, None) is not None]
-        plain = parameters if "all" in config.trainable else _matching(patterns, parameters, "finetune.trainable", "a parameter")
+        plain = (
+            parameters
+            if "all" in config.trainable
+            else _matching(patterns, parameters, "finetune.trainable", "a parameter")
+        )
         if both := sorted({f"{name}.weight" for name in self.adapted} & set(plain)):
             raise UserError(
                 f"finetune.trainable has {both[0]}, on which finetune.adapters.on puts an adapter; train one of the two "
@@ -132,7 +136,9 @@ def _matching(patterns: Sequence[str], names: Sequence[str], setting: str, what:
     for pattern in patterns:
         some = {name for name in names if fnmatchcase(name, pattern) or _within(name, pattern)}
         if not some:
-            modules = dict.fromkeys(".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1))
+            modules = dict.fromkeys(
+                ".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)
+            )
             near = difflib.get_close_matches(pattern, [*modules, *names], n=3, cutoff=0.5)
             cure = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_tops(names))}"
             raise UserError(f'{setting}: "{pattern}" is not the name of {what} of this model; {cure}')

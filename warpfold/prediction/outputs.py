@@ -10,7 +10,7 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations, pairwise
+from itertools import combinations, count, pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -641,6 +641,16 @@ def claim_folder(folder: Path, kind: str, run: str, force: bool = False) -> dict
     if found.get("run") != run and not force:
         raise UserError(f"{folder}: holds the output of another run; name a new folder, or replace it with --force")
     return found
+
+
+def put_aside(folder: Path, parts: Sequence[str]) -> None:
+    """Move what an earlier run has made into FOLDER/earlier-N: somebody may have put files of their own into it."""
+    made = [folder / name for name in parts if os.path.lexists(folder / name)]
+    if made:
+        aside = next(path for n in count(1) if not os.path.lexists(path := folder / f"earlier-{n}"))
+        aside.mkdir()
+        for path in made:
+            path.rename(aside / path.name)
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:

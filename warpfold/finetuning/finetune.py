@@ -38,13 +38,13 @@ from warpfold.data.search.database import Database
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import entry_keys, read_assembly
 from warpfold.errors import UserError, listed
-from warpfold.files import checksum, remove, write_atomically
-from warpfold.finetune.card import card
-from warpfold.finetune.choose import chosen_settings, first_settings, planned
-from warpfold.finetune.page import report_page
-from warpfold.finetune.split import Split, make_split, read_split
+from warpfold.files import checksum, write_atomically
+from warpfold.finetuning.card import card
+from warpfold.finetuning.choose import chosen_settings, first_settings, planned
+from warpfold.finetuning.page import report_page
+from warpfold.finetuning.split import Split, make_split, read_split
 from warpfold.model.weights.files import load_config
-from warpfold.prediction.outputs import claim_folder, write_prediction, write_summary
+from warpfold.prediction.outputs import claim_folder, put_aside, write_prediction, write_summary
 from warpfold.prediction.predictor import load
 from warpfold.progress import Progress, no_progress
 from warpfold.report.report import write_report
@@ -53,6 +53,7 @@ from warpfold.training.config import RunConfig
 from warpfold.training.train import train
 
 FORMAT = "warpfold-finetune-1"
+PARTS = ("alignments", "sequences", "store", "run", "before", "after", "split.toml", "params.safetensors", "card.md")
 GENERAL = 24  # entries of the store that is rehearsed, at most, which show what was forgotten
 ALL_ATOMS = Measure("lddt", "lDDT, all atoms", lambda _, score: score.lddt if score.lddt is not None else math.nan)
 TM = Measure("tm", "TM-score", lambda _, score: score.tm)
@@ -113,8 +114,7 @@ def finetune(
     first = first_settings(options.init)
     run = options.identity()
     if claim_folder(out, FORMAT, run, force) is not None and force:
-        for name in ("alignments", "sequences", "store", "run", "before", "after", "split.toml", "params.safetensors"):
-            remove(out / name)
+        put_aside(out, PARTS)
     write_summary(out, {"format": FORMAT, "run": run, "status": "running"})
 
     began = time.perf_counter()
@@ -146,8 +146,8 @@ def finetune(
     summary = train(config, sources, out / "run", init=options.init, device=device, watch=watch)
     if not summary.finished:
         raise KeyboardInterrupt
-    best = summary.best or summary.params
-    shutil.copyfile(best, out / "params.safetensors")
+    best = best_step(out / "run" / "metrics.jsonl")
+    shutil.copyfile(out / "run" / "params_best.safetensors", out / "params.safetensors")
     seconds["training"] = time.perf_counter() - began
 
     began = time.perf_counter()
@@ -170,11 +170,11 @@ def finetune(
         "run": run,
         "status": "complete",
         "seed": options.seed,
-        "init": {"file": options.init.name, "sha256": checksum(options.init)},
+        "init": {"file": options.init.name, "sha256": sha256(options.init)},
         "params": {
             "file": "params.safetensors",
-            "sha256": checksum(out / "params.safetensors"),
-            "step": summary.best_step,
+            "sha256": sha256(out / "params.safetensors"),
+            "step": best,
         },
         "entries": {name: len(part) for name, part in split.parts.items()},
         "split_by": split.by,
@@ -194,6 +194,12 @@ def finetune(
     return write_summary(out, result)
 
 
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file, which `sha256sum` prints too."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def said_of(config: RunConfig, split: Split, plan: str) -> str:
     """Say what is going to be trained on what, in a line."""
     parts = ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items())
@@ -202,6 +208,13 @@ def said_of(config: RunConfig, split: Split, plan: str) -> str:
         f"{parts} (by {split.by}); {config.train.steps} steps of {optim.accumulate}, rate {optim.learning_rate:g}"
         + (f"; {plan}" if plan else "")
     )
+
+
+def best_step(log: Path) -> int:
+    """Return the step of the best validation of a run, by lDDT-Ca; of equal ones the first."""
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    scores = {row["step"]: row["lddt_ca"] for row in rows if row["kind"] == "validation" and row["lddt_ca"] is not None}
+    return max(scores, key=scores.__getitem__)
 
 
 def compared_scores(measured: Sequence[Measured], measures: Sequence[Measure], seed: int) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 
 from warpfold import settings
 from warpfold.errors import UserError
-from warpfold.finetune.split import Split
+from warpfold.finetuning.split import Split
 from warpfold.model.weights.files import data_settings, load_config
 from warpfold.training.config import RunConfig, load_settings
 from warpfold.training.planning import plan_training

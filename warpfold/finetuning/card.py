@@ -5,8 +5,8 @@ from typing import Any
 
 from warpfold.data.store.store import Store
 from warpfold.files import checksum
-from warpfold.finetune.page import PARTS, verdict
-from warpfold.finetune.split import Split
+from warpfold.finetuning.page import PARTS, verdict
+from warpfold.finetuning.split import Split
 from warpfold.settings import toml_value
 
 # Settings that a reader of the card looks for; all are in summary.json and run/settings.toml.
@@ -34,7 +34,7 @@ def card(result: Mapping[str, Any], store: Store, split: Split) -> str:
         "| licence | that of the parameters it started from (DeepMind's: CC BY 4.0), and what the structures allow |",
         f"| entries | {', '.join(f'{len(keys)} {name}' for name, keys in split.parts.items())} |",
         f"| split | by {split.by}, in `split.toml` |",
-        f"| data | {len(store)} records, sha256 of `store/store.json` `{checksum(store.path / 'store.json')}` |",
+        f"| data | {len(store)} records, checksum of `store/store.json` `{checksum(store.path / 'store.json')}` |",
         f"| what was trained | {', '.join(tuned['trainable']) or 'adapters alone'} |",
         f"| steps | {result['steps']:,}; the best by validation, and so kept, {result['params']['step']:,} |",
         f"| machine | {machine['device']}, {machine['threads']} threads, {machine['system']} |",
