@@ -16,6 +16,7 @@ import json
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch
 
 from warpfold import __version__, settings
 from warpfold.before_after import LDDT, Measured, fold_before_after, means
+from warpfold.data.load.order import Source
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
@@ -38,7 +40,8 @@ from warpfold.report.figures import draw_prediction
 from warpfold.report.report import write_report
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import split
-from warpfold.training.train import initial_model, train
+from warpfold.training.processes import train_here
+from warpfold.training.train import initial_model
 
 FORMAT = "warpfold-demo-1"
 MEASURED = 12  # proteins of each kind, trained on and held out, whose accuracy is measured before and after
@@ -56,12 +59,14 @@ def run_demo(
     force: bool = False,
     proteins: int | None = None,
     changes: Sequence[str] = (),
+    processes: int = 1,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Make proteins, train, fold, report; return what is in `out/summary.json`.
 
     multimer: make dimers, and train a multimer on them.  proteins: how many to make, or how many dimers (default: the
-    subject's number).  changes: settings over those of the preset, "train.steps=10".
+    subject's number).  changes: settings over those of the preset, "train.steps=10".  processes: that train, at most; a
+    step's examples are shared among them.
     A demo that was stopped is continued; with `force`, one with other settings is moved to OUT/earlier-1.
     Errors: UserError for an `out` that holds something else; KeyboardInterrupt when training is stopped by a signal.
     """
@@ -90,7 +95,9 @@ def run_demo(
         pack([out / "proteins"], [out / "proteins"], out / "store", options)
     store = Store(out / "store")
     tell("training")
-    summary = train(config, store, out / "run", watch=lambda row: tell.training(row, config.train.steps))
+    ranks = min(processes, config.optim.accumulate)
+    sources, shared = [Source(store, assemblies=multimer)], replace(config, plan=replace(config.plan, data=ranks))
+    summary = train_here(ranks, shared, sources, out / "run", watch=lambda row: tell.training(row, config.train.steps))
     if not summary.finished:
         raise KeyboardInterrupt
     tell("folding")

@@ -24,11 +24,14 @@ def demo(
 ) -> Answer:
     """Make proteins, train a small AlphaFold2 on them, fold ones it never saw, and show it all in report.html."""
     from warpfold.demo import run_demo
+    from warpfold.device import cores
 
     device_of("cpu")
     changes = [] if steps is None else [f"train.steps={steps}"]
     with progress_bar(narrate=True) as progress:
-        summary = run_demo(out, multimer=multimer, seed=seed, force=force, changes=changes, progress=progress)
+        summary = run_demo(
+            out, multimer=multimer, seed=seed, force=force, changes=changes, processes=cores(), progress=progress
+        )
 
     def lines() -> Iterator[str]:
         scores = summary["held_out"]
