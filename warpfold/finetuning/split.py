@@ -5,11 +5,10 @@ go to one part.  The split is a file, so that another run, or another program, c
 """
 
 import tomllib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from warpfold.data.load.order import Source, joined_clusters, split_keys
+from warpfold.data.load.order import Source, joined_clusters
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import entry_keys
 from warpfold.errors import UserError, listed
@@ -54,7 +53,8 @@ class Split:
 def make_split(store: Store, seed: int, assemblies: bool = False, by: str = "cluster") -> Split:
     """Draw a split of all entries of a store: of assemblies, or of chains.
 
-    Errors: UserError for too few entries, and, by cluster, for fewer than three clusters.
+    Whole clusters are held out until there are enough entries, but none that is larger than all that is to be held out.
+    Errors: UserError for too few entries, and where clusters leave one of the parts empty.
     """
     keys = entry_keys(store, assemblies)
     if len(keys) < LEAST:
@@ -68,33 +68,27 @@ def make_split(store: Store, seed: int, assemblies: bool = False, by: str = "clu
         test, validation = set(order[:held]), set(order[held : 2 * held])
         places = {"test": test, "validation": validation, "training": set(order) - test - validation}
         return Split(by=by, **{name: tuple(keys[i] for i in sorted(part)) for name, part in places.items()})
-    clusters = dict(zip(keys, joined_clusters(Source(store, assemblies=assemblies))))
-    if (count := len(set(clusters.values()))) < 3:
+    clusters: dict[str, list[str]] = {}
+    for key, cluster in zip(keys, joined_clusters(Source(store, assemblies=assemblies))):
+        clusters.setdefault(cluster, []).append(key)
+    count = len(clusters)
+    parts: dict[str, set[str]] = {"test": set(), "validation": set()}
+    for cluster in keyed_rng(seed, "split").permutation(sorted(clusters)).tolist():
+        part = min(parts.values(), key=len)
+        if len(part) < held and len(part) + len(clusters[cluster]) <= 2 * held:  # those that are larger train
+            part.update(clusters.pop(cluster))
+    if not all(parts.values()) or not clusters:
         raise UserError(
-            f"the {len(keys)} structures are of {count} cluster{'s' * (count > 1)} of sequences, so every test "
-            "protein would have relatives in training; add proteins of other families, or split by chain and say so: "
+            f"the {len(keys)} structures are of {count} cluster{'s' * (count > 1)}, too few or too unequal to "
+            "hold some out without relatives in training; add proteins of other families, or split by chain and say so: "
             "--one-family"
         )
-    rest, test_keys = split_keys(store, held, seed, assemblies)
-    kept = Source(store, rest, assemblies=assemblies)
-    sizes: dict[str, list[str]] = {}
-    for key, cluster in zip(kept.keys, joined_clusters(kept)):
-        sizes.setdefault(cluster, []).append(key)
-    drawn: list[str] = []
-    for name in keyed_rng(seed, "validation").permutation(sorted(sizes)).tolist():
-        if len(drawn) < held and len(drawn) + len(sizes[name]) < len(rest):
-            drawn += sizes[name]
-    if not drawn:
-        raise UserError(
-            "one cluster of sequences holds nearly all of the structures: none is left to validate with; add proteins "
-            "of other families, or split by chain and say so: --one-family"
-        )
-    taken = set(drawn)
+    held_out = parts["test"] | parts["validation"]
     return Split(
         by=by,
-        training=tuple(key for key in rest if key not in taken),
-        validation=tuple(key for key in rest if key in taken),
-        test=tuple(test_keys),
+        training=tuple(key for key in keys if key not in held_out),
+        validation=tuple(key for key in keys if key in parts["validation"]),
+        test=tuple(key for key in keys if key in parts["test"]),
     )
 
 
@@ -133,9 +127,3 @@ def read_split(path: Path, store: Store, assemblies: bool = False) -> Split:
                     'by = "chain"'
                 )
     return split
-
-
-def without_split(store: Store, split: Split, assemblies: bool) -> Sequence[str]:
-    """Return the entries of a store that are in no part of a split."""
-    named = {key for part in split.parts.values() for key in part}
-    return [key for key in entry_keys(store, assemblies) if key not in named]

@@ -1,0 +1,73 @@
+"""Train on several processes of this machine, of which this one is the first and starts the others."""
+
+import multiprocessing
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from warpfold.data.load.order import Source
+from warpfold.data.store.store import Store
+from warpfold.device import device_of
+from warpfold.engine.watch import Watching
+from warpfold.parallel.process import ProcessInfo
+from warpfold.parallel.team import distributed_context
+from warpfold.training.config import RunConfig
+from warpfold.training.train import Summary, train
+
+HERE = "127.0.0.1"
+END = 30.0  # seconds that the others get to end, when the run has ended
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What each process needs to know, in a form that another one can be sent."""
+
+    config: RunConfig
+    sources: Sequence[tuple[Path, tuple[str, ...], float]]
+    out: Path
+    init: Path | None
+    device: str
+
+    def run(self, process: ProcessInfo, watch: Watching | None = None) -> Summary:
+        """Train as one of the processes."""
+        device = device_of(self.device, process.local_rank)
+        sources = [Source(Store(path), list(keys), weight) for path, keys, weight in self.sources]
+        with distributed_context(process, self.config.plan, device) as team:
+            return train(self.config, sources, self.out, init=self.init, device=device, watch=watch, team=team)
+
+
+def train_here(
+    ranks: int,
+    config: RunConfig,
+    sources: Sequence[Source],
+    out: Path,
+    *,
+    init: Path | None = None,
+    device: str = "cpu",
+    watch: Watching | None = None,
+) -> Summary:
+    """Train as `train` does, on this process and `ranks` - 1 others, which end when it does, however that is.
+
+    The plan of `config` is for that many; each has a GPU of its own where `device` is "cuda".  In a script, call this
+    under `if __name__ == "__main__"`: the others import it.
+    """
+    if ranks == 1:
+        return train(config, sources, out, init=init, device=device, watch=watch)
+    with socket.socket() as free:
+        free.bind((HERE, 0))
+        port = free.getsockname()[1]
+    first = ProcessInfo(ranks=ranks, ranks_per_node=ranks, address=HERE, port=port)
+    job = _Job(config, [(one.store.path, tuple(one.keys), one.weight) for one in sources], out, init, device)
+    context = multiprocessing.get_context("spawn")
+    others = [replace(first, rank=rank, local_rank=rank) for rank in range(1, ranks)]
+    started = [context.Process(target=job.run, args=(one,), daemon=True) for one in others]
+    for one in started:
+        one.start()
+    try:
+        return job.run(first, watch)
+    finally:
+        for one in started:
+            one.join(END)
+            if one.is_alive():
+                one.terminate()
