@@ -15,6 +15,7 @@ from torch import Tensor
 from warpfold.batch import FEATURES, Batch, stack
 from warpfold.data.load.loader import Sample
 from warpfold.engine.optim import Optimizer
+from warpfold.engine.trunk import FrozenTrunk
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.losses import LossConfig, Terms, ca_lddt, total_loss
 from warpfold.model.permutation import COPIES, with_truth
@@ -39,18 +40,35 @@ class DeviceResult:
 class Learner:
     """Bring a model forward, batch by batch and step by step, as its execution says."""
 
-    def __init__(self, model: AlphaFold, optimizer: Optimizer, loss: LossConfig, seed: int, team: Team) -> None:
-        """seed: of the run; it and an example's number decide what dropout draws."""
+    def __init__(
+        self,
+        model: AlphaFold,
+        optimizer: Optimizer,
+        loss: LossConfig,
+        seed: int,
+        team: Team,
+        trunk: FrozenTrunk | None = None,
+    ) -> None:
+        """seed: of the run; it and an example's number decide what dropout draws.
+
+        trunk: says what the trunk makes of an example, where nothing of it is trained and examples have few draws.
+        """
         self.model, self.optimizer, self.loss, self.seed, self.team = model, optimizer, loss, seed, team
+        self.trunk = trunk
 
     def learn(self, examples: Sequence[Sample], recycles: int) -> list[DeviceResult]:
         """Add the gradient of a batch to the step's; several examples go through the model together."""
         model, alone = self.model, len(examples) == 1
-        features = examples[0].features if alone else stack([example.features for example in examples])
         keys = [(self.seed, example.index) for example in examples]
-        model.noise.seed(*keys[0]) if alone else model.noise.seed_batch(keys)  # of dropout
-        recycled, done = model.recycle(features, recycles)  # Algorithms 30 and 31: these passes have no gradient
-        inputs = model.inputs_of_pass(features, done, recycled)
+        if self.trunk is None:
+            features = examples[0].features if alone else stack([example.features for example in examples])
+            model.noise.seed(*keys[0]) if alone else model.noise.seed_batch(keys)  # of dropout
+            recycled, done = model.recycle(features, recycles)  # Algorithms 30 and 31: these passes have no gradient
+            inputs = model.inputs_of_pass(features, done, recycled)
+        else:
+            inputs = features = self.trunk.inputs(examples)
+            model.noise.seed(*keys[0]) if alone else model.noise.seed_batch(keys)  # that of the trunk was by the draw
+            inputs = inputs | {"key": model.noise.key}
         sends = self.optimizer.sends  # then what follows the backward pass waits for others: no graph can hold it
         found = model.execution.call(model, self._backward if sends else self._last_pass, inputs, undecided(features))
         if sends:

@@ -113,6 +113,11 @@ class Trained:
         """Whether anything of the trunk is trained."""
         return not all(name.split(".")[0] in BEHIND_TRUNK for name in self.names)
 
+    @property
+    def has_masked_msa(self) -> bool:
+        """Whether the head of the masked alignment is trained, which reads all of it."""
+        return any(name.startswith("masked_msa.") for name in self.names)
+
     def check_losses(self, loss: LossConfig) -> None:
         """Raise UserError where only heads are trained whose losses have no weight."""
         tops = {name.split(".")[0] for name in self.names}
@@ -125,7 +130,7 @@ class Trained:
         if self.trunk:
             name = next(name for name in self.names if name.split(".")[0] not in BEHIND_TRUNK)
             return f"{name} is trained"
-        if any(name.startswith("masked_msa.") for name in self.names):
+        if self.has_masked_msa:
             return "the head masked_msa is trained, which reads whole alignments"
         return None if self.config.draws else "finetune.draws is 0: no example comes twice"
 

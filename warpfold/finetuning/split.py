@@ -80,7 +80,7 @@ def make_split(store: Store, seed: int, assemblies: bool = False, by: str = "clu
     if not all(parts.values()) or not clusters:
         raise UserError(
             f"the {len(keys)} structures are of {count} cluster{'s' * (count > 1)}, too few or too unequal to "
-            "hold some out without relatives in training; add proteins of other families, or split by chain and say so: "
+            "hold some out without relatives in training; add proteins of other families, or split by chain and say: "
             "--one-family"
         )
     held_out = parts["test"] | parts["validation"]

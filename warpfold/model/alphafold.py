@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import FEATURES, Batch, at_pass, on_device, passes
+from warpfold.device import Function, Named
 from warpfold.geometry.atoms import CA, pseudo_beta
 from warpfold.geometry.rigid import Rigid
 from warpfold.model.axial import ALL, Executable, Residues
@@ -205,10 +206,15 @@ class AlphaFold(Executable):
         return LastPass(representations, structure, done)
 
     def recycle(
-        self, batch: Batch, recycles: int | None = None, watch: Callable[[Recycled, Tensor], object] | None = None
+        self,
+        batch: Batch,
+        recycles: int | None = None,
+        watch: Callable[[Recycled, Tensor], object] | None = None,
+        early: Function | None = None,
     ) -> tuple[Recycled, int]:
         """Run the passes before the last; return what they hand to it, and how many they were.
 
+        early: runs one of them, in place of `early_pass`.
         watch: given after each what it hands on, which the next may write over, and the structure module's activations
         [*, r, c], from which pLDDT follows.
         """
@@ -217,7 +223,7 @@ class AlphaFold(Executable):
         recycled, done, settled = self._nothing_recycled(batch), 0, False
         while done < recycles and not settled:
             with torch.no_grad():
-                found = self.execution.call(self, self._early_pass, self.inputs_of_pass(batch, done, recycled))
+                found = self.execution.call(self, early or self.early_pass, self.inputs_of_pass(batch, done, recycled))
             activations, before = found.pop("activations"), recycled.positions
             recycled = Recycled(**found)
             if watch is not None:
@@ -230,8 +236,29 @@ class AlphaFold(Executable):
         return recycled, done
 
     def last_pass(self, inputs: Mapping[str, Tensor]) -> Output:
-        """Run the pass that has a gradient, and the heads.  inputs: `inputs_of_pass`."""
-        return self.output(*self.one_pass(inputs))
+        """Run the pass that has a gradient, and the heads.
+
+        inputs: `inputs_of_pass`; or what `trunk_pass` found, with the features of the residues and the labels.
+        """
+        if "single" not in inputs:
+            return self.output(*self.one_pass(inputs))
+        self.noise.key, single = inputs["key"], inputs["single"]
+        with self.computing():
+            structure = self.structure(single, inputs["pair"], inputs["aatype"], inputs["seq_mask"])
+        # Of an alignment whose logits are there no row was kept.
+        msa = inputs.get("msa", single.new_empty(*single.shape[:-2], 0, *inputs["msa_first_row"].shape[-2:]))
+        found = Representations(msa, inputs["pair"], single, inputs["msa_first_row"])
+        return self.output(found, structure, inputs.get("masked_msa_logits"))
+
+    def trunk_pass(self, inputs: Mapping[str, Tensor], msa: bool = False) -> dict[str, Tensor]:
+        """Run a pass of the trunk alone; return what the structure module and the heads read of it, for `last_pass`.
+
+        inputs: `inputs_of_pass`.  msa: with the alignment; else with the logits that the masked-MSA head makes of it,
+        which are far smaller.
+        """
+        found = self._trunk_of_pass(inputs)
+        kept = {name: x for name, x in vars(found).items() if name != "msa"}
+        return kept | ({"msa": found.msa} if msa else {"masked_msa_logits": self.masked_msa(found.msa)})
 
     @property
     def device(self) -> torch.device:
@@ -247,23 +274,30 @@ class AlphaFold(Executable):
         self.noise.at_pass(index)
         return {**samples, **vars(recycled), "key": self.noise.key}
 
-    def _early_pass(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Run a pass before the last."""
-        representations, structure = self.one_pass(inputs)
+    def early_pass(self, inputs: Mapping[str, Tensor], structure_module: StructureModule | None = None) -> Named:
+        """Run a pass before the last.  structure_module: another than the model's."""
+        representations, structure = self.one_pass(inputs, structure_module)
         recycled = Recycled(representations.msa_first_row, representations.pair, structure.final_atom37)
         return {**vars(recycled), "activations": structure.single}
 
-    def one_pass(self, inputs: Mapping[str, Tensor]) -> tuple[Representations, StructureOutput]:
+    def one_pass(
+        self, inputs: Mapping[str, Tensor], structure_module: StructureModule | None = None
+    ) -> tuple[Representations, StructureOutput]:
         """Run a pass: the trunk, averaged over the ensemble, and the structure module (Algorithms 30 and 31).
 
-        inputs: `inputs_of_pass`.
+        inputs: `inputs_of_pass`.  structure_module: as of `early_pass`.
         """
+        mean = self._trunk_of_pass(inputs)
+        with self.computing():
+            module = structure_module or self.structure
+            return mean, module(mean.single, mean.pair, inputs["aatype"], inputs["seq_mask"])
+
+    def _trunk_of_pass(self, inputs: Mapping[str, Tensor]) -> Representations:
         recycled = Recycled(*(inputs[field.name] for field in fields(Recycled)))
         batch = {name: x for name, x in inputs.items() if name in FEATURES}
         self.noise.key = inputs["key"]
         with self.computing():
-            mean = self._mean(batch, recycled)
-            return mean, self.structure(mean.single, mean.pair, batch["aatype"], batch["seq_mask"])
+            return self._mean(batch, recycled)
 
     def _mean(self, batch: Batch, recycled: Recycled) -> Representations:
         """Return the mean of what the trunk makes of each sample of the alignment."""
@@ -322,8 +356,10 @@ class AlphaFold(Executable):
             parts, mask = [*parts, rows], torch.cat((mask, rows_mask), -2)
         return torch.cat(parts, -3), mask
 
-    def output(self, representations: Representations, structure: StructureOutput) -> Output:
-        """Run the heads (Supp. 1.9), in fp32, on the result of a pass."""
+    def output(
+        self, representations: Representations, structure: StructureOutput, masked_msa_logits: Tensor | None = None
+    ) -> Output:
+        """Run the heads (Supp. 1.9), in fp32, on the result of a pass; masked_msa_logits: where they are known."""
         r = representations
         return Output(
             msa=r.msa,
@@ -332,7 +368,7 @@ class AlphaFold(Executable):
             msa_first_row=r.msa_first_row,
             structure=structure,
             distogram_logits=self.distogram(r.pair),
-            masked_msa_logits=self.masked_msa(r.msa),
+            masked_msa_logits=self.masked_msa(r.msa) if masked_msa_logits is None else masked_msa_logits,
             plddt_logits=self.plddt(structure.single),
             resolved_logits=self.resolved(r.single),
             pae_logits=None if self.pae is None else self.pae(r.pair),

@@ -87,6 +87,11 @@ class RunConfig:
                 "loss.center_of_mass keeps the chains of a complex apart, and this model folds single chains: leave it "
                 "out, or train a multimer (model.multimer)"
             )
+        if self.finetune.draws and self.train.window:
+            raise ValueError(
+                "finetune.draws has each draw come with its own number of recycles, and train.window exchanges examples "
+                "of different steps: leave one of them out"
+            )
         if plan.branch > 1 and self.finetune.freezes:
             raise ValueError(
                 "plan.branch = 2 computes m and z on different ranks, of which one could have nothing to train "

@@ -22,6 +22,7 @@ from warpfold.data.store.stored_example import StoredExample, entry_keys, open_e
 from warpfold.device import default_workers
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.loop import Log
+from warpfold.engine.trunk import DrawnMaker, TrunkStore
 from warpfold.errors import UserError, listed
 from warpfold.files import opened
 from warpfold.keyed import keyed_rng
@@ -136,6 +137,7 @@ def held_out_features(held_out: Sequence[tuple[Store, str]], config: RunConfig) 
 
 def draw_recycles(config: RunConfig, step: int) -> int:
     """Draw how often the examples of a step are recycled: uniform from 0 to the model's number, one draw for all."""
+    step = config.finetune.draw(step, 1)
     return int(keyed_rng(config.train.seed, "recycles", step).integers(config.model.recycles + 1))  # Algorithm 31
 
 
@@ -163,8 +165,12 @@ def load(
     log: Log,
     device: torch.device | str,
     team: Team,
+    store: TrunkStore | None = None,
 ) -> Loader:
-    """Return this rank's examples of the steps that remain, on the device; ranks that share them make the same."""
+    """Return this rank's examples of the steps that remain, on the device; ranks that share them make the same.
+
+    store: of what a trunk that is not trained has made of them.
+    """
     order = Order(sources, config.train.seed, config.train.order)
     ranks, steps = team.mesh.data, max(0, config.train.steps - state.step)
     schedule = Schedule(
@@ -186,15 +192,16 @@ def load(
             return 1
         return (draw_recycles(config, state.step + step) + 1) * config.model.ensemble
 
+    make = Maker(
+        tuple(source.store for source in sources),
+        config.data,
+        config.train.seed,
+        assemblies=config.model.multimer is not None,
+        sizes=config.plan.sizes,
+    )
     return Loader(
         order,
-        Maker(
-            tuple(source.store for source in sources),
-            config.data,
-            config.train.seed,
-            assemblies=config.model.multimer is not None,
-            sizes=config.plan.sizes,
-        ),
+        DrawnMaker(make, config.finetune, config.optim.accumulate, store) if config.finetune.draws else make,
         schedule,
         Quarantine(math.ceil(config.train.quarantine * len(order)), ledger.quarantined, set_aside),
         passes=passes,

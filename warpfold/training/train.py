@@ -5,6 +5,7 @@ from its last checkpoint and is, to the bit, the run that was not.
 """
 
 import json
+import logging
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +27,8 @@ from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.learn import DeviceResult, Learner, in_batches
 from warpfold.engine.loop import Log, StopSignals
 from warpfold.engine.optim import OptimConfig, Optimizer
-from warpfold.engine.trainable import FinetuneConfig, adapters_state, freeze, frozen_state, merged_state
+from warpfold.engine.trainable import FinetuneConfig, adapters_state, freeze, frozen_state, merged_state, trained_parts
+from warpfold.engine.trunk import FrozenTrunk, TrunkStore, largest_store
 from warpfold.engine.watch import CsvFile, TensorBoard, Watching, WeightsAndBiases, as_watchers
 from warpfold.errors import UserError, listed
 from warpfold.model.alphafold import AlphaFold
@@ -98,7 +100,8 @@ def train(
     stops = config.train.on_nonfinite == "stop"
     options = dtype, scaling, plan.batch, execution.records, stops
     optimizer = Optimizer(model, config.optim, team.mesh, plan.sync, ranks_per_node, *options)
-    learner = Learner(model, optimizer, config.loss, config.train.seed, team)
+    trunk = frozen_trunk(model, config)  # before a checkpoint is read: passes before the last take the first weights
+    learner = Learner(model, optimizer, config.loss, config.train.seed, team, trunk)
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
         signals = stack.enter_context(StopSignals())
@@ -110,7 +113,10 @@ def train(
         log = stack.enter_context(open_log(run, config, state, watch, team))
         signals.answer = partial(log.phase, "stopping")
         ledger = stack.enter_context(open_ledger(run, config, state, origin, replay, team))
-        examples = stack.enter_context(load(config, sources, state, ledger, log, device, team))
+        store = keep_trunk(run, config, sources, origin, team)
+        if trunk is not None:
+            trunk.store = store
+        examples = stack.enter_context(load(config, sources, state, ledger, log, device, team, store))
         validation = Validation(model, optimizer, held_out, config, state, log, signals, team)
         step, timer = state.step, validation.timer
         stop = stop_requested(signals, team) or validation.catch_up(step)
@@ -185,6 +191,7 @@ def identity(values: settings.Mapped) -> settings.Mapped:
     fixed |= {"train": {**named, "test": list(train.get("test", ()))}}
     for name, config in (("optim", OptimConfig()), ("finetune", FinetuneConfig())):  # keys that runs of before lack
         fixed[name] = {**settings.to_dict(config), **values.get(name, {})}
+    fixed["finetune"].pop("trunk")  # kept or computed, it is the same
     return fixed
 
 
@@ -202,6 +209,52 @@ def initial_model(config: RunConfig, init: Path | None, team: Team | None = None
         model.load_state_dict(team.broadcast_tensors(model.state_dict(), "the first parameters"))
     freeze(model, config.finetune, config.train.seed).check_losses(config.loss)
     return model.train()
+
+
+def frozen_trunk(model: AlphaFold, config: RunConfig) -> FrozenTrunk | None:
+    """Return what runs the trunk where nothing of it is trained and examples have few draws; else None."""
+    trained, one = trained_parts(config.model, config.finetune), config.finetune
+    if trained.trunk or not one.draws:
+        return None
+    draw, recycles = partial(one.draw, examples=config.optim.accumulate), partial(draw_recycles, config)
+    return FrozenTrunk(model, config.train.seed, draw, recycles, trained.has_masked_msa)
+
+
+def keep_trunk(
+    run: RunFolder, config: RunConfig, sources: Sequence[Source], origin: Mapping[str, str], team: Team
+) -> TrunkStore | None:
+    """Return the store of what the trunk makes, and say how large it may get, or why there is none.
+
+    Errors: UserError where it is asked for (`finetune.trunk = "cached"`) and impossible, or the disk has no room.
+    """
+    asked, plan = config.finetune.trunk, config.plan
+    if asked == "computed":
+        return None
+    why = trained_parts(config.model, config.finetune).why_not_cached()
+    if why is None and (plan.axial > 1 or plan.batch > 1):
+        why = f"{'plan.axial' if plan.axial > 1 else 'plan.batch'} is above 1"
+    store, said = TrunkStore(run.path / "trunk"), ""
+    if why is None and team.is_rank_zero:
+        examples, dtype = config.train.steps * config.optim.accumulate, DTYPES[plan.precision]
+        sizes = config.finetune.draws, examples, config.model, config.data.crop, config.data.max_msa, dtype
+        try:
+            said = store.check_room(*largest_store(sources, *sizes))
+            about = settings.to_dict(config)
+            made_by = [identity(about), plan.precision, plan.sizes, sorted(origin.items())]
+            store.begin(fingerprint(repr(made_by).encode()))
+        except UserError as error:
+            why = str(error)
+    why, said = team.broadcast([why, said], "the store of the trunk")
+    log = logging.getLogger("warpfold.plan")
+    if why is None:
+        if team.is_rank_zero:
+            log.info("trunk: kept in %s, %s, in %s, as nothing of it is trained", store.folder, said, plan.precision)
+        return store
+    if asked == "cached":
+        raise UserError(f'finetune.trunk = "cached" is impossible: {why}')
+    if team.is_rank_zero:
+        log.info("trunk: computed each time, as %s", why)
+    return None
 
 
 def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watching | None, team: Team) -> Log:

@@ -81,11 +81,13 @@ class Quarantine:
 
 @dataclass(frozen=True)
 class Sample:
-    """An example, ready to be used."""
+    """An example, ready to be used; of a loader, with the source and the key of its entry."""
 
     index: int
     name: str
     features: Batch
+    source: int = 0
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,8 @@ class Loader:
         self._plan()
         if self.workers is not None:
             self._next = self._take(wait=False)
-        return Sample(planned.draw.number, planned.entry.name, features)
+        entry = planned.entry
+        return Sample(planned.draw.number, entry.name, features, entry.source, entry.key)
 
     def exchanged(self) -> tuple[list[int], list[int]]:
         """Return the examples that this rank was to have used by now and has not, and those that it has used early."""
