@@ -49,7 +49,7 @@ class FinetuneCommand(Checked):
         reads("Databases to find alignments in, FILE or NAME=FILE, as for `warpfold search`.", shell=list[str] | None),
     ] = None
     rehearse: Annotated[
-        str | None, reads("STORE=SHARE: of a general store, so many of the examples, against forgetting; 0: none.")
+        str | None, reads("STORE=SHARE: of a general store, so large a share of the examples, against forgetting.")
     ] = None
     split: Annotated[PathLike | None, reads("A split.toml of an earlier run, to be split alike.")] = None
     one_family: Annotated[
@@ -83,13 +83,9 @@ class FinetuneCommand(Checked):
         from warpfold.cost.machine import parse_memory
         from warpfold.finetuning.finetune import FinetuneOptions, finetune
 
-        changes = changes_of("set", self.set)
-        if self.trainable is not None:
-            names = ", ".join(f'"{name.strip()}"' for name in self.trainable.split(","))
-            changes = [f"finetune.trainable=[{names}]", *changes]
         general = None if self.rehearse is None else sources_of([self.rehearse])[0]
-        if general is not None and not 0 <= general.weight < 1:
-            raise UserError(f"--rehearse {self.rehearse}: expected STORE=SHARE, with a share of at least 0 and below 1")
+        if general is not None and not general.weight < 1:
+            raise UserError(f"--rehearse {self.rehearse}: expected STORE=SHARE, with a share above 0 and below 1")
         if isinstance(self.search, Mapping):
             databases = [f"{name}={file}" for name, file in self.search.items()]
         else:
@@ -102,9 +98,10 @@ class FinetuneCommand(Checked):
             rehearse=general,
             split=path_or_none("split", self.split),
             one_family=self.one_family,
+            trainable=[name.strip() for name in (self.trainable or "").split(",") if name.strip()],
             adapters=self.adapters,
             steps=self.steps,
-            changes=changes,
+            changes=changes_of("set", self.set),
             seed=self.seed,
             workers=self.workers,
             memory=None if self.memory is None else parse_memory(self.memory),

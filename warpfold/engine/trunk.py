@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
 
 from warpfold.batch import FEATURES, Arrays, Batch, on_device, passes, stack
 from warpfold.data.load.loader import Maker, Sample

@@ -18,6 +18,7 @@ from warpfold.training.planning import plan_training
 EPOCHS = 20  # over the training set, if validation does not end the run before
 STEPS = 200, 3_000  # of a run, at least and at most
 CROPS = 384, 320, 256, 192, 128, 64  # of which the longest is taken that fits
+DRAWS = 4  # of each example, where what the trunk makes of it is kept
 ADAPTED = ("extra_stack.*", "evoformer.*")  # the projections that get adapters
 
 
@@ -47,11 +48,14 @@ def first_settings(init: Path) -> settings.Mapped:
     return {**found, "model": model}
 
 
-def chosen_settings(first: settings.Mapped, split: Split, steps: int | None, adapters: int) -> settings.Mapped:
+def chosen_settings(
+    first: settings.Mapped, split: Split, steps: int | None, trainable: Sequence[str], adapters: int
+) -> settings.Mapped:
     """Return `first` with what follows from the number of training examples.
 
     The rate is half of the first stage's, as in Supp. table 4, and falls with the square root of the examples of a
-    step: so much less is known of the gradient.  adapters: their rank, 0 for none.
+    step: so much less is known of the gradient.  trainable: what is trained; none: all, or with adapters nothing
+    else.  Where the trunk is not, what it makes of each example is kept.  adapters: their rank, 0 for none.
     """
     optim = first["optim"]
     given = int(optim.get("accumulate", 1))
@@ -82,8 +86,12 @@ def chosen_settings(first: settings.Mapped, split: Split, steps: int | None, ada
             "patience": 4,
         },
     }
+    tuned: dict[str, Any] = {"trainable": list(trainable) or ([] if adapters else ["all"])}
     if adapters:
-        chosen["finetune"] = {"trainable": [], "adapters": {"on": list(ADAPTED), "rank": adapters}}
+        tuned["adapters"] = {"on": list(ADAPTED), "rank": adapters}
+    elif set(trainable) <= {"structure", "heads"} and trainable:
+        tuned |= {"draws": DRAWS, "trunk": "auto"}
+    chosen["finetune"] = tuned
     return settings.merge(first, chosen)
 
 

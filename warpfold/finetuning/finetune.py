@@ -75,6 +75,7 @@ class FinetuneOptions:
     rehearse: Source | None = None
     split: Path | None = None
     one_family: bool = False
+    trainable: Sequence[str] = ()
     adapters: int = 0
     steps: int | None = None
     changes: Sequence[str] = ()
@@ -88,6 +89,7 @@ class FinetuneOptions:
         inputs = [[str(path) for path in paths] for paths in (self.structures, self.msas)]
         split = self.split and checksum(self.split)
         decides = [*inputs, list(self.search), rehearsed, split, self.one_family, self.adapters, self.steps]
+        decides += [list(self.trainable)]
         decides += [list(self.changes), self.seed, checksum(self.init), __version__]
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
@@ -132,12 +134,12 @@ def finetune(
 
     began = time.perf_counter()
     general, forgotten = _rehearsal(options, assemblies)
-    values = chosen_settings(first, split, options.steps, options.adapters)
+    values = chosen_settings(first, split, options.steps, options.trainable, options.adapters)
     values["train"] |= {"seed": options.seed, "test": [*split.test, *forgotten]}
     config, said = planned(values, options.changes, out / "run", device, options.memory)
     log.info("%s", said_of(config, split, said))
     sources = [Source(store, weight=1.0 - (general.weight if general else 0.0), assemblies=assemblies)]
-    sources += [general] if general is not None and general.weight > 0 else []
+    sources += [general] if general is not None else []
 
     def watch(row: dict[str, Any]) -> None:
         held_out = f", validation lDDT-Cα {row['lddt_ca']:.3f}" if row["kind"] == "validation" else ""

@@ -1,0 +1,157 @@
+"""`warpfold finetune` on a very small scale: all parts are there, it continues, and bad input leaves nothing."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import warpfold
+from tests.test_cli import run
+from warpfold.data.synthetic.folder import generate
+from warpfold.errors import UserError
+from warpfold.finetuning import finetune as finetuning
+from warpfold.finetuning.page import verdict
+from warpfold.scoring.bootstrap import paired_bootstrap
+
+SMALL = {
+    **{"data.max_msa": 4, "data.max_extra": 4, "data.crop": 32, "optim.accumulate": 1, "plan.precision": "fp32"},
+    **{"train.validate_every": 2, "loss.violation": 0.0},
+}
+
+
+@pytest.fixture(scope="module")
+def proteins(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finetuning") / "proteins"
+    generate(folder, 14, 5, max_length=32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def given(proteins: Path, tiny_params: Path) -> dict[str, Any]:
+    return {"structures": proteins / "mmcif", "msas": proteins / "msas", "init": tiny_params, "steps": 4, "set": SMALL}
+
+
+@pytest.fixture(scope="module")
+def done(given: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("finetuning") / "tuned"
+    return out, warpfold.finetune(out=out, device="cpu", **given)
+
+
+def test_everything_is_there(done: tuple[Path, dict[str, Any]]) -> None:
+    out, result = done
+    assert result == json.loads((out / "summary.json").read_text())
+    assert result["status"] == "complete"
+    assert sum(result["entries"].values()) == 14
+    held = result["entries"]["test"]
+    for folder in ("before", "after"):
+        assert len(list((out / folder).iterdir())) == held
+    assert set(result["compared"]["test"]) == {"lddt_ca", "lddt", "tm", "gdt_ts"}
+    assert result["compared"]["test"]["lddt_ca"]["targets"] == held
+    page, card = (out / "report.html").read_text(), (out / "card.md").read_text()
+    assert verdict(result) in card
+    assert "Is it better?" in page
+    assert result["params"]["sha256"] in card
+
+
+def test_the_test_was_neither_trained_on_nor_validated(done: tuple[Path, dict[str, Any]]) -> None:
+    out, result = done
+    rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    seen = {name for row in rows if row["kind"] == "step" for name in row["examples"]}
+    validated = {name for row in rows if row["kind"] == "validation" for name in row["examples"]}
+    test = set(result["settings"]["train"]["test"])
+    assert test
+    assert not test & (seen | validated)
+    assert not seen & validated
+
+
+def test_the_parameters_are_those_of_the_best_validation(done: tuple[Path, dict[str, Any]]) -> None:
+    out, result = done
+    rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    scores = {row["step"]: row["lddt_ca"] for row in rows if row["kind"] == "validation"}
+    assert scores[result["params"]["step"]] == max(scores.values())
+    kept = (out / "run" / "params_best.safetensors").read_bytes()
+    assert (out / "params.safetensors").read_bytes() == kept
+
+
+def test_it_continues_and_keeps_what_is_done(
+    done: tuple[Path, dict[str, Any]], given: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "again"
+    shutil.copytree(done[0], out)
+    log = (out / "run" / "metrics.jsonl").read_bytes()
+    (out / "report.html").unlink()
+    result = warpfold.finetune(out=out, device="cpu", **given)
+    assert (out / "report.html").is_file()
+    assert (out / "run" / "metrics.jsonl").read_bytes() == log
+    assert result["compared"] == done[1]["compared"]
+
+
+def test_the_same_split_again(done: tuple[Path, dict[str, Any]], given: dict[str, Any], tmp_path: Path) -> None:
+    out, split = tmp_path / "tuned", done[0] / "split.toml"
+    warpfold.finetune(out=out, device="cpu", split=split, seed=7, trainable="structure", **{**given, "steps": 2})
+    assert (out / "split.toml").read_text() == split.read_text()
+
+
+def test_a_general_store_is_rehearsed(
+    done: tuple[Path, dict[str, Any]], given: dict[str, Any], tmp_path: Path
+) -> None:
+    generate(tmp_path / "others", 12, 6, max_length=32)
+    warpfold.pack(tmp_path / "others/mmcif", tmp_path / "others/msas", tmp_path / "general")
+    again = {**given, "steps": 12}
+    result = warpfold.finetune(out=tmp_path / "tuned", device="cpu", rehearse=f"{tmp_path / 'general'}=0.5", **again)
+    rows = [json.loads(line) for line in (tmp_path / "tuned/run/metrics.jsonl").read_text().splitlines()]
+    drawn = {name.split(":")[0] for row in rows if row["kind"] == "step" for name in row["examples"]}
+    assert drawn == {"store", "general"}
+    assert result["compared"]["general"]["lddt_ca"]["targets"] == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"structures": "few"}, "too few"),
+        ({"msas": "strangers"}, "no alignment has the sequence"),
+        ({"init": "nowhere.safetensors"}, "nowhere.safetensors"),
+        ({"set": {"model.c_z": 20}}, "parameters of another model"),
+        ({"set": {"data.crop": 0}}, "crop"),
+        ({"trainable": "evofrmer"}, "evoformer"),
+        ({"adapters": 2, "set": {"finetune.adapters.on": ["nowhere"]}}, "nowhere"),
+        ({"split": "split.toml", "one_family": True}, "leave one of them out"),
+        ({"rehearse": "general=2"}, "general"),
+    ],
+)
+def test_bad_input(
+    given: dict[str, Any], proteins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "few").mkdir()
+    for file in sorted((proteins / "mmcif").iterdir())[:5]:
+        shutil.copy(file, tmp_path / "few")
+    (tmp_path / "strangers").mkdir()
+    (tmp_path / "strangers" / "other.a3m").write_text(">other\nMKVLAAGIVGLLLAAGCQWPFWEK\n")
+    (tmp_path / "split.toml").write_text("")
+    with pytest.raises(UserError, match=says) as error:
+        warpfold.finetune(out=tmp_path / "tuned", device="cpu", **{**given, **change})
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "tuned" / "params.safetensors").exists()
+    assert not (tmp_path / "tuned" / "run").exists()
+
+
+def test_words_follow_the_interval() -> None:
+    def said(after: list[float], before: list[float]) -> str:
+        found = paired_bootstrap(after, before, seed=0).to_dict()
+        return verdict({"compared": {"test": {"lddt_ca": found}}})
+
+    low, high = [0.2, 0.3, 0.25, 0.3, 0.2], [0.5, 0.6, 0.65, 0.6, 0.5]
+    assert said(high, low).startswith("Better")
+    assert said(low, high).startswith("Worse")
+    assert said([0.5, 0.3, 0.7], [0.3, 0.5, 0.7]).startswith("No clear difference")
+    assert "says nothing" in said([0.5], [0.3])
+
+
+def test_on_the_command_line(given: dict[str, Any], tmp_path: Path, proteins: Path) -> None:
+    found = run("finetune", "--structures", str(tmp_path), "--init", str(given["init"]), "--out", str(tmp_path / "out"))
+    assert found.returncode == 2
+    assert len(found.stderr.strip().splitlines()) == 1
+    assert finetuning.FORMAT
