@@ -180,6 +180,8 @@ def freeze(model: nn.Module, config: FinetuneConfig, seed: int = 0) -> Trained:
     names = set(trained.names)
     for name, p in model.named_parameters():
         p.requires_grad_(name in names)
+    if isinstance(model, AlphaFold):
+        model.frozen_trunk = not trained.trunk
     return trained
 
 

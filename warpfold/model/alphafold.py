@@ -176,6 +176,7 @@ class AlphaFold(Executable):
         self.plddt = PLDDTHead(c.structure.c, c.heads.plddt_c, c.heads.plddt_bins)
         self.resolved = LogitsHead(c.c_s, 37)  # atoms
         self.pae = LogitsHead(c.c_z, c.heads.pae_bins) if c.heads.pae else None
+        self.frozen_trunk = False  # nothing of it is trained: then no pass keeps anything of it
         self.noise = Noise()
         # All layers draw from one source of dropout noise, each from streams of its own.
         layers = [module for module in self.modules() if isinstance(module, DrawsNoise)]
@@ -296,7 +297,7 @@ class AlphaFold(Executable):
         recycled = Recycled(*(inputs[field.name] for field in fields(Recycled)))
         batch = {name: x for name, x in inputs.items() if name in FEATURES}
         self.noise.key = inputs["key"]
-        with self.computing():
+        with self.computing(), torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen_trunk):
             return self._mean(batch, recycled)
 
     def _mean(self, batch: Batch, recycled: Recycled) -> Representations:
