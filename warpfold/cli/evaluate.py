@@ -58,7 +58,7 @@ class EvaluateCommand(Checked):
     progress: Progress | None = None
 
     def __call__(self) -> dict[str, Any]:
-        """Return what `OUT/evaluation.json` has: each target, means, groups, calibration, comparisons (docs/evaluate.md).
+        """Return what `OUT/evaluation.json` has: targets, means, groups, calibration, comparisons (docs/evaluate.md).
 
         Targets that could not be scored are under "failures" of their set, and the others are scored all the same.
         Errors: UserError for folders that are not there, are empty, or have no target in common; a suite whose files
@@ -67,7 +67,7 @@ class EvaluateCommand(Checked):
         from warpfold.evaluation import evaluate as evaluating
         from warpfold.evaluation.page import evaluation_page
         from warpfold.evaluation.tables import as_csv
-        from warpfold.files import check_new, refuse_foreign, update_file, write_atomically
+        from warpfold.files import check_new, refuse_foreign, update_file, write_atomically, writing
         from warpfold.report.report import write_report
         from warpfold.scoring.manifest import read_suite
 
@@ -95,6 +95,8 @@ class EvaluateCommand(Checked):
         found = evaluating.report(sets, Path(self.truth), suite, self.seed)
         rows = as_csv(evaluating.rows_of(sets))
         if out is not None:
+            with writing(out):
+                out.mkdir(parents=True, exist_ok=True)
             write_report(out / PAGE, evaluation_page(sets, found))
             write_atomically(out / TABLE, rows)
             write_atomically(out / REPORT, json.dumps(found, indent=1, allow_nan=False) + "\n")

@@ -83,8 +83,8 @@ def plddt_of(chains: Mapping[str, Chain]) -> tuple[dict[str, Array] | None, str]
         return None, "its file has no B column"
     low, high = float(values.min()), float(values.max())
     if low < 0 or high > 100 or low == high:
-        said = f"is {low:g} throughout" if low == high else f"has values from {low:g} to {high:g}"
-        return None, f"its B column {said}, which is no pLDDT"
+        said = f"is {low:g} throughout" if low == high else f"goes from {low:g} to {high:g}, not from 0 to 100"
+        return None, f"its B column {said}"
     scale = 100 if high <= 1 else 1  # some programs write 0 to 1
     return {name: scale * b.astype(np.float64) for name, b in found.items()}, ""
 

@@ -149,10 +149,9 @@ def _numbering(ours: Sequence[str], theirs: Sequence[str]) -> str:
     """Say how the numbers of paired residues differ; nothing if they do not."""
     if list(ours) == list(theirs) or not ours:
         return ""
-    try:
-        shifts = {int(b) - int(a) for a, b in zip(ours, theirs)}
-    except ValueError:  # insertion codes, and residues without a number
-        shifts = set()
+    plain = all(number.lstrip("-").isdecimal() for number in (*ours, *theirs))  # no insertion codes, none lacking
+    shifts = {int(b) - int(a) for a, b in zip(ours, theirs)} if plain else set()
     if len(shifts) == 1:
-        return f"the truth's numbers are {shifts.pop():+d}; paired by sequence"
-    return "numbered otherwise than the truth; paired by sequence"
+        shift = shifts.pop()
+        return f"the truth's residues are numbered {abs(shift)} {'higher' if shift > 0 else 'lower'}"
+    return "residues are numbered otherwise in the truth, and paired by sequence"

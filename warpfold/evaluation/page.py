@@ -10,10 +10,11 @@ from warpfold import __version__
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import PDB_CHAINS, write_mmcif
 from warpfold.errors import UserError, listed
+from warpfold.evaluation import tables
 from warpfold.evaluation.confidence import CA, plddt_of, read_pae
 from warpfold.evaluation.evaluate import PredictionSet
-from warpfold.evaluation.measure import Measured, Row, read_pair
-from warpfold.evaluation.tables import GROUPS, METRICS, OF_ALL, Metric, group_name
+from warpfold.evaluation.measure import Measured, read_pair
+from warpfold.evaluation.tables import GROUPS, METRICS, Metric, group_name
 from warpfold.report import figures
 from warpfold.report.report import ReportPage, ReportTable, Section, Target, Warned
 from warpfold.scoring import metrics
@@ -22,10 +23,10 @@ WORST, BEST = 6, 3  # structures drawn of the first set
 LONGEST = 3000  # residues of a structure that is drawn
 DOWNLOADED_PAE = 1000  # residues up to which its PAE is in the page
 SHOWN = ("lddt", "lddt_ca", "gdt_ts", "tm", "dockq")  # in tables of groups
-NOTED = 3  # notes of a target in the table
+UNLISTED = ("coverage", "qs_global", "ics", "ips", "chain_breaks")  # not in the table of all targets
 
 
-def evaluation_page(sets: Sequence[PredictionSet], found: Mapping[str, Any], command: str = "") -> ReportPage:
+def evaluation_page(sets: Sequence[PredictionSet], found: Mapping[str, Any]) -> ReportPage:
     """Return the page of what `report` has found."""
     of_sets = found["sets"]
     first, means = of_sets[0], of_sets[0]["means"]
@@ -33,8 +34,9 @@ def evaluation_page(sets: Sequence[PredictionSet], found: Mapping[str, Any], com
     for metric in METRICS:
         if metric.key in (*SHOWN, "rmsd") and metric.key in means:
             own = means[metric.key]
+            of = f" of {first['name']}" if len(of_sets) > 1 else ""
             over = "" if own["targets"] == first["targets"] else f", {own['targets']} targets"
-            facts.append((f"mean {metric.name}{over}", f"{own['mean']:.{metric.digits}f}"))
+            facts.append((f"mean {metric.name}{of}{over}", metric.show(own["mean"])))
     sections = [
         _scores(sets, of_sets),
         *_comparisons(sets, found),
@@ -43,12 +45,7 @@ def evaluation_page(sets: Sequence[PredictionSet], found: Mapping[str, Any], com
     ]
     drawn = _chosen(sets[0])
     targets = [target for one in drawn if (target := _target(one)) is not None]
-    sections.append(_all_targets(sets, {target.name for target in targets}))
-    sections += _failures(of_sets)
-    if targets:
-        many = len(sets[0].best)
-        text = f"{'All' if len(targets) == many else 'The worst and the best'} of {first['name']} by lDDT-Cα, over the "
-        sections.append(Section("Structures", f"{text}truth in grey."))
+    sections += [_all_targets(sets, len(targets)), *_failures(of_sets)]
     names = " and ".join(f"{one['name']} ({one['layout']})" for one in of_sets)
     suite = found["suite"]
     against = f"the suite {suite['title'] or suite['file']}" if suite else found["truth"]
@@ -96,14 +93,14 @@ def _scores(sets: Sequence[PredictionSet], of_sets: Sequence[Mapping[str, Any]])
             if own is None:
                 row += ["–"] * 4
                 continue
-            span = "–" if own["interval"] is None else " to ".join(f"{x:.{metric.digits}f}" for x in own["interval"])
-            row += [f"{own['mean']:.{metric.digits}f}", span, f"{own['median']:.{metric.digits}f}", str(own["targets"])]
+            span = " to ".join(map(metric.show, own["interval"] or (None,)))
+            row += [metric.show(own["mean"]), span, metric.show(own["median"]), str(own["targets"])]
         rows.append(row)
     drawn = []
     for key, name in (("lddt_ca", "lDDT-Cα"), ("tm", "TM-score")):
         values = {one.name: [row[key] for row in one.by_target().values()] for one in sets}
         drawn.append((figures.draw_shares(values, name), f"How many targets reach each {name}."))
-    text = "Each mean is over the targets of its row; its interval says how much other targets of the kind would change it."
+    text = "Each mean is over the targets of its row; its interval says how much others of the kind would change it."
     return Section("Scores", text, drawn, ReportTable(header, rows))
 
 
@@ -129,7 +126,7 @@ def _comparisons(sets: Sequence[PredictionSet], found: Mapping[str, Any]) -> lis
             f"On the {one['common']} targets that both have, by paired bootstrap: a difference is clear where its "
             "interval leaves out 0. Positive is better, also of RMSD, clashes and chain breaks."
         )
-        header = ["score", "better by", "95% interval", "in resamples", "targets", "better on", "worse on"]
+        header = ["score", "better by", "95% interval", "better in resamples", "targets", "better on", "worse on"]
         sections.append(Section(f"{one['a']} against {one['b']}", text, drawn, ReportTable(header, rows)))
     return sections
 
@@ -155,7 +152,7 @@ def _where(sets: Sequence[PredictionSet], of_sets: Sequence[Mapping[str, Any]]) 
         for one in of_sets:
             for group in one["groups"].get(by, ()):
                 name = group_name(group, by)
-                values = [f"{group['mean'][m.key]:.{m.digits}f}" if m.key in group["mean"] else "–" for m in keys]
+                values = [metric.show(group["mean"].get(metric.key)) for metric in keys]
                 rows.append([f"{one['name']}, {name}" if len(of_sets) > 1 else name, str(group["targets"]), *values])
         points = {}
         for each in sets:
@@ -201,22 +198,21 @@ def _calibration(sets: Sequence[PredictionSet], of_sets: Sequence[Mapping[str, A
     return [Section("Does the model know how good it is?", text, drawn, ReportTable(header, rows))]
 
 
-def _all_targets(sets: Sequence[PredictionSet], drawn: set[str]) -> Section:
-    """Return a row for each target, with its notes."""
-    complexes = any(row["dockq"] is not None for one in sets for row in one.by_target().values())
-    shown = [metric for metric in OF_ALL if metric.key not in ("chain_breaks", "coverage")]
-    shown += [metric for metric in METRICS if metric.key in ("dockq", "ilddt") and complexes]
-    rows = []
+def _all_targets(sets: Sequence[PredictionSet], drawn: int) -> Section:
+    """Return a row for each target, with its notes; drawn: how many structures of the first set the page has."""
+    rows = [row for one in sets for row in one.by_target().values()]
+    shown = [metric for metric in METRICS if metric.key not in UNLISTED and tables.values_of(rows, metric.key)]
+    lines = []
     for one in sets:
         for row in sorted((m.row for m in one.measured), key=lambda row: (row["target"].lower(), row["rank"])):
-            name = row["target"] if one is sets[0] and row["rank"] == 1 else f"{row['target']}, rank {row['rank']}"
-            name = name if one is sets[0] else f"{row['target']}, {one.name}"
-            values = ["–" if row[m.key] is None else f"{row[m.key]:.{m.digits}f}" for m in shown]
-            notes = "; ".join(row["notes"][:NOTED]) + ("; ..." if len(row["notes"]) > NOTED else "")
-            rows.append([name, f"{row['paired']} of {row['residues']}", *values, notes])
+            name = row["target"] if row["rank"] == 1 else f"{row['target']}, rank {row['rank']}"
+            name = name if one is sets[0] else f"{name}, {one.name}"
+            values = [metric.show(row[metric.key]) for metric in shown]
+            lines.append([name, f"{row['paired']} of {row['residues']}", *values, "; ".join(row["notes"])])
     header = ["target", "residues", *(metric.name for metric in shown), "notes"]
-    text = "Those with a link are drawn below." if drawn else ""
-    return Section("All targets", text, table=ReportTable(header, rows))
+    some = f"the worst {WORST} and the best {BEST}" if drawn < len(sets[0].best) else "all"
+    text = f"Drawn below, with the truth in grey: {some} of {sets[0].name} by lDDT-Cα." if drawn else ""
+    return Section("All targets", text, table=ReportTable(header, lines))
 
 
 def _failures(of_sets: Sequence[Mapping[str, Any]]) -> list[Section]:
@@ -272,7 +268,7 @@ def _target(measured: Measured) -> Target | None:
         for chain in moved
     ]
     row = measured.row
-    numbers = [(m.name, f"{row[m.key]:.{m.digits}f}") for m in METRICS if row[m.key] is not None and m.key != "plddt"]
+    numbers = [(metric.name, metric.show(row[metric.key])) for metric in METRICS if row[metric.key] is not None]
     by_chain = np.split(confidence, ends[:-1])
     return Target(
         name=row["target"],

@@ -21,6 +21,10 @@ class Metric:
     digits: int = 3
     lower: bool = False
 
+    def show(self, value: float | None) -> str:
+        """Return a value, or a mean of such, for people."""
+        return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.{self.digits}f}"
+
 
 METRICS = (
     Metric("lddt", "lDDT"),
@@ -39,7 +43,6 @@ METRICS = (
     Metric("clashes", "clashes", 1, lower=True),
     Metric("chain_breaks", "chain breaks", 1, lower=True),
 )
-OF_ALL = METRICS[:6] + METRICS[11:]  # of single chains, too
 NOT_QUALITY = {"coverage", "plddt"}  # not what one set can be better in
 # What groups are made by: the column, its name, and the largest value of each group but the last.
 GROUPS = {

@@ -147,7 +147,7 @@ def draw_shares(values: Mapping[str, Sequence[float]], score: str) -> str:
     for (name, own), color, dashes in zip(values.items(), cycle(COLORS), cycle(("-", "--", "-.", ":"))):
         ordered = np.sort(np.asarray(own, float))
         share = 1 - np.arange(len(ordered) + 1) / len(ordered)
-        axes.step([0, *ordered], share, dashes, where="pre", color=color, label=name)
+        axes.step([0, *ordered], share, dashes, where="post", color=color, label=name)
     axes.set(xlabel=score, ylabel="share of targets that reach it", xlim=(0, 1), ylim=(0, 1.02))
     if len(values) > 1:
         _legend(axes)
