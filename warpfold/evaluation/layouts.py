@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from warpfold.data.formats.input_files import ALIGNMENTS, find
+from warpfold.data.formats.input_files import ALIGNMENTS, find, walk
 from warpfold.errors import UserError
 from warpfold.files import read_file
 
@@ -124,8 +124,8 @@ def _ours(folder: Path) -> tuple[list[PredictedFile], dict[str, str]] | None:
 def _others(folder: Path) -> list[PredictedFile]:
     """Return what the names of files say."""
     folders: dict[Path, dict[str, Path]] = {}
-    for file in find([folder], ("",), "files"):
-        folders.setdefault(file.path.parent, {})[file.path.name] = file.path
+    for path in walk(folder.absolute(), ("",)):
+        folders.setdefault(path.parent, {})[path.name] = path
     found: list[PredictedFile] = []
     for here, names in folders.items():
         if _SAMPLE.fullmatch(here.name):
@@ -150,7 +150,8 @@ def _alphafold(folder: Path, names: Mapping[str, Path]) -> list[PredictedFile]:
     if "ranking_debug.json" in names:
         ranking = _json(names["ranking_debug.json"])
         order = ranking.get("order", ()) if isinstance(ranking, dict) else ()
-    beside = find([folder / "msas"], ALIGNMENTS, "alignments") if (folder / "msas").is_dir() else []
+    there = (folder / "msas").is_dir() and any(walk(folder / "msas", ALIGNMENTS))
+    beside = find([folder / "msas"], ALIGNMENTS, "alignments") if there else []
     alignments = tuple(file.path for file in beside if not (file.is_hits or file.serves_pairing))
     found = []
     for name, path in names.items():

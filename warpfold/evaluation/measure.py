@@ -129,11 +129,11 @@ def notes_of(paired: Paired) -> list[str]:
         of = f"chain {name}: " if len(paired.sides) > 1 else ""
         both = side.ours >= 0
         if missing := int((~both).sum()):
-            notes.append(f"{of}{missing} of {len(both)} residues of the truth are not in the prediction")
+            notes.append(f"{of}residues of the truth that the prediction lacks: {missing} of {len(both)}")
         if unseen := int((ours.mask[:, CA] > 0).sum()) - int(both.sum()):
-            notes.append(f"{of}{unseen} predicted residues have no counterpart, and are not scored")
+            notes.append(f"{of}predicted residues that the truth lacks, not scored: {unseen}")
         if others := int(both.sum()) - side.equal:
-            notes.append(f"{of}{others} residues are other amino acids")
+            notes.append(f"{of}other amino acids than in the truth: {others}")
         if said := _numbering(
             [ours.author_numbers[i] for i in side.ours[both]], [theirs.author_numbers[j] for j in side.theirs[both]]
         ):
