@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
     from warpfold.cli.demo import sample
+    from warpfold.cli.evaluate import evaluate
     from warpfold.cli.finetune import finetune
     from warpfold.cli.pack import pack
     from warpfold.cli.params import fetch_params, params
@@ -49,6 +50,7 @@ __all__ = [
     "acceleration",
     "biased_attention",
     "compression_hook",
+    "evaluate",
     "fetch_params",
     "finetune",
     "load",
@@ -69,8 +71,10 @@ _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("FoldResult", "Predictor", "load"), "warpfold.prediction.predictor"),
-    **{name: f"warpfold.cli.{name}" for name in ("pack", "params", "predict", "score", "search", "train", "verify")},
-    "finetune": "warpfold.cli.finetune",
+    **{
+        name: f"warpfold.cli.{name}"
+        for name in ("evaluate", "finetune", "pack", "params", "predict", "score", "search", "train", "verify")
+    },
     "validate": "warpfold.cli.train",
     "fetch_params": "warpfold.cli.params",
     "sample": "warpfold.cli.demo",

@@ -115,6 +115,78 @@ def draw_calibration(plddt: Sequence[float], lddt: Sequence[float], each: str) -
     return _svg(figure, f"pLDDT against measured lDDT of each {each}")
 
 
+COLORS = (BLUE, AMBER, "#009e73", GREY)  # of sets that are compared, in turn
+
+
+@mpl.rc_context(STYLE)
+def draw_reliability(bins: Mapping[str, Sequence[Mapping[str, float]]], expected: str, true: str, top: float) -> str:
+    """Draw mean true values over mean expected ones, bin by bin, and below how many values each bin has.
+
+    bins: by name of what is compared, each with "expected", "true" and "count"; all values from 0 to `top`.
+    """
+    figure = Figure(figsize=(3.5, 3.7), layout="constrained")
+    axes, below = figure.subplots(2, 1, sharex=True, height_ratios=(5, 1))
+    axes.plot([0, top], [0, top], ":", color=GREY, linewidth=1)
+    for (name, these), color in zip(bins.items(), cycle(COLORS)):
+        x, y, count = ([one[key] for one in these] for key in ("expected", "true", "count"))
+        axes.plot(x, y, "-", color=color, marker="o", markersize=3.5, label=name)
+        below.plot(x, np.asarray(count) / max(1, sum(count)), color=color, drawstyle="steps-mid", linewidth=1.2)
+    axes.set(ylabel=true, xlim=(0, top), ylim=(0, top))
+    below.set(xlabel=expected, ylabel="share", ylim=(0, None))
+    below.set_yticks([])
+    if len(bins) > 1:
+        _legend(axes)
+    _grid(axes)
+    return _svg(figure, f"{true} against {expected}")
+
+
+@mpl.rc_context(STYLE)
+def draw_shares(values: Mapping[str, Sequence[float]], score: str) -> str:
+    """Draw which share of the targets scores at least as much (0 to 1), a line for each set."""
+    figure, axes = _canvas(4.7, 2.9)
+    for (name, own), color, dashes in zip(values.items(), cycle(COLORS), cycle(("-", "--", "-.", ":"))):
+        ordered = np.sort(np.asarray(own, float))
+        share = 1 - np.arange(len(ordered) + 1) / len(ordered)
+        axes.step([0, *ordered], share, dashes, where="post", color=color, label=name)
+    axes.set(xlabel=score, ylabel="share of targets that reach it", xlim=(0, 1), ylim=(0, 1.02))
+    if len(values) > 1:
+        _legend(axes)
+    _grid(axes)
+    return _svg(figure, f"share of targets that reach each {score}")
+
+
+@mpl.rc_context(STYLE)
+def draw_against(
+    points: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    labels: tuple[str, str],
+    *,
+    log: bool = False,
+    diagonal: bool = False,
+) -> str:
+    """Draw a score (0 to 1) of each target over something else, a colour for each set; log: of what is across.
+
+    diagonal: what is across is a score, too, and equal ones lie on a line.
+    """
+    figure, axes = _canvas(3.2 if diagonal else 4.7, 2.9)
+    if diagonal:
+        axes.plot([0, 1], [0, 1], ":", color=GREY, linewidth=1)
+    for (name, (x, y)), color, marker in zip(points.items(), cycle(COLORS), cycle("osD^")):
+        size, alpha = (26, 0.8) if len(x) <= 60 else (9, 0.5)
+        axes.scatter(x, y, s=size, color=color, alpha=alpha, linewidth=0, marker=marker, label=name)
+    axes.set(xlabel=labels[0], ylabel=labels[1], ylim=(0, 1.02))
+    if diagonal:
+        axes.set(xlim=(0, 1.02), aspect="equal")
+    if log:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    if len(points) > 1:
+        _legend(axes)
+    _grid(axes)
+    return _svg(figure, f"{labels[1]} against {labels[0]}")
+
+
 PALE = 0.45  # of white in what is farthest from the reader
 RIM = 2.5  # angstrom that a tube's white rim lies behind it: over what passes farther behind, below what joins it
 CATMULL_ROM = np.array([[0, 2, 0, 0], [-1, 0, 1, 0], [2, -5, 4, -1], [-1, 3, -3, 1]]) / 2  # by powers of t

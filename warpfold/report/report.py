@@ -26,6 +26,7 @@ from warpfold.report.coverage import Coverage
 HERE = Path(__file__).parent
 INTERFACE_HEADER = ("interface", "ipTM", "interface pLDDT", "contacts")
 KEY = ("Very high (pLDDT > 90)", "High (90 > pLDDT > 70)", "Low (70 > pLDDT > 50)", "Very low (pLDDT < 50)")
+LONG = 40  # letters of a cell from which on it is a sentence, broken into lines
 WARNED = 8  # warnings that stand open at the head of a page; it says how many more there are
 
 
@@ -191,9 +192,8 @@ def _table(table: ReportTable, anchors: dict[str, str]) -> str:
     head = "".join(f'<th scope="col">{_text(name)}</th>' for name in table.header)
     rows = []
     for name, *values in table.rows:
-        rows.append(
-            f"<tr><td>{_link(name, anchors)}</td>{''.join(f'<td>{_text(value)}</td>' for value in values)}</tr>"
-        )
+        cells = (f"<td{' class=long' if len(value) > LONG else ''}>{_text(value)}</td>" for value in values)
+        rows.append(f"<tr><td>{_link(name, anchors)}</td>{''.join(cells)}</tr>")
     body = "\n".join(rows)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 

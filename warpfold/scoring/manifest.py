@@ -11,11 +11,14 @@ lddt_ca = {finetuning_ptm_1 = 0.9075}
 [targets]                                 # PDB id, _, the chain as its authors name it
 7abc_A = {}
 7abd_B = {released = 2021-10-20, sha256 = "9f86..."}
+
+A suite, of which any predictions are evaluated (`warpfold evaluate`), is such a list whose targets may have any names.
 """
 
 import hashlib
 import re
 import tomllib
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -28,7 +31,7 @@ from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError, listed
 from warpfold.files import read_file, writing
 from warpfold.progress import Progress
-from warpfold.settings import build
+from warpfold.settings import build, toml_value
 
 LISTS = {file.stem: file for file in Path(__file__).parent.glob("*.toml")}
 ENTRY = "https://files.rcsb.org/download/{}.cif.gz"
@@ -89,9 +92,12 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
+    """What the file of a target must say and be, where it is known: release date, SHA-256 (unpacked), chains."""
+
     released: date | None = None
     sha256: str | None = None
+    chains: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,40 @@ class _File:
     title: str = ""
     source: str = ""
     published: Published = field(default_factory=Published)
-    targets: dict[str, _Entry] = field(default_factory=dict)
+    targets: dict[str, Entry] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Targets by name, and what the files of their structures must say and be."""
+
+    path: Path
+    sha256: str
+    title: str
+    source: str
+    targets: dict[str, Entry]
+
+
+def read_suite(path: Path) -> Suite:
+    """Read a list of targets of any names; a file, or one that comes with WarpFold, by its name.
+
+    Errors: UserError for a file that is none, an empty list, and a name that stands there twice.
+    """
+    read, digest, path = _read(path)
+    named: dict[str, str] = {}
+    for name in read.targets:
+        if (other := named.setdefault(name.lower(), name)) != name:
+            raise UserError(f"{path}: {name} and {other} are one name; keep one")
+    return Suite(path, digest, read.title, read.source, read.targets)
+
+
+def write_suite(title: str, targets: Mapping[str, Entry], source: str = "") -> str:
+    """Return a list of targets as `read_suite` and, where they are chains of the PDB, `read_manifest` read it."""
+    lines = [f"title = {toml_value(title)}", f"source = {toml_value(source)}", "", "[targets]"]
+    for name, entry in targets.items():
+        told = {"released": entry.released, "sha256": entry.sha256, "chains": entry.chains}
+        lines.append(toml_value({name: {key: value for key, value in told.items() if value}})[1:-1])
+    return "\n".join(lines) + "\n"
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -107,6 +146,21 @@ def read_manifest(path: Path) -> Manifest:
 
     Errors: UserError for a file that is none, an empty list, a name that is none, and one that stands there twice.
     """
+    read, digest, path = _read(path)
+    targets: dict[str, Target] = {}
+    for name, entry in read.targets.items():
+        named = _NAME.fullmatch(name)
+        if named is None:
+            raise UserError(f"{path}: {name} is no target; write PDB id, _ and the authors' chain name: 7abc_A")
+        target = Target(named[1].lower(), named[2], entry.released, entry.sha256)
+        if target.name.lower() in targets:  # some file systems do not tell A from a, and predictions are in folders
+            raise UserError(f"{path}: {target.name} and {targets[target.name.lower()].name} are one name; keep one")
+        targets[target.name.lower()] = target
+    return Manifest(path, digest, read.title, read.source, read.published, [*targets.values()])
+
+
+def _read(path: Path) -> tuple[_File, str, Path]:
+    """Return what a list has, its SHA-256, and the path of its file."""
     if not path.exists() and str(path) in LISTS:
         path = LISTS[str(path)]
     data = read_file(path)
@@ -117,17 +171,7 @@ def read_manifest(path: Path) -> Manifest:
     read = build(_File, values, str(path))
     if not read.targets:
         raise UserError(f"{path}: has no targets; name them under [targets], a line each: 7abc_A = {{}}")
-    targets: dict[str, Target] = {}
-    for name, entry in read.targets.items():
-        named = _NAME.fullmatch(name)
-        if named is None:
-            raise UserError(f"{path}: {name} is no target; write PDB id, _ and the authors' chain name: 7abc_A")
-        target = Target(named[1].lower(), named[2], entry.released, entry.sha256)
-        if target.name.lower() in targets:  # some file systems do not tell A from a, and predictions are in folders
-            raise UserError(f"{path}: {target.name} and {targets[target.name.lower()].name} are one name; keep one")
-        targets[target.name.lower()] = target
-    digest = hashlib.sha256(data).hexdigest()
-    return Manifest(path, digest, read.title, read.source, read.published, [*targets.values()])
+    return read, hashlib.sha256(data).hexdigest(), path
 
 
 def fetch_structures(manifest: Manifest, folder: Path, source: PathLike | None, progress: Progress) -> None:

@@ -242,7 +242,7 @@ def find(paths: Sequence[Path], suffixes: Sequence[str], what: str) -> list[Inpu
         if not path.exists():
             raise UserError(f"{path}: no such file or folder")
         here = path.absolute().resolve() if path.name in ("", "..") else path.absolute()
-        for file in _walk(here, endings) if path.is_dir() else [here]:
+        for file in walk(here, endings) if path.is_dir() else [here]:
             below = file.relative_to(here.parent) if path.is_dir() else PurePosixPath(here.parent.name, file.name)
             status = file.stat()
             source = InputFile(_text(str(below)), file, status.st_size, status.st_mtime_ns)
@@ -298,7 +298,7 @@ def _members(index: InputFile, suffixes: Sequence[str]) -> Iterator[InputFile]:
             yield replace(index, name=text, size=size, chain=chain, member=member, shard=shard, start=start)
 
 
-def _walk(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
+def walk(folder: Path, endings: Sequence[str]) -> Iterator[Path]:
     """Yield the files below a folder; links are followed, but no folder is entered twice."""
 
     def refuse(error: OSError) -> None:

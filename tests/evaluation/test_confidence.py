@@ -1,0 +1,143 @@
+"""pLDDT and PAE: read from whoever's files, and compared with what came true."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.scoring.test_score import part, protein, structure, unseen
+from warpfold.data.structure.chain import Chain
+from warpfold.errors import UserError
+from warpfold.evaluation.confidence import MAX_PAE, PLDDT_BINS, Sums, pae_sums, plddt_of, plddt_sums, read_pae
+from warpfold.geometry.residue import ATOM_ORDER
+from warpfold.scoring import metrics
+from warpfold.scoring.score import pair
+
+N, CA, C = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
+
+
+def test_sums_of_parts_are_those_of_the_whole() -> None:
+    random = np.random.default_rng(0)
+    expected = random.uniform(0, 100, 500)
+    true = np.clip(expected + random.normal(5, 10, 500), 0, 100)
+    whole, parts = Sums.of(expected, true, PLDDT_BINS), Sums.of(expected[:99], true[:99], PLDDT_BINS)
+    parts = parts + Sums.of(expected[99:], true[99:], PLDDT_BINS)
+    found = whole.to_dict()
+    assert parts.to_dict()["error"] == pytest.approx(found["error"])
+    assert found["count"] == 500
+    assert found["bias"] == pytest.approx((expected - true).mean())
+    assert found["correlation"] == pytest.approx(np.corrcoef(expected, true)[0, 1])
+    gaps = []
+    for low, high in itertools.pairwise(PLDDT_BINS):
+        within = (expected >= low) & (expected < high)
+        gaps.append(within.sum() / 500 * abs(expected[within].mean() - true[within].mean()))
+    assert found["error"] == pytest.approx(sum(gaps))
+    assert Sums.of(expected, np.full(500, 50.0), PLDDT_BINS).to_dict()["correlation"] is None
+
+
+def test_pae_is_compared_with_the_true_error_of_every_pair() -> None:
+    """Written out; the prediction has residues before, between and after those of the truth, in two chains."""
+    truth = structure(replace(part(protein("A", 30, 1), slice(4, 26)), id="X"), protein("B", 25, 2))
+    random = np.random.default_rng(3)
+    chains = []
+    for seed, length, name in ((1, 30, "A"), (2, 25, "B")):
+        chain = protein(name, length, seed)
+        errors = random.normal(0, 2, chain.positions.shape)
+        chains.append(replace(chain, positions=((chain.positions + errors) * chain.mask[..., None]).astype(np.float32)))
+    pae = random.uniform(0.5, 31, (55, 55)).astype(np.float32)
+    paired = pair(structure(*chains), truth)
+    assert paired.chains == {"A": "X", "B": "B"}
+    place = [*range(4, 26), *range(30, 55)]
+    predicted = np.concatenate([chain.positions for chain in chains])[place].astype(np.float64)
+    known = np.concatenate([chain.positions for chain in truth.chains.values()]).astype(np.float64)
+
+    def local(atoms: np.ndarray, i: int, j: int) -> np.ndarray:
+        first = atoms[i, C] - atoms[i, CA]
+        first = first / np.linalg.norm(first)
+        second = atoms[i, N] - atoms[i, CA]
+        second = second - first * (first @ second)
+        second = second / np.linalg.norm(second)
+        frame = np.stack([first, second, np.cross(first, second)])
+        return frame @ (atoms[j, CA] - atoms[i, CA])
+
+    expected, true = [], []
+    for i in range(len(place)):
+        for j in range(len(place)):
+            if i != j:
+                expected.append(pae[place[i], place[j]])
+                true.append(min(MAX_PAE, float(np.linalg.norm(local(predicted, i, j) - local(known, i, j)))))
+    found = pae_sums(paired, pae).to_dict()
+    assert found["count"] == len(place) * (len(place) - 1)
+    assert found["bias"] == pytest.approx(np.mean(expected) - np.mean(true), abs=1e-5)
+    assert found["correlation"] == pytest.approx(np.corrcoef(expected, true)[0, 1], abs=1e-6)
+
+
+def test_plddt_is_compared_with_lddt_of_residues_that_both_have() -> None:
+    truth = unseen(protein("A", 40, 1), slice(10, 15))
+    chain = part(protein("A", 40, 1), slice(2, 40))
+    plddt = {"A": np.linspace(50, 90, 38)}
+    paired = pair(structure(chain), structure(truth))
+    found = plddt_sums(paired, plddt).to_dict()
+    both = [i for i in range(2, 40) if not 10 <= i < 15]
+    assert found["count"] == len(both)
+    mask = truth.mask[:, [CA]] > 0
+    known = mask & (np.arange(40) >= 2)[:, None]
+    lddt = metrics.lddt_per_residue(truth.positions[:, [CA]], truth.positions[:, [CA]], mask, known)
+    assert found["bias"] == pytest.approx(np.mean([plddt["A"][i - 2] for i in both]) - 100 * lddt[both].mean())
+
+
+def with_b(values: np.ndarray | None) -> dict[str, Chain]:
+    return {"A": replace(protein("A", 10), b_factors=values)}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        (np.zeros(10), "its B column is 0 throughout"),
+        (np.linspace(-1, 50, 10), "its B column goes from -1 to 50, not from 0 to 100"),
+        (np.linspace(5, 150, 10), "its B column goes from 5 to 150, not from 0 to 100"),
+        (np.full(10, np.nan), "its file has no B column"),
+        (None, "its file has no B column"),
+    ],
+)
+def test_a_b_column_that_is_no_plddt(values: np.ndarray | None, said: str) -> None:
+    assert plddt_of(with_b(values)) == (None, said)
+
+
+def test_plddt_may_be_a_share() -> None:
+    found, _ = plddt_of(with_b(np.linspace(0.2, 0.9, 10)))
+    assert found is not None
+    np.testing.assert_allclose(found["A"], np.linspace(20, 90, 10))
+
+
+PAE = np.random.default_rng(0).uniform(0, 31, (4, 4)).round(2)
+LAYOUTS = {
+    "AlphaFold DB": [{"predicted_aligned_error": PAE.tolist(), "max_predicted_aligned_error": 31.75}],
+    "AlphaFold DB until 2022": [{"residue1": [1], "residue2": [1], "distance": PAE.ravel().tolist()}],
+    "ColabFold": {"plddt": [90.0] * 4, "pae": PAE.tolist(), "ptm": 0.5},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pae_of_other_programs(layout: str, tmp_path: Path) -> None:
+    (tmp_path / "pae.json").write_text(json.dumps(LAYOUTS[layout]))
+    np.testing.assert_allclose(read_pae(tmp_path / "pae.json", 4), PAE, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{}", "no PAE in a layout that is known (no matrix in it); fetch it again, or remove it"),
+        ("[1, 2", "no PAE in a layout that is known"),
+        ('{"pae": [[1, 2], [3]]}', "no PAE in a layout that is known"),
+        ('{"pae": [[1, 2], [3, 4]]}', "has PAE of shape [2, 2], the structure 4 residues; remove one"),
+    ],
+)
+def test_pae_that_is_none(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "pae.json").write_text(text)
+    with pytest.raises(UserError) as refused:
+        read_pae(tmp_path / "pae.json", 4)
+    assert said in str(refused.value)

@@ -1,0 +1,223 @@
+"""Score folders of predictions against one folder of structures, sum up, and compare the sets (docs/evaluate.md)."""
+
+import functools
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from warpfold.bulk import in_order, pool
+from warpfold.data.formats.alignment import parse_fasta
+from warpfold.data.search.nearest import nearest_identities
+from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import StoredExample, entry_keys
+from warpfold.errors import UserError, listed
+from warpfold.evaluation import tables
+from warpfold.evaluation.confidence import Sums
+from warpfold.evaluation.layouts import Predictions, find_predictions
+from warpfold.evaluation.measure import Job, Measured, Row, measure
+from warpfold.evaluation.truths import Truths
+from warpfold.files import read_file
+from warpfold.progress import Progress
+from warpfold.scoring.manifest import Entry, Suite, write_suite
+from warpfold.scoring.metrics import LDDT_RADIUS, LDDT_TOLERANCES
+
+FORMAT = "warpfold-evaluation-1"
+_TOLERANCES = ", ".join(f"{tolerance:g}" for tolerance in LDDT_TOLERANCES)
+_LDDT = f"pairs of other residues nearer than {LDDT_RADIUS:g} A in the truth, within {_TOLERANCES} A"
+DEFINITIONS = {
+    "lddt": f"lDDT (Mariani et al. 2013) of all heavy atoms that the truth has: {_LDDT}; symmetric side chains named "
+    "for the best score; no stereochemical checks; atoms that the prediction lacks count as wrong",
+    "lddt_ca": f"the same of Ca alone: {_LDDT}",
+    "tm": "TM-score of Ca paired by sequence, normalised by the truth's residues; the TM-score program's search",
+    "gdt_ts": "share of Ca within 1, 2, 4 and 8 A, mean of the four; the TM-score program's search",
+    "gdt_ha": "share of Ca within 0.5, 1, 2 and 4 A, mean of the four",
+    "rmsd": "A, of paired Ca after the superposition that is best for it",
+    "dockq": "DockQ (version 2), mean over the interfaces of the truth; one that lacks a chain counts 0",
+    "ilddt": "lDDT of pairs of atoms of different chains",
+    "qs_global": "QS-score of all contacts (Bertoni et al. 2017)",
+    "ics": "F1 of the contacts between chains",
+    "ips": "shared residues in contact, of all (Jaccard)",
+    "coverage": "residues of the truth with Ca that the prediction has",
+    "plddt": "mean predicted lDDT-Ca, 0 to 100, of all residues of the prediction",
+    "clashes": "pairs of atoms of different residues that overlap by more than 1.5 A",
+    "chain_breaks": "neighbours whose Ca are not 2.6 to 4.2 A apart",
+}
+
+
+@dataclass
+class PredictionSet:
+    """A folder of predictions, and what was found of it; failures: by target."""
+
+    name: str
+    predictions: Predictions
+    jobs: list[Job] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)  # what could be scored, of all models
+    failures: dict[str, str] = field(default_factory=dict)
+    without_truth: list[str] = field(default_factory=list)
+    without_prediction: list[str] = field(default_factory=list)
+
+    @property
+    def best(self) -> list[Measured]:
+        """Return what is in the means: each target's best model, by the ranking of its program."""
+        first: dict[str, Measured] = {}
+        for one in self.measured:
+            first.setdefault(one.job.truth.name.lower(), one)
+        return list(first.values())
+
+    def by_target(self) -> dict[str, Row]:
+        """Return the row of each target's best model."""
+        return {one.job.truth.name.lower(): one.row for one in self.best}
+
+    def to_dict(self, seed: int) -> dict[str, Any]:
+        """Return what is found of this set, as JSON can hold it."""
+        best = self.best
+        rows = [one.row for one in best]
+        sums = {kind: [one for one in (getattr(m, kind) for m in best) if one is not None] for kind in ("plddt", "pae")}
+        several: dict[str, list[Row]] = {}
+        for one in self.measured:
+            several.setdefault(one.job.truth.name.lower(), []).append(one.row)
+        return {
+            "name": self.name,
+            "folder": str(self.predictions.folder),
+            "layout": self.predictions.layouts,
+            "targets": len(rows),
+            "means": tables.means(rows, seed),
+            "groups": {by: made for by in tables.GROUPS if (made := tables.groups(rows, by))},
+            "calibration": {kind: _added(these).to_dict() for kind, these in sums.items() if these},
+            "failures": [{"target": name, "error": error} for name, error in self.failures.items()],
+            "without_truth": self.without_truth,
+            "without_prediction": self.without_prediction,
+            "rows": [_without_sequences(one.row) for one in self.measured],
+        }
+
+
+def evaluate(
+    folders: Sequence[Path],
+    truth: Path,
+    *,
+    suite: Suite | None,
+    train_sequences: Path | None,
+    all_models: bool,
+    assembly: bool,
+    workers: int,
+    seed: int,
+    progress: Progress,
+) -> list[PredictionSet]:
+    """Score each folder's predictions; the first is compared with the others.
+
+    Errors: UserError for folders that are not there or have nothing in common, and a suite of other files.
+    """
+    truths = Truths(truth)
+    if suite is not None:
+        truths.keep(suite)
+    names = [folder.resolve().name for folder in folders]
+    names = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders)]
+    sets = [PredictionSet(name, find_predictions(folder, all_models)) for name, folder in zip(names, folders)]
+    for one in sets:
+        _assign(one, truths, assembly)
+    jobs = [job for one in sets for job in one.jobs]
+    found: list[Measured] = []
+    with pool(min(workers, len(jobs))) as executor:
+        for done, result in enumerate(in_order(measure, jobs, executor)):
+            progress(done, len(jobs), f"scored {result.job.prediction.target}")
+            found.append(result)
+    for one in sets:
+        for result in found[: len(one.jobs)]:
+            if result.error is None:
+                one.measured.append(result)
+            else:
+                one.failures[result.job.prediction.target] = result.error
+        del found[: len(one.jobs)]
+        if not one.measured:
+            failed = list(one.failures.values())
+            first = f"none of {len(failed)} targets could be scored: {failed[0]}"
+            raise UserError(f"{one.predictions.folder}: {first}" if len(failed) > 1 else failed[0])
+    _add_similarity(sets, train_sequences, workers)
+    return sets
+
+
+def _assign(one: PredictionSet, truths: Truths, assembly: bool) -> None:
+    """Find what each prediction of a set is compared with."""
+    folder = one.predictions.folder
+    for file in one.predictions.files:
+        found = truths.find(file.names)
+        if found is None:
+            one.without_truth.append(file.target)
+        else:
+            one.jobs.append(Job(file, found, assembly))
+    one.failures |= {name: error for name, error in one.predictions.failures.items() if truths.find([name])}
+    if not one.jobs:
+        ours = listed([file.target for file in one.predictions.files] or [*one.predictions.failures], 3)
+        theirs = listed([known.name for known in truths.by_name.values()], 3)
+        raise UserError(f"{folder}: none of its targets ({ours}) is among those of {truths.folder} ({theirs})")
+    tried = [job.truth for job in one.jobs]
+    one.without_prediction = [name for name in truths.without(tried) if name not in one.failures]
+
+
+def _add_similarity(sets: Sequence[PredictionSet], train_sequences: Path | None, workers: int) -> None:
+    """Add to each row how near its target is to a training sequence; of several chains the nearest counts."""
+    rows = [one.row for each in sets for one in each.measured]
+    nearest: Mapping[str, float] = {}
+    if train_sequences is not None:
+        known = _sequences(train_sequences)
+        asked = list(dict.fromkeys(sequence for row in rows for sequence in row["sequences"]))
+        nearest = dict(zip(asked, nearest_identities(asked, known, workers)))
+    for row in rows:
+        row["train_identity"] = max(map(nearest.__getitem__, row["sequences"])) if nearest else None
+
+
+def _sequences(path: Path) -> list[str]:
+    """Read the sequences of a store or a FASTA file."""
+    if path.is_dir():
+        store = Store(path)
+        return [StoredExample(store, key).sequence for key in entry_keys(store, assemblies=False)]
+    return [
+        part for _, sequence in parse_fasta(read_file(path), str(path), chains=True) for part in sequence.split(":")
+    ]
+
+
+def report(sets: Sequence[PredictionSet], truth: Path, suite: Suite | None, seed: int) -> dict[str, Any]:
+    """Return all that was found, as JSON can hold it (docs/evaluate.md)."""
+    first, *others = sets
+    return {
+        "format": FORMAT,
+        "truth": str(truth),
+        "suite": suite and {"file": suite.path.name, "sha256": suite.sha256, "title": suite.title},
+        "sets": [one.to_dict(seed) for one in sets],
+        "comparisons": [
+            {"a": first.name, "b": other.name, **tables.compare(first.by_target(), other.by_target(), seed)}
+            for other in others
+        ],
+        "definitions": DEFINITIONS,
+        "seed": seed,
+    }
+
+
+def rows_of(sets: Sequence[PredictionSet]) -> list[Row]:
+    """Return the rows of the table: of each prediction of each set, and of what could not be scored."""
+    rows = []
+    for one in sets:
+        rows += [{"set": one.name, **measured.row} for measured in one.measured]
+        rows += [{"set": one.name, "target": name, "error": error} for name, error in one.failures.items()]
+    return rows
+
+
+def as_suite(one: PredictionSet, title: str) -> str:
+    """Return the suite of what was scored: names, chains, release dates and hashes of the truths' files."""
+    targets: dict[str, Entry] = {}
+    for measured in one.best:
+        row, truth = measured.row, measured.job.truth
+        released = date.fromisoformat(row["released"]) if row["released"] else None
+        targets[truth.name] = Entry(released, row["truth_sha256"], tuple(row["truth_chains"]))
+    return write_suite(title, targets)
+
+
+def _added(sums: Sequence[Sums]) -> Sums:
+    return functools.reduce(operator.add, sums)
+
+
+def _without_sequences(row: Row) -> Row:
+    return {key: value for key, value in row.items() if key != "sequences"}

@@ -1,0 +1,225 @@
+"""Find the predictions in a folder, whoever wrote them: who did is told by the names of the files."""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from warpfold.data.formats.input_files import ALIGNMENTS, find, walk
+from warpfold.errors import UserError
+from warpfold.files import read_file
+
+STEM = re.compile(r"(.+?)\.(cif|mmcif|pdb|ent)(\.gz)?", re.IGNORECASE)  # of a structure file
+_RANKED = re.compile(r"ranked_(\d+)")
+_SAMPLE = re.compile(r"seed-\d+_sample-\d+")  # AlphaFold 3's folders beside the best model
+_AF3_SERVER = re.compile(r"fold_(?P<name>.+)_model_(?P<number>\d)")
+_AFDB = re.compile(r"AF-(?P<accession>\w+)-F(?P<part>\d+)-model_v(?P<version>\d+)")
+# NAME_unrelaxed_rank_001_MODEL_seed_000; without NAME_ in a folder of its own; before 2022 NAME_unrelaxed_model_1.
+_COLABFOLD = re.compile(r"((?P<name>.+)_)?(?P<kind>un)?relaxed_(?P<rest>.*((?<=rank_)|(?<=model_))\d+.*)")
+_OPENFOLD = re.compile(r"(?P<name>.+)_(?P<model>model_(?P<rank>\d+)\w*)_(?P<kind>un)?relaxed")
+_CASP = re.compile(r"(?P<name>[THRDM]\d{4}([svx]\d+)*)TS(?P<group>\d{3})(_(?P<rank>\d)o?)?(-(?P<domain>D\d+))?(-\w+)?")
+_OURS = re.compile(r"(?P<name>.+?)_rank_(?P<rank>\d+)")  # copies that lie apart from their summary
+
+
+@dataclass(frozen=True)
+class PredictedFile:
+    """A predicted structure, and what lies beside it.
+
+    target: what it is a prediction of.  names: what its truth may be called, the likeliest first.  rank: by its own
+    program, 1 is the best.  order: of files that hold the same prediction, the smallest is read.
+    pae: the file that has the matrix.  depth: rows of its alignment, or else `alignments`, the files to count them in.
+    """
+
+    target: str
+    path: Path
+    layout: str
+    names: tuple[str, ...]
+    rank: int = 1
+    model: str = ""
+    order: tuple[int, ...] = ()
+    pae: Path | None = None
+    depth: int | None = None
+    alignments: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a folder holds.  failures: by target, what its program could not predict, where it says so."""
+
+    folder: Path
+    files: Sequence[PredictedFile]
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def layouts(self) -> str:
+        """Return who wrote them, and how many each."""
+        counted = Counter(file.layout for file in self.files)
+        only = len(counted) == 1
+        return ", ".join(layout if only else f"{layout} ({count})" for layout, count in counted.most_common())
+
+
+def find_predictions(folder: Path, all_models: bool = False) -> Predictions:
+    """Return the predictions in a folder and its subfolders: of each target the best by its program's own ranking.
+
+    all_models: all of them.
+    Errors: UserError for a folder that is not there or has none, and where two files are one target's best.
+    """
+    if not folder.is_dir():
+        what = "is a file; `warpfold score` compares two of them" if folder.exists() else "no such folder"
+        raise UserError(f"{folder}: {what}; give a folder of predictions")
+    if (folder / "summary.json").is_file() and (found := _ours(folder)) is not None:
+        files, failures = found
+    else:
+        files, failures = _others(folder), {}
+    if not files and not failures:
+        raise UserError(f"{folder}: has no predicted structures; their names end in .cif, .pdb or .ent, or .gz")
+    by_target: dict[str, list[PredictedFile]] = {}
+    for file in files:
+        by_target.setdefault(file.target.lower(), []).append(file)
+    kept = []
+    for several in by_target.values():
+        ranked: dict[int, list[PredictedFile]] = {}
+        for file in several:
+            ranked.setdefault(file.rank, []).append(file)
+        for rank in sorted(ranked)[: None if all_models else 1]:
+            best, *others = sorted(ranked[rank], key=lambda file: (file.order, str(file.path)))
+            if others and others[0].order == best.order:
+                both = " and ".join(os.path.relpath(file.path, folder) for file in (best, others[0]))
+                raise UserError(f"{folder}: {both} are both of {best.target}; keep one of them")
+            kept.append(best)
+    return Predictions(folder, kept, failures)
+
+
+def _ours(folder: Path) -> tuple[list[PredictedFile], dict[str, str]] | None:
+    """Return the predictions and failures in a summary of `warpfold predict`; None if it is another program's."""
+    path = folder / "summary.json"
+    try:
+        summary = json.loads(path.read_bytes())
+        if not str(summary["format"]).startswith("warpfold-predictions-"):
+            return None
+        files = []
+        for entry in summary["predictions"]:
+            own = entry["files"]
+            files.append(
+                PredictedFile(
+                    target=entry["name"],
+                    path=folder / entry["folder"] / own.get("mmcif", own.get("pdb")),
+                    layout="WarpFold",
+                    names=(entry["name"],),
+                    rank=entry.get("rank", 1),
+                    model=f"{entry['model']}, seed {entry['seed']}",
+                    pae=next((folder / entry["folder"] / own[kind] for kind in ("arrays", "pae") if kind in own), None),
+                    depth=entry["msa_depth"],
+                )
+            )
+        return files, {failure["name"]: failure["error"] for failure in summary["failures"]}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UserError(f"{path}: is damaged, or no summary of `warpfold predict` ({error}); predict again") from None
+
+
+def _others(folder: Path) -> list[PredictedFile]:
+    """Return what the names of files say."""
+    folders: dict[Path, dict[str, Path]] = {}
+    for path in walk(folder.absolute(), ("",)):
+        folders.setdefault(path.parent, {})[path.name] = path
+    found: list[PredictedFile] = []
+    for here, names in folders.items():
+        if _SAMPLE.fullmatch(here.name):
+            continue
+        structures = {match[1]: path for name, path in names.items() if (match := STEM.fullmatch(name))}
+        if any(map(_RANKED.fullmatch, structures)):
+            found += _alphafold(here, names)
+            continue
+        for name, path in names.items():
+            match, is_casp = STEM.fullmatch(name), _CASP.fullmatch(name)
+            if match or is_casp:
+                found.append(_one(path, match[1] if match else name, names))
+    groups = dict.fromkeys(one.model for one in found if one.layout == "CASP")
+    if len(groups) > 1:
+        raise UserError(f"{folder}: has models of {len(groups)} groups of CASP ({', '.join(groups)}); keep one's only")
+    return found
+
+
+def _alphafold(folder: Path, names: Mapping[str, Path]) -> list[PredictedFile]:
+    """Return the ranked models of a folder that AlphaFold has written for one target."""
+    order: Sequence[str] = ()
+    if "ranking_debug.json" in names:
+        ranking = _json(names["ranking_debug.json"])
+        order = ranking.get("order", ()) if isinstance(ranking, dict) else ()
+    there = (folder / "msas").is_dir() and any(walk(folder / "msas", ALIGNMENTS))
+    beside = find([folder / "msas"], ALIGNMENTS, "alignments") if there else []
+    alignments = tuple(file.path for file in beside if not (file.is_hits or file.serves_pairing))
+    found = []
+    for name, path in names.items():
+        match = STEM.fullmatch(name)
+        if match is None or (ranked := _RANKED.fullmatch(match[1])) is None:
+            continue
+        place = int(ranked[1])
+        model = str(order[place]) if place < len(order) else match[1]
+        target = folder.resolve().name
+        pae = _beside(names, f"pae_{model}.json")
+        known = PredictedFile(target, path, "AlphaFold", (target,), place + 1, model, (_is_pdb(name),), pae)
+        found.append(replace(known, alignments=alignments))
+    return found
+
+
+def _one(path: Path, stem: str, names: Mapping[str, Path]) -> PredictedFile:
+    """Return what the name of a file says of it; names: of the files beside it."""
+    last = _is_pdb(path.name)
+    if one := _AFDB.fullmatch(stem):
+        part, accession = one["part"], one["accession"]
+        target = accession if part == "1" else f"{accession}-F{part}"
+        pae = _beside(names, f"AF-{accession}-F{part}-predicted_aligned_error_v{one['version']}.json")
+        called = (target, f"AF-{accession}-F{part}", stem)
+        return PredictedFile(target, path, "AlphaFold DB", called, order=(-int(one["version"]), last), pae=pae)
+    if one := _CASP.fullmatch(stem):
+        domain = f"{one['name']}-{one['domain']}" if one["domain"] else one["name"]
+        group = f"TS{one['group']}"
+        return PredictedFile(
+            domain, path, "CASP", tuple(dict.fromkeys((domain, one["name"]))), int(one["rank"] or 1), group, (last,)
+        )
+    if stem.endswith("_model") and (beside := _beside(names, f"{stem[:-6]}_confidences.json")):
+        return PredictedFile(stem[:-6], path, "AlphaFold 3", (stem[:-6],), pae=beside)
+    if one := _AF3_SERVER.fullmatch(stem):
+        pae = _beside(names, f"fold_{one['name']}_full_data_{one['number']}.json")
+        return PredictedFile(
+            one["name"], path, "AlphaFold Server", (one["name"],), int(one["number"]) + 1, stem, pae=pae
+        )
+    if one := _OPENFOLD.fullmatch(stem):
+        relaxed_first = (int(bool(one["kind"])), last)
+        return PredictedFile(
+            one["name"], path, "OpenFold", (one["name"],), int(one["rank"]), one["model"], relaxed_first
+        )
+    if one := _COLABFOLD.fullmatch(stem):
+        own = f"{one['name']}_" if one["name"] else ""
+        target = one["name"] or path.parent.resolve().name
+        pae = _beside(names, f"{own}scores_{one['rest']}.json", f"{own}predicted_aligned_error_v1.json")
+        relaxed_first = (int(bool(one["kind"])), last)
+        ranked = re.search(r"rank_(\d+)", one["rest"]) or re.search(r"model_(\d+)", one["rest"])
+        rank = int(ranked[1]) if ranked else 1
+        known = PredictedFile(target, path, "ColabFold", (target,), rank, one["rest"], relaxed_first, pae)
+        return replace(known, alignments=() if (rows := _beside(names, f"{target}.a3m")) is None else (rows,))
+    one = _OURS.fullmatch(stem)
+    target = one["name"] if one else stem
+    pae = _beside(names, f"{stem}_pae.json", f"{stem}_scores.json", f"{target}_pae.json")
+    return PredictedFile(target, path, "plain files", (target,), int(one["rank"]) if one else 1, order=(last,), pae=pae)
+
+
+def _beside(names: Mapping[str, Path], *wanted: str) -> Path | None:
+    """Return the first of some files that is there, also with .gz."""
+    return next((names[name + end] for name in wanted for end in ("", ".gz") if name + end in names), None)
+
+
+def _is_pdb(name: str) -> int:
+    return int(name.lower().removesuffix(".gz").endswith((".pdb", ".ent")))
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(read_file(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is no JSON ({error}); fetch it again, or remove it") from None
