@@ -24,6 +24,7 @@ from warpfold.arguments import (
     paths,
     progress_of,
     reads,
+    runs,
     writes,
 )
 from warpfold.cli.common import Answer, command, plans_said
@@ -69,6 +70,9 @@ class FinetuneCommand(Checked):
     seed: Seed = 0
     force: Force = False
     workers: Workers = 1
+    processes: Annotated[
+        int | None, runs("That train, each on a GPU of its own, or on the CPU; default: all GPUs, or 1.", min=1)
+    ] = None
     device: Device = None
     memory: Memory = None
     progress: Progress | None = None
@@ -78,6 +82,8 @@ class FinetuneCommand(Checked):
 
         Errors: UserError for what cannot be read or used, too few structures or clusters, and a folder of another run.
         """
+        import torch
+
         from warpfold import device
         from warpfold.cli.train import sources_of
         from warpfold.cost.machine import parse_memory
@@ -90,6 +96,7 @@ class FinetuneCommand(Checked):
             databases = [f"{name}={file}" for name, file in self.search.items()]
         else:
             databases = [str(file) for file in paths("search", self.search)]
+        where = device.device_of(self.device)
         options = FinetuneOptions(
             structures=paths("structures", self.structures),
             init=Path(self.init),
@@ -104,9 +111,10 @@ class FinetuneCommand(Checked):
             changes=changes_of("set", self.set),
             seed=self.seed,
             workers=self.workers,
+            processes=self.processes or (torch.cuda.device_count() if where == "cuda" else 1),
             memory=None if self.memory is None else parse_memory(self.memory),
         )
-        tell, where = progress_of(self.progress), device.device_of(self.device)
+        tell = progress_of(self.progress)
         said = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["finetune"] else ""
         return finetune(options, Path(self.out), force=self.force, device=where, command=said, progress=tell)
 

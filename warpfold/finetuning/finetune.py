@@ -21,7 +21,7 @@ import platform
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ from warpfold.progress import Progress, no_progress
 from warpfold.report.report import write_report
 from warpfold.scoring.bootstrap import paired_bootstrap
 from warpfold.training.config import RunConfig
-from warpfold.training.train import train
+from warpfold.training.processes import train_here
 
 FORMAT = "warpfold-finetune-1"
 PARTS = ("alignments", "sequences", "store", "run", "before", "after", "split.toml", "params.safetensors", "card.md")
@@ -81,6 +81,7 @@ class FinetuneOptions:
     changes: Sequence[str] = ()
     seed: int = 0
     workers: int = 1
+    processes: int = 1
     memory: int | None = None
 
     def identity(self) -> str:
@@ -145,7 +146,9 @@ def finetune(
         held_out = f", validation lDDT-Cα {row['lddt_ca']:.3f}" if row["kind"] == "validation" else ""
         tell(row["step"], config.train.steps, f"training{held_out}")
 
-    summary = train(config, sources, out / "run", init=options.init, device=device, watch=watch)
+    ranks = min(options.processes, config.optim.accumulate)
+    shared = replace(config, plan=replace(config.plan, data=ranks))
+    summary = train_here(ranks, shared, sources, out / "run", init=options.init, device=str(device), watch=watch)
     if not summary.finished:
         raise KeyboardInterrupt
     best = best_step(out / "run" / "metrics.jsonl")
