@@ -213,4 +213,4 @@ def test_gradients_of_adapters_are_those_of_the_dense_form(plan: Plan, packed: b
         ):
             # A gradient of zero in exact arithmetic is what rounding leaves of sums of large numbers.
             size = max(float(expected.detach().norm()), 1e-6 * largest)
-            assert float((found - expected).norm()) <= 1e-10 * size, name
+            assert float((found - expected).detach().norm()) <= 1e-10 * size, name

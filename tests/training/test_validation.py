@@ -12,17 +12,22 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.training.runs import equal_tensors, helix, make_store, rows, steps, tiny_run
+from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import example_arrays, example_notes
 from warpfold.engine.checkpoint import RunFolder
 from warpfold.engine.watch import Phase, Watcher
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
+from warpfold.report.curves import RunLog
+from warpfold.training import examples
 from warpfold.training.config import TrainConfig
+from warpfold.training.evaluate import evaluate
 from warpfold.training.examples import split
-from warpfold.training.train import train
+from warpfold.training.train import initial_model, train
 from warpfold.training.validation import Spending, Validation
 
 ROOT = Path(__file__).parents[2]
@@ -233,3 +238,64 @@ def test_a_watcher_that_is_none_is_refused_before_anything_is_done(store: Store,
     with pytest.raises(UserError, match="neither a Watcher nor a function"):
         train(tiny_run(), store, tmp_path / "run", watch="tensorboard")  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_example_is_named_and_counted_and_none_takes_its_place(
+    store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out = [*rows(unbroken, kind="validation")[0]["examples"]]
+    original, bad = examples.open_entry, held_out[0]
+
+    def damaged(store: Store, key: str, assemblies: bool) -> Any:
+        if key == bad:
+            raise UserError(f"{key}: its bytes do not fit their checksum; pack it again")
+        return original(store, key, assemblies)
+
+    monkeypatch.setattr(examples, "open_entry", damaged)
+    assert train(tiny_run(), store, tmp_path / "run").finished
+    found = rows(tmp_path / "run", kind="validation")
+    assert len(found) == 3
+    for row in found:
+        assert [*row["examples"]] == held_out[1:]
+        assert (row["of"], [*row["left_out"]]) == (2, [bad])
+        assert "do not fit their checksum" in row["left_out"][bad]
+    scores = {row["step"]: row["lddt_ca"] for row in found}  # which all have the same examples
+    best = max(scores, key=scores.__getitem__)
+    with RunFolder(tmp_path / "run", score="lddt_ca") as run:
+        run.open_log(6)
+        assert run.best() == (best, sum(step > best for step in scores))
+
+
+@pytest.mark.parametrize(("scores", "best", "ended"), [((3, 4, 2, 5), 9, 0), ((3, 4, 4, 2), 3, 9), ((5, 3, 3, 9), 0, 6)])
+def test_the_best_is_kept_and_the_run_ends_where_none_is_better(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: tuple[int, ...], best: int, ended: int
+) -> None:
+    """Validations after steps 0, 3, 6 and 9, two without a better one; also the first weights may be the best."""
+    given = dict(zip((0, 3, 6, 9), scores))
+    at = {"step": 0}
+    measure = Validation._measure
+
+    def scored_by_hand(self: Validation, step: int, rounds: int, began: float) -> Any:
+        at["step"] = step
+        asked, found = measure(self, step, rounds, began)
+        return asked, {key: {**one, "lddt_ca": given[step] / 10} for key, one in found.items() if isinstance(one, dict)}
+
+    monkeypatch.setattr(Validation, "_measure", scored_by_hand)
+    config, out = tiny_run(steps=9, patience=2, save_every=3, keep=9), tmp_path / "run"
+    done = train(config, store, out)
+    assert (done.finished, done.steps) == (True, ended or 9)
+    assert at["step"] == done.steps
+    ends = rows(out, kind="end")
+    assert [(row["step"], row["best"]) for row in ends] == ([(ended, best)] if ended else [])
+    kept = load_file(out / "params_best.safetensors")
+    if best:
+        state = load_file(out / f"checkpoints/step-{best:08d}/state.safetensors")
+        assert all(torch.equal(x, state[f"average.{name}"]) for name, x in kept.items())
+    else:
+        first = initial_model(config, None).state_dict()
+        assert all(torch.equal(x, first[name]) for name, x in kept.items())
+    before = rows(out)
+    assert train(config, store, out) == done  # nothing is left to do, and nothing is said twice
+    assert rows(out) == before
+    assert RunLog(out).is_finished
+    assert evaluate(out, [Source(store)], follow=True) is not None  # it waits for no step that will not come

@@ -226,7 +226,8 @@ class RunFolder(StepFolders):
         self._log: AppendedFile | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._writing: Future[None] | None = None
-        self.scores: dict[int, float] = {}  # of the validations in the log, by step
+        self.scores: dict[int, float] = {}  # of the validations in the log, by step, that have the same examples
+        self._judged: frozenset[str] = frozenset()  # these examples
 
     def __enter__(self) -> "RunFolder":
         if not self._writes:
@@ -390,11 +391,24 @@ class RunFolder(StepFolders):
         return row["step"] <= step and all(isinstance(one, int | float | None) for one in numbers)
 
     def _note_score(self, row: Mapping[str, Any]) -> None:
-        """Note by what checkpoints are compared; not of a validation of some examples `of` more: others are easier."""
-        if "of" in row:
+        """Note by what checkpoints are compared: validations of all examples but those that failed in each of them.
+
+        Not of one that had no time for all: others are easier.
+        """
+        examples = frozenset(row.get("examples", ()))
+        if len(examples) + len(row.get("left_out", ())) < row.get("of", 0):
+            return
+        if len(examples) > len(self._judged):
+            self.scores, self._judged = {}, examples
+        if examples != self._judged:
             return
         if isinstance(score := row.get(self._score), float) and math.isfinite(score):
             self.scores[row["step"]] = score
+
+    def best(self) -> tuple[int, int]:
+        """Return the step of the best validation, -1 without any, and how many came after it that were no better."""
+        best = max(self.scores, key=self.scores.__getitem__, default=-1)  # of equal ones the first
+        return best, sum(step > best for step in self.scores)
 
     def log(self, row: Mapping[str, Any]) -> None:
         """Append one line.  Errors: UserError when the disk is full, also for a checkpoint that was written beside."""

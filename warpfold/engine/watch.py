@@ -42,7 +42,7 @@ class Watcher:
         """Begin to watch, after `step` steps: rows of later steps that an earlier process reported come again."""
 
     def on_metrics(self, row: Row) -> None:
-        """Take a row of metrics.jsonl: its "kind" is "step", "validation" or "quarantine"."""
+        """Take a row of metrics.jsonl: its "kind" is "step", "validation", "quarantine" or "end"."""
 
     def on_phase(self, phase: Phase) -> None:
         """Take what the run does now.  A signal handler may call it ("stopping"), at any moment."""
@@ -184,7 +184,7 @@ class CsvFile(Watcher):
 
     def on_metrics(self, row: Row) -> None:
         """Write a line, and where the row has numbers that none had before, a column for each."""
-        if row["kind"] == "quarantine":
+        if row["kind"] in ("quarantine", "end"):
             return
         if self._file is None:
             self.on_begin(0)

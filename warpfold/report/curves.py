@@ -62,6 +62,7 @@ class RunLog:
         self.settings: dict[str, Any] = {}
         self.rows: list[dict[str, Any]] = []  # of steps
         self.validations: list[dict[str, Any]] = []  # of its log and of `warpfold validate`, in the order of steps
+        self.ended_early = False
         self.odd = 0  # lines that are no rows of a log, and are left out
         self.read()
 
@@ -80,6 +81,7 @@ class RunLog:
         logged, odd = _rows(path)
         evaluated, _ = _rows(self.path / "evaluations.jsonl")
         self.rows = [row for row in logged if row["kind"] == "step"]
+        self.ended_early = bool(logged) and logged[-1]["kind"] == "end"
         # At one step a validation of some examples stands beside one of all.
         validations = [row for row in (*logged, *evaluated) if row["kind"] == "validation"]
         every = {(row["step"], "of" in row): row for row in validations}
@@ -100,7 +102,12 @@ class RunLog:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether all steps are done, and the last validation where the settings hold anything out."""
+        """Return whether all steps are done, and the last validation where the settings hold anything out.
+
+        Or whether the run ended before, as no validation was better any more.
+        """
+        if self.ended_early:
+            return True
         last = self.validations[-1]["step"] if self.validations else -1
         validated = last >= self.steps or not self.settings.get("train", {}).get("validation")
         return 0 < self.steps <= self.step and validated

@@ -107,11 +107,13 @@ class HeldOut:
     key: str
     features: Arrays
     residues: int  # of the whole
+    reason: str = ""  # why there are no features: the entry is damaged
 
 
 def held_out_features(held_out: Sequence[tuple[Store, str]], config: RunConfig) -> Generator[HeldOut, None, None]:
     """Yield the held-out examples: of a long chain the first residues, of a large assembly those around an interface.
 
+    One that cannot be made has the reason, and no other takes its place.
     A thread makes the features of the next one while the caller uses these.
     """
     passes, most = (config.model.recycles + 1) * config.model.ensemble, config.train.validation_residues
@@ -119,6 +121,13 @@ def held_out_features(held_out: Sequence[tuple[Store, str]], config: RunConfig) 
     def make(one: tuple[Store, str]) -> HeldOut:
         """Read an example, cut it, and make its features."""
         store, key = one
+        try:
+            return made(store, key)
+        except UserError as error:
+            return HeldOut(key, {}, 0, str(error))
+
+    def made(store: Store, key: str) -> HeldOut:
+        """Read, cut and make, whatever is wrong."""
         part: StoredExample | RawExample | Assembly = open_entry(store, key, config.model.multimer is not None)
         whole, crops = part.length, None
         if isinstance(part, Assembly):

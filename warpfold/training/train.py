@@ -59,6 +59,9 @@ from warpfold.training.results import (
 from warpfold.training.validation import Validation
 
 
+BEST = "params_best.safetensors"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """How a run ended."""
@@ -120,9 +123,10 @@ def train(
         validation = Validation(model, optimizer, held_out, config, state, log, signals, team)
         step, timer = state.step, validation.timer
         stop = stop_requested(signals, team) or validation.catch_up(step)
+        ended = keep_best(run, model, optimizer, step, config, team)
         slow_first = plan.compile or torch.device(device).type == "cuda"  # minutes: layers or kernels are compiled
         log.phase("compiling" if slow_first else "training")
-        while step < config.train.steps and not stop:
+        while step < config.train.steps and not stop and not ended:
             recycles = draw_recycles(config, step)  # the same on every rank
             on_device: list[DeviceResult] = []
             for batch in in_batches(next_examples(examples, optimizer.share, timer, team), config.plan.batch):
@@ -140,9 +144,13 @@ def train(
             if step == config.train.steps or stop or rounds or not step % config.train.save_every:
                 notes = {"skipped": skipped.places, "seconds": asdict(validation.spending), **origin}
                 save(run, model, optimizer, step, examples, notes, config, log, team)
-            stop = validation(step, rounds) if rounds else stop
+            if rounds:
+                stop = validation(step, rounds)
+                ended = keep_best(run, model, optimizer, step, config, team)
+                if ended:
+                    log({"kind": "end", "step": step, "best": ended[0], "reason": ended[1]})
             log.phase("training", left=validation.left(step))
-        log.finished = step >= config.train.steps and not (stop and validation.is_owed(step))
+        log.finished = bool(ended) or (step >= config.train.steps and not (stop and validation.is_owed(step)))
     lddt_ca = (log.validation or {}).get("lddt_ca")
     how: dict[str, Any] = {"steps": step, "finished": log.finished, "lddt_ca": lddt_ca, "signal": stop}
     team.tell_idle(how)
@@ -334,6 +342,28 @@ def save(
 
     if team.is_rank_zero:
         run.write_beside(write)
+
+
+def keep_best(
+    run: RunFolder, model: AlphaFold, optimizer: Optimizer, step: int, config: RunConfig, team: Team
+) -> tuple[int, str] | None:
+    """Write params_best.safetensors, the averaged weights, if the validation after this step is the best so far.
+
+    Returns the step of the best and the reason, where so many followed it that the run ends (`train.patience`).
+    All ranks call this.
+    """
+    best, since = team.broadcast(run.best(), "the best validation")
+    if best == step:
+        with optimizer.averaged():
+            params = Snapshot.of(merged_state(model) if team.is_rank_zero else {})
+        if team.is_rank_zero:
+            data = settings.to_dict(config.data)
+            run.write_beside(
+                lambda: run.replace_file(BEST, lambda path: save_params(path, model, data, params.wait()))
+            )
+    if not 0 < config.train.patience <= since:
+        return None
+    return best, f"{since} validations in a row are no better than that after step {best} (train.patience)"
 
 
 def save_failures(

@@ -96,7 +96,7 @@ def validate(
                 found.append(row)
                 for watcher in watchers:
                     watcher.on_metrics(row)
-            if not follow or max(done, default=0) >= config.train.steps:
+            if not follow or max(done, default=0) >= config.train.steps or _has_ended(run):
                 break
             time.sleep(POLL)
         for watcher in watchers:
@@ -113,6 +113,12 @@ def settings_of(run: Path) -> RunConfig:
         raise UserError(f"{run}: not the folder of a training run ({path.name}: {error.strerror})") from error
     except ValueError as error:
         raise UserError(f"{path}: is damaged ({error}); restore it") from error
+
+
+def _has_ended(run: Path) -> bool:
+    """Return whether a run ended before its last step (`train.patience`): its log says so."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return bool(lines) and '"kind": "end"' in lines[-1]
 
 
 def _load(folders: StepFolders, step: int) -> Checkpoint | None:

@@ -226,9 +226,11 @@ class Judge:
         """Return lDDT-Ca of all pairs of an example and of those between chains, DockQ, the loss and its terms.
 
         What there is none of is NaN.  And how many residues were folded, of how many.  Where memory runs out, the next
-        tighter plan is tried; where nothing fits, why it is left out is returned: the training goes on, and each
-        restart would validate first.
+        tighter plan is tried; where nothing fits, or the entry is damaged, why it is left out is returned: the training
+        goes on, and each restart would validate first.
         """
+        if example.reason:
+            return example.reason
         model, asks = self.model, self.model.config
         batch = to_tensors(example.features, self.device)
         try:

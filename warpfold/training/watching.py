@@ -36,6 +36,8 @@ class TrainingProgress(Watcher):
         """Keep what is shown, and print a line where it is time for one."""
         if row["kind"] == "quarantine":
             self._print(f"set aside {row['example']}: {row['reason']}")
+        elif row["kind"] == "end":
+            self._print(f"ends after step {row['step']}: {row['reason']}")
         elif row["kind"] == "validation":
             self.validation = row
             where = "" if row["step"] == self.row.get("step", self.phase.step) else f" after step {row['step']}"
