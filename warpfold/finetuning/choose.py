@@ -18,6 +18,7 @@ from warpfold.training.planning import plan_training
 EPOCHS = 20  # over the training set, if validation does not end the run before
 STEPS = 200, 3_000  # of a run, at least and at most
 CROPS = 384, 320, 256, 192, 128, 64  # of which the longest is taken that fits
+VALIDATED = 24  # entries that are folded in a validation, at most
 DRAWS = 4  # of each example, where what the trunk makes of it is kept
 ADAPTED = ("extra_stack.*", "evoformer.*")  # the projections that get adapters
 
@@ -79,9 +80,9 @@ def chosen_settings(
             "order": "uniform",
             "validation": list(split.validation),
             "test": list(split.test),
-            "validation_examples": len(split.validation),
+            "validation_examples": VALIDATED,
             "validate_every": max(1, count // 10),
-            "validation_share": 0.3,
+            "validation_share": 1.0,  # all of them each time: they choose the parameters
             "save_every": max(1, count // 10),
             "patience": 4,
         },
