@@ -172,7 +172,7 @@ def test_what_lies_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(linear, "POSITIONS", 64)
     x, row, wide = torch.randn(32, 32, 40), torch.randn(40), torch.randn(4, 40)
     with Largest(x) as seen:
-        y, mean, scale = implementation("norm_linear", x)(x, row, row, wide, None, 1e-5)
+        y, mean, scale = implementation("norm_linear", x)(x, row, row, wide, None, 1e-5, False)
     assert y.numel() <= seen.elements < x.numel() / 2
     with Largest(x) as seen:
         implementation("norm_linear_backward", x)(torch.ones_like(y), x, row, row, wide, None, mean, scale)
