@@ -218,7 +218,7 @@ def test_layers_keep_nothing_where_no_backward_pass_follows(monkeypatch: pytest.
     t = Operands(x=x, norm_weight=nw, norm_bias=nb, weight=w, gate_bias=None, out_weight=ow, out_bias=None, mask=mask)
     t = t.but(bias=None, heads=2, factors=None, key=None, eps=1e-5, residual=True, kept=True)
     _, *kept = cpu_attention.gated_attention(t)
-    t = t.but(grad=x, bias_wanted=False, **dict(zip(("y", "mean", "scale", "attended", "lse"), kept)))
+    t = t.but(grad=x, bias_wanted=False, **dict(zip(("y", "mean", "scale", "attended", "lse", "own"), kept)))
     with Largest(x, *kept) as seen:
         cpu_attention.gated_attention_backward(t)
     assert seen.elements <= x.numel(), "no gradient of the projections exists whole"
