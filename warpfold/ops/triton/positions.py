@@ -256,17 +256,17 @@ class SumJob(NamedTuple):
 def _sum_partials(jobs: tl.tuple, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr) -> None:
     """Sum the partials of every job in fp32 into its parts, one after another; of several spans each has its own."""
     for which in tl.static_range(len(jobs)):
-        job = jobs[which]
+        job = jobs[which]  # in which constants are none any more
         program = tl.program_id(0) - job.begin
         if (program >= 0) & (program < job.spans * job.blocks):
-            n = (program % job.blocks).to(tl.int64) * job.columns + tl.arange(0, job.columns)
+            n = (program % job.blocks).to(tl.int64) * jobs[which].columns + tl.arange(0, jobs[which].columns)
             span = program // job.blocks
             each = tl.cdiv(job.programs, job.spans)
             begin = span * each
             end = min(job.programs, begin + each)
-            acc = tl.zeros([job.rows, job.columns], tl.float32)
-            for start in range(begin, end, job.rows):
-                p = start + tl.arange(0, job.rows)
+            acc = tl.zeros([jobs[which].rows, jobs[which].columns], tl.float32)
+            for start in range(begin, end, jobs[which].rows):
+                p = start + tl.arange(0, jobs[which].rows)
                 valid = (p < end)[:, None] & (n < job.width)[None, :]
                 acc += tl.load(job.partials + p[:, None].to(tl.int64) * job.width + n[None, :], mask=valid, other=0)
             sums = tl.sum(acc, 0)
