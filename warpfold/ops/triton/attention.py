@@ -1092,13 +1092,13 @@ class _Call:
         blocks = cdiv(sizes.queries, kernel["BLOCK_Q"]) * cdiv(sizes.keys, kernel["BLOCK_K"])
         tiles = batches * sizes.heads * blocks
         slab, slabs = slabs_for(sizes.rows, tiles, cores(self.q.device) * max(1, WARPS // kernel.config.warps))
-        whole = dbias is not None and slabs == 1
         shape = slabs, batches, sizes.heads, sizes.queries, sizes.keys
-        into = dbias[None] if whole else self.q.new_empty(shape, dtype=torch.float32)
+        whole = None if dbias is None or slabs > 1 else dbias[None]
+        into = self.q.new_empty(shape, dtype=torch.float32) if whole is None else whole
         rest = {name: given for name, given in self.arguments.items() if name not in ("out", "dq", "dk", "dv")}
         given = Strided.of(into, into.stride()[:4], 16)
         kernel.run((slabs * tiles,), **rest, **between, dbias=given, slab=slab, batches=batches)
-        return None if whole else into
+        return into if whole is None else None
 
 
 def _width_innermost(t: Tensor) -> bool:
