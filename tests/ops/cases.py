@@ -17,7 +17,7 @@ from torch import Tensor
 from warpfold.check.checks import answer, truth
 from warpfold.ops.attention import attention, gated_attention, global_attention
 from warpfold.ops.dispatch import Op, empty_like
-from warpfold.ops.linear import empty_projected, gate, gated_linear_residual, layer_norm, norm_linear
+from warpfold.ops.linear import empty_linear, gate, gated_linear_residual, layer_norm, norm_linear
 from warpfold.ops.noise import Noise
 from warpfold.ops.outer import outer_product, outer_product_mean
 from warpfold.ops.pairs import aligned_errors, overlaps
@@ -94,8 +94,10 @@ class Call:
         first, name = next(iter(self.given.values())).detach(), self.op.name
         if name in LIKE_FIRST and ours["out"].stride() != empty_like(first).stride():
             wrong.append(f"the output has strides {ours['out'].stride()}")
-        if name == "norm_linear" and ours["out"].stride() != empty_projected(first, ours["out"].shape[-1]).stride():
-            wrong.append(f"the output has strides {ours['out'].stride()}")
+        if name == "norm_linear":
+            right = empty_linear(first, ours["out"].shape[-1], self.given.get("planes", False))
+            if ours["out"].stride() != right.stride():
+                wrong.append(f"the output has strides {ours['out'].stride()}")
         if name == "triangle_factor" and ours["out"].stride() != empty_factor(first).stride():
             wrong.append(f"the factor has strides {ours['out'].stride()}")
         return wrong
@@ -189,11 +191,15 @@ def norms(draw: Draw, c: int, of: Layout, biased: bool = True, mean: float = 0.0
 
 
 def linears(
-    draw: Draw, c: int, outputs: int, biases: int, of: Layout, norm_biased: bool = True, mean: float = 0.0
-) -> tuple[Any, ...]:
+    draw: Draw, c: int, outputs: int, biases: int, of: Layout, norm_biased: bool = True, mean: float = 0.0,
+    planes: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
+    """planes: the result by outputs, and its gradient too."""
     (norm,) = norms(draw, c, of, norm_biased, mean)
     turned = draw(*of[0], outputs, order=of[1]) if of[0] == TURNED[0] else draw(*of[0], outputs, pad=of[2])
-    return [*norm, draw.weight(outputs, c), draw(biases) if biases else None], turned
+    if planes:
+        turned = draw(*of[0][:-2], outputs, *of[0][-2:], pad=3).movedim(-3, -1)
+    return [*norm, draw.weight(outputs, c), draw(biases) if biases else None, 1e-5, planes], turned
 
 
 def gates(draw: Draw, shape: Shape, x: Order, x_pad: int, g: Order, g_pad: int, of_grad: Order) -> tuple[Any, ...]:
@@ -352,6 +358,8 @@ _TABLE: dict[Op[..., Tensor], tuple[Callable[..., tuple[Any, ...]], dict[str, tu
         "200 to 130": (200, 130, 0, SLICED), "384 to 100": (384, 100, 100, PLAIN),
         "1024 to 20, one": (1024, 20, 20, ONE), "128 to 40, no bias of the norm": (128, 40, 7, TURNED, False),
         "384 to 40, no bias of the norm": (384, 40, 0, PLAIN, False),
+        "64 to 4, planes": (64, 4, 0, PLAIN, True, 0.0, True), "384 to 3, planes": (384, 3, 2, PLAIN, True, 0.0, True),
+        "24 to 20, planes, turned in a batch": (24, 20, 20, BATCHED, True, 0.0, True),
     }),
     gate: (gates, {
         "as they stand": ((7, 19, 128), None, 0, None, 0, None),

@@ -172,7 +172,7 @@ def test_what_lies_between_never_exists_whole(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(linear, "POSITIONS", 64)
     x, row, wide = torch.randn(32, 32, 40), torch.randn(40), torch.randn(4, 40)
     with Largest(x) as seen:
-        y, mean, scale = implementation("norm_linear", x)(x, row, row, wide, None, 1e-5)
+        y, mean, scale = implementation("norm_linear", x)(x, row, row, wide, None, 1e-5, False)
     assert y.numel() <= seen.elements < x.numel() / 2
     with Largest(x) as seen:
         implementation("norm_linear_backward", x)(torch.ones_like(y), x, row, row, wide, None, mean, scale)
@@ -218,7 +218,7 @@ def test_layers_keep_nothing_where_no_backward_pass_follows(monkeypatch: pytest.
     t = Operands(x=x, norm_weight=nw, norm_bias=nb, weight=w, gate_bias=None, out_weight=ow, out_bias=None, mask=mask)
     t = t.but(bias=None, heads=2, factors=None, key=None, eps=1e-5, residual=True, kept=True)
     _, *kept = cpu_attention.gated_attention(t)
-    t = t.but(grad=x, bias_wanted=False, **dict(zip(("y", "mean", "scale", "attended", "lse"), kept)))
+    t = t.but(grad=x, bias_wanted=False, **dict(zip(("y", "mean", "scale", "attended", "lse", "own"), kept)))
     with Largest(x, *kept) as seen:
         cpu_attention.gated_attention_backward(t)
     assert seen.elements <= x.numel(), "no gradient of the projections exists whole"

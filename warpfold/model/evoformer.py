@@ -84,10 +84,14 @@ class AttentionUpdate(AxialUpdate):
         return -1 if keys else -2
 
     def shared(self, source: Tensor, mask: Tensor) -> Tensors:
-        bias = source  # as it is, where there is no projection
-        if self.bias is not None:
-            (bias,) = project(source, self.norm if self.shares == "x" else self.norm_z, self.bias)
-        return ((bias.transpose(ROWS, COLS) if self.by_column != self.bias_transposed else bias).movedim(-1, -3),)
+        turned = source.transpose(ROWS, COLS) if self.by_column != self.bias_transposed else source
+        if self.bias is None:  # as it is
+            return (turned.movedim(-1, -3),)
+        (bias,) = project(turned, self.norm if self.shares == "x" else self.norm_z, self.bias, planes=True)
+        return (bias.movedim(-1, -3),)
+
+    def empty_shared(self, like: Tensor, shape: Sequence[int]) -> Tensor:
+        return empty_rows(like, *shape)
 
     def prepare(self, read: Tensor, mask: Tensor) -> Tensors:
         """Return the gate's logits, q, k and v, each [*, K, h d], columns exchanged with the rows if `by_column`."""

@@ -147,10 +147,11 @@ def joined(dtype: torch.dtype, *projections: Projection) -> tuple[Tensor, Tensor
     return torch.cat(weights), torch.cat(given) if given else None
 
 
-def project(x: Tensor, norm: LayerNorm, *projections: Projection) -> tuple[Tensor, ...]:
+def project(x: Tensor, norm: LayerNorm, *projections: Projection, planes: bool = False) -> tuple[Tensor, ...]:
     """Return every projection of the normalised x, made in one pass over it, as views of one tensor.
 
-    As of `joined`.  So no normalised tensor is written to memory, read again and kept for the gradient.
+    As of `joined`.  So no normalised tensor is written to memory, read again and kept for the gradient.  planes: laid
+    out one by one, where an operation makes them.
     """
     weight, bias = joined(x.dtype, *projections)
     if isinstance(norm, NoNorm):
@@ -158,7 +159,7 @@ def project(x: Tensor, norm: LayerNorm, *projections: Projection) -> tuple[Tenso
             bias = F.pad(bias, (0, len(weight) - len(bias)))
         y = F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
     else:
-        y = norm_linear(x, norm.weight, norm.bias, weight, bias, norm.eps)
+        y = norm_linear(x, norm.weight, norm.bias, weight, bias, norm.eps, planes)
     if len(projections) == 1:
         return (y,)  # the gradient of a split would be copied
     return y.split([len(projection.weight) for projection in projections], -1)

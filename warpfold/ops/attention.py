@@ -9,10 +9,12 @@ gated_attention: a whole attention layer as one operation, from what its norm re
 
 Forward: y = linear(layer_norm(x)), all projections joined; o = attention of y; out = x + factors linear(gate(o)).
 
-For the backward pass it keeps y, the norm's statistics, o and lse beside x.  Keeping y costs no time: the forward pass
-of a GPU writes it anyway, and making it again would cost a product (128 to 516 channels at N = 256: 9 GFLOP and 68 MB
-written in half precision); on a CPU making it again was 8 % of the backward pass.  Where memory is short, a plan
-computes sublayers again.  Where no backward pass can follow, nothing is kept, and y need not exist whole.
+A bias that x itself makes is laid out head by head where it is projected, and kept so.
+
+For the backward pass it keeps y, the norm's statistics, o, lse and its own bias beside x.  Keeping y costs no time: the
+forward pass of a GPU writes it anyway, and making it again would cost a product (128 to 516 channels at N = 256: 9
+GFLOP and 68 MB written in half precision); on a CPU making it again was 8 % of the backward pass.  Where memory is
+short, a plan computes sublayers again.  Where no backward pass can follow, nothing is kept, and y need not exist whole.
 """
 
 import math
@@ -40,7 +42,16 @@ from warpfold.ops.dispatch import (
     register,
     upcast_half,
 )
-from warpfold.ops.linear import EPS, empty_projected, empty_statistics, gate, norm_linear, padded, unsupported_channels
+from warpfold.ops.linear import (
+    EPS,
+    empty_linear,
+    empty_projected,
+    empty_statistics,
+    gate,
+    norm_linear,
+    padded,
+    unsupported_channels,
+)
 from warpfold.ops.noise import FACTOR_OPERANDS, Factors
 
 WIDTHS = (8, 16, 24, 32, 48, 64)  # of a head, that the Triton kernels serve
@@ -202,30 +213,23 @@ def empty_layer_lse(x: Tensor, heads: int) -> Tensor:
     return x.new_empty(*x.shape[:-2], heads, x.shape[-2], dtype=accumulation_dtype(x))
 
 
-def empty_given_bias(x: Tensor, bias: Tensor | None, wanted: bool) -> Tensor:
-    """Allocate the gradient of a given bias, [*, h, K, K]: heads innermost, where those of the bias are.
-
-    So the projection that made it reads it where it lies.  Without elements where there is none, or it is not wanted.
-    """
-    if bias is None or not wanted:
-        return x.new_empty(0)
-    *batch, heads, queries, keys = bias.shape
-    if bias.stride(-3) != 1:
-        return bias.new_empty(bias.shape)
-    return bias.new_empty(*batch, queries, keys, heads).movedim(-1, -3)
+def empty_own_bias(x: Tensor, t: Operands) -> Tensor:
+    """Allocate the bias that the weight makes of x, [*, h, K, K]; without elements where it makes none."""
+    own = t.weight.shape[0] > 4 * t.out_weight.shape[1]
+    return empty_linear(x, t.heads, planes=True).movedim(-1, -3) if own else x.new_empty(0)
 
 
 def _empty_layer(t: Operands) -> tuple[Tensor, ...]:
-    x = t.x
+    x, inner = t.x, t.out_weight.shape[1]
     if not t.kept:
-        return empty_like(x), *(x.new_empty(0) for _ in range(5))
-    y, o = empty_rows(x, t.weight.shape[0]), empty_rows(x, t.out_weight.shape[1])
-    return empty_like(x), y, *empty_statistics(x), o, empty_layer_lse(x, t.heads)
+        return empty_like(x), *(x.new_empty(0) for _ in range(6))
+    y, o = empty_rows(x, 4 * inner), empty_rows(x, inner)
+    return empty_like(x), y, *empty_statistics(x), o, empty_layer_lse(x, t.heads), empty_own_bias(x, t)
 
 
 def _empty_layer_gradients(t: Operands) -> tuple[Tensor, ...]:
     parameters = t.norm_weight, t.norm_bias, t.weight, t.gate_bias, t.out_weight, t.out_bias
-    return empty_like(t.x), *empty_parameters(*parameters), empty_given_bias(t.x, t.bias, t.bias_wanted)
+    return empty_like(t.x), *empty_parameters(*parameters), empty_bias(t.bias, t.bias_wanted, t.x)
 
 
 def _wrong_layer(t: Any) -> str:
@@ -249,6 +253,9 @@ def _wrong_layer(t: Any) -> str:
 def _check_layer(op: str, sizes: Sizes, t: Operands) -> None:
     if wrong := _wrong_layer(t):
         raise ValueError(f"{op}: {wrong}")
+    kept, heads = getattr(t, "own", None), (*sizes["*"], t.heads, sizes["K"], sizes["K"])
+    if kept is not None and t.weight.shape[0] > 4 * sizes["i"] and kept.shape != heads:
+        raise ValueError(f"{op}: own is {list(kept.shape)}, not [*, h, K, K] = {list(heads)}")
 
 
 def _unsupported_layer(t: Any) -> str | None:
@@ -267,7 +274,7 @@ def parts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gate's logits [*, R, K, i], q, k and v [*, R, K, h, d], and the bias [*, h, K, K], all of them views.
 
-    y [*, R, K, o] is the projection, or its gradient; bias: that which is given.
+    y [*, R, K, o] is the projection, or its gradient; bias: that which y does not have.
     """
     g, q, k, v, own = y.split([inner] * 4 + [y.shape[-1] - 4 * inner], -1)
     if own.shape[-1]:
@@ -285,11 +292,11 @@ def batched(t: Tensor, axes: int) -> Tensor:
 @register(
     shapes="x [*, R, K, c], norm_weight [c], norm_bias [c], weight [o, c], gate_bias [b], out_weight [c, i], "
     "out_bias [c], mask [*, R, K], bias [*, h, K, K], factors ([*, R, K, c]), key [2], grad [*, R, K, c], "
-    "y [*, R, K, o], mean [*, R, K], scale [*, R, K], attended [*, R, K, i], lse [*, R, h, K]",
+    "y [*, R, K, 4 i], mean [*, R, K], scale [*, R, K], attended [*, R, K, i], lse [*, R, h, K], own [...]",
     empty=_empty_layer,
-    results="out y mean scale attended lse",
-    keeps="x norm_weight norm_bias weight gate_bias out_weight out_bias mask bias y mean scale attended lse factors "
-    "heads residual bias_wanted",
+    results="out y mean scale attended lse own",
+    keeps="x norm_weight norm_bias weight gate_bias out_weight out_bias mask bias y mean scale attended lse own "
+    "factors heads residual bias_wanted",
     gradients="x norm_weight norm_bias weight gate_bias out_weight out_bias bias",
     empty_gradients=_empty_layer_gradients,
     kept=True,

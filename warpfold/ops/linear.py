@@ -51,6 +51,18 @@ def empty_projected(x: Tensor, outputs: int) -> Tensor:
     return whole.permute(*back, x.dim() - 1).narrow(-1, 0, outputs)
 
 
+def empty_linear(x: Tensor, outputs: int, planes: bool = False) -> Tensor:
+    """Allocate the projections of x: as `empty_projected` does, or `planes` [*, outputs, R, K] viewed as [*, outputs].
+
+    Rows of planes are padded, so that each begins where a wide word does.
+    """
+    if not planes:
+        return empty_projected(x, outputs)
+    *batch, rows, length, _ = x.shape
+    whole = x.new_empty(*batch, outputs, rows, -(-length // ROW) * ROW)
+    return whole.narrow(-1, 0, length).movedim(-3, -1)
+
+
 def padded(outputs: int) -> int:
     """Return how many elements a position's projections take in memory: half a row, or whole ones."""
     return ROW // 2 if outputs <= ROW // 2 else -(-outputs // ROW) * ROW
@@ -81,17 +93,21 @@ def _check_bias(op: str, sizes: Sizes, t: Operands) -> None:
     """Raise ValueError for more biases than outputs."""
     if t.bias is not None and sizes["b"] > sizes["o"]:
         raise ValueError(f"{op}: bias is [{sizes['b']}], but there are {sizes['o']} outputs")
+    if getattr(t, "planes", False) and t.x.dim() < 3:
+        raise ValueError(f"{op}: planes are of x [*, R, K, c], and x is {list(t.x.shape)}")
 
 
 def _unsupported_projection(t: Any) -> str | None:
     if t.bias is not None and t.bias.shape[0] > t.weight.shape[0]:
         return "bias is longer than the outputs"
+    if t.planes and t.x.dim() < 3:
+        return "planes of x without rows"
     return unsupported_channels(t.x)
 
 
 @register(
     shapes="x [*, c], norm_weight [c], norm_bias [c], weight [o, c], bias [b], grad [*, o], mean [*], scale [*]",
-    empty=lambda t: (empty_projected(t.x, t.weight.shape[0]), *empty_statistics(t.x)),
+    empty=lambda t: (empty_linear(t.x, t.weight.shape[0], t.planes), *empty_statistics(t.x)),
     results="y mean scale",
     keeps="x norm_weight norm_bias weight bias mean scale",
     gradients="x norm_weight norm_bias weight bias",
@@ -106,12 +122,14 @@ def norm_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     eps: float = EPS,
+    planes: bool = False,
 ) -> Tensor:
     """Return linear(layer_norm(x)): x [*, c], norm_weight, norm_bias [c] (None: zeros), weight [o, c], bias [b] of the
     first b <= o outputs -> [*, o] in the dtype of x.
 
     Several projections of one tensor are one call, their weights joined, those with a bias first.  Parameters of any
-    float dtype.
+    float dtype.  planes: lay each output of x [*, R, K, c] out by itself, as attention reads a bias; the definition
+    leaves its own as it comes.
     """
     n = layer_norm.definition(x, norm_weight, norm_bias, eps)
     if bias is not None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from tests.ops.triton.budgets import BUDGETS, figures
 from tests.ops.triton.offsets import overflows
 from warpfold.ops.dispatch import Operands
+from warpfold.ops.linear import empty_linear
 from warpfold.ops.triton import attention
 from warpfold.ops.triton.launch import KernelLaunch, recorded
 
@@ -53,11 +54,22 @@ def test_addresses_are_known_to_be_wide() -> None:
     assert bias.stride() == (4 * 24 * 32, 24 * 32, 32, 1)  # laid out for 16-byte loads; 24 keys padded to 32
 
 
+def test_a_bias_that_is_projected_by_heads_is_read_where_it_lies() -> None:
+    def place(bias: Tensor) -> tuple[int, int]:
+        given = launched(*projected(40, 24, 4, 32), bias)["attention_forward"].arguments["bias"].data
+        return given.untyped_storage()._cdata, given.shape[-1]
+
+    bias = empty_linear(meta(1, 24, 24, 8), 4, planes=True).movedim(-1, -3)
+    assert place(bias) == (bias.untyped_storage()._cdata, 32)
+    cut = meta(1, 4, 24, 32)[..., 8:]  # its last row, 32 long, would end behind the memory
+    assert place(cut)[0] != cut.untyped_storage()._cdata
+
+
 @pytest.mark.parametrize(("rows", "length", "slabs"), [(256, 256, 4), (8, 256, 2), (3, 64, 1), (512, 1024, 1)])
 def test_rows_of_the_gradient_of_the_bias_are_cut_into_slabs(rows: int, length: int, slabs: int) -> None:
     launches = launched(*projected(rows, length, 4, 32), meta(1, 4, length, length))
     launch = launches["attention_dbias"]
-    assert ("attention_slabs" in launches) == (slabs > 1)
+    assert ("sum_partials" in launches) == (slabs > 1)
     assert launch.arguments["slab"] * slabs >= rows > launch.arguments["slab"] * (slabs - 1)
     into = launch.arguments["dbias"].data
     assert into.shape == (slabs, 1, 4, length, length)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from warpfold.ops.attention import empty_bias, empty_given_bias, empty_layer_lse, empty_lse, empty_out, empty_rows
+from warpfold.ops.attention import empty_bias, empty_layer_lse, empty_lse, empty_out, empty_own_bias, empty_rows
 from warpfold.ops.cpu.linear import (
     accumulate,
     drawn_factors,
@@ -192,27 +192,25 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention; of the projections nothing is kept."""
     x = t.x
     out, f = empty_like(x), drawn_factors(x, t)
-    saved: tuple[Tensor, ...] = tuple(x.new_empty(0) for _ in range(5))
+    of, own = _Parameters(t), None
+    saved: tuple[Tensor, ...] = tuple(x.new_empty(0) for _ in range(6))
     if t.kept:
-        projected, attended = (empty_rows(x, channels) for channels in (len(t.weight), t.out_weight.shape[1]))
-        saved = (projected, *empty_statistics(x), attended, empty_layer_lse(x, t.heads))
-    of = _Parameters(t)
+        projected, attended = empty_rows(x, 4 * of.inner), empty_rows(x, of.inner)
+        kept_bias = empty_own_bias(x, t)
+        saved = (projected, *empty_statistics(x), attended, empty_layer_lse(x, t.heads), kept_bias)
 
     def compute(at: tuple[int, ...], keys: _Keys, some: slice) -> None:
         """Compute one part."""
-        kept_here = [each[at][some] for each in saved] if t.kept else []
+        kept_here = [each[at][some] for each in saved[:-1]] if t.kept else []
         xb, yb, fb = x[at][some], out[at][some], None if f is None else f[at][some]
         (n, k_len, c), i = xb.shape, of.inner
         xs = rows(xb)
         normed, mean, scale = torch.native_layer_norm(xs, [c], of.norm_weight, of.norm_bias, t.eps)
-        # What is kept of the projections is made where it is kept; else without the bias, which was made before.
-        if t.kept:
-            y = kept_here[0].flatten(0, 1)
-            torch.mm(normed, of.weight.t(), out=y)
-        else:
-            y = torch.mm(normed, of.weight[: 4 * i].t())
+        # What is kept of the projections is made where it is kept; the bias was made before.
+        y = kept_here[0].flatten(0, 1) if t.kept else normed.new_empty(n * k_len, 4 * i)
+        torch.mm(normed, of.weight[: 4 * i].t(), out=y)
         if of.gate_bias is not None:
-            y[:, : len(of.gate_bias)] += of.gate_bias[: y.shape[1]]
+            y[:, : len(of.gate_bias)] += of.gate_bias[: 4 * i]
         q, k, v = (y[:, j * i : (j + 1) * i].view(n, k_len, of.heads, -1).transpose(1, 2) for j in (1, 2, 3))
         added, no_key = keys.added(some, of.heads)
         o, lse = flash_attention_cpu(q, k, v, 0.0, False, attn_mask=added)
@@ -239,7 +237,9 @@ def gated_attention(t: Operands) -> tuple[Tensor, ...]:
                 block.copy_(values.view(block.shape))
 
     for at in examples(x):
-        own = of.bias_of(x[at], t.eps) if of.makes_bias else None
+        if of.makes_bias:
+            own = saved[-1][at] if t.kept else empty_own_bias(x[at], t)
+            of.write_bias(own, x[at], t.eps)
         keys = _Keys(t.mask[at], own if t.bias is None else t.bias[at], accumulation_dtype(x))
         in_threads(compute, ((at, keys, some) for some in row_slices(x.shape[-3], x.shape[-2], FORWARD)))
     return out, *saved
@@ -250,7 +250,7 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
     f = drawn_factors(t.grad, t)
     of = _Parameters(t)
     sums, whole_dx, length, own = _Sums.zeros(of), empty_like(t.x), t.x.shape[-2], of.makes_bias
-    dbias = empty_given_bias(t.x, t.bias, t.bias_wanted)
+    dbias = empty_bias(t.bias, t.bias_wanted, t.x)
     wanted = (of.heads, length, length) if own or t.bias_wanted else (0,)
 
     def through_rows(sums: _Sums, at: tuple[int, ...], heads: _HeadsBackward, some: slice) -> None:
@@ -275,7 +275,7 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
         _through_norm(dn, xs, mean, scale, t.grad[at][some] if t.residual else None, whole_dx[at][some], of)
 
     for at in examples(t.x):
-        bias = t.y[at][..., 4 * of.inner :].movedim(-1, 0) if own else None if t.bias is None else t.bias[at]
+        bias = t.own[at] if own else None if t.bias is None else t.bias[at]
         keys = _Keys(t.mask[at], bias, t.lse.dtype)
         heads = _HeadsBackward(keys, of, length)
         parts = ((at, heads, some) for some in row_slices(t.x.shape[-3], length, BACKWARD))
@@ -319,10 +319,9 @@ class _Parameters:
         """Return (xs - mean) scale, of [positions, c], in the dtype of the statistics."""
         return (xs.to(mean.dtype) - mean.reshape(-1, 1)).mul_(scale.reshape(-1, 1))
 
-    def bias_of(self, x: Tensor, eps: float) -> Tensor:
-        """Return the bias that the weight makes of x [K, K, c], [h, K, K]."""
+    def write_bias(self, bias: Tensor, x: Tensor, eps: float) -> None:
+        """Write the bias that the weight makes of x [K, K, c], [h, K, K]."""
         (r, length, c), first = x.shape, 4 * self.inner
-        bias = x.new_empty(self.heads, r, length)
 
         def compute(some: slice) -> None:
             normed, _, _ = torch.native_layer_norm(rows(x[some]), [c], self.norm_weight, self.norm_bias, eps)
@@ -332,7 +331,6 @@ class _Parameters:
             bias[:, some] = made.view(self.heads, -1, length)
 
         in_threads(compute, zip(row_slices(r, length, FORWARD)))
-        return bias
 
 
 class _Sums(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 from warpfold.ops.cpu import noise
 from warpfold.ops.cpu.threads import in_threads, summed
 from warpfold.ops.dispatch import Operands, accumulation_dtype, empty_like
-from warpfold.ops.linear import empty_projected, empty_statistics
+from warpfold.ops.linear import empty_linear, empty_statistics
 
 POSITIONS = 2048  # of a block
 
@@ -138,7 +138,7 @@ def layer_norm_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
 def norm_linear(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Compute warpfold::norm_linear."""
     x = t.x
-    y, (mean, scale) = empty_projected(x, t.weight.shape[0]), empty_statistics(x)
+    y, (mean, scale) = empty_linear(x, t.weight.shape[0], t.planes), empty_statistics(x)
     nw, nb = t.norm_weight.to(mean.dtype), None if t.norm_bias is None else t.norm_bias.to(mean.dtype)
     w, b = t.weight.to(x.dtype).t(), None if t.bias is None else t.bias.to(x.dtype)
 

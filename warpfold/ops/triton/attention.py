@@ -58,9 +58,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from warpfold.ops.attention import batched, empty_bias, empty_given_bias, empty_layer_lse, empty_lse, empty_out, parts
+from warpfold.ops.attention import batched, empty_bias, empty_layer_lse, empty_lse, empty_out, empty_own_bias, parts
 from warpfold.ops.dispatch import Operands, Shape, empty_like
-from warpfold.ops.linear import empty_projected
+from warpfold.ops.linear import empty_projected, empty_statistics
 from warpfold.ops.triton.launch import (
     ByPrecision,
     Kernel,
@@ -72,12 +72,13 @@ from warpfold.ops.triton.launch import (
     register_by_precision,
 )
 from warpfold.ops.triton.linear import (
+    Planes,
     gated_linear_residual,
     gated_linear_residual_sums,
-    norm_linear,
     norm_linear_backward,
+    project,
 )
-from warpfold.ops.triton.positions import Strided, cdiv
+from warpfold.ops.triton.positions import Strided, Sum, cdiv, sum_partials
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NEIGHBOURS = tl.constexpr(8)  # groups of rows whose keys and values stay in the cache while the bias passes by
@@ -623,39 +624,7 @@ def _attention_dbias(
         acc += ds
     start = dbias.data + offset(number, dbias.strides[0], dbias.unit) + offset(batch, dbias.strides[1], dbias.unit)
     lines = start + offset(head, dbias.strides[2], dbias.unit) + offset(i, dbias.strides[3], dbias.unit)[:, None]
-    into = lines + j.to(tl.int64)[None, :] * dbias.strides[4]
-    tl.store(into, acc.to(dbias.data.dtype.element_ty), mask=(i[:, None] < queries) & (j[None, :] < keys))
-
-
-@triton.jit
-def _attention_slabs(
-    parts: tl.tensor,
-    dbias: tl.tuple,
-    positions: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    slabs: tl.tensor,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Store dbias [B, h, Q, K], the sum of parts [slabs, B, h, Q, K], one after another; positions: B Q K.
-
-    All heads of BLOCK positions: in the gradient of a projection they lie side by side.
-    """
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    h = tl.arange(0, triton.next_power_of_2(HEADS))
-    k, line = index % keys, index // keys
-    i, batch = line % queries, line // queries
-    valid = (index < positions)[:, None] & (h < HEADS)[None, :]
-    image = (batch * HEADS)[:, None] + h[None, :]
-    parts += (image * queries + i[:, None]) * keys + k[:, None]
-    acc = tl.zeros([BLOCK, triton.next_power_of_2(HEADS)], tl.float32)
-    for _ in range(slabs):
-        acc += tl.load(parts, mask=valid, other=0.0)
-        parts += positions * HEADS
-    at = offset(batch, dbias.strides[0], dbias.unit) + offset(i, dbias.strides[2], dbias.unit) + k * dbias.strides[3]
-    into = dbias.data + at[:, None] + offset(h, dbias.strides[1], dbias.unit)[None, :]
-    tl.store(into, acc.to(dbias.data.dtype.element_ty), mask=valid)
+    tl.store(lines + j[None, :], acc.to(dbias.data.dtype.element_ty), mask=(i[:, None] < queries) & (j[None, :] < keys))
 
 
 DQ = register_by_precision("attention_dq", _attention_dq, ROW_TILES, ROW_TILES_FP32)
@@ -679,7 +648,6 @@ DBIAS = register_by_precision(
     ),
     configs("BLOCK_Q BLOCK_K", (32, 32, 4, 2), (32, 64, 8, 2), (32, 32, 8, 2)),
 )
-SLABS = register("attention_slabs", _attention_slabs, configs("BLOCK", (256, 4, 1), (128, 4, 1)))
 
 
 LONGEST = 384  # queries, and keys, of a row
@@ -1009,24 +977,27 @@ def attention_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv, dbias = empty_like(t.q), empty_like(t.k), empty_like(t.v), empty_bias(t.bias, t.bias_wanted, t.q)
     wanted = {"dq": dq, "dk": dk, "dv": dv}
     written = {name: x if _width_innermost(x) else x.new_empty(x.shape) for name, x in wanted.items()}
-    _backward(t.but(**written, dbias=dbias if t.bias_wanted else None))
+    slabs = _backward(t.but(**written, dbias=dbias))
+    if slabs is not None:
+        sum_partials(Sum(slabs.flatten(1), (dbias,)))
     for name, x in written.items():
         if x is not wanted[name]:
             wanted[name].copy_(x)
     return dq, dk, dv, dbias
 
 
-def _backward(t: Operands) -> None:
-    """Write the gradients of attention into dq, dk, dv, stride 1 along the width; and dbias [B, h, Q, K], if wanted."""
+def _backward(t: Operands) -> Tensor | None:
+    """Write the gradients of attention into dq, dk, dv, stride 1 along the width; and into dbias [B, h, Q, K], if that
+    is wanted, or return the slabs [slabs, B, h, Q, K] of which it is the sum, where dbias is None or there are several.
+    """
     vectors = {name: getattr(t, name) for name in ("grad", "q", "k", "v", "out", "dq", "dk", "dv")}
     if serves_pointwise(t.q, t.k, t.bias):
         run_pointwise(POINTWISE_BACKWARD, strided(vectors), strided_mask(t.mask), t.lse)
-        return
+        return None
     call = _Call(vectors, t.mask, t.bias)
-    if serves_short(vectors.values(), t.bias):
-        call.run_short(t.lse, t.dbias)
-    else:
-        call.run_long(t.lse, t.dbias)
+    run = call.run_short if serves_short(vectors.values(), t.bias) else call.run_long
+    between = run(t.lse, t.bias_wanted)
+    return call.run_bias(t.dbias, **between) if t.bias_wanted else None
 
 
 @functools.cache
@@ -1083,8 +1054,8 @@ class _Call:
         groups = cdiv(self.sizes.rows, kernel["ROWS"])
         return (cdiv(length, kernel[block]) * self.sizes.heads * groups * self.batches,)
 
-    def run_long(self, lse: Tensor, dbias: Tensor | None) -> None:
-        """Compute the gradients of rows of any length."""
+    def run_long(self, lse: Tensor, bias_wanted: bool) -> dict[str, Any]:
+        """Compute the gradients of rows of any length but for that of the bias; return what that one reads too."""
         delta, firsts = self._between(lse)
         rest = dict(self.arguments)
         out, dq, dk, dv = (rest.pop(name) for name in ("out", "dq", "dk", "dv"))
@@ -1093,11 +1064,10 @@ class _Call:
         kernel.run(self.row_grid(kernel, "BLOCK_Q"), **rest, out=out, dq=dq, firsts=firsts)
         kernel = self.tiled(DKDV)
         kernel.run(self.row_grid(kernel, "BLOCK_K"), **rest, dk=dk, dv=dv)
-        if dbias is not None:
-            self._run_bias(rest, firsts, dbias)
+        return {"lse": lse, "delta": delta, "firsts": firsts}
 
-    def run_short(self, lse: Tensor, dbias: Tensor | None) -> None:
-        """Compute the gradients of rows that `attention_short` serves."""
+    def run_short(self, lse: Tensor, bias_wanted: bool) -> dict[str, Any]:
+        """Compute those of rows that `attention_short` serves."""
         delta, firsts = self._between(lse)
         kernel, sizes, wide = SHORT.tiled(self.key, self.q), self.sizes, padded_width(self.q.shape[-1])
         several = sizes.keys > kernel["BLOCK_K"]
@@ -1106,39 +1076,29 @@ class _Call:
             **self.arguments,
             lse=lse,
             delta=delta,
-            firsts=None if dbias is None else firsts,
+            firsts=firsts if bias_wanted else None,
             partial=lse.new_empty(*lse.shape, wide) if several else None,
         )
-        if dbias is not None:
-            rest = {name: given for name, given in self.arguments.items() if name not in ("out", "dq", "dk", "dv")}
-            self._run_bias(rest | {"lse": lse, "delta": delta}, firsts, dbias)
+        return {"lse": lse, "delta": delta, "firsts": firsts}
 
     def _between(self, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Allocate what one kernel leaves for the others: delta and firsts."""
         return lse.new_empty(lse.shape), lse.new_empty(lse.shape[:2], dtype=torch.int32)
 
-    def _run_bias(self, rest: dict[str, Any], firsts: Tensor, dbias: Tensor) -> None:
+    def run_bias(self, dbias: Tensor | None, **between: Tensor) -> Tensor | None:
+        """Compute the gradient of the bias, as `_backward` returns it."""
         sizes, batches = self.sizes, self.batches
         kernel = self.tiled(DBIAS)
         blocks = cdiv(sizes.queries, kernel["BLOCK_Q"]) * cdiv(sizes.keys, kernel["BLOCK_K"])
         tiles = batches * sizes.heads * blocks
-        slab, slabs = slabs_for(sizes.rows, tiles, cores(dbias.device) * max(1, WARPS // kernel.config.warps))
-        parts = dbias[None] if slabs == 1 else dbias.new_empty(slabs, *dbias.shape, dtype=torch.float32)
-        into = Strided.of(parts, parts.stride()[:4], 16, parts.stride(4))
-        kernel.run((slabs * tiles,), **rest, firsts=firsts, dbias=into, slab=slab, batches=batches)
-        if slabs > 1:
-            kernel = SLABS.tiled((dbias.numel(),), dbias)
-            positions = batches * sizes.queries * sizes.keys
-            kernel.run(
-                (cdiv(positions, kernel["BLOCK"]),),
-                parts=parts,
-                dbias=Strided.of(dbias, dbias.stride()[:3], 16, dbias.stride(3)),
-                positions=positions,
-                queries=sizes.queries,
-                keys=sizes.keys,
-                slabs=slabs,
-                HEADS=sizes.heads,
-            )
+        slab, slabs = slabs_for(sizes.rows, tiles, cores(self.q.device) * max(1, WARPS // kernel.config.warps))
+        shape = slabs, batches, sizes.heads, sizes.queries, sizes.keys
+        whole = None if dbias is None or slabs > 1 else dbias[None]
+        into = self.q.new_empty(shape, dtype=torch.float32) if whole is None else whole
+        rest = {name: given for name, given in self.arguments.items() if name not in ("out", "dq", "dk", "dv")}
+        given = Strided.of(into, into.stride()[:4], 16)
+        kernel.run((slabs * tiles,), **rest, **between, dbias=given, slab=slab, batches=batches)
+        return into if whole is None else None
 
 
 def _width_innermost(t: Tensor) -> bool:
@@ -1176,16 +1136,21 @@ def strided_mask(mask: Tensor) -> Strided:
 
 
 def _strided_bias(bias: Tensor) -> Strided:
-    """Return a bias [B, h, Q, K] as the kernels take it.
+    """Return a bias [B, h, Q, K] as the kernels take it: keys to where loads of 16 bytes end.
 
-    It comes from a projection with its heads innermost, so it is laid out anew, with keys padded to where loads of 16
-    bytes end: of all that is read here it is the smallest.  What lies in the padding is never used.
+    One that does not lie so is laid out anew: of all that is read here it is the smallest.  What lies in the padding is
+    never used.
     """
     shared = bias.stride(0) == 0
     bias = bias[:1] if shared else bias
-    keys = bias.shape[-1]
-    if bias.stride(-1) != 1 or keys % BIAS_UNIT or any(s % BIAS_UNIT for s in _strides(bias.shape, bias.stride())):
-        padded = bias.new_empty(*bias.shape[:-1], cdiv(keys, BIAS_UNIT) * BIAS_UNIT)
+    keys, strides = bias.shape[-1], _strides(bias.shape, bias.stride())
+    wide = cdiv(keys, BIAS_UNIT) * BIAS_UNIT
+    end = bias.storage_offset() + sum((n - 1) * stride for n, stride in zip(bias.shape, strides)) + wide
+    within = end * bias.element_size() <= bias.untyped_storage().nbytes()
+    if bias.stride(-1) == 1 and within and not any(stride % BIAS_UNIT for stride in strides):
+        bias = bias.as_strided((*bias.shape[:-1], wide), bias.stride())
+    else:
+        padded = bias.new_empty(*bias.shape[:-1], wide)
         padded[..., :keys] = bias
         bias = padded
     batch, head, query = _strides(bias.shape, bias.stride())
@@ -1195,31 +1160,40 @@ def _strided_bias(bias: Tensor) -> Strided:
 def gated_attention(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention."""
     x, inner = t.x, t.out_weight.shape[1]
-    y, mean, scale = norm_linear(t.but(bias=t.gate_bias))
+    y, (mean, scale), own = empty_projected(x, 4 * inner), empty_statistics(x), empty_own_bias(x, t)
+    makes_bias = own.numel() > 0
+    planes = Planes(own.movedim(-3, -1), 4 * inner) if makes_bias else None
+    project(t.but(bias=t.gate_bias, mean=mean, scale=scale), y, planes)
     o, lse = empty_projected(x, inner), empty_layer_lse(x, t.heads)
-    g, *vectors, bias = parts(y, inner, t.heads, t.bias)
+    g, *vectors, bias = parts(y, inner, t.heads, own if makes_bias else t.bias)
     q, k, v, out = (batched(each, 5) for each in (*vectors, o.unflatten(-1, (t.heads, -1))))
     bias = None if bias is None else batched(bias, 4)
     _forward(Operands(q=q, k=k, v=v, mask=batched(t.mask, 3), bias=bias, out=out, lse=batched(lse, 4)))
     new = gated_linear_residual(t.but(o=o, g=g, weight=t.out_weight, bias=t.out_bias), t.residual)
     if not t.kept:
-        return new, *(x.new_empty(0) for _ in range(5))
-    return new, y, mean, scale, o, lse
+        return new, *(x.new_empty(0) for _ in range(6))
+    return new, y, mean, scale, o, lse, own
 
 
 def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
     """Compute warpfold::gated_attention_backward."""
-    x, inner = t.x, t.out_weight.shape[1]
-    given = empty_given_bias(x, t.bias, t.bias_wanted)
+    x, inner, heads = t.x, t.out_weight.shape[1], t.heads
+    makes_bias = t.weight.shape[0] > 4 * inner
+    given = empty_bias(t.bias, t.bias_wanted, x)
     dy, do = empty_projected(x, t.weight.shape[0]), empty_projected(x, inner)
-    g, *vectors, bias = parts(t.y, inner, t.heads, t.bias)
-    dg, *gradients, dbias = parts(dy, inner, t.heads, given if t.bias_wanted else None)
+    g, *vectors, bias = parts(t.y, inner, heads, t.own if makes_bias else t.bias)
+    dg, *gradients, _ = parts(dy, inner, heads, None)
     of_end = gated_linear_residual_sums(t.but(o=t.attended, g=g, weight=t.out_weight, bias=t.out_bias), do, dg)
-    do, o = (each.unflatten(-1, (t.heads, -1)) for each in (do, t.attended))
+    do, o = (each.unflatten(-1, (heads, -1)) for each in (do, t.attended))
     do, q, k, v, o, dq, dk, dv = (batched(each, 5) for each in (do, *vectors, o, *gradients))
-    bias, dbias = (None if each is None else batched(each, 4) for each in (bias, dbias))
+    bias, dbias = (None if each is None else batched(each, 4) for each in (bias, None if makes_bias else given))
     rows = Operands(q=q, k=k, v=v, mask=batched(t.mask, 3), bias=bias, out=o, lse=batched(t.lse, 4))
-    _backward(rows.but(grad=do, dq=dq, dk=dk, dv=dv, dbias=dbias))
-    beside = t.grad if t.residual else None
-    of_norm = norm_linear_backward(t.but(grad=dy, bias=t.gate_bias), beside, (of_end,))
+    wanted = makes_bias or t.bias_wanted
+    slabs = _backward(rows.but(grad=do, dq=dq, dk=dk, dv=dv, dbias=dbias, bias_wanted=wanted))
+    sums, own = [of_end], None
+    if slabs is not None and makes_bias:
+        own = slabs.view(-1, *x.shape[:-3], heads, *x.shape[-3:-1]).movedim(-3, -1)
+    elif slabs is not None:
+        sums.append(Sum(slabs.flatten(1), (given,)))
+    of_norm = norm_linear_backward(t.but(grad=dy, bias=t.gate_bias), t.grad if t.residual else None, sums, own)
     return *of_norm, *of_end.results, given

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Tensor
 
 from warpfold.ops.dispatch import Operands, empty_like, empty_parameters
-from warpfold.ops.linear import empty_projected, empty_statistics, padded
+from warpfold.ops.linear import empty_linear, empty_statistics, padded
 from warpfold.ops.triton.launch import Kernel, configs, register, register_by_precision
 from warpfold.ops.triton.noise import SCALARS, DropoutOperands, dropout_tile
 from warpfold.ops.triton.positions import (
@@ -235,10 +235,10 @@ def _norm_linear(
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """Store y = layer_norm(x) weight^T + bias, times the mask of a position, if there is one, and the statistics: all
-    outputs of BLOCK_M positions.
+    """Store y = layer_norm(x) weight^T + bias, times the mask of a position, if there is one, and the statistics: of
+    BLOCK_M positions, the first OUTPUTS.
 
-    planes: None, or where PLANES outputs from FIRST_PLANE on are stored too, for those who read them one by one.
+    planes: None, or where PLANES outputs from FIRST_PLANE on are stored, for those who read them one by one.
     """
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
@@ -246,22 +246,23 @@ def _norm_linear(
     v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
     w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
     d, mu, r = statistics(v, valid, eps, C)
-    n = shifted(d * r[:, None] * w[None, :], norm_bias, c, C).to(y.data.dtype.element_ty)
+    n = shifted(d * r[:, None] * w[None, :], norm_bias, c, C).to(x.data.dtype.element_ty)
     at = offsets(mean, m, axes)
     tl.store(mean.data + at, mu, mask=m < axes.positions)
     tl.store(rstd + at, r, mask=m < axes.positions)
-    y_rows = y.data + offsets(y, m, axes)[:, None]
-    # What pads a position's outputs to whole rows is ours too: written, so that every word is a wide one.
-    for start in range(0, OUTPUTS, BLOCK_O):
-        o = start + tl.arange(0, BLOCK_O)
-        wt = tl.load(weight + o[None, :] * C + c[:, None], mask=(o < OUTPUTS)[None, :] & (c < C)[:, None], other=0)
-        out = tl.dot(n, wt.to(n.dtype))
-        if bias is not None:
-            out += tl.load(bias + o, mask=o < BIASED, other=0).to(tl.float32)[None, :]
-        out = _masked(out, mask, m, axes)
-        writable = (m < axes.positions)[:, None] & (o < PADDED)[None, :]
-        tl.store(y_rows + o[None, :], out.to(y.data.dtype.element_ty), mask=writable)
-    if planes is not None:  # multiplied once more: a few outputs
+    if y is not None:
+        y_rows = y.data + offsets(y, m, axes)[:, None]
+        # What pads a position's outputs to whole rows is ours too: written, so that every word is a wide one.
+        for start in range(0, OUTPUTS, BLOCK_O):
+            o = start + tl.arange(0, BLOCK_O)
+            wt = tl.load(weight + o[None, :] * C + c[:, None], mask=(o < OUTPUTS)[None, :] & (c < C)[:, None], other=0)
+            out = tl.dot(n, wt.to(n.dtype))
+            if bias is not None:
+                out += tl.load(bias + o, mask=o < BIASED, other=0).to(tl.float32)[None, :]
+            out = _masked(out, mask, m, axes)
+            writable = (m < axes.positions)[:, None] & (o < PADDED)[None, :]
+            tl.store(y_rows + o[None, :], out.to(y.data.dtype.element_ty), mask=writable)
+    if planes is not None:  # a few outputs, where y has them too multiplied once more
         p = tl.arange(0, BLOCK_P)
         o = FIRST_PLANE + p
         wt = tl.load(weight + o[None, :] * C + c[:, None], mask=(p < PLANES)[None, :] & (c < C)[:, None], other=0)
@@ -270,7 +271,7 @@ def _norm_linear(
             out += tl.load(bias + o, mask=(p < PLANES) & (o < BIASED), other=0).to(tl.float32)[None, :]
         out = _masked(out, mask, m, axes)
         writable = (m < axes.positions)[:, None] & (p < PLANES)[None, :]
-        tl.store(pointers(planes, m, p, axes), out.to(y.data.dtype.element_ty), mask=writable)
+        tl.store(pointers(planes, m, p, axes), out.to(planes.data.dtype.element_ty), mask=writable)
 
 
 @triton.jit
@@ -297,7 +298,8 @@ def _norm_linear_wide(
     BLOCK_O: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Store the same, BLOCK_O outputs of BLOCK_M positions; BLOCK_K channels at a time, first for the statistics."""
+    """Store the same, BLOCK_O of all outputs, of BLOCK_M positions; BLOCK_K channels at a time, first for the
+    statistics."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     o = tl.program_id(1) * BLOCK_O + tl.arange(0, BLOCK_O)
     k = tl.arange(0, BLOCK_K)
@@ -324,19 +326,20 @@ def _norm_linear_wide(
         valid = (m < axes.positions)[:, None] & (c < C)[None, :]
         v = tl.load(x_rows + (c.to(tl.int64) * x.strides[3])[None, :], mask=valid, other=0).to(tl.float32)
         w = tl.load(norm_weight + c, mask=c < C, other=0).to(tl.float32)
-        n = shifted((v - mu[:, None]) * r[:, None] * w[None, :], norm_bias, c, C).to(y.data.dtype.element_ty)
+        n = shifted((v - mu[:, None]) * r[:, None] * w[None, :], norm_bias, c, C).to(x.data.dtype.element_ty)
         wt = tl.load(weight + o[None, :] * C + c[:, None], mask=(o < OUTPUTS)[None, :] & (c < C)[:, None], other=0)
         acc = tl.dot(n, wt.to(n.dtype), acc)
     if bias is not None:
         acc += tl.load(bias + o, mask=o < BIASED, other=0).to(tl.float32)[None, :]
     acc = _masked(acc, mask, m, axes)
-    y_rows = y.data + offsets(y, m, axes)[:, None]
-    writable = (m < axes.positions)[:, None] & (o < PADDED)[None, :]
-    tl.store(y_rows + o[None, :], acc.to(y.data.dtype.element_ty), mask=writable)
+    if y is not None:
+        y_rows = y.data + offsets(y, m, axes)[:, None]
+        writable = (m < axes.positions)[:, None] & (o < PADDED)[None, :]
+        tl.store(y_rows + o[None, :], acc.to(y.data.dtype.element_ty), mask=writable)
     if planes is not None:
         p = o - FIRST_PLANE
         writable = (m < axes.positions)[:, None] & ((p >= 0) & (p < PLANES))[None, :]
-        tl.store(pointers(planes, m, p, axes), acc.to(y.data.dtype.element_ty), mask=writable)
+        tl.store(pointers(planes, m, p, axes), acc.to(planes.data.dtype.element_ty), mask=writable)
     if tl.program_id(1) == 0:
         at = offsets(mean, m, axes)
         tl.store(mean.data + at, mu, mask=m < axes.positions)
@@ -351,13 +354,18 @@ def _norm_linear_backward(
     weight: tl.tensor,
     mean: tl.tuple,
     rstd: tl.tensor,
+    slabs: tl.tuple,
     residual: tl.tuple,
     dx: tl.tuple,
     partials: tl.tensor,
     axes: tl.tuple,
+    apart: tl.tensor,
+    count: tl.tensor,
     C: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    PLANES: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
@@ -365,14 +373,31 @@ def _norm_linear_backward(
 
     Both as `_layer_norm_backward`.  One block of positions a program: a loop over blocks costs 60 registers, and with
     them half of the warps.
+
+    slabs: None, or the first of `count` tensors, `apart` from one another, whose sum is the gradient of PLANES outputs
+    behind the first OUTPUTS.  It is stored in `grad`, where the weight's gradient reads it.
     """
     c = tl.arange(0, BLOCK_C)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     grad_rows = grad.data + offsets(grad, m, axes)[:, None]
     dn = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
+    if slabs is not None:
+        p = tl.arange(0, BLOCK_P)
+        known = (m < axes.positions)[:, None] & (p < PLANES)[None, :]
+        slab = pointers(slabs, m, p, axes)
+        total = tl.zeros([BLOCK_M, BLOCK_P], tl.float32)
+        for _ in range(count):
+            total += tl.load(slab, mask=known, other=0)
+            slab += apart
+        summed = total.to(grad.data.dtype.element_ty)
+        tl.store(grad_rows + (OUTPUTS + p)[None, :], summed, mask=known)
+        rows = weight + (OUTPUTS + p)[:, None] * C
+        some = tl.load(rows + c[None, :], mask=(p < PLANES)[:, None] & (c < C)[None, :], other=0)
+        dn = tl.dot(summed, some.to(summed.dtype), dn)
     for start in range(0, OUTPUTS, BLOCK_O):
         o = start + tl.arange(0, BLOCK_O)
-        dy = tl.load(grad_rows + o[None, :], mask=(m < axes.positions)[:, None] & (o < OUTPUTS)[None, :], other=0)
+        at = grad_rows + (o.to(tl.int64) * grad.strides[3])[None, :]
+        dy = tl.load(at, mask=(m < axes.positions)[:, None] & (o < OUTPUTS)[None, :], other=0)
         wt = tl.load(weight + o[:, None] * C + c[None, :], mask=(o < OUTPUTS)[:, None] & (c < C)[None, :], other=0)
         dn = tl.dot(dy, wt.to(dy.dtype), dn)
     valid = (m < axes.positions)[:, None] & (c < C)[None, :]
@@ -426,9 +451,8 @@ def _norm_linear_weight(
     db = tl.zeros([BLOCK_O], tl.float32)
     for start in range(first, last, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
-        at = offsets(grad, m, axes)
         known = (m < axes.positions)[:, None] & (o < OUTPUTS)[None, :]
-        dy = tl.load(grad.data + at[:, None] + o[None, :], mask=known, other=0)
+        dy = tl.load(pointers(grad, m, o, axes), mask=known, other=0)
         valid = (m < axes.positions)[:, None] & (c < C)[None, :]
         v = tl.load(pointers(x, m, c, axes), mask=valid, other=0).to(tl.float32)
         at = offsets(mean, m, axes)
@@ -488,7 +512,7 @@ PROJECTION_WEIGHT = register_by_precision(
 
 
 class Planes(NamedTuple):
-    """Where some outputs of a projection are written too, [*, p], each by itself; begin: the first of them."""
+    """Where some outputs of a projection are written, [*, p], each by itself; begin: the first of them."""
 
     data: Tensor
     begin: int
@@ -496,26 +520,27 @@ class Planes(NamedTuple):
 
 def norm_linear(t: Operands) -> tuple[Tensor, Tensor, Tensor]:
     """Compute warpfold::norm_linear."""
-    y, (mean, scale) = empty_projected(t.x, t.weight.shape[0]), empty_statistics(t.x)
-    project(t.but(mean=mean, scale=scale), y)
+    y, (mean, scale) = empty_linear(t.x, t.weight.shape[0], t.planes), empty_statistics(t.x)
+    project(t.but(mean=mean, scale=scale), *((None, Planes(y, 0)) if t.planes else (y,)))
     return y, mean, scale
 
 
-def project(t: Operands, y: Tensor, planes: Planes | None = None, mask: Tensor | None = None) -> None:
+def project(t: Operands, y: Tensor | None, planes: Planes | None = None, mask: Tensor | None = None) -> None:
     """Write linear(layer_norm(x)) into y, rows padded as those of `empty_projected`, and the statistics of x.
 
-    mask: [*], by which all of it is multiplied.
+    y: of the first outputs, those of all that are not in `planes` at least.  mask: [*], by which all of it is
+    multiplied.
     """
     x, (outputs, c) = t.x, t.weight.shape
-    kept = None if mask is None else mask[..., None]
-    wanted = {"y": y, "mean": t.mean[..., None]} | ({} if planes is None else {"planes": planes.data})
-    p = Positions({"x": x, "mask": kept}, writes=wanted)
+    kept, dense = None if mask is None else mask[..., None], 0 if y is None else y.shape[-1]
+    wanted = {"y": y, "mean": t.mean[..., None], "planes": None if planes is None else planes.data}
+    p = Positions({"x": x, "mask": kept}, writes={name: t for name, t in wanted.items() if t is not None})
     wide, many = c > WIDEST or x.element_size() > 2, 0 if planes is None else planes.data.shape[-1]
     kernel = (WIDE if wide else PROJECTION).tiled((c, outputs), x)
     rows = cdiv(p.count, kernel["BLOCK_M"])
     kernel.run(
         (rows, cdiv(outputs, kernel["BLOCK_O"])) if wide else (rows,),
-        **{"planes": None} | p.arguments,
+        **{"y": None, "planes": None} | p.arguments,
         norm_weight=t.norm_weight.contiguous(),
         norm_bias=contiguous(t.norm_bias),
         weight=cast_weight(t.weight, x, p.count),
@@ -523,9 +548,9 @@ def project(t: Operands, y: Tensor, planes: Planes | None = None, mask: Tensor |
         rstd=t.scale,
         eps=t.eps,
         C=c,
-        OUTPUTS=outputs,
+        OUTPUTS=outputs if wide else dense,
         BIASED=0 if t.bias is None else len(t.bias),
-        PADDED=padded(outputs) if p.writes_in_place("y") else outputs,
+        PADDED=padded(dense) if y is not None and p.writes_in_place("y") else dense,
         FIRST_PLANE=0 if planes is None else planes.begin,
         PLANES=many,
         **({} if wide else {"BLOCK_C": power_of_two(c), "BLOCK_P": power_of_two(many)}),
@@ -534,13 +559,18 @@ def project(t: Operands, y: Tensor, planes: Planes | None = None, mask: Tensor |
 
 
 def norm_linear_backward(
-    t: Operands, residual: Tensor | None = None, beside: Sequence[Sum] = ()
+    t: Operands, residual: Tensor | None = None, beside: Sequence[Sum] = (), slabs: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute warpfold::norm_linear_backward; residual [*, c]: added to the gradient of x; beside: sums to make too."""
-    grad, x = channels_last(t.grad), t.x
+    """Compute warpfold::norm_linear_backward; residual [*, c]: added to the gradient of x; beside: sums to make too.
+
+    slabs [slabs, *, p] in fp32: their sum is the gradient of the last outputs, which is written into t.grad first.
+    """
+    grad, x = t.grad, t.x
     norm_weight, norm_bias = t.norm_weight.contiguous(), contiguous(t.norm_bias)
     c, outputs, dx = x.shape[-1], t.weight.shape[0], empty_like(x)
-    p = Positions({"x": x, "grad": grad, "mean": t.mean[..., None], "residual": residual}, writes={"dx": dx})
+    planes, first = 0 if slabs is None else slabs.shape[-1], None if slabs is None else slabs[0]
+    reads = {"x": x, "grad": grad, "mean": t.mean[..., None], "residual": residual, "slabs": first}
+    p = Positions(reads, writes={"dx": dx})
     kernel = PROJECTION_BACKWARD.tiled((c, outputs), x)
     programs = cdiv(p.count, kernel["BLOCK_M"])
     partials = empty_partials(x, programs, 2 * c)
@@ -551,9 +581,13 @@ def norm_linear_backward(
         weight=cast_weight(t.weight, x, p.count),
         rstd=t.scale,
         partials=partials,
+        apart=0 if slabs is None else slabs.stride(0),
+        count=0 if slabs is None else len(slabs),
         C=c,
-        OUTPUTS=outputs,
+        OUTPUTS=outputs - planes,
+        PLANES=planes,
         BLOCK_C=power_of_two(c),
+        BLOCK_P=power_of_two(planes),
     )
     p.copy_back()
     dnorm_weight, dnorm_bias, dweight, dbias = empty_parameters(norm_weight, norm_bias, t.weight, t.bias)

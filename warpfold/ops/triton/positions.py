@@ -235,9 +235,10 @@ class Part(NamedTuple):
 
 
 class SumJob(NamedTuple):
-    """Partials [programs, width] as the kernel is given them, to be summed span by span.
+    """Partials [programs, width] as the kernel is given them, to be summed span by span, a tile at a time.
 
-    begin: the first program of the launch that works on it; blocks: programs of a span.
+    begin: the first program of the launch that works on it; blocks: programs of a span; rows, columns: of a tile,
+    constants.
     """
 
     partials: Tensor
@@ -247,29 +248,31 @@ class SumJob(NamedTuple):
     spans: int
     blocks: int
     begin: int
+    rows: Any
+    columns: Any
 
 
 @triton.jit
 def _sum_partials(jobs: tl.tuple, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr) -> None:
     """Sum the partials of every job in fp32 into its parts, one after another; of several spans each has its own."""
     for which in tl.static_range(len(jobs)):
-        job = jobs[which]
+        job = jobs[which]  # in which constants are none any more
         program = tl.program_id(0) - job.begin
         if (program >= 0) & (program < job.spans * job.blocks):
-            n = program % job.blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+            n = (program % job.blocks).to(tl.int64) * jobs[which].columns + tl.arange(0, jobs[which].columns)
             span = program // job.blocks
             each = tl.cdiv(job.programs, job.spans)
             begin = span * each
             end = min(job.programs, begin + each)
-            acc = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
-            for start in range(begin, end, BLOCK_P):
-                p = start + tl.arange(0, BLOCK_P)
+            acc = tl.zeros([jobs[which].rows, jobs[which].columns], tl.float32)
+            for start in range(begin, end, jobs[which].rows):
+                p = start + tl.arange(0, jobs[which].rows)
                 valid = (p < end)[:, None] & (n < job.width)[None, :]
                 acc += tl.load(job.partials + p[:, None].to(tl.int64) * job.width + n[None, :], mask=valid, other=0)
             sums = tl.sum(acc, 0)
             for i in tl.static_range(len(job.parts)):
                 part = job.parts[i]
-                at = part.data + span.to(tl.int64) * part.size + (n - part.begin)
+                at = part.data + (span.to(tl.int64) * part.size + n - part.begin)
                 mine = (n >= part.begin) & (n < part.begin + part.size)
                 tl.store(at, sums.to(part.data.dtype.element_ty), mask=mine)
 
@@ -309,7 +312,10 @@ def _launch(sums: Sequence[tuple[Tensor, tuple[Tensor, ...], int]]) -> None:
     jobs, begin = [], 0
     for partials, results, spans in sums:
         programs, width = partials.shape
-        job = SumJob(partials, _parts(results, spans), programs, width, spans, cdiv(width, kernel["BLOCK_N"]), begin)
+        rows = min(kernel["BLOCK_P"], power_of_two(programs, 1))  # few programs have wide tiles
+        columns = kernel["BLOCK_P"] * kernel["BLOCK_N"] // rows
+        tile = tl.constexpr(rows), tl.constexpr(columns)
+        job = SumJob(partials, _parts(results, spans), programs, width, spans, cdiv(width, columns), begin, *tile)
         begin += job.spans * job.blocks
         jobs.append(job)
     kernel.run((begin,), jobs=tuple(jobs))
