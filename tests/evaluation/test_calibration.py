@@ -104,13 +104,14 @@ def with_b(values: np.ndarray | None) -> dict[str, Chain]:
     ],
 )
 def test_a_b_column_that_is_no_plddt(values: np.ndarray | None, said: str) -> None:
-    assert plddt_of(with_b(values)) == (None, said)
+    assert plddt_of(with_b(values), written=False) == (None, said)
 
 
 def test_plddt_may_be_a_share() -> None:
     found, _ = plddt_of(with_b(np.linspace(0.2, 0.9, 10)))
     assert found is not None
     np.testing.assert_allclose(found["A"], np.linspace(20, 90, 10))
+    assert plddt_of(with_b(np.full(10, 50.0)))[0] is not None  # of a program that writes it
 
 
 PAE = np.random.default_rng(0).uniform(0, 31, (4, 4)).round(2)

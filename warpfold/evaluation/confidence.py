@@ -75,14 +75,17 @@ class Sums:
         }
 
 
-def plddt_of(chains: Mapping[str, Chain]) -> tuple[dict[str, Array] | None, str]:
-    """Return pLDDT [N] of each chain's residues, 0 to 100, NaN without atoms; or None, and why it is not known."""
+def plddt_of(chains: Mapping[str, Chain], written: bool = True) -> tuple[dict[str, Array] | None, str]:
+    """Return pLDDT [N] of each chain's residues, 0 to 100, NaN without atoms; or None, and why it is not known.
+
+    written: the program is known to write it; else one value throughout is taken for none.
+    """
     found = {name: chain.b_factors for name, chain in chains.items() if chain.b_factors is not None}
     values = np.concatenate([b[chains[name].mask[:, CA] > 0] for name, b in found.items()] or [np.zeros(0)])
     if not len(values) or not np.isfinite(values).all():
         return None, "its file has no B column"
     low, high = float(values.min()), float(values.max())
-    if low < 0 or high > 100 or low == high:
+    if low < 0 or high > 100 or (low == high and not written):
         said = f"is {low:g} throughout" if low == high else f"goes from {low:g} to {high:g}, not from 0 to 100"
         return None, f"its B column {said}"
     scale = 100 if high <= 1 else 1  # some programs write 0 to 1

@@ -45,6 +45,11 @@ class PredictedFile:
     depth: int | None = None
     alignments: tuple[Path, ...] = ()
 
+    @property
+    def writes_plddt(self) -> bool:
+        """Whether its program is known to write pLDDT into the B column."""
+        return self.layout not in ("CASP", "plain files")
+
 
 @dataclass(frozen=True)
 class Predictions:

@@ -70,7 +70,7 @@ def _measure(job: Job) -> Measured:
     if np.isnan(score.lddt_ca):
         raise UserError(f"{job.truth.path}: no two Ca of it are near enough to be scored")
     notes, complex_score = notes_of(paired), score.complex
-    plddt, why_not = plddt_of(predicted.chains)
+    plddt, why_not = plddt_of(predicted.chains, file.writes_plddt)
     notes += [f"no pLDDT: {why_not}"] if why_not else []
     residues = sum(len(chain.sequence) for chain in predicted.chains.values())
     pae = None

@@ -240,7 +240,7 @@ def _target(measured: Measured) -> Target | None:
     chains = paired.predicted.chains
     if sum(len(chain.sequence) for chain in chains.values()) > LONGEST:
         return None
-    plddt, _ = plddt_of(chains)
+    plddt, _ = plddt_of(chains, measured.job.prediction.writes_plddt)
     lddt = {name: np.full(len(chain.sequence), np.nan) for name, chain in chains.items()}
     start, per_residue = 0, 100 * paired.lddt_ca_per_residue()
     for name, side in paired.sides.items():
