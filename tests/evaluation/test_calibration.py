@@ -125,7 +125,16 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pae_of_other_programs(layout: str, tmp_path: Path) -> None:
     (tmp_path / "pae.json").write_text(json.dumps(LAYOUTS[layout]))
-    np.testing.assert_allclose(read_pae(tmp_path / "pae.json", 4), PAE, atol=1e-5)
+    np.testing.assert_allclose(read_pae(tmp_path / "pae.json", np.ones(4, bool)), PAE, atol=1e-5)
+
+
+def test_pae_of_residues_that_have_atoms(tmp_path: Path) -> None:
+    """A PDB file with a gap in its numbers has residues that the prediction never had."""
+    (tmp_path / "pae.json").write_text(json.dumps(LAYOUTS["ColabFold"]))
+    seen = np.array([True, True, False, True, False, True])
+    found = read_pae(tmp_path / "pae.json", seen)
+    np.testing.assert_allclose(found[np.ix_(seen, seen)], PAE, atol=1e-5)
+    assert np.isnan(found[2]).all()
 
 
 @pytest.mark.parametrize(
@@ -140,5 +149,5 @@ def test_pae_of_other_programs(layout: str, tmp_path: Path) -> None:
 def test_pae_that_is_none(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "pae.json").write_text(text)
     with pytest.raises(UserError) as refused:
-        read_pae(tmp_path / "pae.json", 4)
+        read_pae(tmp_path / "pae.json", np.ones(4, bool))
     assert said in str(refused.value)

@@ -256,7 +256,7 @@ def _target(measured: Measured) -> Target | None:
     ends = np.cumsum([len(chain.sequence) for chain in shown]).tolist()
     pae, whole = None, np.concatenate(list(kept.values()))
     if measured.pae is not None and measured.job.prediction.pae is not None and len(whole) <= DOWNLOADED_PAE:
-        pae = read_pae(measured.job.prediction.pae, len(whole))[np.ix_(whole, whole)]
+        pae = read_pae(measured.job.prediction.pae, whole)[np.ix_(whole, whole)]
     positions, known, truth, *_ = paired.arrays
     rotation, translation = metrics.superpose(truth[known[:, CA], CA], positions[known[:, CA], CA])
     moved = [
