@@ -21,6 +21,7 @@ from warpfold import cli
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.scoring.bootstrap import paired_bootstrap
+from warpfold.scoring.chain_mapping import CA
 from warpfold.scoring.manifest import read_suite
 
 
@@ -131,7 +132,9 @@ def test_a_chain_of_an_entry_and_an_assembly(tmp_path: Path) -> None:
     assert score.complex is not None
     assert rows["9abc"]["dockq"] == score.complex.dockq
     assert rows["9abc"]["ics"] == score.complex.ics
-    assert (rows["9abc"]["interfaces"], rows["9abc"]["released"]) == (1, "2024-05-01")
+    (interface,) = rows["9abc"]["interfaces"]
+    assert (interface["chains"], interface["dockq"]) == (("A", "B"), score.complex.dockq)
+    assert rows["9abc"]["released"] == "2024-05-01"
     assert rows["9abc"]["chains"] == {"C": "A", "D": "B"}
 
 
@@ -299,6 +302,20 @@ def test_bad_input_is_one_line(
     assert (code, error.count("\n")) == (2, 1)
     assert said in error
     assert not [file for file in (tmp_path / "out").iterdir() if file.name != "thesis.tex"]
+
+
+def test_predictions_of_ca_alone(tmp_path: Path, folders: tuple[Path, Path, Path]) -> None:
+    """They have no lDDT of all atoms and no frames, so no true aligned error."""
+    chain = noisy(truths()["alpha"], 0.3)
+    mask = np.zeros_like(chain.mask)
+    mask[:, CA] = 1
+    p = write(tmp_path / "p", {"alpha": replace(chain, mask=mask, positions=chain.positions * mask[..., None])})
+    (p / "alpha_pae.json").write_text(json.dumps({"pae": np.ones((40, 40)).tolist()}))
+    (one,) = warpfold.evaluate(p, folders[2], out=tmp_path / "out")["sets"]
+    row = by_target(one)["alpha"]
+    assert row["lddt"] is None
+    assert row["lddt_ca"] > 0.9
+    assert list(one["calibration"]) == ["plddt"]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")

@@ -42,7 +42,7 @@ LAYOUTS = {
     "ColabFold of 2021": (["q_unrelaxed_model_2_rank_1.pdb", "q_unrelaxed_model_1_rank_2.pdb"],
                           [("q", "q_unrelaxed_model_2_rank_1.pdb", "ColabFold", None)]),
     "AlphaFold 3": (
-        ["q/q_model.cif", "q/q_confidences.json", "q/seed-1_sample-0/model.cif"],
+        ["q/q_model.cif", "q/q_confidences.json", "q/q_summary_confidences.json", "q/seed-1_sample-0/model.cif"],
         [("q", "q_model.cif", "AlphaFold 3", "q_confidences.json")],
     ),
     "AlphaFold Server": (
@@ -109,6 +109,7 @@ def test_our_summary_says_what_is_what(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "said"),
     [
+        (["metrics.jsonl", "settings.toml"], "is a training run; `warpfold validate` folds what it holds out"),
         (["notes.txt"], "has no predicted structures; their names end in .cif"),
         (["a/x.cif", "b/X.cif"], "a/x.cif and b/X.cif are both of x; keep one of them"),
         (["T1024TS427_1", "T1024TS403_1"], "has models of 2 groups of CASP (TS403, TS427); keep one's only"),

@@ -89,7 +89,6 @@ class EvaluateCommand(Checked):
             all_models=self.all_models,
             assembly=self.assembly,
             workers=self.workers,
-            seed=self.seed,
             progress=tell,
         )
         found = evaluating.report(sets, Path(self.truth), suite, self.seed)

@@ -75,27 +75,31 @@ class Sums:
         }
 
 
-def plddt_of(chains: Mapping[str, Chain]) -> tuple[dict[str, Array] | None, str]:
-    """Return pLDDT [N] of each chain's residues, 0 to 100, NaN without atoms; or None, and why it is not known."""
+def plddt_of(chains: Mapping[str, Chain], written: bool = True) -> tuple[dict[str, Array] | None, str]:
+    """Return pLDDT [N] of each chain's residues, 0 to 100, NaN without atoms; or None, and why it is not known.
+
+    written: the program is known to write it; else one value throughout is taken for none.
+    """
     found = {name: chain.b_factors for name, chain in chains.items() if chain.b_factors is not None}
     values = np.concatenate([b[chains[name].mask[:, CA] > 0] for name, b in found.items()] or [np.zeros(0)])
     if not len(values) or not np.isfinite(values).all():
         return None, "its file has no B column"
     low, high = float(values.min()), float(values.max())
-    if low < 0 or high > 100 or low == high:
+    if low < 0 or high > 100 or (low == high and not written):
         said = f"is {low:g} throughout" if low == high else f"goes from {low:g} to {high:g}, not from 0 to 100"
         return None, f"its B column {said}"
     scale = 100 if high <= 1 else 1  # some programs write 0 to 1
     return {name: scale * b.astype(np.float64) for name, b in found.items()}, ""
 
 
-def read_pae(path: Path, residues: int) -> Array:
+def read_pae(path: Path, seen: Array) -> Array:
     """Read predicted aligned errors [N, N], angstrom, rows aligned on: arrays of ours, or the JSON of other programs.
 
-    Known are AlphaFold DB's layouts, ColabFold's, AlphaFold 3's and AlphaFold2's.
+    Known are the layouts of AlphaFold DB, ColabFold, AlphaFold 2 and 3.  seen: bool [N], which residues of the
+    structure have atoms; a file may have these alone, and the others are then NaN.
     Errors: UserError for anything else, and for a matrix of another number of residues.
     """
-    data = read_file(path)
+    data, residues = read_file(path), len(seen)
     try:
         if data[:2] == b"PK":
             with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
@@ -105,12 +109,16 @@ def read_pae(path: Path, residues: int) -> Array:
             values = values[0] if isinstance(values, list) else values
             known = ("predicted_aligned_error", "pae", "distance")
             pae = np.asarray(next(values[key] for key in known if key in values), np.float32)
-            pae = pae.reshape(residues, residues) if "distance" in values else pae  # AlphaFold DB until 2022
+            pae = pae.reshape(-1, round(pae.size**0.5)) if "distance" in values else pae  # AlphaFold DB until 2022
     except (ValueError, KeyError, TypeError, IndexError, StopIteration, RecursionError, zipfile.BadZipFile) as error:
         why = str(error) or "no matrix in it"
         raise UserError(f"{path}: no PAE in a layout that is known ({why}); fetch it again, or remove it") from None
-    if pae.shape != (residues, residues) or not np.isfinite(pae).all():
+    if pae.shape not in ((residues, residues), (seen.sum(), seen.sum())) or not np.isfinite(pae).all():
         raise UserError(f"{path}: has PAE of shape {list(pae.shape)}, the structure {residues} residues; remove one")
+    if len(pae) < residues:
+        whole = np.full((residues, residues), np.nan, np.float32)
+        whole[np.ix_(seen, seen)] = pae
+        return whole
     return pae
 
 

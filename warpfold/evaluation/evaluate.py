@@ -15,7 +15,6 @@ from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import StoredExample, entry_keys
 from warpfold.errors import UserError, listed
 from warpfold.evaluation import tables
-from warpfold.evaluation.confidence import Sums
 from warpfold.evaluation.layouts import Predictions, find_predictions
 from warpfold.evaluation.measure import Job, Measured, Row, measure
 from warpfold.evaluation.truths import Truths
@@ -86,7 +85,11 @@ class PredictionSet:
             "targets": len(rows),
             "means": tables.means(rows, seed),
             "groups": {by: made for by in tables.GROUPS if (made := tables.groups(rows, by))},
-            "calibration": {kind: _added(these).to_dict() for kind, these in sums.items() if these},
+            "calibration": {
+                kind: total.to_dict()
+                for kind, these in sums.items()
+                if these and (total := functools.reduce(operator.add, these)).count.any()
+            },
             "failures": [{"target": name, "error": error} for name, error in self.failures.items()],
             "without_truth": self.without_truth,
             "without_prediction": self.without_prediction,
@@ -103,7 +106,6 @@ def evaluate(
     all_models: bool,
     assembly: bool,
     workers: int,
-    seed: int,
     progress: Progress,
 ) -> list[PredictionSet]:
     """Score each folder's predictions; the first is compared with the others.
@@ -213,10 +215,6 @@ def as_suite(one: PredictionSet, title: str) -> str:
         released = date.fromisoformat(row["released"]) if row["released"] else None
         targets[truth.name] = Entry(released, row["truth_sha256"], tuple(row["truth_chains"]))
     return write_suite(title, targets)
-
-
-def _added(sums: Sequence[Sums]) -> Sums:
-    return functools.reduce(operator.add, sums)
 
 
 def _without_sequences(row: Row) -> Row:

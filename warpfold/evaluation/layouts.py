@@ -45,6 +45,11 @@ class PredictedFile:
     depth: int | None = None
     alignments: tuple[Path, ...] = ()
 
+    @property
+    def writes_plddt(self) -> bool:
+        """Whether its program is known to write pLDDT into the B column."""
+        return self.layout not in ("CASP", "plain files")
+
 
 @dataclass(frozen=True)
 class Predictions:
@@ -76,6 +81,8 @@ def find_predictions(folder: Path, all_models: bool = False) -> Predictions:
     else:
         files, failures = _others(folder), {}
     if not files and not failures:
+        if (folder / "metrics.jsonl").is_file():
+            raise UserError(f"{folder}: is a training run; `warpfold validate` folds what it holds out")
         raise UserError(f"{folder}: has no predicted structures; their names end in .cif, .pdb or .ent, or .gz")
     by_target: dict[str, list[PredictedFile]] = {}
     for file in files:
@@ -182,8 +189,9 @@ def _one(path: Path, stem: str, names: Mapping[str, Path]) -> PredictedFile:
         return PredictedFile(
             domain, path, "CASP", tuple(dict.fromkeys((domain, one["name"]))), int(one["rank"] or 1), group, (last,)
         )
-    if stem.endswith("_model") and (beside := _beside(names, f"{stem[:-6]}_confidences.json")):
-        return PredictedFile(stem[:-6], path, "AlphaFold 3", (stem[:-6],), pae=beside)
+    if stem.endswith("_model") and _beside(names, f"{stem[:-6]}_summary_confidences.json"):
+        pae = _beside(names, f"{stem[:-6]}_confidences.json")
+        return PredictedFile(stem[:-6], path, "AlphaFold 3", (stem[:-6],), order=(last,), pae=pae)
     if one := _AF3_SERVER.fullmatch(stem):
         pae = _beside(names, f"fold_{one['name']}_full_data_{one['number']}.json")
         return PredictedFile(

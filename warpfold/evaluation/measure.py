@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -70,19 +70,18 @@ def _measure(job: Job) -> Measured:
     if np.isnan(score.lddt_ca):
         raise UserError(f"{job.truth.path}: no two Ca of it are near enough to be scored")
     notes, complex_score = notes_of(paired), score.complex
-    plddt, why_not = plddt_of(predicted.chains)
+    plddt, why_not = plddt_of(predicted.chains, file.writes_plddt)
     notes += [f"no pLDDT: {why_not}"] if why_not else []
-    residues = sum(len(chain.sequence) for chain in predicted.chains.values())
-    pae = None
+    chains, pae = predicted.chains.values(), None
+    mask = np.concatenate([chain.mask for chain in chains])
     if file.pae is not None:
         try:
-            pae = pae_sums(paired, read_pae(file.pae, residues))
+            pae = pae_sums(paired, read_pae(file.pae, mask[:, CA] > 0))
         except UserError as error:
             notes.append(f"no PAE: {error}")
-    chains = predicted.chains.values()
     geometry = check_geometry(
         np.concatenate([chain.positions for chain in chains]),
-        np.concatenate([chain.mask for chain in chains]),
+        mask,
         np.repeat(np.arange(len(chains)), [len(chain.sequence) for chain in chains]),
     )
     known = [] if plddt is None else [plddt[name][chain.mask[:, CA] > 0] for name, chain in predicted.chains.items()]
@@ -102,12 +101,12 @@ def _measure(job: Job) -> Measured:
         "tm": score.tm,
         "rmsd": None if np.isnan(score.rmsd) else score.rmsd,
         **{name: getattr(complex_score, name, None) for name in ("dockq", "ilddt", "qs_global", "ics", "ips")},
-        "interfaces": len(interfaces),
+        "interfaces": [asdict(interface) for interface in interfaces],
         "plddt": float(np.mean(np.concatenate(known))) if known else None,
         "clashes": geometry.clashes,
         "chain_breaks": geometry.chain_breaks,
         "depth": file.depth if file.depth is not None else rows_of(file.alignments),
-        "length": residues,
+        "length": len(mask),
         "chains": {p: r for p, r in score.chains.items()},
         "notes": notes,
         "prediction": str(file.path),

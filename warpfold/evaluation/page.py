@@ -240,7 +240,7 @@ def _target(measured: Measured) -> Target | None:
     chains = paired.predicted.chains
     if sum(len(chain.sequence) for chain in chains.values()) > LONGEST:
         return None
-    plddt, _ = plddt_of(chains)
+    plddt, _ = plddt_of(chains, measured.job.prediction.writes_plddt)
     lddt = {name: np.full(len(chain.sequence), np.nan) for name, chain in chains.items()}
     start, per_residue = 0, 100 * paired.lddt_ca_per_residue()
     for name, side in paired.sides.items():
@@ -256,7 +256,7 @@ def _target(measured: Measured) -> Target | None:
     ends = np.cumsum([len(chain.sequence) for chain in shown]).tolist()
     pae, whole = None, np.concatenate(list(kept.values()))
     if measured.pae is not None and measured.job.prediction.pae is not None and len(whole) <= DOWNLOADED_PAE:
-        pae = read_pae(measured.job.prediction.pae, len(whole))[np.ix_(whole, whole)]
+        pae = read_pae(measured.job.prediction.pae, whole)[np.ix_(whole, whole)]
     positions, known, truth, *_ = paired.arrays
     rotation, translation = metrics.superpose(truth[known[:, CA], CA], positions[known[:, CA], CA])
     moved = [

@@ -127,5 +127,6 @@ def as_csv(rows: Sequence[Row]) -> str:
     writer.writeheader()
     for row in rows:
         chains = " ".join(f"{p}:{r}" for p, r in row.get("chains", {}).items())
-        writer.writerow(row | {"chains": chains, "notes": "; ".join(row.get("notes", ()))})
+        notes, interfaces = "; ".join(row.get("notes", ())), len(row.get("interfaces", ()))
+        writer.writerow(row | {"chains": chains, "notes": notes, "interfaces": interfaces})
     return text.getvalue()

@@ -104,13 +104,14 @@ def with_b(values: np.ndarray | None) -> dict[str, Chain]:
     ],
 )
 def test_a_b_column_that_is_no_plddt(values: np.ndarray | None, said: str) -> None:
-    assert plddt_of(with_b(values)) == (None, said)
+    assert plddt_of(with_b(values), written=False) == (None, said)
 
 
 def test_plddt_may_be_a_share() -> None:
     found, _ = plddt_of(with_b(np.linspace(0.2, 0.9, 10)))
     assert found is not None
     np.testing.assert_allclose(found["A"], np.linspace(20, 90, 10))
+    assert plddt_of(with_b(np.full(10, 50.0)))[0] is not None  # of a program that writes it
 
 
 PAE = np.random.default_rng(0).uniform(0, 31, (4, 4)).round(2)
@@ -124,7 +125,16 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_pae_of_other_programs(layout: str, tmp_path: Path) -> None:
     (tmp_path / "pae.json").write_text(json.dumps(LAYOUTS[layout]))
-    np.testing.assert_allclose(read_pae(tmp_path / "pae.json", 4), PAE, atol=1e-5)
+    np.testing.assert_allclose(read_pae(tmp_path / "pae.json", np.ones(4, bool)), PAE, atol=1e-5)
+
+
+def test_pae_of_residues_that_have_atoms(tmp_path: Path) -> None:
+    """A PDB file with a gap in its numbers has residues that the prediction never had."""
+    (tmp_path / "pae.json").write_text(json.dumps(LAYOUTS["ColabFold"]))
+    seen = np.array([True, True, False, True, False, True])
+    found = read_pae(tmp_path / "pae.json", seen)
+    np.testing.assert_allclose(found[np.ix_(seen, seen)], PAE, atol=1e-5)
+    assert np.isnan(found[2]).all()
 
 
 @pytest.mark.parametrize(
@@ -139,5 +149,5 @@ def test_pae_of_other_programs(layout: str, tmp_path: Path) -> None:
 def test_pae_that_is_none(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "pae.json").write_text(text)
     with pytest.raises(UserError) as refused:
-        read_pae(tmp_path / "pae.json", 4)
+        read_pae(tmp_path / "pae.json", np.ones(4, bool))
     assert said in str(refused.value)
