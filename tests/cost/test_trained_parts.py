@@ -39,7 +39,12 @@ JOBS = {name: replace(JOB, finetune=finetune) for name, finetune in PARTS.items(
 
 def test_how_far_the_backward_pass_goes() -> None:
     assert {name: job.backward_blocks for name, job in JOBS.items()} == {
-        **{"structure": 0, "cached": 0, "last block": 1, "from the second": 4, "adapters": 5, "all": 5}
+        "structure": 0,
+        "cached": 0,
+        "last block": 1,
+        "from the second": 4,
+        "adapters": 5,
+        "all": 5,
     }
     assert replace(JOB, finetune=FinetuneConfig(trainable=("templates",))).backward_blocks == 5
     assert replace(JOB, finetune=FinetuneConfig(trainable=("single",))).backward_blocks == 0

@@ -43,7 +43,7 @@ def test_shared_case(files: CaseFiles | None) -> None:
 
 
 def test_what_was_fine_tuned_goes_back_to_deepminds_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of a case is tuned, written by DeepMind's names, and read by what reads the cases: its outputs are ours."""
+    """A model of a case is tuned, written by DeepMind's names, and read as the cases are: its outputs are ours."""
     case = read(next(files for files in SELECTED if "monomer_model_1_ptm_rec2" in files.name))
     np.savez(tmp_path / "params_model_1_ptm.npz", **case.params)
     finetune = FinetuneConfig(trainable=("structure",), adapters=AdapterConfig(on=("evoformer",), rank=2))

@@ -4,7 +4,7 @@ Numbers are random and times do not depend on them; sizes, dtypes and the way th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -299,7 +299,7 @@ class Job:
     loss: LossConfig | None = None
     optim: OptimConfig | None = None
     representations: bool = False
-    finetune: FinetuneConfig = FinetuneConfig()
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
 
     @property
     def backward_blocks(self) -> int:
@@ -325,7 +325,7 @@ class Job:
         if not self.finetune.freezes:
             return self.finetune
         trained = trained_parts(self.model, self.finetune)
-        parts = ("all",)
+        parts: tuple[str, ...] = ("all",)
         if not trained.trunk:
             parts = tuple(dict.fromkeys(name.split(".")[0] for name in trained.names))
         elif self.backward_blocks < self.model.evoformer.blocks:

@@ -56,7 +56,9 @@ class PackedWeights:
         """
         every = dict(model.named_parameters())
         order, together = packed_order(model)
-        wanted = [every[name].requires_grad if trained else not (frozen and every[name].requires_grad) for name in order]
+        wanted = [
+            every[name].requires_grad if trained else not (frozen and every[name].requires_grad) for name in order
+        ]
         self.parameters = {name: every[name] for name, one in zip(order, wanted) if one}
         self.layout: Layout = make_layout(self.parameters, bucket_bytes, ranks, together)
         some = next(iter(self.parameters.values()))

@@ -96,11 +96,15 @@ class Trained:
         patterns = [one for name in config.trainable for one in (HEADS if name == "heads" else (name,))]
         if "heads" in config.trainable:
             patterns = [one for one in patterns if one not in HEADS or getattr(model, one, None) is not None]
-        plain = parameters if "all" in config.trainable else _matching(patterns, parameters, "finetune.trainable", "a parameter")
+        plain = (
+            parameters
+            if "all" in config.trainable
+            else _matching(patterns, parameters, "finetune.trainable", "a parameter")
+        )
         if both := sorted({f"{name}.weight" for name in self.adapted} & set(plain)):
             raise UserError(
-                f"finetune.trainable has {both[0]}, on which finetune.adapters.on puts an adapter; train one of the two "
-                "(trainable = [] trains adapters alone)"
+                f"finetune.trainable has {both[0]}, on which finetune.adapters.on puts an adapter; train one of "
+                "the two (trainable = [] trains adapters alone)"
             )
         self.names = [*plain, *(f"{name}.{part}" for name in self.adapted for part in ADAPTER)]
 
@@ -137,7 +141,9 @@ def _matching(patterns: Sequence[str], names: Sequence[str], setting: str, what:
     for pattern in patterns:
         some = {name for name in names if fnmatchcase(name, pattern) or _within(name, pattern)}
         if not some:
-            modules = dict.fromkeys(".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1))
+            modules = dict.fromkeys(
+                ".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)
+            )
             near = difflib.get_close_matches(pattern, [*modules, *names], n=3, cutoff=0.5)
             cure = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_tops(names))}"
             raise UserError(f'{setting}: "{pattern}" is not the name of {what} of this model; {cure}')
@@ -170,7 +176,9 @@ def freeze(model: nn.Module, config: FinetuneConfig, seed: int = 0) -> Trained:
     """
     trained = Trained(model, config)
     for name in trained.adapted:
-        _adapt(model.get_submodule(name), config.adapters, seed, name)
+        linear = model.get_submodule(name)
+        assert isinstance(linear, Linear)
+        _adapt(linear, config.adapters, seed, name)
     names = set(trained.names)
     for name, p in model.named_parameters():
         p.requires_grad_(name in names)
@@ -179,7 +187,7 @@ def freeze(model: nn.Module, config: FinetuneConfig, seed: int = 0) -> Trained:
     return trained
 
 
-def _adapt(linear: nn.Module, config: AdapterConfig, seed: int, name: str) -> None:
+def _adapt(linear: Linear, config: AdapterConfig, seed: int, name: str) -> None:
     """Make a linear layer an adapted one."""
     weight = linear.weight
     outputs, inputs = weight.shape
@@ -190,6 +198,7 @@ def _adapt(linear: nn.Module, config: AdapterConfig, seed: int, name: str) -> No
     linear.register_parameter("adapter_a", nn.Parameter(a))
     linear.register_parameter("adapter_b", nn.Parameter(weight.new_zeros(outputs, config.rank)))
     linear.__class__ = AdaptedLinear
+    assert isinstance(linear, AdaptedLinear)
     linear.scale = config.scale
 
 

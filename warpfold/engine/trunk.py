@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
 
 from warpfold.batch import FEATURES, Arrays, Batch, on_device, passes, stack
 from warpfold.data.load.loader import Maker, Sample
@@ -119,7 +118,13 @@ class TrunkStore:
 
 
 def largest_store(
-    sources: Sequence[Source], draws: int, examples: int, model: ModelConfig, crop: int | None, rows: int, dtype: torch.dtype
+    sources: Sequence[Source],
+    draws: int,
+    examples: int,
+    model: ModelConfig,
+    crop: int | None,
+    rows: int,
+    dtype: torch.dtype,
 ) -> tuple[int, int]:
     """Return the bytes that a run's entries need at most, about, and how many there are.
 
@@ -139,7 +144,9 @@ def _entry_bytes(n: int, model: ModelConfig, rows: int, dtype: torch.dtype) -> i
         for name, feature in FEATURES.items()
         if name not in OF_TRUNK
     )
-    return features + dtype.itemsize * n * (n * model.c_z + model.c_s + model.c_m) + 4 * rows * n * model.heads.msa_classes
+    return (
+        features + dtype.itemsize * n * (n * model.c_z + model.c_s + model.c_m) + 4 * rows * n * model.heads.msa_classes
+    )
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,6 @@ from warpfold.training.results import (
 )
 from warpfold.training.validation import Validation
 
-
 BEST = "params_best.safetensors"
 
 
@@ -354,9 +353,7 @@ def keep_best(
             params = Snapshot.of(merged_state(model) if team.is_rank_zero else {})
         if team.is_rank_zero:
             data = settings.to_dict(config.data)
-            run.write_beside(
-                lambda: run.replace_file(BEST, lambda path: save_params(path, model, data, params.wait()))
-            )
+            run.write_beside(lambda: run.replace_file(BEST, lambda path: save_params(path, model, data, params.wait())))
     if not 0 < config.train.patience <= since:
         return None
     return best, f"{since} validations in a row are no better than that after step {best} (train.patience)"
