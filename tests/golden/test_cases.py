@@ -1,11 +1,22 @@
 """WarpFold against DeepMind's official code: the cases beside this file, and in ../shared/golden if that is there."""
 
+import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from tests.golden.reference import CaseFiles, find
+from tests.golden import models
+from tests.golden.config import model_config
+from tests.golden.models import whole_model
+from tests.golden.reference import CaseFiles, find, read
 from tests.golden.run import PASS, run_case
+from tests.training.runs import make_store, tiny_run
+from warpfold.cli.params import params
+from warpfold.engine.trainable import AdapterConfig, FinetuneConfig
+from warpfold.model.weights.files import load_model
+from warpfold.training.train import train
 
 HERE = Path(__file__).parent
 ALL = HERE.parents[2] / "shared" / "golden"
@@ -29,3 +40,28 @@ def test_shared_case(files: CaseFiles | None) -> None:
     if files is None:
         pytest.skip("no ../shared/golden beside this checkout; tests/golden holds a selection of it")
     _check(files)
+
+
+def test_what_was_fine_tuned_goes_back_to_deepminds_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of a case is tuned, written by DeepMind's names, and read as the cases are: its outputs are ours."""
+    case = read(next(files for files in SELECTED if "monomer_model_1_ptm_rec2" in files.name))
+    np.savez(tmp_path / "params_model_1_ptm.npz", **case.params)
+    finetune = FinetuneConfig(trainable=("structure",), adapters=AdapterConfig(on=("evoformer",), rank=2))
+    config = dataclasses.replace(tiny_run(steps=3, validate_every=1), finetune=finetune)
+    config = dataclasses.replace(config, model=model_config(case.config, case.params))
+    train(config, make_store(tmp_path / "store"), tmp_path / "run", init=tmp_path / "params_model_1_ptm.npz")
+
+    written = params(tmp_path / "run", out=tmp_path / "tuned.npz").written
+    assert written == tmp_path / "tuned.npz"
+    with np.load(written, allow_pickle=False) as file:
+        tuned = {name: file[name] for name in file.files}
+    assert {name: (x.shape, x.dtype) for name, x in tuned.items()} == {
+        name: (x.shape, x.dtype) for name, x in case.params.items()
+    }
+    theirs = whole_model(dataclasses.replace(case, params=tuned))
+    ours = load_model(tmp_path / "run/params_best.safetensors").eval()
+    monkeypatch.setattr(models, "load", lambda *_: ours)
+    for name, x in whole_model(case).outputs.items():
+        assert torch.equal(x, theirs.outputs[name]), name
+    pair = case.expected["out/representations/pair"]
+    assert np.abs(theirs.outputs["representations/pair"].detach().numpy() - pair).max() > 1e-4 * np.abs(pair).max()

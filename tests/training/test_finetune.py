@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.training.runs import equal_tensors, rows, steps, tiny_run
+from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.engine import trunk
-from warpfold.engine.trainable import AdapterConfig, FinetuneConfig, frozen_state, merged_state
+from warpfold.engine.trainable import AdapterConfig, FinetuneConfig
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.files import load_model
@@ -25,7 +25,6 @@ from warpfold.parallel.plan import Plan
 from warpfold.training.config import RunConfig
 from warpfold.training.evaluate import evaluate
 from warpfold.training.train import train
-from warpfold.data.load.order import Source
 
 ADAPTERS = AdapterConfig(on=("evoformer", "structure"), rank=2)
 STRUCTURE = FinetuneConfig(trainable=("structure", "plddt"), draws=2, trunk="cached")
@@ -100,7 +99,7 @@ def test_evaluate_folds_with_the_whole_model(store: Store, init: Path, tmp_path:
 
 
 @pytest.fixture
-def computed_trunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def computed_trunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many passes of a trunk were run for an entry."""
     calls: list[int] = []
     original = AlphaFold.trunk_pass
@@ -110,7 +109,7 @@ def computed_trunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return original(model, *given, **more)
 
     monkeypatch.setattr(AlphaFold, "trunk_pass", counted)
-    yield calls
+    return calls
 
 
 @pytest.mark.parametrize("trainable", [("structure",), ("heads", "structure"), ("pae", "distogram")])
@@ -202,7 +201,7 @@ def test_a_run_says_whether_its_trunk_is_kept(
             with pytest.raises(UserError, match=f'trunk = "cached" is impossible: {why}'):
                 said(dataclasses.replace(finetune, trunk="cached"), f"cached {why}")
     monkeypatch.setattr(trunk.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10))
-    with pytest.raises(UserError, match="GB are free; lower finetune.draws") as error:
+    with pytest.raises(UserError, match=r"GB are free; lower finetune\.draws") as error:
         said(dataclasses.replace(auto, trunk="cached"), "full")
     assert "\n" not in str(error.value)
     assert "trunk: computed each time, as" in said(auto, "full too")

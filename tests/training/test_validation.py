@@ -266,7 +266,9 @@ def test_a_damaged_example_is_named_and_counted_and_none_takes_its_place(
         assert run.best() == (best, sum(step > best for step in scores))
 
 
-@pytest.mark.parametrize(("scores", "best", "ended"), [((3, 4, 2, 5), 9, 0), ((3, 4, 4, 2), 3, 9), ((5, 3, 3, 9), 0, 6)])
+@pytest.mark.parametrize(
+    ("scores", "best", "ended"), [((3, 4, 2, 5), 9, 0), ((3, 4, 4, 2), 3, 9), ((5, 3, 3, 9), 0, 6)]
+)
 def test_the_best_is_kept_and_the_run_ends_where_none_is_better(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: tuple[int, ...], best: int, ended: int
 ) -> None:

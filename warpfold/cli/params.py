@@ -27,7 +27,12 @@ if TYPE_CHECKING:
 class ParamsCommand(Checked):
     """Inspect a parameter file, check it, and write it in another format."""
 
-    file: Annotated[PathLike, argument("WarpFold's .safetensors, DeepMind's params_model_*.npz, or OpenFold's .pt.")]
+    file: Annotated[
+        PathLike,
+        argument(
+            "WarpFold's .safetensors, DeepMind's params_model_*.npz, OpenFold's .pt, or the folder of a run: its best."
+        ),
+    ]
     _: KW_ONLY
     check: Annotated[bool, decides("Check that all values are finite.")] = False
     out: Annotated[

@@ -4,7 +4,7 @@ Numbers are random and times do not depend on them; sizes, dtypes and the way th
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from warpfold.data.load.loader import Sample
 from warpfold.engine.learn import DeviceResult, Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
+from warpfold.engine.trainable import BEHIND_TRUNK, AdapterConfig, FinetuneConfig, trained_parts
 from warpfold.errors import UserError
 from warpfold.geometry.labels import structure_labels
 from warpfold.model.alphafold import AlphaFold, ModelConfig
@@ -28,7 +29,7 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.team import Team
 
-SECTIONS = ("model", "loss", "data", "optim", "plan", "train")  # of a settings file
+SECTIONS = ("model", "loss", "data", "optim", "plan", "train", "finetune")  # of a settings file
 T = TypeVar("T")
 UNCROPPED = 256  # residues, where the settings crop nothing
 STEP = 3.8  # angstrom between neighbouring residues
@@ -289,6 +290,7 @@ class Job:
 
     sizes: of the example, as the model gets it.  recycles: passes before the last; at most, where recycling may stop
     early.  loss, optim: of a training; None: a prediction.  representations: a prediction keeps single, pair and msa.
+    finetune: what is trained of the model.
     """
 
     model: ModelConfig
@@ -297,6 +299,38 @@ class Job:
     loss: LossConfig | None = None
     optim: OptimConfig | None = None
     representations: bool = False
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+
+    @property
+    def backward_blocks(self) -> int:
+        """How many of the main stack's blocks the backward pass goes through: from the first that is trained on."""
+        blocks = self.model.evoformer.blocks
+        if not self.finetune.freezes:
+            return blocks
+        names = [name.split(".") for name in trained_parts(self.model, self.finetune).names]
+        within = [parts for parts in names if parts[0] not in (*BEHIND_TRUNK, "single")]
+        if not all(parts[:2] == ["evoformer", "blocks"] for parts in within):
+            return blocks
+        return blocks - min((int(parts[2]) for parts in within), default=blocks)
+
+    def keeps_trunk(self, plan: Plan) -> bool:
+        """Whether what the trunk makes of an example is read, not computed, once each draw of it was made."""
+        if not self.training or self.finetune.trunk == "computed" or plan.axial * plan.branch * plan.batch > 1:
+            return False
+        return trained_parts(self.model, self.finetune).why_not_cached() is None
+
+    @property
+    def finetune_of_few(self) -> FinetuneConfig:
+        """What is trained of a model of few blocks, which stand for those that the backward pass goes through."""
+        if not self.finetune.freezes:
+            return self.finetune
+        trained = trained_parts(self.model, self.finetune)
+        parts: tuple[str, ...] = ("all",)
+        if not trained.trunk:
+            parts = tuple(dict.fromkeys(name.split(".")[0] for name in trained.names))
+        elif self.backward_blocks < self.model.evoformer.blocks:
+            parts = ("evoformer", "single", "structure", "heads")
+        return replace(self.finetune, trainable=parts, adapters=AdapterConfig())
 
     @property
     def training(self) -> bool:

@@ -25,6 +25,7 @@ from warpfold.cost.example import Job, left_out
 from warpfold.cost.fake import META, Memory, MemoryPiece, fake_batch, fake_mesh, uncollected
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
+from warpfold.engine.trainable import FinetuneConfig, freeze
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, ModelConfig, Output, Representations
 from warpfold.model.axial import AxialUpdate, Block, BlockStack
@@ -290,7 +291,7 @@ def _estimate(job: Job, plan: Plan, device: Device) -> MemoryEstimate:
     """Return the estimate; nothing of it depends on what is not an argument."""
     of_weights = Plan(data=plan.data, axial=plan.axial, branch=plan.branch, batch=plan.batch, precision=plan.precision,
                       sync=plan.sync)  # fmt: skip
-    weights = _weights(job.model, of_weights, job.optim, job.training, device)
+    weights = _weights(job.model, of_weights, job.optim, job.training, device, job.finetune)
     everything = device == "cpu" or job.training  # else each pass moves what it sees
     passes = job.model.ensemble * (job.recycles + 1 if everything else 1)
     features = sum(x.nbytes for x in features_of(job, passes).values()) * plan.batch
@@ -335,8 +336,12 @@ class _Weights:
 
 
 @lru_cache(maxsize=64)
-def _weights(model: ModelConfig, plan: Plan, optim: OptimConfig | None, training: bool, device: Device) -> _Weights:
-    """Return the bytes of the weights; the blocks of a stack have equally many."""
+def _weights(
+    model: ModelConfig, plan: Plan, optim: OptimConfig | None, training: bool, device: Device, finetune: FinetuneConfig
+) -> _Weights:
+    """Return the bytes of the weights; the blocks of a stack have equally many, unless some alone are trained."""
+    if training and finetune.freezes:
+        return _weights_of(model, plan, optim, training, device, finetune)
     main, extra = model.evoformer.blocks, model.extra_blocks
 
     def of(blocks: int, extra_blocks: int) -> _Weights:
@@ -353,19 +358,32 @@ def _weights(model: ModelConfig, plan: Plan, optim: OptimConfig | None, training
     return found
 
 
-def _weights_of(model: ModelConfig, plan: Plan, optim: OptimConfig | None, training: bool, device: Device) -> _Weights:
-    """Make a model and pack its weights, take a step of the optimizer, and return what all of this holds."""
+def _weights_of(
+    model: ModelConfig,
+    plan: Plan,
+    optim: OptimConfig | None,
+    training: bool,
+    device: Device,
+    finetune: FinetuneConfig | None = None,
+) -> _Weights:
+    """Make a model and pack its weights, take a step of the optimizer, and return what all of this holds.
+
+    With the dense weights that adapters make, which are there until the backward pass.
+    """
     with _on(device), fake_mesh(plan.data, plan.axial, plan.branch) as mesh, Memory(unit=UNIT[device]) as memory:
         made = _model(model, plan)
         if not training:
             packed = PackedWeights(made.eval(), DTYPES[plan.precision])
             return _Weights(memory.now if packed.layout else 0, memory.peak, memory.now)
+        trained = freeze(made, finetune or FinetuneConfig())
         optimizer = _optimizer(made, plan, optim or OptimConfig(), mesh)
+        dense = [made.get_submodule(name)._parameters["weight"] for name in trained.adapted]
         held, loading = memory.now, memory.restart()
         for _ in range(optimizer.share // plan.batch):
             optimizer.collect()
         optimizer.step(0)
-        return _Weights(held, loading, memory.restart())
+        more = sum(x.nbytes for x in dense if x is not None)
+        return _Weights(held + more, loading + more, memory.restart() + more)
 
 
 def _model(config: ModelConfig, plan: Plan) -> AlphaFold:
@@ -469,12 +487,15 @@ def _few_blocks(
 
 def _run(job: Job, plan: Plan, device: Device) -> _Run:
     """Run few blocks of the model."""
-    config, plan, stands_for = _few_blocks(job.model, plan, job.training)
+    deep = replace(job.model, evoformer=replace(job.model.evoformer, blocks=max(1, job.backward_blocks)))
+    config, plan, stands_for = _few_blocks(deep if job.training else job.model, plan, job.training)
     config = replace(config, ensemble=min(config.ensemble, 3))
     recycles = min(job.recycles, 1) if job.training else 0  # all passes of a fold hold as much
     with _on(device), fake_mesh(plan.data, plan.axial, plan.branch) as mesh, uncollected():
         made = _model(config, plan).train(job.training)
         Execution(plan, mesh).bind(made)
+        if job.training:
+            freeze(made, job.finetune_of_few)
         packed = PackedWeights(made, DTYPES[plan.precision], trained=job.training)
         made.noise.seed(0)
         batch = features_of(job, (recycles + 1) * config.ensemble)

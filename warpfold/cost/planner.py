@@ -64,7 +64,8 @@ class Choice:
     """A plan for a job, and what it was chosen from, in the order in which it was looked at.
 
     chosen: its memory is that of the job, or of one a little larger; its time None where no rates are known, or where
-    the plan was beyond doubt.  alone: seconds of one example on one device by itself, everything at once.
+    the plan was beyond doubt.  alone: seconds of one example on one device by itself, everything at once.  computed:
+    seconds of a step if what the trunk makes were not kept, where it is.
     """
 
     job: Job
@@ -73,6 +74,7 @@ class Choice:
     chosen: Candidate
     considered: tuple[Candidate, ...] = field(repr=False)
     alone: float | None = None
+    computed: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -142,8 +144,8 @@ def choose(
     Errors: UserError where nothing fits, saying what would; ValueError for keys that no plan can have together, and
     devices that no plan can use.
     """
-    cluster = cluster or one_node(machine.devices)
-    search = _Search(job, machine, cluster, fixed or {}, sync or {}, rates, every, examples, tell)
+    cluster, fixed = cluster or one_node(machine.devices), limited(job, fixed or {})
+    search = _Search(job, machine, cluster, fixed, sync or {}, rates, every, examples, tell)
     plans = search.plans
     if not every and (bound := _trivial_fit(job, plans, machine, examples)) is not None:
         return Choice(job, machine, cluster, Candidate(plans[0], bound), tuple(map(Candidate, plans)))
@@ -160,7 +162,19 @@ def choose(
     grid = (chosen.plan.data, chosen.plan.axial, chosen.plan.branch)
     tighter_ones = [p for p in plans if p not in seen and (p.data, p.axial, p.branch) == grid]
     looked = tuple(search.looked) + tuple(map(Candidate, () if job.training else tighter_ones))
-    return Choice(job, machine, cluster, chosen, looked, search.alone)
+    computed = None
+    if job.keeps_trunk(chosen.plan):
+        found = search.timed(chosen.plan, replace(job, finetune=replace(job.finetune, trunk="computed")), cluster)
+        computed = None if found is None else found.total
+    return Choice(job, machine, cluster, chosen, looked, search.alone, computed)
+
+
+def limited(job: Job, fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a plan that stay, with those that what is trained decides where they are not given."""
+    if not (job.training and job.finetune.freezes):
+        return dict(fixed)
+    alone = {"axial": 1, "batch": 1} if job.keeps_trunk(Plan()) else {}
+    return {"branch": 1, **alone, **fixed}
 
 
 def tighter(choice: Choice) -> Choice | None:
@@ -191,6 +205,7 @@ def candidates(
     Errors: ValueError for keys that no plan can have together, or devices that no plan can use.
     """
     found: list[Plan] = []
+    fixed = limited(job, fixed)
     for data, axial, branch in grids(job, cluster or one_node(machine.devices), fixed):
         for way in _training_ways(data, fixed, sync or {}) if job.training else _prediction_ways(job, machine):
             keys: dict[str, Any] = {"data": data, "axial": axial, "branch": branch}
@@ -357,7 +372,7 @@ class _Search:
         one = next(iter(groups.values()))[0]
         if self._rates is not None:
             by_itself = replace(self.job, optim=self.job.optim and replace(self.job.optim, accumulate=one.batch))
-            found = self._timed(alone(one), by_itself, None)
+            found = self.timed(alone(one), by_itself, None)
             self.alone = None if found is None else found.total / one.batch
         left = dict(groups)
         while left:
@@ -450,7 +465,7 @@ class _Search:
     def _add(self, one: Candidate) -> None:
         """Note a plan, with its time if it fits or if all are asked for."""
         if not one.reason or self.every:
-            one = replace(one, time=self._timed(one.plan, self.job, self.cluster))
+            one = replace(one, time=self.timed(one.plan, self.job, self.cluster))
         plan = one.plan
         if one.time is not None and self.alone and plan.recompute is None and plan.chunk is None:
             each = one.time.total / (self._turns(plan.data) if self.job.training else 1)
@@ -458,7 +473,8 @@ class _Search:
             self._shares.setdefault(plan.branch, []).append((plan.axial, min(1.0, used)))
         self.looked.append(one)
 
-    def _timed(self, plan: Plan, job: Job, cluster: Cluster | None) -> StepTime | None:
+    def timed(self, plan: Plan, job: Job, cluster: Cluster | None) -> StepTime | None:
+        """Return how long a plan takes; None where no rates are known."""
         if self._rates is None:
             return None
         self._say(f"estimating time: {describe_plan(plan, job.training)}")
@@ -635,7 +651,7 @@ def lower_bound(job: Job, plan: Plan) -> MemoryEstimate:
     row = sizes.residues * model.c_z * itemsize
     whole, shard = sizes.residues * row, math.ceil(sizes.residues / plan.axial) * row
     if job.training:
-        kept = 0 if plan.offload else plan.batch * model.evoformer.blocks * shard
+        kept = 0 if plan.offload else plan.batch * job.backward_blocks * shard
         return MemoryEstimate(peak=0 if plan.branch > 1 else kept, weights=0, features=0, at_least=True)
     away = plan.offload and plan.in_place
     held = 0 if away or plan.branch > 1 else shard

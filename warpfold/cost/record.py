@@ -34,6 +34,7 @@ from warpfold.cost.rates import TORCH, PassName
 from warpfold.device import OnHost, Upload
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
+from warpfold.engine.trainable import FinetuneConfig, freeze
 from warpfold.host import HostTensor
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.axial import BlockStack
@@ -606,7 +607,8 @@ def record(
     alone = Plan(**{**vars(plan), "data": 1, "sync": SyncConfig(), "keep_blocks": 0, "compile": False, "graph": False,
                     "threads": None, "sizes": 0, "kernels": "fast" if gpu else "definition"})  # fmt: skip
     tell(0, 2, "an example")
-    early, last = _example(replace(job, model=few, optim=None, recycles=0), alone, gpu, branch)
+    shorter = replace(job, model=few, optim=None, recycles=0, finetune=job.finetune_of_few)
+    early, last = _example(shorter, alone, gpu, branch)
     early, last = (_whole(entries, job, plan, blocks) for entries in (early, last))
     if job.optim is None:
         return RecordedStep(early, [], last, [])
@@ -615,10 +617,10 @@ def record(
                     clip="step" if plan.batch > 1 else job.optim.clip)  # fmt: skip
     graphs = plan.why_no_graphs("cuda" if gpu else "cpu") is None
     ranks = replace(alone, data=plan.data, sync=plan.sync, recompute=None, offload=False, chunk=None, in_place=False)
-    way = _exchange(model, share, ranks, min(turns, 2), per_node, branch)
+    way = _exchange(model, share, ranks, min(turns, 2), per_node, branch, job.finetune)
     update, collects = way[-1].update, [one.collect for one in way]
     if graphs:
-        early = _replayed(early, job, plan, 2)
+        early = _replayed(early, job, plan, 2) if early else early
         if model.multimer is None:  # of a complex the host decides which of equal chains is which
             last = _replayed(last, job, plan, 1)
             collects = [one.collect if one.backward else _in_graph(one.collect) for one in way]
@@ -650,7 +652,10 @@ def _whole(entries: list[Entry], job: Job, plan: Plan, most: int) -> list[Entry]
     found = []
     for entry in entries:
         if not isinstance(entry, Await) and (all_ := blocks.get(entry.part)):
-            times = all_ if entry.phase != "recomputed" or entry.part != MAIN else max(0, all_ - plan.keep_blocks)
+            times = all_
+            if entry.part == MAIN and entry.phase in ("recomputed", "backward"):
+                kept = plan.keep_blocks if entry.phase == "recomputed" else 0
+                times = max(0, job.backward_blocks - kept)
             entry = replace(entry, times=entry.times * times / min(most, all_))
         found.append(entry)
     return found
@@ -666,6 +671,8 @@ def _example(job: Job, plan: Plan, gpu: bool, branch: int) -> tuple[list[Entry],
         with META:
             model = AlphaFold(job.model).train(job.training)
         Execution(plan, mesh).bind(model)
+        if job.training:
+            freeze(model, job.finetune)
         packed = PackedWeights(model, DTYPES[plan.precision], trained=job.training)
         model.noise.seed(0)
         batch = features_of(job, (2 if job.training else 1) * job.model.ensemble)
@@ -685,6 +692,11 @@ def _example(job: Job, plan: Plan, gpu: bool, branch: int) -> tuple[list[Entry],
                 recycled, done = model.recycle(features, 1)
                 early = recorder.taken()
                 inputs = model.inputs_of_pass(features, done, recycled)
+                if job.keeps_trunk(plan):  # then it is there already
+                    with torch.no_grad():
+                        inputs |= model.trunk_pass(inputs)
+                    early = []
+                    recorder.taken()
                 recorder.phase = "forward"
                 output = model.last_pass(inputs)
                 outputs = [output] if plan.batch == 1 else output.unbind()
@@ -709,8 +721,9 @@ class _Way:
 
 @lru_cache(maxsize=256)
 def _exchange(
-    config: ModelConfig, optim: OptimConfig, plan: Plan, turns: int, per_node: int | None, branch: int
-) -> list[_Way]:
+    config: ModelConfig, optim: OptimConfig, plan: Plan, turns: int, per_node: int | None, branch: int,
+    finetune: FinetuneConfig,
+) -> list[_Way]:  # fmt: skip
     """Record the optimizer of a whole model in a step of one or two turns: the first stands for all but the last.
 
     Every parameter is given a gradient, the last of the model first, as a backward pass does.
@@ -722,6 +735,7 @@ def _exchange(
         with memory:
             with META:
                 model = AlphaFold(config).train()
+            freeze(model, finetune)
             dtype, scaling = DTYPES[plan.precision], plan.precision == "fp16"
             optimizer = Optimizer(model, optim, mesh, sync, per_node, dtype, scaling, plan.batch)
         with _listening([]) as recorder:

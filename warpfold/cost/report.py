@@ -42,6 +42,10 @@ def choice_in_words(choice: Choice) -> str:
     said = f"{describe_used(choice, chosen)}: {memory_of_free(choice.memory, choice.machine)}"
     if chosen.time is not None:
         said += f", {in_words(chosen.time.total)}{' a step' if choice.job.training else ''}"
+    if choice.job.keeps_trunk(choice.plan):
+        said += ", with what the trunk makes read from disk"
+        if chosen.time is not None and choice.computed is not None:
+            said += f", {choice.computed / chosen.time.total:.1f} times as fast as computing it (reading not counted)"
     if not choice.job.training or devices == 1:
         return said
     reasons = (

@@ -103,8 +103,8 @@ class Trained:
         )
         if both := sorted({f"{name}.weight" for name in self.adapted} & set(plain)):
             raise UserError(
-                f"finetune.trainable has {both[0]}, on which finetune.adapters.on puts an adapter; train one of the two "
-                "(trainable = [] trains adapters alone)"
+                f"finetune.trainable has {both[0]}, on which finetune.adapters.on puts an adapter; train one of "
+                "the two (trainable = [] trains adapters alone)"
             )
         self.names = [*plain, *(f"{name}.{part}" for name in self.adapted for part in ADAPTER)]
 
@@ -176,7 +176,9 @@ def freeze(model: nn.Module, config: FinetuneConfig, seed: int = 0) -> Trained:
     """
     trained = Trained(model, config)
     for name in trained.adapted:
-        _adapt(model.get_submodule(name), config.adapters, seed, name)
+        linear = model.get_submodule(name)
+        assert isinstance(linear, Linear)
+        _adapt(linear, config.adapters, seed, name)
     names = set(trained.names)
     for name, p in model.named_parameters():
         p.requires_grad_(name in names)
@@ -185,7 +187,7 @@ def freeze(model: nn.Module, config: FinetuneConfig, seed: int = 0) -> Trained:
     return trained
 
 
-def _adapt(linear: nn.Module, config: AdapterConfig, seed: int, name: str) -> None:
+def _adapt(linear: Linear, config: AdapterConfig, seed: int, name: str) -> None:
     """Make a linear layer an adapted one."""
     weight = linear.weight
     outputs, inputs = weight.shape
@@ -196,6 +198,7 @@ def _adapt(linear: nn.Module, config: AdapterConfig, seed: int, name: str) -> No
     linear.register_parameter("adapter_a", nn.Parameter(a))
     linear.register_parameter("adapter_b", nn.Parameter(weight.new_zeros(outputs, config.rank)))
     linear.__class__ = AdaptedLinear
+    assert isinstance(linear, AdaptedLinear)
     linear.scale = config.scale
 
 

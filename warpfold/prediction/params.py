@@ -135,6 +135,7 @@ def check_templates(config: ModelConfig, sample: SampleConfig, count: int) -> No
 # ---- what a file is
 
 WRITTEN = (".safetensors", ".npz")
+OF_RUN = ("params_best.safetensors", "params.safetensors")  # of a run's folder
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -206,7 +207,8 @@ class _Sections:
 def inspect_params(source: Path, check: bool = False, target: Path | None = None) -> ParamsFile:
     """Inspect a parameter file, check it, and write it in another format.
 
-    source: WarpFold's .safetensors, DeepMind's .npz, OpenFold's .pt, of which nothing is executed.  check: look at
+    source: WarpFold's .safetensors, DeepMind's .npz, OpenFold's .pt, of which nothing is executed; or the folder of a
+    run: the parameters of its best validation, or its last ones where nothing was validated.  check: look at
     every number.  target: a file that is not there yet: .safetensors (WarpFold), or .npz by DeepMind's names, which
     others read too.
     Errors: UserError for a file that cannot be read, or whose tensors do not fit, and for a `target` that exists.
@@ -215,6 +217,8 @@ def inspect_params(source: Path, check: bool = False, target: Path | None = None
         if target.suffix not in WRITTEN:
             raise UserError(f"{target}: {' or '.join(WRITTEN)} is written; give one of these endings")
         check_new(target)
+    if (source / "checkpoints").is_dir():
+        source = next((path for path in map(source.joinpath, OF_RUN) if path.is_file()), source / OF_RUN[-1])
     model, sample = load_model(source), data_settings(source)
     build(SampleConfig, sample, str(source))
     with opened(source, unpack=False) as opened_file:

@@ -89,8 +89,8 @@ class RunConfig:
             )
         if self.finetune.draws and self.train.window:
             raise ValueError(
-                "finetune.draws has each draw come with its own number of recycles, and train.window exchanges examples "
-                "of different steps: leave one of them out"
+                "finetune.draws gives each draw its own number of recycles, and train.window exchanges examples of "
+                "different steps: leave one of them out"
             )
         if plan.branch > 1 and self.finetune.freezes:
             raise ValueError(

@@ -200,7 +200,14 @@ def grid_for(
 def training_job(given: GivenSettings, config: RunConfig) -> Job:
     """Return the job of one training step, with one example of the largest size."""
     sizes = sizes_of(given.values, given.source)
-    return Job(model=config.model, sizes=sizes, recycles=config.model.recycles, loss=config.loss, optim=config.optim)
+    return Job(
+        model=config.model,
+        sizes=sizes,
+        recycles=config.model.recycles,
+        loss=config.loss,
+        optim=config.optim,
+        finetune=config.finetune,
+    )
 
 
 def plan_training(
