@@ -10,7 +10,22 @@ DATES = ("released_after", "released_before", "max_template_date")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackOptions(Checked):
+class PredictedOptions(Checked):
+    """The options that decide which predictions become examples, and which of their residues (Supp. 1.3)."""
+
+    min_plddt: Annotated[float, decides("Mean of a predicted chain; others are dropped.", min=0, max=100)] = 50.0
+    max_pae: Annotated[
+        float | None, decides("Å; mean of a prediction; those with more, or without any, are dropped.", above=0)
+    ] = None
+    min_kl: Annotated[
+        float,
+        decides("Residues below are masked: the paper's confidence, of distograms; 0: only pLDDT decides.", min=0),
+    ] = 0.5
+    min_depth: Annotated[int, decides("Alignment rows; chains with fewer are dropped.", min=1)] = 1  # Supp. 1.3: 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackOptions(PredictedOptions):
     """The options that decide the content of a store.
 
     The paper's filters are the resolution, the share of one amino acid (Supp. 1.2.5), and clusters at 40 % identity.
@@ -51,10 +66,14 @@ class PackOptions(Checked):
         """Return whether the store gets assemblies."""
         return self.assemblies or self.all_assemblies
 
-    def recorded(self) -> dict[str, Any]:
-        """Return the options as a store records them: those of assemblies only if it has any."""
+    def recorded(self, predicted: bool = False) -> dict[str, Any]:
+        """Return the options as a store records them: those of assemblies and of predictions only if it has any."""
         found = asdict(self)
         del found["all_assemblies"]
+        if not predicted:
+            found = {name: found[name] for name in found if name not in ("min_plddt", "max_pae", "min_kl")}
+        if self.min_depth == 1:  # named only if given: stores of earlier versions can be continued
+            del found["min_depth"]
         if self.has_assemblies:
             return found | {"assemblies": "all" if self.all_assemblies else "first"}
         return {name: found[name] for name in found if name not in ("assemblies", "max_chains", "max_residues")}

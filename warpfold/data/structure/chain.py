@@ -31,6 +31,7 @@ class Chain:
     residue_index: np.ndarray  # int64 [N], place in SEQRES from 0
     author_numbers: tuple[str, ...]
     entity: str = ""  # mmCIF's, by which the PDB's files of clusters name chains ("1abc_1")
+    b_factors: np.ndarray | None = None  # float32 [N], the B column of each residue's CA, NaN without; None: not read
 
 
 @dataclass(frozen=True)

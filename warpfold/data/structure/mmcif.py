@@ -131,7 +131,7 @@ def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
     asyms = _asyms(block, columns)
     polymers, names, dropped = _polymers(block, columns, asyms, source)
     starts = np.cumsum([0, *(len(polymer.letters) for polymer in polymers)]).tolist()
-    positions, mask, numbers = place_atoms(columns, polymers, starts, source)
+    positions, mask, numbers, b_factors = place_atoms(columns, polymers, starts, source)
     backbone = np.min(mask[:, [ATOM_ORDER[name] for name in ("N", "CA", "C")]], axis=1) > 0
     # How the author numbers residues that were not seen.
     spans = {polymer.label: range(*span) for polymer, span in zip(polymers, itertools.pairwise(starts))}
@@ -157,6 +157,7 @@ def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
                 residue_index=np.arange(len(polymer.letters), dtype=np.int64),
                 author_numbers=tuple(numbers[i] or schemes[i] for i in span),
                 entity=polymer.entity,
+                b_factors=b_factors[rows],
             )
     if not chains:
         reasons = [f"{name}: {reason}" for name, reason in dropped.items()]
@@ -314,7 +315,7 @@ def _read_columns(block: cif.Block, source: str) -> Columns:
     """Return the columns that matter, of the first model's rows; optional ones that the file lacks are full of '?'."""
     needed = ["label_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z"]
     optional = ["auth_asym_id", "label_entity_id", "label_alt_id", "occupancy", "auth_seq_id", "pdbx_PDB_ins_code"]
-    tags = [*needed, *optional, "pdbx_PDB_model_num"]
+    tags = [*needed, *optional, "B_iso_or_equiv", "pdbx_PDB_model_num"]
     table = block.find("_atom_site.", [*needed, *("?" + tag for tag in tags[len(needed) :])])
     if not len(table):
         missing = [tag for tag in needed if not block.find_values("_atom_site." + tag)]
@@ -336,11 +337,12 @@ def _read_columns(block: cif.Block, source: str) -> Columns:
 
 def place_atoms(
     columns: Columns, polymers: Sequence[Polymer], starts: Sequence[int], source: str
-) -> tuple[np.ndarray, np.ndarray, list[str]]:
+) -> tuple[np.ndarray, np.ndarray, list[str], np.ndarray]:
     """Put heavy atoms on atom37, one conformation per residue, arginine's NH1 and NH2 told apart by distance.
 
     starts: of the polymers' residues among all M, and M.  Returns positions float32 [M, 37, 3] in angstrom, 0 where
-    masked; the mask float32 [M, 37]; and the author's number and insertion code of each residue, "" without atoms.
+    masked; the mask float32 [M, 37]; the author's number and insertion code of each residue, "" without atoms; and the
+    B column of each residue's CA, float32 [M], NaN without.
     Errors: UserError for a residue that the sequence does not have there, and for positions that are not numbers.
     """
     rows, residues, atoms = _rows_of_polymers(columns, polymers, starts, source)
@@ -369,13 +371,16 @@ def place_atoms(
     positions, mask = np.zeros((total, 37, 3), np.float32), np.zeros((total, 37), np.float32)
     positions[residues[picked], atoms[picked]] = xyz[picked]
     mask[residues[picked], atoms[picked]] = 1.0
+    alphas = picked[atoms[picked] == ATOM_ORDER["CA"]]
+    b_factors = np.full(total, np.nan, np.float32)
+    b_factors[residues[alphas]] = _numbers([columns["B_iso_or_equiv"][row] for row in rows[alphas]])
     # NH1 is the nitrogen that is nearer to CD (Supp. 1.2.1).
     cd, nh1, nh2 = (ATOM_ORDER[name] for name in ("CD", "NH1", "NH2"))
     arginine = np.flatnonzero((types == RESTYPE_ORDER["R"]) & mask[:, [cd, nh1, nh2]].all(1))
     to_cd = np.linalg.norm(positions[arginine][:, [nh1, nh2]] - positions[arginine][:, [cd]], axis=-1)
     swapped = arginine[to_cd[:, 0] > to_cd[:, 1]]
     positions[swapped[:, None], [nh1, nh2]] = positions[swapped[:, None], [nh2, nh1]]
-    return positions, mask, numbers
+    return positions, mask, numbers, b_factors
 
 
 def _occupancies(columns: Columns) -> dict[tuple[str, str, str], float]:
