@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
     from warpfold.cli.demo import sample
+    from warpfold.cli.distill import distill
     from warpfold.cli.pack import pack
     from warpfold.cli.params import fetch_params, params
     from warpfold.cli.predict import predict
@@ -48,6 +49,7 @@ __all__ = [
     "acceleration",
     "biased_attention",
     "compression_hook",
+    "distill",
     "evaluate",
     "fetch_params",
     "load",
@@ -67,6 +69,7 @@ _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
     **dict.fromkeys(("FoldResult", "Predictor", "load"), "warpfold.prediction.predictor"),
+    "distill": "warpfold.cli.distill",
     **{name: f"warpfold.cli.{name}" for name in ("pack", "params", "predict", "score", "search", "train", "verify")},
     "evaluate": "warpfold.cli.train",
     "fetch_params": "warpfold.cli.params",

@@ -20,6 +20,7 @@ from warpfold.data.store.stored_example import StoredExample, read_assembly
 from warpfold.data.structure.write import Modelling, write_mmcif, write_pdb
 
 REAL = Path(__file__).parents[4] / "shared/realdata/predictions"
+SAME = "another file of the same prediction is packed"
 PLDDT = np.array([90.0] * 20 + [49.0, 50.0] + [30.0] * 8)  # of 30 residues; 9 are masked
 
 
@@ -68,14 +69,14 @@ def test_the_best_file_of_each_prediction_is_packed_and_the_others_say_why_not(t
         "two_A": ("two_rank_1.cif", None),
     }
     assert reasons(report) == {
-        "AF-P29373-F1-model_v4.pdb": "p/AF-P29373-F1-model_v4.cif is the same prediction",
-        f"query_relaxed_rank_001_{tail}.pdb": f"p/cf/query_unrelaxed_rank_001_{tail}.pdb is the same prediction",
-        f"query_unrelaxed_rank_002_{tail}.pdb": "rank 2 of its protein; the first is taken",
-        "own.pdb": "p/ours/own/own.cif is the same prediction",
-        "own_relaxed.cif": "p/ours/own/own.cif is the same prediction",
+        "AF-P29373-F1-model_v4.pdb": SAME,
+        f"query_relaxed_rank_001_{tail}.pdb": SAME,
+        f"query_unrelaxed_rank_002_{tail}.pdb": predicted.LATER,
+        "own.pdb": SAME,
+        "own_relaxed.cif": SAME,
         "own_recycle_0.cif": "what a pass before the last has found",
-        "two_rank_2.cif": "rank 2 of its protein; the first is taken",
-        "two.cif": "p/ours/two/two_rank_1.cif is the same prediction",
+        "two_rank_2.cif": predicted.LATER,
+        "two.cif": SAME,
     }
     assert report.summary().endswith(
         "mean pLDDT 71.3, 30% of the residues masked, no KL filter (too few have distograms)"
@@ -94,7 +95,8 @@ def test_what_is_dropped(tmp_path: Path) -> None:
     p = tmp_path / "p"
     prediction(p / "good.cif", ONE)
     prediction(p / "low.cif", TWO, np.linspace(10, 60, 30))
-    prediction(p / "few.cif", ONE[::-1], np.array([95.0] * 9 + [45.0] * 21))
+    prediction(p / "few/few.cif", ONE[::-1], np.array([95.0] * 9 + [45.0] * 21))
+    (p / "few/few_pae.json").write_text(json.dumps({"pae": np.ones((30, 30)).tolist()}))
     prediction(p / "crystal.cif", ONE, np.linspace(10, 120, 30))
     prediction(p / "share.cif", ONE, np.linspace(0.1, 0.9, 30))
     prediction(p / "flat.cif", ONE, np.full(30, 70.0))

@@ -84,12 +84,12 @@ class RawExample:
     profile: np.ndarray  # float32 [N, 22], frequencies in the whole alignment
     positions: np.ndarray | None = None  # float32 [N, 37, 3], angstrom
     mask: np.ndarray | None = None  # uint8 [N, 37]
-    confidence: np.ndarray | None = None  # float16 [N], 0 to 100: of a prediction, how sure its model was (pLDDT)
     resolution: float | None = None  # angstrom
     release_date: str | None = None  # YYYY-MM-DD: stores keep it as JSON
     sources: tuple[str, ...] = ()  # where the alignment's rows come from
     templates: Templates | None = None
     pairing: Pairing | None = None  # None: no row is paired with a row of another chain, and all stand alone
+    confidence: np.ndarray | None = None  # float16 [N], 0 to 100: of a prediction, how sure its model was (pLDDT)
 
     @property
     def sequence(self) -> str:

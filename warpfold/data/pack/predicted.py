@@ -27,6 +27,7 @@ _OURS = re.compile(r"(?P<name>.+?)(_rank_(?P<rank>\d+)|_recycle_(?P<recycle>\d+)
 SPAN = 128  # residues: the confidence of one is the mean over the others within so many places of it (Supp. 1.3)
 FEW = 30  # distograms of fewer predictions make no reference, which would be those predictions themselves
 MOST = 1000  # distograms of which the reference is made (Supp. 1.3)
+LATER = "a later rank of its protein; the first is packed"
 _LEAST = 2.0**-24  # the smallest probability that float16 can hold: in files smaller ones are 0
 
 
@@ -68,13 +69,13 @@ def find_predictions(files: Sequence[InputFile], min_kl: float) -> dict[str, Pre
             name, relaxed = one["name"] or file.path.parent.name, int(not one["kind"])
             of = f"{one['name']}_" if one["name"] else ""
             beside = [f"{of}scores_{one['rest']}.json", f"{of}predicted_aligned_error_v1.json"]
-            why_not = "" if one["rank"] == "1" else f"rank {one['rank']} of its protein; the first is taken"
+            why_not = "" if one["rank"] == "1" else LATER
         else:
             one = _OURS.fullmatch(stem)
             assert one is not None  # any name matches
             name, relaxed, order = one["name"], int(bool(one["relaxed"])), int(one["rank"] != "1")
             if (one["rank"] or "1") != "1":
-                why_not = f"rank {one['rank']} of its protein; the first is taken"
+                why_not = LATER
             if one["recycle"]:
                 why_not = "what a pass before the last has found"
         folder = file.path.parent
@@ -90,8 +91,7 @@ def find_predictions(files: Sequence[InputFile], min_kl: float) -> dict[str, Pre
         (_, best, first), *others = sorted(each, key=lambda one: (one[0], one[1].name))
         chosen[best.name] = first
         for _, file, other in others:
-            why_not = other.why_not or f"{best.name} is the same prediction"
-            chosen[file.name] = replace(other, why_not=why_not)
+            chosen[file.name] = replace(other, why_not=other.why_not or "another file of the same prediction is packed")
     distograms = [one.distogram for one in chosen.values() if one.distogram is not None and not one.why_not]
     if min_kl > 0 and len(distograms) >= FEW:
         reference = reference_of(distograms)
