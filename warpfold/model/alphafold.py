@@ -14,7 +14,7 @@ from warpfold.model.axial import ALL, Executable, Residues
 from warpfold.model.clusters import cluster_features
 from warpfold.model.embed import ExtraMSAEmbedder, InputEmbedder, MultimerConfig, RecyclingEmbedder
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
-from warpfold.model.heads import DistogramHead, LogitsHead, PLDDTHead
+from warpfold.model.heads import DistogramHead, LabelsConfig, LabelsHead, LogitsHead, PLDDTHead
 from warpfold.model.layers import DrawsNoise, Linear
 from warpfold.model.structure import StructureConfig, StructureModule, StructureOutput
 from warpfold.model.template import ChainTemplateEmbedder, TemplateConfig, TemplateEmbedder
@@ -31,6 +31,9 @@ class HeadsConfig:
     plddt_bins: int = 50
     pae: bool = False  # the "ptm" models
     pae_bins: int = 64
+    labels: LabelsConfig | None = (
+        None  # what `warpfold train --labels` teaches: a value or a class of the whole example
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +129,7 @@ class Output:
     plddt_logits: Tensor  # [*, r, 50]
     resolved_logits: Tensor  # [*, r, 37]
     pae_logits: Tensor | None  # [*, r, r, 64]
+    label_logits: Tensor | None = None  # [*, classes], or [*, 1] for a value
     recycles: int = 0  # passes before this one, of a whole `forward`
 
     def unbind(self) -> list["Output"]:
@@ -175,6 +179,7 @@ class AlphaFold(Executable):
         self.plddt = PLDDTHead(c.structure.c, c.heads.plddt_c, c.heads.plddt_bins)
         self.resolved = LogitsHead(c.c_s, 37)  # atoms
         self.pae = LogitsHead(c.c_z, c.heads.pae_bins) if c.heads.pae else None
+        self.labels = None if c.heads.labels is None else LabelsHead(c.c_s, c.c_z, c.heads.labels)
         self.noise = Noise()
         # All layers draw from one source of dropout noise, each from streams of its own.
         layers = [module for module in self.modules() if isinstance(module, DrawsNoise)]
@@ -190,7 +195,8 @@ class AlphaFold(Executable):
         Errors: ValueError where the number of passes does not fit.
         """
         folded = self.fold(batch, recycles)
-        return replace(self.output(folded.representations, folded.structure), recycles=folded.recycles)
+        mask = batch["seq_mask"].to(self.device)
+        return replace(self.output(folded.representations, folded.structure, mask), recycles=folded.recycles)
 
     def fold(
         self, batch: Batch, recycles: int | None = None, watch: Callable[[Recycled, Tensor], object] | None = None
@@ -231,7 +237,7 @@ class AlphaFold(Executable):
 
     def last_pass(self, inputs: Mapping[str, Tensor]) -> Output:
         """Run the pass that has a gradient, and the heads.  inputs: `inputs_of_pass`."""
-        return self.output(*self.one_pass(inputs))
+        return self.output(*self.one_pass(inputs), inputs["seq_mask"])
 
     @property
     def device(self) -> torch.device:
@@ -322,8 +328,8 @@ class AlphaFold(Executable):
             parts, mask = [*parts, rows], torch.cat((mask, rows_mask), -2)
         return torch.cat(parts, -3), mask
 
-    def output(self, representations: Representations, structure: StructureOutput) -> Output:
-        """Run the heads (Supp. 1.9), in fp32, on the result of a pass."""
+    def output(self, representations: Representations, structure: StructureOutput, seq_mask: Tensor) -> Output:
+        """Run the heads (Supp. 1.9), in fp32, on the result of a pass; seq_mask [*, r]: of all residues."""
         r = representations
         return Output(
             msa=r.msa,
@@ -336,6 +342,7 @@ class AlphaFold(Executable):
             plddt_logits=self.plddt(structure.single),
             resolved_logits=self.resolved(r.single),
             pae_logits=None if self.pae is None else self.pae(r.pair),
+            label_logits=None if self.labels is None else self.labels(r.single, r.pair, seq_mask),
         )
 
     def _nothing_recycled(self, batch: Batch) -> Recycled:

@@ -75,6 +75,7 @@ def train(
     *,
     init: Path | None = None,
     replay: Path | None = None,
+    labels: Mapping[str, float] | None = None,
     device: torch.device | str = "cpu",
     watch: Watching | None = None,
     team: Team | None = None,
@@ -82,11 +83,14 @@ def train(
     """Train on a store, or on a mixture of several, into the folder `out`, or continue the run that is there.
 
     Examples are held out of the first source.  init: parameters to start from, in any format that is read.  replay:
-    order.txt of a run of the same data and seed.  watch: who is told (engine/watch.py).  team: all ranks call this.
+    order.txt of a run of the same data and seed.  labels: of entries, as the model's head predicts them
+    (training/labels.py).  watch: who is told (engine/watch.py).  team: all ranks call this.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
     team, (sources, held_out), before, watch = team or Team(), hold_out(data, config), refusals(), as_watchers(watch)
     origin = fingerprint_origin(sources, init, team)
+    if labels is not None:
+        origin["labels"] = fingerprint(repr(sorted(labels.items())).encode())
     execution = Execution(config.plan, team.mesh)
     model = execution.bind(initial_model(config, init, team).to(device))
     plan, ranks_per_node = config.plan, team.process.ranks_per_node
@@ -105,8 +109,8 @@ def train(
         log = stack.enter_context(open_log(run, config, state, watch, team))
         signals.answer = partial(log.phase, "stopping")
         ledger = stack.enter_context(open_ledger(run, config, state, origin, replay, team))
-        examples = stack.enter_context(load(config, sources, state, ledger, log, device, team))
-        validation = Validation(model, optimizer, held_out, config, state, log, signals, team)
+        examples = stack.enter_context(load(config, sources, state, ledger, log, device, team, labels))
+        validation = Validation(model, optimizer, held_out, config, state, log, signals, team, labels)
         step, timer = state.step, validation.timer
         stop = stop_requested(signals, team) or validation.catch_up(step)
         slow_first = plan.compile or torch.device(device).type == "cuda"  # minutes: layers or kernels are compiled
