@@ -29,12 +29,15 @@ PLACES = {"few": 32, "others": 120, "held out": 32}  # proteins
 
 def lay_out(folder: Path) -> dict[str, Path]:
     """Generate proteins, and put them into a folder for each purpose."""
+    places = {purpose: folder / purpose for purpose in PLACES}
+    if (folder / "all").exists():  # the script was stopped, and goes on
+        return places
     wf.sample(folder / "all", proteins=sum(PLACES.values()), min_length=24, max_length=36, seed=11)
     structures = sorted((folder / "all/mmcif").iterdir())
     for place, purpose in enumerate(np.repeat(list(PLACES), list(PLACES.values()))):
-        (folder / purpose).mkdir(exist_ok=True)
-        shutil.copy(structures[place], folder / purpose)
-    return {purpose: folder / purpose for purpose in PLACES}
+        places[purpose].mkdir(exist_ok=True)
+        shutil.copy(structures[place], places[purpose])
+    return places
 
 
 def held_out(params: Path, folder: Path, truth: Path) -> dict[str, float]:

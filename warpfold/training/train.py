@@ -155,7 +155,8 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
     if team.is_rank_zero:
         text = run.settings_text()
         try:
-            there = identity(tomllib.loads(text or ""))
+            # A run of an earlier version lacks settings that are new: their defaults are what it had.
+            there = identity(settings.merge(settings.to_dict(RunConfig()), tomllib.loads(text or "")))
         except (tomllib.TOMLDecodeError, AttributeError) as error:
             raise UserError(
                 f"{run.path / 'settings.toml'}: damaged ({error}); restore it or choose another --out"
