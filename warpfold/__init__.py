@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from warpfold.adapt.accelerate import Acceleration, accelerate, acceleration, restore
     from warpfold.adapt.plain import biased_attention
     from warpfold.cli.demo import sample
+    from warpfold.cli.distill import distill
     from warpfold.cli.evaluate import evaluate
     from warpfold.cli.finetune import finetune
     from warpfold.cli.pack import pack
@@ -50,6 +51,7 @@ __all__ = [
     "acceleration",
     "biased_attention",
     "compression_hook",
+    "distill",
     "evaluate",
     "fetch_params",
     "finetune",
@@ -73,7 +75,18 @@ _MODULES = {
     **dict.fromkeys(("FoldResult", "Predictor", "load"), "warpfold.prediction.predictor"),
     **{
         name: f"warpfold.cli.{name}"
-        for name in ("evaluate", "finetune", "pack", "params", "predict", "score", "search", "train", "verify")
+        for name in (
+            "distill",
+            "evaluate",
+            "finetune",
+            "pack",
+            "params",
+            "predict",
+            "score",
+            "search",
+            "train",
+            "verify",
+        )
     },
     "validate": "warpfold.cli.train",
     "fetch_params": "warpfold.cli.params",

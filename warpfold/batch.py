@@ -84,6 +84,8 @@ FEATURES: dict[str, Feature] = {
     **_table("float32", "res 14 3", "atom14_gt_positions atom14_alt_gt_positions"),
     **_table("float32", "res 14", "atom14_gt_exists atom14_alt_gt_exists atom14_atom_is_ambiguous"),
     **_table("float32", "res 4", "chi_angles chi_mask"),
+    # what a table says of the whole example (training/labels.py): a class's number or a standardised value; and whether
+    **_table("float32", "", "label label_mask"),
 }
 
 

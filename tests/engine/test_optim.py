@@ -167,7 +167,7 @@ def test_learning_rate() -> None:
     assert learning_rate(OptimConfig(warmup_steps=0), 0) == 1e-3
 
 
-@pytest.mark.parametrize("decay, half, quarter", [("linear", 0.55, 0.775), ("cosine", 0.55, 0.8682)])
+@pytest.mark.parametrize(("decay", "half", "quarter"), [("linear", 0.55, 0.775), ("cosine", 0.55, 0.8682)])
 def test_a_rate_that_falls_by_and_by(decay: Any, half: float, quarter: float) -> None:
     falls = {"decay_after_steps": 100, "decay_steps": 40, "decay_factor": 0.1}
     config = OptimConfig(warmup_steps=0, learning_rate=1.0, decay=decay, **falls)

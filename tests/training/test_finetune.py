@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from warpfold.training.evaluate import evaluate
 
 from tests.training.runs import equal_tensors, rows, steps, tiny_run
 from warpfold.data.load.order import Source
@@ -23,7 +24,6 @@ from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.files import load_model
 from warpfold.parallel.plan import Plan
 from warpfold.training.config import RunConfig
-from warpfold.training.evaluate import evaluate
 from warpfold.training.train import train
 
 ADAPTERS = AdapterConfig(on=("evoformer", "structure"), rank=2)

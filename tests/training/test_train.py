@@ -108,6 +108,21 @@ def test_another_runs_folder_is_refused(store: Store, unbroken: Path, tmp_path: 
     assert rows(unbroken)[-1]["step"] == 6
 
 
+def test_a_run_of_an_earlier_version_goes_on(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    """Its settings lack what is new since, whose defaults change nothing."""
+    out = Path(shutil.copytree(unbroken, tmp_path / "run"))
+    text = (out / "settings.toml").read_text()
+    new = [
+        line for line in text.splitlines() if line.startswith(("min_confidence", "labels", "label ", "predicted_rows"))
+    ]
+    assert len(new) == 4
+    (out / "settings.toml").write_text("".join(f"{line}\n" for line in text.splitlines() if line not in new))
+    assert train(tiny_run(), store, out).finished
+    (out / "settings.toml").write_text(text.replace("label = 1.0", "label = 2.0"))
+    with pytest.raises(UserError, match=r"loss\.label: 1\.0, not 2\.0"):
+        train(tiny_run(), store, out)
+
+
 def test_how_a_run_is_executed_may_change(store: Store, unbroken: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(unbroken, tmp_path / "run"))
     assert train(tiny_run(keep=1, save_every=1), store, out) == Summary(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from warpfold.training.evaluate import evaluate
 
 from tests.training.runs import equal_tensors, helix, make_store, rows, steps, tiny_run
 from warpfold.data.load.order import Source
@@ -25,7 +26,6 @@ from warpfold.model.alphafold import AlphaFold
 from warpfold.report.curves import RunLog
 from warpfold.training import examples
 from warpfold.training.config import TrainConfig
-from warpfold.training.evaluate import evaluate
 from warpfold.training.examples import split
 from warpfold.training.train import initial_model, train
 from warpfold.training.validation import Spending, Validation

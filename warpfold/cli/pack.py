@@ -45,6 +45,13 @@ class PackCommand(PackOptions):
     ] = None
     out: Annotated[PathLike | None, writes("The store; the same command continues a stopped run.")] = None
     _: KW_ONLY
+    predicted: Annotated[
+        Paths | None,
+        reads(
+            "In place of --structures: predictions with pLDDT in the B column, to learn from the residues that are "
+            "sure: AlphaFold DB's files, ColabFold's, or folders of `warpfold predict`."
+        ),
+    ] = None
     hits: Annotated[Paths | None, reads("Template hits: HHR, or hmmsearch's Stockholm or A3M.")] = None
     template_structures: Annotated[
         Paths | None, reads("Folders of the templates' mmCIF files; default: those of --structures.")
@@ -65,14 +72,15 @@ class PackCommand(PackOptions):
 
         if self.out is None:
             raise UserError("pack: --out is missing; name the store to make")
-        if (self.structures is None) == (self.merge is None):
-            raise UserError("pack: give structures, or parts to merge, and not both")
+        if sum(one is not None for one in (self.structures, self.predicted, self.merge)) != 1:
+            raise UserError("pack: give structures, or predicted ones, or parts to merge, and only one of these")
         out, tell = Path(self.out), progress_of(self.progress)
         part = JobPart.parse(self.shard) if self.shard else None
         if self.merge is not None:
             return packing.merge(paths("merge", self.merge), out, self.workers, self.cluster, tell)
         return packing.pack(
-            paths("structures", self.structures), paths("msas", self.msas), out, self.only(PackOptions),
+            paths("structures", self.structures) or paths("predicted", self.predicted), paths("msas", self.msas), out,
+            self.only(PackOptions), predicted=self.predicted is not None,
             hits=paths("hits", self.hits), clusters=path_or_none("clusters", self.clusters),
             template_structures=paths("template_structures", self.template_structures),
             workers=self.workers, cluster=self.cluster, part=part, progress=tell,
@@ -96,7 +104,8 @@ def pack_in_shell(
     from warpfold.data.pack.report import store_summary_text, summarize_store
     from warpfold.data.store.store import Store
 
-    modes = {"--structures": given["structures"], "--merge": given["merge"], "--verify": verify, "--info": info}
+    modes = {f"--{name}": given[name] for name in ("structures", "predicted", "merge")}
+    modes |= {"--verify": verify, "--info": info}
     chosen = [name for name, value in modes.items() if value]
     if len(chosen) != 1:
         raise UserError(f"pack: give one of {', '.join(modes)}, not {' and '.join(chosen) or 'none'}; see --help")

@@ -96,6 +96,9 @@ class Prediction:
     # and, if there is that head, pae [N, N, 64]; the last two may lie in temporary files.
     logits: Mapping[str, np.ndarray] = field(default_factory=dict)
     recycled: Sequence[PassStructure] = ()  # of the passes before the last, where asked for
+    label: Mapping[str, float] | None = (
+        None  # of a model with a head for labels: the value, or each class's probability
+    )
 
     def __repr__(self) -> str:
         """Return it in one line, without the arrays."""
@@ -235,7 +238,7 @@ class Prediction:
                     (draft / names[kind]).write_text(text, encoding="utf-8")
                 if self.pae is not None and self.max_pae is not None:
                     write_pae(draft / names["pae"], self.pae, self.max_pae)
-                scores = self.plddt, self.pae, self.ptm, self.iptm, self.chain_pair_iptm
+                scores = self.plddt, self.pae, self.ptm, self.iptm, self.chain_pair_iptm, self.label
                 write_scores(draft / names["scores"], *scores)
                 if self.distogram is not None:
                     np.save(draft / names["distogram"], self.distogram, allow_pickle=False)
@@ -273,6 +276,7 @@ def write_prediction(
         "ptm": None if prediction.ptm is None else round(prediction.ptm, 4),
         **chains,
         "ranking_confidence": round(prediction.ranking_confidence, 6),
+        **({} if prediction.label is None else {"label": rounded_label(prediction.label)}),
         **details,
         **({"recycled": [one.scores() for one in prediction.recycled]} if prediction.recycled else {}),
         "templates_unused": sum(not outcome.used for outcome in outcomes),
@@ -391,11 +395,12 @@ def write_scores(
     ptm: float | None,
     iptm: float | None = None,
     chain_pair_iptm: np.ndarray | None = None,
+    label: Mapping[str, float] | None = None,
 ) -> None:
     """Write pLDDT [N], PAE [N, N], pTM and ipTM in the layout of ColabFold's `*_scores_*.json`: two decimals.
 
     `max_pae` is the largest error in `pae`.  What is None has no key, as there.  chain_pair_iptm [K, K] of a complex,
-    and the pTM of its chains on the diagonal, have AlphaFold 3's keys.
+    and the pTM of its chains on the diagonal, have AlphaFold 3's keys.  label: as of `Prediction`, four decimals.
     """
     head: dict[str, Any] = {"plddt": [round(float(value), 2) for value in plddt]}
     if pae is not None:
@@ -405,6 +410,8 @@ def write_scores(
     if chain_pair_iptm is not None:
         pairs = chain_pair_iptm.astype(float).round(2)
         tail |= {"chain_ptm": pairs.diagonal().tolist(), "chain_pair_iptm": pairs.tolist()}
+    if label is not None:
+        tail["label"] = rounded_label(label)
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(head)[:-1])
         if pae is not None:
@@ -412,6 +419,11 @@ def write_scores(
             file.writelines(_rows(pae, 100))
             file.write("]")
         file.write(", " * bool(tail) + json.dumps(tail)[1:])
+
+
+def rounded_label(label: Mapping[str, float]) -> dict[str, float]:
+    """Return a predicted label as files have it: with four digits after the point, of small values as many as count."""
+    return {name: float(f"{value:.4f}" if abs(value) >= 0.1 else f"{value:.3g}") for name, value in label.items()}
 
 
 def _rows(values: np.ndarray, parts: int) -> Iterator[str]:

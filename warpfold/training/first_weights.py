@@ -15,7 +15,7 @@ log = logging.getLogger("warpfold")
 # Settings of a model that no parameter depends on: those that change what it computes with them, and the others.
 COMPUTES = {"layers", "position_scale", "order", "outer", "unit_vectors", "activation"}
 FREE = {"recycles", "recycle_tolerance", "ensemble", "rate", "dropout", *COMPUTES}
-HEADS = ("distogram", "masked_msa", "plddt", "resolved", "pae")
+HEADS = ("distogram", "masked_msa", "plddt", "resolved", "pae", "labels")
 
 
 def check_first(config: ModelConfig, init: Path, new_heads: bool = False) -> None:
@@ -40,7 +40,8 @@ def _in_common(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool)
     own, found = model.state_dict(), given.state_dict()
     missing = [head for head in _heads(model) if head not in _heads(given)]
     surplus = [head for head in _heads(given) if head not in _heads(model)]
-    if (missing or surplus) and new_heads:
+    # A head for labels is asked for by its table: no file of structures' parameters has it.
+    if (missing or surplus) and (new_heads or (missing == ["labels"] and not surplus)):
         ours = {name: tensor for name, tensor in own.items() if name.split(".")[0] in missing}
         found = {name: tensor for name, tensor in found.items() if name.split(".")[0] not in surplus} | ours
         missing, surplus = [], []
@@ -55,8 +56,10 @@ def _in_common(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool)
         said = [f"lacks the head {head}, which the settings have" for head in missing]
         said += [f"has the head {head}, which the settings lack" for head in surplus]
         changes = [
-            f"--set model.heads.{head}={'true' if head in surplus else 'false'}" for head in (*missing, *surplus)
-        ]
+            f"--set model.heads.{head}={'true' if head in surplus else 'false'}"
+            for head in (*missing, *surplus)
+            if head != "labels"
+        ] or ["--labels"]
         new = "begins it at random" if missing else "leaves it out"
         raise UserError(
             f"{source}: {' and '.join(said)}; {' '.join(changes)} follows the file, --set train.new_heads=true {new}"

@@ -65,7 +65,7 @@ GOOD = "--structures structures --out o"
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--out o", "give one of --structures, --merge, --verify, --info, not none"),
+        ("--out o", "give one of --structures, --predicted, --merge, --verify, --info, not none"),
         ("--structures structures --verify o", "not --structures and --verify"),
         ("--structures structures", "--out is missing"),
         ("--structures structures --out .", "no name for a store"),

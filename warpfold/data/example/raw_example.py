@@ -26,7 +26,9 @@ MOST_STORED = 20  # templates: the best of the search, among which training choo
 PROFILE_ROWS = 1024  # counted at a time
 MOST_DELETIONS = np.iinfo(np.uint16).max
 CA = ATOM_ORDER["CA"]
+CONFIDENT = 50.0  # pLDDT: residues of a prediction below are not learnt from; the paper's own threshold is of the KL
 
+Atoms = tuple[np.ndarray, np.ndarray]  # positions float32 [K, 37, 3] and mask uint8 [K, 37] of K residues
 Placed = tuple[np.ndarray, np.ndarray]  # an alignment on a chain's residues: rows uint8 and deletions uint16, [R, N]
 
 
@@ -87,6 +89,7 @@ class RawExample:
     sources: tuple[str, ...] = ()  # where the alignment's rows come from
     templates: Templates | None = None
     pairing: Pairing | None = None  # None: no row is paired with a row of another chain, and all stand alone
+    confidence: np.ndarray | None = None  # float16 [N], 0 to 100: of a prediction, how sure its model was (pLDDT)
 
     @property
     def sequence(self) -> str:
@@ -110,9 +113,19 @@ class RawExample:
         """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
         return self.msa[rows]
 
-    def atoms(self, residues: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return positions [K, 37, 3] and mask [K, 37] of K residues (indices, ascending); None where unknown."""
-        return None if self.positions is None or self.mask is None else (self.positions[residues], self.mask[residues])
+    @property
+    def is_predicted(self) -> bool:
+        return self.confidence is not None
+
+    def atoms(self, residues: np.ndarray, least: float = 0.0) -> Atoms | None:
+        """Return positions [K, 37, 3] and mask [K, 37] of K residues (indices, ascending); None where unknown.
+
+        least: residues of a prediction with a lower confidence are masked.
+        """
+        if self.positions is None or self.mask is None:
+            return None
+        sure = None if self.confidence is None else self.confidence[residues] >= least
+        return self.positions[residues], where_sure(self.mask[residues], sure)
 
     def take(
         self,
@@ -141,6 +154,7 @@ class RawExample:
             profile=self.profile[residues],
             positions=None if self.positions is None else self.positions[residues],
             mask=None if self.mask is None else self.mask[residues],
+            confidence=None if self.confidence is None else self.confidence[residues],
             templates=None if chosen is None or not len(chosen) else chosen.take(residues),
             pairing=None if self.pairing is None else self.pairing.select(kept),
         )
@@ -168,7 +182,9 @@ class Example(Protocol):
     @property
     def pairing(self) -> Pairing | None: ...
     def whole_rows(self, rows: np.ndarray) -> np.ndarray: ...
-    def atoms(self, residues: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None: ...
+    @property
+    def is_predicted(self) -> bool: ...
+    def atoms(self, residues: np.ndarray, least: float = 0.0) -> Atoms | None: ...
     def take(
         self,
         residues: np.ndarray | slice,
@@ -212,6 +228,11 @@ class Assembly:
     def length(self) -> int:
         """Return the number of residues of all chains."""
         return sum(chain.length for chain in self.chains)
+
+
+def where_sure(mask: np.ndarray, sure: np.ndarray | None) -> np.ndarray:
+    """Return the mask [K, 37] of atoms without those of residues that are not sure, bool [K]; None: all are."""
+    return mask if sure is None else mask * sure[:, None]
 
 
 def as_slice(residues: np.ndarray) -> slice | np.ndarray:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from warpfold.data.example.raw_example import MOST_STORED
+from warpfold.data.example.raw_example import CONFIDENT, MOST_STORED
 from warpfold.keyed import keyed_rng
 
 RUN = 64  # rows left out or kept together by `thin_runs`
@@ -60,6 +60,10 @@ class SampleConfig:
     # What replaces an extra MSA that has no row left.  AlphaFold2: one masked row, whose outer product is its bias
     # divided by 0.001; on shallow alignments the gradient of that bias drowns all others (docs/decisions/0007).
     empty_extra: Literal["masked", "query"] = "masked"
+    # Of predictions (`warpfold pack --predicted`): residues of a lower pLDDT are masked in all losses of the structure;
+    # and the alignment rows among which a training pass draws, a uniform sample, 0 for all (Supp. 1.3; single chains).
+    min_confidence: float = CONFIDENT
+    predicted_rows: int = 1000
     pad: bool = False  # pad residues to `crop` and rows to `max_msa` and `max_extra` (fixed shapes)
 
     def __post_init__(self) -> None:
@@ -67,7 +71,8 @@ class SampleConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1")
-        for name in ("max_extra", "max_templates", "max_cost", "blocks", "interface_distance"):
+        unsigned = "max_extra", "max_templates", "max_cost", "blocks", "interface_distance", "min_confidence"
+        for name in (*unsigned, "predicted_rows"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must not be negative")
         for name in ("masked_fraction", "block_fraction", "spatial_fraction", "unclamped_fraction"):
@@ -97,11 +102,13 @@ def select(
     key: tuple[str | int, ...],
     train: bool,
     templates: int = 0,
+    predicted: bool = False,
 ) -> Selection:
     """Choose residues, rows and templates of an example from its sizes alone.
 
-    length: residues; depth: alignment rows, including the query; templates: how many it has.  Training crops,
-    deletes blocks of rows (Algorithm 1) and keeps within `max_cost`; a prediction uses every row.
+    length: residues; depth: alignment rows, including the query; templates: how many it has; predicted: whether its
+    structure is a prediction.  Training crops, deletes blocks of rows (Algorithm 1) and keeps within `max_cost`;
+    outside of training every row is used.
     """
     if not train:
         best = choose_templates(templates, config.max_templates, None)
@@ -109,7 +116,10 @@ def select(
     clamped = bool(keyed_rng(seed, *key, "clamp").random() >= config.unclamped_fraction)
     size = min(config.crop or length, length)
     start = crop_start(length, size, clamped, keyed_rng(seed, *key, "crop"))
-    rows = delete_blocks(depth, config, keyed_rng(seed, *key, "blocks"))
+    rows = np.arange(depth)
+    if predicted and 0 < config.predicted_rows < depth:
+        rows = with_query(rows, config.predicted_rows, keyed_rng(seed, *key, "predicted"))
+    rows = rows[delete_blocks(len(rows), config, keyed_rng(seed, *key, "blocks"))]
     most = row_budget(length, config)
     if most is not None and len(rows) > most:
         thin = thin_runs if config.thin == "runs" else with_query

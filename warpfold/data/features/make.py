@@ -5,7 +5,7 @@ then the rows of each entity that stand alone, with gaps under the other entitie
 is random is drawn here; the clusters of an assembly are made in the model (model/clusters.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,7 +48,8 @@ def make_features(
     if isinstance(example, Assembly):
         joined = assembly_features(example, config, seed, key, passes if config.resample_msa else 1, train, crops)
         return pad_features(joined, padded_sizes(config, len(joined["aatype"]), train))
-    chosen = select(example.length, example.depth, config, seed, key, train, example.templates_count)
+    of = example.templates_count, example.is_predicted
+    chosen = select(example.length, example.depth, config, seed, key, train, *of)
     chain = None
     if config.clustering == "chain" and chosen.stop - chosen.start < example.length:
         chain = WholeChain(example.whole_rows(chosen.rows), example.profile, chosen.start)
@@ -66,14 +67,22 @@ def make_features(
         **template_features(raw.templates, length),
         **msa_features(raw, config, seed, key, passes if config.resample_msa else 1, sizes, chain),
     }
-    if raw.positions is not None and raw.mask is not None:
-        features |= {"all_atom_positions": raw.positions, "all_atom_mask": raw.mask}
-        types, positions, mask = map(torch.from_numpy, (raw.aatype, raw.positions, raw.mask))
+    if (truth := raw.atoms(np.arange(length), config.min_confidence)) is not None:
+        features |= dict(zip(("all_atom_positions", "all_atom_mask"), truth))
+        types, positions, mask = map(torch.from_numpy, (raw.aatype, *truth))
         labels = structure_labels(types.long(), positions.float(), mask.float())
         features |= {name: label.numpy() for name, label in labels.items()}
         features["resolution"] = np.array(raw.resolution or 0.0, np.float32)  # 0: AlphaFold2's value for none (NMR)
         features["use_clamped_fape"] = np.array(chosen.clamped, np.float32)
     return pad_features(features, sizes)
+
+
+def with_label(features: Arrays, key: str, labels: Mapping[str, float] | None) -> Arrays:
+    """Return the features of entry `key` with its label, masked where there is none; labels None: as they are."""
+    if labels is None:
+        return features
+    label, mask = np.array(labels.get(key, 0.0), np.float32), np.array(key in labels, np.float32)
+    return features | {"label": label, "label_mask": mask}
 
 
 def padded_sizes(config: SampleConfig, length: int, train: bool) -> dict[str, int]:
@@ -170,7 +179,7 @@ def assembly_features(
     for entity in entities:
         aatype[entity.columns] = entity.raw.aatype[entity.place]
         residue_index[entity.columns] = entity.raw.residue_index[entity.place]
-    truth = copy_features(assembly, entities, len(asym))
+    truth = copy_features(assembly, entities, len(asym), config.min_confidence)
     if truth:
         clamped = not train or keyed_rng(seed, *key, "clamp").random() >= config.unclamped_fraction
         truth["use_clamped_fape"] = np.array(clamped, np.float32)
@@ -361,14 +370,17 @@ def all_but(rows: np.ndarray, depth: int) -> np.ndarray:
     return np.flatnonzero(left)
 
 
-def copy_features(assembly: Assembly, entities: Sequence[EntityCrop], length: int) -> Arrays:
-    """Return the atoms of the crop's residues in every copy of their entity, and the resolution; {} without atoms."""
+def copy_features(assembly: Assembly, entities: Sequence[EntityCrop], length: int, least: float) -> Arrays:
+    """Return the atoms of the crop's residues in every copy of their entity, and the resolution; {} without atoms.
+
+    least: residues of a prediction with a lower confidence are masked.
+    """
     chains = {entity.number: np.flatnonzero(assembly.entity_id == entity.number).tolist() for entity in entities}
     copies = max(map(len, chains.values()))
     positions, mask = np.zeros((copies, length, 37, 3), np.float32), np.zeros((copies, length, 37), np.uint8)
     for entity in entities:
         for copy, chain in enumerate(chains[entity.number]):
-            atoms = assembly.chains[chain].atoms(entity.residues)
+            atoms = assembly.chains[chain].atoms(entity.residues, least)
             if atoms is None:
                 return {}
             moved = move(atoms[0], assembly.operators, chain) * atoms[1][..., None]

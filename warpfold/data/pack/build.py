@@ -1,7 +1,7 @@
 """The jobs of packing that workers do: read the queries of alignments, read structures, build records of chains."""
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -15,6 +15,7 @@ from warpfold.data.example.templates import count_refusals, templates_from_hits
 from warpfold.data.formats.alignment import Alignment, is_complex, parse_alignment, parse_chain_alignments
 from warpfold.data.formats.input_files import InputFile, as_alphafold_reads, read_query
 from warpfold.data.pack.options import PackOptions
+from warpfold.data.pack.predicted import PredictedFile, with_confidence
 from warpfold.data.pack.report import PackEntry
 from warpfold.data.similar.pairwise import column_map
 from warpfold.data.store.store import Packed, pack_record
@@ -35,6 +36,7 @@ class ReadChains:
 
     structure: Structure | None  # with these chains alone
     dropped: list[PackEntry]
+    confidence: dict[str, dict[str, float]] = field(default_factory=dict)  # of each chain of a prediction
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class ChainJob:
     alignments: list[InputFile]
     hits: list[InputFile]
     note: str
+    confidence: dict[str, float] = field(default_factory=dict)  # of a prediction: fields of `PackEntry`
 
 
 @dataclass(frozen=True)
@@ -92,23 +95,45 @@ def read_queries(job: tuple[Sequence[InputFile], int]) -> list[tuple[str, str]]:
     return found
 
 
-def read_chains(job: tuple[InputFile, PackOptions]) -> ReadChains:
-    """Read a structure file, and drop the chains that the options exclude."""
-    file, options = job
+def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | None]) -> ReadChains:
+    """Read a structure file, and drop the chains that the options exclude.  The third: what a prediction's file is."""
+    file, options, predicted = job
+    confidence: dict[str, dict[str, float]] = {}
+    if predicted is not None and predicted.why_not:
+        return ReadChains(None, [PackEntry(file.title, file.name, False, predicted.why_not)])
     try:
         with within_memory(file.name):
             structure = parse_structure(file.read_bytes(options.limit), file.name)
+            if predicted is not None:
+                structure, confidence = with_confidence(structure, file, predicted, options)
     except UserError as error:
         return ReadChains(None, [PackEntry(file.title, file.name, False, str(error))])
     dropped = [PackEntry(f"{structure.id}_{name}", file.name, False, why) for name, why in structure.dropped.items()]
     kept, reasons = {}, dict(structure.dropped)
     for name, chain in structure.chains.items():
-        if reason := drop_reason(options, structure, chain):
+        own = confidence.get(name, {})
+        if reason := drop_reason(options, structure, chain) or unsure(options, chain, own):
             reasons[name] = reason
-            dropped.append(replace(_entry(structure, name, file), reason=reason, length=len(chain.sequence)))
+            entry = replace(_entry(structure, name, file), reason=reason, length=len(chain.sequence))
+            dropped.append(replace(entry, **own))  # type: ignore[arg-type]  # numbers of `CONFIDENCES`
         else:
             kept[name] = chain
-    return ReadChains(replace(structure, chains=kept, dropped=reasons), dropped)
+    return ReadChains(replace(structure, chains=kept, dropped=reasons), dropped, confidence)
+
+
+def unsure(options: PackOptions, chain: Chain, confidence: Mapping[str, float]) -> str | None:
+    """Say why a predicted chain is dropped, given what `with_confidence` says of it (nothing of others); None: kept."""
+    if not confidence:
+        return None
+    if confidence["plddt"] < options.min_plddt:
+        return f"mean pLDDT {confidence['plddt']:.1f}, below {options.min_plddt:g}"
+    if options.max_pae is not None and "pae" not in confidence:
+        return "no file with its PAE"
+    if options.max_pae is not None and confidence["pae"] > options.max_pae:
+        return f"mean PAE {confidence['pae']:.1f} Å, over {options.max_pae:g}"
+    if (sure := len(chain.sequence) - confidence["masked"]) < options.min_length:
+        return f"{sure:.0f} residues that are not masked, fewer than {options.min_length}"
+    return None
 
 
 def drop_reason(options: PackOptions, structure: Structure, chain: Chain) -> str | None:
@@ -177,7 +202,7 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
     model = _entry(structure, group[0].chain, job.file)
     model.reason, model.length = "; ".join(notes), len(first.sequence)
     model.hits = [source.name for source in group[0].hits]
-    todo = [chain.chain for chain in group]
+    todo, confidence = [chain.chain for chain in group], {chain.chain: chain.confidence for chain in group}
     try:
         if options.require_msa and not used:
             raise UserError("no alignment" + (f": {model.reason}" if notes else ""))
@@ -187,11 +212,14 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
             if group[0].hits:
                 raw = replace(raw, templates=_templates(raw.sequence, group[0].hits, job, model, built))
             model.alignments, model.depth, model.sequence = used, raw.depth, raw.sequence
+            if raw.depth < options.min_depth:
+                raise UserError(f"{raw.depth} alignment rows, fewer than {options.min_depth}")
             whole, about = example_arrays(raw), example_notes(raw)
             while todo:
                 chain = structure.chains[todo[0]]
                 entry = replace(model, name=f"{structure.id}_{todo[0]}", entity=f"{structure.id}_{chain.entity}")
-                atoms, shared = _atoms(chain, options), {}
+                entry = replace(entry, **confidence[todo[0]])  # type: ignore[arg-type]
+                atoms, shared = _atoms(chain, options, predicted=bool(confidence[todo[0]])), {}
                 if entry.name != raw.name:
                     alike = [name for name, array in whole.items() if array.nbytes >= WORTH_SHARING]
                     shared = {name: raw.name for name in alike if name not in atoms}
@@ -217,12 +245,17 @@ def _read_alignments(source: InputFile, sequence: str, options: PackOptions) -> 
     return [alignment], notes
 
 
-def _atoms(chain: Chain, options: PackOptions) -> dict[str, np.ndarray]:
-    """Return a chain's atoms to store; with assemblies also the CA alone, which a crop needs of all chains."""
+def _atoms(chain: Chain, options: PackOptions, predicted: bool) -> dict[str, np.ndarray]:
+    """Return a chain's atoms to store; with assemblies also the CA alone, which a crop needs of all chains.
+
+    Of a prediction also how sure its model was of each residue.
+    """
     arrays: dict[str, np.ndarray] = {"positions": chain.positions.astype(np.float32)}
     arrays["mask"] = (chain.mask > 0).astype(np.uint8)
     if options.has_assemblies:
         arrays["ca"] = arrays["positions"][:, CA]
+    if predicted and chain.b_factors is not None:
+        arrays["confidence"] = chain.b_factors.astype(np.float16)
     return arrays
 
 

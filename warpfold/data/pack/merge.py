@@ -61,11 +61,12 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
     for entry, cluster in zip(chains, _clusters(chains, manifest, executor)):
         entry.cluster = cluster
     with_assemblies = "assemblies" in manifest["options"]
+    columns = (*META, *(("plddt",) if "predicted" in manifest["inputs"] else ()))
     with StoreWriter(out, version=ASSEMBLIES if with_assemblies else VERSION) as writer:
         kept = [(part, result, entry) for part, result, entries in files for entry in entries if entry.kept]
         for done, (part, result, entry) in enumerate(kept, 1):
             number, header, crc = entry.record
-            meta = {name: getattr(entry, name) for name in META}
+            meta = {name: getattr(entry, name) for name in columns}
             meta |= {CHAINS: entry.chains or None} if with_assemblies else {}
             writer.add(entry.name, Packed(part.record(result, number), header, crc), meta | {"cluster": entry.cluster})
             progress(done, len(kept), "writing")

@@ -9,8 +9,8 @@ any number of workers, parts and kills.  A bad file becomes an entry of the repo
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from warpfold.data.pack.match import Matcher, Queries
 from warpfold.data.pack.merge import finished_report, merge_parts, report_part
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.part import Manifest, PartFolder, PartWriter, check_parts, part_path, remove_part
+from warpfold.data.pack.predicted import PredictedFile, files_beside, find_predictions
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.errors import UserError
 from warpfold.progress import Progress, no_progress
@@ -42,15 +43,18 @@ class PackInputs:
     library: list[InputFile]  # structures of templates, where they are not those packed
     folders: tuple[Path, ...]  # where the templates' structures are looked for
     clusters: Path | None
+    predicted: dict[str, PredictedFile] = field(default_factory=dict)  # what each structure's file is a prediction of
 
     def manifest(self, options: PackOptions, part: JobPart) -> Manifest:
         """Return the inputs and options that decide the result."""
         kinds = {name: getattr(self, name) for name in ("structures", "alignments", "hits", "library")}
+        if self.predicted:
+            kinds["predicted"] = [*kinds.pop("structures"), *files_beside(self.predicted)]
         kinds["clusters"] = find([self.clusters], (), "clusters") if self.clusters else []
         return {
             "part": str(part),
             "warpfold": __version__,
-            "options": options.recorded(),
+            "options": options.recorded(bool(self.predicted)),
             "inputs": {
                 name: {"files": len(found), "bytes": sum(one.size for one in found), "digest": digest(found)}
                 for name, found in kinds.items()
@@ -88,11 +92,13 @@ def find_inputs(
     hits: Sequence[Path] = (),
     template_structures: Sequence[Path] = (),
     clusters: Path | None = None,
+    min_kl: float | None = None,
 ) -> PackInputs:
     """Find the inputs in the given files and folders.
 
     Files in `msas` that are named like template hits (`pdb70_hits.hhr`, `hmm_output.sto` ...) are not taken as
     alignments; in `hits`, every file is taken as hits except the alignments of `msas`.
+    min_kl: where the structures are predictions, as of `PackOptions`.
     Errors: UserError for a path that does not exist, or where nothing is found.
     """
     found = find(structures, STRUCTURES, "structures")
@@ -111,6 +117,7 @@ def find_inputs(
         library=library,
         folders=tuple(dict.fromkeys(folder.absolute() for folder in folders)) if hits else (),
         clusters=clusters,
+        predicted={} if min_kl is None else find_predictions(found, min_kl),
     )
 
 
@@ -126,6 +133,7 @@ def pack(
     workers: int = 1,
     cluster: str | None = None,
     part: JobPart | None = None,
+    predicted: bool = False,
     progress: Progress = no_progress,
 ) -> PackReport:
     """Make the store `out` from files of structures, alignments and template hits, or folders of them.
@@ -133,14 +141,17 @@ def pack(
     template_structures: folders in which hits are looked up (default: those of `structures`).  clusters: a file of
     clusters (`data.similar.clusters.read_clusters`); without one they are made (`PackOptions.cluster_identity`).
     workers, cluster: as for `bulk.pool`.  part: pack only these, into a folder beside `out` (`part_path`), for `merge`;
-    then the report is of this part.
+    then the report is of this part.  predicted: the structures are predictions (`data/pack/predicted.py`).
     A stopped run continues; a finished store of the same inputs and options is left as it is.
     Errors: UserError if a path does not exist; `out` is something else, or of other inputs or options; another
     process is writing it; nothing is kept (then there is no store).  The report says what is wrong with single files.
     """
     own = part or JobPart(1, 1)
-    inputs = find_inputs(structures, msas, hits, template_structures, clusters)
     options = options or PackOptions()
+    if predicted and hits and not template_structures:
+        raise UserError("pack: --hits with --predicted needs --template-structures; a prediction is no template")
+    min_kl = options.min_kl if predicted else None
+    inputs = find_inputs(structures, msas, hits, template_structures, clusters, min_kl)
     manifest = inputs.manifest(options, own)
     folder = part_path(out, own)
     if part is None and (report := finished_report(out, manifest)) is not None:
@@ -205,7 +216,8 @@ def _fill(
     writer.keep("hits", [*([one.name, ""] for one in inputs.hits), *unrequested])
     queries = Queries(runner, options.limit, part, out)
     queries.read(aligned, progress)
-    jobs = StructureJobs(runner, Matcher(queries, inputs.alignments, inputs.hits, progress), options, inputs.folders)
+    matcher = Matcher(queries, inputs.alignments, inputs.hits, progress)
+    jobs = StructureJobs(runner, matcher, options, inputs.folders, inputs.predicted)
     waiting = {job: file for job, file in own.items() if not jobs.is_done(job, file)}
     sizes: Counter[str] = Counter()  # bytes of the alignments that are named after an entry
     for source in inputs.alignments:
@@ -229,11 +241,19 @@ class StructureJobs:
 
     A result says what it was made from: the inputs of the run; the file; the chains with their sequences and what was
     matched to them; the templates' files.  So a run with other inputs keeps every result that they do not change.
-    folders: of the templates' structures.
+    folders: of the templates' structures.  predicted: `PackInputs.predicted`.
     """
 
-    def __init__(self, runner: JobRunner, matcher: Matcher, options: PackOptions, folders: tuple[Path, ...]) -> None:
+    def __init__(
+        self,
+        runner: JobRunner,
+        matcher: Matcher,
+        options: PackOptions,
+        folders: tuple[Path, ...],
+        predicted: Mapping[str, PredictedFile],
+    ) -> None:
         self.runner, self.matcher, self.options, self.folders = runner, matcher, options, folders
+        self.predicted = predicted
         self._inputs = _digest(runner.writer.manifest["inputs"])
 
     def is_done(self, job: str, file: InputFile) -> bool:
@@ -244,7 +264,7 @@ class StructureJobs:
         made = result.data["from"]
         if made["inputs"] == self._inputs:
             return True
-        if made["file"] != [file.size, file.changed]:
+        if (made["file"], made.get("predicted", "")) != ([file.size, file.changed], self._version(file)):
             return False
         if made["match"] != _match_digest([self.matcher.find(*chain) for chain in made["chains"]]):
             return False
@@ -252,6 +272,10 @@ class StructureJobs:
         if not looked_up or not self.folders:
             return not looked_up
         return template_library(self.folders, self.options.limit).digest(looked_up) == made["library"]
+
+    def _version(self, file: InputFile) -> str:
+        """Return what tells whether a prediction's other files have changed; "" for other structures."""
+        return self.predicted[file.name].version if file.name in self.predicted else ""
 
     def run(self, files: dict[str, InputFile]) -> Iterator[str]:
         """Yield each job when its result is kept.  files: by the names of their jobs."""
@@ -267,11 +291,15 @@ class StructureJobs:
                 read[name] = result.dropped, [], []
                 return None
             keys = [[f"{structure.id}_{chain}", chain, found.sequence] for chain, found in structure.chains.items()]
-            matched = [self.matcher.find(*key) for key in keys]
+            found = result.confidence
+            matched = [replace(self.matcher.find(*key), confidence=found.get(key[1], {})) for key in keys]
             read[name] = result.dropped, matched, keys
             return build, BuildJob(files[name], structure, matched, self.options, self.folders)
 
-        jobs = (PackJob((name,), (read_chains, (file, self.options))) for name, file in files.items())
+        jobs = (
+            PackJob((name,), (read_chains, (file, self.options, self.predicted.get(file.name))))
+            for name, file in files.items()
+        )
         for job, result in self.runner.run(jobs, build_next):
             (name,) = job.names
             file = files[name]
@@ -282,6 +310,7 @@ class StructureJobs:
             made = {
                 "inputs": self._inputs,
                 "file": [file.size, file.changed],
+                "predicted": self._version(file),
                 "chains": keys,
                 "match": _match_digest(matched),
                 "looked_up": " ".join(built.looked_up),

@@ -11,9 +11,10 @@ from warpfold.data.store.stored_example import chain_keys, chains_of
 from warpfold.data.structure.chain import parse_date
 
 NO_FILE = "has no N.cif"  # how the reason begins for which a template counts as missing (`count_refusals`)
+CONFIDENCES = ("plddt", "pae", "kl", "masked")
 TABLE = (
     *("name", "status", "reason", "length", "depth", "templates", "resolution", "release_date", "cluster"),
-    *("templates_refused", "alignments", "hits", "file"),
+    *("templates_refused", "alignments", "hits", "file", *CONFIDENCES),
 )
 
 
@@ -34,6 +35,10 @@ class PackEntry:
     resolution: float | None = None
     release_date: str | None = None  # YYYY-MM-DD: a column of a table
     cluster: str | None = None
+    plddt: float | None = None  # of a prediction: the means of its pLDDT, of its PAE and of the KL filter's confidence
+    pae: float | None = None
+    kl: float | None = None
+    masked: int = 0  # its residues that are masked
     alignments: list[str] = field(default_factory=list)
     hits: list[str] = field(default_factory=list)
     templates_refused: dict[str, int] = field(default_factory=dict)  # reason, how many
@@ -48,9 +53,10 @@ class PackEntry:
     record: Sequence[int] = field(default=(), compare=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields that a report shows, as plain data for JSON; `chains` for assemblies only."""
+        """Return the fields that a report shows, as plain data for JSON: some for assemblies or predictions only."""
         named = (one.name for one in fields(self) if one.compare)
-        return {name: getattr(self, name) for name in named if name != "chains" or self.chains}
+        only = {"chains": bool(self.chains), **dict.fromkeys(CONFIDENCES, self.plddt is not None)}
+        return {name: getattr(self, name) for name in named if only.get(name, True)}
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,8 @@ class PackReport:
         rows: list[dict[str, Any]] = []
         for entry in self.entries:
             refused = "; ".join(f"{n} x {why}" for why, n in entry.templates_refused.items())
-            rows.append(vars(entry) | {"status": "kept" if entry.kept else "dropped", "templates_refused": refused})
+            row = vars(entry) | {"status": "kept" if entry.kept else "dropped", "templates_refused": refused}
+            rows.append(row if entry.plddt is not None else row | {"masked": None})
         for what, unused in (("alignment", self.unused), ("hits", self.unused_hits)):
             rows += [{"file": file, "reason": why, "status": f"unused {what}"} for file, why in unused.items()]
         lines = (TABLE, *([_cell(row.get(name)) for name in TABLE] for row in rows))
@@ -135,6 +142,13 @@ class PackReport:
         if any(entry.hits for entry in self.kept):
             count = sum(entry.templates for entry in self.chains)
             text += f", {count} templates" if count else f", {self._no_templates()}"
+        if predicted := [entry for entry in self.chains if entry.plddt is not None]:
+            residues = sum(entry.length for entry in predicted)
+            plddt = sum((entry.plddt or 0) * entry.length for entry in predicted) / residues
+            masked = sum(entry.masked for entry in predicted)
+            with_kl = sum(entry.kl is not None for entry in predicted)
+            text += f", mean pLDDT {plddt:.1f}, {masked / residues:.0%} of the residues masked"
+            text += f", KL filter on {with_kl} of them" if with_kl else ", no KL filter (too few have distograms)"
         return text
 
     def warnings(self) -> list[str]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from warpfold.batch import Arrays
 from warpfold.data.example.pairing import Pairing
-from warpfold.data.example.raw_example import CA, Assembly, RawExample, Templates, as_slice
+from warpfold.data.example.raw_example import CA, Assembly, Atoms, RawExample, Templates, as_slice, where_sure
 from warpfold.data.formats.alignment import decode
 from warpfold.data.store.store import Packed, Record, Store, pack_record
 from warpfold.data.structure.assemblies import is_rigid
@@ -27,7 +27,8 @@ from warpfold.geometry.residue import GAP
 
 CHAINS = "chains"
 TILE = 128  # columns of a tile, at most: a crop of 256 touches three or four, and the rest of a chain stays unread
-PER_RESIDUE = ("aatype", "residue_index", "profile", "positions", "mask")  # arrays whose first axis is residues
+# Arrays whose first axis is residues.
+PER_RESIDUE = ("aatype", "residue_index", "profile", "positions", "mask", "confidence")
 TEMPLATE_ARRAYS = ("aatype", "positions", "mask", "sum_probs")  # of `Templates`; the names are a note
 PAIRING_ARRAYS = {"species": "<u8", "identity": "<f4", "digest": "<u8", "unpaired": "?"}  # of `Pairing`, in this order
 NEEDED = ("aatype", "residue_index", "profile", "msa", "deletion_starts", "deletion_rows", "deletion_counts")
@@ -147,11 +148,17 @@ class StoredExample:
         """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
         return self._read_msa(np.arange(self.length), rows)
 
-    def atoms(self, residues: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return positions [K, 37, 3] and mask [K, 37] of K residues (indices, ascending); None if not in the store."""
+    @property
+    def is_predicted(self) -> bool:
+        return "confidence" in self._record.arrays
+
+    def atoms(self, residues: np.ndarray, least: float = 0.0) -> Atoms | None:
+        """Return positions [K, 37, 3] and mask [K, 37], as `RawExample.atoms`; None if not in the store."""
+        read = self._record.read
         if "positions" not in self._record.arrays:
             return None
-        return self._record.read("positions", residues), self._record.read("mask", residues)
+        sure = read("confidence", residues) >= least if self.is_predicted else None
+        return read("positions", residues), where_sure(read("mask", residues), sure)
 
     def take(
         self,

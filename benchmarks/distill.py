@@ -1,0 +1,119 @@
+"""One round of distillation, tiny: does a student learn from what its teacher has folded?
+
+    python benchmarks/distill.py --out benchmarks/results/NAME.json
+
+Generated proteins: few have structures to learn from, more have an alignment alone, and others are held out.  A teacher
+(`tiny`) learns from the few; `warpfold distill` folds the others with it and keeps what is sure; then three runs go on
+from the teacher for as many steps again: on the few structures alone, on the mixture of the paper (0.25 of them, 0.75
+distilled), and, as the most that distillation could give, on that mixture with the true structures of the others.
+The held-out proteins are folded by each: lDDT-Ca, and the mean of the paired differences with its 95 % interval by
+bootstrap over proteins.
+"""
+
+import argparse
+import datetime
+import json
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import warpfold as wf
+
+PLACES = {"few": 32, "others": 120, "held out": 32}  # proteins
+
+
+def lay_out(folder: Path) -> dict[str, Path]:
+    """Generate proteins, and put them into a folder for each purpose."""
+    places = {purpose: folder / purpose for purpose in PLACES}
+    if (folder / "all").exists():  # the script was stopped, and goes on
+        return places
+    wf.sample(folder / "all", proteins=sum(PLACES.values()), min_length=24, max_length=36, seed=11)
+    structures = sorted((folder / "all/mmcif").iterdir())
+    for place, purpose in enumerate(np.repeat(list(PLACES), list(PLACES.values()))):
+        places[purpose].mkdir(exist_ok=True)
+        shutil.copy(structures[place], places[purpose])
+    return places
+
+
+def held_out(params: Path, folder: Path, truth: Path) -> dict[str, float]:
+    """Return lDDT-Ca of each held-out protein as these parameters fold it."""
+    found = wf.predict(
+        sorted(truth.iterdir()), params, folder / f"folded_{params.parent.name}", msa=folder / "all/msas"
+    )
+    scores = {}
+    for entry in found["predictions"]:
+        place = folder / f"folded_{params.parent.name}" / entry["folder"] / entry["files"]["mmcif"]
+        (true,) = (one for one in truth.iterdir() if entry["name"].startswith(one.name.split(".")[0]))
+        scores[true.name] = wf.score(place, true).lddt_ca
+    return scores
+
+
+def compared(ours: dict[str, float], theirs: dict[str, float]) -> dict[str, Any]:
+    """Return the mean difference of paired scores with its 95 % interval, by bootstrap over proteins."""
+    differences = np.array([ours[name] - theirs[name] for name in ours])
+    draws = np.random.default_rng(0).choice(differences, (10_000, len(differences))).mean(1)
+    interval = [round(float(x), 4) for x in np.quantile(draws, (0.025, 0.975))]
+    return {"difference": round(float(differences.mean()), 4), "interval": interval, "proteins": len(differences)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=900, help="of the teacher, and of each run after it")
+    parser.add_argument("--work", type=Path, help="folder to work in; default: a temporary one")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = given.work or Path(tempfile.mkdtemp(prefix="distill-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    began, msas = time.time(), folder / "all/msas"
+    places = lay_out(folder)
+    for purpose in ("few", "others"):
+        wf.pack(places[purpose], msas, folder / f"{purpose}_store")
+    fixed = {"train.steps": given.steps, "train.validation": 0.0, "data.crop": 36}
+    teacher = wf.train("tiny", folder / "few_store", folder / "teacher", set=fixed).params
+    sequences = folder / "others.fasta"
+    stored = wf.Store(folder / "others_store")
+    report = json.loads((folder / "others_store/pack.json").read_text())
+    assert len(report["kept"]) == len(stored)
+    from warpfold.data.store.stored_example import StoredExample
+
+    lines = [f">{key}\n{StoredExample(stored, key).sequence}\n" for key in stored.keys]
+    sequences.write_text("".join(lines))
+    distilled = wf.distill(sequences, teacher, folder / "distilled", msa=msas, distogram=True)
+    runs = {
+        "structures alone": [folder / "few_store"],
+        "mixture": [f"{folder}/few_store=0.25", f"{folder}/distilled=0.75"],
+        "mixture of true structures": [f"{folder}/few_store=0.25", f"{folder}/others_store=0.75"],
+    }
+    scores = {"teacher": held_out(teacher, folder, places["held out"])}
+    for name, data in runs.items():
+        params = wf.train("tiny", data, folder / name.replace(" ", "_"), init=teacher, set=fixed).params
+        scores[name] = held_out(params, folder, places["held out"])
+    alone = scores["structures alone"]
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "torch": torch.__version__,
+        "steps": given.steps,
+        "proteins": PLACES,
+        "distilled": {
+            "kept": len(distilled["store"]["kept"]),
+            "reasons": distilled["store"]["reasons"],
+            "summary": distilled["summary"],
+        },
+        "lddt_ca": {name: round(float(np.mean(list(each.values()))), 4) for name, each in scores.items()},
+        "against the structures alone": {
+            name: compared(each, alone) for name, each in scores.items() if each is not alone
+        },
+        "seconds": round(time.time() - began),
+    }
+    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

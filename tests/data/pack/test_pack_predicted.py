@@ -1,0 +1,235 @@
+"""Predictions as examples: which files are taken, what is masked, what is dropped and why (Supp. 1.3)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, refused, run
+from warpfold.data.example.raw_example import Assembly
+from warpfold.data.features.choose import SampleConfig, select
+from warpfold.data.features.make import make_features
+from warpfold.data.pack import predicted
+from warpfold.data.pack.options import PackOptions
+from warpfold.data.pack.pack import pack
+from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
+from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import StoredExample, read_assembly
+from warpfold.data.structure.write import Modelling, write_mmcif, write_pdb
+
+REAL = Path(__file__).parents[4] / "shared/realdata/predictions"
+SAME = "another file of the same prediction is packed"
+PLDDT = np.array([90.0] * 20 + [49.0, 50.0] + [30.0] * 8)  # of 30 residues; 9 are masked
+
+
+def prediction(path: Path, sequence: str, plddt: np.ndarray = PLDDT) -> Path:
+    """Write a structure with pLDDT in the B column, in the format that the name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name, chains = path.name.split(".")[0], [chain("A", sequence)]
+    if path.suffix == ".pdb":
+        path.write_text(write_pdb(name, chains, b_factors=[plddt]))
+    else:
+        path.write_text(write_mmcif(name, chains, b_factors=[plddt], predicted=Modelling()))
+    return path
+
+
+def packed(folder: Path, **options: Any) -> PackReport:
+    return pack([folder / "p"], [], folder / "store", PackOptions(**options), predicted=True)
+
+
+def reasons(report: PackReport) -> dict[str, str]:
+    return {Path(entry.file).name: entry.reason for entry in report.dropped}
+
+
+def test_the_best_file_of_each_prediction_is_packed_and_the_others_say_why_not(tmp_path: Path) -> None:
+    p = tmp_path / "p"
+    prediction(p / "AF-P29373-F1-model_v4.cif", ONE)
+    prediction(p / "AF-P29373-F1-model_v4.pdb", ONE)
+    (p / "AF-P29373-F1-predicted_aligned_error_v4.json").write_text(
+        json.dumps([{"predicted_aligned_error": np.full((30, 30), 3).tolist(), "max_predicted_aligned_error": 31.75}])
+    )
+    tail = "alphafold2_ptm_model_3_seed_000"
+    for kind in ("relaxed", "unrelaxed"):
+        prediction(p / f"cf/query_{kind}_rank_001_{tail}.pdb", TWO)
+    prediction(p / f"cf/query_unrelaxed_rank_002_{tail}.pdb", TWO)
+    (p / f"cf/query_scores_rank_001_{tail}.json").write_text(json.dumps({"pae": np.full((30, 30), 7.5).tolist()}))
+    prediction(p / "old/test_unrelaxed_model_3_rank_1.pdb", ONE[::-1])
+    for name in ("own.cif", "own.pdb", "own_relaxed.cif", "own_recycle_0.cif"):
+        prediction(p / "ours/own" / name, TWO[::-1])
+    for name in ("two_rank_1.cif", "two_rank_2.cif", "m_seed_0/two.cif"):
+        prediction(p / "ours/two" / name, ONE[:15] + TWO[:15])
+    report = packed(tmp_path)
+    assert {entry.name: (Path(entry.file).name, entry.pae) for entry in report.kept} == {
+        "AF-P29373-F1_A": ("AF-P29373-F1-model_v4.cif", 3.0),
+        "query_A": (f"query_unrelaxed_rank_001_{tail}.pdb", 7.5),
+        "test_A": ("test_unrelaxed_model_3_rank_1.pdb", None),
+        "own_A": ("own.cif", None),
+        "two_A": ("two_rank_1.cif", None),
+    }
+    assert reasons(report) == {
+        "AF-P29373-F1-model_v4.pdb": SAME,
+        f"query_relaxed_rank_001_{tail}.pdb": SAME,
+        f"query_unrelaxed_rank_002_{tail}.pdb": predicted.LATER,
+        "own.pdb": SAME,
+        "own_relaxed.cif": SAME,
+        "own_recycle_0.cif": "what a pass before the last has found",
+        "two_rank_2.cif": predicted.LATER,
+        "two.cif": SAME,
+    }
+    assert report.summary().endswith(
+        "mean pLDDT 71.3, 30% of the residues masked, no KL filter (too few have distograms)"
+    )
+    assert {(entry.plddt, entry.masked) for entry in report.kept} == {(71.3, 9)}
+    data = json.loads((tmp_path / "store/pack.json").read_text())
+    assert data == report.to_json()
+    assert PackReport.from_json(data).entries == report.entries
+    found = summarize_store(Store(tmp_path / "store"))
+    assert found["packed"]["inputs"]["predicted"]["files"] == 15  # 13 structures and 2 PAE
+    assert found["resolution"] is None
+    assert "15 predicted" in store_summary_text(found)
+
+
+def test_what_is_dropped(tmp_path: Path) -> None:
+    p = tmp_path / "p"
+    prediction(p / "good.cif", ONE)
+    prediction(p / "low.cif", TWO, np.linspace(10, 60, 30))
+    prediction(p / "few/few.cif", ONE[::-1], np.array([95.0] * 9 + [45.0] * 21))
+    (p / "few/few_pae.json").write_text(json.dumps({"pae": np.ones((30, 30)).tolist()}))
+    prediction(p / "crystal.cif", ONE, np.linspace(10, 120, 30))
+    prediction(p / "share.cif", ONE, np.linspace(0.1, 0.9, 30))
+    prediction(p / "flat.cif", ONE, np.full(30, 70.0))
+    for name, pae in (("kept", np.ones((30, 30))), ("wide", np.full((30, 30), 20.0)), ("small", np.zeros((29, 29)))):
+        prediction(p / f"{name}/{name}.cif", TWO[::-1])
+        (p / f"{name}/{name}_pae.json").write_text(json.dumps({"pae": pae.tolist()}))
+    prediction(p / "damaged/damaged.cif", TWO)
+    (p / "damaged/damaged_scores.json").write_text('{"plddt": [')
+    found = reasons(packed(tmp_path, max_pae=10.0))
+    assert found.pop("damaged.cif").startswith("damaged_scores.json: no PAE in AlphaFold DB's or ColabFold's layout")
+    assert found.pop("few.cif") == "9 residues that are not masked, fewer than 10"
+    assert found == {
+        "good.cif": "no file with its PAE",
+        "low.cif": "mean pLDDT 35.0, below 50",
+        "crystal.cif": "p/crystal.cif: its B column holds numbers from 10 to 120, and no pLDDT (0 to 100); "
+        "give predicted structures",
+        "share.cif": "p/share.cif: its B column holds numbers from 0.1 to 0.9, and no pLDDT (0 to 100); "
+        "give predicted structures",
+        "flat.cif": "p/flat.cif: its B column holds numbers from 70 to 70, and no pLDDT (0 to 100); "
+        "give predicted structures",
+        "wide.cif": "mean PAE 20.0 Å, over 10",
+        "small.cif": "small_pae.json: a PAE of shape [29, 29] for 30 residues; remove it, or fetch it again",
+    }
+
+
+def test_unsure_residues_are_masked_in_every_label_and_crops_of_alignments_are_drawn(tmp_path: Path) -> None:
+    prediction(tmp_path / "p/one.cif", ONE)
+    pack([tmp_path / "p"], [], tmp_path / "store", PackOptions(assemblies=True), predicted=True)
+    store = Store(tmp_path / "store")
+    example = StoredExample(store, "one_A")
+    assert example.is_predicted
+    np.testing.assert_array_equal(example.take(slice(18, 23)).confidence, PLDDT[18:23])
+    sure = PLDDT >= 50
+    found = make_features(example, SampleConfig(), 0, ("x",))
+    for name in ("all_atom_mask", "backbone_affine_mask", "pseudo_beta_mask", "atom14_gt_exists", "chi_mask"):
+        array = found[name].reshape(30, -1)
+        assert not array[~sure].any(), name
+        assert array[sure].any(), name
+    assert found["resolution"] == 0  # so that no confidence is learnt from it
+    every = make_features(example, SampleConfig(min_confidence=0), 0, ("x",))
+    assert every["backbone_affine_mask"].all()
+    assembly = make_features(read_assembly(store, "one-assembly1"), SampleConfig(), 0, ("x",))
+    np.testing.assert_array_equal(assembly["copy_atom_mask"][0].any(1), sure)
+    assert isinstance(read_assembly(store, "one-assembly1"), Assembly)
+
+
+def test_alignments_of_predictions_are_sampled_in_training() -> None:
+    sizes = 50, 5000, SampleConfig(block_fraction=0.0), 0, ("x",)
+    rows = select(*sizes, train=True, predicted=True).rows
+    assert (len(rows), rows[0], len(np.unique(rows))) == (1000, 0, 1000)
+    assert abs(rows.mean() - 2500) < 200
+    assert len(select(*sizes, train=True).rows) == len(select(*sizes, train=False, predicted=True).rows) == 5000
+
+
+def test_the_kl_filter_is_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of each protein is as uncertain as the reference; the other half is sure of its distances."""
+    monkeypatch.setattr(predicted, "FEW", 4)
+    rng = np.random.default_rng(0)
+    n, bins = 30, 8
+    for number in range(4):
+        peaked = np.eye(bins)[rng.integers(bins, size=(n, n))] * 0.99 + 0.01 / bins
+        distogram = np.full((n, n, bins), 1 / bins)
+        distogram[:20, :20] = ((peaked + peaked.swapaxes(0, 1)) / 2)[:20, :20]
+        letters = "".join(rng.permutation(list(ONE)))
+        prediction(tmp_path / f"p/{number}/p{number}.cif", letters, np.where(np.arange(n) < 28, 90.0, 80.0))
+        np.save(tmp_path / f"p/{number}/p{number}_distogram.npy", distogram.astype(np.float16))
+    report = packed(tmp_path)
+    assert "KL filter on 4 of them" in report.summary()
+    paths = sorted((tmp_path / "p").rglob("*.npy"))
+    reference = predicted.reference_of(paths)
+    assert reference is not None
+    first = np.load(paths[0]).astype(np.float64)
+    by_hand = np.zeros(n)
+    for i in range(n):
+        pairs = [(j, reference[abs(i - j) - 1]) for j in range(n) if j != i]
+        by_hand[i] = np.mean([(q * np.log(q / first[i, j])).sum() for j, q in pairs])
+    np.testing.assert_allclose(predicted.divergences(np.load(paths[0]), reference), by_hand, atol=1e-3)
+    assert report.kept[0].kl == pytest.approx(by_hand.mean(), abs=1e-3)
+    masked = StoredExample(Store(tmp_path / "store"), "p0_A").take(slice(None)).confidence == 0
+    np.testing.assert_array_equal(masked, by_hand < 0.5)
+    assert masked[20:].all()
+    assert not masked[:20].any()
+    without = pack([tmp_path / "p"], [], tmp_path / "plain", PackOptions(min_kl=0), predicted=True)
+    assert {entry.masked for entry in without.kept} == {0}
+    np.save(tmp_path / "p/1/p1_distogram.npy", np.zeros((3, 3, bins)))
+    broken = pack([tmp_path / "p"], [], tmp_path / "broken", PackOptions(), predicted=True)
+    assert reasons(broken) == {"p1.cif": "p1_distogram.npy: a distogram of shape [3, 3, 8]; predict it again"}
+
+
+def test_a_stopped_run_does_again_what_a_changed_pae_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prediction(tmp_path / "p/one/one.cif", ONE)
+    prediction(tmp_path / "p/two/two.cif", TWO)
+    pae = tmp_path / "p/one/one_pae.json"
+    pae.write_text(json.dumps({"pae": np.ones((30, 30)).tolist()}))
+    with monkeypatch.context() as patch:
+        patch.setattr("warpfold.data.pack.pack.merge_parts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            packed(tmp_path)
+    pae.write_text(json.dumps({"pae": np.full((30, 30), 2.5).tolist()}))
+    read = []
+    whole = predicted.with_confidence
+    monkeypatch.setattr("warpfold.data.pack.build.with_confidence", lambda *a: read.append(a[1].name) or whole(*a))
+    report = packed(tmp_path)
+    assert read == ["p/one/one.cif"]
+    assert {entry.name: entry.pae for entry in report.kept} == {"one_A": 2.5, "two_A": None}
+    pack([tmp_path / "p"], [], tmp_path / "whole", predicted=True)
+    assert contents(tmp_path / "whole") == contents(tmp_path / "store")
+
+
+def test_depth_and_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prediction(tmp_path / "p/one.cif", ONE)
+    prediction(tmp_path / "p/two.cif", TWO)
+    alignment(tmp_path / "m/a.a3m", ONE, ONE[:15] + "-" * 15, "A" * 30)
+    inputs = "--predicted", tmp_path / "p", "--msas", tmp_path / "m"
+    code, out, _ = run(capsys, "pack", *inputs, "--out", tmp_path / "store", "--min-depth", 3)
+    assert code == 0
+    assert "dropped two_A: 1 alignment rows, fewer than 3" in out
+    assert Store(tmp_path / "store").column("plddt") == [71.3]
+    message = refused(run(capsys, "pack", *inputs, "--out", tmp_path / "o", "--hits", tmp_path / "m"))
+    assert "--hits with --predicted needs --template-structures" in message
+    message = refused(run(capsys, "pack", *inputs, "--structures", tmp_path / "p", "--out", tmp_path / "o"))
+    assert "give one of" in message
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="../shared is not there")
+def test_real_files(tmp_path: Path) -> None:
+    folders = [REAL / "afdb_P29373", REAL / "PIGK", REAL / "afdb_Q5VSL9"]
+    report = pack(folders, [], tmp_path / "store", predicted=True)
+    kept = {entry.name: entry for entry in report.kept}
+    assert {"AF-P29373-F1_A", "PIGK_A", "AF-Q5VSL9-F1_A"} == kept.keys()
+    assert kept["AF-P29373-F1_A"].plddt == pytest.approx(94, abs=3)
+    assert kept["AF-P29373-F1_A"].pae is not None
+    assert kept["PIGK_A"].pae is not None
+    assert kept["AF-Q5VSL9-F1_A"].masked > 100
+    assert "experimental" in " ".join(reasons(report))  # its B column is no pLDDT

@@ -1,0 +1,102 @@
+"""`warpfold distill`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from warpfold.arguments import PathLike, function, path, paths, progress_of, queries, writes
+from warpfold.cli.common import Answer, StoppedByUser, command, on_sigterm, plans_said, this_process, warn
+from warpfold.cli.pack import PackCommand
+from warpfold.cli.predict import PredictCommand
+from warpfold.data.pack.options import ExampleOptions
+from warpfold.errors import UserError
+from warpfold.progress import progress_bar
+
+SHOWN = 20  # reasons for which predictions are dropped
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillCommand(PredictCommand, ExampleOptions):
+    """Fold sequences, and make a store of the predictions that are sure, for `train` to learn from (Supp. 1.3)."""
+
+    out: Annotated[PathLike, writes("The store; the same command continues a stopped run.")] = field(kw_only=False)
+    predictions: Annotated[PathLike | None, writes("Folder for the predictions; default: OUT.predictions.")] = None
+
+    def __call__(self) -> dict[str, Any]:
+        """Fold as `predict` does, into the folder `predictions`, and pack these with their alignments into `out`.
+
+        Returns "predictions", the folder; "failures", as of `predict`; and "store", the report of `pack`, None as long
+        as other parts (`shard`) have predictions to make.  A stopped run continues by the same call.
+        Errors: UserError for bad input and arguments, for other things in place of `out`, and where nothing was folded.
+        """
+        out = path("out", self.out)
+        if out.exists() and not (out / "sources.json").is_file():  # `pack` would say so after hours of folding
+            raise UserError(f"{out}: exists already; remove it, or choose another name")
+        folder = out.with_name(f"{out.name}.predictions") if self.predictions is None else Path(self.predictions)
+        given = {one.name: getattr(self, one.name) for one in fields(PredictCommand)}
+        summary = PredictCommand(**given | {"out": folder})()
+        found: dict[str, Any] = {"predictions": str(folder), "failures": summary["failures"], "store": None}
+        if summary["status"] == "running":
+            return found
+        if not summary["predictions"]:
+            raise UserError(f"{folder}: none of the sequences was folded; its summary.json says why")
+        options = {one.name: getattr(self, one.name) for one in fields(ExampleOptions)}
+        report = PackCommand(
+            predicted=folder,
+            msas=_alignments(self, folder) or None,
+            out=out,
+            workers=self.workers,
+            cluster=self.cluster,
+            progress=progress_of(self.progress),
+            **options,
+        )()
+        return {**found, "store": report.to_json(), "summary": report.summary()}
+
+
+def _alignments(given: PredictCommand, folder: Path) -> list[Path]:
+    """Return the files and folders of alignments that the sequences were folded with."""
+    from warpfold.data.formats.input_files import ALIGNMENTS, find
+
+    every = [*paths("msa", given.msa), Path(given.msa_cache or folder / "alignments")]
+    every += [Path(one) for one in queries("query", given.query) if not isinstance(one, str) or "\n" not in one]
+    found = []
+    for one in every:
+        try:
+            is_one = one.is_dir() or (one.is_file() and one.name.removesuffix(".gz").endswith(ALIGNMENTS))
+            if is_one and find([one], ALIGNMENTS, "alignments"):
+                found.append(one)
+        except (OSError, UserError):  # a sequence itself, too long to be a name; a folder without alignments
+            continue
+    return found
+
+
+distill = function(DistillCommand)
+
+
+@command(
+    DistillCommand,
+    continues=True,
+    example="Example:  warpfold distill sequences.fasta --msa msas/ --params params.safetensors --out distilled",
+)
+def distill_in_shell(given: dict[str, Any]) -> Answer:
+    """Fold and pack under a progress bar, and say what was kept, and what not and why."""
+    if this_process().ranks > 1:
+        raise UserError("distill: runs without torchrun; take more processes by --workers, or machines by --shard")
+    # As `pack` does: files that are being read must not be blamed for the death of the process.
+    with on_sigterm(StoppedByUser(143)), progress_bar(remaining=False) as bar, plans_said():
+        found = distill(**given, progress=bar)
+    for failure in found["failures"]:
+        warn(f"failed {failure['name']}: {failure['error']}")
+    return Answer(found, _lines(found, given["out"]), int(bool(found["failures"])))
+
+
+def _lines(found: dict[str, Any], out: Path) -> Iterator[str]:
+    if found["store"] is None:
+        yield "this part is done; the last part packs all"
+        return
+    reasons = list(found["store"]["reasons"].items())
+    yield from (f"dropped {count}: {reason}" for reason, count in reasons[:SHOWN])
+    if len(reasons) > SHOWN:
+        yield f"... and {len(reasons) - SHOWN} more reasons, in {out / 'pack.tsv'}"
+    yield f"{out}: {found['summary']}"
