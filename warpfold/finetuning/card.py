@@ -5,7 +5,7 @@ from typing import Any
 
 from warpfold.data.store.store import Store
 from warpfold.files import checksum
-from warpfold.finetuning.page import PARTS, verdict
+from warpfold.finetuning.page import PARTS, labels_in_words, verdict
 from warpfold.finetuning.split import Split
 from warpfold.settings import toml_value
 
@@ -56,6 +56,8 @@ def card(result: Mapping[str, Any], store: Store, split: Split) -> str:
                 f"| {low:+.4f} to {high:+.4f} | {one['wins']} / {one['losses']} / {one['targets']} |"
             )
         lines.append("")
+    if result["labels"]:
+        lines += ["## Labels of the test", "", labels_in_words(result["labels"]), ""]
     lines += ["## Settings", "", "```toml"]
     for section, names in SHOWN.items():
         known = ((name, values[section].get(name)) for name in names)

@@ -2,7 +2,7 @@
 
 import multiprocessing
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ class _Job:
     sources: Sequence[tuple[Path, tuple[str, ...], float]]
     out: Path
     init: Path | None
+    labels: Mapping[str, float] | None
     device: str
 
     def run(self, process: ProcessInfo, watch: Watching | None = None) -> Summary:
@@ -34,7 +35,16 @@ class _Job:
         device = device_of(self.device, process.local_rank)
         sources = [Source(Store(path), list(keys), weight) for path, keys, weight in self.sources]
         with distributed_context(process, self.config.plan, device) as team:
-            return train(self.config, sources, self.out, init=self.init, device=device, watch=watch, team=team)
+            return train(
+                self.config,
+                sources,
+                self.out,
+                init=self.init,
+                labels=self.labels,
+                device=device,
+                watch=watch,
+                team=team,
+            )
 
 
 def train_here(
@@ -44,6 +54,7 @@ def train_here(
     out: Path,
     *,
     init: Path | None = None,
+    labels: Mapping[str, float] | None = None,
     device: str = "cpu",
     watch: Watching | None = None,
 ) -> Summary:
@@ -53,12 +64,12 @@ def train_here(
     under `if __name__ == "__main__"`: the others import it.
     """
     if ranks == 1:
-        return train(config, sources, out, init=init, device=device, watch=watch)
+        return train(config, sources, out, init=init, labels=labels, device=device, watch=watch)
     with socket.socket() as free:
         free.bind((HERE, 0))
         port = free.getsockname()[1]
     first = ProcessInfo(ranks=ranks, ranks_per_node=ranks, address=HERE, port=port)
-    job = _Job(config, [(one.store.path, tuple(one.keys), one.weight) for one in sources], out, init, device)
+    job = _Job(config, [(one.store.path, tuple(one.keys), one.weight) for one in sources], out, init, labels, device)
     context = multiprocessing.get_context("spawn")
     others = [replace(first, rank=rank, local_rank=rank) for rank in range(1, ranks)]
     started = [context.Process(target=job.run, args=(one,), daemon=True) for one in others]
