@@ -38,7 +38,7 @@ def labels_in_words(found: Mapping[str, Any]) -> str:
         )
     if found.get("correlation") is not None:
         return (
-            f"The values of {found['targets']} proteins correlate by {found['correlation']:.2f} with what is predicted. "
+            f"Over {found['targets']} proteins, values and predictions correlate by {found['correlation']:.2f}. "
             f"Its mean error is {found['error']:.3g}; that of the mean value is {found['of_mean']:.3g}."
         )
     return f"{found['targets']} proteins of the test have a label, too few to say anything."
