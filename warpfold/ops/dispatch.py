@@ -582,6 +582,12 @@ def empty_like(x: Tensor) -> Tensor:
     return x.new_empty([x.shape[axis] for axis in order]).permute(back)
 
 
+def laid_out_as(y: Tensor, x: Tensor) -> Tensor:
+    """Return y, whose axes lie in memory in the order of x's: as it is, or a copy."""
+    like = empty_like(x)
+    return y if y.stride() == like.stride() else like.copy_(y)
+
+
 def empty_parameters(*parameters: Tensor | None) -> tuple[Tensor, ...]:
     """Allocate a contiguous tensor for the gradient of each of these, in fp32 at least: sums over all positions.
 

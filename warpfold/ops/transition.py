@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops.dispatch import Operands, Sizes, backend, faster_on_cpu, register, upcast_half
+from warpfold.ops.dispatch import Operands, Sizes, backend, faster_on_cpu, laid_out_as, register, upcast_half
 from warpfold.ops.linear import EPS, layer_norm
 
 # relu: of each output of `up` (AlphaFold2).  swiglu: silu of the first half of them, times the second half (Shazeer,
@@ -42,7 +42,7 @@ def _composed(registered: Callable[..., Tensor], t: Any) -> Tensor:
         return registered(*t)
     n = layer_norm(x, t.norm_weight, t.norm_bias, t.eps)
     dx = _perceptron(n, t.up, t.up_bias, t.down, t.down_bias, t.activation)
-    return x + dx if t.residual else dx
+    return x + dx if t.residual else laid_out_as(dx, x)
 
 
 @register(

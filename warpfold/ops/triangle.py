@@ -26,6 +26,7 @@ from warpfold.ops.dispatch import (
     empty_like,
     faster_on_cpu,
     implementation,
+    laid_out_as,
     modules,
     register,
     unsupported_device,
@@ -158,7 +159,7 @@ def _composed(registered: Callable[..., Tensor], t: Any) -> Tensor:
     product = triangle_product(triangle_factor(a, a_gate, t.mask), triangle_factor(b, b_gate, t.mask), t.outgoing)
     dx = gate(norm_linear(product, t.out_norm_weight, t.out_norm_bias, t.out_weight, t.out_bias, t.eps), g)
     dx = dx if t.factors is None else dx * t.factors
-    return x + dx if t.residual else dx
+    return x + dx if t.residual else laid_out_as(dx, x)
 
 
 @register(

@@ -42,6 +42,8 @@ BUDGETS = {
     "sm_100": Budget(GPUTarget("cuda", 100, 32), 227 * 1024, 255),
     "gfx942": Budget(GPUTarget("hip", "gfx942", 64), 64 * 1024, 512),
 }
+# GPUs with 99 KB of shared memory for a program: RTX 4090 and 5090.  Compiled for by the tests of the headline step.
+SMALL = {arch: Budget(GPUTarget("cuda", int(arch[3:]), 32), 99 * 1024, 255) for arch in ("sm_89", "sm_120")}
 COLUMNS = 512
 _ttir: dict[str, str] = {}
 
@@ -59,6 +61,8 @@ class Figures:
     loads: int
     dots: int  # matrix products, as Triton sees them
     columns: int = 0  # of tensor memory (Blackwell)
+    wgmma: int = 0  # of the instructions of tensor cores, those of four warps together (Hopper)
+    copies: int = 0  # of the loads, those to shared memory that nobody waits for: cp.async, or TMA's
 
 
 def distinct(launches: Iterable[KernelLaunch], target: GPUTarget = SM_80) -> list[KernelLaunch]:
@@ -153,6 +157,8 @@ def _read_nvidia(kernel: Any) -> Figures:
         loads=len(re.findall(r"\bld\.global\b|\bcp\.async\.(?:c[ag]|bulk\.tensor)\b", ptx)),
         dots=_dots(kernel),
         columns=getattr(kernel.metadata, "tmem_size", None) or 0,
+        wgmma=len(re.findall(r"\bwgmma\.mma_async\.", ptx)),
+        copies=len(re.findall(r"\bcp\.async\.(?:c[ag]|bulk\.tensor)\b", ptx)),
     )
 
 

@@ -286,7 +286,7 @@ def _attend(
 
 
 @triton.jit
-def _attention_forward(
+def _forward_tile(
     q: tl.tuple,
     k: tl.tuple,
     v: tl.tuple,
@@ -295,16 +295,16 @@ def _attention_forward(
     out: tl.tuple,
     lse: tl.tensor,
     sizes: tl.tuple,
+    where: tl.tuple,
     WIDTH: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Store the output, and the logarithm lse [B, R, h, Q] of each query's sum of weights."""
+    """Store the output and lse of BLOCK_Q queries; where: the first of them, batch, first row, head."""
     rows, queries, keys, heads, _ = sizes
-    tile, head, group, batch = program_tile(tl.cdiv(queries, BLOCK_Q), heads, tl.cdiv(rows, ROWS))
-    first_row = group * ROWS
-    i = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    first, batch, first_row, head = where
+    i = first + tl.arange(0, BLOCK_Q)
     bias_start = bias_of(bias, batch, head) if bias is not None else None
     q_tiles, m_i, l_i, acc = (), (), (), ()
     LEAST: tl.constexpr = LOWEST_FP32 if k.data.dtype.element_ty == tl.float32 else LOWEST
@@ -335,6 +335,35 @@ def _attention_forward(
         logs = tl.where((m_i[n] == NEVER) | (l_i[n] == 0), float("inf"), m_i[n] + tl.log(l_i[n]))
         lse_row = lse + ((batch.to(tl.int64) * rows + first_row + n) * heads + head) * queries
         tl.store(lse_row + i, logs, mask=i < limit)
+
+
+@triton.jit
+def _attention_forward(
+    q: tl.tuple,
+    k: tl.tuple,
+    v: tl.tuple,
+    mask: tl.tuple,
+    bias: tl.tuple,
+    out: tl.tuple,
+    lse: tl.tensor,
+    sizes: tl.tuple,
+    WIDTH: tl.constexpr,
+    TAIL_Q: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Store the output, and the logarithm lse [B, R, h, Q] of each query's sum of weights.
+
+    TAIL_Q: queries of the last tile, where they are that few; else 0.
+    """
+    rows, queries, _, heads, _ = sizes
+    tile, head, group, batch = program_tile(tl.cdiv(queries, BLOCK_Q), heads, tl.cdiv(rows, ROWS))
+    where = (tile * BLOCK_Q, batch, group * ROWS, head)
+    if TAIL_Q > 0 and tile == queries // BLOCK_Q:
+        _forward_tile(q, k, v, mask, bias, out, lse, sizes, where, WIDTH, TAIL_Q, BLOCK_K, ROWS)
+    else:
+        _forward_tile(q, k, v, mask, bias, out, lse, sizes, where, WIDTH, BLOCK_Q, BLOCK_K, ROWS)
 
 
 # Half precision uses tensor cores; fp32, exact and without them, wants smaller tiles.  dq's loop has the same shape.
@@ -695,6 +724,68 @@ def _store_deltas(
 
 
 @triton.jit
+def _short_tile(
+    first: tl.tensor,
+    tensors: tl.tuple,
+    bias: tl.tuple,
+    bias_start: tl.tensor,
+    partial: tl.tensor,
+    starts: tl.tuple,
+    where: tl.tuple,
+    hidden_dv: tl.tuple,
+    sizes: tl.tuple,
+    WIDTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Store dk and dv of BLOCK_K keys from `first` on, and add to dq of all queries what they make of it.
+
+    tensors, starts, where: as `_attention_short` has them; hidden_dv: dv of masked keys, and what is added to others.
+    """
+    grad, q, k, v, mask, lse, delta, dq, dk, dv = tensors
+    grad_start, q_start = starts
+    batch, row, head, line = where
+    alike, spoiled = hidden_dv
+    _, queries, keys, _, bias_keys = sizes
+    EXACT: tl.constexpr = k.data.dtype.element_ty == tl.float32
+    WIDE: tl.constexpr = padded_width(WIDTH)
+    j = first + tl.arange(0, BLOCK_K)
+    k_tile = _load_near(k, vectors_of(k, batch, row, head), j, keys, WIDTH)
+    v_tile = _load_near(v, vectors_of(v, batch, row, head), j, keys, WIDTH)
+    attended = load_mask(mask, batch, row, j, keys)[:, None]
+    dk_tile = tl.zeros([BLOCK_K, WIDE], tl.float32)
+    dv_tile = tl.zeros([BLOCK_K, WIDE], tl.float32)
+    for start in range(0, queries, BLOCK_Q):
+        i = start + tl.arange(0, BLOCK_Q)
+        q_tile = _load_near(q, q_start, i, queries, WIDTH)
+        do_tile = _load_near(grad, grad_start, i, queries, WIDTH)
+        lse_tile = tl.load(lse + i, mask=i < queries, other=float("inf"))
+        d = tl.load(delta + i, mask=i < queries, other=0.0)
+        s = tl.dot(k_tile, tl.trans(q_tile)) * WIDTH**-0.5
+        if bias is not None:
+            at = i[None, :] * (bias.strides[2] * bias.unit) + j[:, None]
+            valid = (i < queries)[None, :] & (j < bias_keys)[:, None]
+            s += tl.load(bias_start + at, mask=valid, other=0.0).to(tl.float32)
+        p = tl.where(attended, exp_shifted(s, lse_tile[None, :], EXACT), 0.0)
+        dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, acc=dv_tile)
+        dp = tl.dot(v_tile, tl.trans(do_tile))
+        ds = (p * (dp - d[None, :])).to(k_tile.dtype)
+        dk_tile = tl.dot(ds, q_tile, acc=dk_tile)
+        dq_tile = tl.dot(tl.trans(ds), k_tile)
+        limit = tl.where(first + BLOCK_K < keys, 0, queries)  # dq is whole after the last tile of keys
+        if partial is not None:
+            at = line * WIDE + i[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+            known = (i < queries)[:, None]
+            dq_tile += tl.load(partial + at, mask=known & (first > 0), other=0.0)
+            # not a block & a scalar: of that Triton's interpreter makes integers, which its 3.9 refuses as a mask
+            tl.store(partial + at, dq_tile, mask=(i >= limit)[:, None] & known)
+        _store_near(dq, vectors_of(dq, batch, row, head), dq_tile * WIDTH**-0.5, i, limit, WIDTH)
+    dv_tile = tl.where(attended, dv_tile + spoiled, alike)
+    _store_near(dk, vectors_of(dk, batch, row, head), dk_tile * WIDTH**-0.5, j, keys, WIDTH)
+    _store_near(dv, vectors_of(dv, batch, row, head), dv_tile, j, keys, WIDTH)
+
+
+@triton.jit
 def _attention_short(
     grad: tl.tuple,
     q: tl.tuple,
@@ -712,14 +803,16 @@ def _attention_short(
     dv: tl.tuple,
     sizes: tl.tuple,
     WIDTH: tl.constexpr,
+    TAIL_K: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
     """Store dq, dk and dv of one head of one row; and delta and, unless it is None, firsts as `_attention_dq` does.
 
     partial [programs, Q, padded WIDTH], in fp32: for dq, where there are several tiles of keys; else None.
+    TAIL_K: keys of the last tile, where they are that few; else 0.
     """
-    rows, queries, keys, heads, bias_keys = sizes
+    rows, queries, keys, heads, _ = sizes
     _, head, row, batch = program_tile(1, heads, rows)
     line = ((batch.to(tl.int64) * rows + row) * heads + head) * queries
     lse += line
@@ -728,7 +821,6 @@ def _attention_short(
         if head == 0:
             first = first_masked_key(mask, batch, row, rows, keys, 1)
             tl.store(firsts + batch.to(tl.int64) * rows + row, first)
-    EXACT: tl.constexpr = k.data.dtype.element_ty == tl.float32
     WIDE: tl.constexpr = padded_width(WIDTH)
     bias_start = bias_of(bias, batch, head) if bias is not None else None
     grad_start, q_start = vectors_of(grad, batch, row, head), vectors_of(q, batch, row, head)
@@ -739,41 +831,14 @@ def _attention_short(
         alike, hidden = uniform_dv(grad, lse, mask, batch, row, head, queries, keys, WIDTH, BLOCK_Q)
         spoiled = tl.where(hidden == 0, float("nan"), 0.0)
 
-    for first in range(0, keys, BLOCK_K):
-        j = first + tl.arange(0, BLOCK_K)
-        k_tile = _load_near(k, vectors_of(k, batch, row, head), j, keys, WIDTH)
-        v_tile = _load_near(v, vectors_of(v, batch, row, head), j, keys, WIDTH)
-        attended = load_mask(mask, batch, row, j, keys)[:, None]
-        dk_tile = tl.zeros([BLOCK_K, WIDE], tl.float32)
-        dv_tile = tl.zeros([BLOCK_K, WIDE], tl.float32)
-        for start in range(0, queries, BLOCK_Q):
-            i = start + tl.arange(0, BLOCK_Q)
-            q_tile = _load_near(q, q_start, i, queries, WIDTH)
-            do_tile = _load_near(grad, grad_start, i, queries, WIDTH)
-            lse_tile = tl.load(lse + i, mask=i < queries, other=float("inf"))
-            d = tl.load(delta + i, mask=i < queries, other=0.0)
-            s = tl.dot(k_tile, tl.trans(q_tile)) * WIDTH**-0.5
-            if bias is not None:
-                at = i[None, :] * (bias.strides[2] * bias.unit) + j[:, None]
-                valid = (i < queries)[None, :] & (j < bias_keys)[:, None]
-                s += tl.load(bias_start + at, mask=valid, other=0.0).to(tl.float32)
-            p = tl.where(attended, exp_shifted(s, lse_tile[None, :], EXACT), 0.0)
-            dv_tile = tl.dot(p.to(do_tile.dtype), do_tile, acc=dv_tile)
-            dp = tl.dot(v_tile, tl.trans(do_tile))
-            ds = (p * (dp - d[None, :])).to(k_tile.dtype)
-            dk_tile = tl.dot(ds, q_tile, acc=dk_tile)
-            dq_tile = tl.dot(tl.trans(ds), k_tile)
-            limit = tl.where(first + BLOCK_K < keys, 0, queries)  # dq is whole after the last tile of keys
-            if partial is not None:
-                at = line * WIDE + i[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-                known = (i < queries)[:, None]
-                dq_tile += tl.load(partial + at, mask=known & (first > 0), other=0.0)
-                # not a block & a scalar: of that Triton's interpreter makes integers, which its 3.9 refuses as a mask
-                tl.store(partial + at, dq_tile, mask=(i >= limit)[:, None] & known)
-            _store_near(dq, vectors_of(dq, batch, row, head), dq_tile * WIDTH**-0.5, i, limit, WIDTH)
-        dv_tile = tl.where(attended, dv_tile + spoiled, alike)
-        _store_near(dk, vectors_of(dk, batch, row, head), dk_tile * WIDTH**-0.5, j, keys, WIDTH)
-        _store_near(dv, vectors_of(dv, batch, row, head), dv_tile, j, keys, WIDTH)
+    tensors, starts = (grad, q, k, v, mask, lse, delta, dq, dk, dv), (grad_start, q_start)
+    where, hidden_dv = (batch, row, head, line), (alike, spoiled)
+    whole = keys // BLOCK_K * BLOCK_K if TAIL_K > 0 else keys
+    for first in range(0, whole, BLOCK_K):
+        _short_tile(first, tensors, bias, bias_start, partial, starts, where, hidden_dv, sizes, WIDTH, BLOCK_Q, BLOCK_K)
+    if TAIL_K > 0:
+        tl.debug_barrier()  # the parts of dq of a smaller tile may lie with other threads
+        _short_tile(whole, tensors, bias, bias_start, partial, starts, where, hidden_dv, sizes, WIDTH, BLOCK_Q, TAIL_K)
 
 
 SHORT = register(
@@ -951,6 +1016,7 @@ def run_pointwise(of: Kernel, vectors: dict[str, Strided], mask: Strided, lse: T
 
 
 WARPS = 8  # of the gradient of the bias that a core runs at once: its tiles take most of the registers
+LEAST = 16  # queries, or keys, of a tile
 MAX_SLABS = 16  # of rows whose gradients of the bias are summed apart
 
 
@@ -969,7 +1035,8 @@ def _forward(t: Operands) -> None:
         return
     call = _Call(vectors, t.mask, t.bias)
     kernel = call.tiled(FORWARD)
-    kernel.run(call.row_grid(kernel, "BLOCK_Q"), **call.arguments, lse=t.lse)
+    tail = least_tail(call.sizes.queries, kernel["BLOCK_Q"], t.q)
+    kernel.run(call.row_grid(kernel, "BLOCK_Q"), **call.arguments, lse=t.lse, TAIL_Q=tail)
 
 
 def attention_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -998,6 +1065,11 @@ def _backward(t: Operands) -> Tensor | None:
     run = call.run_short if serves_short(vectors.values(), t.bias) else call.run_long
     between = run(t.lse, t.bias_wanted)
     return call.run_bias(t.dbias, **between) if t.bias_wanted else None
+
+
+def least_tail(length: int, block: int, x: Tensor) -> int:
+    """Return how long a last tile of its own is, the shortest that tensor cores take; 0 where the last is as others."""
+    return LEAST if x.element_size() == 2 and block < length and 0 < length % block <= LEAST < block else 0
 
 
 @functools.cache
@@ -1078,6 +1150,7 @@ class _Call:
             delta=delta,
             firsts=firsts if bias_wanted else None,
             partial=lse.new_empty(*lse.shape, wide) if several else None,
+            TAIL_K=least_tail(sizes.keys, kernel["BLOCK_K"], self.q),
         )
         return {"lse": lse, "delta": delta, "firsts": firsts}
 

@@ -44,6 +44,7 @@ from warpfold.ops.triton.positions import (
 )
 
 TILES = 256  # programs of the gradient of the weight: as in `norm_linear`
+LEAST = 16  # sequences of a tile, as tensor cores want them
 
 
 @triton.jit
@@ -193,6 +194,7 @@ def _factor(
     D: tl.constexpr,
     Z: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    TAIL_S: tl.constexpr,
     TILE_I: tl.constexpr,
     TILE_J: tl.constexpr,
     TILE_C: tl.constexpr,
@@ -200,6 +202,9 @@ def _factor(
     BLOCK_Z: tl.constexpr,
 ) -> None:
     """Store TILE_C channels of the gradient of a factor, result [batch, s, i, c], at BLOCK_S x TILE_I positions.
+
+    TAIL_S: where so few sequences are left over, the last program takes them too, as a tile beside its own: a program
+    for them alone would make all products again.  0: there are none, or they are as a block of others.
 
     other [batch, s, j, d] is the other factor; the pitches are from one position of it, and of the result, to the next.
     Strides: of positions of grad and share, and of the weight's channels.  mask [batch, s, i]: of the factor, or None.
@@ -222,6 +227,9 @@ def _factor(
     if BLOCK_Z >= Z:
         w = tl.load(weight + z[:, None] * (C * D) + w_at, mask=(z < Z)[:, None] & known[None, :], other=0).to(dtype)
     acc = tl.zeros([BLOCK_S, TILE_I * TILE_C], tl.float32)
+    if TAIL_S > 0:
+        last = tl.num_programs(1) * BLOCK_S + tl.arange(0, TAIL_S)
+        rest = tl.zeros([TAIL_S, TILE_I * TILE_C], tl.float32)
     for j in range(0, J, TILE_J):
         at_i, at_j = i + m // TILE_J, j + m % TILE_J
         real = (at_i < I) & (at_j < J)
@@ -239,18 +247,38 @@ def _factor(
         turned = tl.reshape(products.to(dtype), [TILE_I, TILE_J, TILE_C, BLOCK_D])
         turned = tl.reshape(tl.permute(turned, (1, 3, 0, 2)), [TILE_J * BLOCK_D, TILE_I * TILE_C])
         to_j, of_d = j + column // BLOCK_D, column % BLOCK_D
-        readable = (s < S)[:, None] & ((to_j < J) & (of_d < D))[None, :]
-        at = s[:, None].to(tl.int64) * (J * pitch) + (to_j * pitch + of_d)[None, :]
-        others = tl.load(other + at, mask=readable, other=0)
-        acc = tl.dot(others, turned, acc)
+        at, readable = to_j * pitch + of_d, (to_j < J) & (of_d < D)
+        acc = tl.dot(_others(other, s, S, J * pitch, at, readable), turned, acc)
+        if TAIL_S > 0:
+            rest = tl.dot(_others(other, last, S, J * pitch, at, readable), turned, rest)
+    _store_factor(acc, result, mask, batch, s, i, first, result_pitch, S, I, C, TILE_I, TILE_C)
+    if TAIL_S > 0 and tl.program_id(1) == tl.num_programs(1) - 1:
+        _store_factor(rest, result, mask, batch, last, i, first, result_pitch, S, I, C, TILE_I, TILE_C)
+
+
+@triton.jit
+def _others(
+    other: tl.tensor, s: tl.tensor, S: tl.tensor, apart: tl.tensor, at: tl.tensor, readable: tl.tensor
+) -> tl.tensor:
+    """Load the columns `at` of the other factor, where they are readable, in sequences s, `apart` from each other."""
+    valid = (s < S)[:, None] & readable[None, :]
+    return tl.load(other + (s[:, None].to(tl.int64) * apart + at[None, :]), mask=valid, other=0)
+
+
+@triton.jit
+def _store_factor(
+    acc: tl.tensor, result: tl.tensor, mask: tl.tensor, batch: tl.tensor, s: tl.tensor, i: tl.tensor, first: tl.tensor,
+    pitch: tl.tensor, S: tl.tensor, I: tl.tensor, C: tl.constexpr, TILE_I: tl.constexpr, TILE_C: tl.constexpr,
+) -> None:  # fmt: skip
+    """Store acc [s, (i, c)], times the mask of its positions, from i and channel `first` on."""
     column = tl.arange(0, TILE_I * TILE_C)
     at_i, c = i + column // TILE_C, first + column % TILE_C
     line = (batch * S + s.to(tl.int64))[:, None] * I
     writable = (s < S)[:, None] & ((at_i < I) & (c < C))[None, :]
     if mask is not None:
         acc *= tl.load(mask + line + at_i[None, :], mask=writable, other=0).to(tl.float32)
-    rows = result + line * result_pitch
-    tl.store(rows + (at_i * result_pitch + c)[None, :], acc.to(result.dtype.element_ty), mask=writable)
+    rows = result + line * pitch
+    tl.store(rows + (at_i * pitch + c)[None, :], acc.to(result.dtype.element_ty), mask=writable)
 
 
 @triton.jit
@@ -444,8 +472,10 @@ def _backward(
         (_, _, m, own), (_, _, n, others) = result.shape, other.shape
         kernel = FACTOR.tiled((s, own, z), other)
         parts = batches * triton.cdiv(m, kernel["TILE_I"]) * triton.cdiv(own, kernel["TILE_C"])
+        whole, rest = divmod(s, kernel["BLOCK_S"])
+        tail = whole > 0 and 0 < rest <= LEAST < kernel["BLOCK_S"]
         kernel.run(
-            (parts, triton.cdiv(s, kernel["BLOCK_S"])),
+            (parts, whole if tail else triton.cdiv(s, kernel["BLOCK_S"])),
             grad=grad,
             share=t.share,
             weight=w,
@@ -454,6 +484,7 @@ def _backward(
             result=result,
             pitch=pitch,
             result_pitch=result_pitch,
+            TAIL_S=LEAST if tail else 0,
             **dict(zip(("stride_i", "stride_j", "stride_c", "stride_d"), strides)),
             **_sizes(s, m, n, own, others, z),
         )

@@ -703,6 +703,7 @@ _WEIGHTS = configs(
     *((m, o, 4, 2) for m in (32, 64) for o in (16, 32)),
     *((m, o, 8, s) for m in (32, 64, 128) for o in (32, 64) for s in (2, 3)),
     (32, 16, 8, 2),  # of 256 channels
+    *((64, 64, 4, 2), (32, 128, 8, 2), (32, 128, 8, 3)),  # for wgmma, whose tiles have 64 rows: BLOCK_O of a product
 )
 FACTORS_WEIGHT = register("triangle_factors_weight", _factors_weight, _WEIGHTS)
 OUT_WEIGHT = register("triangle_out_weight", _out_weight, _WEIGHTS)
@@ -730,7 +731,7 @@ def triangle_factor_backward(t: Operands) -> tuple[Tensor, Tensor]:
     return dy, dg
 
 
-PROGRAMS = 256  # of a weight's gradient, where there are positions enough: two on each core of a large GPU
+PROGRAMS = 256  # of four warps, of a weight's gradient, where there are positions enough: two on a core of a large GPU
 STATISTICS = "mean", "scale", "out_mean", "out_scale"
 
 
@@ -855,16 +856,17 @@ class _Call:
         of_out, of_factors = (dweight[rows:], dbias[rows:], dout_weight, dout_bias), (dweight[:rows], dbias[:rows])
         kernel = self.tiled(OUT_WEIGHT)
         chunks = triton.cdiv(self.channels, kernel["BLOCK_O"])
-        outs = self.span_partials(kernel, chunks, PROGRAMS // 2, of_out)
+        outs = self.span_partials(kernel, chunks, of_out)
         self.launch(kernel, (chunks, len(outs)), out_tensors, partials=outs)
         kernel = self.tiled(FACTORS_WEIGHT)
         chunks = 2 * triton.cdiv(self.hidden, kernel["BLOCK_O"])
-        partials = self.span_partials(kernel, chunks, PROGRAMS, of_factors)
+        partials = self.span_partials(kernel, chunks, of_factors)
         self.launch(kernel, (chunks, len(partials)), factor_tensors, partials=partials, apart=apart)
         return Sum(outs, of_out), Sum(partials, of_factors)
 
-    def span_partials(self, kernel: TiledKernel, chunks: int, programs: int, sums: Sequence[Tensor]) -> Tensor:
+    def span_partials(self, kernel: TiledKernel, chunks: int, sums: Sequence[Tensor]) -> Tensor:
         """Allocate what programs add up to these sums: a row for each span of positions, which `chunks` share."""
+        programs = PROGRAMS * 4 // kernel.config.warps  # one of eight warps takes a core: its sums fill the registers
         spans = programs_for(self.positions, kernel["BLOCK_M"], max(1, programs // chunks))
         return empty_partials(self.x, spans, sum(t.numel() for t in sums))
 

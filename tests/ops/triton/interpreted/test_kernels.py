@@ -75,6 +75,23 @@ def test_in_the_default_tiles(monkeypatch: pytest.MonkeyPatch, name: str, dtype:
     assert not mistakes(monkeypatch, name, dtype)
 
 
+@pytest.mark.parametrize(("c", "dtype"), [(64, "fp16"), (128, "bf16"), (256, "fp16"), (384, "bf16"), (512, "fp16")])
+def test_triangle_products_and_transitions_of_any_width(monkeypatch: pytest.MonkeyPatch, c: int, dtype: str) -> None:
+    """Forward and backward, by one operation or by several; their norms, gates and layouts are kernels in any case."""
+    of = DTYPES[dtype]
+    triangle = made("triangle_multiplication incoming, alone", of, n=3, c=c, h=c)
+    if c in (64, 512):
+        perceptron = made("transition 40, SwiGLU, a batch", of, c=c, n=c, of=((2, 3), (1, 0, 2), 0), residual=False)
+    else:
+        perceptron = made("transition 16, as a small model's", of, c=c, n=2 * c, of=((2, 3), None, 0))
+    for call in (triangle, perceptron):
+        assert call.op.unsupported_reason(*call.given.values()) is None
+        with poisoned(monkeypatch), recorded(run=True) as launches:
+            found = call.answers(call.op.fast)
+        assert not call.mistakes(found)
+        assert len(launches) >= 3
+
+
 @pytest.mark.parametrize("name", ["layer_norm 200", "norm_linear 128 to 132", "norm_linear 384 to 100"])
 @pytest.mark.usefixtures("default_tiles")
 def test_channels_around_ten_thousand(name: str) -> None:
