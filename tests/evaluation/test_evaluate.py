@@ -24,6 +24,9 @@ from warpfold.scoring.bootstrap import paired_bootstrap
 from warpfold.scoring.chain_mapping import CA
 from warpfold.scoring.manifest import read_suite
 
+REAL = Path(__file__).parents[2] / "../shared/realdata"
+CLOSE = "mmcif/8keu.cif.gz"
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
@@ -316,6 +319,29 @@ def test_predictions_of_ca_alone(tmp_path: Path, folders: tuple[Path, Path, Path
     assert row["lddt"] is None
     assert row["lddt_ca"] > 0.9
     assert list(one["calibration"]) == ["plddt"]
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="needs shared/realdata beside the repository")
+def test_files_of_colabfold_openfold_and_alphafold_db(tmp_path: Path) -> None:
+    """PIGK in 7W72, where ColabFold's pLDDT and PAE came true, and a homologue of 6KWC's model."""
+    (tmp_path / "truth").mkdir()
+    for name, file in (("PIGK.pdb.gz", "predictions/PIGK/7w72_chainK_experimental.pdb.gz"), ("6KWC_1.cif.gz", CLOSE)):
+        (tmp_path / "truth" / name).write_bytes((REAL / file).read_bytes())
+    (tmp_path / "p").mkdir()
+    for folder in ("PIGK", "6KWC", "afdb_P29373"):
+        (tmp_path / "p" / folder).symlink_to(REAL.resolve() / "predictions" / folder)
+    (one,) = warpfold.evaluate(tmp_path / "p", tmp_path / "truth")["sets"]
+    assert one["layout"] == "OpenFold (1), plain files (1), ColabFold (1), AlphaFold DB (1)"
+    assert one["without_truth"] == ["7w72_chainK_experimental", "P29373"]
+    rows = by_target(one)
+    assert rows["PIGK"]["lddt_ca"] == pytest.approx(0.913, abs=0.001)
+    assert rows["6KWC_1"]["notes"][1:] == [
+        "other amino acids than in the truth: 4",
+        "the truth's residues are numbered 2 lower",
+    ]
+    assert one["calibration"]["plddt"]["error"] < 6
+    assert one["calibration"]["pae"]["error"] < 2
+    assert one["calibration"]["pae"]["correlation"] > 0.85
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")

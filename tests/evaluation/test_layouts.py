@@ -7,7 +7,7 @@ import pytest
 
 from tests.report.test_report_browser import prediction, write_page
 from warpfold.errors import UserError
-from warpfold.evaluation.confidence import rows_of
+from warpfold.evaluation.confidence import alignment_rows
 from warpfold.evaluation.layouts import find_predictions
 from warpfold.evaluation.truths import Truths
 
@@ -83,7 +83,7 @@ def test_alphafolds_ranking_names_the_model_and_its_pae(tmp_path: Path) -> None:
         "AlphaFold",
     )
     assert best.pae == folder / "pae_model_2_pred_0.json"
-    assert rows_of(best.alignments) == 5
+    assert alignment_rows(best.alignments) == 5
     both = find_predictions(tmp_path / "out", all_models=True).files
     assert [(one.rank, one.path.name) for one in both] == [(1, "ranked_0.pdb"), (2, "ranked_1.pdb")]
 

@@ -122,7 +122,7 @@ def read_pae(path: Path, seen: Array) -> Array:
     return pae
 
 
-def rows_of(alignments: Sequence[Path]) -> int | None:
+def alignment_rows(alignments: Sequence[Path]) -> int | None:
     """Count the rows of alignments, A3M or Stockholm, of all files together; None without any."""
     if not alignments:
         return None

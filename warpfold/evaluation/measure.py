@@ -9,7 +9,7 @@ import numpy as np
 
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError, listed
-from warpfold.evaluation.confidence import CA, Sums, pae_sums, plddt_of, plddt_sums, read_pae, rows_of
+from warpfold.evaluation.confidence import CA, Sums, alignment_rows, pae_sums, plddt_of, plddt_sums, read_pae
 from warpfold.evaluation.layouts import PredictedFile
 from warpfold.evaluation.truths import Truth
 from warpfold.files import read_file, within_memory
@@ -105,7 +105,7 @@ def _measure(job: Job) -> Measured:
         "plddt": float(np.mean(np.concatenate(known))) if known else None,
         "clashes": geometry.clashes,
         "chain_breaks": geometry.chain_breaks,
-        "depth": file.depth if file.depth is not None else rows_of(file.alignments),
+        "depth": file.depth if file.depth is not None else alignment_rows(file.alignments),
         "length": len(mask),
         "chains": {p: r for p, r in score.chains.items()},
         "notes": notes,

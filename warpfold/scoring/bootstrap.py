@@ -48,9 +48,9 @@ def paired_bootstrap(a: Sequence[float], b: Sequence[float], *, seed: int = 0) -
     one, other = np.asarray(a, np.float64), np.asarray(b, np.float64)
     if one.shape != other.shape or one.ndim != 1 or not len(one):
         raise ValueError(f"paired_bootstrap: lists of {one.shape} and {other.shape} values; each target needs both")
-    difference = one - other
-    if not np.isfinite(difference).all():
+    if not (np.isfinite(one) & np.isfinite(other)).all():
         raise ValueError("paired_bootstrap: a value is not finite; leave its target out of both lists")
+    difference = one - other
     means = resampled_means(difference, seed)
     return Paired(
         difference=float(difference.mean()),
