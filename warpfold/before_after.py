@@ -72,6 +72,8 @@ def fold_before_after(
     """Fold entries of a store with both models, and score them against their structures, one after another."""
     for key in keys:
         assembly = read_assembly(store, key)  # of a chain: of one
+        if len(assembly.ids) == 1 and len(name := key.rpartition("_")[2]) == 1:  # the PDB format has room for one letter
+            assembly = replace(assembly, ids=(name,))
         example = replace(assembly, chains=tuple(chain.take(slice(None)) for chain in assembly.chains))
         first, second = (model.fold_example(example, seed=seed, representations=False) for model in (before, after))
         yield measure(assembly, first, second)

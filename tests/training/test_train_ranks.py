@@ -31,6 +31,7 @@ from warpfold.data.store.store import Store
 from warpfold.engine import checkpoint
 from warpfold.engine import learn as learning
 from warpfold.engine.loop import StepTimer
+from warpfold.engine.trainable import AdapterConfig, FinetuneConfig
 from warpfold.engine.watch import Watching
 from warpfold.errors import UserError
 from warpfold.model.weights import files as weights
@@ -439,3 +440,25 @@ def test_the_first_rank_alone_reads_checkpoints_and_first_weights(
     first, second = run_ranks(on_a_rank, 2, 3)
     assert any("load_file" in name for name in first)
     assert second == []
+
+
+PARTS = {
+    "cached": FinetuneConfig(trainable=("structure", "plddt"), draws=2, trunk="auto"),
+    "adapters": FinetuneConfig(trainable=("plddt",), adapters=AdapterConfig(on=("evoformer", "structure"), rank=2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "plan"),
+    [
+        ("cached", Plan(data=2)),
+        ("cached", Plan(axial=2)),  # computed by ranks that share it, read by one alone
+        ("adapters", Plan(data=2, sync=SyncConfig(shard_state=True))),
+        ("adapters", Plan(axial=2)),
+    ],
+)
+def test_a_part_is_trained_on_ranks_as_on_one(part: str, plan: Plan, store: Store, tmp_path: Path) -> None:
+    train(replace(config_for(Plan()), finetune=PARTS[part]), store, tmp_path / "alone")
+    train_on_ranks(replace(config_for(plan), finetune=PARTS[part]), store, tmp_path / "ranks")
+    assert_alike(tmp_path / "ranks", tmp_path / "alone")
+    assert (tmp_path / "ranks/trunk").exists() == (part == "cached" and plan.axial == 1)
