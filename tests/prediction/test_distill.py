@@ -48,7 +48,7 @@ def test_sequences_become_a_store(
     store = Store(tmp_path / "store")
     one = StoredExample(store, "one_A")
     assert (one.sequence, one.depth, one.is_predicted) == (ONE, 2, True)
-    with np.load(arrays) as found:
+    with np.load(arrays, allow_pickle=False) as found:
         raw = one.take(slice(None))
         np.testing.assert_allclose(raw.positions, found["positions"] * found["mask"][..., None], atol=1e-3)
         np.testing.assert_allclose(raw.confidence, found["plddt"], atol=0.05)

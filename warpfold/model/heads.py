@@ -95,6 +95,7 @@ class LabelsHead(Executable):
         self.logits = Linear(config.c, len(config.classes) or 1, init="final")
 
     def forward(self, s: Tensor, z: Tensor, mask: Tensor) -> Tensor:
+        """Return the outputs; mask [*, N]: of all residues."""
         s = self.single_norm(self.around_trunk(s))
         weights = (mask / mask.sum(-1, keepdim=True).clamp(min=1)).to(s.dtype)  # [*, N]
 

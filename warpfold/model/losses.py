@@ -179,7 +179,7 @@ def total_loss(
         msa = at_pass(batch, pass_index, ("true_msa", "bert_mask"))
         terms["masked_msa"] = masked_msa_loss(output.masked_msa_logits, msa["true_msa"], msa["bert_mask"], residues)
     terms |= _confidence_losses(output, batch, config, residues)
-    if config.label and output.label_logits is not None and "label" in batch:
+    if config.label and "label" in batch and output.label_logits is not None:
         label = label_loss(output.label_logits, batch["label"], batch["label_mask"])
         terms |= _divided({"label": label}, residues.shards)
 

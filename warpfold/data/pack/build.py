@@ -131,8 +131,8 @@ def unsure(options: PackOptions, chain: Chain, confidence: Mapping[str, float]) 
         return "no file with its PAE"
     if options.max_pae is not None and confidence["pae"] > options.max_pae:
         return f"mean PAE {confidence['pae']:.1f} Å, over {options.max_pae:g}"
-    if (sure := len(chain.sequence) - confidence["masked"]) < options.min_length:
-        return f"{sure:.0f} residues that are not masked, fewer than {options.min_length}"
+    if chain.b_factors is not None and not chain.b_factors.any():
+        return f"no residue has a KL confidence of {options.min_kl:g}"
     return None
 
 

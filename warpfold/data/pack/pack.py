@@ -24,7 +24,7 @@ from warpfold.data.pack.match import Matcher, Queries
 from warpfold.data.pack.merge import finished_report, merge_parts, report_part
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.part import Manifest, PartFolder, PartWriter, check_parts, part_path, remove_part
-from warpfold.data.pack.predicted import PredictedFile, files_beside, find_predictions
+from warpfold.data.pack.predicted import LATER, SAME, PredictedFile, files_beside, find_predictions
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.errors import UserError
 from warpfold.progress import Progress, no_progress
@@ -201,7 +201,9 @@ def _with_content(report: PackReport, out: Path) -> PackReport:
     """Return the report; raise UserError if nothing was kept, so that no store was written."""
     if report.kept:
         return report
-    reason, _ = Counter(entry.reason for entry in report.dropped).most_common(1)[0]
+    reasons = Counter(entry.reason for entry in report.dropped)
+    counted = Counter({why: count for why, count in reasons.items() if why not in (SAME, LATER)}) or reasons
+    reason, _ = counted.most_common(1)[0]
     raise UserError(f"{out}: nothing to keep, entries: {len(report.entries)}; most often: {reason}")
 
 

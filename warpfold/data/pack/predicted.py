@@ -27,6 +27,7 @@ _OURS = re.compile(r"(?P<name>.+?)(_rank_(?P<rank>\d+)|_recycle_(?P<recycle>\d+)
 SPAN = 128  # residues: the confidence of one is the mean over the others within so many places of it (Supp. 1.3)
 FEW = 30  # distograms of fewer predictions make no reference, which would be those predictions themselves
 MOST = 1000  # distograms of which the reference is made (Supp. 1.3)
+SAME = "another file of the same prediction is packed"
 LATER = "a later rank of its protein; the first is packed"
 _LEAST = 2.0**-24  # the smallest probability that float16 can hold: in files smaller ones are 0
 
@@ -91,7 +92,7 @@ def find_predictions(files: Sequence[InputFile], min_kl: float) -> dict[str, Pre
         (_, best, first), *others = sorted(each, key=lambda one: (one[0], one[1].name))
         chosen[best.name] = first
         for _, file, other in others:
-            chosen[file.name] = replace(other, why_not=other.why_not or "another file of the same prediction is packed")
+            chosen[file.name] = replace(other, why_not=other.why_not or SAME)
     distograms = [one.distogram for one in chosen.values() if one.distogram is not None and not one.why_not]
     if min_kl > 0 and len(distograms) >= FEW:
         reference = reference_of(distograms)
