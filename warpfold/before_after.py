@@ -72,7 +72,9 @@ def fold_before_after(
     """Fold entries of a store with both models, and score them against their structures, one after another."""
     for key in keys:
         assembly = read_assembly(store, key)  # of a chain: of one
-        if len(assembly.ids) == 1 and len(name := key.rpartition("_")[2]) == 1:  # the PDB format has room for one letter
+        if (
+            len(assembly.ids) == 1 and len(name := key.rpartition("_")[2]) == 1
+        ):  # the PDB format has room for one letter
             assembly = replace(assembly, ids=(name,))
         example = replace(assembly, chains=tuple(chain.take(slice(None)) for chain in assembly.chains))
         first, second = (model.fold_example(example, seed=seed, representations=False) for model in (before, after))
@@ -103,8 +105,14 @@ def means(measures: Sequence[Measure], measured: Sequence[Measured]) -> dict[str
     return {measure.key: measure.means(measured) for measure in measures}
 
 
-def compared(heading: str, noun: str, measured: Sequence[Measured], measures: Sequence[Measure]) -> Section:
-    """Return a section on examples before and after training; measures: the last one is drawn."""
+def compared(
+    heading: str,
+    noun: str,
+    measured: Sequence[Measured],
+    measures: Sequence[Measure],
+    called: tuple[str, str] = ("before", "after"),
+) -> Section:
+    """Return a section on examples before and after training; measures: the first one is drawn.  called: what the models are."""
     known, rows = [], []
     for m in measured:
         lddt = 100 * lddt_per_residue(m)
@@ -120,7 +128,7 @@ def compared(heading: str, noun: str, measured: Sequence[Measured], measures: Se
         heading,
         figures=[
             (
-                figures.draw_improvement(names, before, after, first.label),
+                figures.draw_improvement(names, before, after, first.label, called),
                 "Each that was held out, before and after training.",
             ),
             (

@@ -86,7 +86,13 @@ def demo_report(
         ],
         sections=[
             _training(out / "run" / "metrics.jsonl", result, measured, subject),
-            compared(f"{subject.noun.capitalize()} it never saw", subject.noun[:-1], held_out, subject.measures),
+            compared(
+                f"{subject.noun.capitalize()} it never saw",
+                subject.noun[:-1],
+                held_out,
+                subject.measures,
+                ("untrained", "trained"),
+            ),
         ],
         targets=[
             target_with_truth(out / "predictions", result["predictions"][i], held_out[i], subject.measures, "untrained")

@@ -83,21 +83,25 @@ def draw_curves(curves: Sequence[Curve], y_label: str, y_range: tuple[float, flo
 
 @mpl.rc_context(STYLE)
 def draw_improvement(
-    names: Sequence[str], before: Sequence[float], after: Sequence[float], score: str = "lDDT-Cα"
+    names: Sequence[str],
+    before: Sequence[float],
+    after: Sequence[float],
+    score: str = "lDDT-Cα",
+    called: tuple[str, str] = ("untrained", "trained"),
 ) -> str:
-    """Draw a score (0 to 1) of each protein by the untrained and the trained model, as two dots and a line."""
+    """Draw a score (0 to 1) of each protein by two models, as two dots and a line; called: what the models are."""
     order = np.argsort(after)
     figure, axes = _canvas(4.7, 0.9 + 0.26 * len(names))
     rows, b, a = np.arange(len(names)), np.asarray(before, float)[order], np.asarray(after, float)[order]
     axes.hlines(rows, b, a, color=RULE, linewidth=3, zorder=1)
-    axes.scatter(b, rows, s=36, facecolor="white", edgecolor=GREY, linewidth=1.4, zorder=2, label="untrained")
-    axes.scatter(a, rows, s=40, color=BLUE, zorder=3, label="trained")
+    axes.scatter(b, rows, s=36, facecolor="white", edgecolor=GREY, linewidth=1.4, zorder=2, label=called[0])
+    axes.scatter(a, rows, s=40, color=BLUE, zorder=3, label=called[1])
     axes.set(xlabel=score, xlim=(0, 1), ylim=(-0.7, len(names) - 0.3))
     axes.set_yticks(rows, [names[i] for i in order])
     axes.tick_params(axis="y", length=0)
     _legend(axes)
     _grid(axes, "x")
-    return _svg(figure, f"{score} of each held-out example, untrained and trained")
+    return _svg(figure, f"{score} of each held-out example, {called[0]} and {called[1]}")
 
 
 @mpl.rc_context(STYLE)
