@@ -112,7 +112,10 @@ def compared(
     measures: Sequence[Measure],
     called: tuple[str, str] = ("before", "after"),
 ) -> Section:
-    """Return a section on examples before and after training; measures: the first one is drawn.  called: what the models are."""
+    """Return a section on examples before and after training.
+
+    measures: the first one is drawn.  called: what the models are.
+    """
     known, rows = [], []
     for m in measured:
         lddt = 100 * lddt_per_residue(m)
