@@ -24,8 +24,7 @@ from tests.training.runs import make_store, rows, tiny_run
 from warpfold import __version__, cli, settings
 from warpfold.cli import common
 from warpfold.cli.common import speaking, this_process
-from warpfold.cli.plan import PlanCommand
-from warpfold.cli.simulate import SimulateCommand
+from warpfold.cli.plan import PlanCommand, SimulateCommand
 from warpfold.cli.train import sources_of
 from warpfold.cost.planner import joined
 from warpfold.data.store.store import Store

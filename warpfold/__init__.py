@@ -10,12 +10,11 @@ if TYPE_CHECKING:
     from warpfold.adapt.plain import biased_attention
     from warpfold.cli.demo import sample
     from warpfold.cli.distill import distill
-    from warpfold.cli.evaluate import evaluate
     from warpfold.cli.finetune import finetune
     from warpfold.cli.pack import pack
     from warpfold.cli.params import fetch_params, params
     from warpfold.cli.predict import predict
-    from warpfold.cli.score import score
+    from warpfold.cli.score import evaluate, score
     from warpfold.cli.search import search
     from warpfold.cli.train import train, validate
     from warpfold.cli.verify import verify
@@ -88,6 +87,7 @@ _MODULES = {
             "verify",
         )
     },
+    "evaluate": "warpfold.cli.score",
     "validate": "warpfold.cli.train",
     "fetch_params": "warpfold.cli.params",
     "sample": "warpfold.cli.demo",

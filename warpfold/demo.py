@@ -23,7 +23,6 @@ from typing import Any
 import torch
 
 from warpfold import __version__, settings
-from warpfold.before_after import LDDT, Measured, fold_before_after, means
 from warpfold.data.load.order import Source
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
@@ -32,6 +31,7 @@ from warpfold.data.store.stored_example import entry_keys
 from warpfold.data.synthetic.folder import generate
 from warpfold.demo_report import DIMERS, PROTEINS, demo_report
 from warpfold.engine.watch import Row
+from warpfold.evaluation.before_after import LDDT, Measured, fold_before_after, means
 from warpfold.files import write_atomically
 from warpfold.prediction.outputs import claim_folder, put_aside, write_prediction, write_summary
 from warpfold.prediction.predictor import Predictor, load

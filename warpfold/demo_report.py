@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warpfold.before_after import DOCKQ, INTERFACE_LDDT, IPTM, LDDT, Measure, Measured, compared, target_with_truth
+from warpfold.evaluation.before_after import (
+    DOCKQ,
+    INTERFACE_LDDT,
+    IPTM,
+    LDDT,
+    Measure,
+    Measured,
+    compared,
+    target_with_truth,
+)
 from warpfold.report import figures
 from warpfold.report.report import ReportPage, Section
 

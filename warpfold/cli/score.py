@@ -1,5 +1,6 @@
-"""`warpfold score` and `warpfold golden`: compare with a reference."""
+"""`warpfold score`, `warpfold golden` and `warpfold evaluate`: compare with a reference."""
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
@@ -7,12 +8,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import warpfold
-from warpfold.arguments import Checked, PathLike, argument, function, path, reads, shown
-from warpfold.cli.common import Answer, command, table
+from warpfold.arguments import (
+    Checked,
+    PathLike,
+    Paths,
+    Seed,
+    Workers,
+    argument,
+    function,
+    path,
+    path_or_none,
+    paths,
+    progress_of,
+    reads,
+    shown,
+    writes,
+)
+from warpfold.cli.common import Answer, command, table, warn
 from warpfold.errors import UserError
-from warpfold.progress import progress_bar
+from warpfold.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.table import Table
+
     from warpfold.prediction.outputs import Prediction
     from warpfold.scoring.score import Score
 
@@ -91,3 +111,142 @@ def golden(
         found = run.run(folder, only, progress)
     data = {"cases": run.as_data(found), "summary": run.summary(found)}
     return Answer(data, [run.table(found), run.summary(found)], any(one.verdict != run.PASS for one in found))
+
+
+REPORT, PAGE, TABLE = "evaluation.json", "report.html", "targets.csv"
+
+
+@dataclass(frozen=True)
+class EvaluateCommand(Checked):
+    """Score folders of predictions against structures: per target and over all, calibration, which set is better.
+
+    Predictions of WarpFold, AlphaFold, ColabFold, AlphaFold DB, CASP and OpenFold are told by their names; others are
+    NAME.cif or NAME.pdb.
+    """
+
+    predictions: Annotated[PathLike, argument("Folder of predicted structures.")]
+    truth: Annotated[
+        PathLike, argument("Folder of mmCIF or PDB files named by target: NAME, or the entry of NAME_CHAIN.")
+    ]
+    _: KW_ONLY
+    against: Annotated[Paths | None, reads("Other folders of predictions, which the first is compared with.")] = None
+    suite: Annotated[PathLike | None, reads("List of targets and hashes of their files, TOML; or cameo2022.")] = None
+    train_sequences: Annotated[
+        PathLike | None, reads("What the model was trained on, a FASTA file or a store: for scores by similarity.")
+    ] = None
+    assembly: Annotated[bool, reads("Compare with the first biological assembly of each structure.")] = False
+    all_models: Annotated[bool, reads("List all models of a target; the means are of the best ranked.")] = False
+    out: Annotated[PathLike | None, writes("Folder for the page, the table and all numbers.")] = None
+    csv: Annotated[PathLike | None, writes("File for the table of all targets.")] = None
+    write_suite: Annotated[PathLike | None, writes("File for a list of these targets, for --suite.")] = None
+    seed: Seed = 0
+    workers: Workers = 1
+    progress: Progress | None = None
+
+    def __call__(self) -> dict[str, Any]:
+        """Return what `OUT/evaluation.json` has: targets, means, groups, calibration, comparisons (docs/evaluate.md).
+
+        Targets that could not be scored are under "failures" of their set, and the others are scored all the same.
+        Errors: UserError for folders that are not there, are empty, or have no target in common; a suite whose files
+        are others; a first set of which nothing could be scored; and an `out` that is something else.
+        """
+        from warpfold.evaluation import evaluate as evaluating
+        from warpfold.evaluation.page import evaluation_page
+        from warpfold.evaluation.tables import as_csv
+        from warpfold.files import check_new, refuse_foreign, update_file, write_atomically, writing
+        from warpfold.report.report import write_report
+        from warpfold.scoring.manifest import read_suite
+
+        tell, out, csv, listed = (
+            progress_of(self.progress),
+            *(path_or_none(name, getattr(self, name)) for name in ("out", "csv", "write_suite")),
+        )
+        if out is not None:
+            refuse_foreign(out, {REPORT, PAGE, TABLE}.__contains__)
+        if listed is not None:
+            check_new(listed)
+        suite = None if self.suite is None else read_suite(Path(self.suite))
+        folders = [Path(self.predictions), *paths("against", self.against)]
+        sets = evaluating.evaluate(
+            folders,
+            Path(self.truth),
+            suite=suite,
+            train_sequences=path_or_none("train_sequences", self.train_sequences),
+            all_models=self.all_models,
+            assembly=self.assembly,
+            workers=self.workers,
+            progress=tell,
+        )
+        found = evaluating.report(sets, Path(self.truth), suite, self.seed)
+        rows = as_csv(evaluating.rows_of(sets))
+        if out is not None:
+            with writing(out):
+                out.mkdir(parents=True, exist_ok=True)
+            write_report(out / PAGE, evaluation_page(sets, found))
+            write_atomically(out / TABLE, rows)
+            write_atomically(out / REPORT, json.dumps(found, indent=1, allow_nan=False) + "\n")
+        if csv is not None:
+            update_file(csv, rows.encode())
+        if listed is not None:
+            write_atomically(
+                listed, evaluating.as_suite(sets[0], f"{sets[0].name} of {Path(self.truth).resolve().name}")
+            )
+        return found
+
+
+evaluate = function(EvaluateCommand)
+
+
+@command(
+    EvaluateCommand,
+    example="Example:  warpfold evaluate folded structures --out evaluation\n\nIs one better:  "
+    "warpfold evaluate tuned structures --against before --out evaluation",
+)
+def evaluate_in_shell(given: dict[str, Any]) -> Answer:
+    """Print the means and comparisons, and say what failed or is in no mean."""
+    from warpfold.evaluation.page import warnings_of
+
+    with progress_bar() as progress:
+        found = evaluate(**given, progress=progress)
+    for one in found["sets"]:
+        for failure in one["failures"]:
+            warn(f"failed {failure['target']}: {failure['error']}")
+    for warning in warnings_of(found["sets"]):
+        warn(f"warning: {warning}")
+    failed = any(one["failures"] for one in found["sets"])
+    failed = failed or (found["suite"] is not None and any(one["without_prediction"] for one in found["sets"]))
+    return Answer(found, _text(found, given["out"]), int(failed))
+
+
+def _text(found: dict[str, Any], out: Path | None) -> "Iterator[str | Table]":
+    """Yield what is printed."""
+    from warpfold.evaluation.tables import METRICS
+
+    for one in found["sets"]:
+        yield f"{one['name']}: {one['layout']}, {one['targets']} targets scored"
+        rows = []
+        for metric in METRICS:
+            if own := one["means"].get(metric.key):
+                span = (
+                    "-" if own["interval"] is None else " to ".join(f"{x:.{metric.digits}f}" for x in own["interval"])
+                )
+                mean, median = (f"{own[key]:.{metric.digits}f}" for key in ("mean", "median"))
+                rows.append([metric.name, mean, span, median, str(own["targets"])])
+        yield table(("score", "mean", "95% interval", "median", "targets"), rows)
+        for kind, own in one["calibration"].items():
+            name, unit = ("pLDDT", "") if kind == "plddt" else ("PAE", " Å")
+            yield f"{name}: calibration error {own['error']:.1f}{unit}, bias {own['bias']:+.1f}{unit}"
+        yield ""
+    for one in found["comparisons"]:
+        yield f"{one['a']} against {one['b']}, {one['common']} targets that both have:"
+        for metric in METRICS:
+            if paired := one["metrics"].get(metric.key):
+                span = "too few targets for an interval"
+                if paired["interval"] is not None:
+                    low, high = paired["interval"]
+                    span = f"[{low:+.4f}, {high:+.4f}], better in {paired['better']:.1%} of resamples"
+                counts = f"better on {paired['wins']}, worse on {paired['losses']}"
+                yield f"  {metric.name:14s} better by {paired['difference']:+.4f} {span}; {counts}"
+        yield ""
+    if out is not None:
+        yield f"{out / PAGE}: open it in a browser; {out / TABLE} and {out / REPORT} have the numbers"

@@ -29,7 +29,6 @@ import numpy as np
 import torch
 
 from warpfold import __version__, settings
-from warpfold.before_after import DOCKQ, INTERFACE_LDDT, LDDT, Measure, Measured, fold_before_after
 from warpfold.data.load.order import Source, split_keys
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
@@ -39,6 +38,7 @@ from warpfold.data.search.database import Database
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import entry_keys, read_assembly
 from warpfold.errors import UserError, listed
+from warpfold.evaluation.before_after import DOCKQ, INTERFACE_LDDT, LDDT, Measure, Measured, fold_before_after
 from warpfold.files import checksum, write_atomically
 from warpfold.finetuning.card import card
 from warpfold.finetuning.choose import chosen_settings, first_settings, planned, with_labels

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from warpfold.before_after import Measure, Measured, compared, target_with_truth
+from warpfold.evaluation.before_after import Measure, Measured, compared, target_with_truth
 from warpfold.report import figures
 from warpfold.report.report import ReportPage, ReportTable, Section, Warned
 

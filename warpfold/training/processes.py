@@ -1,11 +1,11 @@
 """Train on several processes of this machine, of which this one is the first and starts the others."""
 
 import multiprocessing
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from warpfold.cluster.direct import free_port
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.device import device_of
@@ -15,7 +15,6 @@ from warpfold.parallel.team import distributed_context
 from warpfold.training.config import RunConfig
 from warpfold.training.train import Summary, train
 
-HERE = "127.0.0.1"
 END = 30.0  # seconds that the others get to end, when the run has ended
 
 
@@ -65,10 +64,7 @@ def train_here(
     """
     if ranks == 1:
         return train(config, sources, out, init=init, labels=labels, device=device, watch=watch)
-    with socket.socket() as free:
-        free.bind((HERE, 0))
-        port = free.getsockname()[1]
-    first = ProcessInfo(ranks=ranks, ranks_per_node=ranks, address=HERE, port=port)
+    first = ProcessInfo(ranks=ranks, ranks_per_node=ranks, address="127.0.0.1", port=free_port())
     job = _Job(config, [(one.store.path, tuple(one.keys), one.weight) for one in sources], out, init, labels, device)
     context = multiprocessing.get_context("spawn")
     others = [replace(first, rank=rank, local_rank=rank) for rank in range(1, ranks)]
