@@ -68,6 +68,8 @@ FEATURES: dict[str, Feature] = {
     # which atoms a residue type has
     **_table("float32", "res 14", "atom14_atom_exists"),
     **_table("float32", "res 37", "atom37_atom_exists"),
+    # what a table says of the whole example (training/labels.py): a class's number or a standardised value; and whether
+    **_table("float32", "", "label label_mask"),
     # the truth, and what follows from it (geometry/labels.py)
     # of an assembly: the residue in each copy of its entity (copy c has sym_id c + 1), masked where there is no such
     # copy; which copy is whose truth is decided under the prediction, and the rest of this table follows from that
@@ -84,8 +86,6 @@ FEATURES: dict[str, Feature] = {
     **_table("float32", "res 14 3", "atom14_gt_positions atom14_alt_gt_positions"),
     **_table("float32", "res 14", "atom14_gt_exists atom14_alt_gt_exists atom14_atom_is_ambiguous"),
     **_table("float32", "res 4", "chi_angles chi_mask"),
-    # what a table says of the whole example (training/labels.py): a class's number or a standardised value; and whether
-    **_table("float32", "", "label label_mask"),
 }
 
 
