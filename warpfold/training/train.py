@@ -26,8 +26,8 @@ from warpfold.device import Snapshot
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.learn import DeviceResult, Learner, in_batches
 from warpfold.engine.loop import Log, StopSignals
-from warpfold.engine.optim import OptimConfig, Optimizer
-from warpfold.engine.trainable import FinetuneConfig, adapters_state, freeze, frozen_state, merged_state, trained_parts
+from warpfold.engine.optim import Optimizer
+from warpfold.engine.trainable import adapters_state, freeze, frozen_state, merged_state, trained_parts
 from warpfold.engine.trunk import FrozenTrunk, TrunkStore, largest_store
 from warpfold.engine.watch import CsvFile, TensorBoard, Watching, WeightsAndBiases, as_watchers
 from warpfold.errors import UserError, listed
@@ -197,14 +197,9 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
 
 def identity(values: settings.Mapped) -> settings.Mapped:
     """Return the settings that must stay the same in a run; how it executes, saves and ends may change on resuming."""
-    fixed = {name: values.get(name, {}) for name in ("model", "loss", "data", "optim")}
-    train = values.get("train", {})
-    named = {name: train.get(name) for name in ("seed", "order", "validation")}
-    fixed |= {"train": {**named, "test": list(train.get("test", ()))}}
-    for name, config in (("optim", OptimConfig()), ("finetune", FinetuneConfig())):  # keys that runs of before lack
-        fixed[name] = {**settings.to_dict(config), **values.get(name, {})}
-    fixed["finetune"].pop("trunk")  # kept or computed, it is the same
-    return fixed
+    fixed = {name: values[name] for name in ("model", "loss", "data", "optim")}
+    fixed["finetune"] = {name: value for name, value in values["finetune"].items() if name != "trunk"}  # kept or not
+    return {**fixed, "train": {name: values["train"][name] for name in ("seed", "order", "validation", "test")}}
 
 
 def initial_model(config: RunConfig, init: Path | None, team: Team | None = None) -> AlphaFold:
