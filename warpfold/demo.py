@@ -29,6 +29,7 @@ from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import entry_keys
 from warpfold.data.synthetic.folder import generate
+from warpfold.data.synthetic.folds import FOLDS
 from warpfold.demo_report import DIMERS, PROTEINS, demo_report
 from warpfold.engine.watch import Row
 from warpfold.evaluation.before_after import LDDT, Measured, fold_before_after, means
@@ -87,6 +88,7 @@ def run_demo(
             seed,
             dimers=count if multimer else 0,
             max_length=subject.longest,
+            folds=[fold for fold in FOLDS if fold.name not in subject.left_out],
             progress=lambda done, total, _: tell.part(done / total),
         )
     tell("packing")

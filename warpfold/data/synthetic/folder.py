@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from warpfold import __version__
 from warpfold.data.formats.alignment import write_a3m
 from warpfold.data.structure.write import write_mmcif
 from warpfold.data.synthetic.dimers import make_dimer
-from warpfold.data.synthetic.folds import FOLDS
+from warpfold.data.synthetic.folds import FOLDS, Fold
 from warpfold.data.synthetic.proteins import LONGEST, SHORTEST, Protein, make_protein, to_chain
 from warpfold.errors import UserError
 from warpfold.progress import Progress, no_progress
@@ -56,14 +56,15 @@ def generate(
     min_length: int = SHORTEST,
     max_length: int = LONGEST,
     depth: tuple[int, int] = (16, 128),
+    folds: Sequence[Fold] = FOLDS,
     progress: Progress = no_progress,
 ) -> list[dict[str, Any]]:
     """Make a folder of sample proteins: OUT/mmcif/NAME.cif, OUT/msas/NAME_A.a3m, OUT/manifest.json, OUT/README.txt.
 
     dimers: how many of two chains to make as well, every second of them of equal chains.
     Same seed and version, same bytes; protein i is the same however many are asked for, and so is dimer i.  Lengths in
-    residues of a chain, depth in rows of the alignment (least, most), all inclusive.  `out` must not exist or be empty;
-    it appears when it is complete.  Returns the manifest's entries.  Errors: UserError if `out` is in use, and for
+    residues of a chain, depth in rows of the alignment (least, most), all inclusive.  folds: of the proteins.  `out` must
+    not exist or be empty; it appears when it is complete.  Returns the manifest's entries.  Errors: UserError if `out` is in use, and for
     impossible arguments.
     """
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
@@ -87,7 +88,7 @@ def generate(
             (partial / folder).mkdir()
         lengths = min_length, max_length, depth
         samples: Iterator[tuple[Protein, ...]] = chain(
-            ((make_protein(seed, i, *lengths),) for i in range(proteins)),
+            ((make_protein(seed, i, *lengths, folds),) for i in range(proteins)),
             (make_dimer(seed, i, *lengths) for i in range(dimers)),
         )
         for sample in samples:
@@ -97,7 +98,7 @@ def generate(
         if dimers:
             about["dimers"] = entries[proteins:]
         (partial / "manifest.json").write_text(json.dumps(about, indent=1) + "\n")
-        text = README.format(count=proteins, version=__version__, seed=seed, folds=len(FOLDS), resolution=RESOLUTION)
+        text = README.format(count=proteins, version=__version__, seed=seed, folds=len(folds), resolution=RESOLUTION)
         (partial / "README.txt").write_text(text + (DIMERS.format(count=dimers) if dimers else ""))
         if out.exists():
             out.rmdir()

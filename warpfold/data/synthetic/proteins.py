@@ -34,7 +34,12 @@ class Protein:
 
 
 def make_protein(
-    seed: int, index: int, min_length: int = SHORTEST, max_length: int = LONGEST, depth: tuple[int, int] = (16, 128)
+    seed: int,
+    index: int,
+    min_length: int = SHORTEST,
+    max_length: int = LONGEST,
+    depth: tuple[int, int] = (16, 128),
+    folds: Sequence[Fold] = FOLDS,
 ) -> Protein:
     """Make protein `index` of the set `seed`; it depends on nothing else.
 
@@ -42,7 +47,7 @@ def make_protein(
     Lengths in residues, depth in rows of the alignment, all inclusive.  Errors: UserError if no fold fits the lengths.
     """
     rng = np.random.default_rng([seed, index])
-    for blueprint, backbone in draw_backbones(rng, min_length, max_length):
+    for blueprint, backbone in draw_backbones(rng, min_length, max_length, folds):
         sites = model_sites(blueprint, backbone)
         if (made := add_side_chains(draw_query(sites, rng), backbone, sites.fixed)) is not None:
             sequence, atoms = made
