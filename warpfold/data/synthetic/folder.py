@@ -62,10 +62,10 @@ def generate(
     """Make a folder of sample proteins: OUT/mmcif/NAME.cif, OUT/msas/NAME_A.a3m, OUT/manifest.json, OUT/README.txt.
 
     dimers: how many of two chains to make as well, every second of them of equal chains.
-    Same seed and version, same bytes; protein i is the same however many are asked for, and so is dimer i.  Lengths in
-    residues of a chain, depth in rows of the alignment (least, most), all inclusive.  folds: of the proteins.  `out` must
-    not exist or be empty; it appears when it is complete.  Returns the manifest's entries.  Errors: UserError if `out` is in use, and for
-    impossible arguments.
+    folds: of the proteins.  Same seed and version, same bytes; protein i is the same however many are asked for, and so
+    is dimer i.  Lengths in residues of a chain, depth in rows of the alignment (least, most), all inclusive.  `out` must
+    not exist or be empty; it appears when it is complete.  Returns the manifest's entries.
+    Errors: UserError if `out` is in use, and for impossible arguments.
     """
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: exists already; name a new folder or remove it")
