@@ -63,8 +63,8 @@ def generate(
 
     dimers: how many of two chains to make as well, every second of them of equal chains.
     folds: of the proteins.  Same seed and version, same bytes; protein i is the same however many are asked for, and so
-    is dimer i.  Lengths in residues of a chain, depth in rows of the alignment (least, most), all inclusive.  `out` must
-    not exist or be empty; it appears when it is complete.  Returns the manifest's entries.
+    is dimer i.  Lengths in residues of a chain, depth in rows of the alignment (least, most), all inclusive.  `out` is
+    not there, or empty; it appears when it is complete.  Returns the manifest's entries.
     Errors: UserError if `out` is in use, and for impossible arguments.
     """
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
