@@ -185,7 +185,7 @@ REGISTERED = (
     *("attention a bias a batch, 64 wide", "gate turned", "gated_linear_residual starting node", "overlaps of numbers"),
     *("norm_linear 128 to 40, no bias of the norm", "transition 24, turned", "triangle_factor in a batch, turned"),
     *("layer_norm 20, turned", "outer_product odd", "triangle_multiplication outgoing", "aligned_errors chains"),
-    *("outer_product_mean as the model's", "gated_attention batch, given bias"),
+    *("outer_product_mean as the model's", "gated_attention batch, given bias", "gated_attention batch, no biases"),
 )
 # Axes that no other operand has: positions, the width of values, outputs, and biases, which may be fewer than outputs.
 FREE = {("attention", "v", 4), *(("layer_norm", "x", i) for i in (0, 1)), *(("transition", "x", i) for i in (0, 1))}

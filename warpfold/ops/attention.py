@@ -253,9 +253,11 @@ def _wrong_layer(t: Any) -> str:
 def _check_layer(op: str, sizes: Sizes, t: Operands) -> None:
     if wrong := _wrong_layer(t):
         raise ValueError(f"{op}: {wrong}")
-    kept, heads = getattr(t, "own", None), (*sizes["*"], t.heads, sizes["K"], sizes["K"])
-    if kept is not None and t.weight.shape[0] > 4 * sizes["i"] and kept.shape != heads:
-        raise ValueError(f"{op}: own is {list(kept.shape)}, not [*, h, K, K] = {list(heads)}")
+    if sizes.get("h", t.heads) != t.heads:
+        raise ValueError(f"{op}: lse is of {sizes['h']} heads, not {t.heads}")
+    own, right = getattr(t, "own", None), (*sizes["*"], t.heads, sizes["K"], sizes["K"])
+    if own is not None and t.weight.shape[0] > 4 * sizes["i"] and own.shape != right:
+        raise ValueError(f"{op}: own is {list(own.shape)}, not [*, h, K, K] = {list(right)}")
 
 
 def _unsupported_layer(t: Any) -> str | None:
