@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from warpfold.training.evaluate import evaluate
 
 from tests.training.runs import equal_tensors, helix, make_store, rows, steps, tiny_run
 from warpfold.data.load.order import Source
@@ -28,6 +27,7 @@ from warpfold.training import examples
 from warpfold.training.config import TrainConfig
 from warpfold.training.examples import split
 from warpfold.training.train import initial_model, train
+from warpfold.training.validate import validate
 from warpfold.training.validation import Spending, Validation
 
 ROOT = Path(__file__).parents[2]
@@ -300,4 +300,4 @@ def test_the_best_is_kept_and_the_run_ends_where_none_is_better(
     assert train(config, store, out) == done  # nothing is left to do, and nothing is said twice
     assert rows(out) == before
     assert RunLog(out).is_finished
-    assert evaluate(out, [Source(store)], follow=True) is not None  # it waits for no step that will not come
+    assert validate(out, [Source(store)], follow=True) is not None  # it waits for no step that will not come
