@@ -18,7 +18,8 @@ from tests.adapt.stand_in import KNOWN, ServesAttention, ServesMlp, TheirMlp, Th
 from warpfold.adapt import accelerate as subject
 from warpfold.adapt.adapter import RandomInputs, is_swapped
 from warpfold.adapt.report import Acceleration, LayerKind, LayerSpeed
-from warpfold.adapt.verify import compare
+from warpfold.adapt.verify import compare, glanced_speed
+from warpfold.bench.timing import Subject, Times
 from warpfold.errors import UserError
 from warpfold.ops.dispatch import refusals
 
@@ -241,6 +242,72 @@ def test_speed_decides_where_it_is_asked_to(model: TheirModel, monkeypatch: pyte
     assert {kind.of_class for kind in report.swapped} == {"TheirAttention", "TheirProduct"}
     assert str(report).splitlines()[1].endswith("1.70x    1.50x  0.40")
     assert "slower here: 0.90x" in str(report)
+
+
+SLOW, CLOSE, FAST = 1.2, 0.95, 0.5  # seconds of ours, of which their own code takes 1
+
+
+@pytest.mark.parametrize(
+    ("at_64", "at_128", "timed", "swapped"),
+    [
+        (FAST, SLOW, [64], True),  # clear at a glance
+        (CLOSE, FAST, [64, 128], True),
+        (SLOW, CLOSE, [64, 128], True),  # the careful clock decides
+        (CLOSE, SLOW, [64, 128], False),
+        (SLOW, SLOW, [64, 128], False),
+    ],
+)
+def test_what_is_slower_is_left_unless_something_else_is_asked_for(
+    at_64: float, at_128: float, timed: list[int], swapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+
+    def clock(ways: list[Subject], *_: Any) -> dict[str, Times]:
+        sizes.append(ways[0].grad[0].shape[1])
+        ours = {64: at_64, 128: at_128}[sizes[-1]]
+        return {
+            way.name: Times(
+                {part: [1.0 if way.name == "theirs" else ours] for part in ("forward", "training", "backward")}
+            )
+            for way in ways
+        }
+
+    monkeypatch.setattr(subject, "glanced_speed", glanced_speed)
+    monkeypatch.setattr("warpfold.adapt.verify.measure", clock)
+    model = TheirMlp(8)
+    report = warpfold.acceleration(warpfold.accelerate(model))  # to leave everything is no error
+    assert (sizes, is_swapped(model)) == (timed, swapped)
+    assert ("slower here: 0.83x" in str(report)) != swapped
+    assert ("verify=True swaps it, too" in str(report)) != swapped
+    warpfold.restore(model)
+    options: list[dict[str, Any]] = [{"verify": True}, {"only": "transition"}, {"strict": True}, {"memory": "1 GB"}]
+    for asked in options:
+        report = warpfold.acceleration(warpfold.accelerate(model, **asked))
+        assert is_swapped(model)
+        assert ("not timed" in str(report)) == ("verify" not in asked)
+        warpfold.restore(model)
+    assert sizes == timed
+
+
+def test_what_cannot_be_timed_is_swapped_and_said(model: TheirModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def clock(ways: list[Subject], *_: Any) -> dict[str, Times]:
+        return {way.name: Times(failed="out of memory") for way in ways}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subject, "glanced_speed", glanced_speed)
+        patched.setattr("warpfold.adapt.verify.measure", clock)
+        report = warpfold.acceleration(warpfold.accelerate(model))
+        assert len(report.swapped) == 3
+        assert "memory did not suffice to time it" in " ".join(str(report).split())
+        warpfold.restore(model)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            warpfold.accelerate(model, verify="speed")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)  # one of two: they disturb each other
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    report = warpfold.acceleration(warpfold.accelerate(model))
+    assert len(report.swapped) == 3
+    assert "not timed" in str(report)
 
 
 # ---- what is refused

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from warpfold.adapt.adapter import Adapter, NotServed, adapter_of, is_swapped, name_of, swap, swap_back, was_wrapped
-from warpfold.adapt.report import NO_OPERATION, Acceleration, LayerKind
+from warpfold.adapt.report import NO_OPERATION, Acceleration, LayerKind, pattern
 from warpfold.adapt.slices import SlicedExecution, on_meta
-from warpfold.adapt.verify import compare, gain, measured_speed
+from warpfold.adapt.verify import compare, gain, glanced_speed, measured_speed
 from warpfold.cost.machine import in_gb, parse_memory
 from warpfold.device import keep_memory, slow_precision, spinning_threads
 from warpfold.errors import UserError
-from warpfold.memory import memory_in_use
+from warpfold.memory import is_out_of_memory, memory_in_use
 from warpfold.ops.dispatch import unsupported_device
 from warpfold.ops.torch_internals import is_compiled
 from warpfold.parallel.plan import DTYPES as PRECISIONS
@@ -43,7 +43,9 @@ PACKAGES: tuple[str, ...] = (  # modules of warpfold.adapt, with adapters
 REPORT = "_warpfold_acceleration"  # the attribute of an accelerated model
 NOT_ASKED = "not asked for"
 PLAIN = "plain torch: swapped where only= names it, or where verify='speed' finds a gain"
-Verify = bool | Literal["speed"]
+NOT_TIMED = "not timed: something may be slower than its own code here; verify='speed' leaves what is"
+WAS_TIMED = "timed briefly: what is slower than its own code here was left; verify=True swaps it, too"
+Verify = bool | Literal["speed"] | None
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -52,7 +54,7 @@ def accelerate(
     *,
     only: str | Iterable[str] | None = None,
     strict: bool = False,
-    verify: Verify = True,
+    verify: Verify = None,
     memory: str | int | None = None,
     size: int | None = None,
 ) -> M:
@@ -62,34 +64,36 @@ def accelerate(
     layer that is known.
     strict: a known layer that cannot be swapped is an error, and so is an operation that refuses what it is given.
     verify: compare each kind of layer both ways, forward and backward; one that does not agree is left.  "speed": time
-    both ways, too, with `size` residues or tokens (128 on a CPU, 256 on a GPU), and leave what is slower here.
+    both ways, too, with `size` residues or tokens (128 on a CPU, 256 on a GPU), and leave what is slower here.  None:
+    compare, and leave what a brief look finds slower, unless several processes share the machine, or `only`, `strict`
+    or `memory` says what is wanted.
     memory: of the device, "24GB": a swapped layer takes no more than what is left of it, in slices; with gradients it
     is computed again in the backward pass.
     `acceleration(model)` returns what was printed.
-    Errors: UserError where nothing is swapped, for a model that is compiled, quantised, sharded, on a device or of a
-    dtype that is not served, or accelerated already.  The model is then as it was.
+    Errors: UserError where nothing can be swapped, for a model that is compiled, quantised, sharded, on a device or of
+    a dtype that is not served, or accelerated already.  The model is then as it was.
     """
-    if verify not in (True, False, "speed"):
-        raise UserError(f"accelerate: verify={verify!r}: not True, False or 'speed'")
+    if verify not in (None, True, False, "speed"):
+        raise UserError(f"accelerate: verify={verify!r}: not True, False, 'speed' or None")
     check_model(model)
     of = inside(model)
     if memory is not None:
         memory_in_use(next((p.device for p in of.parameters()), torch.device("cpu")))  # known, or an error
     asked = _Asked(_patterns(of, only), strict, verify, None if memory is None else parse_memory(memory), size)
+    if any(p.device.type == "cpu" for p in of.parameters()):
+        keep_memory()  # before anything is timed: so will both ways run
     kinds, layers = [], []
     for kind, adapter, modules in _kinds(of, asked):
         kinds.append(kind)
         if adapter is not None and kind.operation:
             execution = asked.execution(adapter, modules[0])
             layers += [(module, adapter, adapter.build(module), execution) for module in modules]
-    report = Acceleration(tuple(kinds), sum(p.numel() for p in of.parameters()), _notes(of, asked))
-    if not report.swapped:
+    report = Acceleration(tuple(kinds), sum(p.numel() for p in of.parameters()), _notes(of, asked, kinds))
+    if not report.swapped and not any(kind.speed for kind in kinds):  # to leave all that is slower is no failure
         raise UserError(_nothing(of, report))
     for module, adapter, layer, execution in layers:
         swap(module, adapter, layer, execution)
     object.__setattr__(model, REPORT, report)
-    if any(p.device.type == "cpu" for p in of.parameters()):
-        keep_memory()
     if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
         print(report)
     return model
@@ -101,7 +105,7 @@ def restore(model: M) -> M:
     Errors: UserError for a model that is not accelerated, or was sharded since.
     """
     swapped = [module for module in model.modules() if is_swapped(module)]
-    if not swapped:
+    if not swapped and REPORT not in {**vars(model), **vars(inside(model))}:
         raise UserError("restore: this model is not accelerated")
     if wrapped := [module for module in swapped if was_wrapped(module)]:
         raise UserError(f"restore: a {type(wrapped[0]).__name__} was wrapped since it was swapped; restore before that")
@@ -138,6 +142,13 @@ class _Asked:
     memory: int | None
     size: int | None
 
+    @property
+    def glances(self) -> bool:
+        """Whether each kind is timed briefly, as nothing says what is wanted, and one process has the machine."""
+        alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+        said = self.patterns is not None or self.strict or self.memory is not None
+        return self.verify is None and alone and not said
+
     def wants(self, name: str, adapter: Adapter) -> bool:
         """Return whether a module is asked for."""
         if self.patterns is None:
@@ -157,11 +168,11 @@ def _patterns(model: nn.Module, only: str | Iterable[str] | None) -> tuple[str, 
     patterns = (only,) if isinstance(only, str) else tuple(only)
     operations = {adapter.operation for adapter in adapters().values()}
     names = [name for name, module in model.named_modules() if adapter_of(module, adapters())[0] is not None]
-    for pattern in patterns:
-        below = (pattern, f"{pattern}.*")
-        if pattern not in operations and not any(fnmatch(name, p) for name in names for p in below):
+    for asked in patterns:
+        below = (asked, f"{asked}.*")
+        if asked not in operations and not any(fnmatch(name, p) for name in names for p in below):
             known = ", ".join(sorted(operations))
-            raise UserError(f"accelerate: only={pattern!r} is neither the name of a layer that is known nor of {known}")
+            raise UserError(f"accelerate: only={asked!r} is neither the name of a layer that is known nor of {known}")
     return patterns
 
 
@@ -246,24 +257,36 @@ def _served(kind: LayerKind, module: nn.Module, adapter: Adapter, asked: _Asked)
     parameters = [*module.parameters()]
     if why := unsupported_device(parameters) if parameters else "it has no parameters":
         raise NotServed(why)
-    if not asked.verify:
+    if asked.verify is False:
         return replace(kind, operation=adapter.operation)
     found = compare(module, adapter, execution=asked.execution(adapter, None))
     if not found.agrees:
         raise NotServed(f"differs by {found.difference:.1g} in the {found.where}")
     kind = replace(kind, difference=found.difference)
-    if asked.verify != "speed":
+    if asked.verify != "speed" and not asked.glances:
         return replace(kind, operation=adapter.operation)
-    speed = measured_speed(module, adapter, asked.size)
+    try:
+        glance = asked.glances and asked.size is None
+        speed = glanced_speed(module, adapter) if glance else measured_speed(module, adapter, asked.size)
+    except (RuntimeError, MemoryError) as error:
+        if asked.verify == "speed" or not is_out_of_memory(error):
+            raise
+        return replace(kind, operation=adapter.operation)  # nobody asked for the clock: `_notes` says what it missed
     kind = replace(kind, speed=speed)
     if why := gain(speed, adapter.plain):
         return replace(kind, why=why)
     return replace(kind, operation=adapter.operation)
 
 
-def _notes(model: nn.Module, asked: _Asked) -> tuple[str, ...]:
+def _notes(model: nn.Module, asked: _Asked, kinds: Sequence[LayerKind]) -> tuple[str, ...]:
     """Return the remarks that a user needs beside the table."""
     notes = []
+    if asked.glances:
+        notes += [WAS_TIMED] if any(kind.speed for kind in kinds if not kind.operation) else []
+        short = [name for kind in kinds if kind.operation and kind.speed is None for name in kind.names]
+        notes += [f"{pattern(short)}: {NOT_TIMED} (memory did not suffice to time it)"] if short else []
+    elif asked.verify is None:
+        notes.append(NOT_TIMED)
     if asked.memory is not None:
         notes.append(f"within {in_gb(asked.memory)}: in slices, and computed again in the backward pass")
     if any(p.device.type == "cpu" for p in model.parameters()):

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from warpfold.adapt.adapter import Adapter, NotServed, RandomInputs, swap
 from warpfold.adapt.report import LayerSpeed
 from warpfold.bench.timing import Subject, Times, measure
+from warpfold.memory import is_out_of_memory
 from warpfold.model.axial import PlainExecution
 from warpfold.ops.dispatch import always_fast
 
@@ -114,10 +115,15 @@ def copy_of(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def their_own_code(dtype: torch.dtype) -> Iterator[None]:
-    """Within the context, where a module's own code runs with parameters of a dtype: raise NotServed if it fails."""
+    """Within the context, where a module's own code runs with parameters of a dtype: raise NotServed if it fails.
+
+    Not for want of memory: that error passes.
+    """
     try:
         yield
     except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
         said = (str(error) or type(error).__name__).splitlines()[0]
         raise NotServed(
             f"its own code does not run with parameters of {str(dtype).removeprefix('torch.')}: {said}"
@@ -207,6 +213,19 @@ SIZE = {"cpu": 128, "cuda": 256}  # residues or tokens
 REPEATS = {"cpu": 5, "cuda": 20}
 BUDGET = {"cpu": 10.0, "cuda": 2.0}  # seconds for each way, without its warm-up
 SLOWER, FASTER, SMALLER = 0.97, 1.05, 0.9  # what is between the first two is what a clock cannot tell
+GLANCE, TURNS, SECONDS, CLEAR = 64, 3, 1.0, 1.1  # of a glance on a CPU: residues, repeats, budget, what settles it
+
+
+def glanced_speed(module: nn.Module, adapter: Adapter) -> LayerSpeed:
+    """Time both ways in about a second: on a CPU at a small size, and as `measured_speed` does only if that is close.
+
+    Errors: as of `measured_speed`.
+    """
+    if narrowest(module).device.type == "cpu":
+        speed = _timed(module, adapter, GLANCE, TURNS, SECONDS, peaks=False)
+        if min(speed.forward, speed.both or speed.forward) >= CLEAR:
+            return speed
+    return measured_speed(module, adapter)
 
 
 def measured_speed(module: nn.Module, adapter: Adapter, size: int | None = None) -> LayerSpeed:
@@ -215,22 +234,30 @@ def measured_speed(module: nn.Module, adapter: Adapter, size: int | None = None)
     size: residues or tokens.  Errors: NotServed where it cannot be copied, or its own code does not run; RuntimeError
     where a way fails later, as without memory.
     """
+    kind = narrowest(module).device.type
+    return _timed(module, adapter, size or SIZE[kind], REPEATS[kind], BUDGET[kind])
+
+
+def _timed(
+    module: nn.Module, adapter: Adapter, size: int, repeats: int, budget: float, peaks: bool = True
+) -> LayerSpeed:
+    """Time both ways at a size, so often, in so many seconds for each at most; peaks: of memory, too."""
     with torch.inference_mode(False), torch.enable_grad():
         theirs = redrawn(copy_of(module), 0)
         ours = copy_of(theirs)
         swap(ours, adapter, adapter.build(ours))
         like = narrowest(theirs)
-        kind = like.device.type
-        args, kwargs = adapter.example(theirs, size or SIZE[kind], RandomInputs(like))
+        args, kwargs = adapter.example(theirs, size, RandomInputs(like))
         given = [x.requires_grad_() for x in inputs_of(args, kwargs).values()]
 
         with their_own_code(like.dtype):
             ways = [subject("theirs", partial(theirs, *args, **kwargs), [*given, *theirs.parameters()])]
         ways.append(subject("ours", partial(ours, *args, **kwargs), [*given, *ours.parameters()]))
-        times = measure(ways, like.device, REPEATS[kind], BUDGET[kind])
+        times = measure(ways, like.device, repeats, budget, peaks)
     for found in times.values():
         if found.failed:
-            raise RuntimeError(f"{type(module).__name__}: {found.failed}")
+            error = torch.OutOfMemoryError if found.failed == "out of memory" else RuntimeError
+            raise error(f"{type(module).__name__}: {found.failed}")
     return ratios(times["theirs"], times["ours"])
 
 
