@@ -108,6 +108,46 @@ def test_another_runs_folder_is_refused(store: Store, unbroken: Path, tmp_path: 
     assert rows(unbroken)[-1]["step"] == 6
 
 
+def test_a_stage_takes_the_moments_of_the_one_before(
+    store: Store, unbroken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, init = tiny_run(steps=1, validation=0.0, moments=True), unbroken / "params.safetensors"
+    train(
+        dataclasses.replace(config, optim=dataclasses.replace(config.optim, beta1=0.999)),
+        store,
+        tmp_path / "a",
+        init=init,
+    )
+    with checkpoint.RunFolder(tmp_path / "a") as run, checkpoint.RunFolder(unbroken) as first:
+        after, before = run.load(1).tensors, first.load(6).tensors
+    assert (before["steps"], after["steps"]) == (6, 7)
+    for name in (name for name in before if name.startswith("moment1.")):
+        assert torch.allclose(after[name], before[name], rtol=1e-3, atol=1e-4), name
+    assert any(before[name].abs().max() > 1e-3 for name in before if name.startswith("moment1."))
+    assert "without moments" not in caplog.text
+
+
+MOMENTS = {
+    "no --init": (lambda run: None, {}, "moments are taken from the run of init"),
+    "a file of no run": (lambda run: run.parent / "other/params.safetensors", {}, "checkpoints beside it"),
+    "another rule": (lambda run: run / "params.safetensors", {"optim.name": "lamb"}, "optim.name=adam, not lamb"),
+}
+
+
+@pytest.mark.parametrize(("init", "changes", "said"), MOMENTS.values(), ids=list(MOMENTS))
+def test_moments_that_are_not_there_are_refused(
+    init: Any, changes: dict, said: str, store: Store, unbroken: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(unbroken, tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    shutil.copy(unbroken / "params.safetensors", tmp_path / "other")
+    wanted = {"train.moments": True, **changes}
+    with pytest.raises(UserError, match=said) as caught:
+        command.train(tiny_run(), store, tmp_path / "new", init=init(tmp_path / "run"), set=wanted, device="cpu")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_run_of_an_earlier_version_goes_on(store: Store, unbroken: Path, tmp_path: Path) -> None:
     """Its settings lack what is new since, whose defaults change nothing."""
     out = Path(shutil.copytree(unbroken, tmp_path / "run"))

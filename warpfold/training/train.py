@@ -46,7 +46,7 @@ from warpfold.training.examples import (
     load,
     open_ledger,
 )
-from warpfold.training.first_weights import start_from
+from warpfold.training.first_weights import start_from, take_moments
 from warpfold.training.ranks import begin_end_step, end_step, next_examples, stop_requested
 from warpfold.training.results import (
     ExampleResult,
@@ -113,6 +113,8 @@ def train(
         signals = stack.enter_context(StopSignals())
         claim(run, config, origin, team)
         state = restore(run, optimizer, origin, team)
+        if config.train.moments and not state.step:
+            take_moments(optimizer, init, team)
         if team.is_rank_zero and config.finetune.freezes:
             run.write_frozen(frozen_state(model), again=not state.step)
         skipped = SkippedExamples(config.train.max_skipped, state.notes.get("skipped", ()))
