@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -149,9 +150,9 @@ class TrainCommand(Checked):
         for caveat in device.caveats(config.plan.precision, where) if team.is_rank_zero else ():
             log.warning("%s", caveat)
         replay = path_or_none("replay", self.replay)
-        return training.train(
-            config, stores, out, init=init, replay=replay, labels=labels, device=where, watch=told, team=team
-        )
+        typed = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""
+        more: dict[str, Any] = {"device": where, "watch": told, "team": team, "command": typed}
+        return training.train(config, stores, out, init=init, replay=replay, labels=labels, **more)
 
 
 def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) -> "list[Source]":
