@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from warpfold.training.evaluate import evaluate
 
 from tests.training.runs import equal_tensors, rows, steps, tiny_run
 from warpfold.data.load.order import Source
@@ -25,6 +24,7 @@ from warpfold.model.weights.files import load_model
 from warpfold.parallel.plan import Plan
 from warpfold.training.config import RunConfig
 from warpfold.training.train import train
+from warpfold.training.validate import validate
 
 ADAPTERS = AdapterConfig(on=("evoformer", "structure"), rank=2)
 STRUCTURE = FinetuneConfig(trainable=("structure", "plddt"), draws=2, trunk="cached")
@@ -85,10 +85,10 @@ def test_what_a_run_with_adapters_leaves(store: Store, init: Path, tmp_path: Pat
     assert frozen.keys() == before.keys() - held
 
 
-def test_evaluate_folds_with_the_whole_model(store: Store, init: Path, tmp_path: Path) -> None:
+def test_validate_folds_with_the_whole_model(store: Store, init: Path, tmp_path: Path) -> None:
     config = run_of(FinetuneConfig(trainable=("plddt",), adapters=ADAPTERS), save_every=3)
     train(config, store, tmp_path / "run", init=init)
-    found = {row["step"]: row["lddt_ca"] for row in evaluate(tmp_path / "run", [Source(store)])}
+    found = {row["step"]: row["lddt_ca"] for row in validate(tmp_path / "run", [Source(store)])}
     own = {row["step"]: row["lddt_ca"] for row in rows(tmp_path / "run", kind="validation")}
     assert found
     assert all(own[step] == pytest.approx(score, abs=1e-6) for step, score in found.items())

@@ -68,6 +68,7 @@ def test_a_finished_run_has_its_card(store: Store, unbroken: Path, tmp_path: Pat
         f"`store`, 4 entries, 100% of the examples, checksum of `store.json` `{checksum(store.path / 'store.json')}`"
         in text
     )
+    assert f"| 6 | {scores[6]:.4f} | 2 of 2 |" in text
     assert "it started from no other parameters" in text
     assert settings.tomllib.loads(text.split("```toml")[1].split("```")[0])["optim"]["accumulate"] == 2
     assert text.endswith("# from Python\n```\n")
@@ -164,6 +165,19 @@ def test_a_stage_takes_the_moments_of_the_one_before(
         assert torch.allclose(after[name], before[name], rtol=1e-3, atol=1e-4), name
     assert any(before[name].abs().max() > 1e-3 for name in before if name.startswith("moment1."))
     assert "without moments" not in caplog.text
+
+    heads = dataclasses.replace(config.model.heads, pae=True)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, new_heads=True))
+    with caplog.at_level("INFO", "warpfold"):
+        train(
+            dataclasses.replace(config, model=dataclasses.replace(config.model, heads=heads)),
+            store,
+            tmp_path / "b",
+            init=init,
+        )
+    new = next(line for line in caplog.messages if "without moments" in line)
+    assert "pae." in new
+    assert "trunk" not in new
 
 
 MOMENTS = {

@@ -64,7 +64,9 @@ def run_card(
     log = (run.path / "metrics.jsonl").read_text(encoding="utf-8")
     rows = [row for row in map(json.loads, log.splitlines()) if row["kind"] in ("step", "validation")]
     steps = [row for row in rows if row["kind"] == "step"]
-    scores = {row["step"]: row["lddt_ca"] for row in rows if row["kind"] == "validation" and row["lddt_ca"] is not None}
+    validations = [row for row in rows if row["kind"] == "validation" and row.get("lddt_ca") is not None]
+    scores = {row["step"]: row["lddt_ca"] for row in validations}
+    counts = {row["step"]: len(row["examples"]) for row in validations}  # there may have been no time for all
     best, _ = run.best()
     said = f"{len(steps):,} steps of {values['optim']['accumulate']} examples; "
     if scores:
@@ -88,14 +90,15 @@ def run_card(
     mean = math.fsum(row["waiting"] for row in steps) / max(1, len(steps))
     facts += [
         ("held out", f"{held_out} entries"),
-        ("machine", f"{on}, {ranks} processes of {torch.get_num_threads()} threads, {platform.platform()}"),
+        ("machine", f"{on}, {ranks} x {torch.get_num_threads()} threads, {platform.platform()}"),
         ("versions", f"WarpFold {__version__}, torch {torch.__version__}, Python {platform.python_version()}"),
         ("seconds", f"{seconds:,.0f} of steps, {mean:.0%} of them waiting for examples"),
     ]
     sections = []
     if scores:
-        sections = ["## Validations", "", "| step | lDDT-Cα | |", "|---|---|---|"]
+        sections = ["## Validations", "", "| step | lDDT-Cα | entries | |", "|---|---|---|---|"]
         for step in sorted({min(scores), *({best} & scores.keys()), max(scores)}):
-            sections.append(f"| {step:,} | {scores[step]:.4f} | {'the best' if step == best else ''} |")
+            said_of = "the best" if step == best else ""
+            sections.append(f"| {step:,} | {scores[step]:.4f} | {counts[step]} of {held_out} | {said_of} |")
         sections.append("")
     return card_page("Trained parameters", said, facts, sections, values, command)
