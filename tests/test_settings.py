@@ -136,7 +136,7 @@ def test_every_preset_is_found_by_name_and_complete(path: Path) -> None:
 
 
 def test_the_supplements_values_have_their_source() -> None:
-    for name in ("monomer", "finetune", "multimer"):
+    for name in ("monomer", "finetune", "multimer", "monomer_ptm", "distillation"):
         values = [line for line in (PRESETS / f"{name}.toml").read_text().splitlines() if " = " in line]
         assert all("#" in line or line.startswith("base") for line in values), name
 
@@ -163,6 +163,22 @@ def test_fine_tuning_is_table_4s_second_column() -> None:
         "optim.warmup_steps: 0, not 1000",
         "train.steps: 11719, not 78125",
     ]
+
+
+def test_the_ptm_models_are_fine_tuning_with_a_head_and_its_loss() -> None:
+    assert settings.differences(settings.load("monomer_ptm"), settings.load("finetune")) == [
+        "model.heads.pae: true, not false",
+        "loss.predicted_aligned_error: 0.1, not 0.0",
+        "train.new_heads: true, not absent",
+    ]
+
+
+def test_distillation_is_the_first_stage_on_other_data() -> None:
+    from warpfold.training.config import RunConfig
+
+    first, second = (settings.build(RunConfig, settings.load(name)) for name in ("monomer", "distillation"))
+    assert second == first  # both values are defaults too, as a monomer may be given predictions
+    assert settings.load("distillation")["data"]["predicted_rows"] == 1000  # Supp. 1.3
 
 
 @pytest.mark.parametrize("value", ["nan", "-inf", "9" * 5000, "0x" + "f" * 5000, str(2**63)])

@@ -93,6 +93,54 @@ def test_steps_are_those_of_the_supplement() -> None:
             torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_a_uniform_average_is_the_mean_of_the_weights_since_its_beginning(rule: str) -> None:
+    model, start = small_model(), 3
+    config = OptimConfig(name=rule, warmup_steps=1, average="uniform", average_from=start, average_decay=0.9)
+    optimizer, plain = Optimizer(model, config), [p.detach().clone() for p in model.parameters()]
+    seen: list[list[torch.Tensor]] = []
+    for step in range(7):
+        if step == 5:  # what it needs is in a checkpoint, and the step
+            again = Optimizer(model := small_model(), config)
+            again.restore(state_of(optimizer))
+            optimizer = again
+        run(model, optimizer, range(step, step + 1))
+        seen.append([p.detach().clone() for p in model.parameters()])
+        if step < start:
+            plain = [0.9 * a + 0.1 * p for a, p in zip(plain, seen[-1])]
+        else:
+            plain = [torch.stack(weights).mean(0) for weights in zip(*seen[start:])]
+        with optimizer.averaged():
+            for ours, right in zip(model.parameters(), plain):
+                torch.testing.assert_close(ours.detach(), right, rtol=1e-5, atol=1e-7)
+    assert any(not torch.allclose(p, q, rtol=1e-5) for p, q in zip(seen[-1], plain))
+
+
+def test_moments_of_another_run_go_on_where_both_have_them() -> None:
+    config = OptimConfig(warmup_steps=1)
+    first, whole = small_model(), small_model()
+    before = Optimizer(first, config)
+    run(first, before, range(3))
+    run(whole, Optimizer(whole, config), range(4))
+    state = state_of(before)
+
+    second = small_model()
+    second.load_state_dict(first.state_dict())
+    optimizer = Optimizer(second, config)
+    assert optimizer.take_moments(state) == []
+    run(second, optimizer, range(3, 4))
+    assert all(torch.equal(p, q) for p, q in zip(second.parameters(), whole.parameters()))
+
+    names = [name for name, _ in second.named_parameters()]
+    del state[f"moment1.{names[0]}"]
+    state[f"moment2.{names[1]}"] = torch.ones(1)
+    optimizer = Optimizer(second, config)
+    assert optimizer.take_moments(state) == names[:2]
+    found = state_of(optimizer)
+    assert found["steps"] == 3
+    assert torch.equal(found[f"moment2.{names[-1]}"], state[f"moment2.{names[-1]}"])
+
+
 def test_clip_of_the_step_bounds_the_mean() -> None:
     """Two examples whose large gradients almost cancel: their mean is small."""
     for mean, expected in [(1.0, 0.5), (0.1, 0.1)]:
@@ -152,6 +200,8 @@ def test_parameters_without_gradient_stay() -> None:
         {"weight_decay": 0.1},
         {"name": "adma"},
         {"decay_steps": 9},
+        {"average_from": 9},
+        {"average": "uniform", "average_from": -1},
     ],
 )
 def test_settings_that_make_no_sense(wrong: dict[str, Any]) -> None:

@@ -51,12 +51,16 @@ class Way:
 
 
 TWICE, TWICE_STEP = replace(QUICK, accumulate=2), replace(STEP, accumulate=2)
+UNIFORM = replace(QUICK, average="uniform", average_from=2)
 LAMB, LARS = replace(QUICK, name="lamb", weight_decay=0.1), replace(QUICK, name="lars", weight_decay=0.1)
 WAYS = {
     "one example": [Way(1, 2), Way(1, 3), Way(2, 1), Way(2, 2), Way(2, 3), Way(3, 1), Way(3, 2), Way(3, 3)],
     "several": [Way(2, 2, TWICE), Way(2, 2, STEP), Way(3, 2, TWICE_STEP), Way(2, 2, QUICK, SyncConfig())],
     "sharded": [Way(2, 3, QUICK, SHARDED), Way(3, 1, TWICE, SHARDED), Way(2, 2, STEP, SHARDED)],
-    "rules": [Way(2, 2, LAMB), Way(2, 2, LAMB, SHARDED), Way(3, 2, LARS, SHARDED)],
+    "rules": [
+        *(Way(2, 2, LAMB), Way(2, 2, LAMB, SHARDED), Way(3, 2, LARS, SHARDED)),
+        *(Way(2, 2, UNIFORM, SHARDED), Way(3, 1, replace(LAMB, average="uniform"), SHARDED)),
+    ],
     "unequal shares": [
         *(Way(3, 1, QUICK, SMALL, None, 4), Way(3, 1, STEP, SHARDED, None, 5), Way(2, 2, QUICK, SHARDED, None, 3)),
         *(Way(3, 1, STEP, SMALL, None, 4), Way(3, 1, QUICK, SMALL, None, 5), Way(2, 2, STEP, SMALL, None, 3)),
@@ -95,9 +99,26 @@ def test_five_steps_are_those_of_one_process(kind: str) -> None:
 
 
 def test_a_run_that_was_broken_is_the_unbroken_one_to_the_bit() -> None:
-    ways = [Way(2, 2), Way(2, 2, QUICK, SHARDED), Way(3, 1, QUICK, SMALL, None, 4), Way(3, 1, STEP, SHARDED, None, 5)]
+    ways = [
+        Way(2, 2),
+        Way(2, 2, QUICK, SHARDED),
+        Way(2, 2, UNIFORM),
+        Way(3, 1, QUICK, SMALL, None, 4),
+        Way(3, 1, STEP, SHARDED, None, 5),
+    ]
     for way, results in on_each(ways, lambda way: survives_a_break(lambda *given: way.train(*given)[1])):
         assert all(results), way
+
+
+@pytest.mark.parametrize("sync", [SMALL, SHARDED], ids=["whole", "sharded"])
+def test_moments_of_another_run_come_to_the_ranks_that_own_them(sync: SyncConfig) -> None:
+    before = Way(2, 2, QUICK, sync).alone()
+
+    def taken() -> dict[str, Tensor]:
+        return trained(2, 2, QUICK, sync, range(0), look=lambda optimizer: optimizer.take_moments(before))[1]
+
+    for state in run_ranks(taken, 4):
+        assert all(torch.equal(state[name], x) for name, x in before.items() if name.startswith(("moment", "steps")))
 
 
 # When what travels

@@ -85,7 +85,7 @@ def test_what_a_run_with_adapters_leaves(store: Store, init: Path, tmp_path: Pat
     assert frozen.keys() == before.keys() - held
 
 
-def test_evaluate_folds_with_the_whole_model(store: Store, init: Path, tmp_path: Path) -> None:
+def test_validate_folds_with_the_whole_model(store: Store, init: Path, tmp_path: Path) -> None:
     config = run_of(FinetuneConfig(trainable=("plddt",), adapters=ADAPTERS), save_every=3)
     train(config, store, tmp_path / "run", init=init)
     found = {row["step"]: row["lddt_ca"] for row in validate(tmp_path / "run", [Source(store)])}

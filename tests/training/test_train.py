@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import hashlib
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from warpfold.engine import checkpoint, optim
 from warpfold.engine.loop import StepTimer
 from warpfold.engine.optim import OptimConfig
 from warpfold.errors import UserError
+from warpfold.files import checksum
 from warpfold.model.weights.files import load_model
 from warpfold.parallel.plan import Plan
 from warpfold.training import examples as chosen
@@ -51,6 +53,44 @@ def test_what_a_run_leaves(unbroken: Path) -> None:
     assert timed[0]["waiting_so_far"] == timed[0]["waiting"]
     assert {p.name for p in (unbroken / "checkpoints").iterdir()} >= {"step-00000004", "step-00000006"}
     assert settings.build(RunConfig, settings.load(unbroken / "settings.toml")) == tiny_run()
+
+
+def test_a_finished_run_has_its_card(store: Store, unbroken: Path, tmp_path: Path) -> None:
+    text, scores = (
+        (unbroken / "card.md").read_text(),
+        {r["step"]: r["lddt_ca"] for r in rows(unbroken, kind="validation")},
+    )
+    best = max(scores, key=scores.__getitem__)
+    assert f"entries {scores[6]:.4f} after step 6, and at best {scores[best]:.4f}, after step {best}." in text
+    for name in ("params", "params_best"):
+        assert hashlib.sha256((unbroken / f"{name}.safetensors").read_bytes()).hexdigest() in text
+    assert (
+        f"`store`, 4 entries, 100% of the examples, checksum of `store.json` `{checksum(store.path / 'store.json')}`"
+        in text
+    )
+    assert f"| 6 | {scores[6]:.4f} | 2 of 2 |" in text
+    assert "it started from no other parameters" in text
+    assert settings.tomllib.loads(text.split("```toml")[1].split("```")[0])["optim"]["accumulate"] == 2
+    assert text.endswith("# from Python\n```\n")
+
+    init, data = unbroken / "params.safetensors", [Source(store, weight=1.0), Source(store, weight=3.0)]
+    said = "warpfold train tiny --set 'a=b c'"
+    train(tiny_run(steps=1, validation=0.0), data, tmp_path / "run", init=init, command=said)
+    text = (tmp_path / "run/card.md").read_text()
+    assert "DeepMind's: CC BY 4.0" in text
+    assert hashlib.sha256(init.read_bytes()).hexdigest() in text
+    assert "75% of the examples" in text
+    assert "nothing was validated" in text
+    assert said in text
+
+
+def test_a_stopped_run_has_no_card(store: Store, tmp_path: Path) -> None:
+    def stop(row: dict) -> None:
+        if row["kind"] == "step":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    train(tiny_run(validation=0.0), store, tmp_path / "run", watch=stop)
+    assert not (tmp_path / "run/card.md").exists()
 
 
 def test_the_saved_parameters_are_the_averaged_ones(unbroken: Path) -> None:
@@ -106,6 +146,59 @@ def test_another_runs_folder_is_refused(store: Store, unbroken: Path, tmp_path: 
     with pytest.raises(UserError, match="another init"):
         train(tiny_run(), store, unbroken, init=unbroken / "params.safetensors")
     assert rows(unbroken)[-1]["step"] == 6
+
+
+def test_a_stage_takes_the_moments_of_the_one_before(
+    store: Store, unbroken: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, init = tiny_run(steps=1, validation=0.0, moments=True), unbroken / "params.safetensors"
+    train(
+        dataclasses.replace(config, optim=dataclasses.replace(config.optim, beta1=0.999)),
+        store,
+        tmp_path / "a",
+        init=init,
+    )
+    with checkpoint.RunFolder(tmp_path / "a") as run, checkpoint.RunFolder(unbroken) as first:
+        after, before = run.load(1).tensors, first.load(6).tensors
+    assert (before["steps"], after["steps"]) == (6, 7)
+    for name in (name for name in before if name.startswith("moment1.")):
+        assert torch.allclose(after[name], before[name], rtol=1e-3, atol=1e-4), name
+    assert any(before[name].abs().max() > 1e-3 for name in before if name.startswith("moment1."))
+    assert "without moments" not in caplog.text
+
+    heads = dataclasses.replace(config.model.heads, pae=True)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, new_heads=True))
+    with caplog.at_level("INFO", "warpfold"):
+        train(
+            dataclasses.replace(config, model=dataclasses.replace(config.model, heads=heads)),
+            store,
+            tmp_path / "b",
+            init=init,
+        )
+    new = next(line for line in caplog.messages if "without moments" in line)
+    assert "pae." in new
+    assert "trunk" not in new
+
+
+MOMENTS = {
+    "no --init": (lambda run: None, {}, "moments are taken from the run of init"),
+    "a file of no run": (lambda run: run.parent / "other/params.safetensors", {}, "checkpoints beside it"),
+    "another rule": (lambda run: run / "params.safetensors", {"optim.name": "lamb"}, "optim.name=adam, not lamb"),
+}
+
+
+@pytest.mark.parametrize(("init", "changes", "said"), MOMENTS.values(), ids=list(MOMENTS))
+def test_moments_that_are_not_there_are_refused(
+    init: Any, changes: dict, said: str, store: Store, unbroken: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(unbroken, tmp_path / "run")
+    (tmp_path / "other").mkdir()
+    shutil.copy(unbroken / "params.safetensors", tmp_path / "other")
+    wanted = {"train.moments": True, **changes}
+    with pytest.raises(UserError, match=said) as caught:
+        command.train(tiny_run(), store, tmp_path / "new", init=init(tmp_path / "run"), set=wanted, device="cpu")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_run_of_an_earlier_version_goes_on(store: Store, unbroken: Path, tmp_path: Path) -> None:

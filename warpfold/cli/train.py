@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -107,7 +108,7 @@ class TrainCommand(Checked):
         from warpfold.parallel.team import team_of
         from warpfold.training import train as training
         from warpfold.training.config import load_settings
-        from warpfold.training.first_weights import check_first
+        from warpfold.training.first_weights import check_first, check_moments
         from warpfold.training.labels import learn_labels, read_labels
         from warpfold.training.planning import graphs_in_words, plan_training
 
@@ -122,11 +123,15 @@ class TrainCommand(Checked):
         labels = None
         if self.labels is not None:
             given, labels = learn_labels(read_labels(path("labels", self.labels)), given, entries_of(stores, given))
-        if init is not None:  # before minutes of planning, by one process: a file of hundreds of MB may be read
+        first = given.config()
+        if init is not None or first.train.moments:  # before minutes of planning, by one process: files may be large
             wrong = ""
             if team.is_rank_zero:
                 try:
-                    check_first(given.config().model, init, given.config().train.new_heads)
+                    if init is not None:
+                        check_first(first.model, init, first.train.new_heads)
+                    if first.train.moments and RunFolder(out, writes=False).latest() is None:
+                        check_moments(first.optim.name, init)
                 except UserError as error:
                     wrong = str(error)
             if wrong := team.broadcast(wrong, "the parameters to start from"):
@@ -145,9 +150,9 @@ class TrainCommand(Checked):
         for caveat in device.caveats(config.plan.precision, where) if team.is_rank_zero else ():
             log.warning("%s", caveat)
         replay = path_or_none("replay", self.replay)
-        return training.train(
-            config, stores, out, init=init, replay=replay, labels=labels, device=where, watch=told, team=team
-        )
+        typed = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""
+        more: dict[str, Any] = {"device": where, "watch": told, "team": team, "command": typed}
+        return training.train(config, stores, out, init=init, replay=replay, labels=labels, **more)
 
 
 def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) -> "list[Source]":

@@ -76,6 +76,8 @@ class OptimConfig:
     decay: how the rate falls to decay_factor of itself: at once, at decay_after_steps (the paper's), or from there on,
         over decay_steps, by a line or half a cosine; then it stays.
     clip: what clip_norm bounds, each "example"'s gradient (the paper's), or the "step"'s, the mean over all examples.
+    average: of weights: "exponential" (the paper's), of which average_decay stays at each step; or from average_from
+        steps on "uniform", the mean of the weights after each step since (Izmailov et al. 2018).
     """
 
     name: str = "adam"
@@ -92,7 +94,9 @@ class OptimConfig:
     trust: float = 0.001  # lars: the share of a parameter's norm that a step of rate 1 may change
     clip: Literal["example", "step"] = "example"
     clip_norm: float = 0.1
+    average: Literal["exponential", "uniform"] = "exponential"
     average_decay: float = 0.999
+    average_from: int = 0
     accumulate: int = 1  # examples per step; data ranks share them, the first have one more where they must
     compression: CompressionConfig = field(default_factory=CompressionConfig)
 
@@ -107,6 +111,8 @@ class OptimConfig:
             raise ValueError("clip_norm must be positive; inf switches clipping off")
         if not 0 <= self.average_decay < 1:
             raise ValueError("average_decay must be at least 0 and below 1")
+        if self.average_from < 0 or (self.average_from and self.average == "exponential"):
+            raise ValueError('average_from is the step from which average = "uniform" begins; leave it out, or at 0')
         if self.name not in RULES:
             raise ValueError(f'name = "{self.name}" is not one of {", ".join(RULES)}')
         if self.weight_decay and not RULES[self.name].decays_weights:
@@ -144,6 +150,8 @@ class Rule(ABC):
         sum_shards: sums a tensor over the ranks that hold the other shards, in place.
         """
         self.config, self.weights, self._sum_shards, self._names = config, weights, sum_shards, len(names)
+        # A uniform average depends on the step; the optimizer updates it after the rule, which leaves it alone.
+        self.average_decay = config.average_decay if config.average == "exponential" else 1.0
         self.moments = {name: torch.zeros_like(weights) for name in self.kept}
         self.steps = torch.zeros((), device=weights.device)  # float32, as torch's fused Adam wants it
         self.replicated = {"steps": self.steps}
@@ -203,7 +211,7 @@ class PlainRule(Rule):
         self.step(rate, torch.where(used, gradient.mul_(scale), 0))
         for tensor, old in zip(changing, before):
             tensor.copy_(torch.where(used, tensor, old))
-        average.copy_(torch.where(used, average.lerp(self.weights, 1 - self.config.average_decay), average))
+        average.copy_(torch.where(used, average.lerp(self.weights, 1 - self.average_decay), average))
         if packed is not None:
             packed.copy_(self.weights)
 
@@ -224,7 +232,7 @@ class Adam(Rule):
         c, m, v = self.config, self.moments["moment1"], self.moments["moment2"]
         self.steps += used
         numbers = used, scale.to(m.dtype), rate.to(m.dtype), self.steps
-        factors = c.beta1, c.beta2, c.eps, c.average_decay
+        factors = c.beta1, c.beta2, c.eps, self.average_decay
         adam_step(self.weights, gradient, m, v, average, packed, *numbers, *factors)
 
 
@@ -356,6 +364,7 @@ class Optimizer:
         self.owned = self.reducer.local_shard(self.weights)  # this rank's shard
         self.average = self.owned.clone()
         self.rate = widen(torch.zeros((), device=self.weights.device))
+        self.newest = self.owned.new_zeros(())  # the share that a uniform average takes of the newest weights
         self.used, self.overflows = torch.zeros_like(self.rate), torch.zeros_like(self.rate)
         self.loss_scale = LossScale(self.weights.device) if scaling else None
         segments = self.layout.segments(self.reducer.shards, self.reducer.shard_index)
@@ -455,6 +464,8 @@ class Optimizer:
         Errors: ReplicaError, every `sync.check_every` steps, if the ranks' weights have come to differ.
         """
         self.rate.fill_(learning_rate(self.config, step))
+        averaged = step + 1 - self.config.average_from  # weights, with those of this step
+        self.newest.fill_(1 / averaged if averaged > 0 else 1 - self.config.average_decay)
         taken = self.update() if update is None else update()
         self._prepare(self.most - self.share)
         if self.sync.check_every and (step + 1) % self.sync.check_every == 0:
@@ -479,6 +490,8 @@ class Optimizer:
             good = (used == self.config.accumulate) & norm.isfinite()
         alone = self.owned is self.weights
         self.rule.take(gradient, scale, good, self.rate, self.average, self.packed.copy if alone else None)
+        if self.config.average == "uniform":  # weights that a step left as they were count once more
+            self.average.lerp_(self.owned, self.newest)
         if not alone:
             self.reducer.all_gather(self.owned, self.weights)
             self.packed.refresh()
@@ -550,6 +563,24 @@ class Optimizer:
         self._clear_counts()
         self._prepare(self.most - self.share)
         check_replicas(self.weights, self.layout, self.mesh.world, "after reading a checkpoint")
+
+    def take_moments(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Take moments, and how many steps they are of, from the `state` of another run with the same rule.
+
+        Returns the names of the parameters that have none there, or another shape; they keep zeros.
+        """
+        lacking = dict[str, None]()
+        for kind, shard in self.rule.moments.items():
+            whole = torch.zeros_like(self.weights)
+            for name in self.layout.places:
+                view, given = self.layout.view(whole, name), state.get(f"{kind}.{name}")
+                if given is not None and given.shape == view.shape:
+                    view.copy_(given)
+                else:
+                    lacking[name] = None
+            shard.copy_(self.reducer.local_shard(whole))
+        self.rule.steps.copy_(state["steps"])
+        return list(lacking)
 
     def _sharded(self) -> dict[str, Tensor]:
         return {"average": self.average, **self.rule.moments}

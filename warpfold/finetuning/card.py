@@ -4,44 +4,30 @@ from collections.abc import Mapping
 from typing import Any
 
 from warpfold.data.store.store import Store
+from warpfold.engine.card import LICENCE, card_page
 from warpfold.files import checksum
 from warpfold.finetuning.page import PARTS, labels_in_words, verdict
 from warpfold.finetuning.split import Split
-from warpfold.settings import toml_value
-
-# Settings that a reader of the card looks for; all are in summary.json and run/settings.toml.
-SHOWN = {
-    "data": ("crop", "max_msa", "max_extra", "max_templates"),
-    "optim": ("name", "learning_rate", "accumulate", "warmup_steps", "decay", "clip_norm", "average_decay"),
-    "plan": ("precision", "recompute"),
-    "train": ("steps", "validate_every", "patience"),
-}
 
 
 def card(result: Mapping[str, Any], store: Store, split: Split) -> str:
     """Return the card; result: what is in summary.json."""
     values, versions, machine = result["settings"], result["versions"], result["machine"]
     tuned = values["finetune"]
-    lines = [
-        "# Fine-tuned parameters",
-        "",
-        verdict(result),
-        "",
-        "| | |",
-        "|---|---|",
-        f"| parameters | `params.safetensors`, sha256 `{result['params']['sha256']}` |",
-        f"| started from | `{result['init']['file']}`, sha256 `{result['init']['sha256']}` |",
-        "| licence | that of the parameters it started from (DeepMind's: CC BY 4.0), and what the structures allow |",
-        f"| entries | {', '.join(f'{len(keys)} {name}' for name, keys in split.parts.items())} |",
-        f"| split | by {split.by}, in `split.toml` |",
-        f"| data | {len(store)} records, checksum of `store/store.json` `{checksum(store.path / 'store.json')}` |",
-        f"| what was trained | {', '.join(tuned['trainable']) or 'adapters alone'} |",
-        f"| steps | {result['steps']:,}; the best by validation, and so kept, {result['params']['step']:,} |",
-        f"| machine | {machine['device']}, {machine['threads']} threads, {machine['system']} |",
-        f"| versions | WarpFold {versions['warpfold']}, torch {versions['torch']}, Python {versions['python']} |",
-        f"| seconds | {', '.join(f'{name} {value:.0f}' for name, value in result['seconds'].items())} |",
-        "",
+    facts = [
+        ("parameters", f"`params.safetensors`, sha256 `{result['params']['sha256']}`"),
+        ("started from", f"`{result['init']['file']}`, sha256 `{result['init']['sha256']}`"),
+        ("licence", LICENCE),
+        ("entries", ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items())),
+        ("split", f"by {split.by}, in `split.toml`"),
+        ("data", f"{len(store)} records, checksum of `store/store.json` `{checksum(store.path / 'store.json')}`"),
+        ("what was trained", ", ".join(tuned["trainable"]) or "adapters alone"),
+        ("steps", f"{result['steps']:,}; the best by validation, and so kept, {result['params']['step']:,}"),
+        ("machine", f"{machine['device']}, {machine['threads']} threads, {machine['system']}"),
+        ("versions", f"WarpFold {versions['warpfold']}, torch {versions['torch']}, Python {versions['python']}"),
+        ("seconds", ", ".join(f"{name} {value:.0f}" for name, value in result["seconds"].items())),
     ]
+    lines = list[str]()
     for kind, scores in result["compared"].items():
         lines += [
             f"## {PARTS[kind].capitalize()}",
@@ -58,9 +44,4 @@ def card(result: Mapping[str, Any], store: Store, split: Split) -> str:
         lines.append("")
     if result["labels"]:
         lines += ["## Labels of the test", "", labels_in_words(result["labels"]), ""]
-    lines += ["## Settings", "", "```toml"]
-    for section, names in SHOWN.items():
-        known = ((name, values[section].get(name)) for name in names)
-        lines += [f"[{section}]", *(f"{name} = {toml_value(value)}" for name, value in known if value is not None), ""]
-    lines += ["```", "", "## Made by", "", "```bash", result["command"] or "# from Python", "```", ""]
-    return "\n".join(lines)
+    return card_page("Fine-tuned parameters", verdict(result), facts, lines, values, result["command"])

@@ -39,6 +39,8 @@ class TrainConfig:
     idle: int = 0  # processes that a chosen plan leaves over: the run notes it, to go on with its plan on as many
     # With --init: heads that the file lacks begin at random, and those that the settings lack are left out.
     new_heads: bool = False
+    # With --init: the optimizer's moments are those of the last checkpoint of the run in whose folder that file is.
+    moments: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is not finite
     max_skipped: int = 10  # examples of any 1,000 in a row that "skip" may leave out before the run stops
     workers: int | None = None  # processes that prepare examples, 0: this one; None: up to 8 per GPU, 0 on a CPU

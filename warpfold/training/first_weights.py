@@ -1,13 +1,18 @@
-"""Start a training from parameters in a file: what must fit, and which setting makes it fit."""
+"""Start a training from parameters in a file, and from the moments of its run: what must fit, and what makes it fit."""
 
 import logging
 from pathlib import Path
 
 from torch import Tensor, nn
 
+from warpfold import settings
+from warpfold.engine.checkpoint import StepFolders
+from warpfold.engine.optim import Optimizer
+from warpfold.engine.trainable import ADAPTER
 from warpfold.errors import UserError, listed
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.weights.files import load_config, load_state, without_memory
+from warpfold.parallel.team import Team
 from warpfold.settings import differences, to_dict
 
 log = logging.getLogger("warpfold")
@@ -79,3 +84,43 @@ def _differing(model: AlphaFold, given: AlphaFold) -> list[str]:
 def _key(difference: str) -> str:
     """Return the last part of a setting's name."""
     return difference.partition(":")[0].rpartition(".")[2]
+
+
+def check_moments(rule: str, init: Path | None) -> int:
+    """Return the step of the checkpoint that has the moments of the parameters in `init`, the last one beside them.
+
+    rule: optim.name.  Errors: UserError where there is none, or one of a run with another rule.
+    """
+    off = "or set train.moments=false"
+    if init is None:
+        raise UserError(
+            f"train.moments: moments are taken from the run of --init; give it RUN/params.safetensors, {off}"
+        )
+    step = StepFolders(init.parent / "checkpoints").latest()
+    if step is None:
+        raise UserError(
+            f"{init}: train.moments needs a run's checkpoints beside it; give RUN/params.safetensors, {off}"
+        )
+    before = settings.load(init.parent / "settings.toml").get("optim", {}).get("name", "adam")
+    if before != rule:
+        raise UserError(f"{init}: the moments of its run are those of optim.name={before}, not {rule}; set that, {off}")
+    return step
+
+
+def take_moments(optimizer: Optimizer, init: Path | None, team: Team) -> None:
+    """Take the moments of the run in whose folder the parameters `init` are.  Errors: as of `check_moments`.
+
+    Rank 0 alone reads them; all call this.  Adapters, which begin anew, and parameters new to the model have none.
+    """
+    found = None
+    if team.is_rank_zero:
+        step = check_moments(optimizer.config.name, init)
+        assert init is not None
+        found = StepFolders(init.parent / "checkpoints").load(step).tensors
+        found = {
+            name: x
+            for name, x in found.items()
+            if name == "steps" or (name.startswith(tuple(optimizer.rule.moments)) and not name.endswith(ADAPTER))
+        }
+    if lacking := optimizer.take_moments(team.broadcast_tensors(found, "the moments to start from")):
+        log.info("parameters without moments in the run of %s: %s", init, listed(lacking, 4))

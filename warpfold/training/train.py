@@ -23,6 +23,7 @@ from warpfold.data.load.loader import Loader
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.device import Snapshot
+from warpfold.engine.card import run_card
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.learn import DeviceResult, Learner, in_batches
 from warpfold.engine.loop import Log, StopSignals
@@ -46,7 +47,7 @@ from warpfold.training.examples import (
     load,
     open_ledger,
 )
-from warpfold.training.first_weights import start_from
+from warpfold.training.first_weights import start_from, take_moments
 from warpfold.training.ranks import begin_end_step, end_step, next_examples, stop_requested
 from warpfold.training.results import (
     ExampleResult,
@@ -59,6 +60,7 @@ from warpfold.training.results import (
 from warpfold.training.validation import Validation
 
 BEST = "params_best.safetensors"
+CARD = "card.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +88,14 @@ def train(
     device: torch.device | str = "cpu",
     watch: Watching | None = None,
     team: Team | None = None,
+    command: str = "",
 ) -> Summary:
     """Train on a store, or on a mixture of several, into the folder `out`, or continue the run that is there.
 
     Examples are held out of the first source.  init: parameters to start from, in any format that is read.  replay:
     order.txt of a run of the same data and seed.  labels: of entries, as the model's head predicts them
-    (training/labels.py).  watch: who is told (engine/watch.py).  team: all ranks call this.
+    (training/labels.py).  watch: who is told (engine/watch.py).  team: all ranks call this.  command: that gives the
+    same run, for its card.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
     team, (sources, held_out), before, watch = team or Team(), hold_out(data, config), refusals(), as_watchers(watch)
@@ -113,6 +117,8 @@ def train(
         signals = stack.enter_context(StopSignals())
         claim(run, config, origin, team)
         state = restore(run, optimizer, origin, team)
+        if config.train.moments and not state.step:
+            take_moments(optimizer, init, team)
         if team.is_rank_zero and config.finetune.freezes:
             run.write_frozen(frozen_state(model), again=not state.step)
         skipped = SkippedExamples(config.train.max_skipped, state.notes.get("skipped", ()))
@@ -154,6 +160,11 @@ def train(
                     log({"kind": "end", "step": step, "best": ended[0], "reason": ended[1]})
             log.phase("training", left=validation.left(step))
         log.finished = bool(ended) or (step >= config.train.steps and not (stop and validation.is_owed(step)))
+        if log.finished and team.is_rank_zero and (step > state.step or not (run.path / CARD).exists()):
+            run.wait_for_writing()
+            about = settings.to_dict(config), sources, len(held_out), init, device, team.mesh.world.size, command
+            text = run_card(run, *about)
+            run.replace_file(CARD, lambda path: path.write_text(text, encoding="utf-8"))
     lddt_ca = (log.validation or {}).get("lddt_ca")
     how: dict[str, Any] = {"steps": step, "finished": log.finished, "lddt_ca": lddt_ca, "signal": stop}
     team.tell_idle(how)
