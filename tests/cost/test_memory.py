@@ -16,6 +16,7 @@ from warpfold.cost.fake import fake_ranks
 from warpfold.cost.measured_memory import measured_memory, most_allocated
 from warpfold.cost.memory import MemoryEstimate, estimate_memory, with_margin
 from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.engine.trainable import FinetuneConfig
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.losses import LossConfig
 from warpfold.model.template import TemplatePointwiseAttention
@@ -96,7 +97,8 @@ def test_what_compression_holds_and_needs_counts(method: Any) -> None:
 
     held, needed = run_ranks(on_a_rank, 2)[0]
     estimated, without = (
-        memory._weights(config, Plan(data=2), one, True, "cpu") for one in (optim, OptimConfig(accumulate=2))
+        memory._weights(config, Plan(data=2), one, True, "cpu", FinetuneConfig())
+        for one in (optim, OptimConfig(accumulate=2))
     )
     assert estimated.held - without.held == pytest.approx(held, rel=0.02)
     # What torch's own need inside is not seen (topk's 32-bit indices become 64), and a GPU encodes all at once.
