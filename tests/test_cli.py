@@ -312,7 +312,7 @@ REFUSED = [
     ("train none --data none --out out", "no such settings file"),
     ("train right.toml --data none --out out", "none"),
     (f"{SHARED} --set plan.auto=false --plan.data 3", "does not fill 8"),
-    (f"{SHARED} --plan.data 3", "cannot share a step of 1 so"),
+    (f"{SHARED} --plan.data 3", "cannot share a step of 2 so"),
     ("simulate tiny --link wifi", "not a network"),
     ("simulate tiny --device 'GTX 480'", "is not known"),
     ("simulate tiny --figure a.pdf", "ends in .png or .svg"),
@@ -569,7 +569,7 @@ def test_a_simulated_training_may_leave_devices_idle(capsys: Capture) -> None:
     code, out, err = run(capsys, "simulate", "tiny", "--devices", 4, "--link", "eth25", "--price", 1, "--json")
     assert code == 0, err
     found = json.loads(out)
-    assert "3 of 4 devices idle" in found["why"]
+    assert "2 of 4 devices idle" in found["why"]  # its steps are of two examples
     assert found["ranks"] == 4
     assert found["device_hours"] == pytest.approx(4 * found["training"]["seconds"] / 3600)
 

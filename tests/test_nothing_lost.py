@@ -62,6 +62,7 @@ SAFE = {
     "engine/trunk.py:TrunkStore.begin": "entries by their ending, in RUN/trunk; " + OWN_FOLDER,
     "engine/trunk.py:TrunkStore.write": OWN_DRAFT,
     "engine/checkpoint.py:RunFolder.write_frozen": "a run's own name; " + OWN_FOLDER,
+    "training/train.py:train": "the card, a run's own name; " + OWN_FOLDER,
     "training/train.py:save.write": "a run's own names; " + OWN_FOLDER,
     "report/figures.py:_svg": "into memory",
     "report/figures.py:_as_file": "into memory",
