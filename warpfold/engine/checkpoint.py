@@ -396,8 +396,9 @@ class RunFolder(StepFolders):
 
         Not of one that had no time for all: others are easier.
         """
-        examples = frozenset(row.get("examples", ()))
-        if len(examples) + len(row.get("left_out", ())) < row.get("of", 0):
+        named, left_out, of = (row.get(name) for name in ("examples", "left_out", "of"))  # a damaged log has anything
+        examples = frozenset(named if isinstance(named, dict) else ())
+        if isinstance(of, int) and len(examples) + (len(left_out) if isinstance(left_out, dict | list) else 0) < of:
             return
         if len(examples) > len(self._judged):
             self.scores, self._judged = {}, examples
