@@ -69,4 +69,6 @@ def test_what_is_refused_comes_before_anything_is_folded(
     monkeypatch.setattr(os, "_exit", sys.exit)  # as one of several processes the command ends so
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29599")
     assert "runs without torchrun" in run(capsys, *inputs)[2]
