@@ -278,7 +278,7 @@ def test_what_is_slower_is_left_unless_something_else_is_asked_for(
     report = warpfold.acceleration(warpfold.accelerate(model))  # to leave everything is no error
     assert (sizes, is_swapped(model)) == (timed, swapped)
     assert ("slower here: 0.83x" in str(report)) != swapped
-    assert ("verify=True swaps it, too" in str(report)) != swapped
+    assert ("verify=True swaps it, too" in " ".join(str(report).split())) != swapped  # however its lines break
     warpfold.restore(model)
     options: list[dict[str, Any]] = [{"verify": True}, {"only": "transition"}, {"strict": True}, {"memory": "1 GB"}]
     for asked in options:
