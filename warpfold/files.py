@@ -272,6 +272,12 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes in hexadecimal, as `sha256sum` prints it.  Errors: as of `opened`."""
+    with opened(path, unpack=False) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+
+
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON object with its own checksum: one that was read and is equal to this is as it was written."""
     plain = {key: one for key, one in value.items() if key != "checksum"}

@@ -219,7 +219,7 @@ def test_a_run_of_an_earlier_version_goes_on(store: Store, unbroken: Path, tmp_p
 def test_how_a_run_is_executed_may_change(store: Store, unbroken: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(unbroken, tmp_path / "run"))
     assert train(tiny_run(keep=1, save_every=1), store, out) == Summary(
-        steps=6, finished=True, lddt_ca=rows(out)[-1]["lddt_ca"], params=out / "params.safetensors"
+        steps=6, finished=True, best=6, lddt_ca=rows(out)[-1]["lddt_ca"], params=out / "params.safetensors"
     )
 
 

@@ -57,9 +57,7 @@ class FinetuneCommand(Checked):
         reads("CSV with the columns entry and value or class: what a head learns beside the structures."),
     ] = None
     split: Annotated[PathLike | None, reads("A split.toml of an earlier run, to be split alike.")] = None
-    one_family: Annotated[
-        bool, decides("Split by chain, where all are relatives; the report says so.", "--one-family")
-    ] = False
+    one_family: Annotated[bool, decides("Split by chain, where all are relatives; the report says so.")] = False
     trainable: Annotated[
         str | None,
         decides("all, structure, heads, or patterns of parameters, a,b; default: all, with --adapters none."),

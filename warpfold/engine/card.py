@@ -1,6 +1,5 @@
 """The card of trained parameters: all that somebody who gets them must know, in one page of Markdown."""
 
-import hashlib
 import json
 import math
 import platform
@@ -13,7 +12,7 @@ import torch
 from warpfold import __version__
 from warpfold.data.load.order import Source
 from warpfold.engine.checkpoint import RunFolder
-from warpfold.files import checksum
+from warpfold.files import checksum, sha256
 from warpfold.settings import toml_value
 
 # Settings that a reader of the card looks for; all are in the run's settings.toml.
@@ -24,12 +23,6 @@ SHOWN = {
     "train": ("steps", "seed", "order", "validate_every", "patience"),
 }
 LICENCE = "that of the parameters it started from (DeepMind's: CC BY 4.0), and what the structures allow"
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, which `sha256sum` prints too."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def card_page(

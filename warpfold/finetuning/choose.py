@@ -27,7 +27,8 @@ ADAPTED = ("extra_stack.*", "evoformer.*")  # the projections that get adapters
 def first_settings(init: Path) -> settings.Mapped:
     """Return the settings to begin with: those of the run that made the parameters, or AlphaFold2's second stage.
 
-    A run's parameters lie beside its settings.toml.  Its losses and data stay; its plan is chosen anew.
+    A run's parameters lie beside its settings.toml.  Its losses and data stay, its rate is halved, as AlphaFold2's
+    second stage has it (Supp. table 4); its plan is chosen anew.
     Errors: UserError for parameters that cannot be read, and for a settings.toml that is damaged.
     """
     path = init.parent / "settings.toml"
@@ -38,6 +39,7 @@ def first_settings(init: Path) -> settings.Mapped:
         except (OSError, ValueError) as error:
             raise UserError(f"{path}: is damaged ({error}); restore it, or move the parameters elsewhere") from error
         found: settings.Mapped = {name: run[name] for name in ("loss", "data", "optim") if name in run}
+        found["optim"] = {**found["optim"], "learning_rate": found["optim"]["learning_rate"] / 2}  # Supp. table 4
     else:
         preset = settings.load("finetune")
         found = {name: preset[name] for name in ("loss", "data", "optim")}
@@ -55,19 +57,18 @@ def chosen_settings(
 ) -> settings.Mapped:
     """Return `first` with what follows from the number of training examples.
 
-    The rate is half of the first stage's, as in Supp. table 4, and falls with the square root of the examples of a
-    step: so much less is known of the gradient.  trainable: what is trained; none: all, or with adapters nothing
-    else.  Where the trunk is not, what it makes of each example is kept.  adapters: their rank, 0 for none.
+    The rate falls with the square root of the examples of a step: so much less is known of the gradient.  trainable:
+    what is trained; none: all, or with adapters nothing else.  Where the trunk is not, what it makes of each example is
+    kept.  adapters: their rank, 0 for none.
     """
     optim = first["optim"]
     given = int(optim.get("accumulate", 1))
     accumulate = min(given, 16, max(1, len(split.training) // 8))
     count = steps or min(max(math.ceil(EPOCHS * len(split.training) / accumulate), STEPS[0]), STEPS[1])
     rate = float(optim["learning_rate"]) * math.sqrt(accumulate / given)
-    half = 1.0 if "plan" in first else 0.5  # AlphaFold2's second stage has it halved already
     chosen: settings.Mapped = {
         "optim": {
-            "learning_rate": float(f"{rate * half:.2g}"),
+            "learning_rate": float(f"{rate:.2g}"),
             "accumulate": accumulate,
             "warmup_steps": max(1, count // 20),
             "decay": "linear",

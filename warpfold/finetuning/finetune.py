@@ -39,7 +39,7 @@ from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import entry_keys, read_assembly
 from warpfold.errors import UserError, listed
 from warpfold.evaluation.before_after import DOCKQ, INTERFACE_LDDT, LDDT, Measure, Measured, fold_before_after
-from warpfold.files import checksum, write_atomically
+from warpfold.files import checksum, sha256, write_atomically
 from warpfold.finetuning.card import card
 from warpfold.finetuning.choose import chosen_settings, first_settings, planned, with_labels
 from warpfold.finetuning.page import report_page
@@ -131,7 +131,10 @@ def finetune(
     packed = pack(options.structures, msas, out / "store", packing, workers=options.workers, progress=tell)
     store = Store(out / "store")
     _check_alignments(packed, msas)
-    split = _split(options, store, assemblies)
+    if options.split is not None:
+        split = read_split(options.split, store, assemblies)
+    else:
+        split = make_split(store, options.seed, assemblies, "chain" if options.one_family else "cluster")
     if not (out / "split.toml").exists():
         split.write(out / "split.toml")
     seconds["packing"] = time.perf_counter() - began
@@ -160,7 +163,6 @@ def finetune(
     )
     if not summary.finished:
         raise KeyboardInterrupt
-    best = best_step(out / "run" / "metrics.jsonl")
     shutil.copyfile(out / "run" / "params_best.safetensors", out / "params.safetensors")
     seconds["training"] = time.perf_counter() - began
 
@@ -188,7 +190,7 @@ def finetune(
         "params": {
             "file": "params.safetensors",
             "sha256": sha256(out / "params.safetensors"),
-            "step": best,
+            "step": summary.best,
         },
         "entries": {name: len(part) for name, part in split.parts.items()},
         "split_by": split.by,
@@ -207,12 +209,6 @@ def finetune(
     write_report(out / "report.html", page)
     write_atomically(out / "card.md", card(result, store, split))
     return write_summary(out, result)
-
-
-def sha256(path: Path) -> str:
-    """Return the SHA-256 of a file, which `sha256sum` prints too."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def said_of(config: RunConfig, split: Split, plan: str) -> str:
@@ -243,16 +239,9 @@ def labels_of_test(table: LabelTable, measured: Sequence[Measured]) -> dict[str,
     if len(pairs) < 3:
         return {"kind": "value", "targets": len(pairs)}
     a, b = np.array(pairs).T
-    error, plain = np.abs(a - b).mean(), np.abs(a - np.mean([value for value in table.values.values()])).mean()
+    error, plain = np.abs(a - b).mean(), np.abs(a - np.mean(list(table.values.values()))).mean()
     r = float(np.corrcoef(a, b)[0, 1]) if a.std() and b.std() else 0.0
     return {"kind": "value", "targets": len(pairs), "correlation": r, "error": float(error), "of_mean": float(plain)}
-
-
-def best_step(log: Path) -> int:
-    """Return the step of the best validation of a run, by lDDT-Ca; of equal ones the first."""
-    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    scores = {row["step"]: row["lddt_ca"] for row in rows if row["kind"] == "validation" and row["lddt_ca"] is not None}
-    return max(scores, key=scores.__getitem__)
 
 
 def compared_scores(measured: Sequence[Measured], measures: Sequence[Measure], seed: int) -> dict[str, Any]:
@@ -298,12 +287,6 @@ def _check_alignments(packed: PackReport, msas: Sequence[Path]) -> None:
             f"{listed(list(map(str, msas)), 2)}: no alignment has the sequence of one of the structures ({why}); name "
             "the folder of theirs, or leave --msas out to train without"
         )
-
-
-def _split(options: FinetuneOptions, store: Store, assemblies: bool) -> Split:
-    if options.split is not None:
-        return read_split(options.split, store, assemblies)
-    return make_split(store, options.seed, assemblies, "chain" if options.one_family else "cluster")
 
 
 def _rehearsal(options: FinetuneOptions, assemblies: bool) -> tuple[Source | None, list[str]]:

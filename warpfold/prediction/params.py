@@ -1,6 +1,5 @@
 """Files of parameters: those that `predict` folds with, known before loading, and what one is (`warpfold params`)."""
 
-import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ import torch
 
 from warpfold.data.features.choose import SampleConfig
 from warpfold.errors import UserError, listed
-from warpfold.files import check_new, file_name, opened, write_new
+from warpfold.files import check_new, file_name, sha256, write_new
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.weights.deepmind import PREFIX, config_from_deepmind, to_deepmind
 from warpfold.model.weights.files import FETCH, assumed_settings, data_settings, load_config, load_model, save_params
@@ -109,8 +108,7 @@ def read_params(paths: Sequence[Path]) -> list[Params]:
     found: list[Params] = []
     for path, name in zip(paths, names):
         config = load_config(path)
-        with opened(path, unpack=False) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+        digest = sha256(path)
         for other in found:
             if other.digest == digest:
                 raise UserError(f"{path}: the same parameters as {other.path}; give each file once")
@@ -221,8 +219,7 @@ def inspect_params(source: Path, check: bool = False, target: Path | None = None
         source = next((path for path in map(source.joinpath, OF_RUN) if path.is_file()), source / OF_RUN[-1])
     model, sample = load_model(source), data_settings(source)
     build(SampleConfig, sample, str(source))
-    with opened(source, unpack=False) as opened_file:
-        digest = hashlib.file_digest(opened_file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+    digest = sha256(source)
     notes = [assumed] if (assumed := assumed_settings(source)) else []
     if target is not None:
         notes += _write(model, sample, target)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from warpfold.errors import UserError
-from warpfold.files import opened, write_atomically, write_new, writing
+from warpfold.files import sha256, write_atomically, write_new, writing
 from warpfold.progress import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -228,8 +228,7 @@ def _is_there(path: Path, one: PublishedParams) -> bool:
     if not os.path.lexists(path):
         return False
     known = one.sha256 or _note_of(path).get("sha256")
-    with opened(path, unpack=False) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
+    digest = sha256(path)
     if known is None:
         raise UserError(
             f"{path}: is there, and nothing says that it is {one.name} (no {_note(path).name}); give it to --params as "

@@ -71,6 +71,7 @@ class Summary:
     finished: bool  # False: stopped by a signal; the same command continues
     lddt_ca: float | None  # held out, averaged weights, at the last validation, of all there was time for
     params: Path  # the averaged weights
+    best: int = -1  # the step of the best validation, whose weights are in params_best.safetensors; -1: there is none
     quarantined: tuple[str, ...] = ()  # entries that could not be used; quarantine.jsonl has the reasons
     signal: int = 0  # the one that stopped it; 0: none
     refused: Mapping[str, int] = field(default_factory=dict)  # why fast operations were not used, and how often
@@ -167,6 +168,7 @@ def train(
             run.replace_file(CARD, lambda path: path.write_text(text, encoding="utf-8"))
     lddt_ca = (log.validation or {}).get("lddt_ca")
     how: dict[str, Any] = {"steps": step, "finished": log.finished, "lddt_ca": lddt_ca, "signal": stop}
+    how["best"] = run.best()[0]
     team.tell_idle(how)
     slow: dict[str, Any] = {"refused": refusals(before), "unrecorded": execution.graphs.refused}
     return Summary(**how, params=run.params, quarantined=tuple(ledger.quarantined), **slow)
