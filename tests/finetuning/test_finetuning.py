@@ -156,6 +156,15 @@ def test_bad_input(
     assert not (tmp_path / "tuned" / "run").exists()
 
 
+def test_a_mistake_does_not_take_the_folder(given: dict[str, Any], tmp_path: Path) -> None:
+    out = tmp_path / "tuned"
+    with pytest.raises(UserError, match="no such file or folder"):
+        warpfold.finetune(out=out, device="cpu", **{**given, "structures": tmp_path / "nowhere"})
+    assert warpfold.finetune(out=out, device="cpu", **{**given, "steps": 1})["status"] == "complete"
+    with pytest.raises(UserError, match="another run"):
+        warpfold.finetune(out=out, device="cpu", **{**given, "steps": 2})
+
+
 def test_words_follow_the_interval() -> None:
     def said(after: list[float], before: list[float]) -> str:
         found = paired_bootstrap(after, before, seed=0).to_dict()

@@ -119,7 +119,9 @@ def finetune(
     assemblies = load_config(options.init).multimer is not None
     first = first_settings(options.init)
     run = options.identity()
-    if claim_folder(out, FORMAT, run, force) is not None and force:
+    # Before training has begun another command may go on in the folder: the one before had a mistake in it.
+    earlier = claim_folder(out, FORMAT, run, force or not (out / "run").exists())
+    if earlier is not None and (force or earlier.get("run") != run):
         put_aside(out, PARTS)
     write_summary(out, {"format": FORMAT, "run": run, "status": "running"})
 
