@@ -25,8 +25,8 @@ class OperationRecorder:
     def __init__(self) -> None:
         self.operations = self.cuts = 0  # of the last recording
 
-    def warm_up(self, function: Callable[[], Named]) -> Named:
-        return function()
+    def warm_up(self, function: Callable[[], Named]) -> tuple[Named, bool]:
+        return function(), False
 
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
         noted: list[Done | Callable[[], None]] = []

@@ -12,6 +12,7 @@ import torch
 from tests.mac import mac
 from warpfold.device import (
     THREADS,
+    OnHost,
     Uploads,
     caveats,
     cores,
@@ -44,6 +45,21 @@ def test_on_a_cpu_nothing_is_copied_and_nothing_helps() -> None:
     assert copy.data_ptr() == buffer.data_ptr()
     assert not buffer.is_pinned()
     assert default_workers("cpu") == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_what_waits_on_the_host_comes_back_as_it_lay(device: str) -> None:
+    """Values and strides: kernels read a part of a padded buffer by how it lay."""
+    wide, stream = torch.randn(8, 8, 44, device=device), torch.cuda.Stream() if device == "cuda" else None
+    for x in (
+        *(wide[..., 3:11], wide.transpose(0, 1)[..., :6], wide[:, 0].T, wide[:, :, ::2], wide[0, 0, 0], wide[:0]),
+        wide[:, :1].expand(8, 3, 44),
+    ):
+        kept = OnHost(x, stream, None)
+        for _ in range(2):
+            back = kept.take()
+            assert torch.equal(back, x)
+            assert back.stride() == x.stride()
 
 
 @pytest.mark.gpu

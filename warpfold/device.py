@@ -231,13 +231,20 @@ class Uploads:
 
 
 class OnHost:
-    """A tensor that autograd saved: in host memory, from the forward pass until the backward pass asks for it."""
+    """A tensor that autograd saved: in host memory, from the forward pass until the backward pass asks for it.
+
+    It comes back with the strides that it had.  An operation that saved some channels of a padded buffer knows how far
+    apart they lay, and reads them so.
+    """
 
     def __init__(self, x: Tensor, stream: torch.cuda.Stream | None, earlier: "OnHost | None") -> None:
         """stream: what copies; None where x is on the host itself.  earlier: the one that was saved before this."""
         self._device, self._stream = x.device, stream
         self._earlier = None if earlier is None else weakref.ref(earlier)
         self._copy: Upload | None = None
+        self._shape = x.shape
+        x = x[tuple(slice(None) if step else slice(1) for step in x.stride())]  # once, where it was expanded
+        self._size, self._strides = x.shape, x.stride()
         self._host = torch.empty_like(x, device="cpu", pin_memory=stream is not None)
         if stream is None:
             self._host.copy_(x)
@@ -252,10 +259,16 @@ class OnHost:
         if self._copy is not None:
             return
         if self._stream is None:
-            self._copy = Upload(self._host.clone(), None)
+            self._copy = Upload(self._laid_out(self._host.clone()), None)
             return
         with torch.cuda.stream(self._stream):
-            self._copy = Upload(self._host.to(self._device, non_blocking=True), self._stream.record_event())
+            copy = self._laid_out(self._host.to(self._device, non_blocking=True))
+            self._copy = Upload(copy, self._stream.record_event())
+
+    def _laid_out(self, copy: Tensor) -> Tensor:
+        if copy.stride() != self._strides:
+            copy = copy.new_empty_strided(self._size, self._strides).copy_(copy)
+        return copy.expand(self._shape)
 
     def take(self) -> Tensor:
         """Return it on the device, and begin to copy back the one saved before it, which is probably asked for next."""
@@ -317,8 +330,9 @@ Function = Callable[[Mapping[str, Tensor]], Named]
 class Recorder(Protocol):
     """What can record the work that a function gives to a device, to have it done again without the function."""
 
-    def warm_up(self, function: Callable[[], Named]) -> Named:
-        """Call a function as it will be recorded, and return what it returns."""
+    def warm_up(self, function: Callable[[], Named]) -> tuple[Named, bool]:
+        """Call a function as it will be recorded; return what it returns, and whether the call left anything behind in
+        memory that graphs recorded before will write to."""
         ...
 
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
@@ -362,19 +376,30 @@ class CUDARecorder:
         with torch.cuda.device(device):
             self._pool = torch.cuda.MemPool()
 
-    def warm_up(self, function: Callable[[], Named]) -> Named:
+    def warm_up(self, function: Callable[[], Named]) -> tuple[Named, bool]:
         """Call a function on the stream of the recording, where kernels, caches and workspaces are made ready.
 
-        It takes its memory from the graphs' pool, which keeps it: elsewhere as much again would lie unused beside.
+        It takes its memory from the graphs' pool, which keeps it: elsewhere as much again would lie unused beside.  But
+        what a graph wrote to between its inputs and results is free in that pool, and each replay writes there again.
+        So the results are copied out of it; and what stays there, such as a table that the function made for all later
+        calls, is seen from the bytes that are held.
         """
-        current = torch.cuda.current_stream(self._device)
+        current, held = torch.cuda.current_stream(self._device), self._held()
         self._stream.wait_stream(current)
-        with self._here(), torch.cuda.use_mem_pool(self._pool, self._device):
-            results = function()
+        with self._here():
+            with torch.cuda.use_mem_pool(self._pool, self._device):
+                made = function()
+            results = {name: x.clone() for name, x in made.items()}
+            del made
         current.wait_stream(self._stream)
         for result in results.values():
             result.record_stream(current)
-        return results
+        return results, self._held() > held
+
+    def _held(self) -> int:
+        """Count the bytes of the graphs' pool that tensors hold."""
+        blocks = (block for segment in self._pool.snapshot() for block in segment["blocks"])
+        return sum(block["size"] for block in blocks if block["state"] == "active_allocated")
 
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
         """Capture a call of a function, as one graph, or several and what the host does between them."""
@@ -489,8 +514,11 @@ class Graphs:
             self._refuse(f"graph of {name.strip('_')}: {reason}")
             return function(inputs)
         if called not in self._graphs:
+            results, left = self._recorder.warm_up(lambda: function(inputs))
+            if left:  # graphs of before would write over it: they are recorded again
+                self._graphs = dict.fromkeys(self._graphs)
             self._graphs[called] = None
-            return self._recorder.warm_up(lambda: function(inputs))
+            return results
         graph = self._graphs[called]
         if graph is None:
             graph = self._graphs[called] = self._record(name, function, inputs)

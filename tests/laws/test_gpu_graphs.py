@@ -1,5 +1,6 @@
 """On a GPU: a step that was captured as a CUDA graph and is replayed equals the step; so does one that offloads."""
 
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -54,6 +55,8 @@ def test_another_shape_takes_its_memory_from_the_pool_that_is_there() -> None:
             x = (x + 1) * 2
         return {"sum": x.sum()}
 
+    gc.collect()
+    torch.cuda.empty_cache()  # of earlier tests: it would be given back meanwhile
     graphs = Graphs()
     for size, grows in ((2**26, True), (2**26 - 2**20, False), (2**25, False)):
         x = torch.ones(size, device="cuda")
@@ -63,6 +66,34 @@ def test_another_shape_takes_its_memory_from_the_pool_that_is_there() -> None:
         assert (torch.cuda.memory_reserved() - before > x.nbytes) == grows
         del x
     assert graphs.recorded == 3
+
+
+def test_no_replay_writes_over_what_a_first_call_made() -> None:
+    """Neither its results nor what it keeps for later calls: both may lie where an earlier graph has its scratch."""
+    tables: dict[int, Tensor] = {}
+
+    def scratch(inputs: Mapping[str, Tensor]) -> Named:
+        x = inputs["x"]
+        for _ in range(4):
+            x = x * 2 + 1
+        return {"last": x[:1].clone()}
+
+    def tabled(inputs: Mapping[str, Tensor]) -> Named:
+        size = len(inputs["x"])
+        if size not in tables:
+            tables[size] = torch.arange(size, device="cuda", dtype=torch.float32)
+        return {"sum": inputs["x"] + tables[size]}
+
+    graphs, found = Graphs(), []
+    for size in (2**20, 2**20 - 2**10):
+        x = torch.ones(size, device="cuda")
+        for _ in range(3):
+            last = graphs.call(scratch, {"x": x})["last"]
+            found.append(graphs.call(tabled, {"x": x})["sum"])
+            assert float(last) == 31
+    for made in found:
+        assert torch.equal(made, 1 + torch.arange(len(made), device="cuda"))
+    assert all(torch.equal(table, torch.arange(size, device="cuda")) for size, table in tables.items())
 
 
 def test_what_the_host_does_between_is_done_in_each_replay_and_sees_what_was_computed() -> None:

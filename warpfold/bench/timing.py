@@ -135,7 +135,7 @@ def measure(
             for name, parts in subject.runs.items() if peaks else ():
                 subject.prepare()
                 times.peaks[name] = timer.peak(lambda: [run() for run in parts.values()])  # noqa: B023, called here
-            left[subject.name] = max(1, min(repeats, int(budget / max(took, 1e-9))))
+            left[subject.name] = max(1, int(min(repeats, budget / max(took, 1e-9))))
         except (RuntimeError, ValueError, TypeError, UserError) as error:  # torch's own out-of-memory is a RuntimeError
             text = str(error).strip()
             times.failed = f"failed: {type(error).__name__}: {text.splitlines()[0] if text else ''}"

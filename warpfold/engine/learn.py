@@ -102,7 +102,7 @@ class Learner:
     def _add(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Clip an example's gradient, and add it to the step's (Supp. 1.11.3).  found: what `_backward` returned."""
         norm = self.optimizer.add(found["loss"])
-        return {"norm": norm, "overflowed": self.optimizer.overflowed}
+        return {"norm": norm, "overflowed": self.optimizer.overflowed.clone()}
 
     def _backward(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Run the pass that has a gradient, backward too."""

@@ -366,6 +366,8 @@ class Optimizer:
         self.rate = widen(torch.zeros((), device=self.weights.device))
         self.newest = self.owned.new_zeros(())  # the share that a uniform average takes of the newest weights
         self.used, self.overflows = torch.zeros_like(self.rate), torch.zeros_like(self.rate)
+        # Of the last example's gradient, always in the same memory: no first call of a graph is to leave a new tensor.
+        self.overflowed = torch.zeros_like(self.rate, dtype=torch.bool)
         self.loss_scale = LossScale(self.weights.device) if scaling else None
         segments = self.layout.segments(self.reducer.shards, self.reducer.shard_index)
         self.rule = RULES[config.name](
@@ -431,10 +433,10 @@ class Optimizer:
         gradient = self.reducer.finish()
         norm = self.reducer.norm(gradient, data=False, loss=loss) * self._unscale
         used = norm.isfinite()
-        self.overflowed = torch.zeros_like(used)
+        self.overflowed.zero_()
         if self.loss_scale is not None:  # whether the loss itself is finite, of all ranks' parts
             finite = self.reducer.norm(norm.new_zeros(1), data=False, loss=loss).isfinite()
-            self.overflowed = self.loss_scale.overflowed(norm, finite)
+            self.overflowed.copy_(self.loss_scale.overflowed(norm, finite))
         self.overflows.add_(self.overflowed)
         factor = torch.where(used, self._factor(norm) * self._unscale, 0)
         if self.config.clip == "step":

@@ -45,6 +45,7 @@ BUDGETS = {
 # GPUs with 99 KB of shared memory for a program: RTX 4090 and 5090.  Compiled for by the tests of the headline step.
 SMALL = {arch: Budget(GPUTarget("cuda", int(arch[3:]), 32), 99 * 1024, 255) for arch in ("sm_89", "sm_120")}
 COLUMNS = 512
+MAKERS = ("R2UR", "S2UR", "VOTEU", "CS2UR", "REDUX")  # beside those that begin with U, of uniform registers
 _ttir: dict[str, str] = {}
 
 
@@ -63,6 +64,7 @@ class Figures:
     columns: int = 0  # of tensor memory (Blackwell)
     wgmma: int = 0  # of the instructions of tensor cores, those of four warps together (Hopper)
     copies: int = 0  # of the loads, those to shared memory that nobody waits for: cp.async, or TMA's
+    unwritten: tuple[str, ...] = ()  # instructions that read a uniform register before any wrote it (Hopper)
 
 
 def distinct(launches: Iterable[KernelLaunch], target: GPUTarget = SM_80) -> list[KernelLaunch]:
@@ -126,6 +128,7 @@ def breaches(launch: KernelLaunch, found: Figures, budget: Budget) -> list[str]:
         wrong.append(f"{found.shared} bytes of shared memory, of {budget.shared}")
     if found.registers > budget.registers or found.registers * warps > budget.together:
         wrong.append(f"{found.registers} registers in {warps} warps, of {budget.registers} and {budget.together}")
+    wrong += [f"the assembler left out what '{line}' reads" for line in found.unwritten]
     if found.columns > COLUMNS:
         wrong.append(f"{found.columns} columns of tensor memory, of {COLUMNS}")
     if found.dots and _dtype(launch) in ("bf16", "fp16"):
@@ -159,7 +162,33 @@ def _read_nvidia(kernel: Any) -> Figures:
         columns=getattr(kernel.metadata, "tmem_size", None) or 0,
         wgmma=len(re.findall(r"\bwgmma\.mma_async\.", ptx)),
         copies=len(re.findall(r"\bcp\.async\.(?:c[ag]|bulk\.tensor)\b", ptx)),
+        unwritten=_unwritten(kernel.asm["cubin"]) if "wgmma" in ptx else (),
     )
+
+
+def _unwritten(binary: bytes) -> tuple[str, ...]:
+    """Return the instructions of code for Hopper that read a uniform register which no instruction before them wrote.
+
+    The descriptors of wgmma's operands lie in these registers.  ptxas 12.8, which Triton 3.6 has, leaves the making of
+    some out (seen on an H200, 2026-11-26: the gradient was NaN, or the address illegal; right without optimisation).
+    """
+    written, wrong = {"UR63"}, []
+    for name, operands in re.findall(
+        r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)\s*(.*?);", _tool("nvdisasm", "-c", binary)
+    ):
+        kind, parts = name.split(".")[0], [part.strip() for part in operands.split(",")]
+        makes = kind in MAKERS or (kind.startswith("U") and kind not in ("UISETP", "UFSETP", "UPLOP3"))
+        made = [parts.pop(0)] if makes and re.fullmatch(r"UR\d+", parts[0]) else []
+        wide = 4 if ".128" in name else 2 if ".64" in name or ".WIDE" in name else 1
+        for part in parts:
+            for text, first in re.findall(r"(g?desc\[)?\bUR(\d+)\b", part):
+                of_register = len(parts) > 1 and parts.index(part) == 2  # the left operand of wgmma lies in registers
+                places = {"gdesc[": range(2, 4) if of_register else range(4), "desc[": range(2)}.get(text, range(1))
+                if not all(f"UR{int(first) + place}" in written for place in places):
+                    wrong.append(f"{name} {operands.strip()}")
+        for register in made:
+            written |= {f"UR{int(register[2:]) + place}" for place in range(wide)}
+    return tuple(wrong)
 
 
 def _read_amd(kernel: Any) -> Figures:

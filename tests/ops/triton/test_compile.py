@@ -20,6 +20,9 @@ from triton.compiler.compiler import make_backend
 from tests.ops.triton.budgets import BUDGETS, SMALL, Figures, breaches, distinct, figures
 from tests.ops.triton.model_launches import FOREIGN, demanding, foreign_launches, launches_of, wider
 from tests.ops.triton.toy_kernels import COPY, GIANT_TILES, SMALL_TILES, copy_launch, product_launch
+from warpfold.bench.kernels import Workload
+from warpfold.bench.kernels import launches_of as of_workload
+from warpfold.check.op_profile import OpCase
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.triton.compile import source
 from warpfold.ops.triton.launch import (
@@ -192,6 +195,15 @@ def test_the_most_demanding_launches_are_within_the_budget(arch) -> None:
 def test_in_fp32_they_are_too() -> None:
     wrong = over_budget(demanding(launches("default", "fp32")), "sm_80")
     assert not wrong
+
+
+@pytest.mark.parametrize("positions", [133, 4900])  # fewer than 4,096 read the weights in fp32
+@pytest.mark.parametrize("channels", [16, 24, 32, 48, 64])
+def test_transitions_narrower_than_the_models_are_within_the_budget(channels: int, positions: int) -> None:
+    """On Hopper, where ptxas 12.8 left out descriptors of 32 channels by 64 hidden ones."""
+    of = OpCase(op="transition", where="rows", rows=7, length=positions // 7, channels=channels, outputs=4 * channels)
+    with table_used(read(SHIPPED / "sm_90.json")):
+        assert not over_budget(distinct(of_workload(Workload("transition", of, "bf16"))), "sm_90")
 
 
 def largest_of_each_tile(table: LaunchTable) -> list[TableEntry]:

@@ -56,9 +56,9 @@ TRUE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def found(call: Call) -> dict[str, torch.Tensor]:
+def found(call: Call, kernels: dispatch.Kernels = "strict") -> dict[str, torch.Tensor]:
     """What the kernels make of it."""
-    with poisoned(pytest.MonkeyPatch()), dispatch.using("strict"):
+    with poisoned(pytest.MonkeyPatch()), dispatch.using(kernels):
         return call.answers(call.op.fast)
 
 
@@ -66,7 +66,7 @@ def found(call: Call) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", CASES)
 def test_is_as_exact_as_the_definition(name: str, dtype: str) -> None:
     call = made(name, DTYPES[dtype], "cuda")
-    assert not call.mistakes(found(call))
+    assert not call.mistakes(found(call, "fast"))  # a part of an operation may be too small for kernels
 
 
 @pytest.mark.parametrize("name", TRUE)

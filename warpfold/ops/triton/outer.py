@@ -471,7 +471,7 @@ def _backward(
         (t.a, of_a, db, of_b, (1, j, 1, d)),
     ):
         (_, _, m, own), (_, _, n, others) = result.shape, other.shape
-        kernel = FACTOR.tiled((s, own, z), other)
+        kernel = FACTOR.tiled((s, max(own, others), z), other)
         parts = batches * triton.cdiv(m, kernel["TILE_I"]) * triton.cdiv(own, kernel["TILE_C"])
         whole, rest = divmod(s, kernel["BLOCK_S"])
         tail = whole > 0 and 0 < rest <= LEAST < kernel["BLOCK_S"]
