@@ -487,6 +487,9 @@ class Graphs:
         self._recorder: Recorder | None = None
         self._inputs = torch.empty(0, dtype=torch.uint8)
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: called once
+        # Not replayed any more.  A pool whose last graph is gone cannot be recorded into again (torch 2.11: "use_count
+        # > 0" of its pinned memory).
+        self._dropped: list[_Graph] = []
 
     @property
     def recorded(self) -> int:
@@ -516,6 +519,7 @@ class Graphs:
         if called not in self._graphs:
             results, left = self._recorder.warm_up(lambda: function(inputs))
             if left:  # graphs of before would write over it: they are recorded again
+                self._dropped += [graph for graph in self._graphs.values() if graph is not None]
                 self._graphs = dict.fromkeys(self._graphs)
             self._graphs[called] = None
             return results
