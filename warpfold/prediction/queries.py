@@ -11,6 +11,7 @@ import numpy as np
 
 from warpfold import arguments
 from warpfold.arguments import PathLike, WrongArgument, is_list, path_or_none, paths, shown
+from warpfold.data.example.guess import SELF, GuessFiles, GuessLike, GuessStructure, as_guess, without_beta
 from warpfold.data.example.query_files import Complex, Given, assemble, chain_ids, read_query_files, search_names
 from warpfold.data.example.raw_example import Assembly, RawExample, Templates, from_sequence
 from warpfold.data.example.templates import TemplateOutcome
@@ -47,6 +48,8 @@ class Query:
     """What to fold: K chains, each with its alignment and templates; a single protein is a complex of one chain.
 
     name: unique, and safe in a path.  outcomes: of each template that was offered.  notices: about the input.
+    structure: its own, where it was read from one.  guess: where the first pass starts.  fixed: the chains that are
+    their own templates in it.
     """
 
     name: str
@@ -55,6 +58,9 @@ class Query:
     chains: tuple[RawExample, ...]  # [K], copies share theirs
     outcomes: Sequence[TemplateOutcome] = ()
     notices: Sequence[Notice] = ()
+    structure: GuessStructure | None = None
+    guess: GuessStructure | None = None
+    fixed: tuple[str, ...] = ()
 
     @property
     def assembly(self) -> Assembly:
@@ -76,7 +82,7 @@ class Query:
     @property
     def templates(self) -> int:
         """Return the templates of the chain that has most."""
-        return max(chain.templates_count for chain in self.chains)
+        return max(chain.templates_count + (id in self.fixed) for id, chain in zip(self.ids, self.chains))
 
     def parts(self) -> Iterator[bytes]:
         """Yield all that decides what is predicted."""
@@ -89,6 +95,8 @@ class Query:
             if chain.templates is not None:
                 templates = chain.templates.aatype, chain.templates.positions, chain.templates.mask
                 yield from (array.tobytes() for array in templates)
+        if self.guess is not None:
+            yield f"{self.guess.digest}\n{','.join(self.fixed)}\n".encode()
 
 
 # Returns files of alignments for queries, each with those of its sequences that have none.
@@ -177,7 +185,7 @@ def make_query(given: Complex, alignments: ChainAlignments | None = None) -> Que
     if len(given.ids) > 1:
         assembly, notes = assemble(given, alignments)
         chains = tuple(chain for chain in assembly.chains if isinstance(chain, RawExample))
-        return Query(given.name, given.ids, given.sequences, chains, notices=noted(notes))
+        return Query(given.name, given.ids, given.sequences, chains, notices=noted(notes), structure=given.structure)
     (sequence,), notices = given.sequences, noted(given.notes)
     own = [*given.alignments, *(alignments.of(sequence) if alignments else ())]
     used = [one for one in own if one.stands_alone] or own
@@ -186,7 +194,7 @@ def make_query(given: Complex, alignments: ChainAlignments | None = None) -> Que
         notices.append(Notice("pairing_rows", {"rows": unused}))
     if not own or example.depth == 1:
         notices.append(Notice("one_row" if own else "no_alignment"))
-    return Query(given.name, given.ids, given.sequences, (example,), notices=notices)
+    return Query(given.name, given.ids, given.sequences, (example,), notices=notices, structure=given.structure)
 
 
 def lacking_of(query: Complex, alignments: ChainAlignments | None) -> list[str]:
@@ -245,6 +253,66 @@ def _ask(query: Query, files: Sequence[str], alone: bool) -> list[TemplateQuery]
         names = (*alike, *(f"{query.name}_{id}" for id in ids), searched)
         asked.append(TemplateQuery(sequence, names, tuple(own[sequence]), ids))
     return asked
+
+
+def fixed_chains(given: Any) -> tuple[str, ...]:
+    """Return the names of chains, given as "A,B" or as a list.  Errors: WrongArgument for anything else."""
+    ids = given.split(",") if isinstance(given, str) else [] if given is None else given
+    if not is_list(ids) or not all(isinstance(id, str) and id for id in ids):
+        raise WrongArgument(f"--fixed-chains {shown(given)}: names of chains are needed, such as A,B")
+    return tuple(ids)
+
+
+def check_guess(given: Any, fixed: Sequence[str], models: Sequence[Params]) -> None:
+    """Raise UserError for fixed chains without an initial guess, or for which no model has a place."""
+    if fixed and given is None:
+        raise UserError("--fixed-chains needs --initial-guess, the structure that the chains are to keep")
+    if fixed and not any(model.config.templates.enabled for model in models):
+        check_templates(models[0].config, models[0].sample, 1)
+
+
+def with_guess(query: Query, given: GuessLike, fixed: Sequence[str] = ()) -> Query:
+    """Return a query with its initial guess, and notices of what this lacks.  given: SELF for its own structure.
+
+    Errors: UserError for another structure than the query's (`as_guess`), and for fixed chains that it does not have.
+    """
+    if given is None:
+        return query
+    if isinstance(given, str) and given == SELF:
+        if query.structure is None:
+            raise UserError(f"{query.name}: is no structure that it could start from; name a file or a folder instead")
+        given = query.structure
+    sequences, notices = dict(zip(query.ids, query.sequences)), []
+    if unknown := [id for id in fixed if id not in sequences]:
+        raise UserError(f"{query.name}: has no chain {unknown[0]} to be fixed; its chains are {', '.join(query.ids)}")
+    guess = as_guess(given, query.name, sequences)
+    missing, others = [], []
+    for id, chain in guess.items():
+        missing += [f"{id} {place + 1}" for place in without_beta(chain, sequences[id])]
+        pairs = zip(chain.sequence, sequences[id]) if id in fixed else ()
+        others += [f"{id} {place}" for place, (own, wanted) in enumerate(pairs, 1) if own != wanted]
+    for kind, places in (("guess_gaps", missing), ("fixed_differs", others)):
+        if places:
+            notices.append(Notice(kind, {"count": len(places), "detail": shorten_list(places)}))
+    return replace(query, guess=guess, fixed=tuple(fixed), notices=[*query.notices, *notices])
+
+
+def with_guesses(
+    found: Mapping[str, Query | UserError], given: Any, fixed: Sequence[str]
+) -> dict[str, Query | UserError]:
+    """Return queries with their initial guesses, or why one cannot have it.  given: as `--initial-guess`.
+
+    Errors: UserError for a folder without structures.
+    """
+    files = None if given is None or given == SELF else GuessFiles(arguments.path("initial_guess", given))
+    guessed: dict[str, Query | UserError] = {}
+    for name, one in found.items():
+        try:
+            own = given if files is None or isinstance(one, UserError) else files.of(name)
+            guessed[name] = one if isinstance(one, UserError) else with_guess(one, own, fixed)
+        except UserError as error:
+            guessed[name] = error
+    return guessed
 
 
 def query_of(sequence: Sequences, alignment: Alignments, name: str, fetch: FetchAlignments | None = None) -> Query:
@@ -404,10 +472,13 @@ def each_given(
     fetch: FetchAlignments | None,
     check: Callable[[Complex], None],
     complete: Callable[[Query, TemplatesLike], Query],
+    guesses: Any = None,
+    fixed: Sequence[str] = (),
 ) -> dict[str, Query | UserError]:
     """Read many queries, with their templates, or why one cannot be folded, by name and in their order.
 
-    together, fetch, check: as of `read_given`.  complete: adds templates to a query.
+    together, fetch, check: as of `read_given`.  complete: adds templates to a query.  guesses: as of `with_guesses`; or
+    a list, or by name.
     Errors: WrongArgument; ServerGone, without which no other query would be better off.
     """
     from warpfold.data.search.server import ServerGone
@@ -428,15 +499,19 @@ def each_given(
             raise WrongArgument(f"sequences: the name {shown(wrong[0])}: a text is needed")
         aligned = _each("alignments", alignments, list(named))
     offered = _each("templates", templates, [*(found or named)])
+    by_name = isinstance(guesses, Mapping) or is_list(guesses)
+    each_guess = _each("initial_guess", guesses if by_name else None, [*offered])
     for name in offered:
         try:
             one = found[name] if name in found else query_of(named[name], aligned[name], name, fetch)
-            found[name] = one if isinstance(one, UserError) else complete(one, offered[name])
+            if not isinstance(one, UserError):
+                one = with_guess(complete(one, offered[name]), each_guess[name], fixed)
+            found[name] = one
         except (WrongArgument, ServerGone):
             raise
         except UserError as error:
             found[name] = error
-    return found
+    return found if guesses is None or by_name else with_guesses(found, guesses, fixed)
 
 
 def _files_of(sequences: Any) -> list[Given] | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from warpfold.data.example.complex import Complex, chain_ids, distinct_names, first_word
+from warpfold.data.example.guess import guess_of_structure
 from warpfold.data.example.job_files import FOREIGN_HEADER, JOBS, job_of_fasta, jobs_of_text
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import Assembly, RawExample, from_sequence
@@ -350,11 +351,9 @@ def _read(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
         if not placed.chains:
             raise UserError(f"{source}: its first assembly has no protein chain; give a file with proteins")
         notes = tuple(f"{what} is left out: {reason}" for what, reason in placed.left_out.items())
-        found = [
-            Complex(
-                name, placed.ids, tuple(structure.chains[chain].sequence for chain, _ in placed.chains), notes=notes
-            )
-        ]
+        sequences = tuple(structure.chains[chain].sequence for chain, _ in placed.chains)
+        own = guess_of_structure(structure, data, path if path != STDIN and path.is_file() else None, source)
+        found = [Complex(name, placed.ids, sequences, notes=notes, structure=own)]
     elif kind == CHAIN_MAP:
         name = file_name(path.parent.parent.name)
         try:

@@ -209,6 +209,8 @@ class Assembly:
     # angstrom; None: they are there.  A biological assembly may have a chain several times, moved by its symmetry.
     operators: np.ndarray | None = None
     entities: tuple[int, ...] = ()  # [K], `entity_id` where it is known without reading the sequences
+    # [K] or none: of each chain a template that its copies do not share, before those that they do (guess.py).
+    fixed: tuple[Templates | None, ...] = ()
 
     @cached_property
     def entity_id(self) -> np.ndarray:
