@@ -47,7 +47,7 @@ def test_shared_case(files: CaseFiles | None) -> None:
 @pytest.mark.parametrize("name", ["monomer_model_1_ptm_guess", "multimer_v3_dimer_guess"])
 def test_without_its_initial_guess_a_case_fails(name: str, tmp_path: Path) -> None:
     shutil.copytree(HERE / "models_design" / name, tmp_path / "models_design" / name)
-    with np.load(tmp_path / "models_design" / name / "prev.npz") as file:
+    with np.load(tmp_path / "models_design" / name / "prev.npz", allow_pickle=False) as file:
         arrays = {key: np.zeros_like(file[key]) for key in file.files}
     np.savez(tmp_path / "models_design" / name / "prev.npz", **arrays)
     failed = [check.what for check in run_case(find(tmp_path)[0]).checks if not check.ok]

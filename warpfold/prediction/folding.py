@@ -145,7 +145,9 @@ class Folds(Protocol):
         ensemble: int | None,
         initial_guess: GuessStructure | None,
         fixed: Sequence[str],
-    ) -> Prepared: ...
+    ) -> Prepared:
+        """Make the features of one chain or several."""
+
     def compute(self, prepared: Prepared, asked: Asked) -> Prediction: ...
     def compute_together(self, several: Sequence[Prepared], asked: Asked) -> list[Prediction]: ...
 
@@ -219,6 +221,7 @@ def fold_groups(
     clock, failures, coming = Clock(), failures_of(team), iter(groups)
 
     def prepare(predictor: Folds, group: Group) -> list[FoldOutcome]:
+        """Make the features of a group."""
         made = [FoldOutcome(item) for item in group]
         for one in made:
             query = one.item.query

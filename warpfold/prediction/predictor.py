@@ -21,7 +21,7 @@ from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import as_one_chain, make_features
 from warpfold.device import caveats, device_of
 from warpfold.engine.packed import PackedWeights
-from warpfold.errors import UserError
+from warpfold.errors import UserError, called
 from warpfold.memory import release_memory
 from warpfold.model.alphafold import AlphaFold, Recycled
 from warpfold.model.weights.files import assumed_settings, data_settings, load_model
@@ -365,11 +365,11 @@ class Predictor:
             own = (own_template(guess[id], guess.source) if id in fixed else None for id in assembly.ids)
             assembly = replace(assembly, fixed=tuple(own) if fixed else ())
         recycles = self.recycling.at_most(recycles, assembly.length)
-        given: Assembly | Example = assembly
+        used: Assembly | Example = assembly
         if settings.multimer is None:
             one = len(assembly.chains) == 1 and not fixed
-            given = assembly.chains[0] if one else as_one_chain(assembly, self.sample, self.chain_gap or 0)
-        features = make_features(given, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
+            used = assembly.chains[0] if one else as_one_chain(assembly, self.sample, self.chain_gap or 0)
+        features = make_features(used, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, widen=False)
         seconds = time.perf_counter() - start
         coverage = coverage_of(seen_rows(batch), assembly)
@@ -486,7 +486,7 @@ class Predictor:
         if self.model.config.multimer is None and self.chain_gap is None:
             raise UserError(
                 f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
-                f"({MULTIMERS}), --chain-gap 200 (with `load`), or fold each chain alone (from Python: fold_many)"
+                f"({MULTIMERS}), {called('chain_gap')} 200, or fold each chain alone (from Python: fold_many)"
             )
 
 
