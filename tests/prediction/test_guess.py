@@ -237,6 +237,10 @@ def test_bad_folders_and_parameters_are_refused(tmp_path: Path, params: dict[str
     given = path, "--params", params["bare"], "--out", tmp_path / "out", "--chain-gap", 200
     code, _, said = run_cli(capsys, *given, "--initial-guess", "self", "--fixed-chains", "A")
     assert (code, "have no template parts" in said) == (2, True), said
+    code, _, said = run_cli(
+        capsys, *given, "--initial-guess", "self", "--fixed-chains", "A", "--params", params["monomer"]
+    )
+    assert (code, "no template is used with bare.safetensors" in " ".join(said.split())) == (0, True), said
     (path.parent / "two").mkdir()
     shutil.copy(path, path.parent / "two/other.cif")
     code, _, said = run_cli(capsys, *given, "--initial-guess", path.parent / "two")
