@@ -12,7 +12,10 @@ import pytest
 
 from tests.helpers import tiny_config, tiny_model, tiny_multimer
 from tests.prediction.runs import run_cli, write_entry
+from warpfold.data.example.complex import Complex
 from warpfold.data.example.guess import as_guess
+from warpfold.data.example.raw_example import RawExample
+from warpfold.data.formats.alignment import parse_a3m
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.data.structure.write import write_pdb
 from warpfold.errors import UserError
@@ -20,7 +23,8 @@ from warpfold.geometry.residue import GAP
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.files import save_params
 from warpfold.prediction.predictor import Predictor, load
-from warpfold.prediction.queries import query_of, with_guess
+from warpfold.prediction.queries import make_query, query_of, read_queries, with_guess, with_templates
+from warpfold.prediction.templates import TemplateSources
 
 TARGET, BINDER = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
 DIMER = {"A": TARGET, "B": BINDER}
@@ -140,6 +144,25 @@ def test_designs_that_share_a_pass_have_their_own_guess(tmp_path: Path) -> None:
     for one, other in zip(together, alone):
         np.testing.assert_allclose(one.prediction.positions, other.positions, rtol=0, atol=1e-3)
         np.testing.assert_allclose(one.prediction.iptm, other.iptm, rtol=0, atol=1e-5)
+
+
+def test_designs_share_what_is_their_targets(tmp_path: Path) -> None:
+    """Its rows and its templates are there once, whatever binds to it; what a design brings itself is its own."""
+    folder = tmp_path / "designs"
+    folder.mkdir()
+    for seed, binder in enumerate((BINDER, "ACDEFGHIKLM", "MLKIHGFEDCA")):
+        design(folder, f"design_{seed}", {"A": binder, "B": TARGET}, seed)
+    (tmp_path / "target.a3m").write_text(f">b\n{TARGET}\n>row\n{TARGET.replace('K', 'R')}\n")
+    given = read_queries(folder, [tmp_path / "target.a3m"])
+    sources = TemplateSources(files=[f"B={write_entry(tmp_path / 'other.cif', {'X': TARGET}, '2020-01-01', 3)}"])
+    read = with_templates(given, sources, [predictor(tiny_multimer()).as_params])
+    assert len({id(one.chains[1].msa) for one in read}) == len({id(one.chains[1].templates) for one in read}) == 1
+    assert read[0].chains[1].depth == 2
+    assert [one.chains[0].sequence for one in read] == [one.sequences[0] for one in read]
+    rows = parse_a3m(f">b\n{TARGET}\n>row\n{TARGET.replace('Q', 'E')}\n")
+    own, made = Complex("own", ("A", "B"), (BINDER, TARGET), (rows,)), dict[str, RawExample]()
+    alone, with_rows = make_query(replace(own, alignments=()), None, made), make_query(own, None, made)
+    assert [one.chains[1].depth for one in (alone, with_rows)] == [1, 2]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import numpy as np
 
 from warpfold import arguments
 from warpfold.arguments import PathLike, WrongArgument, is_list, path_or_none, paths, shown
-from warpfold.data.example.guess import SELF, GuessFiles, GuessLike, GuessStructure, as_guess, without_beta
+from warpfold.data.example.guess import SELF, GuessFiles, GuessLike, GuessStructure, as_guess
 from warpfold.data.example.query_files import Complex, Given, assemble, chain_ids, read_query_files, search_names
 from warpfold.data.example.raw_example import Assembly, RawExample, Templates, from_sequence
 from warpfold.data.example.templates import TemplateOutcome
@@ -163,11 +163,12 @@ def read_given(
         asked = [(one, without) for one, without in lacking if without]
         fetched = fetch(asked) if asked else []
         alignments = alignments.joined(read_chain_alignments(fetched, sequences, source))
+    made: dict[str, RawExample] = {}
     for one in read:
         if one.name not in found:
             try:
                 single = len(one.ids) == 1  # whatever its chain is called in a file
-                found[one.name] = make_query(replace(one, ids=("A",)) if single else one, alignments)
+                found[one.name] = make_query(replace(one, ids=("A",)) if single else one, alignments, made)
             except UserError as error:
                 found[one.name] = error
     notices = unused_msa_notices(alignments)
@@ -176,14 +177,17 @@ def read_given(
     return ReadQueries({one.name: found[one.name] for one in read}, notices, files.hits)
 
 
-def make_query(given: Complex, alignments: ChainAlignments | None = None) -> Query:
+def make_query(
+    given: Complex, alignments: ChainAlignments | None = None, made: dict[str, RawExample] | None = None
+) -> Query:
     """Return chains with their alignments, and notices of what these lack or are not used for.
 
-    As official, the rows of `uniprot_hits` are in no alignment of a protein alone; but they are more than nothing.
+    made: as of `assemble`.  As official, the rows of `uniprot_hits` are in no alignment of a protein alone; but they
+    are more than nothing.
     Errors: UserError for an alignment of another protein, or a sequence that is no protein's.
     """
     if len(given.ids) > 1:
-        assembly, notes = assemble(given, alignments)
+        assembly, notes = assemble(given, alignments, made)
         chains = tuple(chain for chain in assembly.chains if isinstance(chain, RawExample))
         return Query(given.name, given.ids, given.sequences, chains, notices=noted(notes), structure=given.structure)
     (sequence,), notices = given.sequences, noted(given.notes)
@@ -286,12 +290,9 @@ def with_guess(query: Query, given: GuessLike, fixed: Sequence[str] = ()) -> Que
     if unknown := [id for id in fixed if id not in sequences]:
         raise UserError(f"{query.name}: has no chain {unknown[0]} to be fixed; its chains are {', '.join(query.ids)}")
     guess = as_guess(given, query.name, sequences)
-    missing, others = [], []
-    for id, chain in guess.items():
-        missing += [f"{id} {place + 1}" for place in without_beta(chain, sequences[id])]
-        pairs = zip(chain.sequence, sequences[id]) if id in fixed else ()
-        others += [f"{id} {place}" for place, (own, wanted) in enumerate(pairs, 1) if own != wanted]
-    for kind, places in (("guess_gaps", missing), ("fixed_differs", others)):
+    own = dict(zip(guess.names, guess.sequences))
+    others = [f"{id} {place}" for id in fixed for place, (a, b) in enumerate(zip(own[id], sequences[id]), 1) if a != b]
+    for kind, places in (("guess_gaps", guess.without_beta(sequences)), ("fixed_differs", others)):
         if places:
             notices.append(Notice(kind, {"count": len(places), "detail": shorten_list(places)}))
     return replace(query, guess=guess, fixed=tuple(fixed), notices=[*query.notices, *notices])

@@ -28,7 +28,7 @@ CA, CB = ATOM_ORDER["CA"], ATOM_ORDER["CB"]
 SELF = "self"  # in place of a path: the structure that the query itself is
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GuessStructure(Mapping[str, Chain]):
     """The chains of a structure by their names, read from its file when they are asked for.
 
@@ -37,8 +37,9 @@ class GuessStructure(Mapping[str, Chain]):
     """
 
     source: str  # its file, or what it is called in errors
-    lengths: tuple[int, ...]  # [K], residues
     names: tuple[str, ...]  # [K], of the chains
+    sequences: tuple[str, ...]  # [K]
+    seen: tuple[np.ndarray, ...]  # [K], bool [N, 2]: whether CA and CB of each residue are there
     digest: str  # of all that it holds
     held: tuple[Chain, ...] | None = None  # [K], where it is of no file
 
@@ -59,9 +60,8 @@ class GuessStructure(Mapping[str, Chain]):
 
         Errors: UserError unless chains and lengths are the same.
         """
-        own, wanted = dict(zip(self.names, self.lengths)), {id: len(one) for id, one in sequences.items()}
-        if len(own) == len(wanted) == 1:
-            own = dict(zip(wanted, own.values()))
+        names = tuple(sequences) if len(self) == len(sequences) == 1 else self.names
+        own, wanted = dict(zip(names, map(len, self.sequences))), {id: len(one) for id, one in sequences.items()}
         if own != wanted:
             theirs, ours = (
                 listed([f"{id} ({length})" for id, length in chains.items()], most=8) for chains in (own, wanted)
@@ -69,7 +69,16 @@ class GuessStructure(Mapping[str, Chain]):
             raise UserError(
                 f"{self.source}: has other chains (residues) than {name}: {theirs}, not {ours}; give a structure of it"
             )
-        return replace(self, names=tuple(own), lengths=tuple(own.values()))
+        return replace(self, names=names)
+
+    def without_beta(self, sequences: Mapping[str, str]) -> list[str]:
+        """Return the residues whose CB it lacks, or CA where a query has glycine, as "A 12"; the places from 1."""
+        found = []
+        for id, seen in zip(self.names, self.seen):
+            glycine = np.array([letter == "G" for letter in sequences[id]])
+            places = np.flatnonzero(~np.where(glycine, seen[:, 0], seen[:, 1]))
+            found += [f"{id} {place + 1}" for place in places]
+        return found
 
 
 GuessLike = PathLike | Mapping[str, Any] | None  # a file; a GuessStructure, or chain -> (positions, mask)
@@ -78,10 +87,15 @@ GuessLike = PathLike | Mapping[str, Any] | None  # a file; a GuessStructure, or 
 def guess_of_structure(structure: Structure, data: bytes, path: Path | None, source: str) -> GuessStructure:
     """Return a structure that was read from `data` as a guess.  path: of its file; None: it cannot be read again."""
     chains = _placed(structure)
-    lengths = tuple(len(chain.sequence) for chain in chains.values())
-    source = source if path is None else str(path.absolute())
-    held = tuple(chains.values()) if path is None else None
-    return GuessStructure(source, lengths, tuple(chains), _digest(data), held)
+    return _guess(source if path is None else str(path.absolute()), chains, _digest(data), held=path is None)
+
+
+def _guess(source: str, chains: Mapping[str, Chain], digest: str, held: bool) -> GuessStructure:
+    every = tuple(chains.values())
+    seen = tuple(chain.mask[:, [CA, CB]] > 0 for chain in every)
+    return GuessStructure(
+        source, tuple(chains), tuple(one.sequence for one in every), seen, digest, every if held else None
+    )
 
 
 def _digest(data: bytes) -> str:
@@ -125,7 +139,7 @@ def as_guess(given: GuessLike, name: str, sequences: Mapping[str, str]) -> Guess
         return read_guess(Path(given)).fitted(name, sequences)  # type: ignore[arg-type]
     if len(given) == len(sequences) == 1:
         given = dict(zip(sequences, given.values()))
-    chains, digest = [], hashlib.blake2b(digest_size=16)
+    chains, digest = {}, hashlib.blake2b(digest_size=16)
     for id, arrays in given.items():
         try:
             positions, mask = (np.asarray(one, np.float32) for one in arrays)
@@ -143,10 +157,9 @@ def as_guess(given: GuessLike, name: str, sequences: Mapping[str, str]) -> Guess
             raise UserError(f"initial_guess[{id!r}]: has positions that are not finite; mask these atoms")
         digest.update(positions.tobytes() + seen.tobytes())
         numbers = tuple(str(i + 1) for i in range(n))
-        chains.append(Chain(id, sequences.get(id, "X" * n), positions, seen, np.arange(n, dtype=np.int64), numbers))
-    lengths = tuple(len(chain.mask) for chain in chains)
-    guess = GuessStructure("initial_guess", lengths, tuple(given), digest.hexdigest(), tuple(chains))
-    return guess.fitted(name, sequences)
+        sequence = own if len(own := sequences.get(id, "")) == n else "X" * n
+        chains[id] = Chain(id, sequence, positions, seen, np.arange(n, dtype=np.int64), numbers)
+    return _guess("initial_guess", chains, digest.hexdigest(), held=True).fitted(name, sequences)
 
 
 def guess_positions(guess: GuessStructure, ids: Sequence[str]) -> np.ndarray:
@@ -160,12 +173,6 @@ def own_template(chain: Chain, source: str) -> Templates:
     aatype, mask = encode(chain.sequence, name)[None], (chain.mask > 0).astype(np.uint8)[None]
     count = np.array([mask.any(-1).sum()], np.float32)
     return Templates(aatype, chain.positions[None], mask, (name,), count)
-
-
-def without_beta(chain: Chain, sequence: str) -> np.ndarray:
-    """Return the places, from 0, of residues of a sequence whose CB (CA of glycine) a chain does not have."""
-    glycine = np.array([letter == "G" for letter in sequence])
-    return np.flatnonzero(np.where(glycine, chain.mask[:, CA], chain.mask[:, CB]) == 0)
 
 
 class GuessFiles:

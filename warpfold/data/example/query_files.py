@@ -94,16 +94,19 @@ def search_names(name: str, chains: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def assemble(query: Complex, alignments: ChainAlignments | None = None) -> tuple[Assembly, list[str]]:
+def assemble(
+    query: Complex, alignments: ChainAlignments | None = None, made: dict[str, RawExample] | None = None
+) -> tuple[Assembly, list[str]]:
     """Return a complex with the alignments of its chains, and what the user should know about it, a line each.
 
-    Copies share their example.  A chain without alignment has its own row alone.
+    Copies share their example.  A chain without alignment has its own row alone.  made: of sequences, with these
+    alignments, that are in other complexes too, such as the target of many designs; new ones are added.
     Errors: UserError for an alignment of another protein, or a sequence that is no protein's.
     """
     given: dict[str, list[Alignment]] = {}
     for alignment in query.alignments:
         given.setdefault(alignment.query, []).append(alignment)
-    examples: dict[str, RawExample] = {}
+    examples: dict[str, RawExample] = {} if made is None or given else made
     bare: list[str] = []
     thin: list[str] = []
     for chain, sequence in zip(query.ids, query.sequences):
@@ -120,8 +123,9 @@ def assemble(query: Complex, alignments: ChainAlignments | None = None) -> tuple
         notes.append(f"no alignment for {listed(bare)}: folded by the sequence alone")
     if thin:
         notes.append(f"the alignment of {listed(thin)} has one row, its own: folded by the sequence alone")
-    deep = [one for one in examples.values() if one.depth > 1]
-    if len(deep) > 1 and len(pair_rows([one.pairing for one in examples.values()])) == 1:
+    own_examples = [examples[sequence] for sequence in dict.fromkeys(query.sequences)]
+    deep = [one for one in own_examples if one.depth > 1]
+    if len(deep) > 1 and len(pair_rows([one.pairing for one in own_examples])) == 1:
         if sum(one.pairing is not None for one in deep) > 1:
             notes.append("no rows are paired: the alignments of different chains have no species in common")
         else:

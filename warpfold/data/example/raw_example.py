@@ -60,8 +60,8 @@ class Templates:
 
 def join(templates: Sequence[Templates]) -> Templates | None:
     """Return templates of one chain as one `Templates`, in the given order; None without any."""
-    if not templates:
-        return None
+    if len(templates) < 2:
+        return templates[0] if templates else None
     aatype, positions, mask, sum_probs = (
         np.concatenate([getattr(one, name) for one in templates])
         for name in ("aatype", "positions", "mask", "sum_probs")
