@@ -201,6 +201,7 @@ def test_the_command_scores_a_folder_of_designs(
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert [one["name"] for one in summary["failures"]] == ["three"]
     entries = {one["name"]: one for one in summary["predictions"]}
+    assert [entries["one"][key] for key in ("initial_guess", "fixed_chains")] == ["one.cif", ["A"]]
     assert {name: one["templates"] for name, one in entries.items()} == {"one": ["one_A"], "two": ["two_A"]}
     assert all(one["iptm"] is not None for one in entries.values())
     assert run_cli(capsys, *given, "--initial-guess", guesses)[0] == 1  # continues: the same

@@ -130,7 +130,7 @@ def predict(
             raise UserError(f"{file}: is a pipe, which several processes cannot share; give a regular file")
     share.check(team, options.device)
     server = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
-    read, models, asked = _read(query, msas, params, out, options, server, tell)
+    read, models, asked = _read(query, msas, params, out, options, server, tell, fixed)
     if guess is not None:
         tell(0, 1, "looking at the initial guesses")
         read = replace(read, found=with_guesses(read.found, guess, fixed))
@@ -185,6 +185,7 @@ def _read(
     options: PredictOptions,
     server: "AlignmentServer | None",
     tell: Progress,
+    fixed: Sequence[str],
 ) -> tuple[ReadQueries, list[Params], str | None]:
     """Read queries and parameters; of a folder with parameters of several kinds, those that the queries need.
 
@@ -221,7 +222,7 @@ def _read(
     # Whether the records of a FASTA file are the chains of one complex.
     single = waiting or any(not model.multimer for model in models)
     together = not single if options.complex is None else options.complex
-    read = read_given(given, msas, together, fetch if server is not None else None, check)
+    read = read_given(given, msas, together, fetch if server is not None else None, check, fixed)
     if not read.queries:
         raise next(iter(read.errors.values()))
     if waiting:
@@ -417,6 +418,9 @@ def _writer(out: Path, several: bool) -> Write:
     def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
         outcomes = [asdict(outcome) for outcome in item.query.outcomes]
         below = item.below if several else ""
+        if (guess := item.query.guess) is not None:
+            more = {"initial_guess": Path(guess.source).name, "fixed_chains": list(item.query.fixed)}
+            prediction = replace(prediction, details={**prediction.details, **more})
         return write_prediction(replace(prediction, templates=outcomes), out, below, item.query.notices)
 
     return write

@@ -215,10 +215,10 @@ class Predictor:
         """
         asked = Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
         fetch = self._fetching(msa_server, msa_cache)
-        query = query_of(sequence, alignment, arguments.text("name", name), fetch)
-        query = self.with_templates(query, templates, hits, template_structures, max_template_date)
         chosen = fixed_chains(fixed)
         check_guess(initial_guess, chosen, [self.as_params])
+        query = query_of(sequence, alignment, arguments.text("name", name), fetch, chosen)
+        query = self.with_templates(query, templates, hits, template_structures, max_template_date)
         query = with_guess(query, initial_guess, chosen)
         prepared = self.prepare(
             query.assembly,

@@ -134,13 +134,14 @@ def read_given(
     together: bool = False,
     fetch: FetchAlignments | None = None,
     check: Callable[[Complex], None] = lambda query: None,
+    fixed: Sequence[str] = (),
 ) -> ReadQueries:
     """Read proteins and complexes (`read_query_files`), with their alignments from `msas`.
 
     Each alignment belongs to the sequence in its first row, and if there is one sequence, every one must be of it; the
     official order in which they are stacked is kept (`read_chain_alignments`).  together: the records of a FASTA file
-    are the chains of one complex.  fetch: gets alignments for those of which a sequence has none.  check: raises
-    UserError for one that the caller cannot fold.
+    are the chains of one complex.  fetch: gets alignments for those of which a sequence has none; where chains are
+    `fixed`, of these alone, as the others are designed.  check: raises UserError for one that the caller cannot fold.
     Errors: UserError for a file that cannot be read, two records of one name, an alignment that belongs to none.
     """
     files = read_query_files(given, together)
@@ -159,7 +160,7 @@ def read_given(
     source = str(given) if isinstance(given, Given) else ", ".join(map(str, given))
     alignments = read_chain_alignments(msas, sequences, source, are_all=not any(one.error for one in read))
     if fetch is not None:
-        lacking = [(one, lacking_of(one, alignments)) for one in read if one.name not in found]
+        lacking = [(one, lacking_of(one, alignments, fixed)) for one in read if one.name not in found]
         asked = [(one, without) for one, without in lacking if without]
         fetched = fetch(asked) if asked else []
         alignments = alignments.joined(read_chain_alignments(fetched, sequences, source))
@@ -201,10 +202,11 @@ def make_query(
     return Query(given.name, given.ids, given.sequences, (example,), notices=notices, structure=given.structure)
 
 
-def lacking_of(query: Complex, alignments: ChainAlignments | None) -> list[str]:
-    """Return the sequences of a query that have no alignment."""
+def lacking_of(query: Complex, alignments: ChainAlignments | None, fixed: Sequence[str] = ()) -> list[str]:
+    """Return the sequences of a query that have no alignment; where chains are fixed, of these."""
     own = {alignment.query for alignment in query.alignments}
-    return [one for one in query.sequences if as_row(one) not in own and not (alignments and alignments.of(one))]
+    asked = [one for id, one in zip(query.ids, query.sequences) if id in fixed or not fixed]
+    return [one for one in asked if as_row(one) not in own and not (alignments and alignments.of(one))]
 
 
 def unused_msa_notices(alignments: ChainAlignments) -> list[Notice]:
@@ -316,12 +318,18 @@ def with_guesses(
     return guessed
 
 
-def query_of(sequence: Sequences, alignment: Alignments, name: str, fetch: FetchAlignments | None = None) -> Query:
+def query_of(
+    sequence: Sequences,
+    alignment: Alignments,
+    name: str,
+    fetch: FetchAlignments | None = None,
+    fixed: Sequence[str] = (),
+) -> Query:
     """Make a query of Python's arguments: a protein, or a complex of several chains, with its alignments.
 
     sequence: one letter per residue; A:B, a list, or chain -> sequence for a complex.  alignment: rows, an `Alignment`,
     or files; of a complex one for each chain in their order, chain -> alignment, or files, each of the chain that is
-    its first row.  fetch: gets alignments of sequences that have none.
+    its first row.  fetch: gets alignments of sequences that have none; fixed: as of `read_given`.
     Errors: WrongArgument for what is nothing of these; UserError for letters that are not residues, files that cannot
     be read, and rows that do not fit.
     """
@@ -338,7 +346,7 @@ def query_of(sequence: Sequences, alignment: Alignments, name: str, fetch: Fetch
     else:
         found = _of_chains(chains, alignment, name, notices)
     given = Complex(name, tuple(chains), tuple(chains.values()), tuple(found))
-    if fetch is not None and (without := lacking_of(given, files)):
+    if fetch is not None and (without := lacking_of(given, files, fixed)):
         answers = read_chain_alignments(fetch([(given, without)]), chains.values(), name)
         files = answers if files is None else files.joined(answers)
     query = make_query(given, files)
@@ -487,7 +495,7 @@ def each_given(
     found: dict[str, Query | UserError] = {}
     named: Mapping[str, Any] = {}
     if (files := _files_of(sequences)) is not None:
-        read = read_given(files, paths("alignments", alignments), together, fetch, check)
+        read = read_given(files, paths("alignments", alignments), together, fetch, check, fixed)
         for notice in read.notices:
             logging.getLogger("warpfold").warning("%s", notice.text)
         found, aligned = dict(read.found), {}
@@ -504,7 +512,7 @@ def each_given(
     each_guess = _each("initial_guess", guesses if by_name else None, [*offered])
     for name in offered:
         try:
-            one = found[name] if name in found else query_of(named[name], aligned[name], name, fetch)
+            one = found[name] if name in found else query_of(named[name], aligned[name], name, fetch, fixed)
             if not isinstance(one, UserError):
                 one = with_guess(complete(one, offered[name]), each_guess[name], fixed)
             found[name] = one
