@@ -3,6 +3,7 @@
 The layout, all of it optional (README.md says what each file holds):
 
     models/<case>/{config,param_spec,noise_fp32_vs_fp64}.json, {features,outputs,params,grads}.npz
+    models_design/<case>/ likewise, and prev.npz: what the first pass is handed
     units/<case>.{json,npz}, losses/<case>.{json,npz}, geometry/<case>.{json,npz}
 
 A file that is missing or cut short raises what Python, json or NumPy does; `run.run_case` reports it.  How each case is
@@ -31,7 +32,7 @@ from warpfold.batch import Arrays
 from warpfold.errors import UserError
 from warpfold.model.weights.deepmind import arrays, from_deepmind
 
-KINDS = ("geometry", "losses", "units", "models")
+KINDS = ("geometry", "losses", "units", "models", "models_design")
 COMPARED = ("out", "grad_in", "grad_params", "grad_params_sample", "grad_params_l2")
 TIMES_NOISE = 10.0
 OF_SCALE = 1e-6
@@ -111,8 +112,10 @@ def find(folder: Path) -> list[CaseFiles]:
     found: dict[tuple[int, str], CaseFiles] = {}
     top = folder.resolve()
     for path in sorted([top, *top.rglob("*")]):
-        if path.is_dir() and (path.parent.name == "models" or (path == top and (path / "config.json").is_file())):
-            kind, stem = "models", path
+        design = path.parent.name == "models_design" and path.name.endswith("_guess")
+        whole = design or path.parent.name == "models" or (path == top and (path / "config.json").is_file())
+        if path.is_dir() and whole:
+            kind, stem = "models_design" if design else "models", path
         elif path.suffix in (".json", ".npz") and path.parent.name in KINDS[:3]:
             kind, stem = path.parent.name, path.with_suffix("")
         else:
@@ -127,7 +130,7 @@ def find(folder: Path) -> list[CaseFiles]:
 
 def read(files: CaseFiles) -> ReferenceCase:
     """Read a case from its files.  Errors: of json and NumPy; BrokenCase for a unit without inputs or outputs."""
-    return _read_model(files) if files.kind == "models" else _read_unit(files)
+    return _read_model(files) if files.kind.startswith("models") else _read_unit(files)
 
 
 def _read_unit(files: CaseFiles) -> ReferenceCase:
@@ -163,12 +166,15 @@ def _read_model(files: CaseFiles) -> ReferenceCase:
     meta = _json(folder / "config.json")
     stored = optional("params.npz")
     spec = _json(folder / "param_spec.json") if stored is None else optional("param_spec.json")
-    expected = {"out": _npz(folder / "outputs.npz"), "grad_params": optional("grads.npz") or {}}
+    outputs = _npz(folder / "outputs.npz")
+    if (folder / "prev.npz").exists():  # its loss is one of cotangents
+        outputs = {name: x for name, x in outputs.items() if name.partition("/")[0] not in ("loss", "loss_terms")}
+    expected = {"out": outputs, "grad_params": optional("grads.npz") or {}}
     return ReferenceCase(
         name=files.name,
-        kind="models",
+        kind=files.kind,
         meta=meta,
-        inputs=_npz(folder / "features.npz"),
+        inputs=_npz(folder / "features.npz") | (optional("prev.npz") or {}),
         expected={f"{group}/{name}": x for group, arrays in expected.items() for name, x in arrays.items()},
         params=_params(stored, spec),
         noise=_noise(optional("noise_fp32_vs_fp64.json"), "out/"),

@@ -50,6 +50,7 @@ class VerifyCommand(PredictOptions):
     max_template_date: MaxTemplateDate = None
     workers: Annotated[int, runs("Processes that each keep the model; of several GPUs each takes its own.", min=1)] = 1
     complex: bool | None = field(default=False, init=False)  # every target is folded alone
+    chain_gap: int | None = field(default=None, init=False)
     progress: Progress | None = None
 
     def __call__(self) -> dict[str, Any]:

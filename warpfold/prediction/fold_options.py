@@ -3,6 +3,7 @@
 Imports nothing heavy: `warpfold predict --help` is made of it.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
@@ -46,6 +47,18 @@ Hits = Annotated[
 ]
 TemplateStructures = Annotated[PathLike | None, reads("Folder of mmCIF files that the hits point to.")]
 MaxTemplateDate = Annotated[str | None, reads("YYYY-MM-DD; hits whose structure came out later are refused.")]
+InitialGuess = Annotated[
+    PathLike | Mapping[str, Any] | None,
+    reads(
+        "Start the first pass from structures: a file, for every record; a folder of NAME.pdb or NAME.cif; or self: "
+        "the records are structures.",
+        shell=str | None,
+    ),
+]
+FixedChains = Annotated[
+    str | Sequence[str] | None,
+    reads("Chains, A,B, that are to stay as in the initial guess: they are templates of themselves.", shell=str | None),
+]
 ServerLike = Union[str, "AlignmentServer", None]
 MsaServer = Annotated[
     ServerLike,
@@ -89,6 +102,15 @@ SaveRecycles = Annotated[
     bool, writes("Write the structures of the passes before the last too: NAME_recycle_0.cif and so on.")
 ]
 Logits = Annotated[bool, writes("Keep the logits of all heads.")]  # in Python alone
+
+ChainGap = Annotated[
+    int | None,
+    decides(
+        "Fold complexes with parameters for single chains: residue numbers jump by so much between chains (ColabFold: "
+        "200).",
+        min=32,
+    ),
+]
 
 # How it runs.
 Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits and is fast.", min=0)]
@@ -178,6 +200,7 @@ class PredictOptions(Checked):
     dropout: Dropout = False
     max_msa: MaxMsa = None
     max_extra: MaxExtra = None
+    chain_gap: ChainGap = None
     num_models: Annotated[int | None, reads("Of the parameters, use this many.", min=1)] = None
     complex: Annotated[
         bool | None,
@@ -245,7 +268,7 @@ class PredictOptions(Checked):
         config, sample = model.config, model.sample
         # Named only if given: folders of earlier versions can be continued.
         given = {"recycle_tolerance": self.recycling.tolerance, "max_recycles": self.recycling.long}
-        given |= {name: getattr(self, name) or None for name in ("distogram", "dropout", "save_recycles")}
+        given |= {name: getattr(self, name) or None for name in ("distogram", "dropout", "save_recycles", "chain_gap")}
         return {
             "recycles": config.recycles if self.recycles is None else self.recycles,
             "ensemble": config.ensemble if self.ensemble is None else self.ensemble,

@@ -46,7 +46,15 @@ from warpfold.prediction.outputs import RESERVED, Prediction, claim_folder, writ
 from warpfold.prediction.params import MULTIMERS, Params, families_in, params_files, read_params
 from warpfold.prediction.plan_report import check_fits, sizes_of_query
 from warpfold.prediction.predictor import Predictor, load
-from warpfold.prediction.queries import Query, ReadQueries, fetching, read_given, with_templates
+from warpfold.prediction.queries import (
+    Query,
+    ReadQueries,
+    check_guess,
+    fetching,
+    read_given,
+    with_guesses,
+    with_templates,
+)
 from warpfold.prediction.templates import TemplateSources
 from warpfold.progress import Progress, as_time, no_progress
 from warpfold.training.passes import PassPlace
@@ -98,6 +106,8 @@ def predict(
     team: Team | None = None,
     share: Share | None = None,
     server: "AlignmentServer | None" = None,
+    guess: Path | str | None = None,
+    fixed: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Fold every query into `out`, with each of the parameters and seeds; return `out/summary.json`.
 
@@ -108,6 +118,8 @@ def predict(
     share: who folds.  As long as others have parts to fold, what is returned is "running", and not that in the folder:
     its predictions and failures are those of this part.
     server: is asked for alignments of sequences that have none; without it nothing is sent anywhere.
+    guess: where the first pass starts, a file, a folder of files by the queries' names, or `SELF`.  fixed: chains that
+    are their own templates in it.
     Errors: UserError for bad input, or if no record can be folded (nothing is written), and for an `out` with something
     else, or where another one works.
     """
@@ -118,7 +130,13 @@ def predict(
             raise UserError(f"{file}: is a pipe, which several processes cannot share; give a regular file")
     share.check(team, options.device)
     server = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
-    read, models, asked = _read(query, msas, params, out, options, server, tell)
+    read, models, asked = _read(query, msas, params, out, options, server, tell, fixed)
+    if guess is not None:
+        tell(0, 1, "looking at the initial guesses")
+        read = replace(read, found=with_guesses(read.found, guess, fixed))
+        if not read.queries:
+            raise next(iter(read.errors.values()))
+    check_guess(guess, fixed, models)
     queries = read.queries
     total = len(models) * len(queries) * options.seeds
     if team.mesh.data.size > 1:
@@ -139,7 +157,11 @@ def predict(
     seeds = range(options.seed, options.seed + options.seeds)
     items = [FoldItem(*one) for one in product(models, queries, seeds)]
     new = _new_summary(queries, models, options, device)
-    new |= {"warnings": _run_notices(read, models, templates), "msa_server": server and server.url, "asked": asked}
+    new |= {
+        "warnings": _run_notices(read, models, templates, fixed),
+        "msa_server": server and server.url,
+        "asked": asked,
+    }
     new["failures"] = [{"name": name, "error": one_line(error)} for name, error in read.errors.items()]
     folder = PredictionFolder(out, new, items, share.part, options.keep)
     with closing(folder):
@@ -163,6 +185,7 @@ def _read(
     options: PredictOptions,
     server: "AlignmentServer | None",
     tell: Progress,
+    fixed: Sequence[str],
 ) -> tuple[ReadQueries, list[Params], str | None]:
     """Read queries and parameters; of a folder with parameters of several kinds, those that the queries need.
 
@@ -170,8 +193,11 @@ def _read(
     """
     asked: str | None = None
     params = [params] if isinstance(params, Path) else params
-    waiting = any(path.is_dir() and len(families_in(path)) > 1 for path in params)
+    gap = options.chain_gap is not None
+    waiting = not gap and any(path.is_dir() and len(families_in(path)) > 1 for path in params)
     models = [] if waiting else read_params(params_files(params, options.num_models))
+    if gap and (able := [model.path.name for model in models if model.multimer]):
+        raise UserError(f"--chain-gap: {able[0]} is AlphaFold-Multimer's, which tells chains apart; leave it out")
 
     def check(one: Complex) -> None:
         if file_name(one.name).lower() in RESERVED:  # its folder would be where the run itself writes
@@ -179,7 +205,7 @@ def _read(
                 f"{one.name}: no protein can have this name, because the output has {', '.join(RESERVED)} of its own; "
                 "give the record another name"
             )
-        _check_complexes([one.name] if len(one.ids) > 1 else [], models)
+        _check_complexes([one.name] if len(one.ids) > 1 and not gap else [], models)
 
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
         """Ask the server, unless the folder would be refused afterwards."""
@@ -196,7 +222,7 @@ def _read(
     # Whether the records of a FASTA file are the chains of one complex.
     single = waiting or any(not model.multimer for model in models)
     together = not single if options.complex is None else options.complex
-    read = read_given(given, msas, together, fetch if server is not None else None, check)
+    read = read_given(given, msas, together, fetch if server is not None else None, check, fixed)
     if not read.queries:
         raise next(iter(read.errors.values()))
     if waiting:
@@ -207,13 +233,15 @@ def _read(
 
 
 def _run_notices(
-    read: ReadQueries, models: Sequence[Params], templates: TemplateSources | None
+    read: ReadQueries, models: Sequence[Params], templates: TemplateSources | None, fixed: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Return warnings about the run as a whole: requests that have no effect."""
     texts = []
     if read.hits and not (templates and templates.hits):
         texts.append(f"template hits are not used unless --hits names them: {shorten_list(read.hits)}")
-    if templates and (without := [model.path.name for model in models if not model.config.templates.enabled]):
+    if (templates or fixed) and (
+        without := [model.path.name for model in models if not model.config.templates.enabled]
+    ):
         texts.append(f"no template is used with {', '.join(without)}, which take none")
     notices = [*read.notices, *(templates.notices if templates else ()), *noted(texts)]
     return [notice.record() for notice in notices]
@@ -236,7 +264,7 @@ def _check_complexes(found: Sequence[str], models: Sequence[Params]) -> None:
     if found and unable:
         raise UserError(
             f"{unable[0]}: parameters for single chains, but {found[0]} is a complex; give AlphaFold-Multimer's "
-            f"({MULTIMERS}), or fold each chain alone"
+            f"({MULTIMERS}), --chain-gap 200, or fold each chain alone"
         )
 
 
@@ -286,7 +314,7 @@ class ModelInMemory:
             o, sample = self.options, params.sample
             self._predictor = load(
                 params.path, o.device, o.chunk, o.precision, sample, self.team, o.kernels, o.offload, o.memory,
-                max_msa=o.max_msa, max_extra=o.max_extra, dropout=o.dropout,
+                max_msa=o.max_msa, max_extra=o.max_extra, dropout=o.dropout, chain_gap=o.chain_gap,
             )  # fmt: skip
             self._predictor.recycling = o.recycling
             self._name = params.name
@@ -390,6 +418,9 @@ def _writer(out: Path, several: bool) -> Write:
     def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
         outcomes = [asdict(outcome) for outcome in item.query.outcomes]
         below = item.below if several else ""
+        if (guess := item.query.guess) is not None:
+            more = {"initial_guess": Path(guess.source).name, "fixed_chains": list(item.query.fixed)}
+            prediction = replace(prediction, details={**prediction.details, **more})
         return write_prediction(replace(prediction, templates=outcomes), out, below, item.query.notices)
 
     return write

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from warpfold.data.example.complex import Complex, chain_ids, distinct_names, first_word
+from warpfold.data.example.guess import guess_of_structure
 from warpfold.data.example.job_files import FOREIGN_HEADER, JOBS, job_of_fasta, jobs_of_text
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import Assembly, RawExample, from_sequence
@@ -93,16 +94,19 @@ def search_names(name: str, chains: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def assemble(query: Complex, alignments: ChainAlignments | None = None) -> tuple[Assembly, list[str]]:
+def assemble(
+    query: Complex, alignments: ChainAlignments | None = None, made: dict[str, RawExample] | None = None
+) -> tuple[Assembly, list[str]]:
     """Return a complex with the alignments of its chains, and what the user should know about it, a line each.
 
-    Copies share their example.  A chain without alignment has its own row alone.
+    Copies share their example.  A chain without alignment has its own row alone.  made: of sequences, with these
+    alignments, that are in other complexes too, such as the target of many designs; new ones are added.
     Errors: UserError for an alignment of another protein, or a sequence that is no protein's.
     """
     given: dict[str, list[Alignment]] = {}
     for alignment in query.alignments:
         given.setdefault(alignment.query, []).append(alignment)
-    examples: dict[str, RawExample] = {}
+    examples: dict[str, RawExample] = {} if made is None or given else made
     bare: list[str] = []
     thin: list[str] = []
     for chain, sequence in zip(query.ids, query.sequences):
@@ -119,8 +123,9 @@ def assemble(query: Complex, alignments: ChainAlignments | None = None) -> tuple
         notes.append(f"no alignment for {listed(bare)}: folded by the sequence alone")
     if thin:
         notes.append(f"the alignment of {listed(thin)} has one row, its own: folded by the sequence alone")
-    deep = [one for one in examples.values() if one.depth > 1]
-    if len(deep) > 1 and len(pair_rows([one.pairing for one in examples.values()])) == 1:
+    own_examples = [examples[sequence] for sequence in dict.fromkeys(query.sequences)]
+    deep = [one for one in own_examples if one.depth > 1]
+    if len(deep) > 1 and len(pair_rows([one.pairing for one in own_examples])) == 1:
         if sum(one.pairing is not None for one in deep) > 1:
             notes.append("no rows are paired: the alignments of different chains have no species in common")
         else:
@@ -350,11 +355,9 @@ def _read(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
         if not placed.chains:
             raise UserError(f"{source}: its first assembly has no protein chain; give a file with proteins")
         notes = tuple(f"{what} is left out: {reason}" for what, reason in placed.left_out.items())
-        found = [
-            Complex(
-                name, placed.ids, tuple(structure.chains[chain].sequence for chain, _ in placed.chains), notes=notes
-            )
-        ]
+        sequences = tuple(structure.chains[chain].sequence for chain, _ in placed.chains)
+        own = guess_of_structure(structure, data, path if path != STDIN and path.is_file() else None, source)
+        found = [Complex(name, placed.ids, sequences, notes=notes, structure=own)]
     elif kind == CHAIN_MAP:
         name = file_name(path.parent.parent.name)
         try:
