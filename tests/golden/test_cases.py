@@ -19,9 +19,9 @@ from warpfold.model.weights.files import load_model
 from warpfold.training.train import train
 
 HERE = Path(__file__).parent
-ALL = HERE.parents[2] / "shared" / "golden"
+SHARED = [path for name in ("golden", "golden_design") if (path := HERE.parents[2] / "shared" / name).is_dir()]
 SELECTED = find(HERE)
-OTHERS = [p for p in find(ALL) if p.name not in {s.name for s in SELECTED}] if ALL.is_dir() else []
+OTHERS = [p for folder in SHARED for p in find(folder) if p.name not in {s.name for s in SELECTED}]
 
 
 def _check(files: CaseFiles) -> None:
