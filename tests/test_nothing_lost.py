@@ -81,6 +81,8 @@ SAFE = {
     "prediction/outputs.py:write_scores": OWN_DRAFT,
     "prediction/outputs.py:remove_prediction": "files of a prediction by name, and the folder if it is then empty",
     "prediction/outputs.py:thin_prediction": "matrices of a prediction, by name, asked to; its arrays appear whole",
+    "scoring/score_table.py:ScoreTables.append": "cuts off half a row of a table that `check_tables` knows",
+    "scoring/score_table.py:remove_tables": "tables by the names that an earlier run's summary has",
     "relax/files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
     "prediction/folder.py:remove_copies": "copies by the names that the summary has, and their empty folder",
     "bench/ops.py:picture": "into memory",

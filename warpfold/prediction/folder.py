@@ -35,6 +35,7 @@ from warpfold.prediction.outputs import (
 )
 from warpfold.prediction.pages import prediction_report
 from warpfold.report.report import write_report
+from warpfold.scoring.score_table import ScoreTables, check_tables, remove_tables
 
 logger = logging.getLogger("warpfold")
 JOURNALS = "journal"  # the folder
@@ -58,6 +59,7 @@ class PredictionFolder:
 
     new: the summary of a new run.  items: all predictions of the run, in the order of the summary.
     keep: of each query's predictions, as many keep all files, the best; None: all of them.
+    tables: that get a row for each prediction.
     """
 
     out: Path
@@ -65,6 +67,7 @@ class PredictionFolder:
     items: Sequence[FoldItem]
     part: JobPart = WHOLE
     keep: int | None = None
+    tables: ScoreTables | None = None
     journal: "Journal | None" = field(default=None, repr=False)
     own: set[Key] = field(default_factory=set, repr=False)  # what is to be folded by this process, or was
 
@@ -106,21 +109,30 @@ class PredictionFolder:
             for other in workers_at_work(self.out):
                 if not same or other == str(self.part) or JobPart.parse(other).count != self.part.count:
                     raise at_work(self.out, other)
+            check_tables(self.out, self.tables, earlier)
             if not same:
                 rows = read_journals(self.out, str(earlier.get("run")))
                 for entry in [*earlier.get("predictions", []), *(row["entry"] for row in rows if "entry" in row)]:
                     if all(part == file_name(part) for part in Path(entry["folder"]).parts):
                         remove_prediction(self.out / entry["folder"], entry["name"])
                         remove_copies(self.out, entry)
+                remove_tables(self.out, earlier.get("tables", ()))
                 write_summary(self.out, self.new)
-            self.journal = Journal(self.out, self.run, self.part)
-            if same and earlier["status"] != "running":
-                write_summary(self.out, earlier | {"status": "running"})
+            self.journal = Journal(self.out, self.run, self.part, tables=self.tables)
+            named = {} if self.tables is None else {"tables": sorted({*earlier.get("tables", []), *self.tables.names})}
+            if same and earlier != (running := earlier | {"status": "running"} | named):
+                write_summary(self.out, running)
             done = self._done()
+        lost = set()
         for key in self.own & done.entries.keys():  # reading thousands takes minutes, for which no other part waits
             if damaged := damaged_files(self.out, done.entries[key]):
                 clear_damaged(self.out, done.entries.pop(key), damaged)
                 logger.warning("%s: missing, or not what was written; it is predicted again", damaged[0])
+                lost.add(key)
+        if self.tables is not None:
+            with alone(self.out):  # a kill may have come between a line of the journal and its row
+                known = self._done().entries
+                self.tables.rebuild(known[item.key] for item in self.items if item.key in known.keys() - lost)
         wanted = ([item.key for item in group if item.key not in done.entries] for group in own)
         return [keys for keys in wanted if keys]
 
@@ -148,6 +160,8 @@ class PredictionFolder:
                         files = thin_prediction(place, entry["name"], entry["files"])
                         entry |= {"files": files, "checksums": checksums_of(place, files), "thinned": True}
                 summary["predictions"] = copy_by_rank(self.out, entries) if self.is_several else entries
+                if self.tables is not None:
+                    summary["tables"] = self.tables.rebuild(summary["predictions"], finished=True)
                 write_report(self.out / "report.html", prediction_report(self.out, summary))
                 summary = write_summary(self.out, summary)
                 remove_journals(self.out)
@@ -207,12 +221,14 @@ def key_of(of: Sequence[Any]) -> Key:
 class Journal:
     """A file to which one process adds a line for each prediction; what is there when `write` returns outlives a kill.
 
-    worker: names a process that works for another one; its file is not locked.
+    worker: names a process that works for another one; its file is not locked.  tables: get a row for each entry.
     Errors: UserError if another process of the same part is at work.
     """
 
-    def __init__(self, out: Path, run: str, part: JobPart = WHOLE, worker: str = "") -> None:
-        self.out, self.part = out, part
+    def __init__(
+        self, out: Path, run: str, part: JobPart = WHOLE, worker: str = "", tables: ScoreTables | None = None
+    ) -> None:
+        self.out, self.part, self.tables = out, part, tables
         path = out / JOURNALS / f"{part.number}-of-{part.count}{f'-{worker}' if worker else ''}.jsonl"
         with writing(path):
             self._file = _appending(path) if worker else _locked(path, at_work(out, str(part)))
@@ -221,9 +237,17 @@ class Journal:
 
     def add(self, outcome: FoldOutcome) -> None:
         """Add a prediction's entry in the summary, or why there is none; nothing where another rank writes."""
-        if outcome.entry is not None or outcome.error:
-            what = {"error": outcome.error} if outcome.entry is None else {"entry": outcome.entry}
-            self.write({"of": outcome.item.key, **what})
+        if outcome.entry is None:
+            if outcome.error:
+                self.write({"of": outcome.item.key, "error": outcome.error})
+            return
+        row = {"of": outcome.item.key, "entry": outcome.entry}
+        if self.tables is None:
+            self.write(row)
+            return
+        with alone(self.out):  # who builds the tables anew, from the journals, sees both or neither
+            self.write(row)
+            self.tables.append(outcome.entry)
 
     def close(self) -> None:
         """Give up the file, and its lock."""

@@ -10,7 +10,8 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations, count, pairwise
+from functools import cached_property
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -28,10 +29,11 @@ from warpfold.prediction.notices import Notice
 from warpfold.prediction.sanity import check_geometry, confidence_notices
 from warpfold.report.coverage import Coverage
 from warpfold.report.report import ReportPage, Target, Warned, render
-from warpfold.scoring.dockq import CONTACT, residue_pairs
+from warpfold.scoring.interface import PairScore, chain_pair_scores
+from warpfold.scoring.score_table import PAIRS, PARQUET, SCORES, design_scores, pair_records
 
-RESERVED = ("alignments", "journal", "report.html", "summary.json")  # in an output folder: no protein's folder
-NEAR = 8.0  # angstrom: residues whose heavy atoms are nearer to another chain than this belong to the interface
+# In an output folder: no protein's folder.
+RESERVED = ("alignments", "journal", "report.html", "summary.json", SCORES, PAIRS, PARQUET)
 FRAME = 900  # pixels of the frame in a notebook; what is longer scrolls
 # Arrays that stay when a prediction is thinned.
 SMALL = (
@@ -197,6 +199,25 @@ class Prediction:
         how = Modelling("; ".join(facts) or None, scores)
         return write_mmcif(self.name, self.chains(), b_factors=self._plddt_by_chain, predicted=how)
 
+    @cached_property
+    def pair_scores(self) -> list[PairScore]:
+        """Return the scores of each two chains of a complex, in their order (docs/scoring.md); of one chain none."""
+        if self.asym_id is None:
+            return []
+        arrays = self.plddt, self.positions, self.mask, self.asym_id
+        return chain_pair_scores(self.pae, *arrays, self.chain_ids, self.chain_pair_iptm)
+
+    def design_scores(
+        self, fixed: Sequence[str] = (), given: Mapping[str, Chain] | None = None
+    ) -> dict[str, float | int | str | None]:
+        """Return the scores of binder and target, as a row of scores.csv has them (docs/scoring.md).
+
+        fixed: the chains of the target; by default all but the last.  given: the complex that was designed, by chain.
+        """
+        chains = {chain.id: chain for chain in self.chains()}
+        plddt = {chain: self.plddt[span] for chain, span in self.spans.items()}
+        return design_scores(chains, plddt, self.pair_scores, fixed, given)
+
     def pdb(self) -> str:
         """Return PDB text, pLDDT in the B column.  Errors: UserError where the format cannot hold the structure."""
         from warpfold.data.structure.write import write_pdb
@@ -239,7 +260,7 @@ class Prediction:
                 if self.pae is not None and self.max_pae is not None:
                     write_pae(draft / names["pae"], self.pae, self.max_pae)
                 scores = self.plddt, self.pae, self.ptm, self.iptm, self.chain_pair_iptm, self.label
-                write_scores(draft / names["scores"], *scores)
+                write_scores(draft / names["scores"], *scores, pair_records(self.pair_scores))
                 if self.distogram is not None:
                     np.save(draft / names["distogram"], self.distogram, allow_pickle=False)
                 written = {kind: name for kind, name in names.items() if (draft / name).exists()}
@@ -251,15 +272,23 @@ class Prediction:
 
 
 def write_prediction(
-    prediction: Prediction, out: Path, below: str = "", notices: Sequence[Notice] = ()
+    prediction: Prediction,
+    out: Path,
+    below: str = "",
+    notices: Sequence[Notice] = (),
+    fixed: Sequence[str] = (),
+    given: Mapping[str, Chain] | None = None,
 ) -> dict[str, Any]:
     """Check a prediction's geometry, write it into its own folder in `out`, and return its entry in the summary.
 
     below: the folder in that of the protein, where it has several predictions.  notices: what else is to be said.
+    fixed, given: as of `Prediction.design_scores`.
     """
     outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     details = dict(prediction.details)
     chains, lost = _of_complex(prediction, details.pop("chain_depths", {})), details.pop("warnings", ())
+    if prediction.asym_id is not None or given is not None:
+        chains["scores"] = prediction.design_scores(fixed, given)
     geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
     doubts = confidence_notices(prediction.plddt, prediction.ptm, prediction.iptm)
     folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
@@ -315,11 +344,13 @@ def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, 
             {
                 "chains": list(one.chains),
                 "iptm": None if one.iptm is None else round(one.iptm, 4),
-                "plddt": round(one.plddt, 2),
+                "plddt": None if one.interface_plddt is None else round(one.interface_plddt, 2),
                 "contacts": one.contacts,
             }
-            for one in find_interfaces(prediction)
+            for one in prediction.pair_scores
+            if one.contacts
         ],
+        "pair_scores": pair_records(prediction.pair_scores),
     }
 
 
@@ -340,29 +371,6 @@ def _input_notices(prediction: Prediction, files: Mapping[str, str]) -> Iterator
         except UserError as error:
             why = str(error).removeprefix(prediction.name + ": ").removesuffix("; write mmCIF")
             yield Notice("no_pdb", {"why": why})
-
-
-@dataclass(frozen=True)
-class Interface:
-    """Two chains in contact: some of their residues have heavy atoms nearer than 5 angstrom to each other."""
-
-    chains: tuple[str, str]
-    contacts: int  # pairs of such residues
-    plddt: float  # the mean of all residues with a heavy atom nearer than 8 angstrom to the other chain, 0 to 100
-    iptm: float | None  # of these two chains alone, 0 to 1; None without the PAE head
-
-
-def find_interfaces(prediction: Prediction) -> list[Interface]:
-    """Return the interfaces of a complex, in the order of its chains; a single chain has none."""
-    chains, spans, pairs = prediction.chains(), list(prediction.spans.values()), prediction.chain_pair_iptm
-    found = []
-    for (i, one), (j, other) in combinations(enumerate(chains), 2):
-        near = residue_pairs(one, other, one.mask > 0, other.mask > 0, NEAR)
-        if contacts := len(near.within(CONTACT)):
-            plddt = [prediction.plddt[spans[k]][np.unique(near.indices[:, side])] for side, k in enumerate((i, j))]
-            iptm = None if pairs is None else float(pairs[i, j])
-            found.append(Interface((one.id, other.id), contacts, float(np.concatenate(plddt).mean()), iptm))
-    return found
 
 
 def plddt_json(plddt: np.ndarray, spans: Mapping[str, slice]) -> dict[str, list[Any]]:
@@ -396,11 +404,13 @@ def write_scores(
     iptm: float | None = None,
     chain_pair_iptm: np.ndarray | None = None,
     label: Mapping[str, float] | None = None,
+    pair_scores: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write pLDDT [N], PAE [N, N], pTM and ipTM in the layout of ColabFold's `*_scores_*.json`: two decimals.
 
     `max_pae` is the largest error in `pae`.  What is None has no key, as there.  chain_pair_iptm [K, K] of a complex,
     and the pTM of its chains on the diagonal, have AlphaFold 3's keys.  label: as of `Prediction`, four decimals.
+    pair_scores: as of `pair_records`.
     """
     head: dict[str, Any] = {"plddt": [round(float(value), 2) for value in plddt]}
     if pae is not None:
@@ -412,6 +422,8 @@ def write_scores(
         tail |= {"chain_ptm": pairs.diagonal().tolist(), "chain_pair_iptm": pairs.tolist()}
     if label is not None:
         tail["label"] = rounded_label(label)
+    if pair_scores:
+        tail["pair_scores"] = pair_scores
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(head)[:-1])
         if pae is not None:

@@ -49,6 +49,7 @@ from warpfold.prediction.predictor import Predictor, load
 from warpfold.prediction.queries import Query, ReadQueries, fetching, read_given, with_templates
 from warpfold.prediction.templates import TemplateSources
 from warpfold.progress import Progress, as_time, no_progress
+from warpfold.scoring.score_table import ScoreTables
 from warpfold.training.passes import PassPlace
 from warpfold.training.planning import grid_for, log
 
@@ -141,7 +142,11 @@ def predict(
     new = _new_summary(queries, models, options, device)
     new |= {"warnings": _run_notices(read, models, templates), "msa_server": server and server.url, "asked": asked}
     new["failures"] = [{"name": name, "error": one_line(error)} for name, error in read.errors.items()]
-    folder = PredictionFolder(out, new, items, share.part, options.keep)
+    tables = None
+    if any(query.is_complex or query.guess is not None for query in queries):
+        tables = ScoreTables(out, pairs=any(len(query.ids) > 2 for query in queries))
+        new["tables"] = tables.names
+    folder = PredictionFolder(out, new, items, share.part, options.keep, tables)
     with closing(folder):
         todo = None
         if team.is_rank_zero:
@@ -309,7 +314,7 @@ def _fold(
     if share.is_here:
         several = team.mesh.data.size > 1
         if folder.journal is None and team.is_example_leader and several:
-            folder.journal = Journal(folder.out, folder.run, folder.part, f"rank{team.process.rank}")
+            folder.journal = Journal(folder.out, folder.run, folder.part, f"rank{team.process.rank}", folder.tables)
 
         def record(outcome: FoldOutcome) -> None:
             if folder.journal is not None:
@@ -321,13 +326,12 @@ def _fold(
         if several:
             team.wait_for_all("the end of the predictions")
         return clock, refusals(refused_before)
+    out, workers = folder.out.absolute(), 0 if share.cluster else share.workers
+    tables = None if folder.tables is None else replace(folder.tables, out=out)
     jobs = [
-        FoldJob(
-            some, folder.out.absolute(), folder.run, folder.part, folder.is_several, options,
-            0 if share.cluster else share.workers,
-        )
+        FoldJob(some, out, folder.run, folder.part, folder.is_several, options, workers, tables)
         for some in in_jobs(groups, JOBS * share.workers)
-    ]  # fmt: skip
+    ]
     with pool(share.workers, share.cluster) as executor:
         for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor)):
             clock.add(seconds)
@@ -348,6 +352,7 @@ class FoldJob:
     several: bool
     options: PredictOptions
     workers: int  # of this machine; 0: of a cluster
+    tables: ScoreTables | None
 
 
 def in_jobs(groups: Sequence[Group], count: int) -> Iterator[list[Group]]:
@@ -374,7 +379,7 @@ def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
     if device == "cpu" and job.workers:
         torch.set_num_threads(max(1, cores() // job.workers))
     memory, name = _memory_of(replace(job.options, device=device)), file_name(f"{platform.node()}-{os.getpid()}")
-    with closing(Journal(job.out, job.run, job.part, name)) as journal:
+    with closing(Journal(job.out, job.run, job.part, name, job.tables)) as journal:
         write = _writer(job.out, job.several)
         clock = fold_groups(memory.load, memory.options.asked, memory.team, job.groups, write, journal.add)
     return clock, refusals(refused_before)
@@ -390,7 +395,9 @@ def _writer(out: Path, several: bool) -> Write:
     def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
         outcomes = [asdict(outcome) for outcome in item.query.outcomes]
         below = item.below if several else ""
-        return write_prediction(replace(prediction, templates=outcomes), out, below, item.query.notices)
+        query, made = item.query, replace(prediction, templates=outcomes)
+        entry = write_prediction(made, out, below, query.notices, query.fixed, query.guess)
+        return entry | {"model": item.model.name}
 
     return write
 

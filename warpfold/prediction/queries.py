@@ -16,6 +16,7 @@ from warpfold.data.example.raw_example import Assembly, RawExample, Templates, f
 from warpfold.data.example.templates import TemplateOutcome
 from warpfold.data.formats.alignment import Alignment, as_row, encode, parse_a3m
 from warpfold.data.formats.input_files import ChainAlignments, read_chain_alignments
+from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
 from warpfold.files import file_name
 from warpfold.prediction.notices import Notice, noted, shorten_list
@@ -47,6 +48,7 @@ class Query:
     """What to fold: K chains, each with its alignment and templates; a single protein is a complex of one chain.
 
     name: unique, and safe in a path.  outcomes: of each template that was offered.  notices: about the input.
+    guess: the complex that was designed, by chain.  fixed: the chains that are its target.
     """
 
     name: str
@@ -55,6 +57,8 @@ class Query:
     chains: tuple[RawExample, ...]  # [K], copies share theirs
     outcomes: Sequence[TemplateOutcome] = ()
     notices: Sequence[Notice] = ()
+    guess: Mapping[str, Chain] | None = None
+    fixed: tuple[str, ...] = ()
 
     @property
     def assembly(self) -> Assembly:

@@ -115,7 +115,7 @@ def chain_pair_scores(
                 interface_plddt=float(np.concatenate(chosen).mean(dtype=np.float64)) if len(near) else None,
                 contacts=int((distance < CONTACT).sum()),
                 clashes=clashes,
-                **scores,  # type: ignore[arg-type]
+                **scores,
             )
         )
     return found
