@@ -80,6 +80,7 @@ SAFE = {
     "prediction/outputs.py:write_pae": OWN_DRAFT,
     "prediction/outputs.py:write_scores": OWN_DRAFT,
     "prediction/outputs.py:remove_prediction": "files of a prediction by name, and the folder if it is then empty",
+    "prediction/outputs.py:drop_prediction": "the protein's folder if it is empty, after `remove_prediction`; asked to",
     "prediction/outputs.py:thin_prediction": "matrices of a prediction, by name, asked to; its arrays appear whole",
     "scoring/score_table.py:ScoreTables.append": "cuts off half a row of a table that `check_tables` knows",
     "scoring/score_table.py:remove_tables": "tables by the names that an earlier run's summary has",

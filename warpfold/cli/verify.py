@@ -20,6 +20,7 @@ from warpfold.prediction.fold_options import (
     TemplateStructures,
 )
 from warpfold.progress import Progress, progress_bar
+from warpfold.scoring.selection import Selection
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -66,6 +67,8 @@ class VerifyCommand(PredictOptions):
         from warpfold.scoring.manifest import fetch_structures, read_manifest, read_truths
         from warpfold.scoring.verify import alignments_of, as_csv, report, score_targets
 
+        if isinstance(self.selection, Selection):
+            raise UserError(f"--keep {self.keep}: every structure is scored; give a number, or leave it out")
         tell, out, folder = progress_of(self.progress), path("out", self.out), path("structures", self.structures)
         manifest = read_manifest(path("targets", self.targets))
         if self.source is not None and not self.fetch:

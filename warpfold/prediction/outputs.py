@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import count, pairwise
@@ -278,11 +278,12 @@ def write_prediction(
     notices: Sequence[Notice] = (),
     fixed: Sequence[str] = (),
     given: Mapping[str, Chain] | None = None,
+    wanted: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> dict[str, Any]:
     """Check a prediction's geometry, write it into its own folder in `out`, and return its entry in the summary.
 
     below: the folder in that of the protein, where it has several predictions.  notices: what else is to be said.
-    fixed, given: as of `Prediction.design_scores`.
+    fixed, given: as of `Prediction.design_scores`.  wanted: told all but the files, says whether they are to be there.
     """
     outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     details = dict(prediction.details)
@@ -292,13 +293,8 @@ def write_prediction(
     geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
     doubts = confidence_notices(prediction.plddt, prediction.ptm, prediction.iptm)
     folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
-    refuse_links(out, folder)
-    files = prediction.save(out / folder, overwrite=True)  # the earlier run was killed, or is replaced with --force
-    return {
-        "name": prediction.name,
-        "folder": folder,
-        "files": files,
-        "checksums": checksums_of(out / folder, files),
+    head = {"name": prediction.name, "folder": folder}
+    known = {
         "length": len(prediction.sequence),
         "sequence": ":".join(prediction.sequence[span] for span in prediction.spans.values()),
         "mean_plddt": round(prediction.mean_plddt, 2),
@@ -312,13 +308,29 @@ def write_prediction(
         "templates_refused": count_refusals(outcomes),
         "templates_missing": sum(outcome.missing for outcome in outcomes),
         "geometry": asdict(geometry),
-        "warnings": [
-            *(notice.record() for notice in notices),
-            *lost,
-            *(notice.record() for notice in _input_notices(prediction, files)),
-            *(notice.record() for notice in (*geometry.notices(), *doubts)),
-        ],
     }
+    refuse_links(out, folder)
+    files: dict[str, str] = {}
+    if kept := wanted is None or wanted(head | known):
+        files = prediction.save(out / folder, overwrite=True)  # the earlier run was killed, or is replaced with --force
+    warnings = [
+        *(notice.record() for notice in notices),
+        *lost,
+        *(notice.record() for notice in _input_notices(prediction, files)),
+        *(notice.record() for notice in (*geometry.notices(), *doubts)),
+    ]
+    entry = {**head, "files": files, "checksums": checksums_of(out / folder, files), **known, "warnings": warnings}
+    return entry if kept else drop_prediction(out, entry)
+
+
+def drop_prediction(out: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Delete the files of a prediction, and its folders if nothing else is in them; return its entry without them."""
+    folder = out / entry["folder"]
+    remove_prediction(folder, entry["name"])
+    if folder.parent != out:
+        with contextlib.suppress(OSError):  # other predictions of the query are there, or it has gone already
+            folder.parent.rmdir()
+    return {**entry, "files": {}, "checksums": {}, "dropped": True}
 
 
 def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, Any]:
@@ -355,7 +367,7 @@ def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, 
 
 
 def _input_notices(prediction: Prediction, files: Mapping[str, str]) -> Iterator[Notice]:
-    """Yield warnings about residues that are X, which have no atoms, and about a missing PDB file."""
+    """Yield warnings about residues that are X, which have no atoms, and about a PDB file that is missing."""
     places = [
         f"{chain} {place}" if prediction.asym_id is not None else str(place)
         for chain, span in prediction.spans.items()
@@ -365,7 +377,7 @@ def _input_notices(prediction: Prediction, files: Mapping[str, str]) -> Iterator
     if places:
         some = ", ".join(places[:5]) + (" ..." if len(places) > 5 else "")
         yield Notice("unknown_residues", {"count": len(places), "detail": f"X at {some}"})
-    if "pdb" not in files:
+    if files and "pdb" not in files:
         try:
             prediction.pdb()
         except UserError as error:

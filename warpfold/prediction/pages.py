@@ -47,7 +47,7 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
         known = ((title, best[0].get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM")))
         facts += [(title, f"{value:.2f}") for title, value in known if value is not None]
     facts.append(("seconds in all", f"{summary['seconds']:.0f}"))
-    shown = [entry for entry in entries if entry.get("rank", 1) <= DRAWN_OF_EACH][:DRAWN]
+    shown = [entry for entry in entries if entry.get("rank", 1) <= DRAWN_OF_EACH and entry["files"]][:DRAWN]
     names = ", ".join(model["file"] for model in summary["models"])
     drawn = f", the {'first' if len(entries) == len(best) else 'best'} {len(shown)} drawn" if shown != entries else ""
     versions, first = summary["versions"], summary["settings"]["seed"]

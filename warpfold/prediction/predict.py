@@ -49,7 +49,8 @@ from warpfold.prediction.predictor import Predictor, load
 from warpfold.prediction.queries import Query, ReadQueries, fetching, read_given, with_templates
 from warpfold.prediction.templates import TemplateSources
 from warpfold.progress import Progress, as_time, no_progress
-from warpfold.scoring.score_table import ScoreTables
+from warpfold.scoring.score_table import ScoreTables, row_of
+from warpfold.scoring.selection import OF_COMPLEXES, OF_ERRORS, OF_GIVEN, Selection, Shortlist
 from warpfold.training.passes import PassPlace
 from warpfold.training.planning import grid_for, log
 
@@ -142,11 +143,11 @@ def predict(
     new = _new_summary(queries, models, options, device)
     new |= {"warnings": _run_notices(read, models, templates), "msa_server": server and server.url, "asked": asked}
     new["failures"] = [{"name": name, "error": one_line(error)} for name, error in read.errors.items()]
-    tables = None
-    if any(query.is_complex or query.guess is not None for query in queries):
+    tables, keep = None, _selection(options, queries, models)
+    if isinstance(keep, Selection) or any(query.is_complex or query.guess is not None for query in queries):
         tables = ScoreTables(out, pairs=any(len(query.ids) > 2 for query in queries))
         new["tables"] = tables.names
-    folder = PredictionFolder(out, new, items, share.part, options.keep, tables)
+    folder = PredictionFolder(out, new, items, share.part, keep, tables)
     with closing(folder):
         todo = None
         if team.is_rank_zero:
@@ -222,6 +223,24 @@ def _run_notices(
         texts.append(f"no template is used with {', '.join(without)}, which take none")
     notices = [*read.notices, *(templates.notices if templates else ()), *noted(texts)]
     return [notice.record() for notice in notices]
+
+
+def _selection(options: PredictOptions, queries: Sequence[Query], models: Sequence[Params]) -> int | Selection | None:
+    """Return what keeps its files.  Errors: UserError for a score that these predictions do not have."""
+    keep, complexes = options.selection, [query for query in queries if query.is_complex]
+    if not isinstance(keep, Selection):
+        return keep
+    if keep.best is not None and keep.score is None:
+        keep = replace(keep, score="ipsae" if complexes else "mean_plddt")
+    for score in keep.scores:
+        bare = [model.path for model in models if not model.config.heads.pae]
+        if score in OF_ERRORS and bare:
+            raise UserError(f"--keep {keep.text}: {bare[0]} has no head of aligned errors, so no {score}; name another")
+        if score in OF_COMPLEXES and not complexes:
+            raise UserError(f"--keep {keep.text}: single chains have no {score}; name another score")
+        if score in OF_GIVEN and not any(query.guess is not None for query in queries):
+            raise UserError(f"--keep {keep.text}: {score} is to a given complex; give --initial-guess")
+    return keep
 
 
 def _share_out(models: Sequence[Params], queries: Sequence[Query], options: PredictOptions, team: Team) -> None:
@@ -314,14 +333,17 @@ def _fold(
     if share.is_here:
         several = team.mesh.data.size > 1
         if folder.journal is None and team.is_example_leader and several:
-            folder.journal = Journal(folder.out, folder.run, folder.part, f"rank{team.process.rank}", folder.tables)
+            folder.journal = Journal(
+                folder.out, folder.run, folder.part, f"rank{team.process.rank}", folder.tables, folder.shortlist()
+            )
 
         def record(outcome: FoldOutcome) -> None:
             if folder.journal is not None:
                 folder.journal.add(outcome)
             bar.move([outcome.item])
 
-        write, mine = _writer(folder.out, folder.is_several), taken(groups, team) if several else groups
+        shortlist = None if folder.journal is None else folder.journal.shortlist
+        write, mine = _writer(folder.out, folder.is_several, shortlist), taken(groups, team) if several else groups
         clock = fold_groups(memory.load, options.asked, team, mine, write, record, bar.follow)
         if several:
             team.wait_for_all("the end of the predictions")
@@ -329,7 +351,7 @@ def _fold(
     out, workers = folder.out.absolute(), 0 if share.cluster else share.workers
     tables = None if folder.tables is None else replace(folder.tables, out=out)
     jobs = [
-        FoldJob(some, out, folder.run, folder.part, folder.is_several, options, workers, tables)
+        FoldJob(some, out, folder.run, folder.part, folder.is_several, options, workers, tables, folder.keep)
         for some in in_jobs(groups, JOBS * share.workers)
     ]
     with pool(share.workers, share.cluster) as executor:
@@ -353,6 +375,7 @@ class FoldJob:
     options: PredictOptions
     workers: int  # of this machine; 0: of a cluster
     tables: ScoreTables | None
+    keep: int | Selection | None
 
 
 def in_jobs(groups: Sequence[Group], count: int) -> Iterator[list[Group]]:
@@ -379,8 +402,9 @@ def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
     if device == "cpu" and job.workers:
         torch.set_num_threads(max(1, cores() // job.workers))
     memory, name = _memory_of(replace(job.options, device=device)), file_name(f"{platform.node()}-{os.getpid()}")
-    with closing(Journal(job.out, job.run, job.part, name, job.tables)) as journal:
-        write = _writer(job.out, job.several)
+    shortlist = Shortlist(job.keep) if isinstance(job.keep, Selection) else None
+    with closing(Journal(job.out, job.run, job.part, name, job.tables, shortlist)) as journal:
+        write = _writer(job.out, job.several, shortlist)
         clock = fold_groups(memory.load, memory.options.asked, memory.team, job.groups, write, journal.add)
     return clock, refusals(refused_before)
 
@@ -391,13 +415,15 @@ def _memory_of(options: PredictOptions) -> ModelInMemory:
     return ModelInMemory(options, Team())
 
 
-def _writer(out: Path, several: bool) -> Write:
+def _writer(out: Path, several: bool, shortlist: Shortlist | None) -> Write:
+    wanted = None if shortlist is None else lambda entry: shortlist.wants(row_of(entry))
+
     def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
         outcomes = [asdict(outcome) for outcome in item.query.outcomes]
         below = item.below if several else ""
         query, made = item.query, replace(prediction, templates=outcomes)
-        entry = write_prediction(made, out, below, query.notices, query.fixed, query.guess)
-        return entry | {"model": item.model.name}
+        made = replace(made, details={**made.details, "model": item.model.name})
+        return write_prediction(made, out, below, query.notices, query.fixed, query.guess, wanted)
 
     return write
 

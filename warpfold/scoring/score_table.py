@@ -14,34 +14,11 @@ from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
 from warpfold.files import write_atomically, writing
 from warpfold.scoring.interface import PairScore, rmsd_to_given
+from warpfold.scoring.selection import MORE_IS_BETTER
 
 SCORES, PAIRS, PARQUET = "scores.csv", "scores_pairs.csv", "scores.parquet"
 TEXTS = ("name", "model", "binder", "target", "interface", "structure")  # columns; of the others these are whole:
 WHOLE = ("seed", "length", "contacts", "clashes")
-# Columns of numbers, and whether more is better.
-MORE_IS_BETTER = {
-    "mean_plddt": True,
-    "ptm": True,
-    "iptm": True,
-    "ranking_confidence": True,
-    "pair_iptm": True,
-    "ipsae": True,
-    "ipsae_ab": True,
-    "ipsae_ba": True,
-    "ipsae15": True,
-    "pdockq": True,
-    "pdockq2": True,
-    "lis": True,
-    "pae_interaction": False,
-    "interface_pae": False,
-    "interface_plddt": True,
-    "binder_plddt": True,
-    "contacts": True,
-    "clashes": False,
-    "rmsd": False,
-    "binder_rmsd": False,
-    "target_rmsd": False,
-}
 OF_ENTRY = ("mean_plddt", "ptm", "iptm", "ranking_confidence")  # of the whole prediction, as summary.json has them
 OF_INTERFACE = [name for name in MORE_IS_BETTER if name not in (*OF_ENTRY, "pair_iptm")]
 COLUMNS = ("name", "model", "seed", "length", "binder", "target", "interface", *MORE_IS_BETTER, "structure")
