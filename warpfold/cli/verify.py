@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from warpfold.arguments import PathLike, Paths, function, path, paths, progress_of, reads, runs, writes
 from warpfold.cli.common import Answer, command, device_of, plans_said, table, warn
@@ -51,6 +51,7 @@ class VerifyCommand(PredictOptions):
     max_template_date: MaxTemplateDate = None
     workers: Annotated[int, runs("Processes that each keep the model; of several GPUs each takes its own.", min=1)] = 1
     complex: bool | None = field(default=False, init=False)  # every target is folded alone
+    pairs: Literal["all"] | None = field(default=None, init=False)
     progress: Progress | None = None
 
     def __call__(self) -> dict[str, Any]:

@@ -187,6 +187,10 @@ class PredictOptions(Checked):
             show_default=False,
         ),
     ] = None
+    pairs: Annotated[
+        Literal["all"] | None,
+        reads("all: fold each two records as a complex, and each with itself; NAME is ONE_and_OTHER."),
+    ] = None
     representations: Representations = False
     distogram: Distogram = False
     save_recycles: SaveRecycles = False
@@ -211,6 +215,8 @@ class PredictOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         batch_of(self.batch)
+        if self.pairs and self.complex:
+            raise UserError("--pairs makes complexes itself of all records; leave --complex out")
         _ = self.recycling, self.memory_limit, self.selection  # which refuse what is none
 
     @property

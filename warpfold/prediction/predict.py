@@ -46,7 +46,15 @@ from warpfold.prediction.outputs import RESERVED, Prediction, claim_folder, writ
 from warpfold.prediction.params import MULTIMERS, Params, families_in, params_files, read_params
 from warpfold.prediction.plan_report import check_fits, sizes_of_query
 from warpfold.prediction.predictor import Predictor, load
-from warpfold.prediction.queries import Query, ReadQueries, fetching, read_given, with_templates
+from warpfold.prediction.queries import (
+    Query,
+    ReadQueries,
+    all_pairs,
+    chain_of_pairs,
+    fetching,
+    read_given,
+    with_templates,
+)
 from warpfold.prediction.templates import TemplateSources
 from warpfold.progress import Progress, as_time, no_progress
 from warpfold.scoring.score_table import ScoreTables, row_of
@@ -121,7 +129,8 @@ def predict(
     share.check(team, options.device)
     server = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
     read, models, asked = _read(query, msas, params, out, options, server, tell)
-    queries = read.queries
+    chains = read.queries
+    queries = all_pairs(chains) if options.pairs else chains
     total = len(models) * len(queries) * options.seeds
     if team.mesh.data.size > 1:
         _share_out(models, queries, options, team)
@@ -137,10 +146,11 @@ def predict(
         check_fits(queries, models[0], options.recycles, predictor.planner.check)
     if templates:
         tell(0, total, "looking at the templates")
-        queries = with_templates(queries, templates, models, read.errors)
+        chains = with_templates(chains, templates, models, read.errors)
+        queries = all_pairs(chains) if options.pairs else chains
     seeds = range(options.seed, options.seed + options.seeds)
     items = [FoldItem(*one) for one in product(models, queries, seeds)]
-    new = _new_summary(queries, models, options, device)
+    new = _new_summary(chains, models, options, device)
     new |= {"warnings": _run_notices(read, models, templates), "msa_server": server and server.url, "asked": asked}
     new["failures"] = [{"name": name, "error": one_line(error)} for name, error in read.errors.items()]
     tables, keep = None, _selection(options, queries, models)
@@ -180,12 +190,15 @@ def _read(
     models = [] if waiting else read_params(params_files(params, options.num_models))
 
     def check(one: Complex) -> None:
+        """Raise UserError for what cannot be folded here."""
+        if options.pairs and len(one.ids) > 1:
+            chain_of_pairs(one)  # which refuses it, before anything is fetched
         if file_name(one.name).lower() in RESERVED:  # its folder would be where the run itself writes
             raise UserError(
                 f"{one.name}: no protein can have this name, because the output has {', '.join(RESERVED)} of its own; "
                 "give the record another name"
             )
-        _check_complexes([one.name] if len(one.ids) > 1 else [], models)
+        _check_complexes([one.name] if options.pairs or len(one.ids) > 1 else [], models)
 
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
         """Ask the server, unless the folder would be refused afterwards."""
@@ -201,12 +214,12 @@ def _read(
 
     # Whether the records of a FASTA file are the chains of one complex.
     single = waiting or any(not model.multimer for model in models)
-    together = not single if options.complex is None else options.complex
-    read = read_given(given, msas, together, fetch if server is not None else None, check)
+    together = not (single or options.pairs) if options.complex is None else options.complex
+    read = read_given(given, msas, together, fetch if server is not None else None, check, bool(options.pairs))
     if not read.queries:
         raise next(iter(read.errors.values()))
     if waiting:
-        complexes = [query.name for query in read.queries if query.is_complex]
+        complexes = [query.name for query in read.queries if query.is_complex or options.pairs]
         models = read_params(params_files(params, options.num_models, complexes=bool(complexes)))
         _check_complexes(complexes, models)
     return read, models, asked
@@ -271,6 +284,8 @@ def _new_summary(
     run = _digest_of(models, options)
     for part in (part for query in queries for part in query.parts()):
         run.update(part)
+    pairs = {"pairs": [query.name for query in queries]} if options.pairs else {}
+    run.update(b"all pairs" if pairs else b"")
     return {
         "format": FORMAT,
         "status": "running",
@@ -284,6 +299,7 @@ def _new_summary(
         "predictions": [],
         "failures": [],
         "ranking": {},
+        **pairs,
         "refused": {},  # why fast operations were not used, and how often
         "seconds": 0.0,
     }
