@@ -1,7 +1,9 @@
 """Tables of scores: what stands in them, and that no kill, restart or second process loses a row or makes one twice."""
 
 import csv
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.folder import Journal
 from warpfold.prediction.outputs import write_prediction, write_summary
 from warpfold.prediction.predict import Share, predict
+from warpfold.prediction.predictor import load
 from warpfold.scoring.interface import chain_pair_scores
 from warpfold.scoring.score_table import COLUMNS, PAIR_COLUMNS, ScoreTables, row_of
 
@@ -195,6 +198,37 @@ def test_tables_of_somebody_else_stay(tmp_path: Path, designs: Path, params: dic
     designs.write_text(f">q\n{TWO}\n")
     predict(designs, [], params["first"], out, options(force=True))
     assert not list(out.glob("scores*"))
+
+
+def test_python_gives_the_rows_of_the_table(tmp_path: Path, designs: Path, params: dict[str, Path]) -> None:
+    """And holds no prediction, whatever else is given: a bad design is a row, in its place."""
+    predict(designs, [], params["first"], tmp_path / "out", options(recycles=1))
+    predictor, made = load(params["first"], device="cpu"), list[Any]()
+    compute = predictor.compute
+
+    def noting(*args: Any) -> Any:
+        prediction = compute(*args)
+        made.append(weakref.ref(prediction))
+        return prediction
+
+    predictor.compute = noting  # type: ignore[method-assign]
+    told = list[float]()
+    found = predictor.score_designs(designs, recycles=1, progress=lambda done, total, at: told.append(done))
+    assert told == [0, 1, 2, 3, 4, 5]
+    for row, written in zip(found, rows(tmp_path / "out/scores.csv"), strict=True):
+        here = {"model": "model", "structure": None, "error": ""}
+        assert {name: "" if one is None else str(one) for name, one in row.items()} == written | {
+            name: one or "" for name, one in here.items()
+        }
+    gc.collect()
+    assert [one() for one in made] == [None] * 5
+    mixed = predictor.score_designs({"good": f"{ONE}:{TWO}", "bad": f"{ONE}:MK1V", "single": ONE}, recycles=0)
+    assert [(row["name"], bool(row["error"]), row["contacts"] is None) for row in mixed] == [
+        ("good", False, False),
+        ("bad", True, True),
+        ("single", False, True),
+    ]
+    assert all([*row] == [*COLUMNS, "error"] for row in mixed)
 
 
 def test_a_parquet_file_has_the_same_rows(tmp_path: Path, designs: Path, params: dict[str, Path]) -> None:

@@ -218,6 +218,15 @@ class Prediction:
         plddt = {chain: self.plddt[span] for chain, span in self.spans.items()}
         return design_scores(chains, plddt, self.pair_scores, fixed, given)
 
+    def confidences(self) -> dict[str, float | None]:
+        """Return the scores of the whole prediction as files have them; ipTM is None of a single chain."""
+        tm = {name: getattr(self, name) for name in ("ptm", "iptm")}
+        return {
+            "mean_plddt": round(self.mean_plddt, 2),
+            **{name: None if one is None else round(one, 4) for name, one in tm.items()},
+            "ranking_confidence": round(self.ranking_confidence, 6),
+        }
+
     def pdb(self) -> str:
         """Return PDB text, pLDDT in the B column.  Errors: UserError where the format cannot hold the structure."""
         from warpfold.data.structure.write import write_pdb
@@ -293,14 +302,14 @@ def write_prediction(
     geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
     doubts = confidence_notices(prediction.plddt, prediction.ptm, prediction.iptm)
     folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
-    head = {"name": prediction.name, "folder": folder}
+    head, scores = {"name": prediction.name, "folder": folder}, prediction.confidences()
     known = {
         "length": len(prediction.sequence),
         "sequence": ":".join(prediction.sequence[span] for span in prediction.spans.values()),
-        "mean_plddt": round(prediction.mean_plddt, 2),
-        "ptm": None if prediction.ptm is None else round(prediction.ptm, 4),
+        "mean_plddt": scores["mean_plddt"],
+        "ptm": scores["ptm"],
         **chains,
-        "ranking_confidence": round(prediction.ranking_confidence, 6),
+        "ranking_confidence": scores["ranking_confidence"],
         **({} if prediction.label is None else {"label": rounded_label(prediction.label)}),
         **details,
         **({"recycled": [one.scores() for one in prediction.recycled]} if prediction.recycled else {}),
@@ -340,7 +349,7 @@ def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, 
     pairs = prediction.chain_pair_iptm
     ptm = [None] * len(prediction.spans) if pairs is None else pairs.diagonal().astype(float).round(4).tolist()
     return {
-        "iptm": None if prediction.iptm is None else round(prediction.iptm, 4),
+        "iptm": prediction.confidences()["iptm"],
         "chains": [
             {
                 "id": chain,

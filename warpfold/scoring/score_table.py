@@ -72,7 +72,7 @@ def pair_records(pairs: Sequence[PairScore]) -> list[Row]:
 def row_of(entry: Mapping[str, Any]) -> Row:
     """Return the row of a prediction, from its entry in summary.json; what is not known of it is None."""
     known = {**entry, **entry.get("scores", {})}
-    structure = f"{entry['folder']}/{entry['files']['mmcif']}" if "mmcif" in entry.get("files", {}) else None
+    structure = f"{entry['folder']}/{entry['files']['mmcif']}" if entry.get("files") else None
     return {name: known.get(name) for name in COLUMNS} | {"structure": structure}
 
 
