@@ -68,9 +68,12 @@ def find_clashes(positions: np.ndarray, mask: np.ndarray, bonded: np.ndarray) ->
     pairs = [np.zeros((0, 2), np.int64)]
     for start in range(0, len(row), BLOCK):
         rows = slice(start, start + BLOCK)
-        distance = torch.cdist(place[rows], place, compute_mode="donot_use_mm_for_euclid_dist").numpy()
-        i, j = np.nonzero((distance < radius[rows, None] + radius - CLASH_OVERLAP) & (row[rows, None] < row))
-        i += start
+        # Atoms stand in the order of their residues, so each pair is in one block.
+        distance = torch.cdist(place[rows], place[start:], compute_mode="donot_use_mm_for_euclid_dist").numpy()
+        i, j = np.nonzero(distance < 2 * RADIUS.max() - CLASH_OVERLAP)  # few: only of these the radii are looked up
+        near, i, j = distance[i, j], i + start, j + start
+        clash = (near < radius[i] + radius[j] - CLASH_OVERLAP) & (row[i] < row[j])
+        i, j = i[clash], j[clash]
         peptide = peptide_c[i] & (atom[j] == N) & (row[i] + 1 == row[j])
         disulfide = (atom[i] == SG) & (atom[j] == SG)
         pairs.append(np.stack([row[i], row[j]], -1)[~(peptide | disulfide)])

@@ -51,9 +51,11 @@ def nearest_residues(keys: Array, distances: Array, width: int) -> ResiduePairs:
 
     keys [P]: of each pair of atoms the pair of residues, as i * width + j.
     """
-    order = np.lexsort((distances, keys))
-    found, first = np.unique(keys[order], return_index=True)
-    return ResiduePairs(np.stack(np.divmod(found, width), -1), distances[order][first])
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    first = np.flatnonzero(np.diff(keys, prepend=-1))
+    least = np.minimum.reduceat(distances[order], first) if len(first) else distances
+    return ResiduePairs(np.stack(np.divmod(keys[first], width), -1), least)
 
 
 def contacts(chains: Chains) -> dict[Pair, ResiduePairs]:
