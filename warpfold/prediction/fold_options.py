@@ -198,7 +198,7 @@ class PredictOptions(Checked):
         int | str | None,
         writes(
             "N: of each protein's ranked predictions the best N keep all files, the others none that grow with the "
-            'square of the length. best:100, best:100:SCORE, or an expression such as "ipsae > 0.6 and rmsd < 2": '
+            'square of the length. best:N, best:N:SCORE, or an expression such as "ipsae > 0.6 and rmsd < 2": '
             "what keeps its structure, of the whole run; scores.csv has all. Default: all keep all.",
             shell=str | None,
         ),
