@@ -16,6 +16,7 @@ from rich.table import Column, Table
 from tests.golden.geometry import GEOMETRY, LOSSES
 from tests.golden.layers import UNITS
 from tests.golden.models import whole_model
+from tests.golden.of_pairs import confidences
 from tests.golden.reference import BrokenCase, CaseFiles, CaseOutputs, Check, ReferenceCase, checks, find, read, tensors
 from warpfold.errors import UserError
 from warpfold.model.weights.deepmind import PREFIX
@@ -87,6 +88,8 @@ def compute(case: ReferenceCase) -> CaseOutputs:
     """
     if case.kind.startswith("models"):
         return whole_model(case)
+    if case.kind == "confidences":
+        return confidences(case)
     key = f"{case.kind}/{case.title}"
     begins = [name for name in KNOWN if key == name or key.startswith(tuple(name + c for c in "_.-"))]
     if not begins:

@@ -286,10 +286,12 @@ def _lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
         scores += [f"{title} {score:.2f}" for title, score in known if score is not None]
         if entry["templates"]:
             scores.append(f"templates {', '.join(entry['templates'])}")
-        yield f"{entry['name']}{chains}{rank}: {', '.join(scores)}, {out / entry['folder']}"
+        where = "not kept" if entry.get("dropped") else out / entry["folder"]
+        yield f"{entry['name']}{chains}{rank}: {', '.join(scores)}, {where}"
         if "relaxed" in entry:
             yield relaxed_line(f"{entry['name']} relaxed", entry["relaxed"])
     if summary["status"] != "running":
+        yield from (f"table: {out / name}" for name in summary.get("tables", ()))
         yield f"report: {out / 'report.html'}"
 
 

@@ -26,6 +26,7 @@ from warpfold.arguments import (
     writes,
 )
 from warpfold.errors import UserError
+from warpfold.scoring.selection import Selection, keep_of
 
 if TYPE_CHECKING:
     from warpfold.data.search.server import AlignmentServer
@@ -209,15 +210,20 @@ class PredictOptions(Checked):
             show_default=False,
         ),
     ] = None
+    pairs: Annotated[
+        Literal["all"] | None,
+        reads("all: fold each two records as a complex, and each with itself; NAME is ONE_and_OTHER."),
+    ] = None
     representations: Representations = False
     distogram: Distogram = False
     save_recycles: SaveRecycles = False
     keep: Annotated[
-        int | None,
+        int | str | None,
         writes(
-            "Of each protein's ranked predictions, the best so many keep all files, the others none that grow with the "
-            "square of the length; default: all keep all.",
-            min=1,
+            "N: of each protein's ranked predictions the best N keep all files, the others none that grow with the "
+            'square of the length. best:N, best:N:SCORE, or an expression such as "ipsae > 0.6 and rmsd < 2": '
+            "what keeps its structure, of the whole run; scores.csv has all. Default: all keep all.",
+            shell=str | None,
         ),
     ] = None
     device: Device = None
@@ -232,12 +238,19 @@ class PredictOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         batch_of(self.batch)
-        _ = self.recycling, self.memory_limit  # which refuse what is none
+        if self.pairs and self.complex:
+            raise UserError("--pairs makes complexes itself of all records; leave --complex out")
+        _ = self.recycling, self.memory_limit, self.selection  # which refuse what is none
 
     @property
     def recycling(self) -> Recycling:
         """Return when recycling ends."""
         return Recycling.of(self.recycle_tolerance, self.max_recycles)
+
+    @property
+    def selection(self) -> int | Selection | None:
+        """Return what keeps its files."""
+        return keep_of(self.keep)
 
     @property
     def memory_limit(self) -> int | None:

@@ -49,6 +49,8 @@ from warpfold.prediction.predictor import Predictor, load
 from warpfold.prediction.queries import (
     Query,
     ReadQueries,
+    all_pairs,
+    chain_of_pairs,
     check_guess,
     fetching,
     read_given,
@@ -57,6 +59,8 @@ from warpfold.prediction.queries import (
 )
 from warpfold.prediction.templates import TemplateSources
 from warpfold.progress import Progress, as_time, no_progress
+from warpfold.scoring.score_table import ScoreTables, row_of
+from warpfold.scoring.selection import OF_COMPLEXES, OF_ERRORS, OF_GIVEN, Selection, Shortlist
 from warpfold.training.passes import PassPlace
 from warpfold.training.planning import grid_for, log
 
@@ -130,6 +134,8 @@ def predict(
             raise UserError(f"{file}: is a pipe, which several processes cannot share; give a regular file")
     share.check(team, options.device)
     server = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
+    if options.pairs and guess is not None:
+        raise UserError("--pairs makes complexes, of which no structure is known; leave --initial-guess out")
     read, models, asked = _read(query, msas, params, out, options, server, tell, fixed)
     if guess is not None:
         tell(0, 1, "looking at the initial guesses")
@@ -137,7 +143,8 @@ def predict(
         if not read.queries:
             raise next(iter(read.errors.values()))
     check_guess(guess, fixed, models)
-    queries = read.queries
+    chains = read.queries
+    queries = all_pairs(chains) if options.pairs else chains
     total = len(models) * len(queries) * options.seeds
     if team.mesh.data.size > 1:
         _share_out(models, queries, options, team)
@@ -153,17 +160,22 @@ def predict(
         check_fits(queries, models[0], options.recycles, predictor.planner.check)
     if templates:
         tell(0, total, "looking at the templates")
-        queries = with_templates(queries, templates, models, read.errors)
+        chains = with_templates(chains, templates, models, read.errors)
+        queries = all_pairs(chains) if options.pairs else chains
     seeds = range(options.seed, options.seed + options.seeds)
     items = [FoldItem(*one) for one in product(models, queries, seeds)]
-    new = _new_summary(queries, models, options, device)
+    new = _new_summary(chains, models, options, device)
     new |= {
         "warnings": _run_notices(read, models, templates, fixed),
         "msa_server": server and server.url,
         "asked": asked,
     }
     new["failures"] = [{"name": name, "error": one_line(error)} for name, error in read.errors.items()]
-    folder = PredictionFolder(out, new, items, share.part, options.keep)
+    tables, keep = None, _selection(options, queries, models)
+    if isinstance(keep, Selection) or any(query.is_complex or query.designed is not None for query in queries):
+        tables = ScoreTables(out, pairs=any(len(query.ids) > 2 for query in queries))
+        new["tables"] = tables.names
+    folder = PredictionFolder(out, new, items, share.part, keep, tables)
     with closing(folder):
         todo = None
         if team.is_rank_zero:
@@ -200,12 +212,15 @@ def _read(
         raise UserError(f"--chain-gap: {able[0]} is AlphaFold-Multimer's, which tells chains apart; leave it out")
 
     def check(one: Complex) -> None:
+        """Raise UserError for what cannot be folded here."""
+        if options.pairs and len(one.ids) > 1:
+            chain_of_pairs(one)  # which refuses it, before anything is fetched
         if file_name(one.name).lower() in RESERVED:  # its folder would be where the run itself writes
             raise UserError(
                 f"{one.name}: no protein can have this name, because the output has {', '.join(RESERVED)} of its own; "
                 "give the record another name"
             )
-        _check_complexes([one.name] if len(one.ids) > 1 and not gap else [], models)
+        _check_complexes([one.name] if (options.pairs or len(one.ids) > 1) and not gap else [], models)
 
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
         """Ask the server, unless the folder would be refused afterwards."""
@@ -221,12 +236,13 @@ def _read(
 
     # Whether the records of a FASTA file are the chains of one complex.
     single = waiting or any(not model.multimer for model in models)
-    together = not single if options.complex is None else options.complex
-    read = read_given(given, msas, together, fetch if server is not None else None, check, fixed)
+    together = not (single or options.pairs) if options.complex is None else options.complex
+    asking = fetch if server is not None else None
+    read = read_given(given, msas, together, asking, check, fixed, bool(options.pairs))
     if not read.queries:
         raise next(iter(read.errors.values()))
     if waiting:
-        complexes = [query.name for query in read.queries if query.is_complex]
+        complexes = [query.name for query in read.queries if query.is_complex or options.pairs]
         models = read_params(params_files(params, options.num_models, complexes=bool(complexes)))
         _check_complexes(complexes, models)
     return read, models, asked
@@ -245,6 +261,26 @@ def _run_notices(
         texts.append(f"no template is used with {', '.join(without)}, which take none")
     notices = [*read.notices, *(templates.notices if templates else ()), *noted(texts)]
     return [notice.record() for notice in notices]
+
+
+def _selection(options: PredictOptions, queries: Sequence[Query], models: Sequence[Params]) -> int | Selection | None:
+    """Return what keeps its files.  Errors: UserError for a score that these predictions do not have."""
+    keep, complexes = options.selection, [query for query in queries if query.is_complex]
+    if not isinstance(keep, Selection):
+        return keep
+    if keep.best is not None and keep.score is None:
+        keep = replace(keep, score="ipsae" if complexes else "mean_plddt")
+    for score in keep.scores:
+        bare = [model.path for model in models if not model.config.heads.pae]
+        if score in OF_ERRORS and bare:
+            raise UserError(f"--keep {keep.text}: {bare[0]} has no head of aligned errors, so no {score}; name another")
+        if score in OF_COMPLEXES and not complexes:
+            raise UserError(f"--keep {keep.text}: single chains have no {score}; name another score")
+        if score in OF_GIVEN and not any(query.designed is not None for query in queries):
+            raise UserError(
+                f"--keep {keep.text}: {score} is to a given complex; fold structures, or give --initial-guess"
+            )
+    return keep
 
 
 def _share_out(models: Sequence[Params], queries: Sequence[Query], options: PredictOptions, team: Team) -> None:
@@ -275,6 +311,8 @@ def _new_summary(
     run = _digest_of(models, options)
     for part in (part for query in queries for part in query.parts()):
         run.update(part)
+    pairs = {"pairs": [query.name for query in queries]} if options.pairs else {}
+    run.update(b"all pairs" if pairs else b"")
     return {
         "format": FORMAT,
         "status": "running",
@@ -288,6 +326,7 @@ def _new_summary(
         "predictions": [],
         "failures": [],
         "ranking": {},
+        **pairs,
         "refused": {},  # why fast operations were not used, and how often
         "seconds": 0.0,
     }
@@ -337,25 +376,27 @@ def _fold(
     if share.is_here:
         several = team.mesh.data.size > 1
         if folder.journal is None and team.is_example_leader and several:
-            folder.journal = Journal(folder.out, folder.run, folder.part, f"rank{team.process.rank}")
+            folder.journal = Journal(
+                folder.out, folder.run, folder.part, f"rank{team.process.rank}", folder.tables, folder.shortlist()
+            )
 
         def record(outcome: FoldOutcome) -> None:
             if folder.journal is not None:
                 folder.journal.add(outcome)
             bar.move([outcome.item])
 
-        write, mine = _writer(folder.out, folder.is_several), taken(groups, team) if several else groups
+        shortlist = None if folder.journal is None else folder.journal.shortlist
+        write, mine = _writer(folder.out, folder.is_several, shortlist), taken(groups, team) if several else groups
         clock = fold_groups(memory.load, options.asked, team, mine, write, record, bar.follow)
         if several:
             team.wait_for_all("the end of the predictions")
         return clock, refusals(refused_before)
+    out, workers = folder.out.absolute(), 0 if share.cluster else share.workers
+    tables = None if folder.tables is None else replace(folder.tables, out=out)
     jobs = [
-        FoldJob(
-            some, folder.out.absolute(), folder.run, folder.part, folder.is_several, options,
-            0 if share.cluster else share.workers,
-        )
+        FoldJob(some, out, folder.run, folder.part, folder.is_several, options, workers, tables, folder.keep)
         for some in in_jobs(groups, JOBS * share.workers)
-    ]  # fmt: skip
+    ]
     with pool(share.workers, share.cluster) as executor:
         for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor)):
             clock.add(seconds)
@@ -376,6 +417,8 @@ class FoldJob:
     several: bool
     options: PredictOptions
     workers: int  # of this machine; 0: of a cluster
+    tables: ScoreTables | None
+    keep: int | Selection | None
 
 
 def in_jobs(groups: Sequence[Group], count: int) -> Iterator[list[Group]]:
@@ -402,8 +445,9 @@ def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
     if device == "cpu" and job.workers:
         torch.set_num_threads(max(1, cores() // job.workers))
     memory, name = _memory_of(replace(job.options, device=device)), file_name(f"{platform.node()}-{os.getpid()}")
-    with closing(Journal(job.out, job.run, job.part, name)) as journal:
-        write = _writer(job.out, job.several)
+    shortlist = Shortlist(job.keep) if isinstance(job.keep, Selection) else None
+    with closing(Journal(job.out, job.run, job.part, name, job.tables, shortlist)) as journal:
+        write = _writer(job.out, job.several, shortlist)
         clock = fold_groups(memory.load, memory.options.asked, memory.team, job.groups, write, journal.add)
     return clock, refusals(refused_before)
 
@@ -414,14 +458,18 @@ def _memory_of(options: PredictOptions) -> ModelInMemory:
     return ModelInMemory(options, Team())
 
 
-def _writer(out: Path, several: bool) -> Write:
+def _writer(out: Path, several: bool, shortlist: Shortlist | None) -> Write:
+    wanted = None if shortlist is None else lambda entry: shortlist.wants(row_of(entry))
+
     def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
         outcomes = [asdict(outcome) for outcome in item.query.outcomes]
         below = item.below if several else ""
-        if (guess := item.query.guess) is not None:
-            more = {"initial_guess": Path(guess.source).name, "fixed_chains": list(item.query.fixed)}
-            prediction = replace(prediction, details={**prediction.details, **more})
-        return write_prediction(replace(prediction, templates=outcomes), out, below, item.query.notices)
+        query, made = item.query, replace(prediction, templates=outcomes)
+        details = {**made.details, "model": item.model.name}
+        if query.guess is not None:
+            details |= {"initial_guess": Path(query.guess.source).name, "fixed_chains": list(query.fixed)}
+        made = replace(made, details=details)
+        return write_prediction(made, out, below, query.notices, query.fixed, query.designed, wanted)
 
     return write
 

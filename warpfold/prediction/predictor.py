@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -77,6 +77,7 @@ from warpfold.prediction.queries import (
 from warpfold.prediction.read_out import Prepared, ReadOut, details_of
 from warpfold.progress import Progress
 from warpfold.report.coverage import coverage_of, seen_rows
+from warpfold.scoring.score_table import row_of
 from warpfold.settings import build
 from warpfold.training.planning import FoldPlan, FoldPlanner, sizes_of_batch
 
@@ -281,27 +282,93 @@ class Predictor:
         Errors: UserError for arguments of a wrong kind; what is wrong with one protein is in its result.
         """
         asked = Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
-        most, fetch, tell = batch_of(batch), self._fetching(msa_server, msa_cache), arguments.progress_of(progress)
-        together = self.model.config.multimer is not None
+        fetch, together = self._fetching(msa_server, msa_cache), self.model.config.multimer is not None
         chosen = fixed_chains(fixed)
         check_guess(initial_guess, chosen, [self.as_params])
         given = each_given(
             sequences, alignments, templates, together, fetch, self.check, self.with_templates, initial_guess, chosen
         )
-        results = {name: FoldResult(name, error=str(one)) for name, one in given.items() if isinstance(one, UserError)}
-        items = [FoldItem(self.as_params, one, seed) for one in given.values() if not isinstance(one, UserError)]
-        alone = self.team.process.ranks > 1 or self.recycling.ends_early or self.dropout or save_recycles
-        tell(len(results), len(given), "folding")
+        results: dict[str, FoldResult] = {}
 
-        def record(outcome: FoldOutcome) -> None:
-            name = outcome.item.query.name
-            found = None if outcome.prediction is None else with_warnings(outcome.item.query, outcome.prediction)
-            results[name] = FoldResult(name, found, outcome.error)
-            tell(len(results), len(given), name)
+        def record(name: str, prediction: Prediction | None, error: str) -> None:
+            results[name] = FoldResult(name, prediction, error)
+
+        self._fold_each(given, asked, seed, batch, record, progress)
+        return [results[name] for name in given]
+
+    @CHECKED
+    def score_designs(
+        self,
+        designs: Mapping[str, Sequences] | Sequence[Sequences] | PathLike,
+        alignments: Any = (),
+        templates: Any = (),
+        *,
+        seed: Seed = 0,
+        recycles: Recycles = None,
+        ensemble: Ensemble = None,
+        batch: Batch = "auto",
+        msa_server: MsaServer = None,
+        msa_cache: MsaCache = None,
+        initial_guess: Any = None,
+        fixed: FixedChains = None,
+        progress: Progress | None = None,
+    ) -> list[dict[str, Any]]:
+        """Fold designs, and return a row of scores of each, in their order; no structure is kept.
+
+        designs: as `fold_many` takes sequences, TARGET:BINDER for example; the rest is as there.  A row has the columns
+        of `scores.csv` (docs/outputs.md), None where something is not known, and `error`: why a design could not be
+        folded, or "".  For structures of some of them, and what outlives a kill, use `warpfold.predict` with keep=.
+        Errors: UserError for arguments of a wrong kind.
+        """
+        fetch, together = self._fetching(msa_server, msa_cache), self.model.config.multimer is not None
+        chosen = fixed_chains(fixed)
+        check_guess(initial_guess, chosen, [self.as_params])
+        given = each_given(
+            designs, alignments, templates, together, fetch, self.check, self.with_templates, initial_guess, chosen
+        )
+        rows: dict[str, dict[str, Any]] = {}
+
+        def record(name: str, prediction: Prediction | None, error: str) -> None:
+            """Make the row of a design."""
+            known: dict[str, Any] = {"name": name, "model": self.as_params.name, "seed": seed}
+            design = given[name]
+            if prediction is not None and isinstance(design, Query):
+                known |= {"length": len(prediction.sequence), **prediction.confidences()}
+                if design.is_complex or design.designed is not None:
+                    known["scores"] = prediction.design_scores(design.fixed, design.designed)
+            rows[name] = row_of(known) | {"error": error}
+
+        self._fold_each(given, Asked(recycles, ensemble, False), seed, batch, record, progress)
+        return [rows[name] for name in given]
+
+    def _fold_each(
+        self,
+        given: Mapping[str, Query | UserError],
+        asked: Asked,
+        seed: int,
+        batch: int | str,
+        record: Callable[[str, Prediction | None, str], None],
+        progress: Progress | None,
+    ) -> None:
+        """Fold queries, and tell of each by its name what has become of it, as they come: a prediction, or an error."""
+        most, tell, done = batch_of(batch), arguments.progress_of(progress), 0
+        items = [FoldItem(self.as_params, one, seed) for one in given.values() if not isinstance(one, UserError)]
+        for name, one in given.items():
+            if isinstance(one, UserError):
+                record(name, None, str(one))
+                done += 1
+        alone = self.team.process.ranks > 1 or self.recycling.ends_early or self.dropout or asked.save_recycles
+        tell(done, len(given), "folding")
+
+        def told(outcome: FoldOutcome) -> None:
+            nonlocal done
+            query, found = outcome.item.query, outcome.prediction
+            record(query.name, None if found is None else with_warnings(query, found), outcome.error)
+            done += 1
+            tell(done, len(given), query.name)
 
         groups = in_groups(items, 1 if alone else most, str(self.device))
-        fold_groups(lambda params: self, asked, self.team, groups, None, record)
-        return [results[name] for name in given]
+        fold_groups(lambda params: self, asked, self.team, groups, None, told)
 
     @property
     def as_params(self) -> Params:

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,7 @@ class Query:
 
     name: unique, and safe in a path.  outcomes: of each template that was offered.  notices: about the input.
     structure: its own, where it was read from one.  guess: where the first pass starts.  fixed: the chains that are
-    their own templates in it.
+    their own templates in it, and the target of a design.
     """
 
     name: str
@@ -69,6 +70,11 @@ class Query:
     @property
     def is_complex(self) -> bool:
         return len(self.ids) > 1
+
+    @property
+    def designed(self) -> GuessStructure | None:
+        """Return the structure that a prediction is compared with, of the same chains and lengths."""
+        return self.structure if self.guess is None else self.guess
 
     @property
     def residues(self) -> int:
@@ -135,6 +141,7 @@ def read_given(
     fetch: FetchAlignments | None = None,
     check: Callable[[Complex], None] = lambda query: None,
     fixed: Sequence[str] = (),
+    pairs: bool = False,
 ) -> ReadQueries:
     """Read proteins and complexes (`read_query_files`), with their alignments from `msas`.
 
@@ -142,6 +149,7 @@ def read_given(
     official order in which they are stacked is kept (`read_chain_alignments`).  together: the records of a FASTA file
     are the chains of one complex.  fetch: gets alignments for those of which a sequence has none; where chains are
     `fixed`, of these alone, as the others are designed.  check: raises UserError for one that the caller cannot fold.
+    pairs: each is a chain that will be part of complexes.
     Errors: UserError for a file that cannot be read, two records of one name, an alignment that belongs to none.
     """
     files = read_query_files(given, together)
@@ -169,7 +177,8 @@ def read_given(
         if one.name not in found:
             try:
                 single = len(one.ids) == 1  # whatever its chain is called in a file
-                found[one.name] = make_query(replace(one, ids=("A",)) if single else one, alignments, made)
+                make = chain_of_pairs if pairs else make_query
+                found[one.name] = make(replace(one, ids=("A",)) if single else one, alignments, made)
             except UserError as error:
                 found[one.name] = error
     notices = unused_msa_notices(alignments)
@@ -199,7 +208,51 @@ def make_query(
         notices.append(Notice("pairing_rows", {"rows": unused}))
     if not own or example.depth == 1:
         notices.append(Notice("one_row" if own else "no_alignment"))
-    return Query(given.name, given.ids, given.sequences, (example,), notices=notices, structure=given.structure)
+    structure = None if given.structure is None else replace(given.structure, names=given.ids)
+    return Query(given.name, given.ids, given.sequences, (example,), notices=notices, structure=structure)
+
+
+def chain_of_pairs(
+    given: Complex, alignments: ChainAlignments | None = None, made: dict[str, RawExample] | None = None
+) -> Query:
+    """Return a single chain as `make_query`, but with what its rows are paired by.
+
+    Errors: UserError as of `make_query`, and for a complex.
+    """
+    if len(given.ids) > 1:
+        raise UserError(f"{given.name}: is a complex, and --pairs pairs single chains; give each chain as a record")
+    (sequence,) = given.sequences
+    twice = make_query(replace(given, ids=("A", "B"), sequences=(sequence, sequence)), alignments, made)
+    chain = twice.chains[0]
+    notices = [*noted(given.notes), *([Notice("no_alignment")] if chain.depth == 1 else [])]
+    return Query(given.name, given.ids, given.sequences, (chain,), notices=notices)
+
+
+def pair_names(names: Sequence[str]) -> dict[tuple[int, int], str]:
+    """Name the pairs of each two of some chains, and of each with itself: ONE_and_OTHER, or by their numbers."""
+    found: dict[tuple[int, int], str] = {}
+    taken: set[str] = set()
+    for i, j in combinations_with_replacement(range(len(names)), 2):
+        name = f"{names[i]}_and_{names[j]}"
+        if name != file_name(name) or name.lower() in taken:  # too long for a file, or a_and_b with c
+            name = f"pair_{i + 1}_and_{j + 1}"
+        found[i, j] = name
+        taken.add(name.lower())
+    return found
+
+
+def all_pairs(chains: Sequence[Query]) -> list[Query]:
+    """Return a complex of each two chains, and of each with itself; all share what is known of their chains.
+
+    What is to be said of the input is said of the chains.
+    """
+    found = []
+    for (i, j), name in pair_names([chain.name for chain in chains]).items():
+        one, other = chains[i], chains[j]
+        both, sequences = (*one.chains, *other.chains), (*one.sequences, *other.sequences)
+        outcomes = [*one.outcomes, *(other.outcomes if i != j else ())]
+        found.append(Query(name, ("A", "B"), sequences, both, outcomes))
+    return found
 
 
 def lacking_of(query: Complex, alignments: ChainAlignments | None, fixed: Sequence[str] = ()) -> list[str]:

@@ -355,6 +355,22 @@ def draw_links(matrices: Sequence["Matrix"], form: str = "svg") -> bytes:
     return _as_file(figure, "links between ranks", form)
 
 
+@mpl.rc_context(STYLE)
+def draw_pairs(names: Sequence[str], matrices: Mapping[str, np.ndarray]) -> str:
+    """Draw scores of each two of K chains side by side, 0 to 1: title -> [K, K], NaN where one is not known."""
+    size = float(np.clip(0.12 * len(names), 3.0, 9.0))
+    figure = Figure(figsize=((size + 1.2) * len(matrices), size + 0.9), layout="constrained")
+    every = max(1, -(-len(names) // 60))
+    for number, (title, values) in enumerate(matrices.items()):
+        axes = figure.add_subplot(1, len(matrices), number + 1)
+        image = axes.imshow(values, cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
+        axes.set_xticks(range(0, len(names), every), names[::every], rotation=90, fontsize=7)
+        axes.set_yticks(range(0, len(names), every), names[::every], fontsize=7)
+        axes.set_title(title, fontsize=9.5)
+        figure.colorbar(image, ax=axes, shrink=0.85)
+    return _svg(figure, f"scores of each two of {len(names)} chains")
+
+
 # ---- the timeline of a step: what computes and what travels, a row for each stream
 
 ROWS = ("computing", "within a node", "between nodes")
