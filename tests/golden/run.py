@@ -13,6 +13,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Column, Table
 
+from tests.golden.design import gradient_by_inputs
 from tests.golden.geometry import GEOMETRY, LOSSES
 from tests.golden.layers import UNITS
 from tests.golden.models import whole_model
@@ -87,6 +88,8 @@ def compute(case: ReferenceCase) -> CaseOutputs:
     """
     if case.kind == "models":
         return whole_model(case)
+    if case.kind == "models_design":
+        return gradient_by_inputs(case)
     key = f"{case.kind}/{case.title}"
     begins = [name for name in KNOWN if key == name or key.startswith(tuple(name + c for c in "_.-"))]
     if not begins:

@@ -1,4 +1,4 @@
-"""WarpFold against DeepMind's official code: the cases beside this file, and in ../shared/golden if that is there."""
+"""WarpFold against DeepMind's official code: the cases beside this file, and in ../shared/golden* if they are there."""
 
 import dataclasses
 from pathlib import Path
@@ -19,9 +19,9 @@ from warpfold.model.weights.files import load_model
 from warpfold.training.train import train
 
 HERE = Path(__file__).parent
-ALL = HERE.parents[2] / "shared" / "golden"
+ALL = [HERE.parents[2] / "shared" / name for name in ("golden", "golden_design")]
 SELECTED = find(HERE)
-OTHERS = [p for p in find(ALL) if p.name not in {s.name for s in SELECTED}] if ALL.is_dir() else []
+OTHERS = [p for all_ in ALL if all_.is_dir() for p in find(all_) if p.name not in {s.name for s in SELECTED}]
 
 
 def _check(files: CaseFiles) -> None:

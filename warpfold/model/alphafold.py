@@ -227,7 +227,7 @@ class AlphaFold(Executable):
         """
         recycles = self.config.recycles if recycles is None else recycles
         self._check_passes(batch, (recycles + 1) * self.config.ensemble)
-        recycled, done, settled = self._nothing_recycled(batch), 0, False
+        recycled, done, settled = self.first_recycled(batch), 0, False
         while done < recycles and not settled:
             with torch.no_grad():
                 found = self.execution.call(self, early or self.early_pass, self.inputs_of_pass(batch, done, recycled))
@@ -389,7 +389,7 @@ class AlphaFold(Executable):
             label_logits=None if self.labels is None else self.labels(r.single, r.pair, seq_mask),
         )
 
-    def _nothing_recycled(self, batch: Batch) -> Recycled:
+    def first_recycled(self, batch: Batch) -> Recycled:
         """Return the recycled tensors of the first pass: zeros (Algorithm 32)."""
         c, aatype, dtype = self.config, batch["aatype"], self.execution.dtype
         shape, shard, like = aatype.shape, self.residues.local_shard(aatype, -1).shape, self.single.weight  # its device
