@@ -61,8 +61,7 @@ FEATURES: dict[str, Feature] = {
     **_table("uint8", "pass seq res", "masked_msa"),  # the centres as the model sees them: 0-22, 22 = masked
     # of a sequence that is being designed: rows as shares of the 23 classes, in place of codes: the first of an assembly's
     # alignment, and all of a chain's extra MSA
-    **_table("float32", "soft res 23", "soft_alignment"),
-    **_table("float32", "pass soft res 23", "soft_extra_msa"),
+    **_table("float32", "soft res 23", "soft_alignment soft_extra"),
     # templates
     **_table("int64", "tmpl res", "template_aatype"),  # 0-19, 20 = X, 21 = gap
     **_table("float32", "tmpl res 37 3", "template_all_atom_positions"),

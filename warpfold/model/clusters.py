@@ -43,7 +43,7 @@ def cluster_features(batch: Batch) -> Batch:
         profile = (total + seen) / members[..., None]
         channels = [codes, *_deletion_channels(own_deletions), profile, _deletion_value(mean)[..., None]]
         has_deletion, value = _deletion_channels(_rows(deletions, extra))
-        soft = {"soft_extra_msa": _soft_rows(batch, extra)} if "soft_alignment" in batch else {}
+        soft = {"soft_extra": _soft_rows(batch, extra)} if "soft_alignment" in batch else {}
         return {
             "msa_feat": torch.cat(channels, -1),
             "msa_mask": own_mask,
