@@ -59,8 +59,8 @@ FEATURES: dict[str, Feature] = {
     **_table("int64", "pass seq", "centre_rows"),
     **_table("int64", "pass extra", "extra_rows"),
     **_table("uint8", "pass seq res", "masked_msa"),  # the centres as the model sees them: 0-22, 22 = masked
-    # of a sequence that is being designed: rows as shares of the 23 classes, in place of codes: the first of an assembly's
-    # alignment, and all of a chain's extra MSA
+    # of a sequence that is being designed: rows as shares of the 23 classes, in place of codes: the first of an
+    # assembly's alignment, and all of a chain's extra MSA
     **_table("float32", "soft res 23", "soft_alignment soft_extra"),
     # templates
     **_table("int64", "tmpl res", "template_aatype"),  # 0-19, 20 = X, 21 = gap

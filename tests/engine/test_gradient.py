@@ -18,17 +18,10 @@ from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.data.features.msa import query_part
 from warpfold.data.formats.alignment import Alignment, parse_a3m
-from warpfold.engine.gradient import (
-    CLASSES,
-    QueryPlace,
-    SequenceGradient,
-    Through,
-    gradient_by_shares,
-    loss_of_every_output,
-    soften,
-)
+from warpfold.engine.gradient import SequenceGradient, Through, gradient_by_shares, loss_of_every_output
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.clusters import cluster_features
+from warpfold.model.soft import CLASSES, QueryPlace, soften
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.plan import Plan

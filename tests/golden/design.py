@@ -87,7 +87,7 @@ def _multimer(case: ReferenceCase, model: AlphaFold, leaves: Tensors) -> tuple[B
     else:
         extra, mask = x["extra_msa_feat"], x["extra_msa_feat_mask"]
         given = {"msa_feat": x["msa_feat"], "msa_mask": x["msa_feat_mask"], "extra_msa_mask": mask}
-        given |= {"soft_extra_msa": extra[..., :23], "extra_msa": torch.zeros_like(mask)}
+        given |= {"soft_extra": extra[..., :23], "extra_msa": torch.zeros_like(mask)}
         given |= {"extra_has_deletion": extra[..., 23], "extra_deletion_value": extra[..., 24]}
         model.sample = lambda batch, index: batch | given  # type: ignore[method-assign]
         batch["target_feat"] = F.pad(x["target_feat"], (1, 0))

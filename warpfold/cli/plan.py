@@ -31,8 +31,10 @@ Passes = Annotated[int | None, decides("Passes before the last, at most; default
 
 @command(
     example="Example:  warpfold plan query.fasta --memory 24GB --devices 4;  warpfold plan finetune --device H100\n\n"
-    "How long a protein can be:  warpfold plan monomer --residues 1000 3000 --device 'RTX 4090' --figure memory.png\n\n"
-    "A training on a cluster:  warpfold plan monomer --device H100 --devices 256 --node 8 --link ib400 --price 2.50",
+    "What a design needs:  warpfold plan monomer_ptm --residues 700 --design --precision bf16 --memory 16GB "
+    "--device A100\n\nHow long a protein can be:  warpfold plan monomer --residues 1000 3000 --device 'RTX 4090' "
+    "--figure memory.png\n\nA training on a cluster:  warpfold plan monomer --device H100 --devices 256 --node 8 "
+    "--link ib400 --price 2.50",
 )
 @dataclass(frozen=True, kw_only=True)
 class PlanCommand:
@@ -61,6 +63,10 @@ class PlanCommand:
     residues: Annotated[
         list[int] | None, decides("Fold proteins of so many residues with the model of the settings.")
     ] = None
+    design: Annotated[
+        bool,
+        decides("A gradient by the sequence, as of `design`, in place of a fold; by default without an alignment."),
+    ] = False
     params: Annotated[Path | None, reads("Parameters that would fold; default: the model of monomer.")] = None
     msa: Annotated[
         list[Path] | None, reads("Alignments, as of `predict`; default: as many rows as the model takes.")
@@ -92,7 +98,13 @@ class PlanCommand:
         is_query = self.target == "-" or is_sequence(self.target) or (target.exists() and target.suffix != ".toml")
         given = load_settings("monomer" if is_query else self.target, self.change or [])
         changed = {"sequences": self.max_msa, "extra": self.max_extra, "templates": self.templates}
-        found = [type(one)(one.name, with_sizes(one.job, **changed)) for one in self._targets(given, is_query)]
+        targets = self._targets(given, is_query)
+        if self.design:
+            if not (is_query or self.residues):
+                raise UserError("--design: it is for a sequence; give a query, or its length with --residues")
+            alone = {} if self.msa else {"sequences": 1, "extra": 1, "templates": 0}
+            targets = [type(one)(one.name, replace(with_sizes(one.job, **alone), gradient="last")) for one in targets]
+        found = [type(one)(one.name, with_sizes(one.job, **changed)) for one in targets]
 
         machine, there = self.machine_and_cluster()
         trains = not is_query and not self.residues

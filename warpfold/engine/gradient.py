@@ -1,9 +1,4 @@
-"""The gradient of a loss by a sequence that is still being designed: shares of the amino acids at every position.
-
-The shares enter where a sequence enters: target_feat, its row of the alignment and the profile of that row's cluster,
-and the extra MSA where that is the sequence itself.  Which atoms a residue has is that of `aatype`, the hard sequence
-that the features were made of.  With shares that are that sequence's one-hot code all features stay as they are.
-"""
+"""The gradient of a loss by a sequence that is still being designed (model/soft.py), as a plan runs it."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,33 +6,20 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from warpfold.arguments import WrongArgument, shown
 from warpfold.batch import Batch
-from warpfold.geometry.residue import UNKNOWN
 from warpfold.geometry.rigid import Rigid
 from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, LastPass, Output, Recycled, Representations
 from warpfold.model.heads import distogram_breaks, pae_breaks
+from warpfold.model.soft import QueryPlace, soften
 from warpfold.model.structure import StructureOutput
 from warpfold.parallel.team import Team
 
 Through = Literal["last", "all", "mean"]
-CLASSES = UNKNOWN + 1  # of a sequence: 20 amino acids, X
-PROFILE = 25  # the first channel of a cluster's profile in msa_feat
 Loss = Callable[["Seen"], Tensor | Mapping[str, Tensor]]
-
-
-@dataclass(frozen=True)
-class QueryPlace:
-    """Where a sequence stands in the features of a monomer, of each pass.
-
-    weight [pass]: its part in the profile of its own cluster.  is_extra: it is the extra MSA too, as nothing else is.
-    """
-
-    weight: Tensor
-    is_extra: bool
 
 
 @dataclass(frozen=True)
@@ -82,27 +64,6 @@ class SequenceGradient:
     folded: LastPass
 
 
-def soften(batch: Batch, shares: Tensor, place: QueryPlace | None) -> Batch:
-    """Return the features with the sequence as shares [N, 21] of the 20 amino acids and X.
-
-    batch: the features of one example, made of the hard sequence, which nothing masks.  place: in a monomer; None: a
-    multimer, whose features of the alignment are made in the model.
-    """
-    row = F.pad(shares, (0, 2))  # of an alignment: neither gap nor mask
-    features = {**batch, "target_feat": F.pad(shares, (1, 0))}  # no chain breaks
-    if place is None:
-        return features | {"soft_alignment": row[None]}
-    feat = batch["msa_feat"].to(shares)  # [pass, s, N, 49]
-    hard = F.one_hot(batch["aatype"].long(), CLASSES).to(shares)
-    change = F.pad(shares - hard, (0, 2))
-    query = feat[:, 0]
-    profile = query[..., PROFILE:-1] + place.weight.to(shares)[:, None, None] * change
-    query = torch.cat((query[..., : row.shape[-1]] + change, query[..., row.shape[-1] : PROFILE], profile,
-                       query[..., -1:]), -1)  # fmt: skip
-    features["msa_feat"] = torch.cat((query[:, None], feat[:, 1:]), 1)
-    return features | ({"soft_extra": row[None]} if place.is_extra else {})
-
-
 def gradient_by_shares(
     model: AlphaFold,
     batch: Batch,
@@ -126,7 +87,7 @@ def gradient_by_shares(
     leaf, recycled = shares.detach().to(model.device).requires_grad_(), model.first_recycled(batch)
     found: dict[str, Tensor] = {}
     weight = 1 / (recycles + 1) if through == "mean" else 1.0
-    with constant_parameters(model):
+    with constant_parameters(model), torch.enable_grad():
         features = soften(batch, leaf, place)
         for index in range(recycles + 1):
             is_last = index == recycles
@@ -137,13 +98,11 @@ def gradient_by_shares(
                 recycled = Recycled(**handed_on)
                 continue
             features = soften(batch, leaf, place) if through == "mean" else features
-            with torch.enable_grad():
-                output = model.last_pass(model.inputs_of_pass(features, index, recycled))
-                of_pass = loss(_seen(model, output, features, leaf))
-                terms = {"": of_pass} if isinstance(of_pass, Tensor) else dict(of_pass)
-                total = weight * torch.stack([*terms.values()]).sum()
-                # Every process computes all of the loss: each counts its part.
-                (total / (model.residues.shards * model.residues.replicas)).backward()
+            output = model.last_pass(model.inputs_of_pass(features, index, recycled))
+            terms = _terms(loss(_seen(model, output, features, leaf)))
+            total = weight * torch.stack([*terms.values()]).sum()
+            # Every process computes all of the loss: each counts its part.
+            (total / (model.residues.shards * model.residues.replicas)).backward()
             for name, x in terms.items():
                 found[name] = found.get(name, 0.0) + weight * x.detach()
             output = _detached(output)
@@ -160,10 +119,22 @@ def gradient_by_shares(
     )
 
 
+def _terms(found: Any) -> dict[str, Tensor]:
+    """Return the terms of a loss by name; "", the whole, where it has none."""
+    terms = dict(found) if isinstance(found, Mapping) else {"": found}
+    for name, x in terms.items():
+        if not (isinstance(x, Tensor) and x.dim() == 0):
+            what = f"{name} = {shown(x)}" if name else shown(x)
+            raise WrongArgument(f"loss: returned {what}; a scalar tensor, or name -> such, is needed")
+    if not any(x.requires_grad for x in terms.values()):
+        raise WrongArgument("loss: nothing of what it returned has a gradient; compute it of what it is given")
+    return terms
+
+
 def _seen(model: AlphaFold, output: Output, batch: Batch, shares: Tensor) -> Seen:
     """Return what a loss sees: the logits of pairs are whole on every process."""
     residues, n = model.residues, len(shares)
-    chains = torch.ones(n, dtype=torch.int64)
+    chains = torch.ones(n, dtype=torch.int64, device=shares.device)
     named = {name: batch.get(name, chains).to(model.device, torch.int64) for name in ("asym_id", "entity_id")}
     named |= {name: batch[name].to(model.device, torch.int64) for name in ("aatype", "residue_index")}
     return Seen(
