@@ -26,7 +26,8 @@ Loss = Callable[["Seen"], Tensor | Mapping[str, Tensor]]
 class Seen:
     """What the loss of a design is computed of: the outputs of a pass, whole on every process, and the sequence.
 
-    Lengths are in angstrom, logits in fp32 at least.  asym_id: the chain of each residue, from 1.
+    Lengths are in angstrom, logits in fp32 at least.  asym_id: the chain of each residue, from 1; entity_id: equal for
+    copies.  designed: the residues of chains of which any letter is free.
     """
 
     output: Output
@@ -35,6 +36,7 @@ class Seen:
     residue_index: Tensor  # int64 [N]
     asym_id: Tensor  # int64 [N]
     entity_id: Tensor  # int64 [N]
+    designed: Tensor  # bool [N]
     distogram_logits: Tensor  # [N, N, bins]
     pae_logits: Tensor | None  # [N, N, bins]; None: the parameters have no such head
 
@@ -73,13 +75,14 @@ def gradient_by_shares(
     recycles: int = 0,
     through: Through = "last",
     team: Team | None = None,
+    designed: Tensor | None = None,
 ) -> SequenceGradient:
     """Fold an example whose sequence is shares [N, 21], and return the loss and its gradient by them.
 
     batch, place: as of `soften`.  recycles: passes before the last.  through: the "last" pass, to which the others hand
     constants; "all" of them, each of which hands on what has a gradient; or the "mean" of the losses and gradients of
     all, each by itself.  Rotations carry no gradient between layers of the structure module, as in training.
-    loss: returns a scalar, or terms by name, whose sum is the loss.
+    loss: returns a scalar, or terms by name, whose sum is the loss.  designed: as of `Seen`; None: all residues.
     The model runs as its execution says, and its parameters are constants.  Where processes share the example, all of
     `team` call this, and get the same.
     """
@@ -99,7 +102,7 @@ def gradient_by_shares(
                 continue
             features = soften(batch, leaf, place) if through == "mean" else features
             output = model.last_pass(model.inputs_of_pass(features, index, recycled))
-            terms = _terms(loss(_seen(model, output, features, leaf)))
+            terms = _terms(loss(_seen(model, output, features, leaf, designed)))
             total = weight * torch.stack([*terms.values()]).sum()
             # Every process computes all of the loss: each counts its part.
             (total / (model.residues.shards * model.residues.replicas)).backward()
@@ -131,7 +134,7 @@ def _terms(found: Any) -> dict[str, Tensor]:
     return terms
 
 
-def _seen(model: AlphaFold, output: Output, batch: Batch, shares: Tensor) -> Seen:
+def _seen(model: AlphaFold, output: Output, batch: Batch, shares: Tensor, designed: Tensor | None) -> Seen:
     """Return what a loss sees: the logits of pairs are whole on every process."""
     residues, n = model.residues, len(shares)
     chains = torch.ones(n, dtype=torch.int64, device=shares.device)
@@ -140,6 +143,7 @@ def _seen(model: AlphaFold, output: Output, batch: Batch, shares: Tensor) -> See
     return Seen(
         output=output,
         shares=shares,
+        designed=(chains > 0) if designed is None else designed.to(model.device),
         distogram_logits=residues.all_gather(output.distogram_logits, -3, n),
         pae_logits=None if output.pae_logits is None else residues.all_gather(output.pae_logits, -3, n),
         **named,

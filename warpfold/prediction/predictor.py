@@ -27,7 +27,7 @@ from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError
 from warpfold.memory import release_memory
 from warpfold.model.alphafold import AlphaFold, Recycled
-from warpfold.model.soft import QueryPlace, soft_chains
+from warpfold.model.soft import FREE, QueryPlace, soft_chains
 from warpfold.model.weights.files import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
@@ -332,8 +332,8 @@ class Predictor:
         arguments.one_of("through", through, get_args(Through))
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
         chains = soft_chains(logits, fixed, dtype)
-        enter = {id: one.enter(soft, temperature, hard) for id, one in chains.items()}
-        shares = torch.cat([*enter.values()])
+        shares = torch.cat([one.enter(soft, temperature, hard) for one in chains.values()])
+        designed = torch.cat([torch.full((len(one.fixed),), FREE in one.fixed) for one in chains.values()])
         letters = {id: one.letters for id, one in chains.items()}
         sequence: Sequences = letters["A"] if [*letters] == ["A"] else letters
         query = self.with_templates(query_of(sequence, alignment, arguments.text("name", name)), templates)
@@ -351,7 +351,7 @@ class Predictor:
             try:
                 with self._running(planned.plan, prepared):
                     found = gradient_by_shares(
-                        self.model, prepared.batch, shares, loss, place, prepared.recycles, through, self.team
+                        self.model, prepared.batch, shares, loss, place, prepared.recycles, through, self.team, designed
                     )
                     prediction = self._read_out.prediction(prepared, found.folded, NOTHING_MORE)
                 break
