@@ -86,7 +86,7 @@ def test_confidences_are_the_official_ones(name: str) -> None:
     """ipSAE has soft cutoffs: nearly hard ones are compared."""
     if not CONFIDENCES.is_dir():
         pytest.skip("no ../shared/golden_design beside this checkout")
-    with np.load(CONFIDENCES / f"{name}.npz") as file:
+    with np.load(CONFIDENCES / f"{name}.npz", allow_pickle=False) as file:
         x = {key: torch.from_numpy(file[key]) for key in file.files}
     n, asym = len(x["in/asym_id"]), x["in/asym_id"].tolist()
     pae = x["in/pae_logits"].double()

@@ -211,6 +211,7 @@ class _Terms:
         return near.mean() if len(near) else self.ca.sum() * 0  # chains of three residues have no turn
 
     def symmetry(self) -> Tensor:
+        """Compare the distances of each copy to the one so many places further round with their mean over copies."""
         seen, found = self.seen, []
         for entity in seen.entity_id.unique():
             copies = [residues for residues in self.chains if bool(seen.entity_id[residues[0]] == entity)]
