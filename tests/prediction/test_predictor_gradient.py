@@ -130,3 +130,13 @@ def test_what_does_not_fit_is_refused_in_a_line(given: dict[str, object], said: 
     with pytest.raises(UserError, match=said) as error:
         predictor().gradient(**arguments)
     assert "\n" not in str(error.value)
+
+
+def test_in_bf16_it_is_nearly_the_same() -> None:
+    exact = predictor().gradient(logits(9), loss_of_every_output, recycles=0).grad
+    fold = predictor()
+    low = Predictor(fold.model.float(), sample=SAMPLE, precision="bf16").gradient(
+        logits(9), loss_of_every_output, recycles=0
+    )
+    cosine = (exact * low.grad).sum() / np.linalg.norm(exact) / np.linalg.norm(low.grad)
+    assert cosine > 0.98
