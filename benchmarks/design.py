@@ -13,7 +13,6 @@ import argparse
 import datetime
 import json
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,9 @@ import warpfold as wf
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.design.run import Problem, one_hot, run_design
 from warpfold.design.settings import DesignSettings, load_design
+from warpfold.geometry.atoms import CA
 from warpfold.geometry.residue import RESTYPES
-from warpfold.scoring.score import score_files
+from warpfold.model.losses import lddt as lddt_ca
 
 STAGES = [
     {"steps": 60, "soft": [0.0, 1.0]},
@@ -65,7 +65,6 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = given.work or Path(tempfile.mkdtemp(prefix="design-"))
     folder.mkdir(parents=True, exist_ok=True)
-    began = time.time()
     if not (folder / "store").exists():
         wf.sample(folder / "proteins", proteins=240, min_length=24, max_length=36, seed=21)
         wf.sample(folder / "unseen", proteins=BACKBONES, min_length=28, max_length=36, seed=22)
@@ -75,7 +74,6 @@ def main() -> None:
         wf.load(wf.train("tiny", folder / "store", folder / f"run{seed}", set=change | {"train.seed": seed}).params)
         for seed in (0, 1)
     ]
-    trained = time.time()
     backbones = sorted((folder / "unseen").rglob("*.cif*"))
     problems: dict[str, dict[str, Any]] = {
         "hallucination": {"chains": {"A": LENGTH}, "loss": {"plddt": 1.0, "pae": 0.4, "contacts": 0.3}}
@@ -91,16 +89,18 @@ def main() -> None:
         rng = np.random.default_rng(7)
         length = len(designs[0]["sequence"])
         random = ["".join(rng.choice(list(RESTYPES), length)) for _ in designs]
-        found[name] = {"sequences": [one["sequence"] for one in designs], "random": random}
+        designed = [one["sequence"] for one in designs]
+        found[name] = {"sequences": designed, "random": random}
         for which, model in zip(("designer", "another"), models):
-            both = [[judged(model, settings, one) for one in several] for several in zip(*found[name].values())]
+            both = [[judged(model, settings, one) for one in several] for several in zip(designed, random)]
             losses = [[loss for loss, _ in pair] for pair in both]
             about = {"loss": compared(*map(list, zip(*losses)))}
             plddt = [[-prediction.mean_plddt for _, prediction in pair] for pair in both]
             about["minus pLDDT"] = compared(*map(list, zip(*plddt)))
             if settings.target:
-                truth = read_structure(settings.target)
-                lddt = [[-score_files(p.structure(), truth).lddt_ca for _, p in pair] for pair in both]
+                (chain,) = read_structure(settings.target).chains.values()
+                true, mask = torch.from_numpy(chain.positions[:, CA]), torch.from_numpy(chain.mask[:, CA])
+                lddt = [[-float(lddt_ca(torch.from_numpy(p.ca), true, mask)) for _, p in pair] for pair in both]
                 about["minus lDDT-Ca to the backbone"] = compared(*map(list, zip(*lddt)))
             found[name][which] = about
             print(name, which, json.dumps(about), flush=True)
@@ -110,7 +110,6 @@ def main() -> None:
         "starts": given.starts,
         "training steps": given.steps,
         "stages": STAGES,
-        "seconds": {"training": round(trained - began), "designing": round(time.time() - trained)},
         "problems": found,
     }
     given.out.write_text(json.dumps(result, indent=1) + "\n")
