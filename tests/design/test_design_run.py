@@ -104,6 +104,17 @@ def test_more_starts_may_be_asked_for_and_another_run_is_refused(tmp_path: Path)
     with pytest.raises(UserError, match=r"holds another run \(seed: 1, not 0\)"):
         run_design(predictor(), settings, out, seed=1)
     assert len(run_design(predictor(), settings, out, seed=1, force=True)["designs"]) == 1
+    for mine in (tmp_path / "other/designs", out / "starts"):
+        mine.mkdir(parents=True, exist_ok=True)
+        (mine / "design_thesis.cif").write_text("mine")
+        with pytest.raises(UserError, match=r"holds design_thesis\.cif, which WarpFold did not write"):
+            run_design(predictor(), settings, mine.parent, force=True)
+        assert (mine / "design_thesis.cif").read_text() == "mine"
+        (mine / "design_thesis.cif").unlink()
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/report.html").write_text("mine")
+    with pytest.raises(UserError, match=r"holds report\.html"):
+        run_design(predictor(), settings, tmp_path / "site")
     (out / "thesis.txt").write_text("")
     with pytest.raises(UserError, match=r"holds thesis\.txt"):
         run_design(predictor(), settings, out, seed=1)

@@ -12,6 +12,7 @@ A step is a function of the state before it, so a run that was killed ends with 
 import csv
 import io
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from warpfold.design.page import design_page
 from warpfold.design.settings import DesignSettings, StepSettings, fixed_letters
 from warpfold.design.state import StartState, read_rows
 from warpfold.errors import UserError
-from warpfold.files import lock_file, refuse_foreign, sha256, write_atomically, writing
+from warpfold.files import lock_file, refuse_foreign, remove_own, sha256, write_atomically, writing
 from warpfold.geometry.residue import RESTYPES
 from warpfold.keyed import keyed_rng
 from warpfold.model.soft import AMINO_ACIDS, FREE, SoftChain, soft_chains
@@ -37,7 +38,8 @@ from warpfold.settings import differences, to_dict
 LOGOS = 8  # of a start: its sequence at so many steps
 RUN, SUMMARY, PAGE, FASTA, TABLE = "run.json", "design.json", "report.html", "designs.fasta", "designs.csv"
 FILES = (RUN, SUMMARY, PAGE, FASTA, TABLE)
-OWN = {*FILES, "starts", "designs", "lock"}
+FOLDERS = ("starts", "designs")
+OWN_FILE = re.compile(r"\.?design_\d+\.(safetensors|jsonl|cif|json)(\.\w+)?")  # in its folders; with drafts
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def run_design(
     problem = Problem.of(settings, predictor.model.config.heads.pae)
     about = {"settings": to_dict(settings), "seed": seed, "params": params, "precision": predictor.precision}
     about["target"] = sha256(Path(settings.target)) if settings.target else ""
-    refuse_foreign(out, lambda name: name in OWN or name.startswith("."))  # the latter: what a kill left
+    _refuse_others(out)
     with writing(out):
         for folder in (out, out / "starts", out / "designs"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -119,6 +121,15 @@ def run_design(
         return _summarise(out, about, starts, problem)
 
 
+def _refuse_others(out: Path) -> None:
+    """Raise UserError for a folder that is no run's: one with other files, or with folders of these names in use."""
+    known = (out / RUN).is_file()
+    own = {*FOLDERS, "lock", *(FILES if known else ())}
+    refuse_foreign(out, lambda name: name in own or name.startswith("."))  # the latter: what a kill left
+    for folder in FOLDERS:
+        refuse_foreign(out / folder, lambda name: known and OWN_FILE.fullmatch(name))
+
+
 def _identify(out: Path, about: Mapping[str, Any], force: bool) -> None:
     """Note what decides the run, or see that it is the same one; force: else begin anew."""
     path = out / RUN
@@ -130,11 +141,10 @@ def _identify(out: Path, about: Mapping[str, Any], force: bool) -> None:
         if not force:
             what = differences(dict(about), known)[0]
             raise UserError(f"{out}: holds another run ({what}); name a new folder, or replace it with --force")
-        for folder in ("starts", "designs"):
-            for file in (out / folder).iterdir():
-                file.unlink()
-        for name in FILES:
-            (out / name).unlink(missing_ok=True)
+        for folder in FOLDERS:
+            remove_own(out / folder, OWN_FILE.fullmatch)
+            (out / folder).mkdir(exist_ok=True)
+        remove_own(out, FILES.__contains__)
     write_atomically(path, text)
 
 
