@@ -88,6 +88,7 @@ SAFE = {
     "prediction/folder.py:remove_copies": "copies by the names that the summary has, and their empty folder",
     "bench/ops.py:picture": "into memory",
     "cluster/files.py": "a folder of mkdtemp's, in the one to try; that one if it made it and it is empty",
+    "design/run.py:_run_start": "adds to what is there, a start's own name, in a folder that holds nothing else",
     "bench/timing.py:without_stderr": "opens the null device",
 }
 

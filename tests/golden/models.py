@@ -29,9 +29,8 @@ from tests.golden.layers import pairs
 from tests.golden.multimer import clustered, matrices, with_template_names
 from tests.golden.reference import BrokenCase, CaseOutputs, ReferenceCase, Tensors, load
 from warpfold.batch import FEATURES, Arrays, Batch, at_pass, to_tensors
-from warpfold.geometry.atoms import residue_rows
 from warpfold.geometry.rigid import Rigid
-from warpfold.model.alphafold import AlphaFold, Output, Recycled
+from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.heads import distogram_breaks, pae_breaks
 from warpfold.model.losses import WEIGHTED, LossConfig, Terms, renamed_truth, total_loss
 from warpfold.model.structure import StructureOutput
@@ -75,21 +74,14 @@ def _whole_multimer(case: ReferenceCase) -> CaseOutputs:
     batch = to_tensors({name: x[name] for name in names} | with_template_names(x) | {"target_feat": target_feat})
     model = load(AlphaFold(config), case, SCOPE)
     with torch.no_grad():
-        output = model(batch | alignment, start=_start(case, model, batch))
+        output = model(batch | alignment)
     outputs = outputs_of(output) | {
-        "structure_module/final_atom_mask": residue_rows("ATOM37_MASK", batch["aatype"]),
         "structure_module/traj": matrices(output.structure.frames),
         "structure_module/final_rigids": matrices(output.structure.frames[-1]),
         "num_recycles": torch.tensor(output.recycles),
     }
     msa_mask = x["msa_mask"][order[: trunk["num_msa"]]]
     return CaseOutputs(outputs, model, SCOPE, valid=valid_entries(outputs, x["seq_mask"], msa_mask))
-
-
-def _start(case: ReferenceCase, model: AlphaFold, batch: Batch) -> Recycled | None:
-    """Return what the first pass is handed, where the case has an initial guess."""
-    guess = case.inputs.get("prev_pos")
-    return None if guess is None else model.first_recycled(batch, torch.from_numpy(guess))
 
 
 def _whole_monomer(case: ReferenceCase) -> CaseOutputs:
@@ -108,16 +100,6 @@ def _whole_monomer(case: ReferenceCase) -> CaseOutputs:
     last = config.recycles * ensemble  # the pass whose alignment the masked-MSA head and the losses see
     batch = to_tensors(_features(features, last))
     model = load(AlphaFold(replace(config, ensemble=ensemble)), case, SCOPE)
-    msa_mask = at_pass(batch, last, ["msa_mask"])["msa_mask"]
-    if "prev_pos" in case.inputs:  # a design, of which no truth is known
-        with torch.no_grad():
-            output = model(batch, start=_start(case, model, batch))
-        outputs = outputs_of(output) | {
-            "structure_module/traj": output.structure.traj,
-            "structure_module/final_atom_mask": batch["atom37_atom_exists"],
-        }
-        valid = valid_entries(outputs, batch["seq_mask"], msa_mask)
-        return CaseOutputs(outputs, model, SCOPE, valid=valid, quaternions=("out/structure_module/traj",))
     with torch.set_grad_enabled(bool(case.asks("grad_params"))):
         output = model(batch)
         steady = replace(output, structure=reference_structure(case, output.structure))
@@ -136,7 +118,7 @@ def _whole_monomer(case: ReferenceCase) -> CaseOutputs:
         module=model,
         scope=SCOPE,
         objective=total if step is None else total + step,
-        valid=valid_entries(outputs, batch["seq_mask"], msa_mask),
+        valid=valid_entries(outputs, batch["seq_mask"], at_pass(batch, last, ["msa_mask"])["msa_mask"]),
         quaternions=("out/structure_module/traj", "out/structure_module/final_affines"),
         notes=notes,
     )

@@ -3,11 +3,12 @@
 The layout, all of it optional (README.md says what each file holds):
 
     models/<case>/{config,param_spec,noise_fp32_vs_fp64}.json, {features,outputs,params,grads}.npz
-    models_design/<case>/ likewise, and prev.npz: what the first pass is handed
+    models_design/<case>/ likewise, with cot.npz, grads_in.npz and, of an initial guess, prev.npz in place of grads.npz
     units/<case>.{json,npz}, losses/<case>.{json,npz}, geometry/<case>.{json,npz}, confidences/<case>.{json,npz}
 
 A file that is missing or cut short raises what Python, json or NumPy does; `run.run_case` reports it.  How each case is
-computed: geometry.py (geometry and losses), layers.py (layers, blocks, the structure module), multimer.py, models.py.
+computed: geometry.py (geometry and losses), layers.py (layers, blocks, the structure module), multimer.py, models.py,
+design.py (gradients by a sequence).
 
 The rule by which two arrays agree:
 
@@ -37,6 +38,7 @@ COMPARED = ("out", "grad_in", "grad_params", "grad_params_sample", "grad_params_
 TIMES_NOISE = 10.0
 OF_SCALE = 1e-6
 RELATIVE_L2 = 1e-4
+UNSTATED = 9e-7  # noise of a gradient by a model's input, of its largest number, where none is stated
 UNDEFINED_ABOVE, ZERO_ABOVE = 1e-2, 10.0
 # A gradient smaller than this fraction of the case's largest one is fp32 rounding of an exact zero (for example that of
 # an offset added to all logits of a softmax): without stated noise, ours only has to be as small.
@@ -112,10 +114,10 @@ def find(folder: Path) -> list[CaseFiles]:
     found: dict[tuple[int, str], CaseFiles] = {}
     top = folder.resolve()
     for path in sorted([top, *top.rglob("*")]):
-        design = path.parent.name == "models_design" and path.name.endswith("_guess")
-        whole = design or path.parent.name == "models" or (path == top and (path / "config.json").is_file())
-        if path.is_dir() and whole:
-            kind, stem = "models_design" if design else "models", path
+        if path.is_dir() and path.parent.name == "models_design":
+            kind, stem = "models_design", path
+        elif path.is_dir() and (path.parent.name == "models" or (path == top and (path / "config.json").is_file())):
+            kind, stem = "models", path
         elif path.suffix in (".json", ".npz") and path.parent.name in KINDS[:-2]:
             kind, stem = path.parent.name, path.with_suffix("")
         else:
@@ -130,7 +132,7 @@ def find(folder: Path) -> list[CaseFiles]:
 
 def read(files: CaseFiles) -> ReferenceCase:
     """Read a case from its files.  Errors: of json and NumPy; BrokenCase for a unit without inputs or outputs."""
-    return _read_model(files) if files.kind.startswith("models") else _read_unit(files)
+    return _read_model(files) if files.kind in ("models", "models_design") else _read_unit(files)
 
 
 def _read_unit(files: CaseFiles) -> ReferenceCase:
@@ -166,10 +168,12 @@ def _read_model(files: CaseFiles) -> ReferenceCase:
     meta = _json(folder / "config.json")
     stored = optional("params.npz")
     spec = _json(folder / "param_spec.json") if stored is None else optional("param_spec.json")
-    outputs = _npz(folder / "outputs.npz")
-    if (folder / "prev.npz").exists():  # its loss is one of cotangents
-        outputs = {name: x for name, x in outputs.items() if name.partition("/")[0] not in ("loss", "loss_terms")}
-    expected = {"out": outputs, "grad_params": optional("grads.npz") or {}}
+    expected = {"out": _npz(folder / "outputs.npz"), "grad_params": optional("grads.npz") or {}}
+    expected["grad_in"] = optional("grads_in.npz") or {}
+    noise = _noise(optional("noise_fp32_vs_fp64.json"), "out/")
+    for name, x in expected["grad_in"].items():
+        most = float(np.abs(x).max())
+        noise[f"grad_in/{name}"] = noise.pop(f"out/grads_in/{name}", RoundingNoise(UNSTATED * most, most))
     return ReferenceCase(
         name=files.name,
         kind=files.kind,
@@ -177,7 +181,8 @@ def _read_model(files: CaseFiles) -> ReferenceCase:
         inputs=_npz(folder / "features.npz") | (optional("prev.npz") or {}),
         expected={f"{group}/{name}": x for group, arrays in expected.items() for name, x in arrays.items()},
         params=_params(stored, spec),
-        noise=_noise(optional("noise_fp32_vs_fp64.json"), "out/"),
+        cotangents=optional("cot.npz") or {},
+        noise=noise,
     )
 
 
@@ -232,6 +237,7 @@ class CaseOutputs:
                  meaning, so of a gradient by such an input only their part is compared.
     notes:       by name, a remark for the table.
     left_out:    expected arrays by conventions that WarpFold does not have.
+    gradients:   by the names of `expected`, where the case computes them itself.
     """
 
     outputs: Mapping[str, Tensor]
@@ -244,6 +250,7 @@ class CaseOutputs:
     rotations: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 Compute = Callable[[ReferenceCase, Tensors], CaseOutputs]  # from a case and its inputs as tensors
@@ -317,7 +324,8 @@ def checks(case: ReferenceCase, result: CaseOutputs) -> list[Check]:
     ours: dict[str, np.ndarray] = {f"out/{name}": _array(x) for name, x in result.outputs.items()}
     names = [name for name in case.expected if name.startswith("grad_")]
     if names:
-        ours |= _gradients(case, result)
+        known = {name: _array(x) for name, x in result.gradients.items()}
+        ours |= known or _gradients(case, result)
     found = []
     largest = max((float(np.abs(case.expected[name]).max(initial=0)) for name in names), default=0.0)
     for what, theirs in case.expected.items():

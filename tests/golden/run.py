@@ -13,6 +13,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Column, Table
 
+from tests.golden.design import gradient_by_inputs
 from tests.golden.geometry import GEOMETRY, LOSSES
 from tests.golden.layers import UNITS
 from tests.golden.models import whole_model
@@ -86,8 +87,10 @@ def compute(case: ReferenceCase) -> CaseOutputs:
     Cases are known by the beginning of their file's name, longest first, so that another size or seed of a known case
     (`outer_product_mean_truesize`) needs no entry here.  Errors: BrokenCase (an unknown name).
     """
-    if case.kind.startswith("models"):
+    if case.kind == "models":
         return whole_model(case)
+    if case.kind == "models_design":
+        return gradient_by_inputs(case)
     if case.kind == "confidences":
         return confidences(case)
     key = f"{case.kind}/{case.title}"

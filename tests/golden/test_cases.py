@@ -1,4 +1,4 @@
-"""WarpFold against DeepMind's official code: the cases beside this file, and in ../shared if they are there."""
+"""WarpFold against DeepMind's official code: the cases beside this file, and in ../shared/golden* if they are there."""
 
 import dataclasses
 import shutil

@@ -4,14 +4,16 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
+import numpy as np
 import torch
 
 from warpfold import arguments
-from warpfold.arguments import Memory, PathLike, Seed
+from warpfold.arguments import Memory, PathLike, Seed, decides
 from warpfold.batch import stack, to_tensors
 from warpfold.cost.machine import parse_memory
 from warpfold.data.example.guess import GuessLike, as_guess, guess_positions, own_template
@@ -19,11 +21,14 @@ from warpfold.data.example.query_files import Complex
 from warpfold.data.example.raw_example import Assembly, Example, RawExample
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import as_one_chain, make_features
+from warpfold.data.features.msa import query_part
 from warpfold.device import caveats, device_of
+from warpfold.engine.gradient import Loss, Through, gradient_by_shares
 from warpfold.engine.packed import PackedWeights
 from warpfold.errors import UserError, called
 from warpfold.memory import release_memory
 from warpfold.model.alphafold import AlphaFold, Recycled
+from warpfold.model.soft import FREE, QueryPlace, soft_chains
 from warpfold.model.weights.files import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
@@ -86,7 +91,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("warpfold")
 ASKED = Asked()
+NOTHING_MORE = Asked(representations=False)
+KEY = ("predict",)  # of what is drawn for a prediction's features
 CHECKED = arguments.checked(msa="alignment", template="templates", fixed_chains="fixed", strict='kernels="strict"')
+
+
+@dataclass(frozen=True, repr=False)
+class Gradient:
+    """A loss of a prediction, and its gradient by the logits of the sequence.
+
+    terms: of the loss, by name; empty where it has none.  grad: in the shape of the logits, [N, 20] or by chains; 0
+    where a letter is fixed.  prediction: of the last pass, with the most likely letters.
+    """
+
+    loss: float
+    terms: dict[str, float]
+    grad: np.ndarray | dict[str, np.ndarray]
+    prediction: Prediction
+
+    def __repr__(self) -> str:
+        """Return it in one line."""
+        return f"<Gradient: loss {self.loss:.4g}, {self.prediction!r}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -370,6 +395,84 @@ class Predictor:
         groups = in_groups(items, 1 if alone else most, str(self.device))
         fold_groups(lambda params: self, asked, self.team, groups, None, told)
 
+    @CHECKED
+    def gradient(
+        self,
+        logits: Any,
+        loss: Loss,
+        *,
+        fixed: str | Mapping[str, str] | None = None,
+        alignment: Alignments = (),
+        templates: TemplatesLike = None,
+        initial_guess: InitialGuess = None,
+        soft: Annotated[float, decides("Share of the softmax; the rest is the logits themselves.", min=0, max=1)] = 1.0,
+        temperature: Annotated[float, decides("Of the softmax.", above=0)] = 1.0,
+        hard: Annotated[float, decides("Share of the most likely letters, straight through.", min=0, max=1)] = 0.0,
+        recycles: Recycles = None,
+        through: Through = "last",
+        seed: Seed = 0,
+        name: str = "design",
+    ) -> Gradient:
+        """Fold a sequence that is given as logits [N, 20], and return a loss and its gradient by them.
+
+        logits: columns in the order ARNDCQEGHILKMFPSTWYV; of a complex by chain, "A,B" for copies that have the same.
+        The chains are folded in the order of their names.  fixed: letters that stay, "-" where the sequence is free:
+        "--C---", or by chain; a chain without logits has all of its letters there.
+        soft, temperature, hard: the sequence that enters is soft * softmax(logits / temperature) + (1 - soft) * logits;
+        of which `hard` is moved to the most likely letters, and the gradient goes on as if it were not.  These letters
+        decide which atoms there are.  Nothing of the alignment is masked.
+        loss: a function of `warpfold.engine.gradient.Seen`, such as `warpfold.design.losses.Losses`, that returns a
+        scalar, or terms by name.  recycles: passes before the last; through: the "last" pass, "all", or the "mean" of
+        the loss and the gradient of each.
+        alignment, templates, initial_guess: as of `fold`; the rows of a chain with free positions fit it column by
+        column.
+        Errors: UserError as of `fold`, for logits and letters that do not fit, for a complex with parameters for single
+        chains (also with a chain_gap), and as the loss raises it.
+        """
+        arguments.one_of("through", through, get_args(Through))
+        dtype = torch.float64 if self.precision == "fp64" else torch.float32
+        chains = soft_chains(logits, fixed, dtype)
+        shares = torch.cat([one.enter(soft, temperature, hard) for one in chains.values()])
+        designed = torch.cat([torch.full((len(one.fixed),), FREE in one.fixed) for one in chains.values()])
+        letters = {id: one.letters for id, one in chains.items()}
+        sequence: Sequences = letters["A"] if [*letters] == ["A"] else letters
+        query, single = query_of(sequence, alignment, arguments.text("name", name)), self.model.config.multimer is None
+        if query.is_complex and single:
+            raise UserError(
+                f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
+                f"({MULTIMERS})"
+            )
+        query = with_guess(self.with_templates(query, templates), initial_guess)
+        unmasked = copy(self)
+        unmasked.sample = sample = replace(self.sample, masked_fraction=0.0)
+        prepared = unmasked.prepare(query.assembly, seed=seed, recycles=recycles, initial_guess=query.guess)
+        place, alone = None, prepared.assembly.chains[0]
+        if single and isinstance(alone, RawExample):
+            weight, is_extra = query_part(alone, sample, seed, KEY, len(prepared.batch["msa_feat"]))
+            place = QueryPlace(torch.from_numpy(weight), is_extra)
+        sizes = sizes_of_batch(prepared.batch)
+        planned = self.planner.choose(sizes, prepared.recycles, prepared.ensemble, gradient=through)
+        start = time.perf_counter()
+        while True:
+            try:
+                with self._running(planned.plan, prepared):
+                    found = gradient_by_shares(
+                        self.model, prepared.batch, shares, loss, place, prepared.recycles, through, self.team,
+                        designed, prepared.guess,
+                    )  # fmt: skip
+                    prediction = self._read_out.prediction(prepared, found.folded, NOTHING_MORE)
+                break
+            except (RuntimeError, MemoryError) as error:
+                planned = self.planner.after(planned, error)
+            release_memory(self.device)  # the error, and what it held, is gone
+        details = self._details(prepared, prepared.recycles, time.perf_counter() - start)
+        prediction = replace(prediction, details=details | {"plan": dict(planned.details)})
+        leaves = {one.key: one.logits for one in chains.values() if one.key is not None and one.logits is not None}
+        by_logits = torch.autograd.grad(shares, [*leaves.values()], found.by_shares.to(shares))
+        grads = {key: grad.numpy() for key, grad in zip(leaves, by_logits)}
+        grad = grads if isinstance(logits, Mapping) else grads["A"]
+        return Gradient(found.loss, found.terms, grad, with_warnings(query, prediction))
+
     @property
     def as_params(self) -> Params:
         """Describe the model as if it came from a file of parameters."""
@@ -436,7 +539,7 @@ class Predictor:
         if settings.multimer is None:
             one = len(assembly.chains) == 1 and not fixed
             used = assembly.chains[0] if one else as_one_chain(assembly, self.sample, self.chain_gap or 0)
-        features = make_features(used, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
+        features = make_features(used, self.sample, seed, KEY, passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, widen=False)
         seconds = time.perf_counter() - start
         coverage = coverage_of(seen_rows(batch), assembly)

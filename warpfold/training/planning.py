@@ -31,6 +31,7 @@ from warpfold.cost.planner import (
 from warpfold.cost.rates import Rates
 from warpfold.cost.replay import step_time
 from warpfold.cost.report import choice_in_words
+from warpfold.engine.gradient import Through
 from warpfold.errors import UserError
 from warpfold.memory import is_out_of_memory
 from warpfold.model.alphafold import ModelConfig
@@ -91,22 +92,37 @@ class FoldPlanner:
         self._last = ""
         self._kept: Choice | None = None
 
-    def choose(self, sizes: ExampleSizes, recycles: int, ensemble: int = 1, representations: bool = False) -> FoldPlan:
+    def choose(
+        self,
+        sizes: ExampleSizes,
+        recycles: int,
+        ensemble: int = 1,
+        representations: bool = False,
+        gradient: Through | None = None,
+    ) -> FoldPlan:
         """Return the plan as `check` does, and say it where it is another than the last; nothing of small ones."""
-        found = self.check(sizes, recycles, ensemble, representations)
+        found = self.check(sizes, recycles, ensemble, representations, gradient)
         evident = found.choice is not None and found.choice.trivially_fits
         if describe_plan(found.plan) != self._last and not (evident and not self._last):
             self._last = describe_plan(found.plan)
             log.info("plan for %d residues: %s", sizes.residues, found.said)
         return found
 
-    def check(self, sizes: ExampleSizes, recycles: int, ensemble: int = 1, representations: bool = False) -> FoldPlan:
+    def check(
+        self,
+        sizes: ExampleSizes,
+        recycles: int,
+        ensemble: int = 1,
+        representations: bool = False,
+        gradient: Through | None = None,
+    ) -> FoldPlan:
         """Return the plan for an example of these sizes, for what is free now, and say nothing.
 
+        gradient: by the sequence, through so many passes; None: it is folded alone.
         Errors: UserError where nothing fits, saying what would, or for keys that no plan can have together.
         """
         model = replace(self.model, ensemble=ensemble)
-        job = Job(model=model, sizes=sizes, recycles=recycles, representations=representations)
+        job = Job(model=model, sizes=sizes, recycles=recycles, representations=representations, gradient=gradient)
         machine = this_machine(self.device, loaded=True, memory=self.memory)
         # Where a shorter one has met less, that is what there is.
         free = min([machine.free, *(limit for shorter, limit in self._limits if shorter <= sizes.residues)])
