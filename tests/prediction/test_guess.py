@@ -214,6 +214,41 @@ def test_the_command_scores_a_folder_of_designs(
     assert itself["mean_plddt"] == entries["one"]["mean_plddt"]
 
 
+def test_designs_are_compared_with_the_structure_that_they_are(
+    tmp_path: Path, params: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a guess or without; and what is to be said of all of them is said once, of the run."""
+    folder = tmp_path / "designs"
+    folder.mkdir()
+    for seed, (name, binder) in enumerate({"one": BINDER, "two": BINDER[::-1], "three": BINDER + "A"}.items()):
+        design(folder, name, {"A": TARGET, "B": binder}, seed)
+    given = (folder, "--params", params["multimer"], "--recycles", 0, "--out")
+    bare = "no alignment for chains A, B: folded by the sequence alone"
+    assert run_cli(capsys, *given, tmp_path / "plain", "--keep", "rmsd < 1000")[0] == 0
+    summary = json.loads((tmp_path / "plain/summary.json").read_text())
+    assert [one["scores"]["rmsd"] > 1 for one in summary["predictions"]] == [True] * 3
+    assert [one["text"] for one in summary["input_warnings"]["two"]] == [bare]
+
+    guessed = "--initial-guess", "self", "--fixed-chains", "A"
+    code, _, said = run_cli(capsys, *given, tmp_path / "guessed", *guessed, "--keep", "best:1")
+    assert code == 0
+    summary = json.loads((tmp_path / "guessed/summary.json").read_text())
+    assert ([one["text"] for one in summary["warnings"]], summary["input_warnings"]) == ([bare], {})
+    assert said.count(bare) == 1
+    assert sum(not one.get("dropped") for one in summary["predictions"]) == 1
+    rows = load(params["multimer"], "cpu").score_designs(folder, recycles=0, initial_guess="self", fixed="A")
+    for row, entry in zip(rows, summary["predictions"], strict=True):
+        assert (row["target"], row["binder"], row["error"]) == ("A", "B", "")
+        assert row["rmsd"] == pytest.approx(entry["scores"]["rmsd"], abs=1e-3)
+    [alone] = load(params["monomer"], "cpu").score_designs(
+        design(tmp_path, "single", {"X": TARGET}), recycles=0, initial_guess="self", fixed="A"
+    )
+    assert alone["rmsd"] == alone["binder_rmsd"] > 1  # nothing is beside it
+    code, _, said = run_cli(capsys, *given, tmp_path / "pairs", "--initial-guess", "self", "--pairs", "all")
+    assert (code, said.count("\n")) == (2, 1)
+    assert "--pairs makes complexes, of which no structure is known; leave --initial-guess out" in said
+
+
 SHORT, RENAMED = {"A": TARGET, "B": BINDER[1:]}, {"A": TARGET, "X": BINDER}
 NAN, FLAT = (np.full((18, 37, 3), np.nan), np.ones((18, 37))), (np.zeros((3, 3)), np.zeros(3))
 BAD = {  # the chains of the file, what else is given, and what is said

@@ -139,7 +139,7 @@ def predict(
     read, models, asked = _read(query, msas, params, out, options, server, tell, fixed)
     if guess is not None:
         tell(0, 1, "looking at the initial guesses")
-        read = replace(read, found=with_guesses(read.found, guess, fixed))
+        read = replace(read, found=with_guesses(read.found, guess, fixed)).common_said_once()
         if not read.queries:
             raise next(iter(read.errors.values()))
     check_guess(guess, fixed, models)

@@ -125,6 +125,17 @@ class ReadQueries:
     def errors(self) -> dict[str, UserError]:
         return {name: one for name, one in self.found.items() if isinstance(one, UserError)}
 
+    def common_said_once(self) -> "ReadQueries":
+        """Say of the run what would be said of each of several queries, as of designs, which have no alignments."""
+        queries = self.queries
+        if len(queries) < 2:
+            return self
+        common = [one for one in queries[0].notices if all(one in query.notices for query in queries)]
+        found = dict(self.found)
+        for query in queries:
+            found[query.name] = replace(query, notices=[one for one in query.notices if one not in common])
+        return replace(self, found=found, notices=[*self.notices, *common])
+
 
 def read_queries(given: Given | Sequence[Given], msas: Sequence[Path], together: bool = False) -> list[Query]:
     """Return the proteins and complexes that `read_given` reads.  Errors: UserError for a bad one, too."""
