@@ -462,6 +462,7 @@ def _writer(out: Path, several: bool, shortlist: Shortlist | None) -> Write:
     wanted = None if shortlist is None else lambda entry: shortlist.wants(row_of(entry))
 
     def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
+        """Write a prediction with what its query says of it."""
         outcomes = [asdict(outcome) for outcome in item.query.outcomes]
         below = item.below if several else ""
         query, made = item.query, replace(prediction, templates=outcomes)
