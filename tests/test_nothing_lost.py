@@ -80,11 +80,15 @@ SAFE = {
     "prediction/outputs.py:write_pae": OWN_DRAFT,
     "prediction/outputs.py:write_scores": OWN_DRAFT,
     "prediction/outputs.py:remove_prediction": "files of a prediction by name, and the folder if it is then empty",
+    "prediction/outputs.py:drop_prediction": "the protein's folder if it is empty, after `remove_prediction`; asked to",
     "prediction/outputs.py:thin_prediction": "matrices of a prediction, by name, asked to; its arrays appear whole",
+    "scoring/score_table.py:ScoreTables.append": "cuts off half a row of a table that `check_tables` knows",
+    "scoring/score_table.py:remove_tables": "tables by the names that an earlier run's summary has",
     "relax/files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
     "prediction/folder.py:remove_copies": "copies by the names that the summary has, and their empty folder",
     "bench/ops.py:picture": "into memory",
     "cluster/files.py": "a folder of mkdtemp's, in the one to try; that one if it made it and it is empty",
+    "design/run.py:_run_start": "adds to what is there, a start's own name, in a folder that holds nothing else",
     "bench/timing.py:without_stderr": "opens the null device",
 }
 

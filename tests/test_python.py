@@ -80,7 +80,7 @@ def test_a_function_and_its_command_have_the_same_arguments(command: str) -> Non
 def test_folding_declares_what_predict_does() -> None:
     predict = inspect.signature(warpfold.predict).parameters
     known = set()
-    for function in (load, Predictor.fold, Predictor.fold_many):
+    for function in (load, Predictor.fold, Predictor.fold_many, Predictor.score_designs):
         for name, parameter in inspect.signature(function).parameters.items():
             kept = (function, name) == (Predictor.fold, "representations")  # of one, in memory, they are kept
             if name in predict and predict[name].default is not inspect.Parameter.empty and not kept:

@@ -92,6 +92,28 @@ def test_what_is_made_small_is_on_the_pages() -> None:
     assert not [much for much in FEW if much not in text]
 
 
+def test_the_page_of_designs_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With stand-ins for published parameters, short chains, one start and a stage of two steps."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("model_1_ptm", "model_1_multimer_v3"):
+        write_like(name, Path())
+    write_entry(Path("fold.cif"), {"A": "MKTAYIAKQR"}, "2010-01-01")
+    text = (DOCS / "howto/design.md").read_text(encoding="utf-8")
+    for much, little in (
+        ("chains.A=100 --starts 10", "chains.A=8"),
+        ("chains.B=80", "chains.B=6"),
+        ('"A,B" = 40', '"A,B" = 5'),
+    ):
+        assert much in text
+        text = text.replace(much, little)
+    text = re.sub(r"^(warpfold design .*)", r"\1 --set stages=[{steps=2,hard=1.0}]", text, flags=re.M)
+    said = follow(text, capsys)
+    assert said.count("report.html") == 5
+    assert "a gradient" in said or "700 residues" in said or "100 residues" in said
+
+
 def openfold_folders() -> None:
     """What OpenFold's users have: FASTA files, alignments and hits by protein, entries of the PDB, parameters."""
     generate(Path("made"), 6, max_length=40)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from warpfold.errors import UserError
     from warpfold.prediction.outputs import Prediction
     from warpfold.prediction.params import ParamsFile
-    from warpfold.prediction.predictor import FoldResult, Predictor, load
+    from warpfold.prediction.predictor import FoldResult, Gradient, Predictor, load
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "CompressionState",
     "CsvFile",
     "FoldResult",
+    "Gradient",
     "ParamsFile",
     "Phase",
     "Prediction",
@@ -71,7 +72,7 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("accelerate", "restore", "acceleration", "Acceleration"), "warpfold.adapt.accelerate"),
     "biased_attention": "warpfold.adapt.plain",
-    **dict.fromkeys(("FoldResult", "Predictor", "load"), "warpfold.prediction.predictor"),
+    **dict.fromkeys(("FoldResult", "Gradient", "Predictor", "load"), "warpfold.prediction.predictor"),
     **{
         name: f"warpfold.cli.{name}"
         for name in (

@@ -4,9 +4,10 @@ This is the only place where `data` and `model` meet.  Names are AlphaFold2's ow
 these names to arrays of one example (leading batch axes are allowed where every array has them).
 
 Axes: `res` residues, `seq` rows of the clustered MSA, `extra` rows of the extra MSA, `row` all rows
-of an assembly's alignment, `tmpl` templates, `copy` the copies of an entity (of the one that has the most), `pass` the
-passes of one example through the trunk, (recycles + 1) x ensemble, in the order recycle-major.  Only what differs
-between passes has that axis; an array whose `pass` axis has length 1 serves every pass.
+of an assembly's alignment, `soft` rows that have shares in place of codes, `tmpl` templates, `copy` the copies of an
+entity (of the one that has the most), `pass` the passes of one example through the trunk, (recycles + 1) x ensemble, in
+the order recycle-major.  Only what differs between passes has that axis; an array whose `pass` axis has length 1 serves
+every pass.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,6 +59,9 @@ FEATURES: dict[str, Feature] = {
     **_table("int64", "pass seq", "centre_rows"),
     **_table("int64", "pass extra", "extra_rows"),
     **_table("uint8", "pass seq res", "masked_msa"),  # the centres as the model sees them: 0-22, 22 = masked
+    # of a sequence that is being designed: rows as shares of the 23 classes, in place of codes: the first of an
+    # assembly's alignment, and all of a chain's extra MSA
+    **_table("float32", "soft res 23", "soft_alignment soft_extra"),
     # templates
     **_table("int64", "tmpl res", "template_aatype"),  # 0-19, 20 = X, 21 = gap
     **_table("float32", "tmpl res 37 3", "template_all_atom_positions"),

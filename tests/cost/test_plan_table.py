@@ -53,6 +53,17 @@ def test_the_table_has_what_each_plan_takes(tmp_path: Path, capsys: pytest.Captu
     assert "left out:" in out
 
 
+def test_a_design_is_planned_as_a_gradient(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = said(["tiny", "--residues", "200", "--design", "--device", "A100", "--json"], capsys)
+    found = json.loads(out)["largest"]
+    assert code == 0
+    assert found["sizes"] == {"residues": 200, "sequences": 1, "extra": 1, "templates": 0}
+    assert {one["plan"]["recompute"] for one in found["plans"]} == {"none", "layer", "block"}
+    code, out, _ = said(["tiny", "--residues", "200", "--design", "--max-msa", "8", "--memory", "100MB"], capsys)
+    assert code == 1
+    assert "a gradient by the sequence of 200 residues with 9 alignment rows" in out
+
+
 def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(["tiny", *FOUR, "--memory", "100MB"], capsys)
     assert code == 1
@@ -66,6 +77,7 @@ def test_what_fits_nowhere_is_said(capsys: pytest.CaptureFixture[str]) -> None:
         (["--cluster", "nowhere.toml", "--devices", "4"], "--devices: nowhere.toml says it; leave one of the two out"),
         (["--cluster", "nowhere.toml"], "nowhere.toml"),
         (["--link", "ib400"], "--link: it is for trainings on several devices"),
+        (["--design"], "--design: it is for a sequence; give a query, or its length with --residues"),
         (["--residues", "100", "--price", "3"], "--price: it is for trainings on several devices"),
         (
             ["--devices", "4", "--set", "optim.accumulate=3", "--set", "plan.data=3"],

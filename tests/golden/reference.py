@@ -3,10 +3,12 @@
 The layout, all of it optional (README.md says what each file holds):
 
     models/<case>/{config,param_spec,noise_fp32_vs_fp64}.json, {features,outputs,params,grads}.npz
-    units/<case>.{json,npz}, losses/<case>.{json,npz}, geometry/<case>.{json,npz}
+    models_design/<case>/ likewise, with cot.npz, grads_in.npz and, of an initial guess, prev.npz in place of grads.npz
+    units/<case>.{json,npz}, losses/<case>.{json,npz}, geometry/<case>.{json,npz}, confidences/<case>.{json,npz}
 
 A file that is missing or cut short raises what Python, json or NumPy does; `run.run_case` reports it.  How each case is
-computed: geometry.py (geometry and losses), layers.py (layers, blocks, the structure module), multimer.py, models.py.
+computed: geometry.py (geometry and losses), layers.py (layers, blocks, the structure module), multimer.py, models.py,
+design.py (gradients by a sequence).
 
 The rule by which two arrays agree:
 
@@ -31,11 +33,12 @@ from warpfold.batch import Arrays
 from warpfold.errors import UserError
 from warpfold.model.weights.deepmind import arrays, from_deepmind
 
-KINDS = ("geometry", "losses", "units", "models")
+KINDS = ("geometry", "losses", "units", "confidences", "models", "models_design")
 COMPARED = ("out", "grad_in", "grad_params", "grad_params_sample", "grad_params_l2")
 TIMES_NOISE = 10.0
 OF_SCALE = 1e-6
 RELATIVE_L2 = 1e-4
+UNSTATED = 9e-7  # noise of a gradient by a model's input, of its largest number, where none is stated
 UNDEFINED_ABOVE, ZERO_ABOVE = 1e-2, 10.0
 # A gradient smaller than this fraction of the case's largest one is fp32 rounding of an exact zero (for example that of
 # an offset added to all logits of a softmax): without stated noise, ours only has to be as small.
@@ -111,9 +114,11 @@ def find(folder: Path) -> list[CaseFiles]:
     found: dict[tuple[int, str], CaseFiles] = {}
     top = folder.resolve()
     for path in sorted([top, *top.rglob("*")]):
-        if path.is_dir() and (path.parent.name == "models" or (path == top and (path / "config.json").is_file())):
+        if path.is_dir() and path.parent.name == "models_design":
+            kind, stem = "models_design", path
+        elif path.is_dir() and (path.parent.name == "models" or (path == top and (path / "config.json").is_file())):
             kind, stem = "models", path
-        elif path.suffix in (".json", ".npz") and path.parent.name in KINDS[:3]:
+        elif path.suffix in (".json", ".npz") and path.parent.name in KINDS[:-2]:
             kind, stem = path.parent.name, path.with_suffix("")
         else:
             continue
@@ -127,7 +132,7 @@ def find(folder: Path) -> list[CaseFiles]:
 
 def read(files: CaseFiles) -> ReferenceCase:
     """Read a case from its files.  Errors: of json and NumPy; BrokenCase for a unit without inputs or outputs."""
-    return _read_model(files) if files.kind == "models" else _read_unit(files)
+    return _read_model(files) if files.kind in ("models", "models_design") else _read_unit(files)
 
 
 def _read_unit(files: CaseFiles) -> ReferenceCase:
@@ -164,14 +169,20 @@ def _read_model(files: CaseFiles) -> ReferenceCase:
     stored = optional("params.npz")
     spec = _json(folder / "param_spec.json") if stored is None else optional("param_spec.json")
     expected = {"out": _npz(folder / "outputs.npz"), "grad_params": optional("grads.npz") or {}}
+    expected["grad_in"] = optional("grads_in.npz") or {}
+    noise = _noise(optional("noise_fp32_vs_fp64.json"), "out/")
+    for name, x in expected["grad_in"].items():
+        most = float(np.abs(x).max())
+        noise[f"grad_in/{name}"] = noise.pop(f"out/grads_in/{name}", RoundingNoise(UNSTATED * most, most))
     return ReferenceCase(
         name=files.name,
-        kind="models",
+        kind=files.kind,
         meta=meta,
-        inputs=_npz(folder / "features.npz"),
+        inputs=_npz(folder / "features.npz") | (optional("prev.npz") or {}),
         expected={f"{group}/{name}": x for group, arrays in expected.items() for name, x in arrays.items()},
         params=_params(stored, spec),
-        noise=_noise(optional("noise_fp32_vs_fp64.json"), "out/"),
+        cotangents=optional("cot.npz") or {},
+        noise=noise,
     )
 
 
@@ -225,6 +236,8 @@ class CaseOutputs:
     rotations:   names of inputs [*, 3, 4], rotation and translation.  Only changes that leave a rotation one have a
                  meaning, so of a gradient by such an input only their part is compared.
     notes:       by name, a remark for the table.
+    left_out:    expected arrays by conventions that WarpFold does not have.
+    gradients:   by the names of `expected`, where the case computes them itself.
     """
 
     outputs: Mapping[str, Tensor]
@@ -236,6 +249,8 @@ class CaseOutputs:
     quaternions: tuple[str, ...] = ()
     rotations: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 Compute = Callable[[ReferenceCase, Tensors], CaseOutputs]  # from a case and its inputs as tensors
@@ -309,10 +324,14 @@ def checks(case: ReferenceCase, result: CaseOutputs) -> list[Check]:
     ours: dict[str, np.ndarray] = {f"out/{name}": _array(x) for name, x in result.outputs.items()}
     names = [name for name in case.expected if name.startswith("grad_")]
     if names:
-        ours |= _gradients(case, result)
+        known = {name: _array(x) for name, x in result.gradients.items()}
+        ours |= known or _gradients(case, result)
     found = []
     largest = max((float(np.abs(case.expected[name]).max(initial=0)) for name in names), default=0.0)
     for what, theirs in case.expected.items():
+        if what in result.left_out:
+            found.append(Check(what, 0.0, 0.0, "max", "another convention, which WarpFold does not have"))
+            continue
         if what not in ours:
             raise ValueError(f"{what}: the reference has it, WarpFold gives none")
         x, noise = ours[what], case.noise.get(what)

@@ -13,9 +13,11 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Column, Table
 
+from tests.golden.design import gradient_by_inputs
 from tests.golden.geometry import GEOMETRY, LOSSES
 from tests.golden.layers import UNITS
 from tests.golden.models import whole_model
+from tests.golden.of_pairs import confidences
 from tests.golden.reference import BrokenCase, CaseFiles, CaseOutputs, Check, ReferenceCase, checks, find, read, tensors
 from warpfold.errors import UserError
 from warpfold.model.weights.deepmind import PREFIX
@@ -87,6 +89,10 @@ def compute(case: ReferenceCase) -> CaseOutputs:
     """
     if case.kind == "models":
         return whole_model(case)
+    if case.kind == "models_design":
+        return gradient_by_inputs(case)
+    if case.kind == "confidences":
+        return confidences(case)
     key = f"{case.kind}/{case.title}"
     begins = [name for name in KNOWN if key == name or key.startswith(tuple(name + c for c in "_.-"))]
     if not begins:

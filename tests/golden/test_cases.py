@@ -1,6 +1,7 @@
-"""WarpFold against DeepMind's official code: the cases beside this file, and in ../shared/golden if that is there."""
+"""WarpFold against DeepMind's official code: the cases beside this file, and in ../shared/golden* if they are there."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +20,10 @@ from warpfold.model.weights.files import load_model
 from warpfold.training.train import train
 
 HERE = Path(__file__).parent
-ALL = HERE.parents[2] / "shared" / "golden"
+ALL = [folder for name in ("golden", "golden_design") if (folder := HERE.parents[2] / "shared" / name).is_dir()]
 SELECTED = find(HERE)
-OTHERS = [p for p in find(ALL) if p.name not in {s.name for s in SELECTED}] if ALL.is_dir() else []
+WHOLE = {one.name for one in SELECTED if one.kind != "models_design"}  # of those the selection lacks outputs
+OTHERS = [one for folder in ALL for one in find(folder) if one.name not in WHOLE]
 
 
 def _check(files: CaseFiles) -> None:
@@ -38,8 +40,18 @@ def test_selected_case(files: CaseFiles) -> None:
 @pytest.mark.parametrize("files", OTHERS or [None], ids=lambda files: getattr(files, "name", "none"))
 def test_shared_case(files: CaseFiles | None) -> None:
     if files is None:
-        pytest.skip("no ../shared/golden beside this checkout; tests/golden holds a selection of it")
+        pytest.skip("no ../shared beside this checkout; tests/golden holds a selection of it")
     _check(files)
+
+
+@pytest.mark.parametrize("name", ["monomer_model_1_ptm_guess", "multimer_v3_dimer_guess"])
+def test_without_its_initial_guess_a_case_fails(name: str, tmp_path: Path) -> None:
+    shutil.copytree(HERE / "models_design" / name, tmp_path / "models_design" / name)
+    with np.load(tmp_path / "models_design" / name / "prev.npz", allow_pickle=False) as file:
+        arrays = {key: np.zeros_like(file[key]) for key in file.files}
+    np.savez(tmp_path / "models_design" / name / "prev.npz", **arrays)
+    failed = [check.what for check in run_case(find(tmp_path)[0]).checks if not check.ok]
+    assert {"out/representations/pair", "out/structure_module/final_atom_positions"} <= {*failed}
 
 
 def test_what_was_fine_tuned_goes_back_to_deepminds_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

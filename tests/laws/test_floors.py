@@ -20,7 +20,7 @@ FLOORS = {
     **dict.fromkeys(("bench", "cluster"), 7),
     **dict.fromkeys(("adapt", "profile", "report", "training"), 8),
     "prediction": 9,
-    **dict.fromkeys(("evaluation", "relax"), 10),
+    **dict.fromkeys(("design", "evaluation", "relax"), 10),
     **dict.fromkeys(("demo", "demo_report", "finetuning"), 11),
     "cli": 12,
     **dict.fromkeys(("__init__", "__main__"), 13),  # the doors; `import warpfold` itself loads nothing (below)

@@ -388,3 +388,33 @@ def cgroup(folder: Path, lines: str, files: dict[str, str]) -> int:
 )  # fmt: skip
 def test_the_limit_of_a_cgroup_counts(tmp_path: Path, lines: str, files: dict[str, str], expected: int) -> None:
     assert cgroup(tmp_path, lines, files) == expected
+
+
+def test_what_is_like_the_last_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless less is free by then, or it needs much of what is free."""
+    found, free, choose = list[int](), [10**9], planning.choose
+
+    def counted(job: Job, machine: Machine, fixed: Any) -> Any:
+        found.append(job.sizes.residues)
+        return choose(job, machine, fixed)
+
+    monkeypatch.setattr(planning, "choose", counted)
+    monkeypatch.setattr(planning, "this_machine", lambda *_, **__: Machine(kind="cpu", free=free[0], host=10**12))
+    predictor = Predictor(tiny_model(), "cpu")
+
+    def plan(sequence: str) -> dict[str, Any]:
+        assembly = Assembly("q", ("A",), (from_sequence(sequence, name="q"),))
+        return dict(predictor.plan(predictor.prepare(assembly, recycles=0)).details)
+
+    first, again, other = plan(LONG), plan(LONG[::-1]), plan(SHORT)
+    assert (first, found) == (again, [21, 10])
+    assert other != first
+    free[0] = 95 * 10**7
+    assert plan(SHORT)["free"] == 95 * 10**7
+    assert found == [21, 10]
+    free[0] = 10**9 // 2
+    plan(SHORT)
+    assert found == [21, 10, 10]
+    free[0] = first["bytes"] * 3 // 2
+    plan(LONG), plan(LONG)
+    assert found[3:] == [21, 21]

@@ -29,6 +29,7 @@ from warpfold.prediction.templates import TemplateSources, files_of_chains
 from warpfold.relax import files as relax_files
 from warpfold.report.report import Warned
 
+TABLES = {"scores.csv", "scores_pairs.csv"}
 ONE, TWO = "MKTAYIAKQRQISFVKSH", "GSHMLEERLGL"
 RECORDS = f">H heavy\n{ONE}\n>L\n{TWO}\n>x\n{ONE}\n"  # two entities, three chains
 PAIRED = (
@@ -174,7 +175,13 @@ def test_force_takes_away_all_that_a_ranked_run_made(tmp_path: Path, fasta: Path
         predict(fasta, [], params["first"], tmp_path / "out", PredictOptions(recycles=0))
     predict(fasta, [], params["first"], tmp_path / "out", PredictOptions(recycles=0, force=True))
     stem = {f"trio/trio{end}" for end in (".cif", ".pdb", ".npz", "_plddt.json", "_pae.json", "_scores.json")}
-    assert set(written(tmp_path / "out")) == {"summary.json", "report.html", "trio/notes.txt", *stem}
+    assert set(written(tmp_path / "out")) - {"scores.parquet"} == {
+        "summary.json",
+        "report.html",
+        *TABLES,
+        "trio/notes.txt",
+        *stem,
+    }
 
 
 def test_one_prediction_failing_leaves_the_others_ranked(

@@ -10,7 +10,7 @@ import pytest
 import warpfold
 from tests.data.search.alignment_server import Server, packed, serving
 from tests.helpers import tiny_multimer
-from tests.prediction.runs import run_cli
+from tests.prediction.runs import run_cli, write_entry
 from tests.test_cli import run
 from warpfold.data.search.server import AlignmentServer, ServerLimits
 from warpfold.errors import UserError
@@ -64,6 +64,20 @@ def test_chains_without_alignment_are_sent_and_pairs_if_none_has(host: Server, t
     host.sequences.clear()
     folder.fold([ONE, TWO[::-1]], [[ROW], None], msa_server=server)
     assert host.sequences == [(TWO[::-1],)]
+
+
+def test_of_designs_the_fixed_chains_alone_are_sent(host: Server, tmp_path: Path) -> None:
+    folder, server = Predictor(tiny_multimer(recycles=0)), quick(host, tmp_path / "kept")
+    path = write_entry(tmp_path / "design.cif", {"A": TWO, "B": ONE}, "2020-01-01")
+    given = {"msa_server": server, "initial_guess": path, "fixed": "B"}
+    for found in (
+        folder.fold({"A": TWO, "B": ONE}, **given),
+        folder.fold_many({"x": {"A": TWO, "B": ONE}}, **given)[0].prediction,
+        folder.fold_many(path, **given)[0].prediction,
+    ):
+        assert found is not None
+        assert [depth > 1 for depth in found.details["chain_depths"].values()] == [False, True]
+    assert host.sequences == [(ONE,)]
 
 
 def test_what_cannot_be_folded_is_not_sent(host: Server, tiny_params: Path, tmp_path: Path) -> None:

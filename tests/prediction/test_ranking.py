@@ -10,7 +10,7 @@ from tests.training.runs import helix
 from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
 from warpfold.prediction.folder import copy_by_rank, rank_predictions
-from warpfold.prediction.outputs import Prediction, find_interfaces, write_prediction
+from warpfold.prediction.outputs import Prediction, write_prediction
 from warpfold.prediction.sanity import check_geometry, confidence_notices
 from warpfold.scoring.dockq import residue_pairs
 
@@ -88,12 +88,11 @@ def test_contacts_are_those_of_all_distances() -> None:
 
 
 def test_interfaces_are_where_chains_meet() -> None:
-    first, second = find_interfaces(helices(3, 9.0))  # the outer two are too far apart
+    first, apart, second = helices(3, 9.0).pair_scores
     assert (first.chains, second.chains) == (("C0", "C1"), ("C1", "C2"))
-    assert first.contacts == second.contacts > 0
+    assert first.contacts == second.contacts > apart.contacts == 0
     assert first.iptm == 0.75
-    assert first.plddt == pytest.approx(9.5)  # all of both: 0 to 19
-    assert find_interfaces(helices(2, 60.0)) == []
+    assert first.interface_plddt == pytest.approx(9.5)  # all of both: 0 to 19
 
 
 def test_a_chain_ends_where_the_next_begins() -> None:

@@ -42,7 +42,9 @@ from warpfold.cli.common import (
 )
 from warpfold.errors import UserError
 from warpfold.prediction.fold_options import (
+    FixedChains,
     Hits,
+    InitialGuess,
     MaxTemplateDate,
     MsaCache,
     MsaServer,
@@ -125,6 +127,8 @@ class PredictCommand(PredictOptions):
     hits: Hits = None
     template_structures: TemplateStructures = None
     max_template_date: MaxTemplateDate = None
+    initial_guess: InitialGuess = None
+    fixed_chains: FixedChains = None
     workers: Annotated[int, runs("Processes that each keep the model; of several GPUs each takes its own.", min=1)] = 1
     shard: Annotated[
         str | None, runs("I/N: only the I-th of N parts, for job arrays that share --out; the last writes the summary.")
@@ -149,7 +153,7 @@ class PredictCommand(PredictOptions):
         from warpfold.parallel.team import team_of
         from warpfold.prediction.predict import Share
         from warpfold.prediction.predict import predict as fold_all
-        from warpfold.prediction.queries import server_of
+        from warpfold.prediction.queries import fixed_chains, server_of
         from warpfold.prediction.templates import TemplateSources
 
         _check_relax(self.relax)
@@ -169,7 +173,13 @@ class PredictCommand(PredictOptions):
                 raise UserError(f"{name}: is empty; name {what}")
         options = replace(self.only(PredictOptions), device=device_of(self.device))
         server = server_of(self.msa_server, self.msa_cache, out / "alignments")
-        summary = fold_all(asked, paths("msa", self.msa), parameters, out, options, tell, sources, team, share, server)
+        guess = (
+            self.initial_guess if self.initial_guess == "self" else path_or_none("initial_guess", self.initial_guess)
+        )
+        summary = fold_all(
+            asked, paths("msa", self.msa), parameters, out, options, tell, sources, team, share, server,
+            guess, fixed_chains(self.fixed_chains),
+        )  # fmt: skip
         if not team.is_rank_zero:
             return summary
         return relax_predictions(summary, out, self.relax, options.device or "cpu", tell)
@@ -276,10 +286,12 @@ def _lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
         scores += [f"{title} {score:.2f}" for title, score in known if score is not None]
         if entry["templates"]:
             scores.append(f"templates {', '.join(entry['templates'])}")
-        yield f"{entry['name']}{chains}{rank}: {', '.join(scores)}, {out / entry['folder']}"
+        where = "not kept" if entry.get("dropped") else out / entry["folder"]
+        yield f"{entry['name']}{chains}{rank}: {', '.join(scores)}, {where}"
         if "relaxed" in entry:
             yield relaxed_line(f"{entry['name']} relaxed", entry["relaxed"])
     if summary["status"] != "running":
+        yield from (f"table: {out / name}" for name in summary.get("tables", ()))
         yield f"report: {out / 'report.html'}"
 
 

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from warpfold.arguments import PathLike, Paths, function, path, paths, progress_of, reads, runs, writes
 from warpfold.cli.common import Answer, command, device_of, plans_said, table, warn
@@ -20,6 +20,7 @@ from warpfold.prediction.fold_options import (
     TemplateStructures,
 )
 from warpfold.progress import Progress, progress_bar
+from warpfold.scoring.selection import Selection
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,6 +51,8 @@ class VerifyCommand(PredictOptions):
     max_template_date: MaxTemplateDate = None
     workers: Annotated[int, runs("Processes that each keep the model; of several GPUs each takes its own.", min=1)] = 1
     complex: bool | None = field(default=False, init=False)  # every target is folded alone
+    chain_gap: int | None = field(default=None, init=False)
+    pairs: Literal["all"] | None = field(default=None, init=False)
     progress: Progress | None = None
 
     def __call__(self) -> dict[str, Any]:
@@ -66,6 +69,8 @@ class VerifyCommand(PredictOptions):
         from warpfold.scoring.manifest import fetch_structures, read_manifest, read_truths
         from warpfold.scoring.verify import alignments_of, as_csv, report, score_targets
 
+        if isinstance(self.selection, Selection):
+            raise UserError(f"--keep {self.keep}: every structure is scored; give a number, or leave it out")
         tell, out, folder = progress_of(self.progress), path("out", self.out), path("structures", self.structures)
         manifest = read_manifest(path("targets", self.targets))
         if self.source is not None and not self.fetch:

@@ -15,6 +15,7 @@ from warpfold import settings
 from warpfold.batch import FEATURES, Batch
 from warpfold.check.sizes import DataSizes
 from warpfold.data.load.loader import Sample
+from warpfold.engine.gradient import Through
 from warpfold.engine.learn import DeviceResult, Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
@@ -290,6 +291,7 @@ class Job:
 
     sizes: of the example, as the model gets it.  recycles: passes before the last; at most, where recycling may stop
     early.  loss, optim: of a training; None: a prediction.  representations: a prediction keeps single, pair and msa.
+    gradient: by the sequence, of a design, through so many of its passes; the model is not trained.
     finetune: what is trained of the model.
     """
 
@@ -299,6 +301,7 @@ class Job:
     loss: LossConfig | None = None
     optim: OptimConfig | None = None
     representations: bool = False
+    gradient: Through | None = None
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
 
     @property
@@ -315,7 +318,7 @@ class Job:
 
     def keeps_trunk(self, plan: Plan) -> bool:
         """Whether what the trunk makes of an example is read, not computed, once each draw of it was made."""
-        if not self.training or self.finetune.trunk == "computed" or plan.axial * plan.branch * plan.batch > 1:
+        if not self.learns or self.finetune.trunk == "computed" or plan.axial * plan.branch * plan.batch > 1:
             return False
         return trained_parts(self.model, self.finetune).why_not_cached() is None
 
@@ -335,4 +338,9 @@ class Job:
     @property
     def training(self) -> bool:
         """Whether there is a backward pass."""
+        return self.learns or self.gradient is not None
+
+    @property
+    def learns(self) -> bool:
+        """Whether the model is trained, so that its weights have gradients and an optimizer."""
         return self.loss is not None

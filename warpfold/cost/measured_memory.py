@@ -15,7 +15,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from warpfold import settings
 from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
-from warpfold.cost.memory import MARGIN, TRUTH, estimate_memory, kind_of, predict_example, train_on_example
+from warpfold.cost.memory import (
+    MARGIN,
+    TRUTH,
+    estimate_memory,
+    gradient_of_example,
+    kind_of,
+    predict_example,
+    train_on_example,
+)
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.model.alphafold import AlphaFold, ModelConfig
@@ -27,16 +35,19 @@ def work(job: Job, plan: Plan, device: torch.device | str = "cpu") -> None:
     """Do a job once on one device, with random numbers: load the model, and fold an example or train on it."""
     ensemble = job.model.ensemble
     batch = random_example(job.model, job.sizes, device, (job.recycles + 1) * ensemble)
-    if not job.training:
+    if not job.learns:
         batch = {name: x for name, x in batch.items() if name not in TRUTH}
     torch.manual_seed(0)
-    model = AlphaFold(job.model).to(device).train(job.training)
+    model = AlphaFold(job.model).to(device).train(job.learns)
     Execution(plan).bind(model)
     model.noise.seed(0)
     if job.loss is None:
-        packed = PackedWeights(model, DTYPES[plan.precision])
-        with torch.no_grad():
-            predict_example(model, batch, job.recycles)
+        packed = PackedWeights(model.requires_grad_(job.gradient is None), DTYPES[plan.precision])
+        if job.gradient is not None:
+            gradient_of_example(model, batch, job.recycles, job.gradient)
+        else:
+            with torch.no_grad():
+                predict_example(model, batch, job.recycles)
         del packed
         return
     scaling = plan.precision == "fp16"

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from warpfold.batch import FEATURES, Batch, stack
 from warpfold.cost.example import Job, left_out
 from warpfold.cost.fake import META, Memory, MemoryPiece, fake_batch, fake_mesh, uncollected
+from warpfold.engine.gradient import Seen, Through, gradient_by_shares, loss_of_every_output
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.engine.trainable import FinetuneConfig, freeze
@@ -30,6 +31,7 @@ from warpfold.model import confidence
 from warpfold.model.alphafold import AlphaFold, ModelConfig, Output, Representations
 from warpfold.model.axial import AxialUpdate, Block, BlockStack
 from warpfold.model.losses import LossConfig, total_loss
+from warpfold.model.soft import CLASSES, QueryPlace
 from warpfold.model.structure import StructureOutput
 from warpfold.ops import dispatch
 from warpfold.ops.dispatch import Op
@@ -38,6 +40,7 @@ from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh
 from warpfold.parallel.plan import DTYPES, Plan
+from warpfold.parallel.team import Team
 
 PARTS = ("prepare", "update")  # of a layer, that work on a slice; the rest makes factors
 # Of a model's parts, whose what they make is.
@@ -282,7 +285,7 @@ def features_of(job: Job, passes: int) -> Batch:
     axes = {"res": sizes.residues, "seq": sizes.sequences, "extra": sizes.extra, "pass": passes}
     axes |= {"tmpl": sizes.templates} if job.model.templates.enabled else {}
     axes |= {"row": sizes.sequences + sizes.extra} if job.model.multimer is not None else {}
-    absent = left_out(job.model) | (set() if job.training else set(TRUTH))
+    absent = left_out(job.model) | (set() if job.learns else set(TRUTH))
     return {name: x for name, x in fake_batch(**axes).items() if name not in absent}
 
 
@@ -291,13 +294,16 @@ def _estimate(job: Job, plan: Plan, device: Device) -> MemoryEstimate:
     """Return the estimate; nothing of it depends on what is not an argument."""
     of_weights = Plan(data=plan.data, axial=plan.axial, branch=plan.branch, batch=plan.batch, precision=plan.precision,
                       sync=plan.sync)  # fmt: skip
-    weights = _weights(job.model, of_weights, job.optim, job.training, device, job.finetune)
-    everything = device == "cpu" or job.training  # else each pass moves what it sees
+    weights = _weights(job.model, of_weights, job.optim, job.learns, device, job.finetune)
+    everything = device == "cpu" or job.learns  # else each pass moves what it sees
     passes = job.model.ensemble * (job.recycles + 1 if everything else 1)
     features = sum(x.nbytes for x in features_of(job, passes).values()) * plan.batch
     run = _run(job, plan, device)
     always = {"weights": weights.held, "features": features}
     at_peak, course = run.timeline(always)
+    if job.gradient == "all":  # one pass was run, and each keeps as much
+        for held in (at_peak, *(held for _, held in course)):
+            held["kept"] = held.get("kept", 0) * (job.recycles + 1)
     for name, peak in (("loading", weights.loading), ("update", weights.update)):
         moment = {"weights": weights.held, "features": features if name == "update" else 0, name: peak - weights.held}
         course.insert(0 if name == "loading" else len(course), (name, moment))
@@ -490,13 +496,14 @@ def _run(job: Job, plan: Plan, device: Device) -> _Run:
     deep = replace(job.model, evoformer=replace(job.model.evoformer, blocks=max(1, job.backward_blocks)))
     config, plan, stands_for = _few_blocks(deep if job.training else job.model, plan, job.training)
     config = replace(config, ensemble=min(config.ensemble, 3))
-    recycles = min(job.recycles, 1) if job.training else 0  # all passes of a fold hold as much
+    recycles = min(job.recycles, 1) if job.training and job.gradient != "all" else 0  # those of a fold hold as much
     with _on(device), fake_mesh(plan.data, plan.axial, plan.branch) as mesh, uncollected():
-        made = _model(config, plan).train(job.training)
+        made = _model(config, plan).train(job.learns)
         Execution(plan, mesh).bind(made)
-        if job.training:
+        if job.learns:
             freeze(made, job.finetune_of_few)
-        packed = PackedWeights(made, DTYPES[plan.precision], trained=job.training)
+        made.requires_grad_(job.gradient is None)
+        packed = PackedWeights(made, DTYPES[plan.precision], trained=job.learns)
         made.noise.seed(0)
         batch = features_of(job, (recycles + 1) * config.ensemble)
         s, n, ranks = job.sizes.sequences, job.sizes.residues, plan.axial
@@ -513,6 +520,8 @@ def _run(job: Job, plan: Plan, device: Device) -> _Run:
         with memory, dispatch.observed(call), torch.set_grad_enabled(job.training):
             if job.loss is not None:
                 train_on_example(made, batch, recycles, job.loss, plan.batch, watch.enter_phase)
+            elif job.gradient is not None:
+                gradient_of_example(made, batch, recycles, job.gradient, mesh, watch.enter_phase)
             else:
                 predict_example(made, batch, recycles, watch.enter_phase)
         del packed
@@ -526,6 +535,27 @@ def predict_example(
     folded = model.fold(batch, recycles)
     enter("heads")
     judge_example(model, batch, folded.representations, folded.structure)
+
+
+def gradient_of_example(
+    model: AlphaFold,
+    batch: Batch,
+    recycles: int,
+    through: Through,
+    mesh: Mesh | None = None,
+    enter: Callable[[str], None] = lambda phase: None,
+) -> None:
+    """Run the passes, a loss of all outputs and the backward pass, as a design does: a gradient by the sequence."""
+
+    def loss(seen: Seen) -> dict[str, Tensor]:
+        enter("losses")
+        return loss_of_every_output(seen)
+
+    like = model.single.weight
+    shares = torch.full((len(batch["aatype"]), CLASSES), 1 / CLASSES, dtype=like.dtype, device=like.device)
+    passes = batch["msa_feat"].shape[0] if model.config.multimer is None else 0
+    place = QueryPlace(shares.new_ones(passes), False) if passes else None
+    gradient_by_shares(model, batch, shares, loss, place, recycles, through, Team(mesh=mesh or Mesh()))
 
 
 def judge_example(model: AlphaFold, batch: Batch, representations: Representations, structure: StructureOutput) -> None:

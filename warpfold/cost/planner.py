@@ -161,7 +161,7 @@ def choose(
     seen = {one.plan for one in search.looked}
     grid = (chosen.plan.data, chosen.plan.axial, chosen.plan.branch)
     tighter_ones = [p for p in plans if p not in seen and (p.data, p.axial, p.branch) == grid]
-    looked = tuple(search.looked) + tuple(map(Candidate, () if job.training else tighter_ones))
+    looked = tuple(search.looked) + tuple(map(Candidate, () if job.learns else tighter_ones))
     computed = None
     if job.keeps_trunk(chosen.plan):
         found = search.timed(chosen.plan, replace(job, finetune=replace(job.finetune, trunk="computed")), cluster)
@@ -171,7 +171,7 @@ def choose(
 
 def limited(job: Job, fixed: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a plan that stay, with those that what is trained decides where they are not given."""
-    if not (job.training and job.finetune.freezes):
+    if not (job.learns and job.finetune.freezes):
         return dict(fixed)
     alone = {"axial": 1, "batch": 1} if job.keeps_trunk(Plan()) else {}
     return {"branch": 1, **alone, **fixed}
@@ -220,7 +220,7 @@ def candidates(
             if examples_of(job) % (plan.data * plan.batch if plan.batch > 1 else 1):
                 continue
             few = replace(plan, sizes=SIZES)  # of a complex's alignments no axis is padded
-            if "sizes" not in fixed and job.training and job.model.multimer is None:
+            if "sizes" not in fixed and job.learns and job.model.multimer is None:
                 plan = few if few.why_no_graphs(machine.kind) is None else plan
             if plan in found:
                 continue
@@ -367,7 +367,7 @@ class _Search:
         groups: dict[tuple[int, int, int], list[Plan]] = {}
         for plan in self.plans:
             groups.setdefault((plan.data, plan.axial, plan.branch), []).append(plan)
-        if self._rates is None and len(self.plans) > 1:
+        if self._rates is None and len(self.plans) > 1 and self.job.gradient is None:  # whose time is not recorded
             self._rates = self.machine.rates(DTYPES[self.plans[0].precision], lambda what: self._say(what))
         one = next(iter(groups.values()))[0]
         if self._rates is not None:
@@ -388,7 +388,7 @@ class _Search:
             if best is None or not self._hopeless(grid, best):
                 self._look_at(plans)
             self._reach[grid[2]] = max(grid[1], self._reach.get(grid[2], 0))
-        if self.job.training and self._rates is not None and self._fitting():
+        if self.job.learns and self._rates is not None and self._fitting():
             self._vary()
 
     def _say(self, what: str) -> None:
@@ -672,7 +672,7 @@ def upper_bound(job: Job, plan: Plan) -> MemoryEstimate:
     outer = n * n * model.evoformer.c_outer**2
     one = 16 * (pairs + aligned + extra) + 4 * logits + 2 * outer + 64 * n * (n + 64) * (t + 1)
     blocks = model.evoformer.blocks + model.extra_blocks + t * model.templates.blocks if job.training else 1
-    copies = 8 if job.training else 2
+    copies = 8 if job.learns else 2
     passes = (job.recycles + 1) * model.ensemble
     features = 4 * passes * n * (64 * s + 32 * e) + 4 * n * n * 64
     width = max(4, DTYPES[plan.precision].itemsize)
@@ -690,7 +690,7 @@ class NothingFitsError(UserError):
     def __init__(self, job: Job, machine: Machine, looked: Sequence[Candidate], tell: Progress = no_progress) -> None:
         self.looked = looked
         least = min((one for one in looked if one.memory is not None), key=lambda one: one.memory.peak)  # type: ignore[union-attr]
-        what = "a training on" if job.training else "folding"
+        what = "a training on" if job.learns else "folding" if job.gradient is None else "a gradient by the sequence of"
         sizes = f"{job.sizes.residues:,} residues with {job.sizes.sequences + job.sizes.extra:,} alignment rows"
         would = "; ".join(_suggestions(job, machine, least.plan, tell))
         cure = f"what would fit: {would}" if would else "not even a few residues fit; give more memory"

@@ -97,7 +97,7 @@ def job_report(
     fixed, sync: keys that stay.  price: of a device for an hour.  Where nothing fits it has "refused", which says what
     would.  Errors: UserError for keys and devices that do not go together.
     """
-    about: dict[str, Any] = {"name": name, "sizes": vars(job.sizes), "training": job.training}
+    about: dict[str, Any] = {"name": name, "sizes": vars(job.sizes), "training": job.learns}
     about |= {"examples": examples_of(job), "longest": {}, "course": [], "at_peak": {}, "left_out": []}
     if cluster is not None:
         about |= {"cluster": to_dict(cluster), "joined": joined(cluster)}

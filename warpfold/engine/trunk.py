@@ -39,7 +39,14 @@ ABOUT = "trunk.json"
 OF_TRUNK = {
     *("target_feat", "msa_feat", "msa_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"),
     *("extra_msa_mask", "alignment", "alignment_mask", "alignment_deletions", "centre_rows", "extra_rows"),
-    *("masked_msa", "template_aatype", "template_all_atom_positions", "template_all_atom_masks"),
+    *(
+        "soft_alignment",
+        "soft_extra",
+        "masked_msa",
+        "template_aatype",
+        "template_all_atom_positions",
+        "template_all_atom_masks",
+    ),
     *("template_pseudo_beta", "template_pseudo_beta_mask", "template_mask"),
 }
 

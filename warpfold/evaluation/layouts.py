@@ -110,7 +110,8 @@ def _ours(folder: Path) -> tuple[list[PredictedFile], dict[str, str]] | None:
             return None
         files = []
         for entry in summary["predictions"]:
-            own = entry["files"]
+            if not (own := entry["files"]):  # --keep did not keep it
+                continue
             files.append(
                 PredictedFile(
                     target=entry["name"],

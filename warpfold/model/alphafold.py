@@ -188,27 +188,32 @@ class AlphaFold(Executable):
         for number, layer in enumerate(layers):
             layer.noise, layer.stream = self.noise, 1000 * number  # a layer may use the streams that follow its own
 
-    def forward(self, batch: Batch, recycles: int | None = None) -> Output:
+    def forward(self, batch: Batch, recycles: int | None = None, start: Recycled | None = None) -> Output:
         """Fold one example: `recycles` + 1 passes (default: the settings'), the gradient through the last alone.
 
         Outside of training there are fewer with a `recycle_tolerance`: when a pass hardly moved what the pass before
-        had found (before the first: zeros), one more follows, and it is the last.
+        had found (before the first: zeros, or the initial guess), one more follows, and it is the last.
         Per-pass features have a `pass` axis of 1 or of (recycles + 1) x ensemble, recycle-major.
+        start: as of `recycle`.
         Errors: ValueError where the number of passes does not fit.
         """
-        folded = self.fold(batch, recycles)
+        folded = self.fold(batch, recycles, start=start)
         mask = batch["seq_mask"].to(self.device)
         return replace(self.output(folded.representations, folded.structure, mask), recycles=folded.recycles)
 
     def fold(
-        self, batch: Batch, recycles: int | None = None, watch: Callable[[Recycled, Tensor], object] | None = None
+        self,
+        batch: Batch,
+        recycles: int | None = None,
+        watch: Callable[[Recycled, Tensor], object] | None = None,
+        start: Recycled | None = None,
     ) -> LastPass:
         """Run all passes, as `forward` does, but no head: their logits are the largest tensors of all.
 
         The batch may be in host memory, and narrower than its table says: each pass moves what it sees.
-        watch: as of `recycle`.
+        watch, start: as of `recycle`.
         """
-        recycled, done = self.recycle(batch, recycles, watch)
+        recycled, done = self.recycle(batch, recycles, watch, start=start)
         representations, structure = self.one_pass(self.inputs_of_pass(batch, done, recycled))
         return LastPass(representations, structure, done)
 
@@ -218,16 +223,18 @@ class AlphaFold(Executable):
         recycles: int | None = None,
         watch: Callable[[Recycled, Tensor], object] | None = None,
         early: Function | None = None,
+        start: Recycled | None = None,
     ) -> tuple[Recycled, int]:
         """Run the passes before the last; return what they hand to it, and how many they were.
 
         early: runs one of them, in place of `early_pass`.
         watch: given after each what it hands on, which the next may write over, and the structure module's activations
         [*, r, c], from which pLDDT follows.
+        start: what the first pass is handed (`first_recycled`), and may write over; None: zeros.
         """
         recycles = self.config.recycles if recycles is None else recycles
         self._check_passes(batch, (recycles + 1) * self.config.ensemble)
-        recycled, done, settled = self._nothing_recycled(batch), 0, False
+        recycled, done, settled = start or self.first_recycled(batch), 0, False
         while done < recycles and not settled:
             with torch.no_grad():
                 found = self.execution.call(self, early or self.early_pass, self.inputs_of_pass(batch, done, recycled))
@@ -389,14 +396,20 @@ class AlphaFold(Executable):
             label_logits=None if self.labels is None else self.labels(r.single, r.pair, seq_mask),
         )
 
-    def _nothing_recycled(self, batch: Batch) -> Recycled:
-        """Return the recycled tensors of the first pass: zeros (Algorithm 32)."""
+    def first_recycled(self, batch: Batch, guess: Tensor | None = None) -> Recycled:
+        """Return what the first pass is handed: zeros (Algorithm 32), but for the positions of an initial guess.
+
+        guess [*, r, 37, 3], angstrom: read as what a pass before would have found, by the binned distances between CB
+        (CA where the batch has glycine) alone.  As in the official code there is no mask: an atom that is missing is at
+        the origin.  So two residues without CB are 0 apart, as all are in a first pass without a guess, and from the
+        others they are as far as these are from the origin: with missing atoms it matters where the guess lies.
+        """
         c, aatype, dtype = self.config, batch["aatype"], self.execution.dtype
         shape, shard, like = aatype.shape, self.residues.local_shard(aatype, -1).shape, self.single.weight  # its device
         return Recycled(
             like.new_zeros(*shard, c.c_m, dtype=dtype),
             self.execution.pair_memory(like, (*shard, shape[-1], c.c_z)),
-            like.new_zeros(*shape, 37, 3),
+            like.new_zeros(*shape, 37, 3) if guess is None else guess.to(like),
         )
 
     def _check_passes(self, batch: Batch, passes: int) -> None:

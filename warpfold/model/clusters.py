@@ -2,6 +2,9 @@
 
 Which rows are centres in a pass, and how they are masked, was drawn with the features (data/features/make.py), so
 nothing here is random.  The monomer's features are made before the model, by another rule (data/features/msa.py).
+
+Rows may be soft: shares of the classes in place of a code (`soft_alignment`), as the sequence of a design is.  A
+gradient then goes back to them; which row joins which cluster is a constant for it.
 """
 
 import math
@@ -17,54 +20,72 @@ CLASSES = 23  # 20 residue types, X, gap, mask
 CELLS = 1 << 24  # numbers in the one-hot rows that are compared at a time
 
 
-@torch.no_grad()
 def cluster_features(batch: Batch) -> Batch:
     """Return the MSA features of one pass (no `pass` axis): msa_feat, msa_mask and the extra MSA.
 
     A row's weight in the cluster of a centre is the number of positions that both have, in the centre with which it
     agrees most (gaps and masked positions agree with nothing); equals share it.  A centre itself weighs 1.
+    Where a centre's code was masked or drawn anew, that code is seen, though its row be soft.
     Source: `nearest_neighbor_clusters`, `create_msa_feat`, `create_extra_msa_feature` of the official modules_multimer.
     """
-    mask, deletions = batch["alignment_mask"].float(), batch["alignment_deletions"].float()
-    centres, extra, masked = batch["centre_rows"], batch["extra_rows"], batch["masked_msa"]
-    own_mask, own_deletions = _rows(mask, centres), _rows(deletions, centres)
-    codes = _one_hot(masked)
-    seen = codes * own_mask[..., None]
-    total, removed, weight = _sums(batch["alignment"], mask, deletions, centres, seen)
-    members = weight[..., None] + 1
-    mean = (removed + own_deletions) / members
-    profile = (total + seen) / members[..., None]
-    channels = [codes, *_deletion_channels(own_deletions), profile, _deletion_value(mean)[..., None]]
-    has_deletion, value = _deletion_channels(_rows(deletions, extra))
-    return {
-        "msa_feat": torch.cat(channels, -1),
-        "msa_mask": own_mask,
-        "extra_msa": _rows(batch["alignment"], extra).long(),
-        "extra_msa_mask": _rows(mask, extra),
-        "extra_has_deletion": has_deletion[..., 0],
-        "extra_deletion_value": value[..., 0],
-    }
+    with torch.set_grad_enabled(torch.is_grad_enabled() and "soft_alignment" in batch):
+        mask, deletions = batch["alignment_mask"].float(), batch["alignment_deletions"].float()
+        centres, extra, masked = batch["centre_rows"], batch["extra_rows"], batch["masked_msa"]
+        own_mask, own_deletions = _rows(mask, centres), _rows(deletions, centres)
+        codes = _one_hot(masked)
+        if "soft_alignment" in batch:
+            as_drawn = (masked == _rows(batch["alignment"], centres))[..., None]
+            codes = torch.where(as_drawn, _soft_rows(batch, centres), codes)
+        seen = codes * own_mask[..., None]
+        total, removed, weight = _sums(batch, mask, deletions.to(codes.dtype), seen, own_mask.to(codes.dtype))
+        members = weight[..., None] + 1
+        mean = (removed + own_deletions) / members
+        profile = (total + seen) / members[..., None]
+        channels = [codes, *_deletion_channels(own_deletions), profile, _deletion_value(mean)[..., None]]
+        has_deletion, value = _deletion_channels(_rows(deletions, extra))
+        soft = {"soft_extra": _soft_rows(batch, extra)} if "soft_alignment" in batch else {}
+        return {
+            "msa_feat": torch.cat(channels, -1),
+            "msa_mask": own_mask,
+            "extra_msa": _rows(batch["alignment"], extra).long(),
+            "extra_msa_mask": _rows(mask, extra),
+            "extra_has_deletion": has_deletion[..., 0],
+            "extra_deletion_value": value[..., 0],
+            **soft,
+        }
+
+
+def _soft_rows(batch: Batch, index: Tensor) -> Tensor:
+    """Return rows `index` [*, K] of the alignment as shares of the classes, [*, K, N, 23]: given, or one-hot codes."""
+    soft = batch["soft_alignment"]
+    given = torch.take_along_dim(soft, index.clamp(max=soft.shape[-3] - 1)[..., None, None], -3)
+    known = _one_hot(_rows(batch["alignment"], index)).to(soft.dtype)
+    return torch.where((index < soft.shape[-3])[..., None, None], given, known)
 
 
 def _sums(
-    rows: Tensor, mask: Tensor, deletions: Tensor, centres: Tensor, codes: Tensor
+    batch: Batch, mask: Tensor, deletions: Tensor, codes: Tensor, present: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted sums over each centre's cluster, without the centre.
 
-    rows uint8 [*, R, N], mask and deletions float32 [*, R, N], centres int64 [*, S], codes float32 [*, S, N, 23]: the
-    centres as one-hot vectors, 0 where masked -> codes [*, S, N, 23], deletions [*, S, N], weights [*, S].
+    mask, deletions float32 [*, R, N], of all rows; codes float32 [*, S, N, 23]: the centres as shares of the classes, 0
+    where masked; present [*, S, N]: their mask -> codes [*, S, N, 23], deletions [*, S, N], weights [*, S].
     """
-    *batch, count, length, classes = codes.shape
+    rows, soft, centres = batch["alignment"], batch.get("soft_alignment"), batch["centre_rows"]
+    *lead, count, length, classes = codes.shape
     others = torch.ones_like(mask[..., 0]).scatter(-1, centres, 0.0)  # a centre joins no cluster
-    compared = codes[..., :GAP].flatten(-2)
-    present = codes.sum(-1)
-    total = codes.new_zeros(*batch, count, length * classes)
-    removed, weight = codes.new_zeros(*batch, count, length), codes.new_zeros(*batch, count)
+    compared = codes[..., :GAP].flatten(-2).detach()
+    total = codes.new_zeros(*lead, count, length * classes)
+    removed, weight = codes.new_zeros(*lead, count, length), codes.new_zeros(*lead, count)
     size = max(CELLS // (length * classes), 1)
     for part in (slice(start, start + size) for start in range(0, rows.shape[-2], size)):
-        there = mask[..., part, :]
-        one_hot = _one_hot(rows[..., part, :], there)
-        agreement = one_hot[..., :GAP].flatten(-2) @ compared.mT
+        there = mask[..., part, :].to(codes.dtype)
+        one_hot = _one_hot(rows[..., part, :], there).to(codes.dtype)
+        if soft is not None and part.start < soft.shape[-3]:
+            given = soft[..., part, :, :]
+            given = given * there[..., : given.shape[-3], :, None]
+            one_hot = torch.cat((given, one_hot[..., given.shape[-3] :, :, :]), -3)
+        agreement = one_hot[..., :GAP].flatten(-2).detach() @ compared.mT
         share = torch.softmax(1e3 * agreement, -1) * (there @ present.mT) * others[..., part, None]
         total += share.mT @ one_hot.flatten(-2)
         removed += share.mT @ (there * deletions[..., part, :])

@@ -165,5 +165,6 @@ class ExtraMSAEmbedder(Executable):
             self.residues.local_shard(batch[name], -1)
             for name in ("extra_msa", "extra_has_deletion", "extra_deletion_value")
         )
-        codes = one_hot(msa, EXTRA_CLASSES, dtype)
+        soft = batch.get("soft_extra")
+        codes = one_hot(msa, EXTRA_CLASSES, dtype) if soft is None else self.residues.local_shard(soft, -2).to(dtype)
         return self.linear(torch.cat((codes, torch.stack(deletions, -1).to(dtype)), -1))

@@ -3,6 +3,7 @@
 Imports nothing heavy: `warpfold predict --help` is made of it.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
@@ -25,6 +26,7 @@ from warpfold.arguments import (
     writes,
 )
 from warpfold.errors import UserError
+from warpfold.scoring.selection import Selection, keep_of
 
 if TYPE_CHECKING:
     from warpfold.data.search.server import AlignmentServer
@@ -46,6 +48,18 @@ Hits = Annotated[
 ]
 TemplateStructures = Annotated[PathLike | None, reads("Folder of mmCIF files that the hits point to.")]
 MaxTemplateDate = Annotated[str | None, reads("YYYY-MM-DD; hits whose structure came out later are refused.")]
+InitialGuess = Annotated[
+    PathLike | Mapping[str, Any] | None,
+    reads(
+        "Start the first pass from structures: a file, for every record; a folder of NAME.pdb or NAME.cif; or self: "
+        "the records are structures.",
+        shell=str | None,
+    ),
+]
+FixedChains = Annotated[
+    str | Sequence[str] | None,
+    reads("Chains, A,B, that are to stay as in the initial guess: they are templates of themselves.", shell=str | None),
+]
 ServerLike = Union[str, "AlignmentServer", None]
 MsaServer = Annotated[
     ServerLike,
@@ -89,6 +103,15 @@ SaveRecycles = Annotated[
     bool, writes("Write the structures of the passes before the last too: NAME_recycle_0.cif and so on.")
 ]
 Logits = Annotated[bool, writes("Keep the logits of all heads.")]  # in Python alone
+
+ChainGap = Annotated[
+    int | None,
+    decides(
+        "Fold complexes with parameters for single chains: residue numbers jump by so much between chains (ColabFold: "
+        "200).",
+        min=32,
+    ),
+]
 
 # How it runs.
 Chunk = Annotated[int | None, runs("Rows computed at a time, 0 for all; default: what fits and is fast.", min=0)]
@@ -178,6 +201,7 @@ class PredictOptions(Checked):
     dropout: Dropout = False
     max_msa: MaxMsa = None
     max_extra: MaxExtra = None
+    chain_gap: ChainGap = None
     num_models: Annotated[int | None, reads("Of the parameters, use this many.", min=1)] = None
     complex: Annotated[
         bool | None,
@@ -186,15 +210,20 @@ class PredictOptions(Checked):
             show_default=False,
         ),
     ] = None
+    pairs: Annotated[
+        Literal["all"] | None,
+        reads("all: fold each two records as a complex, and each with itself; NAME is ONE_and_OTHER."),
+    ] = None
     representations: Representations = False
     distogram: Distogram = False
     save_recycles: SaveRecycles = False
     keep: Annotated[
-        int | None,
+        int | str | None,
         writes(
-            "Of each protein's ranked predictions, the best so many keep all files, the others none that grow with the "
-            "square of the length; default: all keep all.",
-            min=1,
+            "N: of each protein's ranked predictions the best N keep all files, the others none that grow with the "
+            'square of the length. best:N, best:N:SCORE, or an expression such as "ipsae > 0.6 and rmsd < 2": '
+            "what keeps its structure, of the whole run; scores.csv has all. Default: all keep all.",
+            shell=str | None,
         ),
     ] = None
     device: Device = None
@@ -209,12 +238,19 @@ class PredictOptions(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         batch_of(self.batch)
-        _ = self.recycling, self.memory_limit  # which refuse what is none
+        if self.pairs and self.complex:
+            raise UserError("--pairs makes complexes itself of all records; leave --complex out")
+        _ = self.recycling, self.memory_limit, self.selection  # which refuse what is none
 
     @property
     def recycling(self) -> Recycling:
         """Return when recycling ends."""
         return Recycling.of(self.recycle_tolerance, self.max_recycles)
+
+    @property
+    def selection(self) -> int | Selection | None:
+        """Return what keeps its files."""
+        return keep_of(self.keep)
 
     @property
     def memory_limit(self) -> int | None:
@@ -245,7 +281,7 @@ class PredictOptions(Checked):
         config, sample = model.config, model.sample
         # Named only if given: folders of earlier versions can be continued.
         given = {"recycle_tolerance": self.recycling.tolerance, "max_recycles": self.recycling.long}
-        given |= {name: getattr(self, name) or None for name in ("distogram", "dropout", "save_recycles")}
+        given |= {name: getattr(self, name) or None for name in ("distogram", "dropout", "save_recycles", "chain_gap")}
         return {
             "recycles": config.recycles if self.recycles is None else self.recycles,
             "ensemble": config.ensemble if self.ensemble is None else self.ensemble,

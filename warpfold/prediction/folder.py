@@ -28,6 +28,7 @@ from warpfold.prediction.outputs import (
     claim_folder,
     clear_damaged,
     damaged_files,
+    drop_prediction,
     refuse_links,
     remove_prediction,
     thin_prediction,
@@ -35,6 +36,8 @@ from warpfold.prediction.outputs import (
 )
 from warpfold.prediction.pages import prediction_report
 from warpfold.report.report import write_report
+from warpfold.scoring.score_table import ScoreTables, check_tables, remove_tables, row_of
+from warpfold.scoring.selection import Selection, Shortlist
 
 logger = logging.getLogger("warpfold")
 JOURNALS = "journal"  # the folder
@@ -57,14 +60,16 @@ class PredictionFolder:
     """A folder that one process, or several that have a part each, fill with predictions.
 
     new: the summary of a new run.  items: all predictions of the run, in the order of the summary.
-    keep: of each query's predictions, as many keep all files, the best; None: all of them.
+    keep: of each query's predictions, as many keep all files, the best; or which keep their structures; None: all.
+    tables: that get a row for each prediction.
     """
 
     out: Path
     new: dict[str, Any]
     items: Sequence[FoldItem]
     part: JobPart = WHOLE
-    keep: int | None = None
+    keep: int | Selection | None = None
+    tables: ScoreTables | None = None
     journal: "Journal | None" = field(default=None, repr=False)
     own: set[Key] = field(default_factory=set, repr=False)  # what is to be folded by this process, or was
 
@@ -106,21 +111,30 @@ class PredictionFolder:
             for other in workers_at_work(self.out):
                 if not same or other == str(self.part) or JobPart.parse(other).count != self.part.count:
                     raise at_work(self.out, other)
+            check_tables(self.out, self.tables, earlier)
             if not same:
                 rows = read_journals(self.out, str(earlier.get("run")))
                 for entry in [*earlier.get("predictions", []), *(row["entry"] for row in rows if "entry" in row)]:
                     if all(part == file_name(part) for part in Path(entry["folder"]).parts):
                         remove_prediction(self.out / entry["folder"], entry["name"])
                         remove_copies(self.out, entry)
+                remove_tables(self.out, earlier.get("tables", ()))
                 write_summary(self.out, self.new)
-            self.journal = Journal(self.out, self.run, self.part)
-            if same and earlier["status"] != "running":
-                write_summary(self.out, earlier | {"status": "running"})
+            self.journal = Journal(self.out, self.run, self.part, tables=self.tables, shortlist=self.shortlist())
+            named = {} if self.tables is None else {"tables": sorted({*earlier.get("tables", []), *self.tables.names})}
+            if same and earlier != (running := earlier | {"status": "running"} | named):
+                write_summary(self.out, running)
             done = self._done()
+        lost = set()
         for key in self.own & done.entries.keys():  # reading thousands takes minutes, for which no other part waits
             if damaged := damaged_files(self.out, done.entries[key]):
                 clear_damaged(self.out, done.entries.pop(key), damaged)
                 logger.warning("%s: missing, or not what was written; it is predicted again", damaged[0])
+                lost.add(key)
+        if self.tables is not None:
+            with alone(self.out):  # a kill may have come between a line of the journal and its row
+                known = self._done().entries
+                self.tables.rebuild(known[item.key] for item in self.items if item.key in known.keys() - lost)
         wanted = ([item.key for item in group if item.key not in done.entries] for group in own)
         return [keys for keys in wanted if keys]
 
@@ -142,16 +156,34 @@ class PredictionFolder:
             summary = self._summary(done, None if whole else self.own) | {"seconds": process["seconds"]}
             if whole:
                 entries, summary["ranking"] = rank_predictions(summary["predictions"])
-                for entry in entries:
-                    if self.keep is not None and entry["rank"] > self.keep and not entry.get("thinned"):
-                        place = self.out / entry["folder"]
-                        files = thin_prediction(place, entry["name"], entry["files"])
-                        entry |= {"files": files, "checksums": checksums_of(place, files), "thinned": True}
+                kept = self._kept(entries)
+                for place, entry in enumerate(entries):
+                    if place in kept:
+                        continue
+                    if isinstance(self.keep, Selection):
+                        entry |= drop_prediction(self.out, entry)
+                    elif not entry.get("thinned"):
+                        below = self.out / entry["folder"]
+                        files = thin_prediction(below, entry["name"], entry["files"])
+                        entry |= {"files": files, "checksums": checksums_of(below, files), "thinned": True}
                 summary["predictions"] = copy_by_rank(self.out, entries) if self.is_several else entries
+                if self.tables is not None:
+                    summary["tables"] = self.tables.rebuild(summary["predictions"], finished=True)
                 write_report(self.out / "report.html", prediction_report(self.out, summary))
                 summary = write_summary(self.out, summary)
                 remove_journals(self.out)
         return summary
+
+    def shortlist(self) -> Shortlist | None:
+        """Return a new list of what a process has predicted and may keep, if only some of it is kept."""
+        return Shortlist(self.keep) if isinstance(self.keep, Selection) else None
+
+    def _kept(self, entries: Sequence[Entry]) -> set[int]:
+        """Return which entries keep all their files, as their places."""
+        if isinstance(self.keep, Selection):
+            return self.keep.chosen(map(row_of, entries))
+        # Where a rank is not known yet, nothing was taken away.
+        return {place for place, one in enumerate(entries) if self.keep is None or one.get("rank", 1) <= self.keep}
 
     def _summary(self, done: Done, own: set[Key] | None) -> dict[str, Any]:
         """Return the summary of what is done; own: only of these, while others are at work."""
@@ -182,9 +214,7 @@ class PredictionFolder:
         earlier = claim_folder(self.out, self.new["format"], self.run) or self.new
         done, first = Done(), self.items[0]
         for entry in earlier["predictions"]:
-            lacks = entry.get("thinned") and (self.keep is None or entry["rank"] <= self.keep)
-            if not lacks:
-                done.entries[entry["name"], entry.get("model", first.model.name), entry["seed"]] = entry
+            done.entries[entry["name"], entry.get("model", first.model.name), entry["seed"]] = entry
         for failure in earlier["failures"]:
             key = failure["name"], failure.get("model", first.model.name), failure.get("seed", first.seed)
             done.failures[key] = failure["error"]
@@ -195,6 +225,10 @@ class PredictionFolder:
                 done.failures[key_of(row["of"])] = row["error"]
             elif "entry" in row:
                 done.entries[key_of(row["of"])] = row["entry"]
+        kept, some = self._kept([*done.entries.values()]), isinstance(self.keep, Selection)
+        for place, (key, entry) in enumerate([*done.entries.items()]):  # what an earlier --keep took is made again
+            if (place in kept and entry.get("thinned")) or ((place in kept or not some) and entry.get("dropped")):
+                del done.entries[key]
         return done
 
 
@@ -207,12 +241,21 @@ def key_of(of: Sequence[Any]) -> Key:
 class Journal:
     """A file to which one process adds a line for each prediction; what is there when `write` returns outlives a kill.
 
-    worker: names a process that works for another one; its file is not locked.
+    worker: names a process that works for another one; its file is not locked.  tables: get a row for each entry.
+    shortlist: of what this process may keep; the files of what is no longer on it are deleted.
     Errors: UserError if another process of the same part is at work.
     """
 
-    def __init__(self, out: Path, run: str, part: JobPart = WHOLE, worker: str = "") -> None:
-        self.out, self.part = out, part
+    def __init__(
+        self,
+        out: Path,
+        run: str,
+        part: JobPart = WHOLE,
+        worker: str = "",
+        tables: ScoreTables | None = None,
+        shortlist: Shortlist | None = None,
+    ) -> None:
+        self.out, self.part, self.tables, self.shortlist = out, part, tables, shortlist
         path = out / JOURNALS / f"{part.number}-of-{part.count}{f'-{worker}' if worker else ''}.jsonl"
         with writing(path):
             self._file = _appending(path) if worker else _locked(path, at_work(out, str(part)))
@@ -221,9 +264,21 @@ class Journal:
 
     def add(self, outcome: FoldOutcome) -> None:
         """Add a prediction's entry in the summary, or why there is none; nothing where another rank writes."""
-        if outcome.entry is not None or outcome.error:
-            what = {"error": outcome.error} if outcome.entry is None else {"entry": outcome.entry}
-            self.write({"of": outcome.item.key, **what})
+        if outcome.entry is None:
+            if outcome.error:
+                self.write({"of": outcome.item.key, "error": outcome.error})
+            return
+        row = {"of": outcome.item.key, "entry": outcome.entry}
+        if self.tables is None:
+            self.write(row)
+            return
+        with alone(self.out):  # who builds the tables anew, from the journals, sees both or neither
+            self.write(row)
+            self.tables.append(outcome.entry)
+        if self.shortlist is not None and not outcome.entry.get("dropped"):
+            for key, beaten in self.shortlist.add(row_of(outcome.entry), (outcome.item.key, outcome.entry)):
+                self.write({"of": key, "entry": beaten | {"files": {}, "checksums": {}, "dropped": True}})
+                drop_prediction(self.out, beaten)
 
     def close(self) -> None:
         """Give up the file, and its lock."""

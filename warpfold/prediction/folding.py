@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from warpfold.bulk import JobPart
+from warpfold.data.example.guess import GuessStructure
 from warpfold.data.example.raw_example import Assembly
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
@@ -100,7 +101,7 @@ def in_groups(items: Sequence[FoldItem], batch: int | None, device: str) -> list
 def _fits(item: FoldItem, group: Group, batch: int | None, budget: int) -> bool:
     """Return whether an item may go through the model with a group."""
     every, count, config = (*group, item), len(group) + 1, item.model.config
-    if count > (MOST_TOGETHER if batch is None else batch) or any(one.query.is_complex for one in every):
+    if count > (MOST_TOGETHER if batch is None else batch):
         return False
     if config.multimer is not None or config.recycle_tolerance is not None:  # the end of one must not be that of others
         return False
@@ -135,7 +136,18 @@ class Folds(Protocol):
 
     @property
     def model(self) -> AlphaFold: ...
-    def prepare(self, assembly: Assembly, *, seed: int, recycles: int | None, ensemble: int | None) -> Prepared: ...
+    def prepare(
+        self,
+        assembly: Assembly,
+        *,
+        seed: int,
+        recycles: int | None,
+        ensemble: int | None,
+        initial_guess: GuessStructure | None,
+        fixed: Sequence[str],
+    ) -> Prepared:
+        """Make the features of one chain or several."""
+
     def compute(self, prepared: Prepared, asked: Asked) -> Prediction: ...
     def compute_together(self, several: Sequence[Prepared], asked: Asked) -> list[Prediction]: ...
 
@@ -209,12 +221,15 @@ def fold_groups(
     clock, failures, coming = Clock(), failures_of(team), iter(groups)
 
     def prepare(predictor: Folds, group: Group) -> list[FoldOutcome]:
+        """Make the features of a group."""
         made = [FoldOutcome(item) for item in group]
         for one in made:
+            query = one.item.query
             with one.attempt(failures):
                 one.prepared = predictor.prepare(
-                    one.item.query.assembly, seed=one.item.seed, recycles=asked.recycles, ensemble=asked.ensemble
-                )
+                    query.assembly, seed=one.item.seed, recycles=asked.recycles, ensemble=asked.ensemble,
+                    initial_guess=query.guess, fixed=query.fixed,
+                )  # fmt: skip
         return made
 
     def finish(folded: list[FoldOutcome]) -> None:

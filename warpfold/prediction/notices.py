@@ -21,6 +21,8 @@ SENTENCES = {
     "no_hits": "0 templates used: no hit for it in the files given",
     "templates_missing": "{used:,} of {offered:,} templates used: {missing:,} without a structure in {folder}{detail}",
     "templates_refused": "0 of {offered:,} templates used: {why}",
+    "guess_gaps": "residues whose Cβ the initial guess lacks, which count as being at the origin: {count}{detail}",
+    "fixed_differs": "residues of fixed chains that are others in the initial guess: {count}{detail}",
     "unknown_residues": "not one of the twenty amino acids, so without atoms: {count}{detail}; write C for U to get "
     "cysteine",
     "no_pdb": "no PDB file: {why}",

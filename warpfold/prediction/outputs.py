@@ -8,9 +8,10 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations, count, pairwise
+from functools import cached_property
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -28,10 +29,11 @@ from warpfold.prediction.notices import Notice
 from warpfold.prediction.sanity import check_geometry, confidence_notices
 from warpfold.report.coverage import Coverage
 from warpfold.report.report import ReportPage, Target, Warned, render
-from warpfold.scoring.dockq import CONTACT, residue_pairs
+from warpfold.scoring.interface import PairScore, chain_pair_scores
+from warpfold.scoring.score_table import PAIRS, PARQUET, SCORES, design_scores, pair_records
 
-RESERVED = ("alignments", "journal", "report.html", "summary.json")  # in an output folder: no protein's folder
-NEAR = 8.0  # angstrom: residues whose heavy atoms are nearer to another chain than this belong to the interface
+# In an output folder: no protein's folder.
+RESERVED = ("alignments", "journal", "report.html", "summary.json", SCORES, PAIRS, PARQUET)
 FRAME = 900  # pixels of the frame in a notebook; what is longer scrolls
 # Arrays that stay when a prediction is thinned.
 SMALL = (
@@ -197,6 +199,34 @@ class Prediction:
         how = Modelling("; ".join(facts) or None, scores)
         return write_mmcif(self.name, self.chains(), b_factors=self._plddt_by_chain, predicted=how)
 
+    @cached_property
+    def pair_scores(self) -> list[PairScore]:
+        """Return the scores of each two chains of a complex, in their order (docs/scoring.md); of one chain none."""
+        if self.asym_id is None:
+            return []
+        arrays = self.plddt, self.positions, self.mask, self.asym_id
+        return chain_pair_scores(self.pae, *arrays, self.chain_ids, self.chain_pair_iptm)
+
+    def design_scores(
+        self, fixed: Sequence[str] = (), given: Mapping[str, Chain] | None = None
+    ) -> dict[str, float | int | str | None]:
+        """Return the scores of binder and target, as a row of scores.csv has them (docs/scoring.md).
+
+        fixed: the chains of the target; by default all but the last.  given: the complex that was designed, by chain.
+        """
+        chains = {chain.id: chain for chain in self.chains()}
+        plddt = {chain: self.plddt[span] for chain, span in self.spans.items()}
+        return design_scores(chains, plddt, self.pair_scores, fixed, given)
+
+    def confidences(self) -> dict[str, float | None]:
+        """Return the scores of the whole prediction as files have them; ipTM is None of a single chain."""
+        tm = {name: getattr(self, name) for name in ("ptm", "iptm")}
+        return {
+            "mean_plddt": round(self.mean_plddt, 2),
+            **{name: None if one is None else round(one, 4) for name, one in tm.items()},
+            "ranking_confidence": round(self.ranking_confidence, 6),
+        }
+
     def pdb(self) -> str:
         """Return PDB text, pLDDT in the B column.  Errors: UserError where the format cannot hold the structure."""
         from warpfold.data.structure.write import write_pdb
@@ -239,7 +269,7 @@ class Prediction:
                 if self.pae is not None and self.max_pae is not None:
                     write_pae(draft / names["pae"], self.pae, self.max_pae)
                 scores = self.plddt, self.pae, self.ptm, self.iptm, self.chain_pair_iptm, self.label
-                write_scores(draft / names["scores"], *scores)
+                write_scores(draft / names["scores"], *scores, pair_records(self.pair_scores))
                 if self.distogram is not None:
                     np.save(draft / names["distogram"], self.distogram, allow_pickle=False)
                 written = {kind: name for kind, name in names.items() if (draft / name).exists()}
@@ -251,31 +281,35 @@ class Prediction:
 
 
 def write_prediction(
-    prediction: Prediction, out: Path, below: str = "", notices: Sequence[Notice] = ()
+    prediction: Prediction,
+    out: Path,
+    below: str = "",
+    notices: Sequence[Notice] = (),
+    fixed: Sequence[str] = (),
+    given: Mapping[str, Chain] | None = None,
+    wanted: Callable[[Mapping[str, Any]], bool] | None = None,
 ) -> dict[str, Any]:
     """Check a prediction's geometry, write it into its own folder in `out`, and return its entry in the summary.
 
     below: the folder in that of the protein, where it has several predictions.  notices: what else is to be said.
+    fixed, given: as of `Prediction.design_scores`.  wanted: told all but the files, says whether they are to be there.
     """
     outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     details = dict(prediction.details)
     chains, lost = _of_complex(prediction, details.pop("chain_depths", {})), details.pop("warnings", ())
+    if prediction.asym_id is not None or given is not None:
+        chains["scores"] = prediction.design_scores(fixed, given)
     geometry = check_geometry(prediction.positions, prediction.mask, prediction.asym_id)
     doubts = confidence_notices(prediction.plddt, prediction.ptm, prediction.iptm)
     folder = f"{file_name(prediction.name)}/{below}".rstrip("/")
-    refuse_links(out, folder)
-    files = prediction.save(out / folder, overwrite=True)  # the earlier run was killed, or is replaced with --force
-    return {
-        "name": prediction.name,
-        "folder": folder,
-        "files": files,
-        "checksums": checksums_of(out / folder, files),
+    head, scores = {"name": prediction.name, "folder": folder}, prediction.confidences()
+    known = {
         "length": len(prediction.sequence),
         "sequence": ":".join(prediction.sequence[span] for span in prediction.spans.values()),
-        "mean_plddt": round(prediction.mean_plddt, 2),
-        "ptm": None if prediction.ptm is None else round(prediction.ptm, 4),
+        "mean_plddt": scores["mean_plddt"],
+        "ptm": scores["ptm"],
         **chains,
-        "ranking_confidence": round(prediction.ranking_confidence, 6),
+        "ranking_confidence": scores["ranking_confidence"],
         **({} if prediction.label is None else {"label": rounded_label(prediction.label)}),
         **details,
         **({"recycled": [one.scores() for one in prediction.recycled]} if prediction.recycled else {}),
@@ -283,13 +317,29 @@ def write_prediction(
         "templates_refused": count_refusals(outcomes),
         "templates_missing": sum(outcome.missing for outcome in outcomes),
         "geometry": asdict(geometry),
-        "warnings": [
-            *(notice.record() for notice in notices),
-            *lost,
-            *(notice.record() for notice in _input_notices(prediction, files)),
-            *(notice.record() for notice in (*geometry.notices(), *doubts)),
-        ],
     }
+    refuse_links(out, folder)
+    files: dict[str, str] = {}
+    if kept := wanted is None or wanted(head | known):
+        files = prediction.save(out / folder, overwrite=True)  # the earlier run was killed, or is replaced with --force
+    warnings = [
+        *(notice.record() for notice in notices),
+        *lost,
+        *(notice.record() for notice in _input_notices(prediction, files)),
+        *(notice.record() for notice in (*geometry.notices(), *doubts)),
+    ]
+    entry = {**head, "files": files, "checksums": checksums_of(out / folder, files), **known, "warnings": warnings}
+    return entry if kept else drop_prediction(out, entry)
+
+
+def drop_prediction(out: Path, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Delete the files of a prediction, and its folders if nothing else is in them; return its entry without them."""
+    folder = out / entry["folder"]
+    remove_prediction(folder, entry["name"])
+    if folder.parent != out:
+        with contextlib.suppress(OSError):  # other predictions of the query are there, or it has gone already
+            folder.parent.rmdir()
+    return {**entry, "files": {}, "checksums": {}, "dropped": True}
 
 
 def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, Any]:
@@ -299,7 +349,7 @@ def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, 
     pairs = prediction.chain_pair_iptm
     ptm = [None] * len(prediction.spans) if pairs is None else pairs.diagonal().astype(float).round(4).tolist()
     return {
-        "iptm": None if prediction.iptm is None else round(prediction.iptm, 4),
+        "iptm": prediction.confidences()["iptm"],
         "chains": [
             {
                 "id": chain,
@@ -315,16 +365,18 @@ def _of_complex(prediction: Prediction, depths: Mapping[str, int]) -> dict[str, 
             {
                 "chains": list(one.chains),
                 "iptm": None if one.iptm is None else round(one.iptm, 4),
-                "plddt": round(one.plddt, 2),
+                "plddt": None if one.interface_plddt is None else round(one.interface_plddt, 2),
                 "contacts": one.contacts,
             }
-            for one in find_interfaces(prediction)
+            for one in prediction.pair_scores
+            if one.contacts
         ],
+        "pair_scores": pair_records(prediction.pair_scores),
     }
 
 
 def _input_notices(prediction: Prediction, files: Mapping[str, str]) -> Iterator[Notice]:
-    """Yield warnings about residues that are X, which have no atoms, and about a missing PDB file."""
+    """Yield warnings about residues that are X, which have no atoms, and about a PDB file that is missing."""
     places = [
         f"{chain} {place}" if prediction.asym_id is not None else str(place)
         for chain, span in prediction.spans.items()
@@ -334,35 +386,12 @@ def _input_notices(prediction: Prediction, files: Mapping[str, str]) -> Iterator
     if places:
         some = ", ".join(places[:5]) + (" ..." if len(places) > 5 else "")
         yield Notice("unknown_residues", {"count": len(places), "detail": f"X at {some}"})
-    if "pdb" not in files:
+    if files and "pdb" not in files:
         try:
             prediction.pdb()
         except UserError as error:
             why = str(error).removeprefix(prediction.name + ": ").removesuffix("; write mmCIF")
             yield Notice("no_pdb", {"why": why})
-
-
-@dataclass(frozen=True)
-class Interface:
-    """Two chains in contact: some of their residues have heavy atoms nearer than 5 angstrom to each other."""
-
-    chains: tuple[str, str]
-    contacts: int  # pairs of such residues
-    plddt: float  # the mean of all residues with a heavy atom nearer than 8 angstrom to the other chain, 0 to 100
-    iptm: float | None  # of these two chains alone, 0 to 1; None without the PAE head
-
-
-def find_interfaces(prediction: Prediction) -> list[Interface]:
-    """Return the interfaces of a complex, in the order of its chains; a single chain has none."""
-    chains, spans, pairs = prediction.chains(), list(prediction.spans.values()), prediction.chain_pair_iptm
-    found = []
-    for (i, one), (j, other) in combinations(enumerate(chains), 2):
-        near = residue_pairs(one, other, one.mask > 0, other.mask > 0, NEAR)
-        if contacts := len(near.within(CONTACT)):
-            plddt = [prediction.plddt[spans[k]][np.unique(near.indices[:, side])] for side, k in enumerate((i, j))]
-            iptm = None if pairs is None else float(pairs[i, j])
-            found.append(Interface((one.id, other.id), contacts, float(np.concatenate(plddt).mean()), iptm))
-    return found
 
 
 def plddt_json(plddt: np.ndarray, spans: Mapping[str, slice]) -> dict[str, list[Any]]:
@@ -396,11 +425,13 @@ def write_scores(
     iptm: float | None = None,
     chain_pair_iptm: np.ndarray | None = None,
     label: Mapping[str, float] | None = None,
+    pair_scores: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write pLDDT [N], PAE [N, N], pTM and ipTM in the layout of ColabFold's `*_scores_*.json`: two decimals.
 
     `max_pae` is the largest error in `pae`.  What is None has no key, as there.  chain_pair_iptm [K, K] of a complex,
     and the pTM of its chains on the diagonal, have AlphaFold 3's keys.  label: as of `Prediction`, four decimals.
+    pair_scores: as of `pair_records`.
     """
     head: dict[str, Any] = {"plddt": [round(float(value), 2) for value in plddt]}
     if pae is not None:
@@ -412,6 +443,8 @@ def write_scores(
         tail |= {"chain_ptm": pairs.diagonal().tolist(), "chain_pair_iptm": pairs.tolist()}
     if label is not None:
         tail["label"] = rounded_label(label)
+    if pair_scores:
+        tail["pair_scores"] = pair_scores
     with path.open("w", encoding="utf-8") as file:
         file.write(json.dumps(head)[:-1])
         if pae is not None:

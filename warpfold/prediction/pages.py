@@ -10,6 +10,7 @@ import numpy as np
 
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.prediction.notices import each_kind_once, of_record
+from warpfold.prediction.queries import pair_names
 from warpfold.report import figures
 from warpfold.report.coverage import Coverage
 from warpfold.report.report import ReportPage, ReportTable, Section, Target, Warned
@@ -27,7 +28,8 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
     best = _best(summary)
     labels = {entry["name"]: _label(entry) for entry in best}
     alone = len(best) == 1 and not failures
-    sections = [Section("All proteins", table=_all_proteins(best))] if best and not alone else []
+    sections = [_pairs(summary["pairs"], best)] if "pairs" in summary and best else []
+    sections += [Section("All proteins", table=_all_proteins(best))] if best and not alone else []
     if len(entries) > len(best):
         sections.append(_ranking(entries, summary["ranking"]))
     if failures:
@@ -47,7 +49,7 @@ def prediction_report(out: Path, summary: dict[str, Any]) -> ReportPage:
         known = ((title, best[0].get(key)) for key, title in (("iptm", "ipTM"), ("ptm", "pTM")))
         facts += [(title, f"{value:.2f}") for title, value in known if value is not None]
     facts.append(("seconds in all", f"{summary['seconds']:.0f}"))
-    shown = [entry for entry in entries if entry.get("rank", 1) <= DRAWN_OF_EACH][:DRAWN]
+    shown = [entry for entry in entries if entry.get("rank", 1) <= DRAWN_OF_EACH and entry["files"]][:DRAWN]
     names = ", ".join(model["file"] for model in summary["models"])
     drawn = f", the {'first' if len(entries) == len(best) else 'best'} {len(shown)} drawn" if shown != entries else ""
     versions, first = summary["versions"], summary["settings"]["seed"]
@@ -102,6 +104,21 @@ def _all_proteins(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
             row[1:1], row[5:5] = [str(len(e.get("chains", "A")))], [_score(e.get("iptm"))]
         rows.append(row)
     return ReportTable(header, rows)
+
+
+def _pairs(names: Sequence[str], entries: Sequence[Mapping[str, Any]]) -> Section:
+    """Plot ipTM and ipSAE of each two chains, of the best prediction of each pair."""
+    places = {name: place for place, name in pair_names(names).items()}
+    matrices = {title: np.full((len(names), len(names)), np.nan) for title in ("ipTM", "ipSAE")}
+    for entry in entries:
+        i, j = places[entry["name"]]
+        for title, value in (("ipTM", entry["iptm"]), ("ipSAE", entry.get("scores", {}).get("ipsae"))):
+            if value is not None:
+                matrices[title][i, j] = matrices[title][j, i] = value
+    known = {title: values for title, values in matrices.items() if not np.isnan(values).all()}
+    text = f"{len(entries)} of {len(places)} pairs of {len(names)} chains. scores.csv has all numbers."
+    figure = [(figures.draw_pairs(names, known), "Blank where a pair was not predicted.")] if known else []
+    return Section("All against all", text, figure)
 
 
 def _ranking(entries: Sequence[Mapping[str, Any]], ranking: Mapping[str, Mapping[str, Any]]) -> Section:

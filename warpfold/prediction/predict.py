@@ -46,9 +46,21 @@ from warpfold.prediction.outputs import RESERVED, Prediction, claim_folder, writ
 from warpfold.prediction.params import MULTIMERS, Params, families_in, params_files, read_params
 from warpfold.prediction.plan_report import check_fits, sizes_of_query
 from warpfold.prediction.predictor import Predictor, load
-from warpfold.prediction.queries import Query, ReadQueries, fetching, read_given, with_templates
+from warpfold.prediction.queries import (
+    Query,
+    ReadQueries,
+    all_pairs,
+    chain_of_pairs,
+    check_guess,
+    fetching,
+    read_given,
+    with_guesses,
+    with_templates,
+)
 from warpfold.prediction.templates import TemplateSources
 from warpfold.progress import Progress, as_time, no_progress
+from warpfold.scoring.score_table import ScoreTables, row_of
+from warpfold.scoring.selection import OF_COMPLEXES, OF_ERRORS, OF_GIVEN, Selection, Shortlist
 from warpfold.training.passes import PassPlace
 from warpfold.training.planning import grid_for, log
 
@@ -98,6 +110,8 @@ def predict(
     team: Team | None = None,
     share: Share | None = None,
     server: "AlignmentServer | None" = None,
+    guess: Path | str | None = None,
+    fixed: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Fold every query into `out`, with each of the parameters and seeds; return `out/summary.json`.
 
@@ -108,6 +122,8 @@ def predict(
     share: who folds.  As long as others have parts to fold, what is returned is "running", and not that in the folder:
     its predictions and failures are those of this part.
     server: is asked for alignments of sequences that have none; without it nothing is sent anywhere.
+    guess: where the first pass starts, a file, a folder of files by the queries' names, or `SELF`.  fixed: chains that
+    are their own templates in it.
     Errors: UserError for bad input, or if no record can be folded (nothing is written), and for an `out` with something
     else, or where another one works.
     """
@@ -118,8 +134,17 @@ def predict(
             raise UserError(f"{file}: is a pipe, which several processes cannot share; give a regular file")
     share.check(team, options.device)
     server = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
-    read, models, asked = _read(query, msas, params, out, options, server, tell)
-    queries = read.queries
+    if options.pairs and guess is not None:
+        raise UserError("--pairs makes complexes, of which no structure is known; leave --initial-guess out")
+    read, models, asked = _read(query, msas, params, out, options, server, tell, fixed)
+    if guess is not None:
+        tell(0, 1, "looking at the initial guesses")
+        read = replace(read, found=with_guesses(read.found, guess, fixed)).common_said_once()
+        if not read.queries:
+            raise next(iter(read.errors.values()))
+    check_guess(guess, fixed, models)
+    chains = read.queries
+    queries = all_pairs(chains) if options.pairs else chains
     total = len(models) * len(queries) * options.seeds
     if team.mesh.data.size > 1:
         _share_out(models, queries, options, team)
@@ -135,13 +160,22 @@ def predict(
         check_fits(queries, models[0], options.recycles, predictor.planner.check)
     if templates:
         tell(0, total, "looking at the templates")
-        queries = with_templates(queries, templates, models, read.errors)
+        chains = with_templates(chains, templates, models, read.errors)
+        queries = all_pairs(chains) if options.pairs else chains
     seeds = range(options.seed, options.seed + options.seeds)
     items = [FoldItem(*one) for one in product(models, queries, seeds)]
-    new = _new_summary(queries, models, options, device)
-    new |= {"warnings": _run_notices(read, models, templates), "msa_server": server and server.url, "asked": asked}
+    new = _new_summary(chains, models, options, device)
+    new |= {
+        "warnings": _run_notices(read, models, templates, fixed),
+        "msa_server": server and server.url,
+        "asked": asked,
+    }
     new["failures"] = [{"name": name, "error": one_line(error)} for name, error in read.errors.items()]
-    folder = PredictionFolder(out, new, items, share.part, options.keep)
+    tables, keep = None, _selection(options, queries, models)
+    if isinstance(keep, Selection) or any(query.is_complex or query.designed is not None for query in queries):
+        tables = ScoreTables(out, pairs=any(len(query.ids) > 2 for query in queries))
+        new["tables"] = tables.names
+    folder = PredictionFolder(out, new, items, share.part, keep, tables)
     with closing(folder):
         todo = None
         if team.is_rank_zero:
@@ -163,6 +197,7 @@ def _read(
     options: PredictOptions,
     server: "AlignmentServer | None",
     tell: Progress,
+    fixed: Sequence[str],
 ) -> tuple[ReadQueries, list[Params], str | None]:
     """Read queries and parameters; of a folder with parameters of several kinds, those that the queries need.
 
@@ -170,16 +205,22 @@ def _read(
     """
     asked: str | None = None
     params = [params] if isinstance(params, Path) else params
-    waiting = any(path.is_dir() and len(families_in(path)) > 1 for path in params)
+    gap = options.chain_gap is not None
+    waiting = not gap and any(path.is_dir() and len(families_in(path)) > 1 for path in params)
     models = [] if waiting else read_params(params_files(params, options.num_models))
+    if gap and (able := [model.path.name for model in models if model.multimer]):
+        raise UserError(f"--chain-gap: {able[0]} is AlphaFold-Multimer's, which tells chains apart; leave it out")
 
     def check(one: Complex) -> None:
+        """Raise UserError for what cannot be folded here."""
+        if options.pairs and len(one.ids) > 1:
+            chain_of_pairs(one)  # which refuses it, before anything is fetched
         if file_name(one.name).lower() in RESERVED:  # its folder would be where the run itself writes
             raise UserError(
                 f"{one.name}: no protein can have this name, because the output has {', '.join(RESERVED)} of its own; "
                 "give the record another name"
             )
-        _check_complexes([one.name] if len(one.ids) > 1 else [], models)
+        _check_complexes([one.name] if (options.pairs or len(one.ids) > 1) and not gap else [], models)
 
     def fetch(lacking: Sequence[tuple[Complex, list[str]]]) -> list[Path]:
         """Ask the server, unless the folder would be refused afterwards."""
@@ -195,28 +236,51 @@ def _read(
 
     # Whether the records of a FASTA file are the chains of one complex.
     single = waiting or any(not model.multimer for model in models)
-    together = not single if options.complex is None else options.complex
-    read = read_given(given, msas, together, fetch if server is not None else None, check)
+    together = not (single or options.pairs) if options.complex is None else options.complex
+    asking = fetch if server is not None else None
+    read = read_given(given, msas, together, asking, check, fixed, bool(options.pairs))
     if not read.queries:
         raise next(iter(read.errors.values()))
     if waiting:
-        complexes = [query.name for query in read.queries if query.is_complex]
+        complexes = [query.name for query in read.queries if query.is_complex or options.pairs]
         models = read_params(params_files(params, options.num_models, complexes=bool(complexes)))
         _check_complexes(complexes, models)
     return read, models, asked
 
 
 def _run_notices(
-    read: ReadQueries, models: Sequence[Params], templates: TemplateSources | None
+    read: ReadQueries, models: Sequence[Params], templates: TemplateSources | None, fixed: Sequence[str]
 ) -> list[dict[str, Any]]:
     """Return warnings about the run as a whole: requests that have no effect."""
     texts = []
     if read.hits and not (templates and templates.hits):
         texts.append(f"template hits are not used unless --hits names them: {shorten_list(read.hits)}")
-    if templates and (without := [model.path.name for model in models if not model.config.templates.enabled]):
+    if (templates or fixed) and (
+        without := [model.path.name for model in models if not model.config.templates.enabled]
+    ):
         texts.append(f"no template is used with {', '.join(without)}, which take none")
     notices = [*read.notices, *(templates.notices if templates else ()), *noted(texts)]
     return [notice.record() for notice in notices]
+
+
+def _selection(options: PredictOptions, queries: Sequence[Query], models: Sequence[Params]) -> int | Selection | None:
+    """Return what keeps its files.  Errors: UserError for a score that these predictions do not have."""
+    keep, complexes = options.selection, [query for query in queries if query.is_complex]
+    if not isinstance(keep, Selection):
+        return keep
+    if keep.best is not None and keep.score is None:
+        keep = replace(keep, score="ipsae" if complexes else "mean_plddt")
+    for score in keep.scores:
+        bare = [model.path for model in models if not model.config.heads.pae]
+        if score in OF_ERRORS and bare:
+            raise UserError(f"--keep {keep.text}: {bare[0]} has no head of aligned errors, so no {score}; name another")
+        if score in OF_COMPLEXES and not complexes:
+            raise UserError(f"--keep {keep.text}: single chains have no {score}; name another score")
+        if score in OF_GIVEN and not any(query.designed is not None for query in queries):
+            raise UserError(
+                f"--keep {keep.text}: {score} is to a given complex; fold structures, or give --initial-guess"
+            )
+    return keep
 
 
 def _share_out(models: Sequence[Params], queries: Sequence[Query], options: PredictOptions, team: Team) -> None:
@@ -236,7 +300,7 @@ def _check_complexes(found: Sequence[str], models: Sequence[Params]) -> None:
     if found and unable:
         raise UserError(
             f"{unable[0]}: parameters for single chains, but {found[0]} is a complex; give AlphaFold-Multimer's "
-            f"({MULTIMERS}), or fold each chain alone"
+            f"({MULTIMERS}), --chain-gap 200, or fold each chain alone"
         )
 
 
@@ -247,6 +311,8 @@ def _new_summary(
     run = _digest_of(models, options)
     for part in (part for query in queries for part in query.parts()):
         run.update(part)
+    pairs = {"pairs": [query.name for query in queries]} if options.pairs else {}
+    run.update(b"all pairs" if pairs else b"")
     return {
         "format": FORMAT,
         "status": "running",
@@ -260,6 +326,7 @@ def _new_summary(
         "predictions": [],
         "failures": [],
         "ranking": {},
+        **pairs,
         "refused": {},  # why fast operations were not used, and how often
         "seconds": 0.0,
     }
@@ -286,7 +353,7 @@ class ModelInMemory:
             o, sample = self.options, params.sample
             self._predictor = load(
                 params.path, o.device, o.chunk, o.precision, sample, self.team, o.kernels, o.offload, o.memory,
-                max_msa=o.max_msa, max_extra=o.max_extra, dropout=o.dropout,
+                max_msa=o.max_msa, max_extra=o.max_extra, dropout=o.dropout, chain_gap=o.chain_gap,
             )  # fmt: skip
             self._predictor.recycling = o.recycling
             self._name = params.name
@@ -309,25 +376,27 @@ def _fold(
     if share.is_here:
         several = team.mesh.data.size > 1
         if folder.journal is None and team.is_example_leader and several:
-            folder.journal = Journal(folder.out, folder.run, folder.part, f"rank{team.process.rank}")
+            folder.journal = Journal(
+                folder.out, folder.run, folder.part, f"rank{team.process.rank}", folder.tables, folder.shortlist()
+            )
 
         def record(outcome: FoldOutcome) -> None:
             if folder.journal is not None:
                 folder.journal.add(outcome)
             bar.move([outcome.item])
 
-        write, mine = _writer(folder.out, folder.is_several), taken(groups, team) if several else groups
+        shortlist = None if folder.journal is None else folder.journal.shortlist
+        write, mine = _writer(folder.out, folder.is_several, shortlist), taken(groups, team) if several else groups
         clock = fold_groups(memory.load, options.asked, team, mine, write, record, bar.follow)
         if several:
             team.wait_for_all("the end of the predictions")
         return clock, refusals(refused_before)
+    out, workers = folder.out.absolute(), 0 if share.cluster else share.workers
+    tables = None if folder.tables is None else replace(folder.tables, out=out)
     jobs = [
-        FoldJob(
-            some, folder.out.absolute(), folder.run, folder.part, folder.is_several, options,
-            0 if share.cluster else share.workers,
-        )
+        FoldJob(some, out, folder.run, folder.part, folder.is_several, options, workers, tables, folder.keep)
         for some in in_jobs(groups, JOBS * share.workers)
-    ]  # fmt: skip
+    ]
     with pool(share.workers, share.cluster) as executor:
         for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor)):
             clock.add(seconds)
@@ -348,6 +417,8 @@ class FoldJob:
     several: bool
     options: PredictOptions
     workers: int  # of this machine; 0: of a cluster
+    tables: ScoreTables | None
+    keep: int | Selection | None
 
 
 def in_jobs(groups: Sequence[Group], count: int) -> Iterator[list[Group]]:
@@ -374,8 +445,9 @@ def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
     if device == "cpu" and job.workers:
         torch.set_num_threads(max(1, cores() // job.workers))
     memory, name = _memory_of(replace(job.options, device=device)), file_name(f"{platform.node()}-{os.getpid()}")
-    with closing(Journal(job.out, job.run, job.part, name)) as journal:
-        write = _writer(job.out, job.several)
+    shortlist = Shortlist(job.keep) if isinstance(job.keep, Selection) else None
+    with closing(Journal(job.out, job.run, job.part, name, job.tables, shortlist)) as journal:
+        write = _writer(job.out, job.several, shortlist)
         clock = fold_groups(memory.load, memory.options.asked, memory.team, job.groups, write, journal.add)
     return clock, refusals(refused_before)
 
@@ -386,11 +458,19 @@ def _memory_of(options: PredictOptions) -> ModelInMemory:
     return ModelInMemory(options, Team())
 
 
-def _writer(out: Path, several: bool) -> Write:
+def _writer(out: Path, several: bool, shortlist: Shortlist | None) -> Write:
+    wanted = None if shortlist is None else lambda entry: shortlist.wants(row_of(entry))
+
     def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
+        """Write a prediction with what its query says of it."""
         outcomes = [asdict(outcome) for outcome in item.query.outcomes]
         below = item.below if several else ""
-        return write_prediction(replace(prediction, templates=outcomes), out, below, item.query.notices)
+        query, made = item.query, replace(prediction, templates=outcomes)
+        details = {**made.details, "model": item.model.name}
+        if query.guess is not None:
+            details |= {"initial_guess": Path(query.guess.source).name, "fixed_chains": list(query.fixed)}
+        made = replace(made, details=details)
+        return write_prediction(made, out, below, query.notices, query.fixed, query.designed, wanted)
 
     return write
 

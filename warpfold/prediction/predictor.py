@@ -2,27 +2,33 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
+import numpy as np
 import torch
 
 from warpfold import arguments
-from warpfold.arguments import Memory, PathLike, Seed
+from warpfold.arguments import Memory, PathLike, Seed, decides
 from warpfold.batch import stack, to_tensors
 from warpfold.cost.machine import parse_memory
+from warpfold.data.example.guess import GuessLike, as_guess, guess_positions, own_template
 from warpfold.data.example.query_files import Complex
-from warpfold.data.example.raw_example import Assembly, RawExample
+from warpfold.data.example.raw_example import Assembly, Example, RawExample
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.make import make_features
+from warpfold.data.features.make import as_one_chain, make_features
+from warpfold.data.features.msa import query_part
 from warpfold.device import caveats, device_of
+from warpfold.engine.gradient import Loss, Through, gradient_by_shares
 from warpfold.engine.packed import PackedWeights
-from warpfold.errors import UserError
+from warpfold.errors import UserError, called
 from warpfold.memory import release_memory
 from warpfold.model.alphafold import AlphaFold, Recycled
+from warpfold.model.soft import FREE, QueryPlace, soft_chains
 from warpfold.model.weights.files import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
@@ -31,11 +37,14 @@ from warpfold.parallel.team import Team, team_of
 from warpfold.prediction.fold_options import (
     Asked,
     Batch,
+    ChainGap,
     Chunk,
     Distogram,
     Dropout,
     Ensemble,
+    FixedChains,
     Hits,
+    InitialGuess,
     Logits,
     MaxExtra,
     MaxMsa,
@@ -62,14 +71,18 @@ from warpfold.prediction.queries import (
     Sequences,
     TemplatesLike,
     add_templates,
+    check_guess,
     each_given,
     fetching,
+    fixed_chains,
     query_of,
     server_of,
+    with_guess,
 )
 from warpfold.prediction.read_out import Prepared, ReadOut, details_of
 from warpfold.progress import Progress
 from warpfold.report.coverage import coverage_of, seen_rows
+from warpfold.scoring.score_table import row_of
 from warpfold.settings import build
 from warpfold.training.planning import FoldPlan, FoldPlanner, sizes_of_batch
 
@@ -78,7 +91,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("warpfold")
 ASKED = Asked()
-CHECKED = arguments.checked(msa="alignment", template="templates", strict='kernels="strict"')
+NOTHING_MORE = Asked(representations=False)
+KEY = ("predict",)  # of what is drawn for a prediction's features
+CHECKED = arguments.checked(msa="alignment", template="templates", fixed_chains="fixed", strict='kernels="strict"')
+
+
+@dataclass(frozen=True, repr=False)
+class Gradient:
+    """A loss of a prediction, and its gradient by the logits of the sequence.
+
+    terms: of the loss, by name; empty where it has none.  grad: in the shape of the logits, [N, 20] or by chains; 0
+    where a letter is fixed.  prediction: of the last pass, with the most likely letters.
+    """
+
+    loss: float
+    terms: dict[str, float]
+    grad: np.ndarray | dict[str, np.ndarray]
+    prediction: Prediction
+
+    def __repr__(self) -> str:
+        """Return it in one line."""
+        return f"<Gradient: loss {self.loss:.4g}, {self.prediction!r}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,6 +171,7 @@ class Predictor:
         self.sample = sample or SampleConfig()
         self.recycling = Recycling()
         self.dropout = False  # of the trunk, as in training, drawn by a prediction's seed
+        self.chain_gap: int | None = None  # with which a model of single chains folds complexes
         self.msa_server: AlignmentServer | None = None
         self.to(device)
         for caveat in caveats(precision, self.device) if self.team.is_rank_zero else ():
@@ -181,6 +215,8 @@ class Predictor:
         max_template_date: MaxTemplateDate = None,
         msa_server: MsaServer = None,
         msa_cache: MsaCache = None,
+        initial_guess: InitialGuess = None,
+        fixed: FixedChains = None,
     ) -> Prediction:
         """Fold `sequence` (one letter per residue), given an alignment of it: rows as in A3M, a file, an `Alignment`.
 
@@ -196,16 +232,29 @@ class Predictor:
         seed gives the same prediction.  recycles, ensemble: default to the model's settings.  Without `representations`
         single, pair and msa of the result are None, without `distogram` contacts, distogram and its edges; without
         `logits` those of the heads are not there, and without `save_recycles` the structures of the passes before the
-        last.
+        last.  initial_guess: the structure that the first pass starts from, an mmCIF or PDB file, or chain ->
+        (positions [N, 37, 3] in angstrom, mask [N, 37]).  fixed: chains that are to stay as in it; they are their own
+        templates (docs/howto/designs.md).
         Errors: UserError for letters that are not residues, rows that do not fit the sequence, templates that cannot
-        be used, or more of them than the model takes; and for arguments of another kind.
+        be used, or more of them than the model takes, an initial guess of other chains; and for arguments of another
+        kind.
         """
         asked = Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
         fetch = self._fetching(msa_server, msa_cache)
-        query = query_of(sequence, alignment, arguments.text("name", name), fetch)
+        chosen = fixed_chains(fixed)
+        check_guess(initial_guess, chosen, [self.as_params])
+        query = query_of(sequence, alignment, arguments.text("name", name), fetch, chosen)
         query = self.with_templates(query, templates, hits, template_structures, max_template_date)
-        prediction = self.compute(self.prepare(query.assembly, seed=seed, recycles=recycles, ensemble=ensemble), asked)
-        return with_warnings(query, prediction)
+        query = with_guess(query, initial_guess, chosen)
+        prepared = self.prepare(
+            query.assembly,
+            seed=seed,
+            recycles=recycles,
+            ensemble=ensemble,
+            initial_guess=query.guess,
+            fixed=query.fixed,
+        )
+        return with_warnings(query, self.compute(prepared, asked))
 
     def _fetching(self, server: MsaServer, cache: MsaCache) -> FetchAlignments | None:
         """Return a fetcher of alignments from the server named here or in `load`; None without one."""
@@ -242,36 +291,187 @@ class Predictor:
         batch: Batch = "auto",
         msa_server: MsaServer = None,
         msa_cache: MsaCache = None,
+        initial_guess: Any = None,
+        fixed: FixedChains = None,
         progress: Progress | None = None,
     ) -> list[FoldResult]:
         """Fold many proteins and complexes; return a result for each, in their order, also for those that failed.
 
         sequences: a list, or name -> sequence, each as `fold` takes it; or a file or a folder, as `warpfold predict`
         takes it, or "-" for standard input, or a list of these.  alignments, templates: likewise a list or name -> what
-        `fold` takes; of files paths.  msa_server, msa_cache: as of `fold`.
+        `fold` takes; of files paths.  msa_server, msa_cache, fixed: as of `fold`.  initial_guess: likewise a list or
+        name -> what `fold` takes; or a file for all, a folder of NAME.pdb or NAME.cif, or "self": its own structure.
         The costly are folded first, and short single chains share a pass of the model: batch, at most so many; "auto":
         where that was measured to help.  Features are made while another one computes.  progress: called with the
         number that is done, the number of all, and what is at work.
         Errors: UserError for arguments of a wrong kind; what is wrong with one protein is in its result.
         """
         asked = Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
-        most, fetch, tell = batch_of(batch), self._fetching(msa_server, msa_cache), arguments.progress_of(progress)
-        together = self.model.config.multimer is not None
-        given = each_given(sequences, alignments, templates, together, fetch, self.check, self.with_templates)
-        results = {name: FoldResult(name, error=str(one)) for name, one in given.items() if isinstance(one, UserError)}
-        items = [FoldItem(self.as_params, one, seed) for one in given.values() if not isinstance(one, UserError)]
-        alone = self.team.process.ranks > 1 or self.recycling.ends_early or self.dropout or save_recycles
-        tell(len(results), len(given), "folding")
+        fetch, together = self._fetching(msa_server, msa_cache), self.model.config.multimer is not None
+        chosen = fixed_chains(fixed)
+        check_guess(initial_guess, chosen, [self.as_params])
+        given = each_given(
+            sequences, alignments, templates, together, fetch, self.check, self.with_templates, initial_guess, chosen
+        )
+        results: dict[str, FoldResult] = {}
 
-        def record(outcome: FoldOutcome) -> None:
-            name = outcome.item.query.name
-            found = None if outcome.prediction is None else with_warnings(outcome.item.query, outcome.prediction)
-            results[name] = FoldResult(name, found, outcome.error)
-            tell(len(results), len(given), name)
+        def record(name: str, prediction: Prediction | None, error: str) -> None:
+            results[name] = FoldResult(name, prediction, error)
+
+        self._fold_each(given, asked, seed, batch, record, progress)
+        return [results[name] for name in given]
+
+    @CHECKED
+    def score_designs(
+        self,
+        designs: Mapping[str, Sequences] | Sequence[Sequences] | PathLike,
+        alignments: Any = (),
+        templates: Any = (),
+        *,
+        seed: Seed = 0,
+        recycles: Recycles = None,
+        ensemble: Ensemble = None,
+        batch: Batch = "auto",
+        msa_server: MsaServer = None,
+        msa_cache: MsaCache = None,
+        initial_guess: Any = None,
+        fixed: FixedChains = None,
+        progress: Progress | None = None,
+    ) -> list[dict[str, Any]]:
+        """Fold designs, and return a row of scores of each, in their order; no structure is kept.
+
+        designs: as `fold_many` takes sequences, TARGET:BINDER for example; the rest is as there.  A row has the columns
+        of `scores.csv` (docs/outputs.md), None where something is not known, and `error`: why a design could not be
+        folded, or "".  For structures of some of them, and what outlives a kill, use `warpfold.predict` with keep=.
+        Errors: UserError for arguments of a wrong kind.
+        """
+        fetch, together = self._fetching(msa_server, msa_cache), self.model.config.multimer is not None
+        chosen = fixed_chains(fixed)
+        check_guess(initial_guess, chosen, [self.as_params])
+        given = each_given(
+            designs, alignments, templates, together, fetch, self.check, self.with_templates, initial_guess, chosen
+        )
+        rows: dict[str, dict[str, Any]] = {}
+
+        def record(name: str, prediction: Prediction | None, error: str) -> None:
+            """Make the row of a design."""
+            known: dict[str, Any] = {"name": name, "model": self.as_params.name, "seed": seed}
+            design = given[name]
+            if prediction is not None and isinstance(design, Query):
+                known |= {"length": len(prediction.sequence), **prediction.confidences()}
+                if design.is_complex or design.designed is not None:
+                    known["scores"] = prediction.design_scores(design.fixed, design.designed)
+            rows[name] = row_of(known) | {"error": error}
+
+        self._fold_each(given, Asked(recycles, ensemble, False), seed, batch, record, progress)
+        return [rows[name] for name in given]
+
+    def _fold_each(
+        self,
+        given: Mapping[str, Query | UserError],
+        asked: Asked,
+        seed: int,
+        batch: int | str,
+        record: Callable[[str, Prediction | None, str], None],
+        progress: Progress | None,
+    ) -> None:
+        """Fold queries, and tell of each by its name what has become of it, as they come: a prediction, or an error."""
+        most, tell, done = batch_of(batch), arguments.progress_of(progress), 0
+        items = [FoldItem(self.as_params, one, seed) for one in given.values() if not isinstance(one, UserError)]
+        for name, one in given.items():
+            if isinstance(one, UserError):
+                record(name, None, str(one))
+                done += 1
+        alone = self.team.process.ranks > 1 or self.recycling.ends_early or self.dropout or asked.save_recycles
+        tell(done, len(given), "folding")
+
+        def told(outcome: FoldOutcome) -> None:
+            nonlocal done
+            query, found = outcome.item.query, outcome.prediction
+            record(query.name, None if found is None else with_warnings(query, found), outcome.error)
+            done += 1
+            tell(done, len(given), query.name)
 
         groups = in_groups(items, 1 if alone else most, str(self.device))
-        fold_groups(lambda params: self, asked, self.team, groups, None, record)
-        return [results[name] for name in given]
+        fold_groups(lambda params: self, asked, self.team, groups, None, told)
+
+    @CHECKED
+    def gradient(
+        self,
+        logits: Any,
+        loss: Loss,
+        *,
+        fixed: str | Mapping[str, str] | None = None,
+        alignment: Alignments = (),
+        templates: TemplatesLike = None,
+        initial_guess: InitialGuess = None,
+        soft: Annotated[float, decides("Share of the softmax; the rest is the logits themselves.", min=0, max=1)] = 1.0,
+        temperature: Annotated[float, decides("Of the softmax.", above=0)] = 1.0,
+        hard: Annotated[float, decides("Share of the most likely letters, straight through.", min=0, max=1)] = 0.0,
+        recycles: Recycles = None,
+        through: Through = "last",
+        seed: Seed = 0,
+        name: str = "design",
+    ) -> Gradient:
+        """Fold a sequence that is given as logits [N, 20], and return a loss and its gradient by them.
+
+        logits: columns in the order ARNDCQEGHILKMFPSTWYV; of a complex by chain, "A,B" for copies that have the same.
+        The chains are folded in the order of their names.  fixed: letters that stay, "-" where the sequence is free:
+        "--C---", or by chain; a chain without logits has all of its letters there.
+        soft, temperature, hard: the sequence that enters is soft * softmax(logits / temperature) + (1 - soft) * logits;
+        of which `hard` is moved to the most likely letters, and the gradient goes on as if it were not.  These letters
+        decide which atoms there are.  Nothing of the alignment is masked.
+        loss: a function of `warpfold.engine.gradient.Seen`, such as `warpfold.design.losses.Losses`, that returns a
+        scalar, or terms by name.  recycles: passes before the last; through: the "last" pass, "all", or the "mean" of
+        the loss and the gradient of each.
+        alignment, templates, initial_guess: as of `fold`; the rows of a chain with free positions fit it column by
+        column.
+        Errors: UserError as of `fold`, for logits and letters that do not fit, for a complex with parameters for single
+        chains (also with a chain_gap), and as the loss raises it.
+        """
+        arguments.one_of("through", through, get_args(Through))
+        dtype = torch.float64 if self.precision == "fp64" else torch.float32
+        chains = soft_chains(logits, fixed, dtype)
+        shares = torch.cat([one.enter(soft, temperature, hard) for one in chains.values()])
+        designed = torch.cat([torch.full((len(one.fixed),), FREE in one.fixed) for one in chains.values()])
+        letters = {id: one.letters for id, one in chains.items()}
+        sequence: Sequences = letters["A"] if [*letters] == ["A"] else letters
+        query, single = query_of(sequence, alignment, arguments.text("name", name)), self.model.config.multimer is None
+        if query.is_complex and single:
+            raise UserError(
+                f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
+                f"({MULTIMERS})"
+            )
+        query = with_guess(self.with_templates(query, templates), initial_guess)
+        unmasked = copy(self)
+        unmasked.sample = sample = replace(self.sample, masked_fraction=0.0)
+        prepared = unmasked.prepare(query.assembly, seed=seed, recycles=recycles, initial_guess=query.guess)
+        place, alone = None, prepared.assembly.chains[0]
+        if single and isinstance(alone, RawExample):
+            weight, is_extra = query_part(alone, sample, seed, KEY, len(prepared.batch["msa_feat"]))
+            place = QueryPlace(torch.from_numpy(weight), is_extra)
+        sizes = sizes_of_batch(prepared.batch)
+        planned = self.planner.choose(sizes, prepared.recycles, prepared.ensemble, gradient=through)
+        start = time.perf_counter()
+        while True:
+            try:
+                with self._running(planned.plan, prepared):
+                    found = gradient_by_shares(
+                        self.model, prepared.batch, shares, loss, place, prepared.recycles, through, self.team,
+                        designed, prepared.guess,
+                    )  # fmt: skip
+                    prediction = self._read_out.prediction(prepared, found.folded, NOTHING_MORE)
+                break
+            except (RuntimeError, MemoryError) as error:
+                planned = self.planner.after(planned, error)
+            release_memory(self.device)  # the error, and what it held, is gone
+        details = self._details(prepared, prepared.recycles, time.perf_counter() - start)
+        prediction = replace(prediction, details=details | {"plan": dict(planned.details)})
+        leaves = {one.key: one.logits for one in chains.values() if one.key is not None and one.logits is not None}
+        by_logits = torch.autograd.grad(shares, [*leaves.values()], found.by_shares.to(shares))
+        grads = {key: grad.numpy() for key, grad in zip(leaves, by_logits)}
+        grad = grads if isinstance(logits, Mapping) else grads["A"]
+        return Gradient(found.loss, found.terms, grad, with_warnings(query, prediction))
 
     @property
     def as_params(self) -> Params:
@@ -289,15 +489,30 @@ class Predictor:
         distogram: Distogram = False,
         logits: Logits = False,
         save_recycles: SaveRecycles = False,
+        initial_guess: GuessLike = None,
+        fixed: Sequence[str] = (),
     ) -> Prediction:
         """Fold chains that are encoded already, as `fold` does; coordinates that they have are ignored."""
-        prepared = self.prepare(assembly, seed=seed, recycles=recycles, ensemble=ensemble)
+        check_guess(initial_guess, fixed, [self.as_params])
+        prepared = self.prepare(
+            assembly, seed=seed, recycles=recycles, ensemble=ensemble, initial_guess=initial_guess, fixed=fixed
+        )
         return self.compute(prepared, Asked(recycles, ensemble, representations, distogram, logits, save_recycles))
 
     def prepare(
-        self, assembly: Assembly, *, seed: Seed = 0, recycles: Recycles = None, ensemble: Ensemble = None
+        self,
+        assembly: Assembly,
+        *,
+        seed: Seed = 0,
+        recycles: Recycles = None,
+        ensemble: Ensemble = None,
+        initial_guess: GuessLike = None,
+        fixed: Sequence[str] = (),
     ) -> Prepared:
-        """Make the features of one chain or several, in host memory; a thread may do it while others compute."""
+        """Make the features of one chain or several, in host memory; a thread may do it while others compute.
+
+        initial_guess, fixed: as of `fold`.
+        """
         start, settings = time.perf_counter(), self.model.config
         recycles = settings.recycles if recycles is None else recycles
         ensemble = settings.ensemble if ensemble is None else ensemble
@@ -312,12 +527,23 @@ class Predictor:
                 for chain in assembly.chains
             ),
         )
+        positions = None
+        if initial_guess is not None:
+            sequences = {id: chain.sequence for id, chain in zip(assembly.ids, assembly.chains)}
+            guess = as_guess(initial_guess, assembly.name, sequences)
+            positions = torch.from_numpy(guess_positions(guess, assembly.ids))
+            own = (own_template(guess[id], guess.source) if id in fixed else None for id in assembly.ids)
+            assembly = replace(assembly, fixed=tuple(own) if fixed else ())
         recycles = self.recycling.at_most(recycles, assembly.length)
-        given = assembly.chains[0] if settings.multimer is None else assembly
-        features = make_features(given, self.sample, seed, ("predict",), passes=(recycles + 1) * ensemble)
+        used: Assembly | Example = assembly
+        if settings.multimer is None:
+            one = len(assembly.chains) == 1 and not fixed
+            used = assembly.chains[0] if one else as_one_chain(assembly, self.sample, self.chain_gap or 0)
+        features = make_features(used, self.sample, seed, KEY, passes=(recycles + 1) * ensemble)
         batch = to_tensors(features, widen=False)
         seconds = time.perf_counter() - start
-        return Prepared(assembly, batch, seed, recycles, ensemble, seconds, coverage_of(seen_rows(batch), assembly))
+        coverage = coverage_of(seen_rows(batch), assembly)
+        return Prepared(assembly, batch, seed, recycles, ensemble, seconds, coverage, positions)
 
     def compute(self, prepared: Prepared, asked: Asked = ASKED) -> Prediction:
         """Run the model on features as the plan says, and say how sure it is.
@@ -349,12 +575,16 @@ class Predictor:
         if len({(one.recycles, one.ensemble) for one in several}) > 1:
             raise ValueError("what shares a pass needs the same recycles and ensemble")
         batch = stack([one.batch for one in several])
+        guess = torch.zeros(*batch["aatype"].shape, 37, 3)
+        for own, one in zip(guess, several):
+            if one.guess is not None:
+                own[: len(one.guess)] = one.guess
         planned = self.plan(replace(first, batch=batch), asked.representations)
         if planned.plan.offload:
             raise ValueError("with z in host memory each is folded alone")
         found = []
         with self._running(planned.plan, first):
-            folded = self.model.fold(batch, first.recycles)
+            folded = self.model.fold(batch, first.recycles, start=self.model.first_recycled(batch, guess))
             for one, part in zip(several, folded.unbind()):
                 alone = part.without_padding(*one.batch["msa_mask"].shape[-2:])
                 found.append(self._read_out.prediction(one, alone, asked))
@@ -374,7 +604,9 @@ class Predictor:
             recycled.append(self._read_out.of_pass(prepared, handed_on, activations))
 
         with self._running(plan, prepared):
-            folded = self.model.fold(prepared.batch, prepared.recycles, watch if asked.save_recycles else None)
+            start = self.model.first_recycled(prepared.batch, prepared.guess)
+            watched = watch if asked.save_recycles else None
+            folded = self.model.fold(prepared.batch, prepared.recycles, watched, start)
             prediction = self._read_out.prediction(prepared, folded, asked)
         return folded.recycles, replace(prediction, recycled=recycled)
 
@@ -421,10 +653,10 @@ class Predictor:
 
     def _check_complex(self, name: str) -> None:
         """Raise UserError unless the model folds complexes."""
-        if self.model.config.multimer is None:
+        if self.model.config.multimer is None and self.chain_gap is None:
             raise UserError(
                 f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
-                f"({MULTIMERS}), or fold each chain alone (from Python: fold_many)"
+                f"({MULTIMERS}), {called('chain_gap')} 200, or fold each chain alone (from Python: fold_many)"
             )
 
 
@@ -454,6 +686,7 @@ def load(
     recycle_tolerance: RecycleTolerance = None,
     max_recycles: MaxRecycles = None,
     dropout: Dropout = False,
+    chain_gap: ChainGap = None,
     msa_server: MsaServer = None,
     msa_cache: MsaCache = None,
 ) -> Predictor:
@@ -463,7 +696,8 @@ def load(
     DeepMind's this follows from their arrays and name (`model.weights.data_settings`), and what has to be assumed is
     logged.  max_msa, max_extra: rows of the clustered and of the extra alignment, in place of the sample's.
     recycle_tolerance, max_recycles: when recycling ends early (`Recycling`).  dropout: of the
-    trunk, as in training, drawn by a prediction's seed: seeds then differ more.  memory: bytes, or "24GB".
+    trunk, as in training, drawn by a prediction's seed: seeds then differ more.  chain_gap: has parameters for single
+    chains fold complexes, whose residue numbers jump by so much between chains.  memory: bytes, or "24GB".
     msa_server, msa_cache: for all that it folds, as of `Predictor.fold`.  The rest is as in `Predictor`.
     Errors: UserError for a file that is none of these, or whose arrays do not fit, and for wrong arguments.
     """
@@ -474,6 +708,8 @@ def load(
         raise arguments.WrongArgument(f"sample = {arguments.shown(sample)}: a SampleConfig is needed")
     rows: dict[str, Any] = {"max_msa": max_msa, "max_extra": max_extra}
     model = load_model(path)
+    if chain_gap is not None and model.config.multimer is not None:
+        raise UserError(f"--chain-gap: {path.name} is AlphaFold-Multimer's, which tells chains apart; leave it out")
     if sample is None:
         sample = build(SampleConfig, data_settings(path), str(path))
         if (assumed := assumed_settings(path)) and (team is None or team.is_rank_zero):
@@ -481,5 +717,5 @@ def load(
     sample = replace(sample, **{name: count for name, count in rows.items() if count is not None})
     predictor = Predictor(model, where, chunk, precision, sample, team, kernels, offload, memory)
     predictor.recycling, predictor.msa_server = recycling, server
-    predictor.dropout = dropout
+    predictor.dropout, predictor.chain_gap = dropout, chain_gap
     return predictor

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from warpfold import arguments
 from warpfold.arguments import PathLike, WrongArgument, is_list, path_or_none, paths, shown
+from warpfold.data.example.guess import SELF, GuessFiles, GuessLike, GuessStructure, as_guess
 from warpfold.data.example.query_files import Complex, Given, assemble, chain_ids, read_query_files, search_names
 from warpfold.data.example.raw_example import Assembly, RawExample, Templates, from_sequence
 from warpfold.data.example.templates import TemplateOutcome
@@ -47,6 +49,8 @@ class Query:
     """What to fold: K chains, each with its alignment and templates; a single protein is a complex of one chain.
 
     name: unique, and safe in a path.  outcomes: of each template that was offered.  notices: about the input.
+    structure: its own, where it was read from one.  guess: where the first pass starts.  fixed: the chains that are
+    their own templates in it, and the target of a design.
     """
 
     name: str
@@ -55,6 +59,9 @@ class Query:
     chains: tuple[RawExample, ...]  # [K], copies share theirs
     outcomes: Sequence[TemplateOutcome] = ()
     notices: Sequence[Notice] = ()
+    structure: GuessStructure | None = None
+    guess: GuessStructure | None = None
+    fixed: tuple[str, ...] = ()
 
     @property
     def assembly(self) -> Assembly:
@@ -63,6 +70,11 @@ class Query:
     @property
     def is_complex(self) -> bool:
         return len(self.ids) > 1
+
+    @property
+    def designed(self) -> GuessStructure | None:
+        """Return the structure that a prediction is compared with, of the same chains and lengths."""
+        return self.structure if self.guess is None else self.guess
 
     @property
     def residues(self) -> int:
@@ -76,7 +88,7 @@ class Query:
     @property
     def templates(self) -> int:
         """Return the templates of the chain that has most."""
-        return max(chain.templates_count for chain in self.chains)
+        return max(chain.templates_count + (id in self.fixed) for id, chain in zip(self.ids, self.chains))
 
     def parts(self) -> Iterator[bytes]:
         """Yield all that decides what is predicted."""
@@ -89,6 +101,8 @@ class Query:
             if chain.templates is not None:
                 templates = chain.templates.aatype, chain.templates.positions, chain.templates.mask
                 yield from (array.tobytes() for array in templates)
+        if self.guess is not None:
+            yield f"{self.guess.digest}\n{','.join(self.fixed)}\n".encode()
 
 
 # Returns files of alignments for queries, each with those of its sequences that have none.
@@ -111,6 +125,17 @@ class ReadQueries:
     def errors(self) -> dict[str, UserError]:
         return {name: one for name, one in self.found.items() if isinstance(one, UserError)}
 
+    def common_said_once(self) -> "ReadQueries":
+        """Say of the run what would be said of each of several queries, as of designs, which have no alignments."""
+        queries = self.queries
+        if len(queries) < 2:
+            return self
+        common = [one for one in queries[0].notices if all(one in query.notices for query in queries)]
+        found = dict(self.found)
+        for query in queries:
+            found[query.name] = replace(query, notices=[one for one in query.notices if one not in common])
+        return replace(self, found=found, notices=[*self.notices, *common])
+
 
 def read_queries(given: Given | Sequence[Given], msas: Sequence[Path], together: bool = False) -> list[Query]:
     """Return the proteins and complexes that `read_given` reads.  Errors: UserError for a bad one, too."""
@@ -126,13 +151,16 @@ def read_given(
     together: bool = False,
     fetch: FetchAlignments | None = None,
     check: Callable[[Complex], None] = lambda query: None,
+    fixed: Sequence[str] = (),
+    pairs: bool = False,
 ) -> ReadQueries:
     """Read proteins and complexes (`read_query_files`), with their alignments from `msas`.
 
     Each alignment belongs to the sequence in its first row, and if there is one sequence, every one must be of it; the
     official order in which they are stacked is kept (`read_chain_alignments`).  together: the records of a FASTA file
-    are the chains of one complex.  fetch: gets alignments for those of which a sequence has none.  check: raises
-    UserError for one that the caller cannot fold.
+    are the chains of one complex.  fetch: gets alignments for those of which a sequence has none; where chains are
+    `fixed`, of these alone, as the others are designed.  check: raises UserError for one that the caller cannot fold.
+    pairs: each is a chain that will be part of complexes.
     Errors: UserError for a file that cannot be read, two records of one name, an alignment that belongs to none.
     """
     files = read_query_files(given, together)
@@ -151,15 +179,17 @@ def read_given(
     source = str(given) if isinstance(given, Given) else ", ".join(map(str, given))
     alignments = read_chain_alignments(msas, sequences, source, are_all=not any(one.error for one in read))
     if fetch is not None:
-        lacking = [(one, lacking_of(one, alignments)) for one in read if one.name not in found]
+        lacking = [(one, lacking_of(one, alignments, fixed)) for one in read if one.name not in found]
         asked = [(one, without) for one, without in lacking if without]
         fetched = fetch(asked) if asked else []
         alignments = alignments.joined(read_chain_alignments(fetched, sequences, source))
+    made: dict[str, RawExample] = {}
     for one in read:
         if one.name not in found:
             try:
                 single = len(one.ids) == 1  # whatever its chain is called in a file
-                found[one.name] = make_query(replace(one, ids=("A",)) if single else one, alignments)
+                make = chain_of_pairs if pairs else make_query
+                found[one.name] = make(replace(one, ids=("A",)) if single else one, alignments, made)
             except UserError as error:
                 found[one.name] = error
     notices = unused_msa_notices(alignments)
@@ -168,16 +198,19 @@ def read_given(
     return ReadQueries({one.name: found[one.name] for one in read}, notices, files.hits)
 
 
-def make_query(given: Complex, alignments: ChainAlignments | None = None) -> Query:
+def make_query(
+    given: Complex, alignments: ChainAlignments | None = None, made: dict[str, RawExample] | None = None
+) -> Query:
     """Return chains with their alignments, and notices of what these lack or are not used for.
 
-    As official, the rows of `uniprot_hits` are in no alignment of a protein alone; but they are more than nothing.
+    made: as of `assemble`.  As official, the rows of `uniprot_hits` are in no alignment of a protein alone; but they
+    are more than nothing.
     Errors: UserError for an alignment of another protein, or a sequence that is no protein's.
     """
     if len(given.ids) > 1:
-        assembly, notes = assemble(given, alignments)
+        assembly, notes = assemble(given, alignments, made)
         chains = tuple(chain for chain in assembly.chains if isinstance(chain, RawExample))
-        return Query(given.name, given.ids, given.sequences, chains, notices=noted(notes))
+        return Query(given.name, given.ids, given.sequences, chains, notices=noted(notes), structure=given.structure)
     (sequence,), notices = given.sequences, noted(given.notes)
     own = [*given.alignments, *(alignments.of(sequence) if alignments else ())]
     used = [one for one in own if one.stands_alone] or own
@@ -186,13 +219,58 @@ def make_query(given: Complex, alignments: ChainAlignments | None = None) -> Que
         notices.append(Notice("pairing_rows", {"rows": unused}))
     if not own or example.depth == 1:
         notices.append(Notice("one_row" if own else "no_alignment"))
-    return Query(given.name, given.ids, given.sequences, (example,), notices=notices)
+    structure = None if given.structure is None else replace(given.structure, names=given.ids)
+    return Query(given.name, given.ids, given.sequences, (example,), notices=notices, structure=structure)
 
 
-def lacking_of(query: Complex, alignments: ChainAlignments | None) -> list[str]:
-    """Return the sequences of a query that have no alignment."""
+def chain_of_pairs(
+    given: Complex, alignments: ChainAlignments | None = None, made: dict[str, RawExample] | None = None
+) -> Query:
+    """Return a single chain as `make_query`, but with what its rows are paired by.
+
+    Errors: UserError as of `make_query`, and for a complex.
+    """
+    if len(given.ids) > 1:
+        raise UserError(f"{given.name}: is a complex, and --pairs pairs single chains; give each chain as a record")
+    (sequence,) = given.sequences
+    twice = make_query(replace(given, ids=("A", "B"), sequences=(sequence, sequence)), alignments, made)
+    chain = twice.chains[0]
+    notices = [*noted(given.notes), *([Notice("no_alignment")] if chain.depth == 1 else [])]
+    return Query(given.name, given.ids, given.sequences, (chain,), notices=notices)
+
+
+def pair_names(names: Sequence[str]) -> dict[tuple[int, int], str]:
+    """Name the pairs of each two of some chains, and of each with itself: ONE_and_OTHER, or by their numbers."""
+    found: dict[tuple[int, int], str] = {}
+    taken: set[str] = set()
+    for i, j in combinations_with_replacement(range(len(names)), 2):
+        name = f"{names[i]}_and_{names[j]}"
+        if name != file_name(name) or name.lower() in taken:  # too long for a file, or a_and_b with c
+            name = f"pair_{i + 1}_and_{j + 1}"
+        found[i, j] = name
+        taken.add(name.lower())
+    return found
+
+
+def all_pairs(chains: Sequence[Query]) -> list[Query]:
+    """Return a complex of each two chains, and of each with itself; all share what is known of their chains.
+
+    What is to be said of the input is said of the chains.
+    """
+    found = []
+    for (i, j), name in pair_names([chain.name for chain in chains]).items():
+        one, other = chains[i], chains[j]
+        both, sequences = (*one.chains, *other.chains), (*one.sequences, *other.sequences)
+        outcomes = [*one.outcomes, *(other.outcomes if i != j else ())]
+        found.append(Query(name, ("A", "B"), sequences, both, outcomes))
+    return found
+
+
+def lacking_of(query: Complex, alignments: ChainAlignments | None, fixed: Sequence[str] = ()) -> list[str]:
+    """Return the sequences of a query that have no alignment; where chains are fixed, of these."""
     own = {alignment.query for alignment in query.alignments}
-    return [one for one in query.sequences if as_row(one) not in own and not (alignments and alignments.of(one))]
+    asked = [one for id, one in zip(query.ids, query.sequences) if id in fixed or not fixed]
+    return [one for one in asked if as_row(one) not in own and not (alignments and alignments.of(one))]
 
 
 def unused_msa_notices(alignments: ChainAlignments) -> list[Notice]:
@@ -247,12 +325,75 @@ def _ask(query: Query, files: Sequence[str], alone: bool) -> list[TemplateQuery]
     return asked
 
 
-def query_of(sequence: Sequences, alignment: Alignments, name: str, fetch: FetchAlignments | None = None) -> Query:
+def fixed_chains(given: Any) -> tuple[str, ...]:
+    """Return the names of chains, given as "A,B" or as a list.  Errors: WrongArgument for anything else."""
+    ids = given.split(",") if isinstance(given, str) else [] if given is None else given
+    if not is_list(ids) or not all(isinstance(id, str) and id for id in ids):
+        raise WrongArgument(f"--fixed-chains {shown(given)}: names of chains are needed, such as A,B")
+    return tuple(ids)
+
+
+def check_guess(given: Any, fixed: Sequence[str], models: Sequence[Params]) -> None:
+    """Raise UserError for fixed chains without an initial guess, or for which no model has a place."""
+    if fixed and given is None:
+        raise UserError("--fixed-chains needs --initial-guess, the structure that the chains are to keep")
+    if fixed and not any(model.config.templates.enabled for model in models):
+        check_templates(models[0].config, models[0].sample, 1)
+
+
+def with_guess(query: Query, given: GuessLike, fixed: Sequence[str] = ()) -> Query:
+    """Return a query with its initial guess, and notices of what this lacks.  given: SELF for its own structure.
+
+    Errors: UserError for another structure than the query's (`as_guess`), and for fixed chains that it does not have.
+    """
+    if given is None:
+        return query
+    if isinstance(given, str) and given == SELF:
+        if query.structure is None:
+            raise UserError(f"{query.name}: is no structure that it could start from; name a file or a folder instead")
+        given = query.structure
+    sequences, notices = dict(zip(query.ids, query.sequences)), []
+    if unknown := [id for id in fixed if id not in sequences]:
+        raise UserError(f"{query.name}: has no chain {unknown[0]} to be fixed; its chains are {', '.join(query.ids)}")
+    guess = as_guess(given, query.name, sequences)
+    own = dict(zip(guess.names, guess.sequences))
+    others = [f"{id} {place}" for id in fixed for place, (a, b) in enumerate(zip(own[id], sequences[id]), 1) if a != b]
+    for kind, places in (("guess_gaps", guess.without_beta(sequences)), ("fixed_differs", others)):
+        if places:
+            notices.append(Notice(kind, {"count": len(places), "detail": shorten_list(places)}))
+    return replace(query, guess=guess, fixed=tuple(fixed), notices=[*query.notices, *notices])
+
+
+def with_guesses(
+    found: Mapping[str, Query | UserError], given: Any, fixed: Sequence[str]
+) -> dict[str, Query | UserError]:
+    """Return queries with their initial guesses, or why one cannot have it.  given: as `--initial-guess`.
+
+    Errors: UserError for a folder without structures.
+    """
+    files = None if given is None or given == SELF else GuessFiles(arguments.path("initial_guess", given))
+    guessed: dict[str, Query | UserError] = {}
+    for name, one in found.items():
+        try:
+            own = given if files is None or isinstance(one, UserError) else files.of(name)
+            guessed[name] = one if isinstance(one, UserError) else with_guess(one, own, fixed)
+        except UserError as error:
+            guessed[name] = error
+    return guessed
+
+
+def query_of(
+    sequence: Sequences,
+    alignment: Alignments,
+    name: str,
+    fetch: FetchAlignments | None = None,
+    fixed: Sequence[str] = (),
+) -> Query:
     """Make a query of Python's arguments: a protein, or a complex of several chains, with its alignments.
 
     sequence: one letter per residue; A:B, a list, or chain -> sequence for a complex.  alignment: rows, an `Alignment`,
     or files; of a complex one for each chain in their order, chain -> alignment, or files, each of the chain that is
-    its first row.  fetch: gets alignments of sequences that have none.
+    its first row.  fetch: gets alignments of sequences that have none; fixed: as of `read_given`.
     Errors: WrongArgument for what is nothing of these; UserError for letters that are not residues, files that cannot
     be read, and rows that do not fit.
     """
@@ -269,7 +410,7 @@ def query_of(sequence: Sequences, alignment: Alignments, name: str, fetch: Fetch
     else:
         found = _of_chains(chains, alignment, name, notices)
     given = Complex(name, tuple(chains), tuple(chains.values()), tuple(found))
-    if fetch is not None and (without := lacking_of(given, files)):
+    if fetch is not None and (without := lacking_of(given, files, fixed)):
         answers = read_chain_alignments(fetch([(given, without)]), chains.values(), name)
         files = answers if files is None else files.joined(answers)
     query = make_query(given, files)
@@ -404,10 +545,13 @@ def each_given(
     fetch: FetchAlignments | None,
     check: Callable[[Complex], None],
     complete: Callable[[Query, TemplatesLike], Query],
+    guesses: Any = None,
+    fixed: Sequence[str] = (),
 ) -> dict[str, Query | UserError]:
     """Read many queries, with their templates, or why one cannot be folded, by name and in their order.
 
-    together, fetch, check: as of `read_given`.  complete: adds templates to a query.
+    together, fetch, check: as of `read_given`.  complete: adds templates to a query.  guesses: as of `with_guesses`; or
+    a list, or by name.
     Errors: WrongArgument; ServerGone, without which no other query would be better off.
     """
     from warpfold.data.search.server import ServerGone
@@ -415,7 +559,7 @@ def each_given(
     found: dict[str, Query | UserError] = {}
     named: Mapping[str, Any] = {}
     if (files := _files_of(sequences)) is not None:
-        read = read_given(files, paths("alignments", alignments), together, fetch, check)
+        read = read_given(files, paths("alignments", alignments), together, fetch, check, fixed)
         for notice in read.notices:
             logging.getLogger("warpfold").warning("%s", notice.text)
         found, aligned = dict(read.found), {}
@@ -428,15 +572,19 @@ def each_given(
             raise WrongArgument(f"sequences: the name {shown(wrong[0])}: a text is needed")
         aligned = _each("alignments", alignments, list(named))
     offered = _each("templates", templates, [*(found or named)])
+    by_name = isinstance(guesses, Mapping) or is_list(guesses)
+    each_guess = _each("initial_guess", guesses if by_name else None, [*offered])
     for name in offered:
         try:
-            one = found[name] if name in found else query_of(named[name], aligned[name], name, fetch)
-            found[name] = one if isinstance(one, UserError) else complete(one, offered[name])
+            one = found[name] if name in found else query_of(named[name], aligned[name], name, fetch, fixed)
+            if not isinstance(one, UserError):
+                one = with_guess(complete(one, offered[name]), each_guess[name], fixed)
+            found[name] = one
         except (WrongArgument, ServerGone):
             raise
         except UserError as error:
             found[name] = error
-    return found
+    return found if guesses is None or by_name else with_guesses(found, guesses, fixed)
 
 
 def _files_of(sequences: Any) -> list[Given] | None:

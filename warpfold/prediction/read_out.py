@@ -35,6 +35,7 @@ class Prepared:
     ensemble: int
     seconds: float  # that it took
     coverage: Coverage | None = None  # of the alignment
+    guess: Tensor | None = None  # [N, 37, 3] angstrom: the positions that the first pass starts from
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,9 @@ class ReadOut:
 
     def _asym_id(self, prepared: Prepared) -> Tensor | None:
         """Return the chain of each residue of a complex; None of a single chain."""
-        several = len(prepared.assembly.chains) > 1
-        return prepared.batch["asym_id"].to(self.model.device, torch.int64) if several else None
+        lengths = [chain.length for chain in prepared.assembly.chains]
+        chain = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
+        return chain.to(self.model.device) if len(lengths) > 1 else None
 
     def _whole(self, x: Tensor, axis: int, length: int, dtype: torch.dtype = torch.float32) -> np.ndarray | None:
         """Collect a tensor that is sharded along residues; None on ranks other than 0."""
@@ -181,7 +183,7 @@ def details_of(prepared: Prepared, recycles: int, seconds: float, sample: Sample
     if lost := [id for id, chain in zip(assembly.ids, assembly.chains) if depths[id] < 2 <= chain.depth]:
         of = f" for {listed(lost)}" if len(assembly.chains) > 1 else ""
         several["warnings"] = [Notice("rows_lost", {"of": of}).record()]
-    templates: list[str] = []
+    templates = [one.names[0] for one in assembly.fixed if one is not None and sample is not None]
     for chain in different:
         if sample is not None and isinstance(chain, RawExample) and chain.templates is not None:
             chosen = choose_templates(len(chain.templates), sample.max_templates, None)

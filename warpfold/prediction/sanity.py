@@ -5,18 +5,17 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from warpfold.geometry.residue import ATOM_ORDER, ATOM_TYPES, VDW_RADIUS
+from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.prediction.notices import Notice
+from warpfold.scoring.interface import CLASH_OVERLAP, RADIUS
 
 CA_CA_RANGE = (2.6, 4.2)  # angstrom: cis peptides 2.9 to 3.0, trans 3.8, with room for strain
-CLASH_OVERLAP = 1.5  # angstrom that two atoms may overlap before it counts (Supp. 1.9.11, eq. 46)
 # Residues up to which a low pTM is not warned of. Errors of d0 = 1.24 (N - 15)^(1/3) - 1.8 angstrom halve it: at 30
 # residues that is 1.3, a third of the step from one Cα to the next, and at 19 and fewer 0.2 (where it is clipped), so
 # a small pTM says there that angstroms are missed, not that the fold is wrong; at 100 residues d0 is 3.7.
 SHORT = 30
 BLOCK = 512  # atoms compared with all others at once
 N, CA, C, CB, SG = (ATOM_ORDER[name] for name in ("N", "CA", "C", "CB", "SG"))
-RADIUS = np.array([VDW_RADIUS[name[0]] for name in ATOM_TYPES])
 
 
 @dataclass(frozen=True)
@@ -69,9 +68,12 @@ def find_clashes(positions: np.ndarray, mask: np.ndarray, bonded: np.ndarray) ->
     pairs = [np.zeros((0, 2), np.int64)]
     for start in range(0, len(row), BLOCK):
         rows = slice(start, start + BLOCK)
-        distance = torch.cdist(place[rows], place, compute_mode="donot_use_mm_for_euclid_dist").numpy()
-        i, j = np.nonzero((distance < radius[rows, None] + radius - CLASH_OVERLAP) & (row[rows, None] < row))
-        i += start
+        # Atoms stand in the order of their residues, so each pair is in one block.
+        distance = torch.cdist(place[rows], place[start:], compute_mode="donot_use_mm_for_euclid_dist").numpy()
+        i, j = np.nonzero(distance < 2 * RADIUS.max() - CLASH_OVERLAP)  # few: only of these the radii are looked up
+        near, i, j = distance[i, j], i + start, j + start
+        clash = (near < radius[i] + radius[j] - CLASH_OVERLAP) & (row[i] < row[j])
+        i, j = i[clash], j[clash]
         peptide = peptide_c[i] & (atom[j] == N) & (row[i] + 1 == row[j])
         disulfide = (atom[i] == SG) & (atom[j] == SG)
         pairs.append(np.stack([row[i], row[j]], -1)[~(peptide | disulfide)])

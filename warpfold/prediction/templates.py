@@ -92,9 +92,11 @@ def find_templates(
             "give the folder of their mmCIF files, or leave the hits out"
         )
     found: list[Found] = []
+    made: dict[tuple[str, tuple[str, ...]], Found] = {}  # the target of many designs is theirs all
     for query in queries:
-        own, outcomes = user_templates(query.sequence, query.files)
-        parts = [] if own is None else [own]
+        key = query.sequence, query.files
+        own, known = made[key] = made.get(key) or user_templates(*key)
+        parts, outcomes = [] if own is None else [own], [*known]
         if library is not None and (offered := hits.get(query.names[0])):
             limit = most - len(query.files)
             searched, rejected = templates_from_hits(query.sequence, offered, library, newest, limit=limit)

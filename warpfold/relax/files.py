@@ -106,7 +106,7 @@ def find_targets(path: Path, which: Which = "all") -> Iterator[RelaxTarget]:
         return
     summary = _summary(path)
     for entry in summary["predictions"]:
-        if which == "best" and entry.get("rank", 1) > 1:
+        if (which == "best" and entry.get("rank", 1) > 1) or entry.get("dropped"):
             continue
         file = path / entry["folder"] / entry["files"]["mmcif"]
         yield RelaxTarget(entry["name"], file, file.name.removesuffix(".cif"), path)
@@ -213,6 +213,7 @@ def _note(target: RelaxTarget, report: dict[str, Any]) -> None:
     assert target.folder is not None
     summary = _summary(target.folder)
     for entry in summary["predictions"]:
-        if target.folder / entry["folder"] / entry["files"]["mmcif"] == target.path and entry.get("relaxed") != report:
+        file = target.folder / entry["folder"] / entry["files"].get("mmcif", "")
+        if file == target.path and entry.get("relaxed") != report:
             entry["relaxed"] = report
             write_summary(target.folder, summary)

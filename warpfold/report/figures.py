@@ -16,11 +16,16 @@ from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
+from matplotlib.patches import PathPatch
+from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.transforms import Affine2D
 
 from warpfold.cost.replay import Span
 from warpfold.errors import UserError
+from warpfold.geometry.residue import RESTYPES
 from warpfold.report import charts
 from warpfold.report.charts import GREY, INK, RULE, TRUTH
 from warpfold.report.report import KEY, Target
@@ -29,6 +34,14 @@ if TYPE_CHECKING:
     from warpfold.cluster.judge_links import Matrix
 
 BLUE, AMBER = "#1f6fb4", "#d9820f"
+LOGO_RESIDUES, LEAST_SHARE = 120, 0.06  # of a logo: letters of a smaller share are not drawn
+LOGO_COLORS = {  # acidic, basic, polar, aromatic; the rest is hydrophobic or small
+    **dict.fromkeys(RESTYPES, INK),
+    **dict.fromkeys("DE", "#c0392b"),
+    **dict.fromkeys("KRH", BLUE),
+    **dict.fromkeys("STNQC", "#3c8d5a"),
+    **dict.fromkeys("FWY", AMBER),
+}
 
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -61,7 +74,9 @@ class Curve:
 
 
 @mpl.rc_context(STYLE)
-def draw_curves(curves: Sequence[Curve], y_label: str, y_range: tuple[float, float] | None = None) -> str:
+def draw_curves(
+    curves: Sequence[Curve], y_label: str, y_range: tuple[float, float] | None = None, x_label: str = "training step"
+) -> str:
     """Draw quantities over training steps; a curve of many values is drawn faint, with its running mean over it."""
     figure, axes = _canvas(4.7, 2.8)
     for curve, color, dashes in zip(curves, cycle((BLUE, AMBER, GREY, INK)), cycle(("-", "--", "-.", ":"))):
@@ -73,12 +88,35 @@ def draw_curves(curves: Sequence[Curve], y_label: str, y_range: tuple[float, flo
             axes.plot(x, y, color=color, alpha=0.22, linewidth=0.8)
             mean = np.convolve(y, np.full(window, 1 / window), "valid")
             axes.plot(x[window - 1 :], mean, dashes, color=color, label=f"{curve.label}, mean of {window}")
-    axes.set(xlabel="training step", ylabel=y_label)
+    axes.set(xlabel=x_label, ylabel=y_label)
     if y_range:
         axes.set_ylim(*y_range)
     _legend(axes)
     _grid(axes)
-    return _svg(figure, f"{y_label} over training steps")
+    return _svg(figure, f"{y_label} over {x_label}s")
+
+
+@mpl.rc_context(STYLE)
+def draw_logo(shares: np.ndarray) -> str:
+    """Draw shares [N, 20] of the amino acids as letters one upon another, each as high as its share.
+
+    Of at most `LOGO_RESIDUES` residues, and those letters that can be seen.
+    """
+    shown = shares[:LOGO_RESIDUES]
+    figure, axes = _canvas(max(3.0, 0.13 * len(shown)), 1.3)
+    for place, row in enumerate(shown):
+        bottom = 0.0
+        for kind in np.argsort(row)[::-1]:
+            if (height := float(row[kind])) < LEAST_SHARE:
+                break
+            letter = TextPath((0, 0), RESTYPES[kind], size=1, prop=FontProperties(weight="bold"))
+            box = letter.get_extents()
+            turn = Affine2D().translate(-box.x0, -box.y0).scale(0.9 / box.width, height / box.height)
+            turn = turn.translate(place + 0.55, bottom)
+            axes.add_patch(PathPatch(turn.transform_path(letter), color=LOGO_COLORS[RESTYPES[kind]], linewidth=0))
+            bottom += height
+    axes.set(xlim=(0.4, len(shown) + 0.6), ylim=(0, 1), ylabel="share")
+    return _svg(figure, "sequence logo")
 
 
 @mpl.rc_context(STYLE)
@@ -353,6 +391,22 @@ def draw_links(matrices: Sequence["Matrix"], form: str = "svg") -> bytes:
         axes.title.set_fontsize(9.5)
         figure.colorbar(image, ax=axes, shrink=0.85, label=matrix.unit)
     return _as_file(figure, "links between ranks", form)
+
+
+@mpl.rc_context(STYLE)
+def draw_pairs(names: Sequence[str], matrices: Mapping[str, np.ndarray]) -> str:
+    """Draw scores of each two of K chains side by side, 0 to 1: title -> [K, K], NaN where one is not known."""
+    size = float(np.clip(0.12 * len(names), 3.0, 9.0))
+    figure = Figure(figsize=((size + 1.2) * len(matrices), size + 0.9), layout="constrained")
+    every = max(1, -(-len(names) // 60))
+    for number, (title, values) in enumerate(matrices.items()):
+        axes = figure.add_subplot(1, len(matrices), number + 1)
+        image = axes.imshow(values, cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
+        axes.set_xticks(range(0, len(names), every), names[::every], rotation=90, fontsize=7)
+        axes.set_yticks(range(0, len(names), every), names[::every], fontsize=7)
+        axes.set_title(title, fontsize=9.5)
+        figure.colorbar(image, ax=axes, shrink=0.85)
+    return _svg(figure, f"scores of each two of {len(names)} chains")
 
 
 # ---- the timeline of a step: what computes and what travels, a row for each stream

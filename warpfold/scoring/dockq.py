@@ -43,10 +43,19 @@ def residue_pairs(a: Chain, b: Chain, atoms_a: Array, atoms_b: Array, within: fl
     for i, j, distance in metrics.near_pairs(a.positions[atoms_a], b.positions[atoms_b], within):
         keys.append(residues_a[i] * len(b.sequence) + residues_b[j])
         distances.append(distance)
-    key, least = np.concatenate(keys), np.concatenate(distances)
-    order = np.lexsort((least, key))
-    found, first = np.unique(key[order], return_index=True)
-    return ResiduePairs(np.stack(np.divmod(found, len(b.sequence)), -1), least[order][first])
+    return nearest_residues(np.concatenate(keys), np.concatenate(distances), len(b.sequence))
+
+
+def nearest_residues(keys: Array, distances: Array, width: int) -> ResiduePairs:
+    """Return each pair of residues once, with the least distance of its atoms.
+
+    keys [P]: of each pair of atoms the pair of residues, as i * width + j.
+    """
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    first = np.flatnonzero(np.diff(keys, prepend=-1))
+    least = np.minimum.reduceat(distances[order], first) if len(first) else distances
+    return ResiduePairs(np.stack(np.divmod(keys[first], width), -1), least)
 
 
 def contacts(chains: Chains) -> dict[Pair, ResiduePairs]:

@@ -31,6 +31,7 @@ from warpfold.cost.planner import (
 from warpfold.cost.rates import Rates
 from warpfold.cost.replay import step_time
 from warpfold.cost.report import choice_in_words
+from warpfold.engine.gradient import Through
 from warpfold.errors import UserError
 from warpfold.memory import is_out_of_memory
 from warpfold.model.alphafold import ModelConfig
@@ -89,23 +90,39 @@ class FoldPlanner:
         self.team = team or Team()
         self._limits: list[tuple[int, int]] = []  # residues, and bytes that were not there though they were said to be
         self._last = ""
+        self._kept: Choice | None = None
 
-    def choose(self, sizes: ExampleSizes, recycles: int, ensemble: int = 1, representations: bool = False) -> FoldPlan:
+    def choose(
+        self,
+        sizes: ExampleSizes,
+        recycles: int,
+        ensemble: int = 1,
+        representations: bool = False,
+        gradient: Through | None = None,
+    ) -> FoldPlan:
         """Return the plan as `check` does, and say it where it is another than the last; nothing of small ones."""
-        found = self.check(sizes, recycles, ensemble, representations)
+        found = self.check(sizes, recycles, ensemble, representations, gradient)
         evident = found.choice is not None and found.choice.trivially_fits
         if describe_plan(found.plan) != self._last and not (evident and not self._last):
             self._last = describe_plan(found.plan)
             log.info("plan for %d residues: %s", sizes.residues, found.said)
         return found
 
-    def check(self, sizes: ExampleSizes, recycles: int, ensemble: int = 1, representations: bool = False) -> FoldPlan:
+    def check(
+        self,
+        sizes: ExampleSizes,
+        recycles: int,
+        ensemble: int = 1,
+        representations: bool = False,
+        gradient: Through | None = None,
+    ) -> FoldPlan:
         """Return the plan for an example of these sizes, for what is free now, and say nothing.
 
+        gradient: by the sequence, through so many passes; None: it is folded alone.
         Errors: UserError where nothing fits, saying what would, or for keys that no plan can have together.
         """
         model = replace(self.model, ensemble=ensemble)
-        job = Job(model=model, sizes=sizes, recycles=recycles, representations=representations)
+        job = Job(model=model, sizes=sizes, recycles=recycles, representations=representations, gradient=gradient)
         machine = this_machine(self.device, loaded=True, memory=self.memory)
         # Where a shorter one has met less, that is what there is.
         free = min([machine.free, *(limit for shorter, limit in self._limits if shorter <= sizes.residues)])
@@ -126,11 +143,22 @@ class FoldPlanner:
         return FoldPlan(build(Plan, told["plan"], "plan"), told["details"]["said"], told["details"], sizes.residues)
 
     def _choose(self, job: Job, machine: Machine) -> Choice:
+        """Choose, or go on as with the last example: one like it, which needs no more than half of what is free.
+
+        To choose takes some 10 ms, of which thousands of small designs would notice each.
+        """
+        if (kept := self._kept) is not None and kept.job == job:
+            needed = needed_bytes(kept.memory, kept.machine)
+            alike = replace(kept.machine, free=machine.free, host=machine.host) == machine
+            if alike and 2 * needed <= machine.free and abs(kept.machine.free - machine.free) <= kept.machine.free / 10:
+                return replace(kept, machine=machine)
+        self._kept = None  # where nothing fits, nothing is known
         grid = {"axial": self.team.mesh.axial.size, "branch": self.team.mesh.branch.size}
         try:
-            return choose(job, machine, {**grid, **self.fixed})
+            self._kept = choose(job, machine, {**grid, **self.fixed})
         except ValueError as error:
             raise UserError(str(error)) from error
+        return self._kept
 
     def after(self, failed: FoldPlan, error: BaseException) -> FoldPlan:
         """Return the next tighter plan where one ran out of memory, and remember that for examples as long or longer.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from string import ascii_lowercase, ascii_uppercase, digits
 
+from warpfold.data.example.guess import GuessStructure
 from warpfold.data.formats.alignment import Alignment, as_row
 from warpfold.errors import UserError
 from warpfold.files import file_name
@@ -30,6 +31,7 @@ class Complex:
     place: int | None = None  # if that is an alignment: where it is stacked
     is_part: bool = False  # an alignment that ColabFold has put into NAME.a3m, too
     uses: tuple[Path, ...] = ()  # other files that its file names, resolved: they are no queries of their own
+    structure: GuessStructure | None = None  # its own, where it was read from one
 
     def __post_init__(self) -> None:
         if wrong := [name for name in self.ids if not _ID.fullmatch(name)]:

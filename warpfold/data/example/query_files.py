@@ -3,6 +3,7 @@
 Which records make a complex is never guessed:
 
 * `A:B` in a sequence (ColabFold's form, in FASTA and tables) is a complex of its own, with chains A, B, ...;
+* so is a row of a table that has a column for each chain, `target` and `binder`, or their letters;
 * other FASTA records are single proteins or, if the caller asks for that (`as_one`), the chains of one complex, each
   named by its header, which in the PDB's files names all copies (`>2HHB_1|Chains A, C|...`);
 * a structure, an alignment of a complex (`#120,88<TAB>1,2`), AlphaFold-Multimer's `chain_id_map.json`, and a job of
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from warpfold.data.example.complex import Complex, chain_ids, distinct_names, first_word
+from warpfold.data.example.guess import guess_of_structure
 from warpfold.data.example.job_files import FOREIGN_HEADER, JOBS, job_of_fasta, jobs_of_text
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import Assembly, RawExample, from_sequence
@@ -30,6 +32,7 @@ from warpfold.data.formats.alignment import (
     parse_fasta,
     plain_text,
     table_rows,
+    table_titles,
 )
 from warpfold.data.formats.input_files import (
     ALIGNMENTS,
@@ -53,6 +56,7 @@ SHORTEST = 10  # letters of a sequence that is given as text; what is shorter ma
 _PDB_HEADER = re.compile(r"\w+_\d+\|Chains? ([^|]+)\|")  # of rcsb.org's FASTA files: >7W72_4|Chain D[auth K]|...
 _PDB_CHAIN = re.compile(r"(\w+)(?:\[auth (\w+)\])?")
 MOST_LISTED = 8  # chains in one line
+_CHAIN_COLUMN = re.compile(r"(target|binder)|(?:chain[ _]?)?([a-z0-9])")  # of tables without a column `sequence`
 _LINE = re.compile(rb"[A-Za-z:*\s]+")
 # What predictions are called by AlphaFold (ranked_0.pdb, relaxed_model_1.pdb), ColabFold (NAME_unrelaxed_rank_001_...),
 # WarpFold (NAME_rank_1.cif, NAME_relaxed.cif), AlphaFold 3 (NAME_model.cif, model.cif), its server and Boltz
@@ -93,16 +97,19 @@ def search_names(name: str, chains: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def assemble(query: Complex, alignments: ChainAlignments | None = None) -> tuple[Assembly, list[str]]:
+def assemble(
+    query: Complex, alignments: ChainAlignments | None = None, made: dict[str, RawExample] | None = None
+) -> tuple[Assembly, list[str]]:
     """Return a complex with the alignments of its chains, and what the user should know about it, a line each.
 
-    Copies share their example.  A chain without alignment has its own row alone.
+    Copies share their example.  A chain without alignment has its own row alone.  made: of sequences, with these
+    alignments, that are in other complexes too, such as the target of many designs; new ones are added.
     Errors: UserError for an alignment of another protein, or a sequence that is no protein's.
     """
     given: dict[str, list[Alignment]] = {}
     for alignment in query.alignments:
         given.setdefault(alignment.query, []).append(alignment)
-    examples: dict[str, RawExample] = {}
+    examples: dict[str, RawExample] = {} if made is None or given else made
     bare: list[str] = []
     thin: list[str] = []
     for chain, sequence in zip(query.ids, query.sequences):
@@ -119,8 +126,9 @@ def assemble(query: Complex, alignments: ChainAlignments | None = None) -> tuple
         notes.append(f"no alignment for {listed(bare)}: folded by the sequence alone")
     if thin:
         notes.append(f"the alignment of {listed(thin)} has one row, its own: folded by the sequence alone")
-    deep = [one for one in examples.values() if one.depth > 1]
-    if len(deep) > 1 and len(pair_rows([one.pairing for one in examples.values()])) == 1:
+    own_examples = [examples[sequence] for sequence in dict.fromkeys(query.sequences)]
+    deep = [one for one in own_examples if one.depth > 1]
+    if len(deep) > 1 and len(pair_rows([one.pairing for one in own_examples])) == 1:
         if sum(one.pairing is not None for one in deep) > 1:
             notes.append("no rows are paired: the alignments of different chains have no species in common")
         else:
@@ -151,10 +159,10 @@ def read_query_files(given: Given | Sequence[Given], as_one: bool = False) -> Qu
     """Read what to fold from files, which may be pipes such as /dev/stdin, from folders, or from text.
 
     Text is the path of a file or a folder, `-` for standard input, or a sequence itself (`is_sequence`).  By its ending
-    a file is a table (.csv, .tsv: columns `id` and `sequence`), a structure (the first biological assembly of an mmCIF
-    or PDB file), an alignment, FASTA, or jobs of other programs (.yaml, .json); by what is in it if it has another
-    ending.  as_one: the records of a FASTA file, and sequences given as text, are the chains of one complex; without
-    effect where a record has `:`.
+    a file is a table (.csv, .tsv: columns `id` and `sequence`, or `id` and one for each chain), a structure (the first
+    biological assembly of an mmCIF or PDB file), an alignment, FASTA, or jobs of other programs (.yaml, .json); by what
+    is in it if it has another ending.  as_one: the records of a FASTA file, and sequences given as text, are the chains
+    of one complex; without effect where a record has `:`.
     Alignments of one sequence and name (`InputFile.protein`) are one query; those of a sequence that a record or a
     structure has belong to it.
     A record that cannot be folded is found with its error (`Complex.error`).
@@ -339,9 +347,7 @@ def _read(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
     here = Path() if path == STDIN else path.parent  # where the paths in it begin
     name = "query" if path == STDIN else file_name(path.name.split(".")[0])
     if kind in TABLES:
-        cells = table_rows(data, source, ("id", "sequence"))
-        text = "".join(f">{word}\n{''.join(sequence.split())}\n" for word, sequence in cells)
-        found = _of_records(fasta_records(text, source, chains=True), source)
+        found = _of_table(data, source)
     elif kind in JOBS:
         found = jobs_of_text(data, kind, source, here, name)
     elif kind in STRUCTURES:
@@ -350,11 +356,9 @@ def _read(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
         if not placed.chains:
             raise UserError(f"{source}: its first assembly has no protein chain; give a file with proteins")
         notes = tuple(f"{what} is left out: {reason}" for what, reason in placed.left_out.items())
-        found = [
-            Complex(
-                name, placed.ids, tuple(structure.chains[chain].sequence for chain, _ in placed.chains), notes=notes
-            )
-        ]
+        sequences = tuple(structure.chains[chain].sequence for chain, _ in placed.chains)
+        own = guess_of_structure(structure, data, path if path != STDIN and path.is_file() else None, source)
+        found = [Complex(name, placed.ids, sequences, notes=notes, structure=own)]
     elif kind == CHAIN_MAP:
         name = file_name(path.parent.parent.name)
         try:
@@ -371,6 +375,38 @@ def _read(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
         bare = kind == ".seq" and not data.lstrip().startswith(b">")
         found = _of_fasta(b">query\n" + data if bare else data, name, source, as_one, here)
     return [replace(one, source=source) for one in found]
+
+
+def _of_table(data: bytes, source: str) -> list[Complex]:
+    """Return the rows of a table: of columns `id` and `sequence`, or `id` and one for each chain; others do not count.
+
+    Columns of one letter or digit, or `chain_a`, name their chains; those of `target` and `binder` are called A, B ...
+    An empty cell is a chain that a complex does not have.
+    """
+    titles = table_titles(data, source)
+    columns = ["sequence"]
+    if "sequence" not in titles:
+        columns = [title for title in titles if _CHAIN_COLUMN.fullmatch(title)] or columns
+    cells = [
+        (word, ["".join(cell.split()) for cell in row]) for word, *row in table_rows(data, source, ("id", *columns))
+    ]
+    text = "".join(f">{word}\n{':'.join(filter(None, row))}\n" for word, row in cells)
+    found = _of_records(fasta_records(text, source, chains=True), source)
+    letters = [(match[2] or "").upper() for title in columns if (match := _CHAIN_COLUMN.fullmatch(title))]
+    if not letters or not all(letters):
+        return found
+    if twice := [letter for letter in letters if letters.count(letter) > 1]:
+        raise UserError(f"{source}: has two columns of chain {twice[0]}; give each chain one")
+    named = list[Complex]()
+    for one, (_, row) in zip(found, cells):
+        ids = tuple(letter for letter, cell in zip(letters, row) if cell)
+        if not one.error and len(ids) != len(one.sequences):
+            wrong = (
+                f"{source}: {one.name} has : in the column of a chain; give each chain a column, or all in `sequence`"
+            )
+            one = Complex(one.name, (), (), error=wrong)
+        named.append(one if one.error else replace(one, ids=ids))
+    return named
 
 
 def _of_fasta(data: bytes, name: str, source: str, as_one: bool, here: Path) -> list[Complex]:

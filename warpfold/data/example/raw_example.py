@@ -60,8 +60,8 @@ class Templates:
 
 def join(templates: Sequence[Templates]) -> Templates | None:
     """Return templates of one chain as one `Templates`, in the given order; None without any."""
-    if not templates:
-        return None
+    if len(templates) < 2:
+        return templates[0] if templates else None
     aatype, positions, mask, sum_probs = (
         np.concatenate([getattr(one, name) for one in templates])
         for name in ("aatype", "positions", "mask", "sum_probs")
@@ -209,6 +209,8 @@ class Assembly:
     # angstrom; None: they are there.  A biological assembly may have a chain several times, moved by its symmetry.
     operators: np.ndarray | None = None
     entities: tuple[int, ...] = ()  # [K], `entity_id` where it is known without reading the sequences
+    # [K] or none: of each chain a template that its copies do not share, before those that they do (guess.py).
+    fixed: tuple[Templates | None, ...] = ()
 
     @cached_property
     def entity_id(self) -> np.ndarray:

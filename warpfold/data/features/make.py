@@ -174,7 +174,7 @@ def assembly_features(
         crops = [np.arange(chain.length) for chain in assembly.chains]
     asym = np.repeat(np.arange(len(crops)), [len(crop) for crop in crops])
     entities = read_entities(assembly, crops, config, seed, key, train)
-    joined = join_templates(entities, len(asym), config.max_templates)
+    joined = join_templates(assembly, entities, crops, config.max_templates)
     aatype, residue_index = np.zeros(len(asym), np.uint8), np.zeros(len(asym), np.int32)
     for entity in entities:
         aatype[entity.columns] = entity.raw.aatype[entity.place]
@@ -277,25 +277,58 @@ def choose_rows(
     return chosen
 
 
-def join_templates(entities: Sequence[EntityCrop], length: int, count: int) -> Templates | None:
+def join_templates(
+    assembly: Assembly, entities: Sequence[EntityCrop], crops: Sequence[np.ndarray], count: int, blank: int = 0
+) -> Templates | None:
     """Return `count` templates of an assembly: template t of every chain side by side, masked where a chain has fewer.
 
     As official, there are always as many, with zeros (`pad_templates` in data/msa_pairing.py); None for a count of 0.
+    blank: the residue type there.
     """
     if not count:
         return None
+    length = sum(map(len, crops))
     joined = Templates(
-        np.zeros((count, length), np.uint8),
+        np.full((count, length), blank, np.uint8),
         np.zeros((count, length, 37, 3), np.float32),
         np.zeros((count, length, 37), np.uint8),
         ("",) * count,
         np.zeros(count, np.float32),
     )
+    starts = np.cumsum([0, *map(len, crops)])
     for entity in entities:
         if (own := entity.raw.templates) is not None:
             for name in ("aatype", "positions", "mask"):
                 getattr(joined, name)[: len(own), entity.columns] = getattr(own, name)[:, entity.place]
+    for start, crop, first in zip(starts, crops, assembly.fixed):
+        if first is not None:  # those of its entity follow it
+            for name in ("aatype", "positions", "mask"):
+                chain = getattr(joined, name)[:, start : start + len(crop)]
+                chain[1:] = chain[:-1].copy()
+                chain[0] = getattr(first, name)[0, crop]
     return joined
+
+
+def as_one_chain(assembly: Assembly, config: SampleConfig, gap: int) -> RawExample:
+    """Return an assembly as one chain, for a model of single chains: `residue_index` jumps by `gap` between chains.
+
+    From 32 on, such a model takes residues to be far apart in the sequence (Algorithm 4).  The alignment is that of the
+    assembly: the pairs first, then the rows of each entity with gaps under the others.  Templates of different chains
+    stand side by side too, and nothing masks what the fixed ones say of each other (as Bennett et al. 2023).
+    """
+    crops = [np.arange(chain.length) for chain in assembly.chains]
+    entities = read_entities(assembly, crops, config, 0, (), train=False)
+    aatype, asym = np.zeros(assembly.length, np.uint8), np.repeat(np.arange(len(crops)), [*map(len, crops)])
+    for entity in entities:
+        aatype[entity.columns] = entity.raw.aatype[entity.place]
+    index = (np.arange(assembly.length) + gap * asym).astype(np.int32)
+    msa, deletions, _ = join_alignments(entities, assembly.length)
+    shared = max(0 if entity.raw.templates is None else len(entity.raw.templates) for entity in entities)
+    most = min(shared + any(one is not None for one in assembly.fixed), config.max_templates)
+    templates = join_templates(assembly, entities, crops, most, GAP)
+    return RawExample(
+        assembly.name, aatype, index, msa, deletions.astype(np.uint16), profile_of(msa), templates=templates
+    )
 
 
 def alignment_features(

@@ -87,16 +87,9 @@ def msa_features(
     masks and codes uint8, the others float32.
     """
     chain = chain or WholeChain(raw.msa, raw.profile, 0)
-    depth, length = raw.msa.shape
-    samples = [_draw(chain, config, seed, (*key, index)) for index in range(passes)]
+    length = raw.length
+    samples, clusters = _clusters(chain, config, seed, key, passes)
     seq, extra = len(samples[0].centres), max(len(samples[0].extra), 1)
-    if seq < depth:
-        clusters = nearest_cluster(chain.msa, np.stack([sample.masked for sample in samples]))
-    else:
-        clusters = np.zeros((passes, depth), np.int64)  # every row is a centre
-    # A row of gaps agrees with no centre, and would join the query's cluster by default.  Over a whole chain no packed
-    # alignment has such a row; in a crop there may be many.
-    silent = (chain.msa == GAP).all(1)
     sizes = sizes or {}
     clustered, unclustered, columns = (
         max(size, sizes.get(axis, 0)) for axis, size in (("seq", seq), ("extra", extra), ("res", length))
@@ -110,11 +103,40 @@ def msa_features(
     deletions = Deletions.of(raw.deletions)
     crop = slice(chain.start, chain.start + length)
     for index, (sample, cluster) in enumerate(zip(samples, clusters)):
-        cluster[silent] = seq  # no cluster
-        cluster[sample.centres] = np.arange(seq)
         cut = replace(sample, masked=sample.masked[:, crop], bert_mask=sample.bert_mask[:, crop])
         _fill({name: array[index] for name, array in features.items()}, raw.msa, deletions, cut, cluster)
     return features
+
+
+def query_part(
+    raw: RawExample, config: SampleConfig, seed: int, key: tuple[str | int, ...], passes: int = 1
+) -> tuple[np.ndarray, bool]:
+    """Return the query's part in the profile of its own cluster, float32 [passes], and whether it is the extra MSA too.
+
+    The arguments are those of `msa_features`, which makes the features.
+    """
+    samples, clusters = _clusters(WholeChain(raw.msa, raw.profile, 0), config, seed, key, passes)
+    members = ((clusters == 0).sum(1) + 1e-6).astype(np.float32)
+    is_extra = all(sample.extra.tolist() == [0] for sample in samples)
+    return 1 / members, is_extra
+
+
+def _clusters(
+    chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | int, ...], passes: int
+) -> tuple[list[MsaSample], np.ndarray]:
+    """Draw the sample of each pass, and find the cluster of each row, int64 [passes, R]; S, of that many: none."""
+    samples = [_draw(chain, config, seed, (*key, index)) for index in range(passes)]
+    depth, seq = len(chain.msa), len(samples[0].centres)
+    if seq < depth:
+        clusters = nearest_cluster(chain.msa, np.stack([sample.masked for sample in samples]))
+    else:
+        clusters = np.zeros((passes, depth), np.int64)  # every row is a centre
+    # A row of gaps agrees with no centre, and would join the query's cluster by default.  Over a whole chain no packed
+    # alignment has such a row; in a crop there may be many.
+    clusters[:, (chain.msa == GAP).all(1)] = seq
+    for sample, cluster in zip(samples, clusters):
+        cluster[sample.centres] = np.arange(seq)
+    return samples, clusters
 
 
 def _draw(chain: WholeChain, config: SampleConfig, seed: int, key: tuple[str | int, ...]) -> MsaSample:

@@ -193,6 +193,13 @@ def plain_text(data: bytes | str, source: str) -> bytes:
     return data.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
 
 
+def table_titles(data: bytes | str, source: str) -> list[str]:
+    """Return the names of a table's columns, in lower case, as its first line has them.  Errors: as of `plain_text`."""
+    first = plain_text(data, source).decode().lstrip("\n").partition("\n")[0]
+    lines = csv.reader([first], "excel-tab" if "\t" in first else "excel", skipinitialspace=True)
+    return [title.strip().lower() for title in next(lines, [])]
+
+
 def table_rows(data: bytes | str, source: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
     """Return columns of a table, separated by commas or tabs, whose first line names them; blanks are left out.
 

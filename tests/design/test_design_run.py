@@ -1,0 +1,198 @@
+"""`warpfold design`: settings, starts that go on where they were killed, designs as files, what is refused."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from tests.helpers import as_multimer, filled_model, tiny_config
+from warpfold.cli import app
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.structure.mmcif import read_structure
+from warpfold.data.structure.write import write_mmcif
+from warpfold.design.run import Problem, first_logits, moved, one_hot, run_design
+from warpfold.design.settings import PRESETS, DesignSettings, load_design
+from warpfold.errors import UserError
+from warpfold.geometry.residue import RESTYPES
+from warpfold.model.weights.files import save_params
+from warpfold.prediction.predictor import Predictor
+from warpfold.settings import to_dict
+
+STAGES = [
+    {"steps": 3, "soft": [0.0, 1.0]},
+    {"steps": 2, "temperature": [1.0, 0.1]},
+    {"steps": 3, "hard": 1.0, "temperature": [0.1, 0.1], "rate": 1.0, "weights": {"plddt": 2.0}},
+]
+VALUES = {"chains": {"A": 6}, "loss": {"plddt": 1.0, "contacts": 0.3}, "shape": {"contact_separation": 2}}
+VALUES |= {"stages": STAGES, "spread": 1.0}
+SAMPLE = SampleConfig(max_msa=4, max_extra=4, max_templates=0)
+
+
+def predictor(multimer: bool = False) -> Predictor:
+    config = tiny_config(templates=replace(tiny_config().templates, enabled=False))
+    return Predictor(filled_model(as_multimer(config) if multimer else config), sample=SAMPLE)
+
+
+def files_of(out: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(out)): p.read_bytes() for p in sorted(out.rglob("*")) if p.is_file()}
+
+
+def test_designs_are_written_the_best_first(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    found = run_design(predictor(), load_design(VALUES), out, starts=2, seed=3)
+    losses = [one["loss"] for one in found["designs"]]
+    assert losses == sorted(losses)
+    names = [one["name"] for one in found["designs"]]
+    assert sorted(names) == ["design_0001", "design_0002"]
+    fasta = (out / "designs.fasta").read_text().split()
+    assert fasta == [word for one in found["designs"] for word in (f">{one['name']}", one["sequence"])]
+    rows = [json.loads(line) for line in (out / "starts/design_0001.jsonl").read_text().splitlines()]
+    assert [row["stage"] for row in rows] == [0, 0, 0, 1, 1, 2, 2, 2]
+    assert [row["soft"] for row in rows[:4]] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+    assert rows[4]["temperature"] == pytest.approx(0.1)
+    (one,) = (one for one in found["designs"] if one["name"] == "design_0001")
+    hard = [row for row in rows if row["hard"] == 1.0]
+    best = min(hard, key=lambda row: row["loss"])
+    assert one["designed"] == best["letters"]
+    assert one["loss"] == pytest.approx(best["loss"], abs=1e-5)
+    structure = read_structure(out / "designs/design_0001.cif")
+    assert structure.chains["A"].sequence == one["sequence"]
+    alone = predictor().fold(one["sequence"], recycles=0)
+    np.testing.assert_allclose(structure.chains["A"].positions, alone.positions, atol=2e-3)
+    page = (out / "report.html").read_text()
+    assert "sequence logo" in page
+    assert one["sequence"] in page
+    assert (out / "designs.csv").read_text().startswith("name,loss,mean_plddt,ptm,iptm,loss.plddt,loss.contacts,")
+
+
+@pytest.mark.parametrize("at", [0, 4, 7, 9, 13])
+def test_a_run_that_was_killed_ends_with_the_same_files(tmp_path: Path, at: int) -> None:
+    whole, killed, settings = tmp_path / "whole", tmp_path / "killed", load_design(VALUES)
+    run_design(predictor(), settings, whole, starts=2)
+    child = os.fork()
+    if child == 0:  # as kill -9 does: nothing is cleaned up
+        one, calls = predictor(), [0]
+        gradient = one.gradient
+
+        def counted(*args: object, **kwargs: object) -> object:
+            if calls[0] == at:
+                os._exit(9)
+            calls[0] += 1
+            return gradient(*args, **kwargs)
+
+        one.gradient = counted
+        run_design(one, settings, killed, starts=2)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    if at == 4:  # a row whose state was not written, and half of one
+        with (killed / "starts/design_0001.jsonl").open("a") as file:
+            file.write('{"step": 4}\n{"step"')
+    run_design(predictor(), settings, killed, starts=2)
+    assert files_of(killed) == files_of(whole)
+
+
+def test_more_starts_may_be_asked_for_and_another_run_is_refused(tmp_path: Path) -> None:
+    settings, out = load_design(VALUES), tmp_path / "out"
+    first = run_design(predictor(), settings, out, starts=1)["designs"][0]
+    more = run_design(predictor(), settings, out, starts=2)["designs"]
+    assert first in more
+    assert len(more) == 2
+    with pytest.raises(UserError, match=r"holds another run \(seed: 1, not 0\)"):
+        run_design(predictor(), settings, out, seed=1)
+    assert len(run_design(predictor(), settings, out, seed=1, force=True)["designs"]) == 1
+    for mine in (tmp_path / "other/designs", out / "starts"):
+        mine.mkdir(parents=True, exist_ok=True)
+        (mine / "design_thesis.cif").write_text("mine")
+        with pytest.raises(UserError, match=r"holds design_thesis\.cif, which WarpFold did not write"):
+            run_design(predictor(), settings, mine.parent, force=True)
+        assert (mine / "design_thesis.cif").read_text() == "mine"
+        (mine / "design_thesis.cif").unlink()
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/report.html").write_text("mine")
+    with pytest.raises(UserError, match=r"holds report\.html"):
+        run_design(predictor(), settings, tmp_path / "site")
+    (out / "thesis.txt").write_text("")
+    with pytest.raises(UserError, match=r"holds thesis\.txt"):
+        run_design(predictor(), settings, out, seed=1)
+
+
+def test_copies_and_fixed_letters_of_a_complex(tmp_path: Path) -> None:
+    values = VALUES | {"chains": {"A": "MKVLA", "B,C": "--C---"}}
+    values |= {"loss": {"iptm": 1.0, "interface_contacts": 0.1, "symmetry": 0.1}}
+    values["stages"] = [{"steps": 2, "hard": 1.0}]
+    (one,) = run_design(predictor(True), load_design(values), tmp_path / "out")["designs"]
+    a, b, c = one["sequence"].split(":")
+    assert (a, b) == ("MKVLA", c)
+    assert b[2] == "C"
+    assert one["designed"] == {"B,C": b}
+    assert one["iptm"] is not None
+
+
+def test_a_step_is_as_long_whatever_the_loss() -> None:
+    x = first_logits({"A": 5}, 1.0, 0, "design_0001")["A"]
+    assert x.std() == pytest.approx(1.0, abs=0.3)
+    grad = np.random.default_rng(0).normal(size=(5, 20))
+    grad[2] = 0  # a letter that is fixed
+    for scale in (1e-3, 1.0, 1e3):
+        assert np.linalg.norm(moved(x, scale * grad, 0.1) - x) == pytest.approx(0.1 * 2, rel=1e-3)
+    np.testing.assert_array_equal(moved(x, 0 * grad, 0.1), x)
+    assert "".join(RESTYPES[i] for i in one_hot("WKCA").argmax(-1)) == "WKCA"
+
+
+def test_presets_are_whole_and_the_command_designs_a_backbone(tmp_path: Path) -> None:
+    names = sorted(file.stem for folder in PRESETS for file in folder.glob("*.toml"))
+    assert names == ["binder", "fixed_backbone", "hallucination"]
+    assert all(load_design(name).steps == 125 for name in names)
+    save_params(tmp_path / "tiny.safetensors", predictor().model, to_dict(SAMPLE))
+    fold = predictor().fold("MKVLAGSTWE")
+    target = tmp_path / "fold.cif"
+    target.write_text(write_mmcif("fold", fold.chains()))
+    short = ["--set", "stages=[{steps = 2}, {steps = 1, hard = 1.0}]", "--json", "-q"]
+    command = ["design", "fixed_backbone", "--params", str(tmp_path / "tiny.safetensors"), "--target", str(target)]
+    shown = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "out"), *short])
+    assert shown.exit_code == 0, shown.output
+    (one,) = json.loads(shown.stdout)["designs"]
+    assert len(one["sequence"]) == 10
+    assert set(one["terms"]) == {"distogram", "plddt"}
+    folded = CliRunner().invoke(
+        app, ["predict", str(tmp_path / "out/designs.fasta"), "--params", str(tmp_path / "tiny.safetensors"),
+              "--out", str(tmp_path / "folded"), "-q", "--json"])  # fmt: skip
+    assert folded.exit_code == 0, folded.output
+    assert json.loads(folded.stdout)["predictions"][0]["sequence"] == one["sequence"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"chains": {}}, "chains: there are none; give how many residues"),
+        ({"chains": {"A": "MKV"}}, "chains: every letter is given"),
+        ({"chains": {"A": 0}}, "chains.A = 0: a number of residues"),
+        ({"chains": {"A": "M1-"}}, "chain A has '1'"),
+        ({"chains": {"A": 4, "B": 4}}, "a complex, but these parameters are for single chains"),
+        ({"stages": []}, "has no stages"),
+        ({"stages": [{"steps": 0}]}, "steps = 0"),
+        ({"stages": [{"steps": 1, "weights": {"plddd": 1.0}}]}, "plddd is not a loss; known: plddt, pae"),
+        ({"stages": [{"steps": 1, "weights": {"iptm": 1.0}}]}, "stage 1: loss.iptm = 1: there is one chain"),
+        ({"loss": {"plddd": 1.0}}, "plddd"),
+        ({"loss": {"fape": 1.0}}, "loss.fape = 1: there is no target structure"),
+        ({"target": "nowhere.cif"}, "nowhere.cif: no such file"),
+        ({"through": "some"}, "through"),
+    ],
+)
+def test_settings_that_are_wrong_are_refused_in_a_line(tmp_path: Path, changes: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        run_design(predictor(), load_design(VALUES | changes), tmp_path / "out")
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=r"give a path or a preset \(binder, fixed_backbone, hallucination\)"):
+        load_design("nowhere")
+
+
+def test_a_head_that_is_lacking_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    settings = replace(load_design(VALUES), loss=replace(load_design(VALUES).loss, pae=1.0))
+    with pytest.raises(UserError, match=r"stage 1: loss\.pae = 1: these parameters have no head"):
+        Problem.of(settings, pae=False)
+    assert isinstance(settings, DesignSettings)

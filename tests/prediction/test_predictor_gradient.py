@@ -1,0 +1,162 @@
+"""`Predictor.gradient`: chains fixed and free, against differences, under plans, and what is refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import as_multimer, filled_model, tiny_config, tiny_model
+from tests.ranks import run_ranks
+from warpfold.data.features.choose import SampleConfig
+from warpfold.engine.gradient import Seen, loss_of_every_output
+from warpfold.errors import UserError
+from warpfold.geometry.residue import RESTYPES
+from warpfold.parallel.mesh import make_mesh
+from warpfold.parallel.team import Team
+from warpfold.prediction.predictor import Predictor
+
+SAMPLE = SampleConfig(max_msa=3, max_extra=4, max_templates=0, empty_extra="query")
+ROWS = ["MKVLAWGHTD", "MRVLcAWGKTE", "MKILAW-HTE", "AKVLSWGHSE"]
+
+
+def predictor(multimer: bool = False, team: Team | None = None, **more: object) -> Predictor:
+    config = tiny_config(templates=replace(tiny_config().templates, enabled=False))
+    model = filled_model(as_multimer(config) if multimer else config)
+    return Predictor(model, sample=SAMPLE, precision="fp64", team=team, **more)
+
+
+def logits(length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=(length, 20))
+
+
+def test_the_gradient_of_logits_is_that_of_differences() -> None:
+    """Along the distogram and the aligned error, which see no rotation of the structure module."""
+
+    def loss(seen: Seen) -> dict[str, torch.Tensor]:
+        every = loss_of_every_output(seen)
+        return {name: every[name] for name in ("contacts", "pae")}
+
+    fold, x, fixed = predictor(True), {"B": logits(6)}, {"A": "MKVLA", "B": "--C---"}
+    found = fold.gradient(x, loss, fixed=fixed, recycles=0, temperature=0.7)
+    assert found.loss == pytest.approx(sum(found.terms.values()))
+    assert found.grad["B"].shape == (6, 20)
+    assert not found.grad["B"][2].any()  # a letter that is fixed
+    step = 1e-6
+    direction = logits(6, 1)
+    up, down = (
+        fold.gradient({"B": x["B"] + s * direction}, loss, fixed=fixed, recycles=0, temperature=0.7).loss
+        for s in (step, -step)
+    )
+    assert (up - down) / (2 * step) == pytest.approx(float((found.grad["B"] * direction).sum()), rel=1e-5)
+    assert found.prediction.chain_ids == ("A", "B")
+    likely = "".join(RESTYPES[i] for i in x["B"].argmax(-1))
+    assert found.prediction.sequence == "MKVLA" + likely[:2] + "C" + likely[3:]
+
+
+@pytest.mark.parametrize("alignment", [(), ROWS], ids=["alone", "aligned"])
+def test_a_hard_sequence_is_folded_as_fold_folds_it(alignment: list[str]) -> None:
+    fold = predictor()
+    fold.sample = replace(SAMPLE, masked_fraction=0.0)  # nothing of a design's alignment is masked
+    x = logits(10)
+    found = fold.gradient(x, loss_of_every_output, alignment=alignment, hard=1.0, recycles=1)
+    alone = fold.fold(found.prediction.sequence, alignment, recycles=1)
+    np.testing.assert_allclose(found.prediction.positions, alone.positions, atol=1e-6)
+    np.testing.assert_allclose(found.prediction.plddt, alone.plddt, atol=1e-6)
+    assert np.abs(found.grad).max() > 0
+    soft = fold.gradient(x, loss_of_every_output, alignment=alignment, recycles=1)
+    assert np.abs(soft.prediction.plddt - alone.plddt).max() > 1e-3
+
+
+def test_an_initial_guess_is_where_the_first_pass_starts() -> None:
+    fold, x = predictor(True), logits(10)
+    fold.sample = replace(SAMPLE, masked_fraction=0.0)
+    guess = {"A": (np.random.default_rng(2).normal(0, 8, (10, 37, 3)), np.ones((10, 37)))}
+    found = fold.gradient(x, loss_of_every_output, hard=1.0, recycles=1, initial_guess=guess)
+    alone = fold.fold(found.prediction.sequence, recycles=1, initial_guess=guess)
+    np.testing.assert_allclose(found.prediction.positions, alone.positions, atol=1e-6)
+    without = fold.gradient(x, loss_of_every_output, hard=1.0, recycles=1)
+    assert np.abs(found.grad - without.grad).max() > 1e-3 * np.abs(without.grad).max()
+    with pytest.raises(UserError, match=r"other chains \(residues\) than design: A \(9\), not A \(10\)"):
+        fold.gradient(x, loss_of_every_output, initial_guess={"A": (np.zeros((9, 37, 3)), np.ones((9, 37)))})
+
+
+def test_a_complex_of_single_chains_parameters_has_no_gradient_with_a_chain_gap_either() -> None:
+    fold = predictor()
+    fold.chain_gap = 200
+    with pytest.raises(UserError, match="a complex, but these parameters are for single chains; give AlphaFold-Multi"):
+        fold.gradient({"A": logits(4), "B": logits(5)}, loss_of_every_output)
+
+
+def test_copies_have_one_sequence_and_the_sum_of_their_gradients() -> None:
+    fold, x = predictor(True), logits(5)
+    together = fold.gradient({"A,B": x}, loss_of_every_output, recycles=0)
+    assert list(together.grad) == ["A,B"]
+    apart = fold.gradient({"A": x, "B": x}, loss_of_every_output, recycles=0)
+    np.testing.assert_allclose(together.grad["A,B"], apart.grad["A"] + apart.grad["B"], atol=1e-12)
+
+
+@pytest.mark.parametrize("more", [{"chunk": 3}, {"memory": "1GB"}])
+def test_other_plans_and_the_planner_give_the_same(more: dict[str, object]) -> None:
+    one, other = (
+        p.gradient(logits(9), loss_of_every_output, recycles=1, through="mean")
+        for p in (predictor(), predictor(**more))
+    )
+    np.testing.assert_allclose(other.grad, one.grad, atol=1e-10 * np.abs(one.grad).max())
+    assert other.prediction.details["plan"]
+
+
+def test_ranks_that_share_it_give_the_same() -> None:
+    def found() -> np.ndarray:
+        team = Team(mesh=make_mesh(1, 2, 1))
+        return predictor(True, team).gradient({"A,B": logits(5)}, loss_of_every_output, recycles=1).grad["A,B"]
+
+    one = predictor(True).gradient({"A,B": logits(5)}, loss_of_every_output, recycles=1).grad["A,B"]
+    for ours in run_ranks(found, 2):
+        np.testing.assert_allclose(ours, one, atol=1e-10 * np.abs(one).max())
+
+
+def test_nothing_of_the_model_is_changed() -> None:
+    model = tiny_model(templates=replace(tiny_config().templates, enabled=False))
+    fold = Predictor(model, sample=SAMPLE)
+    before = fold.fold("MKVLA").positions
+    fold.gradient(logits(5), loss_of_every_output)
+    np.testing.assert_array_equal(fold.fold("MKVLA").positions, before)
+    assert all(p.requires_grad and p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"logits": np.zeros((4, 21))}, r"an array of \[4, 21\]; \[N, 20\] is needed"),
+        ({"logits": "MKV"}, "an array"),
+        ({"logits": np.full((4, 20), np.nan)}, "not all are finite"),
+        ({"fixed": "--J-"}, "chain A has 'J'"),
+        ({"fixed": "--"}, "chain A has 2 letters for logits of 4 residues"),
+        ({"fixed": {"B": "M-"}}, "chain B is free at -, but has no logits"),
+        ({"fixed": {"B": "MK"}}, "a complex, but these parameters are for single chains"),
+        ({"logits": {"A,A": np.zeros((4, 20))}}, "chain A has two"),
+        ({"logits": {}}, "there are none"),
+        ({"logits": {"A,B": np.zeros((4, 20))}, "fixed": {"B": "C---"}}, "have different letters"),
+        ({"through": "some"}, "not one of last, all, mean"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"loss": lambda seen: 1.0}, "a scalar tensor"),
+        ({"loss": lambda seen: {"a": seen.plddt_logits}}, "loss: returned a ="),
+        ({"loss": lambda seen: torch.zeros(())}, "nothing of what it returned has a gradient"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_a_line(given: dict[str, object], said: str) -> None:
+    arguments = {"logits": np.zeros((4, 20)), "loss": loss_of_every_output} | given
+    with pytest.raises(UserError, match=said) as error:
+        predictor().gradient(**arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_in_bf16_it_is_nearly_the_same() -> None:
+    exact = predictor().gradient(logits(9), loss_of_every_output, recycles=0).grad
+    fold = predictor()
+    low = Predictor(fold.model.float(), sample=SAMPLE, precision="bf16").gradient(
+        logits(9), loss_of_every_output, recycles=0
+    )
+    cosine = (exact * low.grad).sum() / np.linalg.norm(exact) / np.linalg.norm(low.grad)
+    assert cosine > 0.98

@@ -1,0 +1,93 @@
+"""What --keep says: numbers, the best, expressions that are read and never run."""
+
+from typing import Any
+
+import pytest
+
+from warpfold.errors import UserError
+from warpfold.scoring.selection import NUMBERS, Selection, Shortlist, keep_of
+
+
+def row(name: str = "q", **known: Any) -> dict[str, Any]:
+    return dict.fromkeys(NUMBERS) | {"name": name, "model": "m", "seed": 0} | known
+
+
+@pytest.mark.parametrize(
+    ("text", "known", "kept"),
+    [
+        ("ipsae > 0.6 and rmsd < 2", {"ipsae": 0.7, "rmsd": 1.0}, True),
+        ("ipsae > 0.6 and rmsd < 2", {"ipsae": 0.6, "rmsd": 1.0}, False),
+        ("ipsae > 0.6 and rmsd < 2", {"ipsae": 0.7}, False),  # the RMSD is not known
+        ("ipsae > 0.6 or rmsd < 2", {"ipsae": 0.7}, True),
+        ("ipsae > 0.6 or rmsd < 2", {"ipsae": 0.5}, False),
+        ("not rmsd >= 2", {"rmsd": 1.0}, True),
+        ("not rmsd >= 2", {}, False),
+        ("0.5 < ipsae <= 0.7", {"ipsae": 0.7}, True),
+        ("0.5 < ipsae <= 0.7", {"ipsae": 0.71}, False),
+        ("clashes == 0 and (iptm > .5 or mean_plddt > 80)", {"clashes": 0, "iptm": 0.4, "mean_plddt": 81}, True),
+        ("ipsae_ab >= ipsae_ba", {"ipsae_ab": 0.5, "ipsae_ba": 0.4}, True),
+        ("rmsd > -1 and clashes != 2", {"rmsd": 0.0, "clashes": 3}, True),
+    ],
+)
+def test_expressions(text: str, known: dict[str, Any], kept: bool) -> None:
+    selection = keep_of(text)
+    assert isinstance(selection, Selection)
+    assert selection.chosen([row(**known), row()]) == ({0} if kept else set())
+    assert Shortlist(selection).wants(row(**known)) == kept
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("ipsea > 0.6", r"there is no column ipsea; there are mean_plddt, .*ipsae, .*seed$"),
+        ("best:10:ipsea", r"there is no score ipsea; there are mean_plddt"),
+        ("best:0", r"write a number, best:100"),
+        ("best:", r"write a number, best:100"),
+        ("best:3:", r"write a number, best:100"),
+        ("", r"write a number, best:100"),
+        (0, r"write a number"),
+        (-1, r"write a number"),
+        (True, r"write a number"),
+        ("0", r"is no comparison|write a number"),
+        ("ipsae >", r"is no expression; write comparisons"),
+        ("ipsae", r"ipsae is no comparison"),
+        ("1 < 2", r"compares no score with a number"),
+        ("ipsae in (1, 2)", r"neither a column nor a number|compares no score"),
+        ("ipsae > '1'", r"'1' is neither a column nor a number"),
+        ("ipsae > True", r"neither a column nor a number"),
+        ("ipsae > 1 + 1", r"1 \+ 1 is neither a column nor a number"),
+        ("(lambda: 1)() > ipsae", r"neither a column nor a number"),
+        ("__import__('os').system('true') > 0", r"neither a column nor a number"),
+        ("ipsae.real > 0", r"neither a column nor a number"),
+        ("ipsae > 0\x00", r"is no expression"),
+        ("not " * 400 + "ipsae > 0", r"is no expression"),
+        ("(" * 300 + "ipsae > 0" + ")" * 300, r"is no expression"),
+    ],
+)
+def test_what_is_none_is_named_and_never_run(given: Any, said: str) -> None:
+    with pytest.raises(UserError, match=rf"^--keep .*{said}") as refused:
+        keep_of(given)
+    assert "\n" not in str(refused.value)
+
+
+def test_numbers_are_of_each_query() -> None:
+    assert [keep_of(one) for one in (None, 3, "3", " 3 ")] == [None, 3, 3, 3]
+
+
+def test_the_best_are_sorted_as_the_score_is_meant() -> None:
+    rows = [row("a", ipsae=0.5, rmsd=4.0), row("b", ipsae=0.9, rmsd=9.0), row("c"), row("d", ipsae=0.7, rmsd=1.0)]
+    assert Selection("", 2, "ipsae").chosen(rows) == {1, 3}
+    assert Selection("", 2, "rmsd").chosen(rows) == {0, 3}
+    assert Selection("", 9, "rmsd").chosen(rows) == {0, 1, 2, 3}
+    alike = [row(name, ipsae=0.5) for name in "cab"]
+    assert Selection("", 2, "ipsae").chosen(alike) == {1, 2}  # by name, whatever the order
+
+
+def test_a_shortlist_holds_what_may_be_among_the_best_of_all() -> None:
+    best = Shortlist(Selection("", 2, "ipsae"))
+    beaten = []
+    for number, value in enumerate([0.1, 0.5, None, 0.3, 0.2, 0.9]):
+        one = row(f"q{number}", ipsae=value)
+        if best.wants(one):
+            beaten += best.add(one, number)
+    assert beaten == [0, 3]

@@ -1,0 +1,110 @@
+"""`warpfold design`."""
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from warpfold.arguments import (
+    Changes,
+    Checked,
+    Device,
+    Force,
+    Memory,
+    PathLike,
+    Seed,
+    argument,
+    changes_of,
+    decides,
+    function,
+    path,
+    path_or_none,
+    progress_of,
+    reads,
+    writes,
+)
+from warpfold.cli.common import Answer, command, plans_said, table, this_process
+from warpfold.errors import UserError
+from warpfold.prediction.fold_options import TrunkPrecision
+from warpfold.progress import Progress, progress_bar
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SHOWN = 20  # designs
+
+
+@dataclass(frozen=True)
+class DesignCommand(Checked):
+    """Design sequences by the gradient of a model, from many starts, soft at first and hard in the end.
+
+    Writes designs.fasta, for `predict` with other parameters, their structures, and report.html.
+    """
+
+    settings: Annotated[PathLike, argument("TOML file of chains, losses and stages, or a preset: hallucination ...")]
+    params: Annotated[PathLike, reads("Parameters: WarpFold's, DeepMind's .npz or OpenFold's .pt.")]
+    out: Annotated[PathLike, writes("Folder of the designs; the same command continues a stopped run.")]
+    _: KW_ONLY
+    target: Annotated[PathLike | None, reads("Structure that the design is to have, in place of the settings'.")] = None
+    starts: Annotated[int, decides("Designs, each from a start of its own; more may be asked for later.", min=1)] = 1
+    set: Annotated[
+        Changes | None,
+        decides("Settings that override those of the file, KEY=VALUE: chains.A=100.", shell=list[str] | None),
+    ] = None
+    seed: Seed = 0
+    force: Force = False
+    device: Device = None
+    precision: TrunkPrecision = "fp32"
+    memory: Memory = None
+    progress: Progress | None = None
+
+    def __call__(self) -> dict[str, Any]:
+        """Return what `OUT/design.json` has; `designs`, the best first.
+
+        Errors: UserError for settings and files that are wrong, chains or losses that do not fit the parameters, and
+        the folder of another run.
+        """
+        from warpfold.design.run import run_design
+        from warpfold.design.settings import load_design
+        from warpfold.files import sha256
+        from warpfold.prediction.predictor import load
+
+        changes, target = changes_of("set", self.set), path_or_none("target", self.target)
+        if target is not None:
+            changes = [*changes, f"target={target}"]
+        settings = load_design(path("settings", self.settings), changes)
+        params = path("params", self.params)
+        predictor = load(params, self.device, precision=self.precision, memory=self.memory)
+        tell = progress_of(self.progress)
+        return run_design(
+            predictor, settings, path("out", self.out), self.starts, self.seed, sha256(params), self.force, tell
+        )
+
+
+design = function(DesignCommand)
+
+
+@command(
+    DesignCommand,
+    continues=True,
+    example="Example:  warpfold design hallucination --params params_model_1_ptm.npz --set chains.A=100 --starts 10 "
+    "--out designs\n\nA sequence for a backbone:  warpfold design fixed_backbone --params params_model_1_ptm.npz "
+    "--target fold.cif --out designs\n\nA binder, chain B:  warpfold design binder --params "
+    "params_model_1_multimer_v3.npz --set chains.A=MKT... --set chains.B=80 --out binders",
+)
+def design_in_shell(given: dict[str, Any]) -> Answer:
+    """Design under a progress bar, and list the designs."""
+    if this_process().ranks > 1:
+        raise UserError("design: runs without torchrun; from Python a team shares each gradient (docs/howto/design.md)")
+    with progress_bar(narrate=True) as bar, plans_said():
+        found = design(**given, progress=bar)
+    return Answer(found, _text(found, Path(given["out"])))
+
+
+def _text(found: dict[str, Any], out: Path) -> "Iterator[str | Table]":
+    rows = [
+        [one["name"], f"{one['loss']:.4f}", f"{one['mean_plddt']:.1f}", ", ".join(one["designed"].values())]
+        for one in found["designs"][:SHOWN]
+    ]
+    yield table(("design", "loss", "pLDDT", "designed"), rows)
+    yield f"{out / 'designs.fasta'}: for warpfold predict, with other parameters; open {out / 'report.html'}"

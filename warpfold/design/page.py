@@ -1,0 +1,85 @@
+"""The page of a design: how losses fell and sequences hardened, and the structures of the best."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from warpfold.data.structure.mmcif import read_structure
+from warpfold.design.state import StartState, read_rows
+from warpfold.geometry.atoms import CA
+from warpfold.report import figures
+from warpfold.report.report import ReportPage, ReportTable, Section, Target
+
+DRAWN = 5  # designs whose structures are drawn
+CURVES = 4  # starts whose losses are drawn
+
+
+def design_page(out: Path, summary: Mapping[str, Any], free: Mapping[str, int]) -> ReportPage:
+    """Return the page of the designs in a summary (`run_design`), from the files in `out`; free: as of `Problem`."""
+    designs = summary["designs"]
+    best = designs[0]
+    rows = {one["name"]: read_rows(out / "starts" / f"{one['name']}.jsonl") for one in designs[:CURVES]}
+    state = StartState.read(out / "starts" / f"{best['name']}.safetensors")
+    curves = [figures.Curve(name, [r["step"] for r in own], [r["loss"] for r in own]) for name, own in rows.items()]
+    own = rows[best["name"]]
+    terms = []
+    for term in best["terms"]:
+        those = [row for row in own if term in row["terms"]]
+        terms.append(figures.Curve(term, [row["step"] for row in those], [row["terms"][term] for row in those]))
+    hard = next((r["step"] for r in own if r["hard"] == 1.0), None)
+    drawn = [
+        (figures.draw_curves(curves, "loss", x_label="step"), "The loss of each step, of the best designs."),
+        (figures.draw_curves(terms, "weighted loss", x_label="step"), f"The terms of {best['name']}."),
+    ]
+    text = "Losses of soft sequences and of hard ones are not the same quantity." + (
+        "" if hard is None else f" From step {hard} on the sequence is hard."
+    )
+    header = ["design", "loss", "mean pLDDT", "pTM", "ipTM", "designed"]
+    table = []
+    for one in designs:
+        scores = ["–" if one[key] is None else f"{one[key]:.2f}" for key in ("ptm", "iptm")]
+        designed = ", ".join(one["designed"].values())
+        table.append([one["name"], f"{one['loss']:.4f}", f"{one['mean_plddt']:.1f}", *scores, designed])
+    logos = [
+        (figures.draw_logo(shares), f"{best['name']}, step {step}.")
+        for step, shares in sorted((state.logos or {} if state else {}).items())
+    ]
+    return ReportPage(
+        title="Designs",
+        lead=f"{len(designs)} designs of {', '.join(f'{n} residues ({key})' for key, n in free.items())} by WarpFold.",
+        facts=[
+            ("designs", str(len(designs))),
+            ("lowest loss", f"{best['loss']:.3f}"),
+            ("its pLDDT", f"{best['mean_plddt']:.1f}"),
+        ],
+        sections=[
+            Section("All designs", "The best first, by the hard sequence's loss.", table=ReportTable(header, table)),
+            Section("Losses", text, drawn),
+            Section("Sequence", "Letters as high as their shares; at most the first 120 residues.", logos),
+        ],
+        targets=[_target(out, one) for one in designs[:DRAWN]],
+        footer=[
+            f"seed {summary['seed']} · parameters {summary['params'] or 'from memory'}",
+            "designs.fasta is for warpfold predict, best with other parameters: those that made them judge kindly.",
+        ],
+    )
+
+
+def _target(out: Path, one: Mapping[str, Any]) -> Target:
+    path = out / "designs" / f"{one['name']}.cif"
+    ca = np.concatenate([chain.positions[:, CA] for chain in read_structure(path).chains.values()])
+    ends = np.cumsum([len(letters) for letters in one["chains"].values()]).tolist()
+    spans = {id: slice(end - len(letters), end) for (id, letters), end in zip(one["chains"].items(), ends)}
+    scores = ("pTM", one["ptm"]), ("ipTM", one["iptm"])
+    return Target(
+        name=one["name"],
+        sequence=one["sequence"],
+        plddt=np.array(one["plddt"]),
+        ca=ca,
+        mmcif=path.read_text(encoding="utf-8"),
+        numbers=[("loss", f"{one['loss']:.4f}"), ("mean pLDDT", f"{one['mean_plddt']:.1f}"),
+                 *((title, f"{score:.2f}") for title, score in scores if score is not None)],
+        chains=spans if len(spans) > 1 else {},
+    )  # fmt: skip

@@ -1,0 +1,189 @@
+"""The gradient of a loss by a sequence that is still being designed (model/soft.py), as a plan runs it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from warpfold.arguments import WrongArgument, shown
+from warpfold.batch import Batch
+from warpfold.geometry.rigid import Rigid
+from warpfold.model import confidence
+from warpfold.model.alphafold import AlphaFold, LastPass, Output, Recycled, Representations
+from warpfold.model.heads import distogram_breaks, pae_breaks
+from warpfold.model.soft import QueryPlace, soften
+from warpfold.model.structure import StructureOutput
+from warpfold.parallel.team import Team
+
+Through = Literal["last", "all", "mean"]
+Loss = Callable[["Seen"], Tensor | Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the loss of a design is computed of: the outputs of a pass, whole on every process, and the sequence.
+
+    Lengths are in angstrom, logits in fp32 at least.  asym_id: the chain of each residue, from 1; entity_id: equal for
+    copies.  designed: the residues of chains of which any letter is free.
+    """
+
+    output: Output
+    shares: Tensor  # [N, 21], of the 20 amino acids and X
+    aatype: Tensor  # int64 [N]
+    residue_index: Tensor  # int64 [N]
+    asym_id: Tensor  # int64 [N]
+    entity_id: Tensor  # int64 [N]
+    designed: Tensor  # bool [N]
+    distogram_logits: Tensor  # [N, N, bins]
+    pae_logits: Tensor | None  # [N, N, bins]; None: the parameters have no such head
+
+    @property
+    def plddt_logits(self) -> Tensor:
+        """Logits of each residue's lDDT-Ca, [N, bins]."""
+        return self.output.plddt_logits
+
+    @property
+    def positions(self) -> Tensor:
+        """Atoms, [N, 37, 3]."""
+        return self.output.structure.final_atom37
+
+    @property
+    def frames(self) -> Rigid:
+        """The backbone frames of the last layer, [N]."""
+        return self.output.structure.frames[-1]
+
+
+@dataclass(frozen=True)
+class SequenceGradient:
+    """A loss, its terms, and its gradient by the shares; what the last pass found, without a gradient."""
+
+    loss: float
+    terms: dict[str, float]
+    by_shares: Tensor  # [N, 21]
+    folded: LastPass
+
+
+def gradient_by_shares(
+    model: AlphaFold,
+    batch: Batch,
+    shares: Tensor,
+    loss: Loss,
+    place: QueryPlace | None = None,
+    recycles: int = 0,
+    through: Through = "last",
+    team: Team | None = None,
+    designed: Tensor | None = None,
+    guess: Tensor | None = None,
+) -> SequenceGradient:
+    """Fold an example whose sequence is shares [N, 21], and return the loss and its gradient by them.
+
+    batch, place: as of `soften`.  recycles: passes before the last.  through: the "last" pass, to which the others hand
+    constants; "all" of them, each of which hands on what has a gradient; or the "mean" of the losses and gradients of
+    all, each by itself.  Rotations carry no gradient between layers of the structure module, as in training.
+    loss: returns a scalar, or terms by name, whose sum is the loss.  designed: as of `Seen`; None: all residues.
+    guess: as of `AlphaFold.first_recycled`.
+    The model runs as its execution says, and its parameters are constants.  Where processes share the example, all of
+    `team` call this, and get the same.
+    """
+    team = Team() if team is None else team
+    leaf, recycled = shares.detach().to(model.device).requires_grad_(), model.first_recycled(batch, guess)
+    found: dict[str, Tensor] = {}
+    weight = 1 / (recycles + 1) if through == "mean" else 1.0
+    with constant_parameters(model), torch.enable_grad():
+        features = soften(batch, leaf, place)
+        for index in range(recycles + 1):
+            is_last = index == recycles
+            if not (is_last or through == "mean"):
+                with torch.set_grad_enabled(through == "all"):
+                    handed_on = model.early_pass(model.inputs_of_pass(features, index, recycled))
+                del handed_on["activations"]
+                recycled = Recycled(**handed_on)
+                continue
+            features = soften(batch, leaf, place) if through == "mean" else features
+            output = model.last_pass(model.inputs_of_pass(features, index, recycled))
+            terms = _terms(loss(_seen(model, output, features, leaf, designed)))
+            total = weight * torch.stack([*terms.values()]).sum()
+            # Every process computes all of the loss: each counts its part.
+            (total / (model.residues.shards * model.residues.replicas)).backward()
+            for name, x in terms.items():
+                found[name] = found.get(name, 0.0) + weight * x.detach()
+            output = _detached(output)
+            recycled = Recycled(output.msa_first_row, output.pair, output.structure.final_atom37)
+    own = cast(Tensor, leaf.grad)
+    first, *others = team.all_gather_of_example(own.flatten(), "the gradient by the sequence").wait()
+    r = Representations(output.msa, output.pair, output.single, output.msa_first_row)
+    values = {name: float(x) for name, x in found.items()}
+    return SequenceGradient(
+        loss=sum(values.values()),
+        terms={name: value for name, value in values.items() if name},
+        by_shares=sum(others, first).view(own.shape),
+        folded=LastPass(r, output.structure, recycles),
+    )
+
+
+def _terms(found: Any) -> dict[str, Tensor]:
+    """Return the terms of a loss by name; "", the whole, where it has none."""
+    terms = dict(found) if isinstance(found, Mapping) else {"": found}
+    for name, x in terms.items():
+        if not (isinstance(x, Tensor) and x.dim() == 0):
+            what = f"{name} = {shown(x)}" if name else shown(x)
+            raise WrongArgument(f"loss: returned {what}; a scalar tensor, or name -> such, is needed")
+    if not any(x.requires_grad for x in terms.values()):
+        raise WrongArgument("loss: nothing of what it returned has a gradient; compute it of what it is given")
+    return terms
+
+
+def _seen(model: AlphaFold, output: Output, batch: Batch, shares: Tensor, designed: Tensor | None) -> Seen:
+    """Return what a loss sees: the logits of pairs are whole on every process."""
+    residues, n = model.residues, len(shares)
+    chains = torch.ones(n, dtype=torch.int64, device=shares.device)
+    named = {name: batch.get(name, chains).to(model.device, torch.int64) for name in ("asym_id", "entity_id")}
+    named |= {name: batch[name].to(model.device, torch.int64) for name in ("aatype", "residue_index")}
+    return Seen(
+        output=output,
+        shares=shares,
+        designed=(chains > 0) if designed is None else designed.to(model.device),
+        distogram_logits=residues.all_gather(output.distogram_logits, -3, n),
+        pae_logits=None if output.pae_logits is None else residues.all_gather(output.pae_logits, -3, n),
+        **named,
+    )
+
+
+def _detached(x: Any) -> Any:
+    """Return a dataclass of tensors as constants, of which the graph that made them can go."""
+    if isinstance(x, Tensor):
+        return x.detach()
+    if isinstance(x, Output | StructureOutput | Rigid):
+        return replace(x, **{f.name: _detached(getattr(x, f.name)) for f in fields(x)})
+    return x
+
+
+@contextmanager
+def constant_parameters(model: AlphaFold) -> Iterator[None]:
+    """Have no gradient go to the model's parameters within the context."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trained:
+            p.requires_grad_(True)
+
+
+def loss_of_every_output(seen: Seen) -> dict[str, Tensor]:
+    """Return a loss that reads all logits and positions: what those of design hold in memory, for plans."""
+    n = len(seen.aatype)
+    distances = seen.distogram_logits.softmax(-1)
+    breaks = distogram_breaks(seen.distogram_logits.shape[-1])
+    terms = {
+        "plddt": 1 - confidence.plddt(seen.plddt_logits).mean() / 100,
+        "contacts": -(confidence.contact_probabilities(distances, breaks) + 1e-8).log().mean(),
+        "positions": seen.positions.square().mean().sqrt() / n,
+    }
+    if seen.pae_logits is not None:
+        terms["pae"] = confidence.pae(seen.pae_logits, pae_breaks(seen.pae_logits.shape[-1])).mean() / 31
+    return terms
