@@ -13,7 +13,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from warpfold.bench.timing import Whole, measure
-from warpfold.bulk import pool
+from warpfold.bulk import IsolatedProcess, ProcessDied, pool
 from warpfold.check.cases import OPS, PROFILES, inputs, meant_by, size_in_words
 from warpfold.check.checks import DTYPES, run, truth
 from warpfold.check.op_profile import OpCase
@@ -160,13 +160,15 @@ class GpuBench:
         self.device, self.repeats = device, repeats
         self.workload: Workload | None = None
 
-    def time(self, task: TuningTask) -> tuple[Seconds, dict[KernelConfig, str]]:
-        """Check each candidate at a size that the definition has room for, and time it at the whole."""
+    def time(
+        self, task: TuningTask, candidates: Sequence[KernelConfig] | None = None
+    ) -> tuple[Seconds, dict[KernelConfig, str]]:
+        """Check each candidate at a size that the definition has room for, and time it at the whole; or only some."""
         if task.workload != self.workload:
             self._prepare(task.workload)
         launches: dict[KernelConfig, list[KernelLaunch]] = {}
         out: dict[KernelConfig, str] = {}
-        for candidate in task.candidates:
+        for candidate in task.candidates if candidates is None else candidates:
             with forced({task.kernel: candidate}):
                 reason = self._reason_against()
                 if reason:
@@ -205,6 +207,68 @@ class GpuBench:
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
         red = [e.name for e in self.truth.errors(ours) if e.red]
         return f"not exact: {', '.join(red)}" if red else ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Candidates of a task to be tried on a device, in the process that is given them."""
+
+    task: TuningTask
+    candidates: tuple[KernelConfig, ...]
+    device: torch.device
+
+
+_bench: list[GpuBench] = []  # of this process, which keeps a workload's inputs from one trial to the next
+
+
+def try_candidates(trial: Trial) -> tuple[Seconds, dict[KernelConfig, str]]:
+    """Time candidates (`GpuBench.time`).  An illegal access takes the device from a process for good: this one ends."""
+    launches_of(trial.task.workload)  # loads, and so registers, the kernel
+    if not _bench:
+        _bench.append(GpuBench(trial.device))
+    try:
+        with table_used(family_table(trial.device)):  # of the other kernels: the same on every GPU of its kind
+            return _bench[0].time(trial.task, trial.candidates)
+    except RuntimeError as error:  # torch's and Triton's
+        if "CUDA error" not in str(error) and "[CUDA]" not in str(error):
+            raise
+        os._exit(1)
+
+
+class IsolatedBench:
+    """Times tasks as a `GpuBench` in a process of its own, which a candidate may kill.
+
+    An assembler makes wrong code now and then: of 36 candidates for the transition, ptxas 12.8 made one that read
+    where no memory is (H200, 2026-11-26).
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        process: IsolatedProcess,
+        trial: Callable[[Trial], tuple[Seconds, dict[KernelConfig, str]]] = try_candidates,
+    ) -> None:
+        self.device, self.process, self.trial = device, process, trial
+
+    def time(self, task: TuningTask) -> tuple[Seconds, dict[KernelConfig, str]]:
+        """Time all candidates together; if that kills the process, those that do not do so alone."""
+        whole = Trial(task, tuple(task.candidates), self.device)
+        with suppress(ProcessDied):
+            return self.process(self.trial, whole)
+        out: dict[KernelConfig, str] = {}
+        for candidate in task.candidates:
+            try:
+                self.process(self.trial, replace(whole, candidates=(candidate,)))
+            except ProcessDied:
+                out[candidate] = "its code broke the device's context"
+        if not out:
+            raise UserError(
+                f"{task.kernel} {task.key}: its candidates end a process together, and none alone; is the device fit? "
+                "warpfold doctor --kernels"
+            )
+        rest = tuple(candidate for candidate in task.candidates if candidate not in out)
+        seconds, others = self.process(self.trial, replace(whole, candidates=rest)) if rest else ({}, {})
+        return seconds, out | others
 
 
 def with_room(case: OpCase) -> OpCase:
@@ -257,9 +321,9 @@ def tune_on(
     with table_used(family_table(device)):  # of the other kernels: the same on every GPU of its kind
         todo = tuning_tasks(workloads(ops, quick), quick)
         compile_ahead(todo, device, os.cpu_count() or 1, progress)
-        return timed(
-            todo, GpuBench(device).time, progress, lambda entries: write(folder, head(device), entries, whole=False)
-        )
+        with IsolatedProcess() as process:
+            bench = IsolatedBench(device, process)
+            return timed(todo, bench.time, progress, lambda entries: write(folder, head(device), entries, whole=False))
 
 
 def timed(
