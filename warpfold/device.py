@@ -382,7 +382,7 @@ class CUDARecorder:
         It takes its memory from the graphs' pool, which keeps it: elsewhere as much again would lie unused beside.  But
         what a graph wrote to between its inputs and results is free in that pool, and each replay writes there again.
         So the results are copied out of it; and what stays there, such as a table that the function made for all later
-        calls, is seen from the bytes that are held.
+        calls, is seen from the addresses that are held.
         """
         current, held = torch.cuda.current_stream(self._device), self._held()
         self._stream.wait_stream(current)
@@ -394,12 +394,18 @@ class CUDARecorder:
         current.wait_stream(self._stream)
         for result in results.values():
             result.record_stream(current)
-        return results, self._held() > held
+        return results, not self._held() <= held
 
-    def _held(self) -> int:
-        """Count the bytes of the graphs' pool that tensors hold."""
-        blocks = (block for segment in self._pool.snapshot() for block in segment["blocks"])
-        return sum(block["size"] for block in blocks if block["state"] == "active_allocated")
+    def _held(self) -> set[int]:
+        """Return the addresses in the graphs' pool of what tensors hold."""
+        found: set[int] = set()
+        for segment in self._pool.snapshot():
+            address = segment["address"]
+            for block in segment["blocks"]:
+                if block["state"] == "active_allocated":
+                    found.add(address)
+                address += block["size"]
+        return found
 
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
         """Capture a call of a function, as one graph, or several and what the host does between them."""
