@@ -497,11 +497,11 @@ def _legend(axes: Axes, above: float = 1.0) -> None:
         key = axes.legend(
             fontsize=8.5, ncols=columns, frameon=False, loc="lower left", bbox_to_anchor=place, borderaxespad=0.2
         )
-        width, height = key.get_window_extent().size / figure.dpi
-        if width + BESIDE < figure.get_figwidth():
+        box = key.get_window_extent()
+        if box.width / figure.dpi + BESIDE < figure.get_figwidth():
             break
-    figure.set_figwidth(max(figure.get_figwidth(), width + BESIDE))
-    figure.set_figheight(figure.get_figheight() + max(0, height - KEY_HEIGHT))
+    figure.set_figwidth(max(figure.get_figwidth(), box.width / figure.dpi + BESIDE))
+    figure.set_figheight(figure.get_figheight() + max(0, box.height / figure.dpi - KEY_HEIGHT))
 
 
 def _grid(axes: Axes, axis: str = "both") -> None:
