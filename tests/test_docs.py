@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from warpfold import cli
 from warpfold.cli.predict import ALIASES
@@ -173,38 +174,36 @@ def test_there_is_a_block_for_every_kind_of_user() -> None:
     assert sum(packages(block) <= {"torch", "warpfold"} for block in ACCELERATED) == 3
 
 
-def run_cell(source: str, number: int, names: dict[str, Any]) -> Any:
+def run_cell(source: str, name: str, names: dict[str, Any]) -> Any:
     """Run a cell as a notebook does; return the value of its last line, if that is an expression."""
     tree, last = ast.parse(source), None
     if isinstance(tree.body[-1], ast.Expr):
         last = ast.Expression(tree.body.pop().value)  # type: ignore[attr-defined]
-    exec(compile(tree, f"fold.ipynb, cell {number}", "exec"), names)
-    return None if last is None else eval(compile(last, f"fold.ipynb, cell {number}", "eval"), names)
+    exec(compile(tree, name, "exec"), names)
+    return None if last is None else eval(compile(last, name, "eval"), names)
 
 
-def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    notebook = json.loads((ROOT / "docs" / "fold.ipynb").read_text(encoding="utf-8"))
+def run_notebook(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, Any]]:
+    """Run a notebook in a folder; return what its cells show, which is what was stored, and its names.
+
+    Numbers are those of another model.
+    """
+    notebook = json.loads(path.read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("it is installed already"))
     names: dict[str, Any] = {"__name__": "__main__"}
-    shown = [run_cell("".join(cell["source"]), number, names) for number, cell in enumerate(cells)]
-    folded = next(value for value in shown if hasattr(value, "_repr_html_"))
-    page = folded._repr_html_()
-    assert page.startswith("<iframe srcdoc=")
-    assert "3Dmol" in page
-    assert "predicted aligned error" in page.lower()
-    assert [bool(result.prediction) for result in shown[-1]] == [True, True, False]
-    assert (names["folder"] / "example.cif").exists()
-    # What is stored is what the cells of today show; numbers are those of another model.
+    sources = ["".join(cell["source"]) for cell in cells]
+    shown = [run_cell(source, f"{path.name}, cell {number}", names) for number, source in enumerate(sources)]
     stored = [{k: data for output in cell["outputs"] for k, data in output.get("data", {}).items()} for cell in cells]
     said = [told("".join(data.get("text/plain", "None"))) for data in stored]
     assert said == [told(pformat(one, sort_dicts=False)) for one in shown], "run docs/site/run_notebook.py"
-    assert ["image/png" in data for data in stored] == [one is folded for one in shown]
-    assert folded._repr_png_().startswith(b"\x89PNG")
+    pictures = [hasattr(one, "picture") or isinstance(one, Figure) for one in shown]
+    assert ["image/png" in data for data in stored] == pictures
+    return shown, names
 
 
 def told(text: str) -> str:
@@ -212,8 +211,29 @@ def told(text: str) -> str:
     return re.sub(r"\d+", "N", re.sub(r"[^\s']*/", "", text))
 
 
-def test_the_notebook_is_stored_with_what_it_shows() -> None:
-    text = (ROOT / "docs" / "fold.ipynb").read_text(encoding="utf-8")
+def test_the_notebook_of_folding_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, names = run_notebook(ROOT / "docs" / "fold.ipynb", tmp_path, monkeypatch)
+    folded = next(value for value in shown if hasattr(value, "_repr_html_"))
+    page = folded._repr_html_()
+    assert page.startswith("<iframe srcdoc=")
+    assert "3Dmol" in page
+    assert "predicted aligned error" in page.lower()
+    assert [bool(result.prediction) for result in shown[-1]] == [True, True, False]
+    assert (names["folder"] / "example.cif").exists()
+    assert folded._repr_png_().startswith(b"\x89PNG")
+
+
+def test_the_notebook_of_design_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    _, names = run_notebook(ROOT / "docs" / "design.ipynb", tmp_path, monkeypatch)
+    assert [row["name"] for row in names["rows"]] == [*names["designs"], "random 1", "random 2", "random 3"]
+    assert all(len(values) == names["settings"].steps for values in names["curves"].values())
+    assert names["fasta"].read_text().splitlines()[1] == names["designs"]["first"]
+
+
+@pytest.mark.parametrize("name", ["fold", "design"])
+def test_a_notebook_is_stored_with_what_it_shows(name: str) -> None:
+    text = (ROOT / "docs" / f"{name}.ipynb").read_text(encoding="utf-8")
     assert len(text) < 300_000
     assert not re.search(r'[\s"\'(<]/(home|root|tmp|work|Users)/', text)
     counts = [cell["execution_count"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]

@@ -28,7 +28,13 @@ def site_module(name: str) -> ModuleType:
 def test_every_page_is_in_the_navigation_once() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
     named = re.findall(r"- (?:[^\n]*: )?([\w/.-]+\.md)$", navigation, re.M)
-    made = {"reference/commands.md", "reference/python.md", "reference/settings.md", "notebook.md"}
+    made = {
+        "reference/commands.md",
+        "reference/python.md",
+        "reference/settings.md",
+        "notebook.md",
+        "design_notebook.md",
+    }
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
     assert sorted(named) == sorted(pages | made), (
         "put a new page into `nav` of mkdocs.yml, where a newcomer looks for it"
@@ -103,13 +109,26 @@ def test_every_command_and_option_is_on_its_page() -> None:
         assert not [names for names in missing if names[0].startswith("-")]
 
 
-def test_the_notebook_is_a_page() -> None:
-    page = site_module("reference").notebook()
-    assert page.startswith("# Fold a protein\n")
-    assert "(fold.ipynb)" in page  # to be saved
-    assert "```python\nresults = predictor.fold_many(" in page
-    assert "```text\n<Prediction example: " in page
-    assert '<img alt="structure and PAE" src="data:image/png;base64,iVBOR' in page
+@pytest.mark.parametrize(
+    ("name", "title", "code", "shown", "pictures"),
+    [
+        ("fold", "Fold a protein", "results = predictor.fold_many(", "<Prediction example: ", ["Structure and PAE"]),
+        (
+            "design",
+            "Design a protein",
+            "import matplotlib",
+            "<Gradient: ",
+            ["Losses of each step", "Structure and PAE"],
+        ),
+    ],
+)
+def test_a_notebook_is_a_page(name: str, title: str, code: str, shown: str, pictures: list[str]) -> None:
+    page = site_module("reference").notebook(f"{name}.ipynb")
+    assert page.startswith(f"# {title}\n")
+    assert f"({name}.ipynb)" in page  # to be saved
+    assert f"```python\n{code}" in page
+    assert f"```text\n{shown}" in page
+    assert re.findall(r'<img alt="([^"]*)" src="data:image/png;base64,iVBOR', page) == pictures
     assert page.count("```") % 2 == 0
 
 
@@ -130,6 +149,8 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "iframe-worker" not in (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
     assert (tmp_path / "site" / "search" / "search_index.js").exists()  # the search of a page on a disk
-    assert 'href="notebook.html"' in (tmp_path / "site" / "python.html").read_text(encoding="utf-8")
+    python = (tmp_path / "site" / "python.html").read_text(encoding="utf-8")
+    assert 'href="notebook.html"' in python
+    assert 'href="design_notebook.html"' in python
     pages = (tmp_path / "site" / "reference" / "python.html").read_text(encoding="utf-8")
     assert "MSA" in pages or "alignment" in pages  # docstrings are there

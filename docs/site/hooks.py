@@ -6,6 +6,7 @@ comes along: Markdown as a page, a folder as a list of its files, anything else 
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 from external import external
@@ -23,8 +24,10 @@ GENERATED = {
     "reference/commands.md": commands,
     "reference/python.md": python_interface,
     "reference/settings.md": settings_reference,
-    "notebook.md": notebook,
+    "notebook.md": partial(notebook, "fold.ipynb"),
+    "design_notebook.md": partial(notebook, "design.ipynb"),
 }
+NOTEBOOKS = {DOCS / "fold.ipynb": DOCS / "notebook.md", DOCS / "design.ipynb": DOCS / "design_notebook.md"}
 
 
 def place(path: Path) -> str:
@@ -82,8 +85,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
     def moved(match: re.Match[str]) -> str:
         for path in targets(match[0], folder):
-            if path == DOCS / "fold.ipynb":  # which GitHub shows, and a browser would save
-                path = DOCS / "notebook.md"
+            path = NOTEBOOKS.get(path, path)  # which GitHub shows, and a browser would save
             return match[1] + os.path.relpath(place(path), os.path.dirname(source) or ".") + match[3]
         return match[0]
 

@@ -1,4 +1,4 @@
-"""Pages made of the source: the command line, the Python interface, the settings, the notebook.
+"""Pages made of the source: the command line, the Python interface, the settings, the notebooks.
 
 The command line is imported (it imports nothing heavy), the rest is read as text: neither torch nor NumPy is needed.
 """
@@ -101,24 +101,26 @@ def python_interface() -> str:
     return "\n".join(lines) + "\n"
 
 
-# The notebook
+# The notebooks
 
 
-def notebook() -> str:
-    """Return docs/fold.ipynb as a page: its text, its code, and what its cells showed when it was stored."""
-    cells = json.loads((ROOT / "docs" / "fold.ipynb").read_text(encoding="utf-8"))["cells"]
-    shown = []
+def notebook(name: str) -> str:
+    """Return a notebook of docs/ as a page: its text, its code, and what its cells showed when it was stored."""
+    cells = json.loads((ROOT / "docs" / name).read_text(encoding="utf-8"))["cells"]
+    shown, heading = [], ""
     for cell in cells:
         text = "".join(cell["source"])
         shown.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        if cell["cell_type"] == "markdown" and text.startswith("#"):
+            heading = text.splitlines()[0].lstrip("# ")
         for output in cell.get("outputs", ()):
             data = output.get("data", {"text/plain": output.get("text")})
             if picture := data.get("image/png"):
-                shown.append(f'<img alt="structure and PAE" src="data:image/png;base64,{picture.strip()}">')
+                shown.append(f'<img alt="{heading}" src="data:image/png;base64,{picture.strip()}">')
             else:
                 shown.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
     get = (
-        "This page is the notebook [fold.ipynb](fold.ipynb): save it, and open it in Jupyter, where a structure turns "
+        f"This page is the notebook [{name}]({name}): save it, and open it in Jupyter, where a structure turns "
         "and the PAE is shown below the cell that names it."
     )
     return "\n\n".join([shown[0], get, *shown[1:]]) + "\n"

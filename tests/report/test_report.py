@@ -2,6 +2,7 @@
 
 import io
 import re
+import warnings
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -150,6 +151,17 @@ def test_very_short_proteins_can_be_drawn(n: int) -> None:
     page = Page(render(report(target(n=n))))
     assert page.inside("sequence") == ["A" * n]
     assert figures.draw_prediction(target(n=n)).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("terms", [["loss"], [f"interface_contacts_{i}" for i in range(9)], ["x" * 90] * 2])
+def test_a_key_leaves_room_for_the_plot(terms: list[str]) -> None:
+    """Long names of many curves; matplotlib warns of a plot without room, and then leaves it as it is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        text = figures.draw_curves([figures.Curve(name, range(60), np.linspace(4, 1, 60)) for name in terms], "loss")
+    (width,), (height,) = (re.findall(rf'<svg[^>]* {side}="([\d.]+)pt"', text) for side in ("width", "height"))
+    assert (float(height) > 2.8 * 72) == (len(terms) > 2)
+    assert (float(width) > 4.7 * 72) == (len(terms[0]) > 80)
 
 
 def test_the_sequence_is_numbered_by_chain_and_coloured_by_confidence() -> None:

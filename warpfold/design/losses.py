@@ -1,7 +1,8 @@
 """What a design is judged by: losses of confidence, distances and shape, each with a weight.
 
-"BindCraft" is Pacesa et al. 2025 (settings_advanced/default_4stage_multimer.json), "ColabDesign" the code that it is
-built on (github.com/sokrypton/ColabDesign, af/loss.py).  Lengths are in angstrom.
+"BindCraft" is Pacesa et al. 2025 (settings_advanced/default_4stage_multimer.json and functions/colabdesign_utils.py),
+"ColabDesign" the code that it is built on (github.com/sokrypton/ColabDesign, colabdesign/af/loss.py).  Where a loss is
+another function than theirs, settings/design/hallucination.toml says so.  Lengths are in angstrom.
 """
 
 from collections.abc import Iterator, Mapping

@@ -192,7 +192,7 @@ def first_logits(free: Mapping[str, int], spread: float, seed: int, name: str) -
 def moved(logits: np.ndarray, grad: np.ndarray, rate: float) -> np.ndarray:
     """Return logits [N, 20] after a step against their gradient, which is scaled to the root of how many are free.
 
-    So the step does not depend on how large the loss is (ColabDesign, af/design.py).
+    So the step does not depend on how large the loss is (ColabDesign, colabdesign/af/design.py).
     """
     norm, free = float(np.linalg.norm(grad)), int(grad.any(-1).sum())
     scale = np.sqrt(free) / norm if norm > 0 else 0.0

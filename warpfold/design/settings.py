@@ -20,7 +20,7 @@ class Stage:
     """Some steps of a design; what goes from one value to another does so over them.
 
     What enters the model is as of `Predictor.gradient`.  A step is so long that the logits of a residue change by
-    `rate` * ((1 - soft) + soft * temperature), as the root of their mean square: ColabDesign, af/design.py.
+    `rate` * ((1 - soft) + soft * temperature), as the root of their mean square: ColabDesign, colabdesign/af/design.py.
     """
 
     steps: int

@@ -79,7 +79,7 @@ def draw_curves(
 ) -> str:
     """Draw quantities over training steps; a curve of many values is drawn faint, with its running mean over it."""
     figure, axes = _canvas(4.7, 2.8)
-    for curve, color, dashes in zip(curves, cycle((BLUE, AMBER, GREY, INK)), cycle(("-", "--", "-.", ":"))):
+    for curve, color, dashes in zip(curves, cycle((BLUE, AMBER, GREY, INK)), cycle(("-", "--", "-."))):  # 12 looks
         x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
         window = max(1, len(y) // 25)
         if curve.points or window == 1:
@@ -477,15 +477,31 @@ def _as_file(figure: Figure, label: str, form: str) -> bytes:
     return buffer.getvalue()
 
 
+BESIDE = 0.6  # inches: what stands left of a plot
+KEY_HEIGHT = 0.5  # inches: of a key of two rows, for which figures are high enough
+
+
 def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
 def _legend(axes: Axes, above: float = 1.0) -> None:
-    """Put the key above the plot, where it covers nothing."""
-    place = (-0.01, above)
-    axes.legend(fontsize=8.5, ncols=3, frameon=False, loc="lower left", bbox_to_anchor=place, borderaxespad=0.2)
+    """Put the key above the plot, where it covers nothing, in so many columns that it is no wider than the plot.
+
+    A key that is large all the same makes the figure larger, not the plot smaller: one without room is not laid out.
+    """
+    figure, place = axes.figure, (-0.01, above)
+    assert isinstance(figure, Figure)
+    for columns in (3, 2, 1):
+        key = axes.legend(
+            fontsize=8.5, ncols=columns, frameon=False, loc="lower left", bbox_to_anchor=place, borderaxespad=0.2
+        )
+        box = key.get_window_extent()
+        if box.width / figure.dpi + BESIDE < figure.get_figwidth():
+            break
+    figure.set_figwidth(max(figure.get_figwidth(), box.width / figure.dpi + BESIDE))
+    figure.set_figheight(figure.get_figheight() + max(0, box.height / figure.dpi - KEY_HEIGHT))
 
 
 def _grid(axes: Axes, axis: str = "both") -> None:
