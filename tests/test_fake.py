@@ -67,7 +67,7 @@ def test_fake_ranks_leave_nothing_behind() -> None:
 
 
 def test_the_fake_batch_has_every_feature() -> None:
-    batch = fake_batch(**SIZES, **{"pass": 1}, row=9, copy=2)
+    batch = fake_batch(**SIZES, **{"pass": 1}, row=9, copy=2, soft=2)
     assert set(batch) == set(FEATURES)
     assert "alignment" not in fake_batch(**SIZES, **{"pass": 1})  # of assemblies
     assert batch["extra_msa"].shape == (1, 5, N)
