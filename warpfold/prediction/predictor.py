@@ -426,8 +426,7 @@ class Predictor:
         the loss and the gradient of each.
         alignment, templates, initial_guess: as of `fold`; the rows of a chain with free positions fit it column by
         column.
-        Errors: UserError as of `fold`, for logits and letters that do not fit, for a complex with parameters for single
-        chains (also with a chain_gap), and as the loss raises it.
+        Errors: UserError as of `fold`, for logits and letters that do not fit, and as the loss raises it.
         """
         arguments.one_of("through", through, get_args(Through))
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
@@ -437,27 +436,33 @@ class Predictor:
         letters = {id: one.letters for id, one in chains.items()}
         sequence: Sequences = letters["A"] if [*letters] == ["A"] else letters
         query, single = query_of(sequence, alignment, arguments.text("name", name)), self.model.config.multimer is None
-        if query.is_complex and single:
+        if query.is_complex and single and self.chain_gap is None:
             raise UserError(
                 f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
-                f"({MULTIMERS})"
+                f"({MULTIMERS}), or {called('chain_gap')} 200"
             )
         query = with_guess(self.with_templates(query, templates), initial_guess)
         unmasked = copy(self)
         unmasked.sample = sample = replace(self.sample, masked_fraction=0.0)
         prepared = unmasked.prepare(query.assembly, seed=seed, recycles=recycles, initial_guess=query.guess)
-        place, alone = None, prepared.assembly.chains[0]
-        if single and isinstance(alone, RawExample):
-            weight, is_extra = query_part(alone, sample, seed, KEY, len(prepared.batch["msa_feat"]))
+        place, batch, assembly = None, prepared.batch, prepared.assembly
+        if single:
+            several = len(assembly.chains) > 1
+            joined = as_one_chain(assembly, sample, self.chain_gap or 0) if several else assembly.chains[0]
+            assert isinstance(joined, RawExample)
+            weight, is_extra = query_part(joined, sample, seed, KEY, len(batch["msa_feat"]))
             place = QueryPlace(torch.from_numpy(weight), is_extra)
-        sizes = sizes_of_batch(prepared.batch)
+            chain = np.repeat(np.arange(len(assembly.chains)), [one.length for one in assembly.chains])
+            of_chains = {"asym_id": chain + 1, "entity_id": assembly.entity_id[chain]}  # which the loss alone reads
+            batch = batch | {key: torch.from_numpy(ids) for key, ids in of_chains.items()}
+        sizes = sizes_of_batch(batch)
         planned = self.planner.choose(sizes, prepared.recycles, prepared.ensemble, gradient=through)
         start = time.perf_counter()
         while True:
             try:
                 with self._running(planned.plan, prepared):
                     found = gradient_by_shares(
-                        self.model, prepared.batch, shares, loss, place, prepared.recycles, through, self.team,
+                        self.model, batch, shares, loss, place, prepared.recycles, through, self.team,
                         designed, prepared.guess,
                     )  # fmt: skip
                     prediction = self._read_out.prediction(prepared, found.folded, NOTHING_MORE)
