@@ -84,18 +84,22 @@ def test_an_initial_guess_is_where_the_first_pass_starts() -> None:
 
 
 def test_chains_that_are_joined_without_a_gap_have_the_gradient_of_one_chain() -> None:
-    fold, x = predictor(), logits(9)
-    fold.chain_gap = 0
-    found = fold.gradient({"A": x[:4], "B": x[4:]}, loss_of_every_output, recycles=1)
-    alone = fold.gradient(x, loss_of_every_output, recycles=1)
-    grad = np.concatenate([found.grad["A"], found.grad["B"]])
-    np.testing.assert_allclose(grad, alone.grad, atol=1e-10 * np.abs(alone.grad).max())
+    """With rows of either chain, which stand side by side with gaps under the other."""
+    fold, second = predictor(), ["MRVL", "MKIL", "AKVL"]
+    x = logits(14) + 3 * np.eye(20)[[RESTYPES.index(letter) for letter in ROWS[0] + "MKVL"]]  # alike, rows join it
+    fold.chain_gap, chains = 0, {"A": x[:10], "B": x[10:]}
+    rows = [row + "-" * 4 for row in ROWS] + ["-" * 10 + row for row in second]
+    for of_chains, of_one in (((), ()), ((ROWS, second), rows)):
+        found = fold.gradient(chains, loss_of_every_output, alignment=of_chains, recycles=1)
+        alone = fold.gradient(x, loss_of_every_output, alignment=of_one, recycles=1)
+        grad = np.concatenate([found.grad["A"], found.grad["B"]])
+        np.testing.assert_allclose(grad, alone.grad, atol=1e-10 * np.abs(alone.grad).max())
     fold.chain_gap = 200
-    apart = fold.gradient({"A": x[:4], "B": x[4:]}, loss_of_every_output, recycles=1)
+    apart = fold.gradient(chains, loss_of_every_output, alignment=(ROWS, second), recycles=1)
     assert np.abs(apart.grad["A"] - found.grad["A"]).max() > 1e-3 * np.abs(found.grad["A"]).max()
 
 
-@pytest.mark.parametrize("alignment", [(), (ROWS, [])], ids=["alone", "aligned"])
+@pytest.mark.parametrize("alignment", [(), (ROWS, ["MKVL", "MRVL", "MKIL", "AKVL"])], ids=["alone", "aligned"])
 def test_the_gradient_with_a_chain_gap_is_that_of_differences(alignment: object) -> None:
     """Of a loss that tells the chains apart, as `fold` folds them; rows of an alignment share the query's cluster."""
     seen_chains = []

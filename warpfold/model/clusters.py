@@ -20,7 +20,7 @@ CLASSES = 23  # 20 residue types, X, gap, mask
 CELLS = 1 << 24  # numbers in the one-hot rows that are compared at a time
 
 
-def cluster_features(batch: Batch) -> Batch:
+def cluster_features(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
     """Return the MSA features of one pass (no `pass` axis): msa_feat, msa_mask and the extra MSA.
 
     A row's weight in the cluster of a centre is the number of positions that both have, in the centre with which it
@@ -30,7 +30,6 @@ def cluster_features(batch: Batch) -> Batch:
     Source: `nearest_neighbor_clusters`, `create_msa_feat`, `create_extra_msa_feature` of the official modules_multimer.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and "soft_alignment" in batch):
-        dtype = batch["target_feat"].dtype
         mask, deletions = batch["alignment_mask"].to(dtype), batch["alignment_deletions"].to(dtype)
         centres, extra, masked = batch["centre_rows"], batch["extra_rows"], batch["masked_msa"]
         own_mask, own_deletions = _rows(mask, centres), _rows(deletions, centres)
