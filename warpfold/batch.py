@@ -21,6 +21,8 @@ from torch import Tensor
 Batch = dict[str, Tensor]
 Arrays = dict[str, np.ndarray]
 
+NO_ROW = -1  # in place of a row's number
+
 
 @dataclass(frozen=True)
 class Feature:
@@ -52,8 +54,8 @@ FEATURES: dict[str, Feature] = {
     **_table("int64", "pass seq res", "true_msa"),  # 0-19, 20 = X, 21 = gap
     **_table("int64", "pass extra res", "extra_msa"),  # 0-22, 22 = masked
     **_table("float32", "pass extra res", "extra_has_deletion extra_deletion_value extra_msa_mask"),
-    # the alignment of an assembly: all rows, and in each pass which of them are centres and which the extra MSA; the
-    # features of the alignment above follow from these (model/clusters.py)
+    # the alignment of an assembly: all rows, and in each pass which of them are centres and which the extra MSA, -1 in
+    # padding; the features of the alignment above follow from these (model/clusters.py)
     **_table("uint8", "row res", "alignment alignment_mask"),  # 0-19, 20 = X, 21 = gap; 1 where a row may be read
     **_table("int16", "row res", "alignment_deletions"),
     **_table("int64", "pass seq", "centre_rows"),
@@ -162,17 +164,19 @@ def passes(batch: Mapping[str, Tensor], start: int, count: int) -> Batch:
 def stack(examples: Sequence[Mapping[str, Tensor]]) -> Batch:
     """Return examples of the same features as a batch: one leading axis, each axis padded to its largest size.
 
-    The padding is zeros, which the masks leave out.  Not for complexes: rows that do not exist cannot be centres.
+    The padding is zeros, which the masks leave out, and NO_ROW where rows are numbered.  Of complexes all need the same
+    number of templates: a multimer takes the mean, also over those without atoms.
     """
     batch = {}
     for name in examples[0]:
         arrays = [example[name] for example in examples]
         largest = [max(sizes) for sizes in zip(*(x.shape for x in arrays))]
-        batch[name] = torch.stack([_padded(x, largest) for x in arrays])
+        value = NO_ROW if name in ("centre_rows", "extra_rows") else 0
+        batch[name] = torch.stack([_padded(x, largest, value) for x in arrays])
     return batch
 
 
-def _padded(x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return x with zeros behind it along each axis, to these sizes."""
+def _padded(x: Tensor, sizes: Sequence[int], value: int) -> Tensor:
+    """Return x with a value behind it along each axis, to these sizes."""
     missing = [more for size, there in zip(reversed(sizes), reversed(x.shape)) for more in (0, size - there)]
-    return F.pad(x, missing) if any(missing) else x
+    return F.pad(x, missing, value=value) if any(missing) else x

@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,6 +164,31 @@ def test_presets_are_whole_and_the_command_designs_a_backbone(tmp_path: Path) ->
               "--out", str(tmp_path / "folded"), "-q", "--json"])  # fmt: skip
     assert folded.exit_code == 0, folded.output
     assert json.loads(folded.stdout)["predictions"][0]["sequence"] == one["sequence"]
+
+
+def test_parameters_for_single_chains_design_a_binder_with_a_chain_gap(tmp_path: Path) -> None:
+    for multimer in (False, True):
+        save_params(tmp_path / f"{multimer}.safetensors", predictor(multimer).model, to_dict(SAMPLE))
+    (tmp_path / "own.toml").write_text(
+        'chains = {A = "MKVLA", B = 4}\nloss.interface_contacts = 1.0\nstages = [{steps = 2, hard = 1.0}]\n'
+    )
+
+    def run(gap: int, params: str) -> Any:
+        given = "--params", tmp_path / params, "--out", tmp_path / "out", "--chain-gap", gap, "-q", "--json"
+        return CliRunner().invoke(app, ["design", str(tmp_path / "own.toml"), *map(str, given)])
+
+    shown = run(200, "False.safetensors")
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    assert found["chain_gap"] == 200
+    assert found["designs"][0]["sequence"].startswith("MKVLA:")
+    for gap, params, said in (
+        (100, "False.safetensors", "holds another run"),
+        (200, "True.safetensors", "True.safetensors is AlphaFold-Multimer's"),
+    ):
+        refused = run(gap, params).exception
+        assert isinstance(refused, UserError)
+        assert said in str(refused)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def inputs(tmp_path: Path) -> tuple[Path, list[Path]]:
 def test_each_two_chains_are_folded_as_their_complex_is(
     tmp_path: Path, inputs: tuple[Path, list[Path]], params: Path
 ) -> None:
-    summary = predict(*inputs, params, tmp_path / "out", options(pairs="all"))
+    summary = predict(*inputs, params, tmp_path / "out", options(pairs="all", batch=1))
     assert [entry["name"] for entry in summary["predictions"]] == PAIRS
     assert summary["pairs"] == [*NAMES]
     by_name = {entry["name"]: entry for entry in summary["predictions"]}

@@ -196,7 +196,7 @@ def test_one_prediction_failing_leaves_the_others_ranked(
 
     monkeypatch.setattr(Predictor, "compute", failing)
     arguments = [fasta, "--params", params["first"], "--seeds", 2, "--recycles", 0, "--out", tmp_path / "out"]
-    code, out, err = run_cli(capsys, *arguments)
+    code, out, err = run_cli(capsys, *arguments, "--batch", 1)
     assert code == 1
     assert out.startswith("trio (3 chains), rank 1: mean pLDDT ")
     assert "ipTM" in out
@@ -401,7 +401,7 @@ def test_folding_chains_in_memory(
     alignments = {"H": parse_a3m(PAIRED), "L": parse_a3m(PARTNER)}
     p = predictor.fold(chains, alignments, name="trio", seed=8, recycles=0)
     with np.load(out / entry["folder"] / entry["files"]["arrays"], allow_pickle=False) as arrays:
-        np.testing.assert_array_equal(p.positions, arrays["positions"])
+        np.testing.assert_allclose(p.positions, arrays["positions"], atol=1e-4)  # where seeds shared a pass
     assert p.spans == {"H": slice(0, 18), "L": slice(18, 29), "x": slice(29, 47)}
     assert p.iptm is not None
     assert p.ptm is not None

@@ -12,6 +12,8 @@ from warpfold.data.features.choose import SampleConfig
 from warpfold.engine.gradient import Seen, loss_of_every_output
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
+from warpfold.model.confidence import pae
+from warpfold.model.heads import pae_breaks
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.team import Team
 from warpfold.prediction.predictor import Predictor
@@ -81,11 +83,46 @@ def test_an_initial_guess_is_where_the_first_pass_starts() -> None:
         fold.gradient(x, loss_of_every_output, initial_guess={"A": (np.zeros((9, 37, 3)), np.ones((9, 37)))})
 
 
-def test_a_complex_of_single_chains_parameters_has_no_gradient_with_a_chain_gap_either() -> None:
-    fold = predictor()
+def test_chains_that_are_joined_without_a_gap_have_the_gradient_of_one_chain() -> None:
+    """With rows of either chain, which stand side by side with gaps under the other."""
+    fold, second = predictor(), ["MRVL", "MKIL", "AKVL"]
+    x = logits(14) + 3 * np.eye(20)[[RESTYPES.index(letter) for letter in ROWS[0] + "MKVL"]]  # alike, rows join it
+    fold.chain_gap, chains = 0, {"A": x[:10], "B": x[10:]}
+    rows = [row + "-" * 4 for row in ROWS] + ["-" * 10 + row for row in second]
+    for of_chains, of_one in (((), ()), ((ROWS, second), rows)):
+        found = fold.gradient(chains, loss_of_every_output, alignment=of_chains, recycles=1)
+        alone = fold.gradient(x, loss_of_every_output, alignment=of_one, recycles=1)
+        grad = np.concatenate([found.grad["A"], found.grad["B"]])
+        np.testing.assert_allclose(grad, alone.grad, atol=1e-10 * np.abs(alone.grad).max())
     fold.chain_gap = 200
-    with pytest.raises(UserError, match="a complex, but these parameters are for single chains; give AlphaFold-Multi"):
-        fold.gradient({"A": logits(4), "B": logits(5)}, loss_of_every_output)
+    apart = fold.gradient(chains, loss_of_every_output, alignment=(ROWS, second), recycles=1)
+    assert np.abs(apart.grad["A"] - found.grad["A"]).max() > 1e-3 * np.abs(found.grad["A"]).max()
+
+
+@pytest.mark.parametrize("alignment", [(), (ROWS, ["MKVL", "MRVL", "MKIL", "AKVL"])], ids=["alone", "aligned"])
+def test_the_gradient_with_a_chain_gap_is_that_of_differences(alignment: object) -> None:
+    """Of a loss that tells the chains apart, as `fold` folds them; rows of an alignment share the query's cluster."""
+    seen_chains = []
+
+    def loss(seen: Seen) -> torch.Tensor:
+        seen_chains.append((seen.asym_id.tolist(), seen.entity_id.tolist()))
+        other = seen.asym_id[:, None] != seen.asym_id
+        return pae(seen.pae_logits, pae_breaks(seen.pae_logits.shape[-1]))[other].mean()
+
+    fold, x, step, direction = predictor(), {"A": logits(10), "B": logits(4, 2)}, 1e-6, logits(10, 1)
+    fold.chain_gap, fold.sample = 200, replace(SAMPLE, masked_fraction=0.0)
+    more = {"alignment": alignment, "fixed": {"B": "MKVL"}, "recycles": 0}
+    found = fold.gradient(x, loss, **more)
+    assert seen_chains[0] == ([1] * 10 + [2] * 4, [1] * 10 + [2] * 4)
+    assert not found.grad["B"].any()
+    up, down = (fold.gradient(x | {"A": x["A"] + s * direction}, loss, **more).loss for s in (step, -step))
+    assert (up - down) / (2 * step) == pytest.approx(float((found.grad["A"] * direction).sum()), rel=1e-5)
+    hard = fold.gradient(x, loss, hard=1.0, **more).prediction
+    alone = fold.fold({"A": hard.sequence[:10], "B": "MKVL"}, alignment, recycles=0)
+    np.testing.assert_allclose(hard.positions, alone.positions, atol=1e-6)
+    assert hard.iptm == pytest.approx(alone.iptm, abs=1e-6)
+    fold.gradient({"A,B": x["A"]}, loss, recycles=0)
+    assert seen_chains[-1] == ([1] * 10 + [2] * 10, [1] * 20)
 
 
 def test_copies_have_one_sequence_and_the_sum_of_their_gradients() -> None:
@@ -134,7 +171,7 @@ def test_nothing_of_the_model_is_changed() -> None:
         ({"fixed": "--J-"}, "chain A has 'J'"),
         ({"fixed": "--"}, "chain A has 2 letters for logits of 4 residues"),
         ({"fixed": {"B": "M-"}}, "chain B is free at -, but has no logits"),
-        ({"fixed": {"B": "MK"}}, "a complex, but these parameters are for single chains"),
+        ({"fixed": {"B": "MK"}}, r"are for single chains; give AlphaFold-Multimer's \(.*\), or chain_gap 200"),
         ({"logits": {"A,A": np.zeros((4, 20))}}, "chain A has two"),
         ({"logits": {}}, "there are none"),
         ({"logits": {"A,B": np.zeros((4, 20))}, "fixed": {"B": "C---"}}, "have different letters"),

@@ -157,11 +157,11 @@ def test_a_run_that_is_killed_has_each_row_once(
 def test_parts_fill_one_table(tmp_path: Path, designs: Path, params: dict[str, Path]) -> None:
     models, out = [*params.values()], tmp_path / "out"
     for number in (2, 1):
-        predict(designs, [], models, out, options(), share=Share(part=JobPart(number, 3)))
+        predict(designs, [], models, out, options(batch=2), share=Share(part=JobPart(number, 3)))
         assert (out / "journal").is_dir()
         assert len(set(keys(out / "scores.csv"))) == len(keys(out / "scores.csv")) > 0
-    predict(designs, [], models, out, options(), share=Share(part=JobPart(3, 3)))
-    predict(designs, [], models, tmp_path / "alone", options())
+    predict(designs, [], models, out, options(batch=2), share=Share(part=JobPart(3, 3)))
+    predict(designs, [], models, tmp_path / "alone", options(batch=2))
     assert (out / "scores.csv").read_bytes() == (tmp_path / "alone" / "scores.csv").read_bytes()
     assert len(keys(out / "scores.csv")) == 10
 
@@ -202,7 +202,7 @@ def test_tables_of_somebody_else_stay(tmp_path: Path, designs: Path, params: dic
 
 def test_python_gives_the_rows_of_the_table(tmp_path: Path, designs: Path, params: dict[str, Path]) -> None:
     """And holds no prediction, whatever else is given: a bad design is a row, in its place."""
-    predict(designs, [], params["first"], tmp_path / "out", options(recycles=1))
+    predict(designs, [], params["first"], tmp_path / "out", options(recycles=1, batch=1))
     predictor, made = load(params["first"], device="cpu"), list[Any]()
     compute = predictor.compute
 
@@ -213,7 +213,7 @@ def test_python_gives_the_rows_of_the_table(tmp_path: Path, designs: Path, param
 
     predictor.compute = noting  # type: ignore[method-assign]
     told = list[float]()
-    found = predictor.score_designs(designs, recycles=1, progress=lambda done, total, at: told.append(done))
+    found = predictor.score_designs(designs, recycles=1, batch=1, progress=lambda done, total, at: told.append(done))
     assert told == [0, 1, 2, 3, 4, 5]
     for row, written in zip(found, rows(tmp_path / "out/scores.csv"), strict=True):
         here = {"model": "model", "structure": None, "error": ""}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import random_batch, tiny_model
+from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config, tiny_model
 from tests.ranks import run_ranks
 from warpfold.batch import stack
 from warpfold.bulk import JobPart
@@ -23,17 +23,19 @@ from warpfold.data.example.raw_example import Assembly, from_sequence
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.formats.alignment import parse_a3m
 from warpfold.errors import UserError
+from warpfold.geometry.residue import GAP
 from warpfold.model.alphafold import HeadsConfig
+from warpfold.model.embed import MultimerConfig
 from warpfold.model.template import TemplateConfig
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
-from warpfold.prediction.fold_options import PredictOptions
+from warpfold.prediction.fold_options import PredictOptions, Recycling
 from warpfold.prediction.folder import Journal, read_journals
-from warpfold.prediction.folding import FoldItem, Group, cost_of, in_groups, part_of
+from warpfold.prediction.folding import FoldItem, cost_of, in_groups, part_of
 from warpfold.prediction.pages import prediction_report
-from warpfold.prediction.params import Params, read_params
+from warpfold.prediction.params import read_params
 from warpfold.prediction.predict import ProgressOfRun, Share, in_jobs, predict
 from warpfold.prediction.predictor import Predictor, Prepared
 from warpfold.prediction.queries import query_of
@@ -43,6 +45,7 @@ from warpfold.training.passes import PassPlace
 
 SEQUENCES = ("MKTAYIAKQRQISFVKSH", "GSHMLEERLGL", "MKTAYIAKQRQIS", "GSHML", "AVRQISFVKMKTAYIAKQ", "GGSHMLEE")
 FASTA = "".join(f">p{i}\n{sequence}\n" for i, sequence in enumerate(SEQUENCES))
+A3M_ROWS = (("MKTAYIAKQRQISFVKSH", "MKTAYIAKQRQaaISFVK--", "-KTAYLAKQRQISFVRSH", "MKTGYLAKQRQISFVRSH"), ())
 A3M = ">p0\nMKTAYIAKQRQISFVKSH\n>a\nMKTAYIAKQRQaaISFVK--\n>b\n-KTAYLAKQRQISFVRSH\n"
 
 
@@ -97,17 +100,29 @@ def test_costly_ones_come_first_and_tiny_ones_together(tiny_params: Path) -> Non
     assert sorted(item.key for group in groups for item in group) == sorted(item.key for item in given)
 
 
-def test_what_ends_early_or_is_a_complex_shares_no_pass(tiny_params: Path) -> None:
-    given = items(tiny_params, [10, 10])
-
-    def of(**config: Any) -> list[Group]:
-        return in_groups([replace(one, model=changed(one.model, **config)) for one in given], 2, "cpu")
-
-    def changed(model: Params, **config: Any) -> Params:
-        return replace(model, config=replace(model.config, **config))
-
-    assert [len(group) for group in of()] == [2]
-    assert [len(group) for group in of(recycle_tolerance=0.5)] == [1, 1]
+@pytest.mark.parametrize(
+    ("own", "given", "recycles", "shared"),
+    [
+        (None, Recycling(), None, True),
+        (0.5, Recycling(), None, False),
+        (0.5, Recycling(), 1, True),  # the pass after the first is the last, whatever it changes
+        (0.5, Recycling(0.0), None, True),  # which no change is below
+        (None, Recycling(0.5), None, False),
+        (None, Recycling(long=(8, 1)), None, False),
+    ],
+    ids=str,
+)
+def test_what_may_end_early_shares_no_pass(
+    tiny_params: Path, own: float | None, given: Recycling, recycles: int | None, shared: bool
+) -> None:
+    """Single chains or complexes."""
+    (model,) = read_params([tiny_params])
+    for multimer in (None, MultimerConfig()):
+        config = replace(model.config, recycles=3, recycle_tolerance=own, multimer=multimer)
+        of = replace(model, config=config)
+        queries = [query_of(["A" * 6, "G" * 4], (), f"q{i}") for i in range(2)]
+        groups = in_groups([FoldItem(of, query, 0) for query in queries], 2, "cpu", given, recycles)
+        assert [len(group) for group in groups] == ([2] if shared else [1, 1])
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
@@ -148,6 +163,63 @@ def test_what_shares_a_pass_is_as_it_is_alone() -> None:
         assert {key: found.details[key] for key in kept} == {key: alone.details[key] for key in kept}
     with pytest.raises(ValueError, match="same recycles"):
         predictor.compute_together([several[0], replace(several[1], recycles=0)])
+
+
+@pytest.mark.parametrize("fixed", [False, True], ids=["free", "fixed"])
+def test_complexes_that_share_a_pass_of_a_multimer_are_as_they_are_alone(fixed: bool) -> None:
+    """Of other chains, depths and guesses, chains that are their own templates: scores of chain pairs too."""
+    config = as_multimer(tiny_config(templates=replace(tiny_config().templates, enabled=fixed)))
+    sample = SampleConfig(max_msa=3, max_extra=2, max_templates=2 if fixed else 0)
+    predictor = Predictor(
+        filled_model(replace(config, recycle_tolerance=0.5)).double(), precision="fp64", sample=sample
+    )
+    several = []
+    for i, chains in enumerate([(SEQUENCES[0], "GSHML"), ("MKTAY", "GSHMLEE", "MKTAY"), ("GGSHMLEE", "MKT")]):
+        query = query_of(chains, A3M_ROWS if i == 0 else (), f"c{i}")
+        guess = {
+            id: (np.random.default_rng(i).normal(0, 8, (len(chain), 37, 3)), np.ones((len(chain), 37)))
+            for id, chain in zip(query.ids, chains)
+        }
+        given = {"initial_guess": guess, "fixed": ("A",)} if fixed else {}
+        several.append(predictor.prepare(query.assembly, seed=i, recycles=1, ensemble=2, **given))
+    assert len({one.batch["centre_rows"].shape for one in several}) > 1
+    together = predictor.compute_together(several)
+    for prepared, found in zip(several, together):
+        alone = predictor.compute(prepared)
+        for name in ("positions", "mask", "plddt", "pae", "single", "pair", "msa", "asym_id", "chain_pair_iptm"):
+            one, other = getattr(found, name), getattr(alone, name)
+            assert one.shape == other.shape
+            np.testing.assert_allclose(one, other, rtol=2e-7, atol=1e-6, err_msg=name)  # results are kept in fp32
+        assert found.iptm == pytest.approx(alone.iptm, abs=1e-6)
+        assert (found.details["together"], found.details["recycles"]) == (3, 1)
+    with pytest.raises(ValueError, match="ends early"):
+        predictor.compute_together([replace(one, recycles=2) for one in several])
+
+
+@pytest.mark.parametrize("plan", [{}, {"chunk": 2, "in_place": True}], ids=str)
+def test_the_last_pass_of_complexes_that_share_one_is_that_of_each_alone(plan: dict[str, Any]) -> None:
+    """To 1e-10 in fp64: of other chains, rows, clusters and extra rows; some rows agree with no centre."""
+    model = filled_model(as_multimer(tiny_config())).double()
+    Execution(Plan(**plan, precision="fp64")).bind(model)
+    model.config = replace(model.config, ensemble=2)
+    examples = []
+    for seed, (chains, *sizes) in enumerate([((4, 3), 9, 3, 2), ((3, 2, 3), 5, 2, 3), ((5,), 7, 4, 1)]):
+        one = random_complex(chains, *sizes, 2, 4, seed)
+        one["alignment"][-2:] = GAP  # agrees with nothing, and all centres share it
+        one["alignment"][-1, : chains[0]] = 20  # X, which few have
+        one["alignment_mask"][one["extra_rows"][:, 0]] = 1  # where nothing is left, padding is seen too
+        one["seq_mask"][:] = 1
+        examples.append({name: x.double() if x.is_floating_point() else x for name, x in one.items()})
+    with torch.no_grad():
+        together = model.fold(stack(examples), 1).unbind()
+        for batch, found in zip(examples, together):
+            found = found.without_padding(*batch["bert_mask"].shape[-2:])
+            alone = model.fold(batch, 1)
+            for name in ("msa", "pair", "single", "msa_first_row"):
+                one, other = getattr(found.representations, name), getattr(alone.representations, name)
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+            atoms = found.structure.final_atom37, alone.structure.final_atom37
+            torch.testing.assert_close(*atoms, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("plan", [{}, {"chunk": 2, "in_place": True}], ids=str)

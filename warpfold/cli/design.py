@@ -25,7 +25,7 @@ from warpfold.arguments import (
 )
 from warpfold.cli.common import Answer, command, plans_said, table, this_process
 from warpfold.errors import UserError
-from warpfold.prediction.fold_options import TrunkPrecision
+from warpfold.prediction.fold_options import ChainGap, TrunkPrecision
 from warpfold.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class DesignCommand(Checked):
         Changes | None,
         decides("Settings that override those of the file, KEY=VALUE: chains.A=100.", shell=list[str] | None),
     ] = None
+    chain_gap: ChainGap = None
     seed: Seed = 0
     force: Force = False
     device: Device = None
@@ -74,7 +75,7 @@ class DesignCommand(Checked):
             changes = [*changes, f"target={target}"]
         settings = load_design(path("settings", self.settings), changes)
         params = path("params", self.params)
-        predictor = load(params, self.device, precision=self.precision, memory=self.memory)
+        predictor = load(params, self.device, precision=self.precision, memory=self.memory, chain_gap=self.chain_gap)
         tell = progress_of(self.progress)
         return run_design(
             predictor, settings, path("out", self.out), self.starts, self.seed, sha256(params), self.force, tell

@@ -103,6 +103,7 @@ def run_design(
     problem = Problem.of(settings, predictor.model.config.heads.pae)
     about = {"settings": to_dict(settings), "seed": seed, "params": params, "precision": predictor.precision}
     about["target"] = sha256(Path(settings.target)) if settings.target else ""
+    about |= {} if predictor.chain_gap is None else {"chain_gap": predictor.chain_gap}
     _refuse_others(out)
     with writing(out):
         for folder in (out, out / "starts", out / "designs"):

@@ -340,7 +340,9 @@ class AlphaFold(Executable):
     def sample(self, batch: Batch, index: int) -> Batch:
         """Return the features of one sample of the alignment; a multimer's clusters are made here."""
         sample = at_pass(batch, index)
-        return sample if self.config.multimer is None else sample | cluster_features(sample)
+        if self.config.multimer is not None:
+            sample |= cluster_features(sample, sample["target_feat"].dtype)
+        return sample
 
     def trunk(self, batch: Batch, recycled: Recycled) -> Representations:
         """Run Algorithm 2, lines 4 to 19, on one sample of the alignment (no `pass` axis)."""

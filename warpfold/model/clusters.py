@@ -13,26 +13,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.batch import Batch
+from warpfold.batch import NO_ROW, Batch
 from warpfold.geometry.residue import GAP
 
 CLASSES = 23  # 20 residue types, X, gap, mask
 CELLS = 1 << 24  # numbers in the one-hot rows that are compared at a time
 
 
-def cluster_features(batch: Batch) -> Batch:
+def cluster_features(batch: Batch, dtype: torch.dtype = torch.float32) -> Batch:
     """Return the MSA features of one pass (no `pass` axis): msa_feat, msa_mask and the extra MSA.
 
     A row's weight in the cluster of a centre is the number of positions that both have, in the centre with which it
     agrees most (gaps and masked positions agree with nothing); equals share it.  A centre itself weighs 1.
+    NO_ROW in place of a row's number, as a batch is padded, is a masked row of zeros that no other joins.
     Where a centre's code was masked or drawn anew, that code is seen, though its row be soft.
     Source: `nearest_neighbor_clusters`, `create_msa_feat`, `create_extra_msa_feature` of the official modules_multimer.
     """
     with torch.set_grad_enabled(torch.is_grad_enabled() and "soft_alignment" in batch):
-        mask, deletions = batch["alignment_mask"].float(), batch["alignment_deletions"].float()
+        mask, deletions = batch["alignment_mask"].to(dtype), batch["alignment_deletions"].to(dtype)
         centres, extra, masked = batch["centre_rows"], batch["extra_rows"], batch["masked_msa"]
         own_mask, own_deletions = _rows(mask, centres), _rows(deletions, centres)
-        codes = _one_hot(masked)
+        codes = _one_hot(masked).to(dtype)
         if "soft_alignment" in batch:
             as_drawn = (masked == _rows(batch["alignment"], centres))[..., None]
             codes = torch.where(as_drawn, _soft_rows(batch, centres), codes)
@@ -68,16 +69,17 @@ def _sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the weighted sums over each centre's cluster, without the centre.
 
-    mask, deletions float32 [*, R, N], of all rows; codes float32 [*, S, N, 23]: the centres as shares of the classes, 0
-    where masked; present [*, S, N]: their mask -> codes [*, S, N, 23], deletions [*, S, N], weights [*, S].
+    mask, deletions [*, R, N], of all rows; codes [*, S, N, 23]: the centres as shares of the classes, 0 where masked;
+    present [*, S, N]: their mask -> codes [*, S, N, 23], deletions [*, S, N], weights [*, S].
     """
     rows, soft, centres = batch["alignment"], batch.get("soft_alignment"), batch["centre_rows"]
     *lead, count, length, classes = codes.shape
-    others = torch.ones_like(mask[..., 0]).scatter(-1, centres, 0.0)  # a centre joins no cluster
+    # A centre joins no cluster; row 0, the query, is always one.
+    others = torch.ones_like(mask[..., 0]).scatter(-1, centres.clamp(min=0), 0.0)
     compared = codes[..., :GAP].flatten(-2).detach()
     total = codes.new_zeros(*lead, count, length * classes)
     removed, weight = codes.new_zeros(*lead, count, length), codes.new_zeros(*lead, count)
-    size = max(CELLS // (length * classes), 1)
+    size = max(CELLS // (length * classes * math.prod(lead)), 1)
     for part in (slice(start, start + size) for start in range(0, rows.shape[-2], size)):
         there = mask[..., part, :].to(codes.dtype)
         one_hot = _one_hot(rows[..., part, :], there).to(codes.dtype)
@@ -86,6 +88,7 @@ def _sums(
             given = given * there[..., : given.shape[-3], :, None]
             one_hot = torch.cat((given, one_hot[..., given.shape[-3] :, :, :]), -3)
         agreement = one_hot[..., :GAP].flatten(-2).detach() @ compared.mT
+        agreement = agreement.masked_fill(centres[..., None, :] == NO_ROW, -math.inf)
         share = torch.softmax(1e3 * agreement, -1) * (there @ present.mT) * others[..., part, None]
         total += share.mT @ one_hot.flatten(-2)
         removed += share.mT @ (there * deletions[..., part, :])
@@ -101,8 +104,9 @@ def _one_hot(codes: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """Return rows `index` [*, K] of x [*, R, N]: [*, K, N]."""
-    return torch.take_along_dim(x, index[..., None], -2)
+    """Return rows `index` [*, K] of x [*, R, N], [*, K, N]; zeros for NO_ROW."""
+    found = torch.take_along_dim(x, index.clamp(min=0)[..., None], -2)
+    return found.masked_fill((index == NO_ROW)[..., None], 0)
 
 
 def _deletion_channels(count: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from warpfold.scoring.selection import Selection, keep_of
 
 if TYPE_CHECKING:
     from warpfold.data.search.server import AlignmentServer
+    from warpfold.model.alphafold import ModelConfig
     from warpfold.ops.dispatch import Kernels
     from warpfold.prediction.params import Params
 
@@ -126,7 +127,7 @@ TrunkPrecision = Annotated[
 Batch = Annotated[
     int | str,
     runs(
-        "Short single chains that share a pass of the model, at most; auto: where that was measured to help.",
+        "Short proteins that share a pass of the model, at most; auto: where that was measured to help.",
         shell=str,
     ),
 ]
@@ -163,10 +164,14 @@ class Recycling:
             long = whole("max_recycles[0]", most[0]), whole("max_recycles[1]", most[1])
         return cls(tolerance, long)
 
-    @property
-    def ends_early(self) -> bool:
-        """Return whether the end of one protein's recycling may differ from another's."""
-        return self != Recycling()
+    def may_end_early(self, config: "ModelConfig", recycles: int | None) -> bool:
+        """Return whether the end of one protein's recycling may differ from another's.
+
+        A tolerance of 0 ends none, and with one recycle there is nothing to end.  recycles: None for the model's.
+        """
+        tolerance = config.recycle_tolerance if self.tolerance is None else self.tolerance
+        recycles = config.recycles if recycles is None else recycles
+        return self.long is not None or (bool(tolerance) and recycles > 1)
 
     def at_most(self, recycles: int, residues: int) -> int:
         """Return the passes after the first that a protein of this length gets, of `recycles` at most."""
@@ -273,8 +278,8 @@ class PredictOptions(Checked):
 
     @property
     def alone(self) -> bool:
-        """Return whether no two proteins may share a pass, since what is drawn, kept or when it ends is each's own."""
-        return self.recycling.ends_early or self.dropout or self.save_recycles
+        """Return whether no two proteins may share a pass, since what is drawn or kept is each's own."""
+        return self.dropout or self.save_recycles
 
     def identity_settings(self, model: "Params") -> dict[str, Any]:
         """Return the settings that decide results beside parameters, queries and seeds, defaults filled in."""

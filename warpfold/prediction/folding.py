@@ -18,7 +18,7 @@ from warpfold.data.example.raw_example import Assembly
 from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.parallel.team import Team
-from warpfold.prediction.fold_options import Asked
+from warpfold.prediction.fold_options import Asked, Recycling
 from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.params import Params
 from warpfold.prediction.queries import Query
@@ -33,6 +33,7 @@ FAILURES = (UserError, RuntimeError, MemoryError, ArithmeticError, ValueError)
 # residues x residues, and of residues x rows, in one pass; 0: never.  On a GPU this was not measured.
 TOGETHER = {"cpu": 8192}
 MOST_TOGETHER = 8
+AS_THE_MODEL = Recycling()
 OFTEN = 0.2  # seconds between two words about where the model is
 
 
@@ -77,19 +78,27 @@ def predicted_cost(residues: int, rows: int, extra: int) -> float:
     return n**3 + 810 * n**2 + rows * (2 * n**2 + 1536 * n + 0.67 * rows * n) + extra * (0.12 * n**2 + 8 * n)
 
 
-def in_groups(items: Sequence[FoldItem], batch: int | None, device: str) -> list[Group]:
+def in_groups(
+    items: Sequence[FoldItem],
+    batch: int | None,
+    device: str,
+    recycling: Recycling = AS_THE_MODEL,
+    recycles: int | None = None,
+) -> list[Group]:
     """Return the items in the order in which they are folded, with what goes through the model together.
 
     Models come in the order of the items, so that each is loaded once; of each, the most costly item first: what is too
     long fails at once, parts end at one time, the time that is left is known early, and what is padded to one length is
-    alike.  batch: at most so many together; None: as many as `TOGETHER` allows.  A pure function of its arguments: a
-    run that is shared out, or stopped and continued, forms the same groups.
+    alike.  batch: at most so many together; None: as many as `TOGETHER` allows.  Where the recycling of one may end
+    before that of another, each is alone.  A pure function of its arguments: a run that is shared out, or stopped and
+    continued, forms the same groups.
     """
     found: list[Group] = []
     for _, of_model in groupby(items, lambda item: item.model.name):
         group: Group = ()
         for item in sorted(of_model, key=lambda item: -item.cost):
-            if group and _fits(item, group, batch, TOGETHER.get(device.split(":")[0], 0)):
+            alone = recycling.may_end_early(item.model.config, recycles)
+            if group and not alone and _fits(item, group, batch, TOGETHER.get(device.split(":")[0], 0)):
                 group = (*group, item)
             else:
                 found += [group] if group else []
@@ -100,10 +109,8 @@ def in_groups(items: Sequence[FoldItem], batch: int | None, device: str) -> list
 
 def _fits(item: FoldItem, group: Group, batch: int | None, budget: int) -> bool:
     """Return whether an item may go through the model with a group."""
-    every, count, config = (*group, item), len(group) + 1, item.model.config
+    every, count = (*group, item), len(group) + 1
     if count > (MOST_TOGETHER if batch is None else batch):
-        return False
-    if config.multimer is not None or config.recycle_tolerance is not None:  # the end of one must not be that of others
         return False
     if any((one.query.templates > 0) != (item.query.templates > 0) for one in group):
         return False

@@ -180,7 +180,8 @@ def predict(
         todo = None
         if team.is_rank_zero:
             batch = 1 if team.process.ranks > 1 or options.alone else batch_of(options.batch)
-            todo = folder.begin(in_groups(items, batch, device), options.force)
+            groups = in_groups(items, batch, device, options.recycling, options.recycles)
+            todo = folder.begin(groups, options.force)
         todo = team.broadcast(todo, "the beginning of the run")
         clock, refused = _fold(memory, folder.groups_of(todo), folder, share, tell)
         tell(total, total, "writing the report")

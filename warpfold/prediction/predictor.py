@@ -301,8 +301,8 @@ class Predictor:
         takes it, or "-" for standard input, or a list of these.  alignments, templates: likewise a list or name -> what
         `fold` takes; of files paths.  msa_server, msa_cache, fixed: as of `fold`.  initial_guess: likewise a list or
         name -> what `fold` takes; or a file for all, a folder of NAME.pdb or NAME.cif, or "self": its own structure.
-        The costly are folded first, and short single chains share a pass of the model: batch, at most so many; "auto":
-        where that was measured to help.  Features are made while another one computes.  progress: called with the
+        The costly are folded first, and short ones share a pass of the model: batch, at most so many; "auto": where
+        that was measured to help.  Features are made while another one computes.  progress: called with the
         number that is done, the number of all, and what is at work.
         Errors: UserError for arguments of a wrong kind; what is wrong with one protein is in its result.
         """
@@ -382,7 +382,7 @@ class Predictor:
             if isinstance(one, UserError):
                 record(name, None, str(one))
                 done += 1
-        alone = self.team.process.ranks > 1 or self.recycling.ends_early or self.dropout or asked.save_recycles
+        alone = self.team.process.ranks > 1 or self.dropout or asked.save_recycles
         tell(done, len(given), "folding")
 
         def told(outcome: FoldOutcome) -> None:
@@ -392,7 +392,7 @@ class Predictor:
             done += 1
             tell(done, len(given), query.name)
 
-        groups = in_groups(items, 1 if alone else most, str(self.device))
+        groups = in_groups(items, 1 if alone else most, str(self.device), self.recycling, asked.recycles)
         fold_groups(lambda params: self, asked, self.team, groups, None, told)
 
     @CHECKED
@@ -426,8 +426,7 @@ class Predictor:
         the loss and the gradient of each.
         alignment, templates, initial_guess: as of `fold`; the rows of a chain with free positions fit it column by
         column.
-        Errors: UserError as of `fold`, for logits and letters that do not fit, for a complex with parameters for single
-        chains (also with a chain_gap), and as the loss raises it.
+        Errors: UserError as of `fold`, for logits and letters that do not fit, and as the loss raises it.
         """
         arguments.one_of("through", through, get_args(Through))
         dtype = torch.float64 if self.precision == "fp64" else torch.float32
@@ -437,27 +436,33 @@ class Predictor:
         letters = {id: one.letters for id, one in chains.items()}
         sequence: Sequences = letters["A"] if [*letters] == ["A"] else letters
         query, single = query_of(sequence, alignment, arguments.text("name", name)), self.model.config.multimer is None
-        if query.is_complex and single:
+        if query.is_complex and single and self.chain_gap is None:
             raise UserError(
                 f"{name}: a complex, but these parameters are for single chains; give AlphaFold-Multimer's "
-                f"({MULTIMERS})"
+                f"({MULTIMERS}), or {called('chain_gap')} 200"
             )
         query = with_guess(self.with_templates(query, templates), initial_guess)
         unmasked = copy(self)
         unmasked.sample = sample = replace(self.sample, masked_fraction=0.0)
         prepared = unmasked.prepare(query.assembly, seed=seed, recycles=recycles, initial_guess=query.guess)
-        place, alone = None, prepared.assembly.chains[0]
-        if single and isinstance(alone, RawExample):
-            weight, is_extra = query_part(alone, sample, seed, KEY, len(prepared.batch["msa_feat"]))
+        place, batch, assembly = None, prepared.batch, prepared.assembly
+        if single:
+            several = len(assembly.chains) > 1
+            joined = as_one_chain(assembly, sample, self.chain_gap or 0) if several else assembly.chains[0]
+            assert isinstance(joined, RawExample)
+            weight, is_extra = query_part(joined, sample, seed, KEY, len(batch["msa_feat"]))
             place = QueryPlace(torch.from_numpy(weight), is_extra)
-        sizes = sizes_of_batch(prepared.batch)
+            chain = np.repeat(np.arange(len(assembly.chains)), [one.length for one in assembly.chains])
+            of_chains = {"asym_id": chain + 1, "entity_id": assembly.entity_id[chain]}  # which the loss alone reads
+            batch = batch | {key: torch.from_numpy(ids) for key, ids in of_chains.items()}
+        sizes = sizes_of_batch(batch)
         planned = self.planner.choose(sizes, prepared.recycles, prepared.ensemble, gradient=through)
         start = time.perf_counter()
         while True:
             try:
                 with self._running(planned.plan, prepared):
                     found = gradient_by_shares(
-                        self.model, prepared.batch, shares, loss, place, prepared.recycles, through, self.team,
+                        self.model, batch, shares, loss, place, prepared.recycles, through, self.team,
                         designed, prepared.guess,
                     )  # fmt: skip
                     prediction = self._read_out.prediction(prepared, found.folded, NOTHING_MORE)
@@ -563,15 +568,15 @@ class Predictor:
         return replace(prediction, details=details)
 
     def compute_together(self, several: Sequence[Prepared], asked: Asked = ASKED) -> list[Prediction]:
-        """Run the model once on single chains, padded to the largest; each has the result that it has alone.
+        """Run the model once on several proteins, padded to the largest; each has the result that it has alone.
 
         To rounding: products of other sizes may sum in another order.
-        Errors: ValueError for complexes, for other recycles or ensembles, where recycling may end early, where each
-        draws dropout or keeps what it recycles, and where z must lie in host memory.
+        Errors: ValueError for other recycles or ensembles, where recycling may end early, where each draws dropout or
+        keeps what it recycles, and where z must lie in host memory.
         """
-        start, first, settings = time.perf_counter(), several[0], self.model.config
-        if settings.multimer is not None or self._tolerance is not None or self.dropout or asked.save_recycles:
-            raise ValueError("complexes, recycling that ends early or is kept, and dropout cannot share a pass")
+        start, first = time.perf_counter(), several[0]
+        if (self._tolerance and first.recycles > 1) or self.dropout or asked.save_recycles:
+            raise ValueError("recycling that ends early or is kept, and dropout cannot share a pass")
         if len({(one.recycles, one.ensemble) for one in several}) > 1:
             raise ValueError("what shares a pass needs the same recycles and ensemble")
         batch = stack([one.batch for one in several])
@@ -586,7 +591,7 @@ class Predictor:
         with self._running(planned.plan, first):
             folded = self.model.fold(batch, first.recycles, start=self.model.first_recycled(batch, guess))
             for one, part in zip(several, folded.unbind()):
-                alone = part.without_padding(*one.batch["msa_mask"].shape[-2:])
+                alone = part.without_padding(*one.batch["bert_mask"].shape[-2:])
                 found.append(self._read_out.prediction(one, alone, asked))
         seconds = (time.perf_counter() - start) / len(several)
         more = {"together": len(several), "plan": dict(planned.details)}
