@@ -110,7 +110,7 @@ def test_the_page_of_designs_runs(
         text = text.replace(much, little)
     text = re.sub(r"^(warpfold design .*)", r"\1 --set stages=[{steps=2,hard=1.0}]", text, flags=re.M)
     said = follow(text, capsys)
-    assert said.count("report.html") == 5
+    assert said.count("report.html") == 6
     assert "a gradient" in said or "700 residues" in said or "100 residues" in said
 
 

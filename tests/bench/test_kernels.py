@@ -4,7 +4,6 @@ Times are made up, since there is no GPU; what runs kernels on one is tested in 
 """
 
 import json
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.bench.deadly import always_kills, kills
 from tests.test_cli import refused, run
 from warpfold.bench import kernels as tuning
 from warpfold.bench.kernels import (
@@ -21,7 +21,6 @@ from warpfold.bench.kernels import (
     IsolatedBench,
     Seconds,
     Timed,
-    Trial,
     TuningTask,
     choose,
     launches_of,
@@ -271,26 +270,14 @@ def test_tuning_by_made_up_times_gives_a_table_that_is_used(gpu: torch.device, t
 # ---- the command
 
 
-def _kills(trial: Trial) -> tuple[Seconds, dict[KernelConfig, str]]:
-    """Die of the task's second candidate, as an illegal access makes a process do."""
-    kernels()  # loads them
-    if trial.task.candidates[1] in trial.candidates:
-        os._exit(1)
-    return {candidate: [1.0] for candidate in trial.candidates[1:]}, {trial.candidates[0]: "not exact"}
-
-
-def _always_kills(trial: Trial) -> tuple[Seconds, dict[KernelConfig, str]]:
-    os._exit(1)
-
-
 def test_a_candidate_that_breaks_the_device_is_out_and_the_others_are_timed() -> None:
     (task, *_) = tuning_tasks(workloads(["gate"], quick=True), quick=True)
     first, second, *rest = task.candidates
     with IsolatedProcess() as process:
-        seconds, out = IsolatedBench(torch.device("cpu"), process, _kills).time(task)
+        seconds, out = IsolatedBench(torch.device("cpu"), process, kills).time(task)
         assert list(seconds) == rest
         assert out == {first: "not exact", second: "its code broke the device's context"}
-        seconds, out = IsolatedBench(torch.device("cpu"), process, _always_kills).time(task)
+        seconds, out = IsolatedBench(torch.device("cpu"), process, always_kills).time(task)
         assert not seconds
         assert list(out) == task.candidates
 

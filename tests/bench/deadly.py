@@ -1,0 +1,18 @@
+"""Trials of candidates that end their process; in a module of its own, as other processes look for them by name."""
+
+import os
+
+from warpfold.bench.kernels import Seconds, Trial
+from warpfold.ops.triton.launch import KernelConfig, kernels
+
+
+def kills(trial: Trial) -> tuple[Seconds, dict[KernelConfig, str]]:
+    """Die of the task's second candidate, as an illegal access makes a process do."""
+    kernels()  # loads them
+    if trial.task.candidates[1] in trial.candidates:
+        os._exit(1)
+    return {candidate: [1.0] for candidate in trial.candidates[1:]}, {trial.candidates[0]: "not exact"}
+
+
+def always_kills(trial: Trial) -> tuple[Seconds, dict[KernelConfig, str]]:
+    os._exit(1)
