@@ -25,10 +25,7 @@ RECORDS = f">one\n{ONE}\n>two\n{TWO}\n>three\n{ONE[:9]}\n"
 PAIRS = ["one_and_one", "one_and_two", "one_and_three", "two_and_two", "two_and_three", "three_and_three"]
 
 
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Structures are not drawn in reports: that takes longer than all else here."""
-    monkeypatch.setattr("warpfold.prediction.pages.DRAWN", 0)
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,7 @@ from warpfold.prediction.outputs import Prediction
 from warpfold.prediction.predict import Share, predict
 from warpfold.relax.files import find_targets
 
-
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Structures are not drawn in reports: that takes longer than all else here."""
-    monkeypatch.setattr("warpfold.prediction.pages.DRAWN", 0)
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture(scope="module")

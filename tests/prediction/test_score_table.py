@@ -27,10 +27,7 @@ BINDERS = ("GSHMLEERLGL", "GSHMAEELLGL", "GGHMLEELLG", "ASHMLEERLG", "GSHELEERLG
 DESIGNS = "".join(f">d{i}\n{ONE}:{binder}\n" for i, binder in enumerate(BINDERS))
 
 
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Structures are not drawn in reports: that takes longer than all else here."""
-    monkeypatch.setattr("warpfold.prediction.pages.DRAWN", 0)
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture(scope="module")

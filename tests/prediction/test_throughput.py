@@ -17,14 +17,14 @@ import torch
 
 from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config, tiny_model
 from tests.ranks import run_ranks
-from warpfold.batch import stack
+from warpfold.batch import Batch, stack
 from warpfold.bulk import JobPart
 from warpfold.data.example.raw_example import Assembly, from_sequence
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.formats.alignment import parse_a3m
 from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP
-from warpfold.model.alphafold import HeadsConfig
+from warpfold.model.alphafold import AlphaFold, HeadsConfig
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.template import TemplateConfig
 from warpfold.parallel.execution import Execution
@@ -49,10 +49,7 @@ A3M_ROWS = (("MKTAYIAKQRQISFVKSH", "MKTAYIAKQRQaaISFVK--", "-KTAYLAKQRQISFVRSH",
 A3M = ">p0\nMKTAYIAKQRQISFVKSH\n>a\nMKTAYIAKQRQaaISFVK--\n>b\n-KTAYLAKQRQISFVRSH\n"
 
 
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Structures are not drawn in reports: that takes longer than all else here."""
-    monkeypatch.setattr("warpfold.prediction.pages.DRAWN", 0)
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture
@@ -196,6 +193,20 @@ def test_complexes_that_share_a_pass_of_a_multimer_are_as_they_are_alone(fixed: 
         predictor.compute_together([replace(one, recycles=2) for one in several])
 
 
+def assert_each_is_as_alone(model: AlphaFold, examples: list[Batch], rows: str) -> None:
+    """Fold examples together and one by one; rows: the feature whose shape is an example's rows and residues."""
+    with torch.no_grad():
+        together = model.fold(stack(examples), 1).unbind()
+        for batch, found in zip(examples, together):
+            found = found.without_padding(*batch[rows].shape[-2:])
+            alone = model.fold(batch, 1)
+            for name in ("msa", "pair", "single", "msa_first_row"):
+                one, other = getattr(found.representations, name), getattr(alone.representations, name)
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+            atoms = found.structure.final_atom37, alone.structure.final_atom37
+            torch.testing.assert_close(*atoms, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("plan", [{}, {"chunk": 2, "in_place": True}], ids=str)
 def test_the_last_pass_of_complexes_that_share_one_is_that_of_each_alone(plan: dict[str, Any]) -> None:
     """To 1e-10 in fp64: of other chains, rows, clusters and extra rows; some rows agree with no centre."""
@@ -210,16 +221,7 @@ def test_the_last_pass_of_complexes_that_share_one_is_that_of_each_alone(plan: d
         one["alignment_mask"][one["extra_rows"][:, 0]] = 1  # where nothing is left, padding is seen too
         one["seq_mask"][:] = 1
         examples.append({name: x.double() if x.is_floating_point() else x for name, x in one.items()})
-    with torch.no_grad():
-        together = model.fold(stack(examples), 1).unbind()
-        for batch, found in zip(examples, together):
-            found = found.without_padding(*batch["bert_mask"].shape[-2:])
-            alone = model.fold(batch, 1)
-            for name in ("msa", "pair", "single", "msa_first_row"):
-                one, other = getattr(found.representations, name), getattr(alone.representations, name)
-                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-            atoms = found.structure.final_atom37, alone.structure.final_atom37
-            torch.testing.assert_close(*atoms, rtol=1e-10, atol=1e-10)
+    assert_each_is_as_alone(model, examples, "bert_mask")
 
 
 @pytest.mark.parametrize("plan", [{}, {"chunk": 2, "in_place": True}], ids=str)
@@ -232,16 +234,7 @@ def test_the_last_pass_of_what_shares_one_is_that_of_each_alone(plan: dict[str, 
     for seed, (residues, sequences, extra, templates) in enumerate([(7, 3, 2, 2), (5, 4, 1, 1)]):
         one = random_batch(residues, sequences, extra, templates, 4, seed)
         examples.append({name: x.double() if x.is_floating_point() else x for name, x in one.items()})
-    with torch.no_grad():
-        together = model.fold(stack(examples), 1).unbind()
-        for batch, found in zip(examples, together):
-            found = found.without_padding(*batch["msa_mask"].shape[-2:])
-            alone = model.fold(batch, 1)
-            for name in ("msa", "pair", "single", "msa_first_row"):
-                one, other = getattr(found.representations, name), getattr(alone.representations, name)
-                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-            atoms = found.structure.final_atom37, alone.structure.final_atom37
-            torch.testing.assert_close(*atoms, rtol=1e-10, atol=1e-10)
+    assert_each_is_as_alone(model, examples, "msa_mask")
 
 
 def test_one_that_fails_in_a_group_leaves_the_others_be(

@@ -307,12 +307,8 @@ class Predictor:
         Errors: UserError for arguments of a wrong kind; what is wrong with one protein is in its result.
         """
         asked = Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
-        fetch, together = self._fetching(msa_server, msa_cache), self.model.config.multimer is not None
-        chosen = fixed_chains(fixed)
-        check_guess(initial_guess, chosen, [self.as_params])
-        given = each_given(
-            sequences, alignments, templates, together, fetch, self.check, self.with_templates, initial_guess, chosen
-        )
+        fetch = self._fetching(msa_server, msa_cache)
+        given = self._queries(sequences, alignments, templates, fetch, initial_guess, fixed)
         results: dict[str, FoldResult] = {}
 
         def record(name: str, prediction: Prediction | None, error: str) -> None:
@@ -345,12 +341,8 @@ class Predictor:
         folded, or "".  For structures of some of them, and what outlives a kill, use `warpfold.predict` with keep=.
         Errors: UserError for arguments of a wrong kind.
         """
-        fetch, together = self._fetching(msa_server, msa_cache), self.model.config.multimer is not None
-        chosen = fixed_chains(fixed)
-        check_guess(initial_guess, chosen, [self.as_params])
-        given = each_given(
-            designs, alignments, templates, together, fetch, self.check, self.with_templates, initial_guess, chosen
-        )
+        fetch = self._fetching(msa_server, msa_cache)
+        given = self._queries(designs, alignments, templates, fetch, initial_guess, fixed)
         rows: dict[str, dict[str, Any]] = {}
 
         def record(name: str, prediction: Prediction | None, error: str) -> None:
@@ -365,6 +357,25 @@ class Predictor:
 
         self._fold_each(given, Asked(recycles, ensemble, False), seed, batch, record, progress)
         return [rows[name] for name in given]
+
+    def _queries(
+        self,
+        sequences: Mapping[str, Sequences] | Sequence[Sequences] | PathLike,
+        alignments: Any,
+        templates: Any,
+        fetch: FetchAlignments | None,
+        initial_guess: Any,
+        fixed: FixedChains,
+    ) -> dict[str, Query | UserError]:
+        """Return the queries of `fold_many`, by name, and of those that cannot be folded why.
+
+        Errors: UserError for guesses and fixed chains that the model cannot take.
+        """
+        together, chosen = self.model.config.multimer is not None, fixed_chains(fixed)
+        check_guess(initial_guess, chosen, [self.as_params])
+        return each_given(
+            sequences, alignments, templates, together, fetch, self.check, self.with_templates, initial_guess, chosen
+        )
 
     def _fold_each(
         self,

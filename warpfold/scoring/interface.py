@@ -55,9 +55,8 @@ class PairScore:
     lis_ab: float | None
     lis_ba: float | None
     pae_interaction: float | None  # mean error over all residues of the two, of both directions
-    interface_pae: (
-        float | None
-    )  # ... over pairs of residues that have heavy atoms nearer than 8 angstrom; None: no such
+    # ... over pairs of residues that have heavy atoms nearer than 8 angstrom; None: no such.
+    interface_pae: float | None
     interface_plddt: float | None  # mean over the residues of these pairs, 0 to 100
     contacts: int  # pairs of residues that have heavy atoms nearer than 5 angstrom
     clashes: int  # pairs of atoms that overlap by more than 1.5 angstrom
@@ -97,8 +96,8 @@ def chain_pair_scores(
                     scores["ipsae_d0chn"] = max(one.d0chn for one in ways)
                     scores["ipsae_d0dom"] = max(one.d0dom for one in ways)
             scores |= _both("pdockq2", pdockq2(ab[m, n], mean_plddt), pdockq2(ba[n, m], mean_plddt))
-            scores |= _both("lis", lis(ab), lis(ba))
-            scores["lis"] = (lis(ab) + lis(ba)) / 2
+            of_ab, of_ba = lis(ab), lis(ba)
+            scores |= _both("lis", of_ab, of_ba) | {"lis": (of_ab + of_ba) / 2}
             scores["pae_interaction"] = (_mean(ab) + _mean(ba)) / 2
             if len(near):
                 x, y = near.T
