@@ -2,7 +2,9 @@
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -121,6 +123,20 @@ def test_labels_are_learnt_beside_the_structures(given: dict[str, Any], tmp_path
     assert "Labels of the test" in (tmp_path / "tuned/report.html").read_text()
     rows = [json.loads(line) for line in (tmp_path / "tuned/run/metrics.jsonl").read_text().splitlines()]
     assert all("label" in row["terms"] for row in rows if row["kind"] == "step")
+    if kind == "value":  # what the head calls 0 and 1 is of the training's values alone
+        split = tomllib.loads((tmp_path / "tuned/split.toml").read_text())
+        mean = fmean(float(labels[names.index(key)]) for key in split["training"])
+        assert result["settings"]["model"]["heads"]["labels"]["mean"] == pytest.approx(mean)
+
+
+def test_values_that_are_alike_where_it_trains_are_refused(
+    done: tuple[Path, dict[str, Any]], given: dict[str, Any], tmp_path: Path
+) -> None:
+    held_out = tomllib.loads((done[0] / "split.toml").read_text())["test"]
+    rows = "".join(f"sample{i:05d}_A,{float(f'sample{i:05d}_A' in held_out)}\n" for i in range(14))
+    (tmp_path / "labels.csv").write_text("entry,value\n" + rows)
+    with pytest.raises(UserError, match="the labels of what is trained on are all alike"):
+        warpfold.finetune(out=tmp_path / "tuned", device="cpu", labels=tmp_path / "labels.csv", **given)
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,10 @@ def with_labels(
 ) -> tuple[settings.Mapped, dict[str, float]]:
     """Return settings with a head for labels, which begins at random, and the labels without those of the test.
 
-    Errors: UserError as of `learn_labels`, and where none of those to train on has a label.
+    Errors: UserError as of `learn_labels`.
     """
-    given, labels = learn_labels(table, load_settings(values), entries)
+    given, labels = learn_labels(table, load_settings(values), entries, split.training)
     known = {key: value for key, value in labels.items() if key not in split.test}
-    if not any(key in known for key in split.training):
-        raise UserError(f"{table.source}: no entry that is trained on has a label; give more, or another --seed")
     return settings.merge(given.values, {"train": {"new_heads": True}}), known
 
 

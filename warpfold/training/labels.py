@@ -2,7 +2,7 @@
 
 import csv
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -69,19 +69,23 @@ def read_labels(path: Path) -> LabelTable:
 
 
 def learn_labels(
-    table: LabelTable, given: GivenSettings, entries: Iterable[str]
+    table: LabelTable, given: GivenSettings, entries: Iterable[str], trained: Collection[str] | None = None
 ) -> tuple[GivenSettings, dict[str, float]]:
     """Return the settings of a run with a head for these labels, and the labels as that head predicts them, by entry.
 
     Of the head's settings those that are given stay; what is not follows from the table: its classes in the order of
-    their names, or the mean and the deviation of its values.  entries: of all stores.
-    Errors: UserError for entries that are in none of them, and for labels that the settings do not know.
+    their names, or the mean and the deviation of its values.  entries: of all stores.  trained: entries of whose values
+    mean and deviation are taken; None: all.
+    Errors: UserError for entries that are in none of them, for labels that the settings do not know, and where what is
+    trained on has no label, or one value throughout.
     """
     labels = table.classes or table.values
     there = set(entries)
     if unknown := [entry for entry in labels if entry not in there]:
         what = f"{len(unknown)} of {len(labels)} entries are in none of the stores ({listed(unknown, 3)})"
         raise UserError(f"{table.source}: {what}; pack.tsv of a store names those that are")
+    if trained is not None and not any(entry in labels for entry in trained):
+        raise UserError(f"{table.source}: no entry that is trained on has a label; give more, or another --seed")
     own: Any = given.values.get("model", {}).get("heads", {}).get("labels", {})
     own = own if isinstance(own, dict) else {}  # settings that were built say "none"
     if table.classes:
@@ -96,8 +100,12 @@ def learn_labels(
             raise UserError(
                 f"{table.source}: has values, but model.heads.labels.classes names classes; leave these out"
             )
-        mean = float(own.get("mean", fmean(table.values.values())))
-        scale = float(own.get("scale", pstdev(table.values.values())))
+        known = [value for entry, value in table.values.items() if trained is None or entry in trained]
+        if len(set(known)) < 2:
+            raise UserError(
+                f"{table.source}: the labels of what is trained on are all alike; give more, or another --seed"
+            )
+        mean, scale = float(own.get("mean", fmean(known))), float(own.get("scale", pstdev(known)))
         found = {entry: (value - mean) / scale for entry, value in table.values.items()}
         settled = {"mean": mean, "scale": scale}
     values = merge(given.values, {"model": {"heads": {"labels": settled}}})
