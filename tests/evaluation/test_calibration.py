@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from tests.scoring.test_score import part, protein, structure, unseen
+from warpfold.data.formats.predictions import read_pae
 from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
-from warpfold.evaluation.confidence import MAX_PAE, PLDDT_BINS, Sums, pae_sums, plddt_of, plddt_sums, read_pae
+from warpfold.evaluation.confidence import MAX_PAE, PLDDT_BINS, Sums, pae_sums, plddt_of, plddt_sums
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.scoring import metrics
 from warpfold.scoring.score import pair

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from warpfold.engine.card import card_page
 from warpfold.engine.checkpoint import RunFolder
 from warpfold.errors import UserError
 from warpfold.report.curves import RunLog, as_text, open_runs, page, write_page
@@ -178,6 +179,17 @@ def test_a_page_is_whole_offline_and_escaped(tmp_path: Path) -> None:
     assert text.count("<figure>") == 8  # six of steps, held out, a loss term
     assert "b differs from a&lt;b&gt;: " in text
     assert "optim.learning_rate: 0.002, not 0.001" in text
+
+
+def test_the_card_of_a_finished_run_is_on_its_page(run: Path) -> None:
+    assert "Card of" not in render(page([RunLog(run)], 5))
+    facts, more = [("data", "`store`, 3 entries"), ("licence", "a | b")], ["## Validations", "", "| step | x |", ""]
+    values: dict[str, dict[str, Any]] = {name: {} for name in ("data", "optim", "plan", "train")}
+    (run / "card.md").write_text(card_page("Trained", "it did", facts, more, values, "warpfold train tiny <x>"))
+    text = render(page([RunLog(run)], 5))
+    for said in ("Card of run", "store, 3 entries", "a | b", "warpfold train tiny &lt;x&gt;"):
+        assert said in text
+    assert "<td>step</td>" not in text
 
 
 def test_a_page_replaces_its_own_alone(run: Path, tmp_path: Path) -> None:

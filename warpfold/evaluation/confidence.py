@@ -3,10 +3,7 @@
 What is summed here is of residues or of pairs of them, in bins of the confidence, so that sums of targets add up.
 """
 
-import io
-import json
 import re
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -15,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from warpfold.data.structure.chain import Chain
-from warpfold.errors import UserError
 from warpfold.files import read_file
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.scoring.score import Paired
@@ -90,36 +86,6 @@ def plddt_of(chains: Mapping[str, Chain], written: bool = True) -> tuple[dict[st
         return None, f"its B column {said}"
     scale = 100 if high <= 1 else 1  # some programs write 0 to 1
     return {name: scale * b.astype(np.float64) for name, b in found.items()}, ""
-
-
-def read_pae(path: Path, seen: Array) -> Array:
-    """Read predicted aligned errors [N, N], angstrom, rows aligned on: arrays of ours, or the JSON of other programs.
-
-    Known are the layouts of AlphaFold DB, ColabFold, AlphaFold 2 and 3.  seen: bool [N], which residues of the
-    structure have atoms; a file may have these alone, and the others are then NaN.
-    Errors: UserError for anything else, and for a matrix of another number of residues.
-    """
-    data, residues = read_file(path), len(seen)
-    try:
-        if data[:2] == b"PK":
-            with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-                pae = arrays["pae"].astype(np.float32)
-        else:
-            values = json.loads(data)
-            values = values[0] if isinstance(values, list) else values
-            known = ("predicted_aligned_error", "pae", "distance")
-            pae = np.asarray(next(values[key] for key in known if key in values), np.float32)
-            pae = pae.reshape(-1, round(pae.size**0.5)) if "distance" in values else pae  # AlphaFold DB until 2022
-    except (ValueError, KeyError, TypeError, IndexError, StopIteration, RecursionError, zipfile.BadZipFile) as error:
-        why = str(error) or "no matrix in it"
-        raise UserError(f"{path}: no PAE in a layout that is known ({why}); fetch it again, or remove it") from None
-    if pae.shape not in ((residues, residues), (seen.sum(), seen.sum())) or not np.isfinite(pae).all():
-        raise UserError(f"{path}: has PAE of shape {list(pae.shape)}, the structure {residues} residues; remove one")
-    if len(pae) < residues:
-        whole = np.full((residues, residues), np.nan, np.float32)
-        whole[np.ix_(seen, seen)] = pae
-        return whole
-    return pae
 
 
 def alignment_rows(alignments: Sequence[Path]) -> int | None:

@@ -10,19 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from warpfold.data.formats.input_files import ALIGNMENTS, find, walk
+from warpfold.data.formats.predictions import CASP, STRUCTURE, first_of, is_pdb, read_name
 from warpfold.errors import UserError
 from warpfold.files import read_file
 
-STEM = re.compile(r"(.+?)\.(cif|mmcif|pdb|ent)(\.gz)?", re.IGNORECASE)  # of a structure file
 _RANKED = re.compile(r"ranked_(\d+)")
 _SAMPLE = re.compile(r"seed-\d+_sample-\d+")  # AlphaFold 3's folders beside the best model
-_AF3_SERVER = re.compile(r"fold_(?P<name>.+)_model_(?P<number>\d)")
-_AFDB = re.compile(r"AF-(?P<accession>\w+)-F(?P<part>\d+)-model_v(?P<version>\d+)")
-# NAME_unrelaxed_rank_001_MODEL_seed_000; without NAME_ in a folder of its own; before 2022 NAME_unrelaxed_model_1.
-_COLABFOLD = re.compile(r"((?P<name>.+)_)?(?P<kind>un)?relaxed_(?P<rest>.*((?<=rank_)|(?<=model_))\d+.*)")
-_OPENFOLD = re.compile(r"(?P<name>.+)_(?P<model>model_(?P<rank>\d+)\w*)_(?P<kind>un)?relaxed")
-_CASP = re.compile(r"(?P<name>[THRDM]\d{4}([svx]\d+)*)TS(?P<group>\d{3})(_(?P<rank>\d)o?)?(-(?P<domain>D\d+))?(-\w+)?")
-_OURS = re.compile(r"(?P<name>.+?)_rank_(?P<rank>\d+)")  # copies that lie apart from their summary
 
 
 @dataclass(frozen=True)
@@ -138,14 +131,13 @@ def _others(folder: Path) -> list[PredictedFile]:
     for here, names in folders.items():
         if _SAMPLE.fullmatch(here.name):
             continue
-        structures = {match[1]: path for name, path in names.items() if (match := STEM.fullmatch(name))}
+        structures = {match[1]: path for name, path in names.items() if (match := STRUCTURE.fullmatch(name))}
         if any(map(_RANKED.fullmatch, structures)):
             found += _alphafold(here, names)
             continue
         for name, path in names.items():
-            match, is_casp = STEM.fullmatch(name), _CASP.fullmatch(name)
-            if match or is_casp:
-                found.append(_one(path, match[1] if match else name, names))
+            if STRUCTURE.fullmatch(name) or CASP.fullmatch(name):
+                found.append(_one(path, names))
     groups = dict.fromkeys(one.model for one in found if one.layout == "CASP")
     if len(groups) > 1:
         raise UserError(f"{folder}: has models of {len(groups)} groups of CASP ({', '.join(groups)}); keep one's only")
@@ -163,68 +155,34 @@ def _alphafold(folder: Path, names: Mapping[str, Path]) -> list[PredictedFile]:
     alignments = tuple(file.path for file in beside if not (file.is_hits or file.serves_pairing))
     found = []
     for name, path in names.items():
-        match = STEM.fullmatch(name)
+        match = STRUCTURE.fullmatch(name)
         if match is None or (ranked := _RANKED.fullmatch(match[1])) is None:
             continue
         place = int(ranked[1])
         model = str(order[place]) if place < len(order) else match[1]
         target = folder.resolve().name
-        pae = _beside(names, f"pae_{model}.json")
-        known = PredictedFile(target, path, "AlphaFold", (target,), place + 1, model, (_is_pdb(name),), pae)
+        pae = first_of(names, f"pae_{model}.json")
+        known = PredictedFile(target, path, "AlphaFold", (target,), place + 1, model, (is_pdb(path),), pae)
         found.append(replace(known, alignments=alignments))
     return found
 
 
-def _one(path: Path, stem: str, names: Mapping[str, Path]) -> PredictedFile:
-    """Return what the name of a file says of it; names: of the files beside it."""
-    last = _is_pdb(path.name)
-    if one := _AFDB.fullmatch(stem):
-        part, accession = one["part"], one["accession"]
-        target = accession if part == "1" else f"{accession}-F{part}"
-        pae = _beside(names, f"AF-{accession}-F{part}-predicted_aligned_error_v{one['version']}.json")
-        called = (target, f"AF-{accession}-F{part}", stem)
-        return PredictedFile(target, path, "AlphaFold DB", called, order=(-int(one["version"]), last), pae=pae)
-    if one := _CASP.fullmatch(stem):
-        domain = f"{one['name']}-{one['domain']}" if one["domain"] else one["name"]
-        group = f"TS{one['group']}"
-        return PredictedFile(
-            domain, path, "CASP", tuple(dict.fromkeys((domain, one["name"]))), int(one["rank"] or 1), group, (last,)
-        )
-    if stem.endswith("_model") and _beside(names, f"{stem[:-6]}_summary_confidences.json"):
-        pae = _beside(names, f"{stem[:-6]}_confidences.json")
-        return PredictedFile(stem[:-6], path, "AlphaFold 3", (stem[:-6],), order=(last,), pae=pae)
-    if one := _AF3_SERVER.fullmatch(stem):
-        pae = _beside(names, f"fold_{one['name']}_full_data_{one['number']}.json")
-        return PredictedFile(
-            one["name"], path, "AlphaFold Server", (one["name"],), int(one["number"]) + 1, stem, pae=pae
-        )
-    if one := _OPENFOLD.fullmatch(stem):
-        relaxed_first = (int(bool(one["kind"])), last)
-        return PredictedFile(
-            one["name"], path, "OpenFold", (one["name"],), int(one["rank"]), one["model"], relaxed_first
-        )
-    if one := _COLABFOLD.fullmatch(stem):
-        own = f"{one['name']}_" if one["name"] else ""
-        target = one["name"] or path.parent.resolve().name
-        pae = _beside(names, f"{own}scores_{one['rest']}.json", f"{own}predicted_aligned_error_v1.json")
-        relaxed_first = (int(bool(one["kind"])), last)
-        ranked = re.search(r"rank_(\d+)", one["rest"]) or re.search(r"model_(\d+)", one["rest"])
-        rank = int(ranked[1]) if ranked else 1
-        known = PredictedFile(target, path, "ColabFold", (target,), rank, one["rest"], relaxed_first, pae)
-        return replace(known, alignments=() if (rows := _beside(names, f"{target}.a3m")) is None else (rows,))
-    one = _OURS.fullmatch(stem)
-    target = one["name"] if one else stem
-    pae = _beside(names, f"{stem}_pae.json", f"{stem}_scores.json", f"{target}_pae.json")
-    return PredictedFile(target, path, "plain files", (target,), int(one["rank"]) if one else 1, order=(last,), pae=pae)
-
-
-def _beside(names: Mapping[str, Path], *wanted: str) -> Path | None:
-    """Return the first of some files that is there, also with .gz."""
-    return next((names[name + end] for name in wanted for end in ("", ".gz") if name + end in names), None)
-
-
-def _is_pdb(name: str) -> int:
-    return int(name.lower().removesuffix(".gz").endswith((".pdb", ".ent")))
+def _one(path: Path, names: Mapping[str, Path]) -> PredictedFile:
+    """Return what the name of a file says of it; names: of the files beside it.  Relaxed structures go first."""
+    named = read_name(path, names)
+    order = -named.version, named.is_pass, not named.relaxed, is_pdb(path)
+    rows = first_of(names, f"{named.target}.a3m") if named.layout == "ColabFold" else None
+    return PredictedFile(
+        named.target,
+        path,
+        named.layout,
+        named.names,
+        named.rank or 1,
+        named.model,
+        order,
+        named.pae,
+        alignments=() if rows is None else (rows,),
+    )
 
 
 def _json(path: Path) -> Any:

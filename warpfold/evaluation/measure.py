@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from warpfold.data.formats.predictions import read_pae
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError, listed
-from warpfold.evaluation.confidence import CA, Sums, alignment_rows, pae_sums, plddt_of, plddt_sums, read_pae
+from warpfold.evaluation.confidence import CA, Sums, alignment_rows, pae_sums, plddt_of, plddt_sums
 from warpfold.evaluation.layouts import PredictedFile
 from warpfold.evaluation.truths import Truth
 from warpfold.files import read_file, within_memory

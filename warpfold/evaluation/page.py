@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from warpfold import __version__
+from warpfold.data.formats.predictions import read_pae
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import PDB_CHAINS, write_mmcif
 from warpfold.errors import UserError, listed
 from warpfold.evaluation import tables
-from warpfold.evaluation.confidence import CA, plddt_of, read_pae
+from warpfold.evaluation.confidence import CA, plddt_of
 from warpfold.evaluation.evaluate import PredictionSet
 from warpfold.evaluation.measure import Measured, read_pair
 from warpfold.evaluation.tables import GROUPS, METRICS, Metric, group_name

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from warpfold.data.formats.input_files import STRUCTURES, find
+from warpfold.data.formats.predictions import STRUCTURE
 from warpfold.data.structure.chain import Structure
 from warpfold.data.structure.mmcif import parse_structure, read_release_date
 from warpfold.errors import UserError, listed
-from warpfold.evaluation.layouts import STEM
 from warpfold.files import read_file
 from warpfold.scoring.manifest import Suite
 
@@ -57,7 +57,7 @@ class Truths:
         self.folder = folder
         self.by_name: dict[str, Truth] = {}
         for file in find([folder], STRUCTURES, "structures"):
-            if match := STEM.fullmatch(file.path.name):
+            if match := STRUCTURE.fullmatch(file.path.name):
                 name = match[1].removeprefix("pdb") if len(match[1]) == 7 else match[1]  # pdb1abc.ent
                 self.by_name.setdefault(name.lower(), Truth(name, file.path))
         self._index()

@@ -4,6 +4,7 @@ Nothing is asked of a run but the files in its folder, so one on another machine
 """
 
 import json
+import re
 import time
 import tomllib
 from collections.abc import Sequence
@@ -261,10 +262,24 @@ def page(runs: Sequence[RunLog], every: float) -> ReportPage:
         sections=[
             Section("Runs", table=ReportTable(["run", "step", *names, "state"], rows)),
             Section("Curves", figures=pictures),
+            *(card for run in runs if (card := _card(run)) is not None),
         ],
         footer=[f"{', '.join(str(run.path) for run in runs)}; drawn {datetime.now():%Y-%m-%d %H:%M:%S}{again}"],
         made_by=MADE_BY,
         reload=max(int(every), 1) if goes_on else None,
+    )
+
+
+def _card(run: RunLog) -> Section | None:
+    """Return what the card of a finished run says of it: data, parameters, machine, and the command that repeats it."""
+    try:
+        head, _, rest = (run.path / "card.md").read_text(encoding="utf-8").partition("\n## ")
+    except (OSError, ValueError):
+        return None
+    rows = [found.groups() for found in re.finditer(r"^\| (\S.*?) \| (.*) \|$", head.replace("`", ""), re.MULTILINE)]
+    command = re.search(r"```bash\n(.*?)\n```", rest, re.DOTALL)
+    return Section(
+        f"Card of {run.name}", table=ReportTable(["", ""], [*rows, ("made by", command[1] if command else "")])
     )
 
 

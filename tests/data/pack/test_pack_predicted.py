@@ -62,7 +62,7 @@ def test_the_best_file_of_each_prediction_is_packed_and_the_others_say_why_not(t
         prediction(p / "ours/two" / name, ONE[:15] + TWO[:15])
     report = packed(tmp_path)
     assert {entry.name: (Path(entry.file).name, entry.pae) for entry in report.kept} == {
-        "AF-P29373-F1_A": ("AF-P29373-F1-model_v4.cif", 3.0),
+        "P29373_A": ("AF-P29373-F1-model_v4.cif", 3.0),
         "query_A": (f"query_unrelaxed_rank_001_{tail}.pdb", 7.5),
         "test_A": ("test_unrelaxed_model_3_rank_1.pdb", None),
         "own_A": ("own.cif", None),
@@ -104,7 +104,7 @@ def test_what_is_dropped(tmp_path: Path) -> None:
     prediction(p / "damaged/damaged.cif", TWO)
     (p / "damaged/damaged_scores.json").write_text('{"plddt": [')
     found = reasons(packed(tmp_path, max_pae=10.0))
-    assert found.pop("damaged.cif").startswith("damaged_scores.json: no PAE in AlphaFold DB's or ColabFold's layout")
+    assert found.pop("damaged.cif").startswith("damaged_scores.json: no PAE in a layout that is known")
     assert found == {
         "good.cif": "no file with its PAE",
         "low.cif": "mean pLDDT 35.0, below 50",
@@ -115,7 +115,7 @@ def test_what_is_dropped(tmp_path: Path) -> None:
         "flat.cif": "p/flat.cif: its B column holds numbers from 70 to 70, and no pLDDT (0 to 100); "
         "give predicted structures",
         "wide.cif": "mean PAE 20.0 Å, over 10",
-        "small.cif": "small_pae.json: a PAE of shape [29, 29] for 30 residues; remove it, or fetch it again",
+        "small.cif": "small_pae.json: has PAE of shape [29, 29], the structure 30 residues; remove one",
     }
 
 
@@ -226,9 +226,9 @@ def test_real_files(tmp_path: Path) -> None:
     folders = [REAL / "afdb_P29373", REAL / "PIGK", REAL / "afdb_Q5VSL9"]
     report = pack(folders, [], tmp_path / "store", predicted=True)
     kept = {entry.name: entry for entry in report.kept}
-    assert {"AF-P29373-F1_A", "PIGK_A", "AF-Q5VSL9-F1_A"} == kept.keys()
-    assert kept["AF-P29373-F1_A"].plddt == pytest.approx(94, abs=3)
-    assert kept["AF-P29373-F1_A"].pae is not None
+    assert {"P29373_A", "PIGK_A", "Q5VSL9_A"} == kept.keys()
+    assert kept["P29373_A"].plddt == pytest.approx(94, abs=3)
+    assert kept["P29373_A"].pae is not None
     assert kept["PIGK_A"].pae is not None
-    assert kept["AF-Q5VSL9-F1_A"].masked > 100
+    assert kept["Q5VSL9_A"].masked > 100
     assert "experimental" in " ".join(reasons(report))  # its B column is no pLDDT

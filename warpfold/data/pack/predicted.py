@@ -1,11 +1,9 @@
 """Predicted structures as examples (Supp. 1.3): which file of a prediction is packed, and how sure its model was.
 
-AlphaFold DB's files, ColabFold's and those of `warpfold predict` are told by their names; any other structure with a
-pLDDT in its B column is taken as it is.
+Those of programs that are known are told by their names (`formats/predictions.py`); any other structure with a pLDDT in
+its B column is taken as it is.
 """
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -15,19 +13,16 @@ import numpy as np
 
 from warpfold.data.example.raw_example import CONFIDENT
 from warpfold.data.formats.input_files import InputFile, find
+from warpfold.data.formats.predictions import is_pdb, read_name, read_pae
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.structure.chain import Structure
 from warpfold.errors import UserError
-from warpfold.files import read_file
 
-_AFDB = re.compile(r"(?P<name>AF-\w+-F\d+)-model_(?P<version>v\d+)")
-# NAME_unrelaxed_rank_001_MODEL_seed_000; before 2022 NAME_unrelaxed_rank_1_model_3 and NAME_unrelaxed_model_3_rank_1.
-_COLABFOLD = re.compile(r"((?P<name>.+)_)?(?P<kind>un|)relaxed_(?P<rest>(.*_)?rank_0*(?P<rank>\d+)(_.*)?)")
-_OURS = re.compile(r"(?P<name>.+?)(_rank_(?P<rank>\d+)|_recycle_(?P<recycle>\d+)|_(?P<relaxed>relaxed))?")
 SPAN = 128  # residues: the confidence of one is the mean over the others within so many places of it (Supp. 1.3)
 FEW = 30  # distograms of fewer predictions make no reference, which would be those predictions themselves
 MOST = 1000  # distograms of which the reference is made (Supp. 1.3)
 SAME = "another file of the same prediction is packed"
+EARLIER = "what a pass before the last has found"
 LATER = "a later rank of its protein; the first is packed"
 _LEAST = 2.0**-24  # the smallest probability that float16 can hold: in files smaller ones are 0
 
@@ -60,33 +55,16 @@ def find_predictions(files: Sequence[InputFile], min_kl: float) -> dict[str, Pre
     Of the files of one protein the best is packed: that of rank 1 before others, unrelaxed before relaxed (pLDDT and
     PAE are of that), mmCIF before PDB.  min_kl: 0 where the KL filter is not wanted.
     """
+    folders = {folder: {one.name: one for one in folder.iterdir()} for folder in {file.path.parent for file in files}}
     found: dict[str, list[tuple[tuple[int, ...], InputFile, PredictedFile]]] = {}
     for file in files:
+        beside = folders[file.path.parent]
+        named = read_name(file.path, beside)
+        why_not = EARLIER if named.is_pass else LATER if (named.rank or 1) > 1 else ""
         stem = file.path.name.removesuffix(".gz").rpartition(".")[0]
-        order, why_not, beside = 0, "", [f"{stem}_pae.json", f"{stem}_scores.json"]
-        if one := _AFDB.fullmatch(stem):
-            name, relaxed, beside = one["name"], 0, [f"{one['name']}-predicted_aligned_error_{one['version']}.json"]
-        elif one := _COLABFOLD.fullmatch(stem):
-            name, relaxed = one["name"] or file.path.parent.name, int(not one["kind"])
-            of = f"{one['name']}_" if one["name"] else ""
-            beside = [f"{of}scores_{one['rest']}.json", f"{of}predicted_aligned_error_v1.json"]
-            why_not = "" if one["rank"] == "1" else LATER
-        else:
-            one = _OURS.fullmatch(stem)
-            assert one is not None  # any name matches
-            name, relaxed, order = one["name"], int(bool(one["relaxed"])), int(one["rank"] != "1")
-            if (one["rank"] or "1") != "1":
-                why_not = LATER
-            if one["recycle"]:
-                why_not = "what a pass before the last has found"
-        folder = file.path.parent
-        known = [folder / (other + end) for other in beside for end in ("", ".gz")]
-        distogram = folder / f"{stem}_distogram.npy"
-        kept = PredictedFile(
-            name, next(filter(Path.is_file, known), None), distogram if distogram.is_file() else None, why_not
-        )
-        is_pdb = file.path.name.removesuffix(".gz").endswith((".pdb", ".ent"))
-        found.setdefault(name, []).append(((int(bool(why_not)), order, relaxed, int(is_pdb)), file, kept))
+        kept = PredictedFile(named.target, named.pae, beside.get(f"{stem}_distogram.npy"), why_not)
+        order = bool(why_not), named.rank is None, -named.version, named.relaxed, is_pdb(file.path)
+        found.setdefault(named.target, []).append((order, file, kept))
     chosen: dict[str, PredictedFile] = {}
     for each in found.values():
         (_, best, first), *others = sorted(each, key=lambda one: (one[0], one[1].name))
@@ -125,7 +103,7 @@ def with_confidence(
     confidence = np.nan_to_num(plddt, nan=0.0)
     pae, kl = None, None
     if predicted.pae is not None:
-        pae = round(mean_pae(predicted.pae, len(plddt), options.limit), 2)
+        pae = round(float(np.nanmean(read_pae(predicted.pae, np.isfinite(plddt), options.limit), dtype=float)), 2)
     if predicted.distogram is not None and predicted.reference is not None:
         distogram = read_distogram(predicted.distogram, len(plddt))
         if distogram.shape[-1] != (bins := predicted.reference.shape[-1]):
@@ -143,29 +121,6 @@ def with_confidence(
         said[name] |= {} if pae is None else {"pae": pae}
         said[name] |= {} if kl is None else {"kl": round(float(kl[own].mean()), 3)}
     return replace(structure, id=predicted.name, method="PREDICTED", resolution=None, chains=chains), said
-
-
-def mean_pae(path: Path, length: int, limit: int) -> float:
-    """Return the mean of a PAE in AlphaFold DB's or ColabFold's layout, angstrom.
-
-    Errors: UserError for anything else, and for one of another number of residues.
-    """
-    try:
-        data = json.loads(read_file(path, limit))
-        data = data[0] if isinstance(data, list) else data
-        pae = np.array(data["distance"] if "distance" in data else data.get("predicted_aligned_error", data.get("pae")))
-        if "distance" in data:  # AlphaFold DB's first layout
-            pae = pae.reshape(length, length)
-        mean = float(pae.astype(np.float64).mean())
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise UserError(
-            f"{path.name}: no PAE in AlphaFold DB's or ColabFold's layout ({error}); fetch it again"
-        ) from None
-    if pae.shape != (length, length) or not np.isfinite(mean):
-        raise UserError(
-            f"{path.name}: a PAE of shape {list(pae.shape)} for {length} residues; remove it, or fetch it again"
-        )
-    return mean
 
 
 def read_distogram(path: Path, length: int | None = None) -> np.ndarray:
