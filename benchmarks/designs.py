@@ -64,13 +64,24 @@ class Measured:
         self.model, self.scores, self.memory = 0.0, 0.0, list[float]()
         self.beside = list[float]()  # seconds of CPU of everything else, so far
         compute, plan, pairs = Predictor.compute, Predictor.plan, interface.chain_pair_scores
+        together = Predictor.compute_together
+
+        def looked(start: float, designs: int) -> None:
+            self.model += time.thread_time() - start
+            now = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+            self.beside += designs * [time.process_time() - self.model]
+            self.memory += designs * [now]
 
         def computed(predictor: Predictor, *args: Any) -> Prediction:
             start = time.thread_time()
             found = compute(predictor, *args)
-            self.model += time.thread_time() - start
-            self.beside.append(time.process_time() - self.model)
-            self.memory.append(int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20)
+            looked(start, 1)
+            return found
+
+        def computed_together(predictor: Predictor, several: Any, *args: Any) -> list[Prediction]:
+            start = time.thread_time()
+            found = together(predictor, several, *args)
+            looked(start, len(several))
             return found
 
         def planned(predictor: Predictor, *args: Any) -> Any:
@@ -86,6 +97,7 @@ class Measured:
             return found
 
         Predictor.compute, Predictor.plan = computed, planned  # type: ignore[method-assign]
+        Predictor.compute_together = computed_together  # type: ignore[method-assign]
         outputs.chain_pair_scores = scored  # type: ignore[attr-defined]
 
     def each_beside(self) -> float:
@@ -115,11 +127,12 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     fasta, params = write_inputs(chosen.out, chosen.designs, chosen.target, chosen.binder)
-    measured = Measured()
+    measured, printed = Measured(), [0]
 
     def tell(done: float, total: int, what: str) -> None:
         """Print where it is."""
-        if int(done) % 25 == 0 and done == int(done) and measured.memory:
+        if len(measured.memory) >= printed[-1] + 200:
+            printed.append(len(measured.memory))
             print(f"{int(done)}/{total}  {measured.memory[-1]:.0f} MiB", flush=True)
 
     options = PredictOptions(device="cpu", keep="best:10:ipsae")
