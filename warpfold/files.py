@@ -159,9 +159,10 @@ def pread(file: int, size: int, offset: int) -> bytes:
     return b"".join(pieces)
 
 
-def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> None:
+def write_atomically(path: Path, content: str | bytes | Iterator[str], sync: bool = True) -> None:
     """Write a file so that the whole file appears or nothing does, even if this process is killed.
 
+    content: all of it, or its pieces one after another.
     sync: even after a power cut; False for a file that can be made again.
     Errors: UserError when it cannot be written (no folder, no permission, a full disk).
     """
@@ -170,7 +171,8 @@ def write_atomically(path: Path, content: str | bytes, sync: bool = True) -> Non
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
         in_the_end.callback(draft.unlink, missing_ok=True)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            pieces = (content,) if isinstance(content, str | bytes) else content
+            file.writelines(piece.encode() if isinstance(piece, str) else piece for piece in pieces)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())

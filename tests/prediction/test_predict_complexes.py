@@ -3,6 +3,7 @@
 import html
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from warpfold.data.formats.alignment import decode, parse_a3m
 from warpfold.errors import UserError
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.weights.files import save_params
+from warpfold.prediction import notices
 from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.notices import Notice, noted
 from warpfold.prediction.pages import warnings_of
@@ -280,7 +282,7 @@ def test_warnings_of_a_kind_are_one() -> None:
         "two": [low({"mean_plddt": 9.5}), missing({**counts, "offered": 30, "detail": "3abc"}), Notice("one_row")],
         "six": [low({"mean_plddt": 9.5}), missing({**counts, "folder": "y"}), Notice("one_row")],
     }
-    entries = [{"name": name, "warnings": [one.record() for one in notices]} for name, notices in said.items()]
+    entries = [{"name": name, "warnings": [one.record() for one in every]} for name, every in said.items()]
     given = json.loads(json.dumps({"input_warnings": {"one": entries[0]["warnings"][:1]}, "predictions": entries}))
     found = {one.said: dict(one.about) for one in warnings_of(given)}
     assert found == {
@@ -292,6 +294,20 @@ def test_warnings_of_a_kind_are_one() -> None:
         "the alignment of chain A1 has one row": {"one": ""},
         "its alignment has one row, its own: folded by the sequence alone": {"two": "", "six": ""},
     }  # fmt: skip
+
+
+def test_warnings_of_many_take_time_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 10,000 designs the report was made in an hour: each notice went through all of its kind."""
+    looked, parts = [0], notices._parts
+
+    def counted(some: Sequence[Notice]) -> Any:
+        looked[0] += len(some)
+        return parts(some)
+
+    monkeypatch.setattr(notices, "_parts", counted)
+    (warned,) = notices.each_kind_once((f"d{i}", Notice("plddt_very_low", {"mean_plddt": i / 10})) for i in range(200))
+    assert len(warned.about) == 200
+    assert looked[0] <= 3 * 200
 
 
 def test_the_report_shows_what_was_relaxed(

@@ -82,8 +82,9 @@ def each_kind_once(found: Iterable[tuple[str, Notice]]) -> list[Warned]:
     for notices in kinds.values():
         every = [*notices.values()]
         about: dict[str, list[str]] = {}
+        parts = _parts(every)
         for (name, _), notice in notices.items():
-            shown = zip(_parts([notice]), _parts(every))
+            shown = zip(_parts([notice]), parts)
             about.setdefault(name, []).append(", ".join(own[0] for (_, _, own), (_, _, all) in shown if len(all) > 1))
         if len(about) == 1:
             warned += [Warned(notice.text, dict.fromkeys(about, "")) for notice in every]

@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -710,5 +710,6 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{folder}: cannot be made: {error.strerror}; name another folder") from error
     summary = sealed(summary)
-    write_atomically(folder / "summary.json", json.dumps(summary, indent=2) + "\n")
+    pieces = json.JSONEncoder(indent=2).iterencode(summary)  # of many predictions the text is longer than they are
+    write_atomically(folder / "summary.json", chain(pieces, "\n"))
     return summary
