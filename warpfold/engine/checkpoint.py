@@ -378,7 +378,7 @@ class RunFolder(StepFolders):
         """
         self.wait_for_writing()
         doubtful = [] if since is None else [step for step in self.steps() if step > since]
-        safe = len(doubtful) < len(self.steps())
+        safe = not doubtful or len(doubtful) < len(self.steps())
         aside = [self.set_aside(step) for step in doubtful] if safe else []
         file = AppendedFile(self.path / CORRUPTION)
         file.write(json.dumps({**row, "set_aside": aside}) + "\n")

@@ -39,12 +39,6 @@ Batches = Sequence[Sequence[Any]]  # a rank's examples of a step, each as JSON-a
 Again = Callable[[Batches], Sums]
 
 
-class CorruptionError(UserError):
-    """A device or memory has changed what was computed."""
-
-    exit_code = 3
-
-
 class Checked(Protocol):
     """What holds the state of a training, and updates it."""
 
@@ -76,6 +70,16 @@ class Finding:
     decided: bool
     how: str
     since: int | None = None
+
+
+class CorruptionError(UserError):
+    """A device or memory has changed what was computed at a step."""
+
+    exit_code = 3
+
+    def __init__(self, message: str, step: int, finding: Finding) -> None:
+        super().__init__(message)
+        self.step, self.finding = step, finding
 
 
 def is_witnessed(seed: int, step: int, share: float) -> bool:
@@ -141,7 +145,6 @@ class _Followed(Work):
 class Witness:
     """Computes again what the seed draws: call `begin`, `check_work` and `check_update` in each step, on all ranks.
 
-    tell: called on all ranks with what was found, before the error is raised.
     Errors: UserError where nothing could be compared; CorruptionError on all ranks when something is found.
     """
 
@@ -153,9 +156,13 @@ class Witness:
         device: torch.device | str,
         checked: Checked,
         step: int,
-        tell: Callable[[int, Finding, Sequence[Sequence[str]]], str] = lambda *_: "",
+        tell: Callable[[int, Finding, Sequence[Sequence[str]]], str],
     ) -> None:
-        """share: of the steps.  step: how many are done.  tell: returns what is to be said besides."""
+        """share: of the steps.  step: how many are done.
+
+        tell: called on all ranks with the step, what was found, and hosts and devices of its ranks, before the error is
+        raised; it returns what the error says besides.
+        """
         self.share, self.seed, self.team, self.checked, self.tell = share, seed, team, checked, tell
         self.drawn = False  # whether this step is
         self._tested, self._well = not share, step
@@ -319,14 +326,11 @@ class Witness:
         voters = [d, w, *range(data.size)]
         votes = [vote(tables[0], d), vote(tables[1], w), *(vote(fresh, rank) for rank in range(data.size))]
         right = most_agree(votes)
-        wrong = sorted({voter for voter, said in zip(voters, votes) if said != right}) if right else [d, w]
-        if data.size == 1:
-            wrong = [0]
-        ranks = [rank * most + m for rank in dict.fromkeys(wrong) for m in range(most)]
-        decided = (right is not None or data.size == 1) and most == 1
-        how = f"{votes.count(right) if right else 'no majority'} of {len(votes)} computations agree"
+        wrong = {d, w} if right is None else {voter for voter, said in zip(voters, votes) if said != right}
+        ranks = [rank * most + m for rank in sorted(wrong) for m in range(most)]
+        how = "no majority" if right is None else f"{votes.count(right)} of {len(votes)} computations agree"
         what = f"the {kind} of rank {d * most}'s examples is not what it is when computed again{where}"
-        self._raise(step, Finding(what, (*ranks,), decided, how))
+        self._raise(step, Finding(what, (*ranks,), len(ranks) == 1 or (right is not None and most == 1), how))
 
     def _test(self, work: Batches, again: Again) -> None:
         """Compute one batch twice on each rank, and refuse to go on where bits differ that should not."""
@@ -354,4 +358,4 @@ class Witness:
         who = f"{who} is wrong" if finding.decided else f"undecided which is wrong of {who}"
         said = f"step {step}: {finding.what} ({finding.how}): {who}"
         more = self.tell(step, finding, [self.hosts[rank] for rank in finding.ranks])
-        raise CorruptionError(f"{said}; {more or 'continue from the last checkpoint, and have that device tested'}")
+        raise CorruptionError(f"{said}; {more}", step, finding)
