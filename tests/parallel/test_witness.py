@@ -3,7 +3,7 @@
 import json
 import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,54 +15,28 @@ from torch import Tensor
 
 from tests.ranks import RankError, run_ranks
 from tests.recorder import OperationRecorder
-from tests.training.flips import PLACES, Flip, plant
-from tests.training.runs import equal_tensors, make_store, steps, tiny_run
+from tests.training.flips import PLACES, Flip, config_for, plant, run
+from tests.training.runs import equal_tensors, make_store, steps
 from tests.training.test_train_ranks import PARTS, team_of
-from warpfold import device
+from warpfold import device, settings
+from warpfold.cli import main
 from warpfold.data.store.store import Store
 from warpfold.engine.checkpoint import RunFolder
 from warpfold.engine.learn import Learner
 from warpfold.engine.trainable import FinetuneConfig
 from warpfold.errors import UserError
+from warpfold.parallel import team as parallel
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig, Wire, followed
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.witness import CorruptionError, Finding, Messages, distance, is_witnessed, most_agree
-from warpfold.training.config import RunConfig, TrainConfig
+from warpfold.parallel.witness import CorruptionError, Messages, distance, is_witnessed, most_agree
+from warpfold.training.config import TrainConfig
 from warpfold.training.train import train
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return make_store(tmp_path_factory.mktemp("witness") / "store", proteins=4)
-
-
-def config_for(
-    plan: Plan | None = None, accumulate: int = 0, optim: Mapping[str, Any] | None = None, **more: Any
-) -> RunConfig:
-    plan = plan or Plan()
-    config = tiny_run(**({"steps": 2, "witness": 1.0, "validation": 0.0, "save_every": 9} | more))
-    changes = {"accumulate": accumulate or plan.data, **(optim or {})}
-    return replace(config, plan=plan, optim=replace(config.optim, **changes))
-
-
-def run(config: RunConfig, store: Store, out: Path) -> tuple[int, Finding] | str:
-    """What a witness found in a run, and at which step; or what else ended it, "" for a run that ended well."""
-    plan = config.plan
-
-    def on_a_rank() -> tuple[int, Finding] | str:
-        try:
-            train(config, store, out, team=team_of(plan.data, plan.axial, plan.branch))
-        except CorruptionError as error:
-            assert "\n" not in str(error)
-            return error.step, error.finding
-        except UserError as error:
-            return str(error)
-        return ""
-
-    first, *others = run_ranks(on_a_rank, plan.data * plan.axial * plan.branch)
-    assert all(other == first for other in others)
-    return first
 
 
 # What is drawn
@@ -333,6 +307,24 @@ def test_who_is_wrong_is_excluded_where_that_is_asked_for_and_known(
     found = run(config_for(Plan(data=2), on_corruption="exclude"), store, tmp_path / "undecided")
     assert isinstance(found, tuple)
     RunFolder(tmp_path / "undecided", writes=False).refuse_host(platform.node())
+
+
+def test_a_command_says_so_by_its_exit_code_and_is_refused_before_ranks_meet(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "settings.toml", tmp_path / "run"
+    path.write_text(settings.to_toml(config_for(on_corruption="exclude")))
+    command = ["train", str(path), "--data", str(store.path), "--out", str(out), "--device", "cpu"]
+    plant(Flip("gradient", 1, 0), monkeypatch)
+    for code, said in (
+        (3, "error: step 1: the gradient of rank 0's examples"),
+        (2, "computed wrongly and is excluded"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(command)
+        assert ended.value.code == code
+        assert said in capsys.readouterr().err
+        monkeypatch.setattr(parallel, "distributed_context", lambda *_: pytest.fail("they meet"))
 
 
 def test_checkpoints_that_may_hold_it_are_set_aside(

@@ -1,8 +1,9 @@
 """Bits that flip in a run that is otherwise right: in a weight, a moment, an activation, a gradient, a message."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import pytest
@@ -10,12 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.ranks import run_ranks
+from tests.training.runs import tiny_run
+from warpfold.data.store.store import Store
 from warpfold.engine import optim
 from warpfold.engine.learn import Learner
 from warpfold.engine.optim import Optimizer
+from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.parallel.exchange import Segment
+from warpfold.parallel.mesh import make_mesh
+from warpfold.parallel.plan import Plan
+from warpfold.parallel.process import ProcessInfo
 from warpfold.parallel.reducer import Reducer
+from warpfold.parallel.team import Team
+from warpfold.parallel.witness import CorruptionError, Finding
+from warpfold.training.config import RunConfig
+from warpfold.training.train import train
 
 Place = Literal["weight", "resting weight", "moment", "activation", "gradient", "message", "update"]
 PLACES = get_args(Place)
@@ -132,3 +144,31 @@ def plant(flip: Flip, patch: pytest.MonkeyPatch) -> None:
     }
     if flip.place in places:
         around(*places[flip.place])
+
+
+def config_for(
+    plan: Plan | None = None, accumulate: int = 0, optim: Mapping[str, Any] | None = None, **more: Any
+) -> RunConfig:
+    """A short run in which every step is witnessed; accumulate: 0, an example for each data rank.  more: of [train]."""
+    plan = plan or Plan()
+    config = tiny_run(**({"steps": 2, "witness": 1.0, "validation": 0.0, "save_every": 9} | more))
+    changes = {"accumulate": accumulate or plan.data, **(optim or {})}
+    return replace(config, plan=plan, optim=replace(config.optim, **changes))
+
+
+def run(config: RunConfig, store: Store, out: Path) -> tuple[int, Finding] | str:
+    """What a witness found in a run, and at which step; or what else ended it, "" for a run that ended well."""
+    plan = config.plan
+
+    def on_a_rank() -> tuple[int, Finding] | str:
+        mesh = make_mesh(plan.data, plan.axial, plan.branch)
+        try:
+            train(config, store, out, team=Team(ProcessInfo(mesh.world.rank, mesh.world.size), mesh))
+        except CorruptionError as error:
+            return error.step, error.finding
+        except UserError as error:
+            return str(error)
+        return ""
+
+    first, *others = run_ranks(on_a_rank, plan.data * plan.axial * plan.branch)
+    return first if all(other == first for other in others) else f"ranks differ: {[first, *others]}"
