@@ -4,8 +4,9 @@
 
 Each run is some steps of a tiny training on ranks that speak gloo.  In one of them one bit flips, once: which step,
 rank, number and bit the seed draws.  What passes, such as a wrong activation, is to be found if its step is witnessed,
-and so with the share as probability; what stays on one of several ranks, at the next step that is.  A flip that changed
-nothing, to the bit, in the parameters at the end cannot be found and need not be: it is counted apart.
+and so with the share as probability; what stays on one of several ranks, at the next step that is.  Counted apart: a
+flip that was due and changed nothing, to the bit, in the parameters at the end (a later rounding has swallowed it), and
+one that ended the run by another check.
 """
 
 import argparse
@@ -30,11 +31,16 @@ from warpfold.parallel.plan import Plan
 from warpfold.parallel.witness import is_witnessed
 
 STEPS = 4
+STAYS = "weight", "resting weight", "moment", "update"
+KNOWN = {  # what else ends a run
+    "stopped, as not finite": "is not finite",
+    "refused by the trial at the start": "compute different bits from the same example",
+}
 
 
 def planted(flip: Flip, ranks: int, seed: int, share: float, store: Store, folder: Path) -> tuple[str, bool]:
     """Run with a flip; return what became of it, and whether it was one that was to be found."""
-    stays = ranks > 1 and flip.place in ("weight", "resting weight", "moment")
+    stays = ranks > 1 and flip.place in STAYS
     first = flip.step + (flip.place == "resting weight")
     due = any(is_witnessed(seed, step, share) for step in (range(first, STEPS) if stays else [flip.step]))
     config = config_for(Plan(data=ranks), steps=STEPS, seed=seed, witness=share)
@@ -47,7 +53,7 @@ def planted(flip: Flip, ranks: int, seed: int, share: float, store: Store, folde
             return "another rank was named", due
         return "found, and its rank named" if finding.decided else "found, undecided between two ranks", due
     if found:
-        return "stopped, as not finite" if "is not finite" in found else found, due
+        return next((what for what, says in KNOWN.items() if says in found), found), due
     if due:
         run(config, store, folder / "clean")
         if equal_tensors(*(folder / name / "params.safetensors" for name in ("flipped", "clean"))):
@@ -57,7 +63,7 @@ def planted(flip: Flip, ranks: int, seed: int, share: float, store: Store, folde
 
 def chance(flip: Flip, ranks: int, share: float) -> float:
     """Return with which probability a flip is to be found, before it is known which steps are witnessed."""
-    if ranks > 1 and flip.place in ("weight", "resting weight", "moment"):
+    if ranks > 1 and flip.place in STAYS:
         return 1 - (1 - share) ** (STEPS - flip.step - (flip.place == "resting weight"))
     return share
 

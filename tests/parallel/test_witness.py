@@ -29,7 +29,8 @@ from warpfold.parallel import team as parallel
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig, Wire, followed
 from warpfold.parallel.plan import Plan
-from warpfold.parallel.witness import CorruptionError, Messages, distance, is_witnessed, most_agree
+from warpfold.parallel.team import Team
+from warpfold.parallel.witness import CorruptionError, Messages, Witness, distance, is_witnessed, most_agree
 from warpfold.training.config import TrainConfig
 from warpfold.training.train import train
 
@@ -280,6 +281,11 @@ def test_what_does_not_repeat_is_refused_at_the_start(
     with pytest.raises(RankError, match=reason):
         run_ranks(on_a_rank, ranks)
     assert not (tmp_path / "run/corruption.jsonl").exists()
+
+
+def test_where_no_order_is_fixed_nothing_is_compared() -> None:
+    with pytest.raises(UserError, match="train.witness: on an Apple GPU sums are made in no fixed order"):
+        Witness(0.1, 0, Team(), "mps", None, 0, lambda *_: "")  # type: ignore[arg-type]
 
 
 # What follows

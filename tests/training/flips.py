@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from tests.training.runs import tiny_run
 from warpfold.data.store.store import Store
 from warpfold.engine import optim
 from warpfold.engine.learn import Learner
 from warpfold.engine.optim import Optimizer
-from warpfold.errors import UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.parallel.exchange import Segment
 from warpfold.parallel.mesh import make_mesh
@@ -160,15 +159,16 @@ def run(config: RunConfig, store: Store, out: Path) -> tuple[int, Finding] | str
     """What a witness found in a run, and at which step; or what else ended it, "" for a run that ended well."""
     plan = config.plan
 
-    def on_a_rank() -> tuple[int, Finding] | str:
+    def on_a_rank() -> tuple[int, Finding] | None:
         mesh = make_mesh(plan.data, plan.axial, plan.branch)
         try:
             train(config, store, out, team=Team(ProcessInfo(mesh.world.rank, mesh.world.size), mesh))
         except CorruptionError as error:
             return error.step, error.finding
-        except UserError as error:
-            return str(error)
-        return ""
+        return None
 
-    first, *others = run_ranks(on_a_rank, plan.data * plan.axial * plan.branch)
-    return first if all(other == first for other in others) else f"ranks differ: {[first, *others]}"
+    try:
+        first, *others = run_ranks(on_a_rank, plan.data * plan.axial * plan.branch)
+    except RankError as error:
+        return str(error)
+    return (first or "") if all(other == first for other in others) else f"ranks differ: {[first, *others]}"
