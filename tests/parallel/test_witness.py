@@ -284,7 +284,7 @@ def test_what_does_not_repeat_is_refused_at_the_start(
 
 
 def test_where_no_order_is_fixed_nothing_is_compared() -> None:
-    with pytest.raises(UserError, match="train.witness: on an Apple GPU sums are made in no fixed order"):
+    with pytest.raises(UserError, match="on an Apple GPU sums are made in no fixed order"):
         Witness(0.1, 0, Team(), "mps", None, 0, lambda *_: "")  # type: ignore[arg-type]
 
 
