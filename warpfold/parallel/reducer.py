@@ -7,7 +7,7 @@ sent in one order, and parameters that took no part are sent as zeros.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
 
@@ -114,7 +114,7 @@ class Reducer:
                 torch.cuda.current_stream().wait_stream(self._side)
             for work in self._sums:
                 work.wait()
-            for exchange in self._in_flight:
+            for exchange in self._in_flight if self.early else ():
                 next(exchange)  # all has arrived, and what was sent may be written over
         return self.summed
 
@@ -395,7 +395,7 @@ def check_replicas(weights: Tensor, layout: Layout, world: Group, when: str) -> 
     """
     if world.size == 1:
         return
-    sums = checksums(weights, layout)
+    sums = checksums(weights, layout.places.values())
     extremes = torch.cat([sums, ~sums])  # the largest of ~x is ~ the smallest x
     with waiting(f"comparing the weights {when}"):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=world.handle)
@@ -420,15 +420,17 @@ def check_replicas(weights: Tensor, layout: Layout, world: Group, when: str) -> 
     )
 
 
-def checksums(flat: Tensor, layout: Layout) -> Tensor:
-    """Return a checksum of each parameter, int64 [parameters].
+def checksums(flat: Tensor, places: Iterable[slice]) -> Tensor:
+    """Return a checksum of each part of a flat tensor, such as each parameter, int64 [parts]."""
+    return torch.cat([row_checksums(flat[None, where]) for where in places])
+
+
+def row_checksums(rows: Tensor) -> Tensor:
+    """Return a checksum of each row, int64 [rows], of a tensor [rows, length] of any dtype.
 
     It is the sum, modulo 2^64, of the elements' bits times odd factors that depend on their index.  A change of any one
     element changes it; so does, almost surely, any other change.
     """
-    bits = flat.view(torch.int64 if flat.element_size() == 8 else torch.int32)
-    sums = []
-    for where in layout.places.values():
-        factors = torch.arange(where.stop - where.start, device=flat.device) * 0x1E3779B97F4A7C15 | 1
-        sums.append((bits[where] * factors).sum())
-    return torch.stack(sums)
+    bits = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[rows.element_size()])
+    factors = torch.arange(rows.shape[1], device=rows.device) * 0x1E3779B97F4A7C15 | 1
+    return (bits * factors).sum(1)
