@@ -114,7 +114,7 @@ def failures(step: float) -> list[Row]:
 
 def simulated(tell: Callable[[str, list[Row]], None]) -> None:
     """Find all answers; tell: of each part, as it comes."""
-    plan = Plan(data=EXAMPLES, precision="bf16")
+    plan = Plan(data=EXAMPLES, precision="bf16", sizes=2)
     found = {1: recorded("monomer", plan)}
     mean = drawn(timed(found[1], 256)).mean
     tell("failures", failures(mean))

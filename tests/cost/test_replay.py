@@ -29,7 +29,7 @@ def pace(link: Link = SLOW, launch: float = 0.0, overlap: bool = True) -> Pace:
 
 def operation(seconds: float, launches: int = 1) -> Operation:
     sheet = of_gpu("H100")
-    cost = Cost(0, 0, seconds * sheet.efficiency * sheet.tops[torch.float32].bytes)
+    cost = Cost(0, 0, seconds * sheet.reached.bytes * sheet.tops[torch.float32].bytes)
     return Operation(TORCH, "forward", cost, torch.float32, launches, "forward")
 
 

@@ -59,7 +59,7 @@ def _measured(device: torch.device, dtype: torch.dtype, clock: Clock, threads: i
     name = f"this {'CPU' if device.type == 'cpu' else torch.cuda.get_device_name(device)}"
     link = LINKS["gloo" if device.type == "cpu" else "NVLink 4"]
     ops = _MeasuredOps(device, clock)
-    return Rates(name, "measured", device.type, {}, 0.0, link, HOST[device.type], 1.0, ops)
+    return Rates(name, "measured", device.type, {}, 0.0, link, HOST[device.type], ops=ops)
 
 
 class _MeasuredOps(Mapping[RateKey, Rate]):

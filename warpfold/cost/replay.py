@@ -18,7 +18,7 @@ from typing import Literal, cast, get_args
 from warpfold.cost.example import Job
 from warpfold.cost.links import Cluster, GroupName, Kind, Placement, collective_seconds, place
 from warpfold.cost.measured_rates import MEASURED
-from warpfold.cost.rates import KERNEL, TORCH, PassName, Rates
+from warpfold.cost.rates import KERNEL, OURS, OURS_WITHOUT_GRADIENT, TORCH, PassName, Rates
 from warpfold.cost.record import HOST, Begin, Entry, Operation, Phase, RecordedStep, record
 from warpfold.data.load.schedule import share_of
 from warpfold.parallel.plan import Plan
@@ -34,15 +34,16 @@ PASS: Mapping[Phase, PassName] = {  # in which torch's own operations are
 class Pace:
     """How fast a rank is: of operations by `rates`, of collectives by `cluster`.
 
-    launch: seconds of the host for each kernel or collective that no graph replays; 0: graphs hold the whole step,
-    messages too.  kernel: seconds of the device that a kernel takes whatever it does; both are 0 for measured rates,
-    which include them.  overlap: whether collectives are awaited where the code does; else where they begin, as in code
-    that blocks.
+    launch: seconds of the host for each kernel of torch's or collective that no graph replays; ours: for each of our
+    kernels, with a gradient to follow and without; 0: graphs hold the whole step, messages too.  kernel: seconds of the
+    device that a kernel takes whatever it does; all are 0 for measured rates, which include them.  overlap: whether
+    collectives are awaited where the code does; else where they begin, as in code that blocks.
     """
 
     rates: Rates
     cluster: Cluster
     launch: float = 0.0
+    ours: tuple[float, float] = (0.0, 0.0)
     kernel: float = 0.0
     overlap: bool = True
 
@@ -51,7 +52,16 @@ class Pace:
         """Return the pace of a device: rates of a data sheet leave out what launches take."""
         if rates.how == "measured":
             return cls(rates=rates, cluster=cluster)
-        return cls(rates=rates, cluster=cluster, launch=0.0 if graphs else rates.call, kernel=KERNEL)
+        if graphs:
+            return cls(rates=rates, cluster=cluster, kernel=KERNEL)
+        ours = OURS, OURS_WITHOUT_GRADIENT
+        return cls(rates=rates, cluster=cluster, launch=rates.call, ours=ours, kernel=KERNEL)
+
+    def launching(self, entry: Operation) -> float:
+        """Return the seconds of the host for each kernel of an operation."""
+        if entry.replayed:
+            return 0.0
+        return self.launch if _is_torchs(entry) else self.ours[entry.phase == "early"]
 
     def seconds(self, entry: Operation) -> float:
         """Return the seconds that an operation takes on the device, once it has begun."""
@@ -220,7 +230,7 @@ class _Timeline:
             known = self._known[key] = self.pace.seconds(entry), self.pace.spread(entry)
         each, spread = known
         taken, launches = entry.times * each, entry.times * entry.launches
-        launch = 0.0 if entry.replayed else self.pace.launch
+        launch = self.pace.launching(entry)
         begin = max(self.free, self.host + launch * min(1, entry.launches))
         self.host += launch * launches
         end = max(begin + taken, self.host)  # of several kernels the last is launched then

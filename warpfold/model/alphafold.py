@@ -214,7 +214,14 @@ class AlphaFold(Executable):
         watch, start: as of `recycle`.
         """
         recycled, done = self.recycle(batch, recycles, watch, start=start)
-        representations, structure = self.one_pass(self.inputs_of_pass(batch, done, recycled))
+        inputs = self.inputs_of_pass(batch, done, recycled)
+        if torch.is_grad_enabled():
+            return LastPass(*self.one_pass(inputs), done)
+        representations = Representations(**self.execution.call(self, self.whole_trunk_pass, inputs))
+        with self.computing():
+            structure = self.structure(
+                representations.single, representations.pair, inputs["aatype"], inputs["seq_mask"]
+            )
         return LastPass(representations, structure, done)
 
     def recycle(
@@ -273,6 +280,10 @@ class AlphaFold(Executable):
         found = self._trunk_of_pass(inputs)
         kept = {name: x for name, x in vars(found).items() if name != "msa"}
         return kept | ({"msa": found.msa} if msa else {"masked_msa_logits": self.masked_msa(found.msa)})
+
+    def whole_trunk_pass(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Run a pass of the trunk alone; return its representations by name.  inputs: `inputs_of_pass`."""
+        return dict(vars(self._trunk_of_pass(inputs)))
 
     @property
     def device(self) -> torch.device:

@@ -20,7 +20,7 @@ And while what is shared still travels between ranks, a slice may do what it can
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from warpfold.device import Function, Named
 from warpfold.host import fetch, fetch_each, store
 from warpfold.model.layers import DrawsNoise, LayerNorm
-from warpfold.ops.dispatch import Kernels, representative_turns, uniform_loop, upcast_half, using, watched
+from warpfold.ops.dispatch import NOTHING, Kernels, representative_turns, uniform_loop, upcast_half, using, watched
 from warpfold.ops.noise import Factors
 
 Tensors = tuple[Tensor, ...]
@@ -169,7 +169,7 @@ class Executable(nn.Module):
 
     def computing(self) -> AbstractContextManager[None]:
         """Compute operations as the execution says within the context; a call of the module does."""
-        return nullcontext() if self.execution.kernels is None else using(self.execution.kernels)
+        return NOTHING if self.execution.kernels is None else using(self.execution.kernels)
 
     @property
     def residues(self) -> Residues:

@@ -41,7 +41,7 @@ import re
 import threading
 from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from types import ModuleType, SimpleNamespace
@@ -83,6 +83,7 @@ class _Choice(threading.local):
 
 
 _choice = _Choice()
+NOTHING = nullcontext()  # a context in which everything stays as it is
 _tf32 = False
 _exact = 0  # how many `exact_products` are entered, in all threads
 _exact_lock = threading.Lock()
@@ -90,6 +91,7 @@ _interpreting = False
 _refused: Counter[str] = Counter()
 # Of each registered operation: the module below ops/cpu and ops/triton that computes it, and its operands' names.
 modules: dict[str, tuple[str, tuple[str, ...]]] = {}
+runs: dict[str, Callable[..., Any]] = {}  # of each registered operation: what checks its operands and computes it
 _around: Any = None  # makes the calls of operations instead of themselves: see `observed`
 
 
@@ -122,6 +124,7 @@ class Op(Generic[P, R]):
         parameters = inspect.signature(definition).parameters
         defaults = [p.default for p in parameters.values() if p.default is not p.empty]
         self.arguments: Any = namedtuple("Arguments", list(parameters), defaults=defaults)  # type: ignore[misc]
+        self._recipes: dict[Any, Any] = {}  # of calls without gradient on a GPU, by the layout of their arguments
         functools.update_wrapper(self, definition)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -137,11 +140,20 @@ class Op(Generic[P, R]):
             return self.definition(*args, **kwargs)
         # This runs at every call on a GPU, beside kernels of a few microseconds: no step that can be left out.
         given = self.arguments(*args, **kwargs)
+        key = None
+        if not torch.is_grad_enabled() and backend(given[0]) == "triton" and repeats():
+            key = _module("triton", "recipe").layout(given)
+            if key is not None and (known := self._recipes.get(key)) is not None:
+                return known.repeat(given)
         if self.prefer_definition is not None and not _choice.always_fast and self.prefer_definition(given):
             return self.definition(*args, **kwargs)
         reason = self._unsupported(given)
         if reason is None:
-            return self._fast(given)
+            return (
+                self._fast(given)
+                if key is None
+                else _module("triton", "recipe").record(self._recipes, key, self._fast, given)
+            )
         if reason != EMPTY:
             report_refusal(f"{self.name}: {reason}")
         return self.definition(*args, **kwargs)
@@ -185,9 +197,13 @@ def kernels() -> Kernels:
     return _choice.kernels
 
 
-@contextmanager
-def using(kernels: Kernels) -> Iterator[None]:
+def using(kernels: Kernels) -> AbstractContextManager[None]:
     """Compute operations that way within the context, in this thread."""
+    return NOTHING if _choice.kernels == kernels else _using(kernels)  # a layer's call enters two of them
+
+
+@contextmanager
+def _using(kernels: Kernels) -> Iterator[None]:
     before = _choice.kernels
     _choice.kernels = kernels
     try:
@@ -369,6 +385,11 @@ def watching(tell: "Callable[[Loops], object]") -> Iterator[None]:
 def backend(x: Tensor) -> Literal["cpu", "triton"]:
     """Return which package below ops has the fast paths for a tensor's device."""
     return "triton" if x.is_cuda or _interpreting else "cpu"
+
+
+def repeats() -> bool:
+    """Return whether operations on a GPU may be repeated by recipe: ops/triton/recipe.py."""
+    return TRITON and not torch.compiler.is_compiling() and not is_observed()
 
 
 def implementation(name: str, x: Tensor) -> Callable[..., Any]:
@@ -706,6 +727,7 @@ class register:
             [inspect.Parameter(operand, kind, annotation=hint) for operand, hint in operands.items()],
             return_annotation=(None, Tensor)[returns] if returns < 2 else tuple[(Tensor,) * returns],  # type: ignore[misc]
         )
+        runs[name] = run
         op = torch.library.custom_op(qualified, run, mutates_args=self.mutates.split())
         op.register_fake(lambda *args: empty(Operands(**dict(zip(operands, args)))))
         return op

@@ -181,7 +181,7 @@ def tree_leaves(value: Any) -> list[Any]:
     return [value] if parts is None else [leaf for part in parts for leaf in tree_leaves(part)]
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Return nested containers with what a function makes of each tensor in its place.
 
     Wraps `torch.utils._pytree.tree_map_only`, since torch 2.0; without it, containers are lists, tuples and dicts.
@@ -311,7 +311,7 @@ def is_observed() -> bool:
     Wraps `torch._C._len_torch_dispatch_stack`, since torch 2.0, and `torch.autograd._profiler_enabled`; without one of
     them, it may be.
     """
-    if not (_has("_len_torch_dispatch_stack") and _has("_profiler_enabled")):
+    if not (_has("_len_torch_dispatch_stack") and _has("_profiler_enabled") and _has("TorchDispatchMode")):
         return True
     return bool(_found["_len_torch_dispatch_stack"]() or _found["_profiler_enabled"]())
 

@@ -120,6 +120,10 @@ Offload = Annotated[
     bool | None,
     runs("Whether the pair representation lies in host memory; default: where nothing else fits.", show_default=False),
 ]
+ReplayGraphs = Annotated[
+    bool,
+    runs("Record passes as CUDA graphs where sizes repeat, as those of designs do; not yet run on a GPU."),
+]
 TrunkPrecision = Annotated[
     Literal["fp32", "bf16", "bf16_all", "fp16"],
     runs("Precision of the trunk's activations; bf16_all: of what follows it too."),
@@ -234,6 +238,7 @@ class PredictOptions(Checked):
     device: Device = None
     chunk: Chunk = None
     offload: Offload = None
+    graphs: ReplayGraphs = False
     memory: Memory = None
     precision: TrunkPrecision = "fp32"
     batch: Batch = "auto"

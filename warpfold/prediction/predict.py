@@ -355,6 +355,7 @@ class ModelInMemory:
             self._predictor = load(
                 params.path, o.device, o.chunk, o.precision, sample, self.team, o.kernels, o.offload, o.memory,
                 max_msa=o.max_msa, max_extra=o.max_extra, dropout=o.dropout, chain_gap=o.chain_gap,
+                graphs=o.graphs,
             )  # fmt: skip
             self._predictor.recycling = o.recycling
             self._name = params.name

@@ -56,6 +56,7 @@ from warpfold.prediction.fold_options import (
     Recycles,
     RecycleTolerance,
     Recycling,
+    ReplayGraphs,
     Representations,
     SaveRecycles,
     TemplateStructures,
@@ -132,7 +133,7 @@ class Predictor:
 
     How each protein is folded is chosen for what is free on the device at that moment (training/planning.py), unless it
     is given: chunk: rows computed at a time, 0 for all.  offload: whether z lies in host memory.  memory: bytes that
-    may be used on the device at most.
+    may be used on the device at most.  graphs: record passes as graphs where one protein has the sizes of the last.
     precision: of the trunk's activations.  sample: how the alignment is sampled, by default as AlphaFold2 does.  team:
     processes that share each protein; all call everything here, and only rank 0 gets the large arrays of a prediction.
     kernels: as `Plan.kernels`.
@@ -151,6 +152,7 @@ class Predictor:
         kernels: Kernels = "fast",
         offload: Offload = None,
         memory: Memory = None,
+        graphs: ReplayGraphs = False,
     ) -> None:
         if not isinstance(model, AlphaFold):
             what = arguments.shown(model)
@@ -166,7 +168,7 @@ class Predictor:
         if offload is not None:
             fixed["offload"] = offload
         size = None if memory is None else parse_memory(memory)
-        self._fixed, self._memory, self.precision = fixed, size, precision
+        self._fixed, self._memory, self._graphs, self.precision = fixed, size, graphs, precision
         self.model = model
         self.sample = sample or SampleConfig()
         self.recycling = Recycling()
@@ -186,7 +188,7 @@ class Predictor:
             raise UserError(reason)
         self.model.to(self.device).eval()
         PackedWeights(self.model, DTYPES[self.precision])
-        self.planner = FoldPlanner(self.model.config, self.device, self._fixed, self._memory, self.team)
+        self.planner = FoldPlanner(self.model.config, self.device, self._fixed, self._memory, self.team, self._graphs)
         return self
 
     def __repr__(self) -> str:
@@ -642,7 +644,9 @@ class Predictor:
         Dropout is that of the trunk and of its template stack, as where AlphaFold's `eval_dropout` and ColabFold's
         `--use-dropout` are set: the structure module has none.
         """
-        Execution(plan, self.team.mesh).bind(self.model)
+        plan, running = replace(plan, graph=False) if self.dropout else plan, self.model.execution
+        if not (plan.graph is True and isinstance(running, Execution) and running.plan == plan):  # whose graphs serve
+            Execution(plan, self.team.mesh).bind(self.model)
         model, settings = self.model, self.model.config
         model.config = replace(settings, ensemble=prepared.ensemble, recycle_tolerance=self._tolerance)
         if self.dropout:
@@ -703,6 +707,7 @@ def load(
     max_recycles: MaxRecycles = None,
     dropout: Dropout = False,
     chain_gap: ChainGap = None,
+    graphs: ReplayGraphs = False,
     msa_server: MsaServer = None,
     msa_cache: MsaCache = None,
 ) -> Predictor:
@@ -731,7 +736,7 @@ def load(
         if (assumed := assumed_settings(path)) and (team is None or team.is_rank_zero):
             log.warning("%s", assumed)
     sample = replace(sample, **{name: count for name, count in rows.items() if count is not None})
-    predictor = Predictor(model, where, chunk, precision, sample, team, kernels, offload, memory)
+    predictor = Predictor(model, where, chunk, precision, sample, team, kernels, offload, memory, graphs)
     predictor.recycling, predictor.msa_server = recycling, server
     predictor.dropout, predictor.chain_gap = dropout, chain_gap
     return predictor

@@ -42,6 +42,7 @@ from warpfold.training.config import GivenSettings, RunConfig
 
 log = logging.getLogger("warpfold.plan")
 
+GRAPHS_HOLD = 16  # times what a prediction needs must be free for its passes to be recorded: graphs keep their memory
 SAID = ("chunk", "in_place", "offload", "axial", "branch")  # keys of a plan that a summary names
 
 
@@ -75,7 +76,8 @@ class FoldPlanner:
     """Chooses how each example is folded, and remembers what ran out of memory.
 
     fixed: keys of the plan that stay.  memory: bytes that may be used on the device at most.  team: all ranks that
-    share an example call everything here, and get the plan that suits the one with the least memory.
+    share an example call everything here, and get the plan that suits the one with the least memory.  graphs: whether
+    passes are recorded where an example has the sizes of the last.
     """
 
     def __init__(
@@ -85,7 +87,9 @@ class FoldPlanner:
         fixed: Mapping[str, Any] | None = None,
         memory: int | None = None,
         team: Team | None = None,
+        graphs: bool = False,
     ) -> None:
+        self.graphs = graphs
         self.model, self.device, self.fixed, self.memory = model, torch.device(device), dict(fixed or {}), memory
         self.team = team or Team()
         self._limits: list[tuple[int, int]] = []  # residues, and bytes that were not there though they were said to be
@@ -103,8 +107,9 @@ class FoldPlanner:
         """Return the plan as `check` does, and say it where it is another than the last; nothing of small ones."""
         found = self.check(sizes, recycles, ensemble, representations, gradient)
         evident = found.choice is not None and found.choice.trivially_fits
-        if describe_plan(found.plan) != self._last and not (evident and not self._last):
-            self._last = describe_plan(found.plan)
+        plan = describe_plan(found.plan) + (", graphs" if found.plan.graph is True else "")
+        if plan != self._last and not (evident and not self._last and plan == describe_plan(found.plan)):
+            self._last = plan
             log.info("plan for %d residues: %s", sizes.residues, found.said)
         return found
 
@@ -128,7 +133,17 @@ class FoldPlanner:
         free = min([machine.free, *(limit for shorter, limit in self._limits if shorter <= sizes.residues)])
         machine = replace(machine, free=free, devices=self.team.mesh.model.size)
         if self.team.mesh.model.size == 1:
-            return FoldPlan.of(self._choose(job, machine))
+            last, choice = self._kept, self._choose(job, machine)
+            found = FoldPlan.of(choice)
+            recorded = replace(choice.plan, graph=True)
+            repeats = last is self._kept and gradient is None and choice.plan.chunk is None
+            if not (self.graphs and repeats and recorded.why_no_graphs(machine.kind) is None):
+                return found
+            # What graphs hold is free for nobody else; as soon as an example of other sizes comes, they are given up.
+            if GRAPHS_HOLD * needed_bytes(choice.memory, choice.machine) > machine.free:
+                return found
+            said = f"{found.said}; sizes repeat, so passes are recorded as graphs"
+            return replace(found, plan=recorded, said=said, details={**found.details, "said": said, "graphs": True})
         free = min(self.team.all_gather_object_of_example(machine.free, "free memory"))
         told: dict[str, Any] = {}
         if self.team.is_example_leader:  # the first of the ranks that share the example chooses, and tells the others

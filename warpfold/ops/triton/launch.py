@@ -14,6 +14,7 @@ import importlib
 import json
 import math
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from warpfold.errors import UserError
 from warpfold.ops.dispatch import fp32_products
-from warpfold.ops.torch_internals import tree_leaves
+from warpfold.ops.torch_internals import tree_leaves, without_modes
 
 Key = tuple[int, ...]  # what a configuration depends on, as the kernel says: widths, lengths, bytes of an element
 SHIPPED = Path(__file__).parent / "tuned"
@@ -112,8 +113,13 @@ class TiledKernel:
         """Launch the kernel on the device that it was asked for; its tile sizes are added to the arguments."""
         given, config = {**arguments, **self.config.sizes}, self.config
         if not _listeners:  # as in every run: no step that can be left out
-            with _on(self.device):
-                self.kernel.function[tuple(grid)](**given, **config.options)
+            start = functools.partial(self.kernel.function[tuple(grid)], **given, **config.options)
+            with on(self.device):
+                if noting.tell is None:
+                    start()
+                else:
+                    noting.tell(self, tuple(grid), given)
+                    without_modes(start)  # the interpreter calls torch, which is none of the operation's doing
             return
         ordered = {name: given.pop(name) for name in self.kernel.function.arg_names}
         if given:
@@ -143,11 +149,11 @@ class KernelLaunch:
 
     def run(self) -> None:
         """Launch it, on the device of its first tensor."""
-        with _on(self.tensors[0].device):
+        with on(self.tensors[0].device):
             self.kernel.function[self.grid](**self.arguments, **self.options)
 
 
-def _on(device: torch.device) -> AbstractContextManager[object]:
+def on(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which kernels are launched on a device: nothing to do where it is the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING
@@ -181,9 +187,19 @@ _NOTHING = nullcontext()
 KERNELS: dict[str, Kernel] = {}
 # Triton's option of how `tl.dot` may multiply fp32: with TF32 wherever that is among these, otherwise exactly.
 DOTS = "allowed_dot_input_precisions"
+
+
+class _Noting(threading.local):
+    """Who is told of every launch of this thread, when it was made."""
+
+    tell: Callable[[TiledKernel, tuple[int, ...], Mapping[str, Any]], None] | None = None
+
+
+noting = _Noting()
 _listeners: list[Callable[[KernelLaunch], None]] = []  # the last is told of every launch, instead of its being run
 _forced: dict[str, KernelConfig] = {}
 _tables: list[tuple[LaunchTable, ...]] = []
+_resets = 0
 
 
 def register(name: str, function: Any, candidates: tuple[KernelConfig, ...]) -> Kernel:
@@ -217,6 +233,11 @@ def config_for(kernel: str, key: Key, device: torch.device) -> KernelConfig:
     if _tables:
         return _find(_tables[-1], kernel, key)
     return _config_for(kernel, key, device)
+
+
+def state() -> int | None:
+    """Return which tables are in use: another number after a `reset`; None where a context looks on, or has its own."""
+    return None if _listeners or _forced or _tables else _resets
 
 
 @contextmanager
@@ -360,6 +381,8 @@ def read(path: Path) -> LaunchTable:
 
 def reset() -> None:
     """Forget the tables that were read: one was written."""
+    global _resets
+    _resets += 1
     read.cache_clear()
     _config_for.cache_clear()
 

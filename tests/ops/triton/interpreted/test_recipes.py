@@ -1,0 +1,42 @@
+"""Calls that are repeated by recipe: of other tensors they make what working it out makes, to the bit."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.cases import CASES, made
+from warpfold.ops.triton import launch
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of what pads rows
+REPEATED = [
+    "layer_norm 20, turned", "norm_linear 128 to 8, many axes", "norm_linear 384 to 3, planes", "gate turned",
+    "gated_linear_residual odd", "triangle_factor many axes", "transition 40, SwiGLU, a batch", "outer_product odd",
+    "outer_product_mean added last, turned", "triangle_multiplication outgoing",
+    "triangle_multiplication incoming, rows that are padded", "gated_attention triangle, ending",
+    "gated_attention row of an alignment", "gated_attention batch, given bias", "attention two slabs",
+    "global_attention", "aligned_errors chains", "overlaps of every pair",
+]  # fmt: skip
+# Dropout that is drawn, which a pass with a gradient has; and one tensor that is two of the arguments.
+NOT_REPEATED = ["gated_attention update alone", "overlaps of one residue"]
+
+
+@pytest.mark.parametrize("name", [*REPEATED, *NOT_REPEATED])
+def test_what_is_repeated_is_what_was_worked_out(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(launch, "state", lambda: 0)  # large tiles are forced here, and stay the same
+    first, second = made(name, torch.bfloat16), made(name, torch.bfloat16)
+    recipes = first.op._recipes
+    recipes.clear()
+    with torch.no_grad():
+        right = first.op(**first.given).clone()
+        for t in first.given.values():
+            if isinstance(t, Tensor):
+                t.zero_()  # whoever reads it again is found out
+        found = first.op(**second.given)
+    assert torch.equal(found.nan_to_num(), right.nan_to_num())
+    assert any(recipe is not None for recipe in recipes.values()) == (name in REPEATED)
+    assert len(recipes) <= 1
+    recipes.clear()
+
+
+def test_every_operation_is_repeated() -> None:
+    assert {CASES[name][0].name for name in REPEATED} == {op.name for op, _, _ in CASES.values()}

@@ -1,0 +1,272 @@
+"""What an operation does on a GPU with arguments of one layout: noted once, and repeated without working it out again.
+
+Which kernels an operation launches, with which strides, tiles and grids, follows from shapes, strides, dtypes and
+numbers alone; to find it takes the host longer than the kernels take the device.  So `dispatch` keeps a recipe for each
+layout: what to allocate, to launch and to call, and where among arguments and allocations each pointer lies.  It serves
+where nobody looks on: without gradient, modes, profilers, and launches that a context has forced, noted or looked up.
+
+An operation that decided by anything else, such as the values or the addresses of its tensors, would be repeated
+wrongly: `layout` says what it may decide by.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from warpfold.ops import dispatch
+from warpfold.ops.torch_internals import DispatchMode, map_tensors, tree_leaves
+from warpfold.ops.triton import launch
+from warpfold.ops.triton.launch import TiledKernel
+
+ALLOCATE = "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"
+BEHIND = 15  # elements behind a tensor that may matter: rows of a bias are read to where a wide word ends
+ONE = (1,)  # shape and stride of a tensor of which only the address counts
+MOST = 512  # recipes of one operation, kept at a time
+Memory = list[Any]  # the arguments of a call, and behind them what is allocated
+
+
+def layout(given: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Return all that decides how these arguments are computed, or None where recipes do not serve."""
+    state = launch.state()
+    if state is None:
+        return None
+    key: list[Any] = [state, dispatch.fp32_products()]
+    for t in given:
+        kind = type(t)
+        if kind is Tensor or kind is nn.Parameter:
+            key += t.shape, t.stride(), t.dtype, t.device
+            if not t.is_contiguous():
+                behind = t.untyped_storage().nbytes() // t.element_size() - t.storage_offset() - _span(t)
+                key.append(min(BEHIND, behind))
+        elif t is None or kind in (int, float, bool, str):
+            key.append(t)
+        else:
+            return None
+    return tuple(key)
+
+
+def _span(t: Tensor) -> int:
+    """Return how many elements of memory a tensor with elements reaches over."""
+    return 1 + sum([(size - 1) * stride for size, stride in zip(t.shape, t.stride())])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies: so many elements behind the beginning of an argument or an allocation; whole: it is that."""
+
+    slot: int
+    offset: int
+    shape: Sequence[int]
+    stride: Sequence[int]
+    whole: bool
+
+    def of(self, memory: Memory) -> Tensor:
+        """Return the tensor."""
+        t: Tensor = memory[self.slot]
+        return t if self.whole else t.as_strided(self.shape, self.stride, t.storage_offset() + self.offset)
+
+
+class Recipe:
+    """What a call did, to be done again with other arguments of the same layout.
+
+    steps: each action, which works in memory, or makes what fills a slot; and the slots that none behind it uses.
+    slots: how many there are beside the arguments.
+    result: where the result lies; None: there is none.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[tuple[Callable[..., Any], int | None, Sequence[int]]],
+        slots: int,
+        result: _Place | None,
+        device: torch.device,
+    ) -> None:
+        self._steps, self._slots, self._result, self._device = steps, [None] * slots, result, device
+
+    def repeat(self, given: Sequence[Any]) -> Any:
+        """Do it, and return what the call would."""
+        memory = [*given, *self._slots]
+        with launch.on(self._device):
+            for action, made, unused in self._steps:
+                if made is None:
+                    action(memory)
+                else:
+                    memory[made] = action()
+                for slot in unused:
+                    memory[slot] = None
+        return None if self._result is None else self._result.of(memory)
+
+
+def record(
+    recipes: MutableMapping[Any, Recipe | None], key: tuple[Any, ...], call: Callable[[Any], Any], given: Sequence[Any]
+) -> Any:
+    """Make the call, and note its recipe under the layout of its arguments; None where it cannot be repeated."""
+    if key in recipes:
+        return call(given)
+    if len(recipes) >= MOST:
+        recipes.clear()
+    recorder = _Recorder(given)
+    with recorder.noting():
+        result = call(given)
+    recipes[key] = recorder.recipe(result, given[0].device)
+    return result
+
+
+class _Slot(NamedTuple):
+    """An argument or an allocation: its first address, the one behind its last, and how it lies."""
+
+    begin: int
+    end: int
+    shape: Sequence[int]
+    stride: Sequence[int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, t: Any) -> "_Slot | None":
+        """Return that of a tensor; None for anything else."""
+        if not isinstance(t, Tensor):
+            return None
+        span = _span(t) * t.element_size() if t.numel() else 0
+        return cls(t.data_ptr(), t.data_ptr() + span, t.shape, t.stride(), t.dtype)
+
+    def is_same(self, t: Tensor) -> bool:
+        """Return whether a tensor is all of it, as it lies."""
+        return (self.begin, self.shape, self.stride) == (t.data_ptr(), t.shape, t.stride())
+
+
+class _Recorder(DispatchMode):
+    """Notes what a call with these arguments does."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        super().__init__()
+        self._arguments = len(given)
+        self._actions: list[tuple[Callable[..., Any], int | None]] = []  # and the slot that an allocation fills
+        self._last: dict[int, int] = {}  # of each slot, the last action that uses it
+        # Memory that was given back may be allocated again, so of two slots the later is meant.
+        self._slots = [_Slot.of(t) for t in given]
+        spans = sorted(slot[:2] for slot in self._slots if slot is not None)
+        self._failed = any(after[0] < before[1] for before, after in pairwise(spans))  # whose would a view be?
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what happens within the context."""
+        launch.noting.tell = self._launched
+        try:
+            with self:
+                yield
+        finally:
+            launch.noting.tell = None
+
+    def recipe(self, result: Any, device: torch.device) -> Recipe | None:
+        """Return the recipe of a call that returned this; None where something of it cannot be repeated."""
+        place = map_tensors(self._place, result)
+        if self._failed:
+            return None
+        unused: dict[int, list[int]] = {}
+        for slot, last in self._last.items():
+            if slot >= self._arguments:
+                unused.setdefault(last, []).append(slot)
+        # What nothing uses is not allocated: results that are there for a gradient alone.
+        steps = [
+            (action, made, unused.get(i, ()))
+            for i, (action, made) in enumerate(self._actions)
+            if made in (None, *self._last)
+        ]
+        return Recipe(steps, len(self._slots) - self._arguments, place, device)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        given = kwargs or {}
+        if func.namespace == "warpfold":  # what is noted is what it does
+            with self:
+                return dispatch.runs[func._opname](*args, **given)
+        out = func(*args, **given)
+        changes = func._schema.is_mutable
+        aliases = any(one.alias_info is not None for one in func._schema.returns)
+        if not changes and aliases and not _is_copy(out, (args, given)):  # a view
+            return out
+        self._failed |= not (changes or isinstance(out, Tensor))
+        slot = None if changes else len(self._slots)
+        if func._opname in ALLOCATE:
+            how = {"dtype": out.dtype, "device": out.device}
+            self._note(functools.partial(torch.empty_strided, out.shape, out.stride(), **how), slot)
+        else:
+            self._note(_call(func, map_tensors(self._place, list(args)), map_tensors(self._place, dict(given)), slot))
+        if not changes:
+            self._slots.append(_Slot.of(out))
+        return out
+
+    def _note(self, action: Callable[..., Any], allocates: int | None = None) -> None:
+        self._actions.append((action, allocates))
+
+    def _place(self, t: Tensor) -> _Place | None:
+        """Return the place of a tensor that the next action uses."""
+        for number in reversed(range(len(self._slots))):
+            slot = self._slots[number]
+            if slot is not None and (slot.begin <= t.data_ptr() < slot.end or slot.is_same(t)):
+                self._failed |= slot.dtype != t.dtype
+                self._last[number] = len(self._actions)
+                offset = (t.data_ptr() - slot.begin) // t.element_size()
+                return _Place(number, offset, tuple(t.shape), t.stride(), slot.is_same(t))
+        self._failed = True
+        return None
+
+    def _launched(self, kernel: TiledKernel, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
+        """Note a launch."""
+        pointers, fixed = [], {**kernel.config.options, **arguments}
+        for name, value in arguments.items():
+            kind = type(value)
+            tensor, *rest = (value, ()) if isinstance(value, Tensor) else value if isinstance(value, tuple) else (None,)
+            self._failed |= any(isinstance(leaf, Tensor) for leaf in tree_leaves(rest))  # as of `sum_partials`
+            if isinstance(tensor, Tensor) and (place := self._place(tensor)) is not None:
+                fixed[name] = None  # so that the recipe holds no memory
+                pointers.append((name, None if tensor is value else kind, place.slot, place.offset, rest))
+        self._note(_launch(kernel.kernel.function[grid], fixed, pointers))
+
+
+def _is_copy(out: Any, given: Any) -> bool:
+    """Return whether the result of `contiguous` and others, which may be views, lies in memory of its own."""
+    if not isinstance(out, Tensor) or not out.numel():
+        return False
+    inputs = [t.untyped_storage().data_ptr() for t in tree_leaves(given) if isinstance(t, Tensor)]
+    return out.untyped_storage().data_ptr() not in inputs
+
+
+def _call(func: Any, args: Any, kwargs: Mapping[str, Any], slot: int | None) -> Callable[[Memory], None]:
+    """Return a call of one of torch's operations; slot: that its result fills."""
+
+    def action(memory: Memory) -> None:
+        out = func(*_filled(args, memory), **{name: _filled(value, memory) for name, value in kwargs.items()})
+        if slot is not None:
+            memory[slot] = out
+
+    return action
+
+
+def _filled(value: Any, memory: Memory) -> Any:
+    """Return what an operation of torch's is given, with tensors for their places."""
+    if isinstance(value, _Place):
+        return value.of(memory)
+    return type(value)([_filled(each, memory) for each in value]) if isinstance(value, tuple | list) else value
+
+
+def _launch(
+    launcher: Any, fixed: Mapping[str, Any], pointers: Sequence[tuple[str, Any, int, int, Any]]
+) -> Callable[[Memory], None]:
+    """Return the launch of a kernel, which is told of a tensor's dtype and address: the rest is numbers."""
+
+    def action(memory: Memory) -> None:
+        arguments = dict(fixed)
+        for name, kind, slot, offset, rest in pointers:
+            t = memory[slot]
+            if offset:
+                t = t.as_strided(ONE, ONE, t.storage_offset() + offset)
+            arguments[name] = t if kind is None else tuple.__new__(kind, (t, *rest))
+        launcher(**arguments)
+
+    return action
