@@ -86,7 +86,7 @@ SAFE = {
     "scoring/score_table.py:remove_tables": "tables by the names that an earlier run's summary has",
     "relax/files.py:relax_file": "its own earlier result: `check_result` refuses files that are none",
     "prediction/folder.py:RepresentationStore.keys": "renames a finished store of this run to where nothing is",
-    "prediction/folder.py:RepresentationStore.write": "finished stores of this run (`_is_ours`), when another has all of it",
+    "prediction/folder.py:RepresentationStore.write": "finished stores of this run, when another has all of it",
     "prediction/folder.py:RepresentationStore.remove_records": "records by their names, when the store has them",
     "prediction/folder.py:remove_copies": "copies by the names that the summary has, and their empty folder",
     "bench/ops.py:picture": "into memory",
