@@ -86,7 +86,7 @@ def test_alone_the_option_means_the_npz(tmp_path: Path, tiny_params: Path, capsy
     assert Store(tmp_path / "a.store").keys == ["query"]
 
 
-def test_parts_and_workers_make_the_store_of_one_process(
+def test_parts_make_the_store_of_one_process(
     tmp_path: Path, fasta: Path, tiny_params: Path, alone: dict[str, bytes]
 ) -> None:
     store = tmp_path / "parts.store"

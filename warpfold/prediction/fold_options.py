@@ -313,7 +313,7 @@ class PredictOptions(Checked):
         """Return the settings that decide results beside parameters, queries and seeds, defaults filled in."""
         config, sample = model.config, model.sample
         # Named only if given: folders of earlier versions can be continued.
-        given = {"recycle_tolerance": self.recycling.tolerance, "max_recycles": self.recycling.long}
+        given: dict[str, Any] = {"recycle_tolerance": self.recycling.tolerance, "max_recycles": self.recycling.long}
         given |= {name: getattr(self, name) or None for name in ("distogram", "dropout", "save_recycles", "chain_gap")}
         given |= {} if self.store is None else {"stored_pair": self.pair_representation}
         return {

@@ -28,7 +28,14 @@ from warpfold.files import file_name, is_given_pipe
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.team import Team
 from warpfold.prediction.fold_options import PredictOptions, batch_of
-from warpfold.prediction.folder import WHOLE, Journal, PredictionFolder, RepresentationStore
+from warpfold.prediction.folder import (
+    WHOLE,
+    Journal,
+    PredictionFolder,
+    RepresentationStore,
+    key_of,
+    read_journals,
+)
 from warpfold.prediction.folding import (
     Clock,
     FoldItem,
@@ -401,8 +408,15 @@ def _fold(
         FoldJob(some, out, folder.run, folder.part, folder.is_several, options, workers, tables, folder.keep)
         for some in in_jobs(groups, JOBS * share.workers)
     ]
+
+    def left(some: list[FoldJob]) -> list[FoldJob]:
+        """Return jobs of workers that died without what they had done."""
+        done = {key_of(row["of"]) for row in read_journals(out, folder.run) if "entry" in row}
+        groups = [[tuple(item for item in group if item.key not in done) for group in job.groups] for job in some]
+        return [replace(job, groups=[group for group in own if group]) for job, own in zip(some, groups)]
+
     with pool(share.workers, share.cluster) as executor:
-        for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor)):
+        for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor, again=left)):
             clock.add(seconds)
             for reason, count in refusals_of_job.items():
                 refused[reason] = refused.get(reason, 0) + count
