@@ -72,7 +72,7 @@ def test_a_store_has_what_a_prediction_in_memory_has(
         assert record.read(name).dtype == np.float16
         np.testing.assert_array_equal(record.read(name), array.astype(np.float16))
         np.testing.assert_array_equal(record.read(name, np.array([2, 7])), array[[2, 7]].astype(np.float16))
-    assert not {"single", "pair", "msa"} & set(np.load(out / "p1" / "p1.npz").files)
+    assert not {"single", "pair", "msa"} & set(np.load(out / "p1" / "p1.npz", allow_pickle=False).files)
     summary = json.loads((out / "summary.json").read_text())
     assert all(one["stored"] and "representations" not in one["files"] for one in summary["predictions"])
 
@@ -80,7 +80,7 @@ def test_a_store_has_what_a_prediction_in_memory_has(
 def test_alone_the_option_means_the_npz(tmp_path: Path, tiny_params: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--params", tiny_params, "--recycles", 0, SEQUENCES[0]]
     assert run_cli(capsys, "--representations", *given, "--out", tmp_path / "out")[0] == 0
-    arrays = np.load(tmp_path / "out" / "query" / "query.npz")
+    arrays = np.load(tmp_path / "out" / "query" / "query.npz", allow_pickle=False)
     assert {"single", "pair", "msa", "structure_module"} <= set(arrays.files)
     assert run_cli(capsys, f"--representations={tmp_path}/a.store", *given, "--out", tmp_path / "b")[0] == 0
     assert Store(tmp_path / "a.store").keys == ["query"]

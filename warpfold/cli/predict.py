@@ -213,10 +213,11 @@ predict = function(PredictCommand)
 class Predict(Lists):
     """The command `predict`, which takes ColabFold's names of its options too.
 
-    --representations needs no value: alone, it is those of the .npz.
+    --representations needs no value: alone, it means those of the .npz.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse words with our names in the place of ColabFold's, and a value for --representations."""
         words = []
         for place, one in enumerate(args):
             name, equals, value = one.partition("=")
