@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.killers import DiesTwice
 from warpfold import __version__, bulk
 from warpfold.bulk import IsolatedProcess, JobPart, ProcessDied, ProcessPool, in_order, pool
 from warpfold.errors import UserError
@@ -35,8 +36,23 @@ def test_results_come_in_the_order_of_the_jobs(workers: int) -> None:
 
 
 def test_a_dead_worker_is_the_users_to_know() -> None:
-    with pytest.raises(UserError, match="worker process died"), pool(2) as executor:
+    with pytest.raises(UserError, match="worker processes died again and again"), pool(2) as executor:
         list(in_order(die, range(3), executor))
+
+
+@pytest.mark.parametrize("ahead", [1, 3, 64])
+def test_two_workers_each_killed_once_change_nothing(tmp_path: Path, ahead: int) -> None:
+    left: list[int] = []
+
+    def again(jobs: list[int]) -> list[int]:
+        left.extend(jobs)
+        return jobs
+
+    with pool(2) as executor:
+        dies = DiesTwice("tests.test_bulk", "square", tmp_path / "killed")
+        assert list(in_order(dies, range(12), executor, ahead, again)) == [n * n for n in range(12)]
+    assert dies.deaths == 2
+    assert 2 <= len(left) <= 24
 
 
 def test_later_jobs_get_new_processes_after_a_death() -> None:

@@ -82,7 +82,7 @@ def test_folding_declares_what_predict_does() -> None:
     known = set()
     for function in (load, Predictor.fold, Predictor.fold_many, Predictor.score_designs):
         for name, parameter in inspect.signature(function).parameters.items():
-            kept = (function, name) == (Predictor.fold, "representations")  # of one, in memory, they are kept
+            kept = name == "representations"  # in memory: of one they are kept, and there is no store
             if name in predict and predict[name].default is not inspect.Parameter.empty and not kept:
                 assert parameter.default == predict[name].default, (function, name)
                 known.add(name)

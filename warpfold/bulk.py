@@ -1,7 +1,11 @@
 """Bulk work through `concurrent.futures.Executor`: in this process, in others on this machine, or on a Dask cluster.
 
-A job is a picklable argument of a module-level function that returns plain data.  Results come in the order of the
-jobs, so that the files made from them have the same bytes for any number of workers.
+A job is a picklable argument of a module-level function that returns plain data, the same whenever it is done.  Results
+come in the order of the jobs, so that the files made from them have the same bytes for any number of workers.
+
+What does jobs is any `Executor`: `submit` hands one out, and its future has the result, or raises `BrokenProcessPool`
+or one of `deaths_on_cluster()` if the worker died.  `pool` chooses it.  A task of a job array has a `JobPart` of the
+jobs, and does it by any of these.
 """
 
 import os
@@ -23,6 +27,7 @@ from warpfold.errors import UserError
 if TYPE_CHECKING:
     from distributed import Client
 
+DEATHS = 3  # of local processes one after another, without a result between them, before a run gives up
 AHEAD = 64  # jobs handed out at a time, including finished ones that wait for a slow one before them
 
 Job = TypeVar("Job")
@@ -47,7 +52,9 @@ def pool(workers: int = 1, cluster: str | None = None) -> Iterator[Executor | No
         try:
             yield executor
         except BrokenProcessPool:
-            raise UserError("a worker process died, most likely of too little memory; use fewer workers") from None
+            raise UserError(
+                "worker processes died again and again, most likely of too little memory; use fewer workers"
+            ) from None
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
 
@@ -132,7 +139,11 @@ class IsolatedProcess:
 
 
 def deaths_on_cluster() -> tuple[type[Exception], ...]:
-    """Return the exceptions that a job's future raises after the job has killed several workers of a Dask cluster."""
+    """Return the exceptions that a job's future raises after the job has killed several workers of a Dask cluster.
+
+    So a cluster tries a job again itself.  A process pool does not: all futures that wait or run fail then with
+    `BrokenProcessPool`.
+    """
     scheduler = sys.modules.get("distributed.scheduler")
     return () if scheduler is None else (scheduler.KilledWorker,)
 
@@ -193,17 +204,42 @@ def _version() -> str:
 
 
 def in_order(
-    function: Callable[[Job], Result], jobs: Sequence[Job], executor: Executor | None, ahead: int = AHEAD
+    function: Callable[[Job], Result],
+    jobs: Sequence[Job],
+    executor: Executor | None,
+    ahead: int = AHEAD,
+    again: Callable[[list[Job]], list[Job]] = list,
 ) -> Iterator[Result]:
-    """Yield `function` of each job, in the order of the jobs; at most `ahead` are handed out at a time."""
+    """Yield `function` of each job, in the order of the jobs; at most `ahead` are handed out at a time.
+
+    A job whose process died is done again, as are those that waited for one; again: returns, for each of these, the job
+    that is left to do.
+    Errors: what `function` raises; `BrokenProcessPool` if `DEATHS` processes die one after another.
+    """
     if executor is None:
         yield from map(function, jobs)
         return
-    waiting: deque[Future[Result]] = deque()
+    waiting: deque[tuple[Job, Future[Result]]] = deque()
     queue = iter(jobs)
     for _ in jobs:
-        waiting.extend(executor.submit(function, job) for job in islice(queue, ahead - len(waiting)))
-        yield waiting.popleft().result()
+        waiting.extend((job, executor.submit(function, job)) for job in islice(queue, ahead - len(waiting)))
+        for death in range(1, DEATHS + 1):
+            try:
+                result = waiting[0][1].result()
+                break
+            except BrokenProcessPool:
+                if death == DEATHS:
+                    raise
+                executor.submit(_version)  # when it returns, all processes of that pool have ended
+                died = [place for place, (_, future) in enumerate(waiting) if _has_died(future)]
+                for place, job in zip(died, again([waiting[place][0] for place in died])):
+                    waiting[place] = job, executor.submit(function, job)
+        waiting.popleft()
+        yield result
+
+
+def _has_died(future: Future[Any]) -> bool:
+    return future.done() and isinstance(future.exception(), BrokenProcessPool)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config, tiny_model
+from tests.killers import DiesTwice
 from tests.ranks import run_ranks
 from warpfold.batch import Batch, stack
 from warpfold.bulk import JobPart
@@ -67,6 +68,10 @@ def predictions(out: Path) -> dict[str, bytes]:
     """All files of predictions, without what has seconds in it."""
     files = [path for path in sorted(out.rglob("*")) if path.is_file() and path.parent != out]
     return {str(path.relative_to(out)): path.read_bytes() for path in files}
+
+
+def journals(out: Path) -> dict[str, bytes]:
+    return {name: data for name, data in predictions(out).items() if name.startswith("journal/")}
 
 
 def options(**more: Any) -> PredictOptions:
@@ -301,6 +306,22 @@ def test_workers_make_the_files_of_one_process(tmp_path: Path, fasta: Path, tiny
         Share(workers=2).check(Team(), "cuda:1")
     with pytest.raises(UserError, match="without torchrun"):
         Share(workers=2).check(Team(ProcessInfo(0, 2)), "cpu")
+
+
+@pytest.mark.slow
+def test_two_workers_each_killed_once_make_the_same_files_and_nothing_twice(
+    tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They die when they have done a job, which nobody has heard of."""
+    predict(fasta, [], tiny_params, tmp_path / "alone", options(batch=1))
+    dies = DiesTwice("warpfold.prediction.predict", "fold_job", tmp_path / "killed", after=True)
+    monkeypatch.setattr("warpfold.prediction.predict.fold_job", dies)
+    monkeypatch.setattr("warpfold.prediction.folder.remove_journals", lambda out: None)
+    summary = predict(fasta, [], tiny_params, tmp_path / "two", options(batch=1), share=Share(workers=2))
+    assert (summary["status"], dies.deaths) == ("complete", 2)
+    assert predictions(tmp_path / "two") == predictions(tmp_path / "alone") | journals(tmp_path / "two")
+    entries = [row["entry"]["name"] for row in read_journals(tmp_path / "two", summary["run"]) if "entry" in row]
+    assert sorted(entries) == [f"p{i}" for i in range(6)]
 
 
 def test_ranks_with_examples_of_their_own_share_the_queries(tmp_path: Path, fasta: Path, tiny_params: Path) -> None:

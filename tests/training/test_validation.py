@@ -240,15 +240,22 @@ def test_a_watcher_that_is_none_is_refused_before_anything_is_done(store: Store,
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (UserError("its bytes do not fit their checksum"), "do not fit their checksum"),
+        (MemoryError(), "too little memory"),
+    ],
+)
 def test_a_damaged_example_is_named_and_counted_and_none_takes_its_place(
-    store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, says: str
 ) -> None:
     held_out = [*rows(unbroken, kind="validation")[0]["examples"]]
     original, bad = examples.open_entry, held_out[0]
 
     def damaged(store: Store, key: str, assemblies: bool) -> Any:
         if key == bad:
-            raise UserError(f"{key}: its bytes do not fit their checksum; pack it again")
+            raise error
         return original(store, key, assemblies)
 
     monkeypatch.setattr(examples, "open_entry", damaged)
@@ -258,7 +265,7 @@ def test_a_damaged_example_is_named_and_counted_and_none_takes_its_place(
     for row in found:
         assert [*row["examples"]] == held_out[1:]
         assert (row["of"], [*row["left_out"]]) == (2, [bad])
-        assert "do not fit their checksum" in row["left_out"][bad]
+        assert says in row["left_out"][bad]
     scores = {row["step"]: row["lddt_ca"] for row in found}  # which all have the same examples
     best = max(scores, key=scores.__getitem__)
     with RunFolder(tmp_path / "run", score="lddt_ca") as run:

@@ -211,14 +211,20 @@ predict = function(PredictCommand)
 
 
 class Predict(Lists):
-    """The command `predict`, which takes ColabFold's names of its options too."""
+    """The command `predict`, which takes ColabFold's names of its options too.
+
+    --representations needs no value: alone, it means those of the .npz.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse words with our names in the place of ColabFold's, and a value for --representations."""
         words = []
-        for one in args:
+        for place, one in enumerate(args):
             name, equals, value = one.partition("=")
             *before, last = ALIASES.get(name, (name,))
             words += [*before, last + equals + value]
+            if words[-1] == "--representations" and not "".join(args[place + 1 : place + 2]).endswith(".store"):
+                words.append("npz")
         return super().parse_args(ctx, words)
 
 
@@ -292,6 +298,8 @@ def _lines(summary: dict[str, Any], out: Path) -> Iterator[str]:
             yield relaxed_line(f"{entry['name']} relaxed", entry["relaxed"])
     if summary["status"] != "running":
         yield from (f"table: {out / name}" for name in summary.get("tables", ()))
+        if "store" in summary:
+            yield f"representations: {summary['store']}"
         yield f"report: {out / 'report.html'}"
 
 

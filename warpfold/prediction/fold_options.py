@@ -5,6 +5,7 @@ Imports nothing heavy: `warpfold predict --help` is made of it.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 from warpfold.arguments import (
@@ -19,6 +20,7 @@ from warpfold.arguments import (
     WrongArgument,
     decides,
     is_list,
+    path,
     reads,
     runs,
     shown,
@@ -98,7 +100,20 @@ Dropout = Annotated[
 ]
 MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)]
 MaxExtra = Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)]
-Representations = Annotated[bool, writes("Keep single, pair and msa in the .npz.")]
+Representations = Annotated[bool, writes("Keep single, pair, msa and the structure module's single in the .npz.")]
+KeptRepresentations = Annotated[
+    bool | PathLike | None,
+    writes(
+        "Keep single, pair, msa and the structure module's single in the .npz; or with NAME.store all but msa in half "
+        "precision in a store, for thousands.",
+        shell=str | None,
+        metavar="[NAME.store]",
+    ),
+]
+PairRepresentation = Annotated[
+    Literal["pooled", "whole"],
+    writes("Of pair, what a store of representations has: means over rows and columns, or all of it."),
+]
 Distogram = Annotated[bool, writes("Keep contacts in the .npz, and the distogram in a .npy.")]
 SaveRecycles = Annotated[
     bool, writes("Write the structures of the passes before the last too: NAME_recycle_0.cif and so on.")
@@ -223,7 +238,8 @@ class PredictOptions(Checked):
         Literal["all"] | None,
         reads("all: fold each two records as a complex, and each with itself; NAME is ONE_and_OTHER."),
     ] = None
-    representations: Representations = False
+    representations: KeptRepresentations = None
+    pair_representation: PairRepresentation = "pooled"
     distogram: Distogram = False
     save_recycles: SaveRecycles = False
     keep: Annotated[
@@ -250,12 +266,24 @@ class PredictOptions(Checked):
         batch_of(self.batch)
         if self.pairs and self.complex:
             raise UserError("--pairs makes complexes itself of all records; leave --complex out")
-        _ = self.recycling, self.memory_limit, self.selection  # which refuse what is none
+        _ = self.recycling, self.memory_limit, self.selection, self.store  # which refuse what is none
+        if self.pair_representation == "whole" and self.store is None:
+            raise UserError("--pair-representation whole: is of a store; give --representations NAME.store too")
 
     @property
     def recycling(self) -> Recycling:
         """Return when recycling ends."""
         return Recycling.of(self.recycle_tolerance, self.max_recycles)
+
+    @property
+    def store(self) -> Path | None:
+        """Return the store that the representations go to; None: to none.  Errors: UserError for another name."""
+        if isinstance(self.representations, bool) or self.representations in (None, "npz"):
+            return None
+        found = path("representations", self.representations)
+        if found.suffix != ".store":
+            raise UserError(f"--representations {found}: the name of a store of representations ends in .store")
+        return found
 
     @property
     def selection(self) -> int | Selection | None:
@@ -278,7 +306,7 @@ class PredictOptions(Checked):
     def asked(self) -> Asked:
         """Return the requests that all predictions share."""
         return Asked(
-            self.recycles, self.ensemble, self.representations, self.distogram, save_recycles=self.save_recycles
+            self.recycles, self.ensemble, bool(self.representations), self.distogram, save_recycles=self.save_recycles
         )
 
     @property
@@ -290,15 +318,16 @@ class PredictOptions(Checked):
         """Return the settings that decide results beside parameters, queries and seeds, defaults filled in."""
         config, sample = model.config, model.sample
         # Named only if given: folders of earlier versions can be continued.
-        given = {"recycle_tolerance": self.recycling.tolerance, "max_recycles": self.recycling.long}
+        given: dict[str, Any] = {"recycle_tolerance": self.recycling.tolerance, "max_recycles": self.recycling.long}
         given |= {name: getattr(self, name) or None for name in ("distogram", "dropout", "save_recycles", "chain_gap")}
+        given |= {} if self.store is None else {"stored_pair": self.pair_representation}
         return {
             "recycles": config.recycles if self.recycles is None else self.recycles,
             "ensemble": config.ensemble if self.ensemble is None else self.ensemble,
             "max_msa": sample.max_msa if self.max_msa is None else self.max_msa,
             "max_extra": sample.max_extra if self.max_extra is None else self.max_extra,
             "precision": self.precision,
-            "representations": self.representations,
+            "representations": bool(self.representations),
             **{name: value for name, value in given.items() if value is not None},
         }
 

@@ -14,13 +14,16 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
+from warpfold import __version__
 from warpfold.bulk import JobPart
+from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 from warpfold.files import NO_LOCKS, file_name, lock_file, sealed, write_atomically, writing
 from warpfold.prediction.folding import FoldItem, FoldOutcome, Group, Key, part_of
@@ -30,6 +33,8 @@ from warpfold.prediction.outputs import (
     clear_damaged,
     damaged_files,
     drop_prediction,
+    file_names,
+    read_record,
     refuse_links,
     remove_prediction,
     thin_prediction,
@@ -62,7 +67,7 @@ class PredictionFolder:
 
     new: the summary of a new run.  items: all predictions of the run, in the order of the summary.
     keep: of each query's predictions, as many keep all files, the best; or which keep their structures; None: all.
-    tables: that get a row for each prediction.
+    tables: that get a row for each prediction.  store: that gets the representations.
     """
 
     out: Path
@@ -71,6 +76,7 @@ class PredictionFolder:
     part: JobPart = WHOLE
     keep: int | Selection | None = None
     tables: ScoreTables | None = None
+    store: "RepresentationStore | None" = None
     journal: "Journal | None" = field(default=None, repr=False)
     own: set[Key] = field(default_factory=set, repr=False)  # what is to be folded by this process, or was
 
@@ -104,6 +110,8 @@ class PredictionFolder:
         own = part_of(groups, self.part)
         self.own = {item.key for group in own for item in group}
         claim_folder(self.out, self.new["format"], self.run, force)  # before anything is written there
+        if self.store is not None:
+            self.store.check()
         for item in (item for group in own for item in group):
             refuse_links(self.out, f"{file_name(item.query.name)}/{item.below if self.is_several else ''}")
         with alone(self.out):
@@ -167,12 +175,17 @@ class PredictionFolder:
                         below = self.out / entry["folder"]
                         files = thin_prediction(below, entry["name"], entry["files"])
                         entry |= {"files": files, "checksums": checksums_of(below, files), "thinned": True}
+                if self.store is not None:
+                    self.store.write(self.out, entries)
+                    entries = [as_stored(entry) if is_stored(entry) else entry for entry in entries]
                 summary["predictions"] = copy_by_rank(self.out, entries) if self.is_several else entries
                 if self.tables is not None:
                     summary["tables"] = self.tables.rebuild(summary["predictions"], finished=True)
                 write_report(self.out / "report.html", prediction_report(self.out, summary))
                 summary = write_summary(self.out, summary)
                 remove_journals(self.out)
+                if self.store is not None:
+                    self.store.remove_records(self.out, entries)
         return summary
 
     def shortlist(self) -> Shortlist | None:
@@ -226,11 +239,114 @@ class PredictionFolder:
                 done.failures[key_of(row["of"])] = row["error"]
             elif "entry" in row:
                 done.entries[key_of(row["of"])] = row["entry"]
+        if self.store is not None:
+            held = self.store.keys()
+            gone = [key for key, one in done.entries.items() if one.get("stored") and one["folder"] not in held]
+            if gone := [key for key in gone if is_stored(done.entries[key])]:
+                logger.warning("%s: lacks %d of its entries, which are predicted again", self.store.path, len(gone))
+            done.entries = {
+                key: as_stored(one) if one["folder"] in held and is_stored(one) else one
+                for key, one in done.entries.items()
+                if key not in gone
+            }
         kept, some = self._kept([*done.entries.values()]), isinstance(self.keep, Selection)
         for place, (key, entry) in enumerate([*done.entries.items()]):  # what an earlier --keep took is made again
             if (place in kept and entry.get("thinned")) or ((place in kept or not some) and entry.get("dropped")):
                 del done.entries[key]
         return done
+
+
+@dataclass(frozen=True)
+class RepresentationStore:
+    """The store of the representations of a run, by the folders of its predictions.
+
+    It is written when all is done, from a record beside each prediction, in the order of the summary.  Where the same
+    command later has more, a new store is written with those and what the old one has, which it then replaces.
+    """
+
+    path: Path
+    run: str
+
+    def check(self) -> None:
+        """Raise UserError for something else of its name, or where no store can be written."""
+        if os.path.lexists(self.path) and not self._is_ours(self.path):
+            raise UserError(f"{self.path}: exists already, and is not of this run; remove it, or name another store")
+        above = next(place for place in self.path.absolute().parents if place.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+            raise UserError(f"{self.path}: cannot be written: {above} is not a folder that can be written")
+
+    def keys(self) -> set[str]:
+        """Return the keys of what it has; none where it is not there.  Errors: as of `check`, and a damaged store."""
+        if not os.path.lexists(self.path) and self._is_ours(self._beside("new")):  # a kill came between two renames
+            self._beside("new").rename(self.path)
+        self.check()
+        if not self.path.exists():
+            return set()
+        with contextlib.closing(Store(self.path)) as store:
+            return set(store.keys)
+
+    def write(self, out: Path, entries: Sequence[Entry]) -> None:
+        """Write the store, unless it is there and has the representations of these predictions, and no others."""
+        held, wanted = self.keys(), {entry["folder"]: entry for entry in entries if is_stored(entry)}
+        if not wanted or wanted.keys() == held:
+            return
+        new, old = self._beside("new"), self._beside("old")
+        for left in (new, old):  # by a process that was killed
+            if self._is_ours(left):
+                shutil.rmtree(left)
+        with contextlib.ExitStack() as opened:
+            before = opened.enter_context(contextlib.closing(Store(self.path))) if held else None
+            writer = opened.enter_context(StoreWriter(new if held else self.path))
+            for key, entry in wanted.items():
+                if before is not None and key in held:
+                    one = before.record(key)
+                    record = pack_record({name: one.read(name) for name in one.arrays}, one.notes)
+                else:
+                    record = read_record(_record_path(out, entry))
+                writer.add(key, record, {name: entry[name] for name in _COLUMNS})
+            writer.finish({"sources.json": json.dumps({"warpfold": __version__, "run": self.run}, indent=1) + "\n"})
+        if held:
+            self.path.rename(old)
+            new.rename(self.path)
+            shutil.rmtree(old)
+
+    def remove_records(self, out: Path, entries: Sequence[Entry]) -> None:
+        """Delete the records of what the store has."""
+        for entry in entries:
+            if entry.get("stored"):
+                _record_path(out, entry).unlink(missing_ok=True)
+
+    def _beside(self, what: str) -> Path:
+        return self.path.with_name(f"{self.path.stem}.{what}.store")
+
+    def _is_ours(self, path: Path) -> bool:
+        """Return whether this is a finished store of this run."""
+        try:
+            return bool(json.loads((path / "sources.json").read_text(encoding="utf-8"))["run"] == self.run)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+
+_COLUMNS = ("name", "model", "seed", "length", "mean_plddt")  # of the store's index
+
+
+def is_stored(entry: Entry) -> bool:
+    """Return whether a prediction's representations are in a store, or are to come into it."""
+    gone = entry.get("thinned") or entry.get("dropped")
+    return not gone and bool("representations" in entry["files"] or entry.get("stored"))
+
+
+def as_stored(entry: Entry) -> Entry:
+    """Return the entry of a prediction whose representations are in the store, and not in a file of its own."""
+    kept = {
+        which: {kind: one for kind, one in entry[which].items() if kind != "representations"}
+        for which in ("files", "checksums")
+    }
+    return entry | kept | {"stored": True}
+
+
+def _record_path(out: Path, entry: Entry) -> Path:
+    return out / entry["folder"] / file_names(entry["name"])["representations"]
 
 
 def key_of(of: Sequence[Any]) -> Key:

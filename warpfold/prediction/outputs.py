@@ -7,22 +7,24 @@ import json
 import os
 import re
 import shutil
+import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import chain, count, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import numpy as np
 import torch
 
 from warpfold.data.example.templates import TemplateOutcome, count_refusals
+from warpfold.data.store.store import Packed, pack_record
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.errors import UserError
-from warpfold.files import checksum, file_name, sealed, write_atomically, writing
+from warpfold.files import checksum, file_name, read_file, sealed, write_atomically, writing
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model import confidence
 from warpfold.prediction.notices import Notice
@@ -32,6 +34,8 @@ from warpfold.report.report import ReportPage, Target, Warned, render
 from warpfold.scoring.interface import PairScore, chain_pair_scores
 from warpfold.scoring.score_table import PAIRS, PARQUET, SCORES, design_scores, pair_records
 
+StoredPair = Literal["pooled", "whole"]
+_RECORD = struct.Struct("<II")  # before the bytes of a record: those of its header, and their checksum
 # In an output folder: no protein's folder.
 RESERVED = ("alignments", "journal", "report.html", "summary.json", SCORES, PAIRS, PARQUET)
 FRAME = 900  # pixels of the frame in a notebook; what is longer scrolls
@@ -66,7 +70,8 @@ class PassStructure:
 class Prediction:
     """One folded protein of N residues, or a complex of K chains with N residues in all; float32 NumPy, angstrom.
 
-    Representations, None unless asked for: single [N, c_s], pair [N, N, c_z], msa [S, N, c_m].
+    Representations, None unless asked for: single [N, c_s], pair [N, N, c_z], msa [S, N, c_m], and structure_module
+    [N, c_s], the single representation that the structure module ends with.
     """
 
     name: str
@@ -80,6 +85,7 @@ class Prediction:
     single: np.ndarray | None = None
     pair: np.ndarray | None = None
     msa: np.ndarray | None = None
+    structure_module: np.ndarray | None = None
     details: Mapping[str, Any] = field(default_factory=dict)  # for summary.json: seed, recycles, seconds, ...
     templates: Sequence[Mapping[str, Any]] = ()  # the outcome of each template that was offered
     chain_ids: tuple[str, ...] = ("A",)  # [K]
@@ -237,21 +243,47 @@ class Prediction:
     def _plddt_by_chain(self) -> list[np.ndarray]:
         return [self.plddt[span] for span in self.spans.values()]
 
-    def save(self, folder: Path | str, overwrite: bool = False) -> dict[str, str]:
+    def record(self, pair: StoredPair) -> Packed:
+        """Pack the representations but msa, in half precision, as a record of a store (docs/outputs.md).
+
+        Errors: UserError where a value is too large for half precision.
+        """
+        assert self.single is not None
+        assert self.pair is not None
+        assert self.structure_module is not None
+        arrays = {"single": self.single, "structure_module": self.structure_module}
+        if pair == "whole":
+            arrays["pair"] = self.pair
+        else:
+            arrays |= {"pair_rows": self.pair.mean(1), "pair_columns": self.pair.mean(0)}
+        with np.errstate(over="ignore"):
+            halves = {name: array.astype(np.float16) for name, array in arrays.items()}
+        for name, array in halves.items():
+            if not np.isfinite(array).all():
+                raise UserError(
+                    f"{self.name}: {name} has values that half precision does not hold (up to "
+                    f"{np.abs(arrays[name]).max():g}); keep representations in the .npz"
+                )
+        sequence = ":".join(self.sequence[span] for span in self.spans.values())
+        return pack_record(halves, {"name": self.name, "sequence": sequence, "chains": list(self.spans)})
+
+    def save(
+        self, folder: Path | str, overwrite: bool = False, stored_pair: StoredPair | None = None
+    ) -> dict[str, str]:
         """Write all files of this prediction into `folder` (docs/outputs.md lists them); return kind -> file name.
 
         The files are named after the protein, so a folder may hold many predictions, and whatever else is in it is
         left alone.  A new folder appears complete or not at all; in one that exists, each file does.
         overwrite: replace an earlier prediction of a protein of this name.  The PDB file is left out where the format
-        cannot hold the structure.
+        cannot hold the structure.  stored_pair: write the representations as a record for a store, not into the .npz.
         Errors: UserError where a file of such a name exists (with `overwrite`, one that does not belong to a
         prediction), or when the folder cannot be written.
         """
         folder = Path(folder)
         names = _names_in(folder, self.name, len(self.recycled))
         _check_free(folder, names, overwrite)
-        known = ["positions", "mask", "plddt", "pae", "single", "pair", "msa", "asym_id", "chain_pair_iptm"]
-        known += ["contacts", "distogram_edges"]
+        known = ["positions", "mask", "plddt", "pae", "asym_id", "chain_pair_iptm", "contacts", "distogram_edges"]
+        known += [] if stored_pair else ["single", "pair", "msa", "structure_module"]
         arrays = {name: getattr(self, name) for name in known if getattr(self, name) is not None}
         arrays |= self.coverage.arrays() if self.coverage else {}
         texts = {"mmcif": self.mmcif(), "plddt": json.dumps(plddt_json(self.plddt, self.spans))}
@@ -272,12 +304,22 @@ class Prediction:
                 write_scores(draft / names["scores"], *scores, pair_records(self.pair_scores))
                 if self.distogram is not None:
                     np.save(draft / names["distogram"], self.distogram, allow_pickle=False)
+                if stored_pair:
+                    record = self.record(stored_pair)
+                    head = _RECORD.pack(record.header, record.crc)
+                    (draft / names["representations"]).write_bytes(head + record.data)
                 written = {kind: name for kind, name in names.items() if (draft / name).exists()}
                 _move_into(draft, folder, names)
         except OSError as error:
             why = error.strerror or error
             raise UserError(f"{folder}: cannot be written: {why}; name another folder") from error
         return written
+
+
+def read_record(path: Path) -> Packed:
+    """Read a record of representations that `Prediction.save` wrote."""
+    data = read_file(path)
+    return Packed(data[_RECORD.size :], *_RECORD.unpack(data[: _RECORD.size]))
 
 
 def write_prediction(
@@ -288,11 +330,13 @@ def write_prediction(
     fixed: Sequence[str] = (),
     given: Mapping[str, Chain] | None = None,
     wanted: Callable[[Mapping[str, Any]], bool] | None = None,
+    stored_pair: StoredPair | None = None,
 ) -> dict[str, Any]:
     """Check a prediction's geometry, write it into its own folder in `out`, and return its entry in the summary.
 
     below: the folder in that of the protein, where it has several predictions.  notices: what else is to be said.
     fixed, given: as of `Prediction.design_scores`.  wanted: told all but the files, says whether they are to be there.
+    stored_pair: as of `Prediction.save`.
     """
     outcomes = [TemplateOutcome(**outcome) for outcome in prediction.templates]
     details = dict(prediction.details)
@@ -321,7 +365,8 @@ def write_prediction(
     refuse_links(out, folder)
     files: dict[str, str] = {}
     if kept := wanted is None or wanted(head | known):
-        files = prediction.save(out / folder, overwrite=True)  # the earlier run was killed, or is replaced with --force
+        # The earlier run was killed, or is replaced with --force.
+        files = prediction.save(out / folder, overwrite=True, stored_pair=stored_pair)
     warnings = [
         *(notice.record() for notice in notices),
         *lost,
@@ -485,6 +530,7 @@ def file_names(protein: str, recycles: Iterable[int] = ()) -> dict[str, str]:
         "pae": "_pae.json",
         "scores": "_scores.json",
         "distogram": "_distogram.npy",
+        "representations": "_representations.record",
         "templates": "_templates.json",
         "relaxed": "_relaxed.json",  # of relax/files.py; they go when the prediction goes
         "relaxed_mmcif": "_relaxed.cif",
@@ -577,7 +623,7 @@ def thin_prediction(folder: Path, protein: str, files: Mapping[str, str]) -> dic
     """
     names = file_names(protein)
     path = folder / names["arrays"]
-    gone = {kind for kind in ("pae", "scores", "distogram") if files.get(kind) == names[kind]}
+    gone = {kind for kind in ("pae", "scores", "distogram", "representations") if files.get(kind) == names[kind]}
     if folder.is_symlink() or not _is_prediction(path):
         return dict(files)
     with writing(folder):

@@ -28,7 +28,14 @@ from warpfold.files import file_name, is_given_pipe
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.team import Team
 from warpfold.prediction.fold_options import PredictOptions, batch_of
-from warpfold.prediction.folder import WHOLE, Journal, PredictionFolder
+from warpfold.prediction.folder import (
+    WHOLE,
+    Journal,
+    PredictionFolder,
+    RepresentationStore,
+    key_of,
+    read_journals,
+)
 from warpfold.prediction.folding import (
     Clock,
     FoldItem,
@@ -175,7 +182,9 @@ def predict(
     if isinstance(keep, Selection) or any(query.is_complex or query.designed is not None for query in queries):
         tables = ScoreTables(out, pairs=any(len(query.ids) > 2 for query in queries))
         new["tables"] = tables.names
-    folder = PredictionFolder(out, new, items, share.part, keep, tables)
+    store = None if options.store is None else RepresentationStore(options.store, new["run"])
+    new |= {} if store is None else {"store": str(store.path)}
+    folder = PredictionFolder(out, new, items, share.part, keep, tables, store)
     with closing(folder):
         todo = None
         if team.is_rank_zero:
@@ -388,7 +397,8 @@ def _fold(
             bar.move([outcome.item])
 
         shortlist = None if folder.journal is None else folder.journal.shortlist
-        write, mine = _writer(folder.out, folder.is_several, shortlist), taken(groups, team) if several else groups
+        write = _writer(folder.out, folder.is_several, shortlist, options)
+        mine = taken(groups, team) if several else groups
         clock = fold_groups(memory.load, options.asked, team, mine, write, record, bar.follow)
         if several:
             team.wait_for_all("the end of the predictions")
@@ -399,8 +409,15 @@ def _fold(
         FoldJob(some, out, folder.run, folder.part, folder.is_several, options, workers, tables, folder.keep)
         for some in in_jobs(groups, JOBS * share.workers)
     ]
+
+    def left(some: list[FoldJob]) -> list[FoldJob]:
+        """Return jobs of workers that died without what they had done."""
+        done = {key_of(row["of"]) for row in read_journals(out, folder.run) if "entry" in row}
+        groups = [[tuple(item for item in group if item.key not in done) for group in job.groups] for job in some]
+        return [replace(job, groups=[group for group in own if group]) for job, own in zip(some, groups)]
+
     with pool(share.workers, share.cluster) as executor:
-        for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor)):
+        for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor, again=left)):
             clock.add(seconds)
             for reason, count in refusals_of_job.items():
                 refused[reason] = refused.get(reason, 0) + count
@@ -449,7 +466,7 @@ def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
     memory, name = _memory_of(replace(job.options, device=device)), file_name(f"{platform.node()}-{os.getpid()}")
     shortlist = Shortlist(job.keep) if isinstance(job.keep, Selection) else None
     with closing(Journal(job.out, job.run, job.part, name, job.tables, shortlist)) as journal:
-        write = _writer(job.out, job.several, shortlist)
+        write = _writer(job.out, job.several, shortlist, job.options)
         clock = fold_groups(memory.load, memory.options.asked, memory.team, job.groups, write, journal.add)
     return clock, refusals(refused_before)
 
@@ -460,8 +477,9 @@ def _memory_of(options: PredictOptions) -> ModelInMemory:
     return ModelInMemory(options, Team())
 
 
-def _writer(out: Path, several: bool, shortlist: Shortlist | None) -> Write:
+def _writer(out: Path, several: bool, shortlist: Shortlist | None, options: PredictOptions) -> Write:
     wanted = None if shortlist is None else lambda entry: shortlist.wants(row_of(entry))
+    pair = None if options.store is None else options.pair_representation
 
     def write(item: FoldItem, prediction: Prediction) -> dict[str, Any]:
         """Write a prediction with what its query says of it."""
@@ -472,7 +490,7 @@ def _writer(out: Path, several: bool, shortlist: Shortlist | None) -> Write:
         if query.guess is not None:
             details |= {"initial_guess": Path(query.guess.source).name, "fixed_chains": list(query.fixed)}
         made = replace(made, details=details)
-        return write_prediction(made, out, below, query.notices, query.fixed, query.designed, wanted)
+        return write_prediction(made, out, below, query.notices, query.fixed, query.designed, wanted, pair)
 
     return write
 

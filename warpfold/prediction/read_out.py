@@ -84,6 +84,7 @@ class ReadOut:
             single=_numpy(r.single) if asked.representations else None,
             pair=self._whole(pair, -3, length) if asked.representations else None,
             msa=self._whole(r.msa, -2, length) if asked.representations else None,
+            structure_module=_numpy(structure.single) if asked.representations else None,
             chain_ids=assembly.ids,
             asym_id=None if asym_id is None else asym_id.cpu().numpy().astype(np.int32),
             iptm=None if errors is None else errors.iptm,

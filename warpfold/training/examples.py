@@ -107,7 +107,7 @@ class HeldOut:
     key: str
     features: Arrays
     residues: int  # of the whole
-    reason: str = ""  # why there are no features: the entry is damaged
+    reason: str = ""  # why there are no features: the entry is damaged, or too large for the memory
 
 
 def held_out_features(
@@ -125,8 +125,8 @@ def held_out_features(
         store, key = one
         try:
             return made(store, key)
-        except UserError as error:
-            return HeldOut(key, {}, 0, str(error))
+        except (UserError, MemoryError) as error:
+            return HeldOut(key, {}, 0, str(error) or "too little memory")
 
     def made(store: Store, key: str) -> HeldOut:
         """Read, cut and make, whatever is wrong."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from warpfold.data.features.choose import SampleConfig, predicted_assembly_cost
@@ -155,34 +155,6 @@ def test_a_step_has_the_same_examples_on_any_number_of_ranks() -> None:
         for step in range(5):
             each = [rank[step * share : (step + 1) * share] for rank, share in zip(dealt, shares)]
             assert sorted(index for part in each for index in part) == alone[step * 12 : (step + 1) * 12]
-
-
-@settings(deadline=None)
-@given(st.data())
-def test_on_another_number_of_ranks_a_run_goes_on_without_losing_or_repeating(data: st.DataObject) -> None:
-    """Ranks that change places as they like, within a window, are stopped at a step, time and again."""
-    state, seen, total = State(), [], 0
-    for _ in range(3):
-        ranks = data.draw(st.sampled_from([1, 2, 3, 4, 5, 6]))
-        steps = data.draw(st.integers(1, 5))
-        schedules = [
-            Schedule(state, steps + 4, 6, rank, ranks, cost=lambda index: 1 + index * 7 % 5) for rank in range(ranks)
-        ]
-        late, early = [], []
-        for schedule in schedules:
-            plan = [draw.number for draw, _ in schedule]
-            waiting, chosen = list(enumerate(plan)), []
-            for _ in range(steps * schedule.share):
-                window = [item for item in waiting if item[0] <= waiting[0][0] + 3]
-                chosen.append(data.draw(st.sampled_from(window)))
-                waiting.remove(chosen[-1])
-            seen += [number for _, number in chosen]
-            late += [number for place, number in waiting if place < steps * schedule.share]
-            early += [number for place, number in chosen if place >= steps * schedule.share]
-        total += steps * 6
-        state = schedules[0].state(steps, late, early)
-    assert len(set(seen)) == len(seen) == total
-    assert used(state, 200) == set(seen)
 
 
 def test_what_was_used_is_repeated_in_whole_steps_before_the_rest_is_dealt() -> None:

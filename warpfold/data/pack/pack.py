@@ -17,7 +17,7 @@ from typing import Any
 
 from warpfold import __version__
 from warpfold.bulk import AHEAD, JobPart, pool
-from warpfold.data.formats.input_files import ALIGNMENTS, HITS, STRUCTURES, InputFile, digest, find
+from warpfold.data.formats.input_files import ALIGNMENTS, HITS, PROCESSED, STRUCTURES, InputFile, digest, find
 from warpfold.data.pack.build import BuildJob, BuiltChains, ChainJob, ReadChains, build, read_chains, template_library
 from warpfold.data.pack.jobs import DIED, Call, JobRunner, PackJob
 from warpfold.data.pack.match import Matcher, Queries
@@ -102,7 +102,7 @@ def find_inputs(
     Errors: UserError for a path that does not exist, or where nothing is found.
     """
     found = find(structures, STRUCTURES, "structures")
-    aligned = find(msas, (*ALIGNMENTS, *HITS), "alignments") if msas else []
+    aligned = find(msas, (*ALIGNMENTS, *HITS, *PROCESSED), "alignments") if msas else []
     alignments = [one for one in aligned if not one.is_hits]
     taken = {one.identity for one in alignments}
     all_hits = [one for one in find(hits, HITS, "template hits") if one.identity not in taken] if hits else []

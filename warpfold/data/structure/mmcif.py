@@ -17,6 +17,7 @@ import gemmi
 import numpy as np
 from gemmi import cif
 
+from warpfold.data.formats.alignment import document_kind
 from warpfold.data.structure import pdb
 from warpfold.data.structure.assemblies import AssemblyTable
 from warpfold.data.structure.chain import Chain, Structure, parse_date
@@ -80,6 +81,8 @@ def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST
 def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: bool = False) -> Structure:
     """Parse text in memory as `read_structure` does; `source` is its name in errors."""
     data = data.encode() if isinstance(data, str) else data
+    if what := document_kind(data):
+        raise UserError(f"{source}: is {what}, and no structure; give mmCIF or PDB")
     is_pdb = b"_atom_site." not in data and re.search(rb"^(ATOM  |HETATM|HEADER    )", data, re.MULTILINE)
     with _damage(source):
         return _structure(pdb.read(data, source) if is_pdb else _read_mmcif(data, source), source, ca_only)
