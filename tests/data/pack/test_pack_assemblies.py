@@ -25,7 +25,7 @@ from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import merge, pack
 from warpfold.data.pack.part import part_path
 from warpfold.data.pack.report import PackReport, store_summary_text, summarize_store
-from warpfold.data.store.store import ASSEMBLIES, VERSION, Store, StoreWriter, pack_record
+from warpfold.data.store.store import VERSION, Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import (
     StoredExample,
     chain_keys,
@@ -203,7 +203,7 @@ def test_what_pairs_rows_is_stored_and_copies_share_it(tmp_path: Path) -> None:
 
 def rewritten(store: Store, out: Path, key: str, without: str = "", **edits: Callable[[Any], Any]) -> Store:
     """A copy of a store, in which some arrays or notes of one entry are others, and perhaps an entry is missing."""
-    with StoreWriter(out, version=ASSEMBLIES) as writer:
+    with StoreWriter(out) as writer:
         for place, name in enumerate(store.keys):
             record = store.record(name)
             arrays, notes = {each: record.read(each) for each in record.arrays}, dict(record.notes)

@@ -8,7 +8,7 @@ from pathlib import Path
 from warpfold.data.pack.part import JobResult, Manifest, PartFolder, differences
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.similar.clusters import cluster_sequences, read_clusters
-from warpfold.data.store.store import ASSEMBLIES, VERSION, Packed, StoreWriter
+from warpfold.data.store.store import Packed, StoreWriter
 from warpfold.data.store.stored_example import CHAINS
 from warpfold.errors import UserError
 from warpfold.progress import Progress
@@ -62,13 +62,13 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
         entry.cluster = cluster
     with_assemblies = "assemblies" in manifest["options"]
     columns = (*META, *(("plddt",) if "predicted" in manifest["inputs"] else ()))
-    with StoreWriter(out, version=ASSEMBLIES if with_assemblies else VERSION) as writer:
+    with StoreWriter(out) as writer:
         kept = [(part, result, entry) for part, result, entries in files for entry in entries if entry.kept]
         for done, (part, result, entry) in enumerate(kept, 1):
             number, header, crc = entry.record
             meta = {name: getattr(entry, name) for name in columns}
             meta |= {CHAINS: entry.chains or None} if with_assemblies else {}
-            writer.add(entry.name, Packed(part.record(result, number), header, crc), meta | {"cluster": entry.cluster})
+            writer.add(entry.name, Packed(part.record(result, number), header, crc, entry.shares), meta | {"cluster": entry.cluster})
             progress(done, len(kept), "writing")
         origin = json.dumps({name: manifest[name] for name in ("warpfold", "options", "inputs")}, indent=1) + "\n"
         writer.finish({"pack.json": report.text(), "pack.tsv": report.table(), "sources.json": origin})
