@@ -65,10 +65,15 @@ GOOD = "--structures structures --out o"
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--out o", "give one of --structures, --predicted, --merge, --verify, --info, not none"),
+        ("--out o", "give one of --structures, --predicted, --merge, --verify, --info, --remove, --compact, not none"),
         ("--structures structures --verify o", "not --structures and --verify"),
         ("--structures structures", "--out is missing"),
         ("--structures structures --out .", "no name for a store"),
+        ("--remove 1one_A", "--out is missing; name the store that changes"),
+        ("--compact structures --out o", "structures: not a store"),
+        ("--remove 1one_A --out o", "o: not a store"),
+        (f"{GOOD} --update", "o: not a store"),
+        (f"{GOOD} --update --shard 1/2", "--update goes with --merge, not with --shard"),
         (f"{GOOD} --shard 9/8", "--shard 9/8"),
         (f"{GOOD} --released-after May", "--released-after May: is not a date"),
         (f"{GOOD} --hits nowhere", "nowhere: no such file"),

@@ -103,6 +103,7 @@ class StoreWriter:
         self._meta: dict[str, list[Any]] = {}
         self._shards: list[tuple[str, int]] = []  # that this writer makes
         self._base: Store | None = None
+        self._revised: dict[str, Sequence[Any]] = {}
         if grow:
             self._open_base()
             return
@@ -176,6 +177,10 @@ class StoreWriter:
             raise ValueError(f"{key}: other names in its meta than in the records before it")
         if record.holder:
             self._holders[row] = record.holder
+
+    def revise(self, name: str, values: Sequence[Any]) -> None:
+        """Give the entries of the version that grows other values of a column, in the order of its keys."""
+        self._revised[name] = values
 
     def adopt(self, file: Path) -> int:
         """Make a finished file of records a shard, and return its number for `locate`: a second name of the same bytes.
@@ -263,7 +268,7 @@ class StoreWriter:
         where["holder"] = np.where(where["holder"] < 0, -1, new[where["holder"]])
         meta = {}
         for name, column in base.columns.items():
-            values = [*column, *[None] * (before - len(base)), *self._meta.get(name, ())]
+            values = [*self._revised.get(name, column), *[None] * (before - len(base)), *self._meta.get(name, ())]
             meta[name] = [values[row] for row in chosen.tolist()]
         return keys, where, meta
 
@@ -380,11 +385,20 @@ class Store:
             arrays |= {name: held[name] for name in shared}
         return Record(self, key, notes, arrays)
 
-    def packed(self, row: int) -> tuple[Packed, int]:
-        """Return a record as it lies in its shard, and the row of the record that holds what it shares, -1 for none."""
-        shard, offset, size, header, crc, holder = (int(self.index.where[name][row]) for name in WHERE)
-        data = self._read(shard, offset, size, None, f"{self._shard(shard)}: record {row}")
-        return Packed(data, header, crc), holder
+    def packed(self, key: str) -> Packed:
+        """Return a record as it can be written into another store, with what it shares if its holder is not a key."""
+        row = self.index.row(key)
+        _, arrays, shared = self._header(row, key)
+        shard, offset, size, header, crc, at = (int(self.index.where[name][row]) for name in WHERE)
+        if at >= len(self) or any(at >= 0 and self.keys[at] != holder for holder in shared.values()):
+            record = self.record(key)
+            return pack_record({name: record.read(name) for name in record.arrays}, record.notes)
+        data = self._read(shard, offset, size, None, f"{self._shard(shard)}: {key}")
+        for array in arrays.values():
+            for start, stop, expected in zip(array.starts, array.starts[1:], array.crcs):
+                if zlib.crc32(data[start - offset : stop - offset]) != expected:
+                    raise UserError(f"{array.what}: damaged (checksum at byte {start}); copy or pack the store again")
+        return Packed(data, header, crc, next(iter(shared.values()), ""))
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
         """Read everything and yield a line for each damaged part.  progress: called with records done and in all."""
