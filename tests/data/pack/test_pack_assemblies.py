@@ -76,7 +76,7 @@ def test_assemblies_are_packed_with_their_chains_and_operators(files: Path) -> N
     keys = list(chains_of(store))
     assert store.version == VERSION
     assert sorted(keys) == [f"{name}-assembly1" for name in ("1mut", "1non", "1one", "1two", "2abs", "2sym")]
-    assert sorted(keys + chain_keys(store)) == sorted(store.keys)
+    assert sorted([*keys, *chain_keys(store)]) == sorted(store.keys)
     assembly = read_assembly(store, "2sym-assembly1")
     assert (assembly.name, assembly.ids) == ("2sym-assembly1", ("H", "L", "H-2", "L-2"))
     assert assembly.operators is not None

@@ -90,7 +90,10 @@ class Folder:
         """Map the file itself where it lies on a disk of this machine, elsewhere a copy of it (`local_copy`)."""
         if not is_local(self.path):
             return local_copy(self, name, size, digest, checked)
-        return _checked(map_file(self.path / name, size), self.path / name, digest, checked)
+        view = map_file(self.path / name, size)
+        if not checked and digest_of(view) != digest:
+            raise UserError(f"{self.path / name}: damaged (checksum); copy it again")
+        return view
 
     def close(self) -> None:
         with self._lock:
@@ -119,12 +122,6 @@ def map_file(path: Path, size: int) -> memoryview:
         os.close(file)
 
 
-def _checked(view: memoryview, path: Path, digest: str, checked: bool) -> memoryview:
-    if not checked and digest_of(view) != digest:
-        raise UserError(f"{path}: damaged (checksum); copy it again")
-    return view
-
-
 def is_local(path: Path) -> bool:
     """Return whether a folder lies on a disk or in the memory of this machine; of what is not known, it does not."""
     device = os.stat(path).st_dev
@@ -146,6 +143,8 @@ def local_copy(storage: Storage, name: str, size: int, digest: str, checked: boo
     """
     folder = copies_folder()
     path = folder / f"{digest}.wfi"
+    if path.exists() and not checked and digest_of(path.read_bytes()) != digest:
+        path.unlink()  # damaged, or cut short by a power cut
     if not path.exists():
         data = storage.read(name, 0, size)
         if len(data) != size or digest_of(data) != digest:
@@ -157,9 +156,8 @@ def local_copy(storage: Storage, name: str, size: int, digest: str, checked: boo
         for old in folder.glob("*.wfi"):  # what is mapped stays readable after it is removed
             if time.time() - old.stat().st_mtime > UNUSED:
                 old.unlink(missing_ok=True)
-        checked = True
     os.utime(path)
-    return _checked(map_file(path, size), path, digest, checked)
+    return map_file(path, size)
 
 
 def copies_folder() -> Path:

@@ -306,7 +306,8 @@ class StoreWriter:
 class Store:
     """A store, open for reading; safe to share between threads and forks, and cheap to pickle (it reopens by path).
 
-    path: its folder; "FOLDER@3" is its third version, otherwise the newest is opened.
+    path: its folder; "FOLDER@3" is its third version.  number: the version where the path says none; default: the
+    newest.
     Errors: UserError for a folder that is not a store, a version that it does not have, another format, or a truncated
     or damaged file (which, and where), when the store is opened or when the damaged part is read.
     """
@@ -314,7 +315,7 @@ class Store:
     def __init__(self, path: Path | str, number: int | None = None, checked: bool = False) -> None:
         self.path = Path(path)
         folder, at, wanted = str(path).rpartition("@")
-        if number is None and at and folder and wanted.isdecimal() and not self.path.exists():
+        if at and folder and wanted.isdecimal() and not self.path.exists():
             self.path, number = Path(folder), int(wanted)
         self.version = VERSION  # of the format
         self.number = 0  # of the store's version; 0 in formats 2 and 3, which have one
@@ -356,7 +357,12 @@ class Store:
         """Return what tells it from other stores and other versions: it holds checksums of all contents."""
         if self.version < VERSION:
             return self._whole("store.json")
-        return _json(self.versions[self.number - 1])
+        return _json(self.versioned)
+
+    @property
+    def versioned(self) -> dict[str, Any]:
+        """Return what store.json says of this version."""
+        return self.versions[self.number - 1]
 
     @property
     def columns(self) -> list[str]:
