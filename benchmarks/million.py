@@ -60,7 +60,8 @@ def make_part(folder: Path, entries: int) -> dict[str, float]:
         name = f"{number:07d}_A"
         entry = {
             "name": name, "file": f"{number:07d}.cif", "kept": True, "length": draw.randint(20, 1000),
-            "depth": draw.randint(1, 10_000), "templates": draw.randint(0, 20), "resolution": draw.randint(100, 400) / 100,
+            "depth": draw.randint(1, 10_000), "templates": draw.randint(0, 20),
+            "resolution": draw.randint(100, 400) / 100,
             "release_date": f"20{draw.randint(10, 26)}-{draw.randint(1, 12):02d}-{draw.randint(1, 28):02d}",
             "method": "X-RAY DIFFRACTION", "alignments": [f"{name}/bfd.a3m"],
             "sequence": "".join(draw.choices(LETTERS, k=3)) + str(draw.randrange(entries) // 3),

@@ -186,8 +186,8 @@ def claim(run: RunFolder, config: RunConfig, sources: Sequence[Source], origin: 
     own = identity(settings.to_dict(config))
     if team.is_rank_zero:
         if run.latest() is None:  # a run goes on with the versions that its first checkpoint is of
-            text = json.dumps([{"store": str(one.store.path), "version": one.store.number} for one in sources])
-            run.replace_file(STORES, lambda path: path.write_text(text + "\n", encoding="utf-8"))
+            read = json.dumps([{"store": str(one.store.path), "version": one.store.number} for one in sources])
+            run.replace_file(STORES, lambda path: path.write_text(read + "\n", encoding="utf-8"))
         text = run.settings_text()
         try:
             # A run of an earlier version lacks settings that are new: their defaults are what it had.

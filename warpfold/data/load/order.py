@@ -30,7 +30,7 @@ class Source:
         self.store, self.weight = store, weight
         if keys is None:
             keys = entry_keys(store, assemblies)
-        if isinstance(keys, Keys) and keys.index is store.index:
+        if isinstance(keys, Keys) and keys.whole is store.index:
             self.keys = keys
         else:
             rows = np.array([store.index.row(key) for key in keys], np.int64)

@@ -47,7 +47,8 @@ class Texts(Sequence[str]):
 
     def ranks(self) -> np.ndarray:
         """Return the place of each text in their sorted order, which is that of their bytes too."""
-        lengths = np.diff(self.starts.astype(np.int64))
+        starts = self.starts.astype(np.int64)
+        lengths = starts[1:] - starts[:-1]
         width = int(lengths.max(initial=1)) or 1
         padded = np.zeros((len(self), width), np.uint8)
         padded[np.repeat(np.arange(len(self)), lengths), _within(lengths)] = self.data
@@ -154,22 +155,17 @@ def encode_column(name: str, values: Sequence[Any], rows: Mapping[str, int]) -> 
         if np.isfinite(numbers).sum() + sum(value is None for value in values) == len(values):
             return "float", {"values": numbers}
     elif kinds <= {str}:
-        codes: dict[str | None, int] = {
-            text: code for code, text in enumerate(dict.fromkeys(values)) if text is not None
-        }
-        codes = {text: code for code, text in enumerate(codes)} | {None: -1}
-        return "text", {"values": np.array([codes[value] for value in values], "<i4"), **_texts([*codes][:-1])}
+        texts = [text for text in dict.fromkeys(values) if text is not None]
+        codes: dict[str | None, int] = {text: code for code, text in enumerate(texts)} | {None: -1}
+        return "text", {"values": np.array([codes[value] for value in values], "<i4"), **_texts(texts)}
     elif kinds == {list} and all(value is None or (value and set(map(type, value)) == {str}) for value in values):
-        each = [text for value in values if value for text in value]
-        codes = {text: code for code, text in enumerate(dict.fromkeys(each))}
+        each: list[str] = [text for value in values if value for text in value]
+        texts = list(dict.fromkeys(each))
+        place = {text: code for code, text in enumerate(texts)}
         begins = np.cumsum([0, *(len(value or ()) for value in values)], dtype="<i8")
-        keys = np.array([rows.get(text, -1) for text in codes], "<i4")
-        return "list", {
-            "begins": begins,
-            "values": np.array([codes[t] for t in each], "<i4"),
-            "keys": keys,
-            **_texts([*codes]),
-        }
+        keys = np.array([rows.get(text, -1) for text in texts], "<i4")
+        listed = np.array([place[text] for text in each], "<i4")
+        return "list", {"begins": begins, "values": listed, "keys": keys, **_texts(texts)}
     raise ValueError(f"{name}: a column has finite numbers, or texts, or lists of texts, or None")
 
 
@@ -264,21 +260,21 @@ class Index:
 class Keys(Sequence[str]):
     """The keys of some records of an index, in an order of their own.  rows: of these records; None: of all."""
 
-    def __init__(self, index: Index, rows: np.ndarray | None = None) -> None:
-        self.index = index
+    def __init__(self, whole: Index, rows: np.ndarray | None = None) -> None:
+        self.whole = whole
         self._rows = rows
 
     @property
     def rows(self) -> np.ndarray:
         """Return the row of each key."""
-        return np.arange(len(self.index)) if self._rows is None else self._rows
+        return np.arange(len(self.whole)) if self._rows is None else self._rows
 
     def __repr__(self) -> str:
         """Return it in one line."""
         return f"<{len(self)} keys>"
 
     def __len__(self) -> int:
-        return len(self.index) if self._rows is None else len(self._rows)
+        return len(self.whole) if self._rows is None else len(self._rows)
 
     @overload
     def __getitem__(self, place: int) -> str: ...
@@ -288,10 +284,10 @@ class Keys(Sequence[str]):
         if isinstance(place, slice):
             return [self[i] for i in range(*place.indices(len(self)))]
         at = range(len(self))[place]
-        return self.index.texts[at if self._rows is None else int(self._rows[at])]
+        return self.whole.texts[at if self._rows is None else int(self._rows[at])]
 
     def __contains__(self, key: object) -> bool:
-        row = self.index.row(key)
+        row = self.whole.row(key)
         return row >= 0 and (self._rows is None or bool((self._rows == row).any()))
 
     def __eq__(self, other: object) -> bool:
@@ -299,9 +295,9 @@ class Keys(Sequence[str]):
 
     def take(self, places: np.ndarray) -> "Keys":
         """Return some of them."""
-        return Keys(self.index, np.asarray(self.rows[places]))
+        return Keys(self.whole, np.asarray(self.rows[places]))
 
     def without(self, names: Iterable[str]) -> "Keys":
         """Return all but these."""
-        rows = [self.index.row(name) for name in names]
+        rows = [self.whole.row(name) for name in names]
         return self if not rows else self.take(np.flatnonzero(~np.isin(self.rows, rows)))

@@ -250,15 +250,15 @@ class StoreWriter:
         where["holder"] = np.concatenate([base.where["holder"], np.full(len(own), -1)])
         for row, key in self._holders.items():
             where["holder"][before + row] = before + self._rows[key] if key in self._rows else base.row(key)
-        keys, chosen = list(base.texts), list(range(len(base)))
+        keys, places = list(base.texts), list(range(len(base)))
         for key, row in self._rows.items():
             if (at := base.row(key)) >= 0:
-                chosen[at] = before + row
+                places[at] = before + row
             else:
                 keys.append(key)
-                chosen.append(before + row)
+                places.append(before + row)
         kept = [key not in without for key in keys]
-        keys, chosen = list(compress(keys, kept)), np.array(list(compress(chosen, kept)), np.int64)
+        keys, chosen = list(compress(keys, kept)), np.array(list(compress(places, kept)), np.int64)
         held = where["holder"][chosen]
         hidden = np.setdiff1d(held[held >= 0], chosen)  # replaced or removed, and still needed
         rows = np.concatenate([chosen, hidden])
