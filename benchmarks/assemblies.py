@@ -28,7 +28,7 @@ from warpfold.data.example.pairing import make_pairing
 from warpfold.data.example.raw_example import CA
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
-from warpfold.data.store.store import ASSEMBLIES, Store, StoreWriter, pack_record
+from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import (
     CHAINS,
     StoredExample,
@@ -57,7 +57,7 @@ def made_store(store: Store, folder: Path) -> Store:
     rng = np.random.default_rng(0)
     groups = {f"{a}+{b}": [a, b] for a, b in pairwise(deepest)}
     groups |= {f"{count}x{key}": [key] * count for key in deepest for count in (2, 4, 12)}
-    with StoreWriter(folder / "made", version=ASSEMBLIES) as writer:
+    with StoreWriter(folder / "made") as writer:
         for key in deepest:
             raw = read_example(store, key)
             species = rng.integers(1, ORGANISMS, raw.depth).astype(np.uint64)

@@ -75,9 +75,10 @@ def test_stores_that_cannot_be_opened(capsys: pytest.CaptureFixture[str], store:
 
 def flip(store: Path, key: str) -> None:
     """Changes a byte of a record's first blob."""
-    place = Store(store)._locations[key]
-    with open(store / f"shard-{place.shard:05d}.wfs", "r+b") as shard:
-        shard.seek(place.offset + place.header + 3)
+    index = Store(store).index
+    place = {name: int(column[index.row(key)]) for name, column in index.where.items()}
+    with open(store / index.shards[place["shard"]][0], "r+b") as shard:
+        shard.seek(place["offset"] + place["header"] + 3)
         byte = shard.read(1)[0]
         shard.seek(-1, os.SEEK_CUR)
         shard.write(bytes([byte ^ 0x20]))
@@ -203,7 +204,7 @@ def test_a_disk_that_fills_up_while_the_store_is_written(
     structure(tmp_path / "s/1one.cif", chain("A", ONE))
     command = ("pack", "--structures", tmp_path / "s", "--out", tmp_path / "store")
     with monkeypatch.context() as full:
-        full.setattr(store_module, "_shard_name", lambda number: "/dev/full")
+        full.setattr(store_module, "open", lambda path, mode: open("/dev/full", "wb"), raising=False)  # noqa: SIM115
         assert f"{tmp_path / 'store'}: cannot be written: No space left" in refused(run(capsys, *command))
     assert names(tmp_path) == ["s", "store.part-1-of-1"]
     assert run(capsys, *command)[0] == 0  # goes on from the part

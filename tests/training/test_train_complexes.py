@@ -13,7 +13,7 @@ from tests.training.runs import equal_tensors, helix, make_store, rows, steps, t
 from warpfold.batch import to_tensors
 from warpfold.data.example.raw_example import Assembly, from_sequence
 from warpfold.data.features.crop import ca_of, fixed_crop, near_other_chain
-from warpfold.data.store.store import ASSEMBLIES, Store, StoreWriter, pack_record
+from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import example_arrays, example_notes, pack_assembly, read_assembly
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
@@ -33,7 +33,7 @@ ASIDE = np.eye(3, 4)[None] + np.array([[[0, 0, 0, 0]] * 3, [[0, 0, 0, 9.0]] + [[
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Six helices, and pairs of them side by side: of equal ones, and of different ones."""
     path = tmp_path_factory.mktemp("complexes") / "store"
-    with StoreWriter(path, version=ASSEMBLIES) as writer:
+    with StoreWriter(path) as writer:
         for i in range(6):
             raw = helix(f"helix{i}", 10 + i, seed=i)
             meta = {"length": raw.length, "depth": raw.depth, "cluster": str(i), "chains": None}

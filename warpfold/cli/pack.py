@@ -23,6 +23,7 @@ from warpfold.bulk import JobPart
 from warpfold.cli.common import Answer, StoppedByUser, command, on_sigterm, warn
 from warpfold.data.pack.options import PackOptions
 from warpfold.errors import UserError
+from warpfold.files import read_file
 from warpfold.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ class PackCommand(PackOptions):
     cluster: Dask = None
     shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; then --merge.")] = None
     merge: Annotated[Paths | None, instead("Join the parts that --shard made into the store --out.")] = None
+    update: Annotated[
+        bool, runs("Add to the finished store --out, in place of entries of the same name: a new version of it.")
+    ] = False
     progress: Progress | None = None
 
     def __call__(self) -> "PackReport":
@@ -77,13 +81,13 @@ class PackCommand(PackOptions):
         out, tell = Path(self.out), progress_of(self.progress)
         part = JobPart.parse(self.shard) if self.shard else None
         if self.merge is not None:
-            return packing.merge(paths("merge", self.merge), out, self.workers, self.cluster, tell)
+            return packing.merge(paths("merge", self.merge), out, self.workers, self.cluster, self.update, tell)
         return packing.pack(
             paths("structures", self.structures) or paths("predicted", self.predicted), paths("msas", self.msas), out,
             self.only(PackOptions), predicted=self.predicted is not None,
             hits=paths("hits", self.hits), clusters=path_or_none("clusters", self.clusters),
             template_structures=paths("template_structures", self.template_structures),
-            workers=self.workers, cluster=self.cluster, part=part, progress=tell,
+            workers=self.workers, cluster=self.cluster, part=part, update=self.update, progress=tell,
         )  # fmt: skip
 
 
@@ -98,14 +102,20 @@ pack = function(PackCommand)
 def pack_in_shell(
     given: dict[str, Any],
     verify: Annotated[Path | None, instead("Check every byte of a store.")] = None,
-    info: Annotated[Path | None, instead("Show what is in a store.")] = None,
+    info: Annotated[Path | None, instead("Show what is in a store; STORE@2: in its second version.")] = None,
+    remove: Annotated[
+        list[str] | None, instead("Make a version of the store --out without these entries; @FILE: the names in it.")
+    ] = None,
+    compact: Annotated[
+        Path | None, instead("Write --out, a store of what this one, or its version STORE@2, has now.")
+    ] = None,
 ) -> Answer:
     """Make a store under a progress bar, or look at one."""
     from warpfold.data.pack.report import store_summary_text, summarize_store
     from warpfold.data.store.store import Store
 
     modes = {f"--{name}": given[name] for name in ("structures", "predicted", "merge")}
-    modes |= {"--verify": verify, "--info": info}
+    modes |= {"--verify": verify, "--info": info, "--remove": remove, "--compact": compact}
     chosen = [name for name, value in modes.items() if value]
     if len(chosen) != 1:
         raise UserError(f"pack: give one of {', '.join(modes)}, not {' and '.join(chosen) or 'none'}; see --help")
@@ -114,6 +124,8 @@ def pack_in_shell(
     if info is not None:
         found = summarize_store(Store(info))
         return Answer(found, [store_summary_text(found)])
+    if remove or compact is not None:
+        return _changed(given["out"], remove, compact)
     # Without an answer to SIGTERM the files that are being read would be blamed for the death of the process.
     with on_sigterm(StoppedByUser(143)), progress_bar() as bar:
         report = pack(**given, progress=bar)
@@ -138,6 +150,30 @@ def _lines(report: "PackReport", out: Path, part: JobPart | None) -> Iterator[st
     else:
         before = "was finished before, from the same inputs and options: " if report.finished_before else ""
         yield f"{out}: {before}{report.summary()}"
+
+
+def _changed(out: Path | None, removed: list[str] | None, compacted: Path | None) -> Answer:
+    """Remove entries from a store, or write one without what is gone."""
+    from warpfold.data.pack.versions import compact, remove
+    from warpfold.data.store.store import Store
+
+    if out is None:
+        raise UserError("pack: --out is missing; name the store " + ("to make" if compacted else "that changes"))
+    with progress_bar() as bar:
+        if compacted is not None:
+            store = compact(Store(compacted), out, bar)
+        else:
+            names = [name for one in removed or () for name in _names(one)]
+            store = remove(out, names)
+    found = {"path": str(out), "version": store.number, "entries": len(store)}
+    return Answer(found, [f"{out}: version {store.number}, {len(store)} entries"])
+
+
+def _names(given: str) -> list[str]:
+    """Return the names that @FILE holds, one a line; anything else is a name."""
+    if not given.startswith("@"):
+        return [given]
+    return read_file(given[1:]).decode("utf-8", "replace").split()
 
 
 def _verified(path: Path) -> Answer:

@@ -1,12 +1,14 @@
 """Choose the examples of a run: which are held out, which it has used, and which come next."""
 
 import hashlib
+import json
 import math
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from warpfold.batch import Arrays
@@ -17,6 +19,7 @@ from warpfold.data.features.make import make_features, with_label
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.order import Order, Source, costs, split_keys
 from warpfold.data.load.schedule import Schedule, State, share_of
+from warpfold.data.store.index import Keys
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import StoredExample, entry_keys, open_entry
 from warpfold.device import default_workers
@@ -30,13 +33,15 @@ from warpfold.parallel.team import Team
 from warpfold.training.config import RunConfig
 from warpfold.training.ledger import Ledger
 
+STORES = "stores.json"  # in the folder of a run: the stores that it reads, and their versions
+
 
 def fingerprint_origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str, str]:
-    """Return fingerprints of the data and of the first weights; a store's manifest holds checksums of its contents.
+    """Return fingerprints of the data and of the first weights; a store's `origin` holds checksums of its contents.
 
     Rank 0 alone reads `init`.
     """
-    data = b"".join((source.store.path / "store.json").read_bytes() for source in sources)
+    data = b"".join(source.store.origin for source in sources)
     if len(sources) > 1:
         total = sum(source.weight for source in sources)
         data += repr([source.weight / total for source in sources]).encode()
@@ -45,6 +50,15 @@ def fingerprint_origin(sources: Sequence[Source], init: Path | None, team: Team)
         with opened(init, unpack=False) as file:
             first = fingerprint(file.read())
     return {"store": fingerprint(data), "init": team.broadcast(first, "the first parameters")}
+
+
+def noted_versions(run: Path, stores: int) -> list[int | None]:
+    """Return the version of each store that the run in a folder reads; None where it has not said so."""
+    try:
+        noted = [int(one["version"]) or None for one in json.loads((run / STORES).read_text(encoding="utf-8"))]
+    except (OSError, ValueError, KeyError, TypeError):  # a new run, or one of an earlier version
+        noted = []
+    return noted if len(noted) == stores else [None] * stores
 
 
 def fingerprint(data: bytes) -> str:
@@ -59,28 +73,29 @@ def hold_out(data: Store | Sequence[Source], config: RunConfig) -> tuple[list[So
     """
     assemblies, test = config.model.multimer is not None, set(config.train.test)
     first, *others = [Source(data, assemblies=assemblies)] if isinstance(data, Store) else data
-    if unknown := sorted(test - {key for source in (first, *others) for key in source.keys}):
+    if unknown := sorted(key for key in test if not any(key in source.keys for source in (first, *others))):
         raise UserError(f"train.test: {listed(unknown, 3)} is in none of the stores")
     training, held_out = split(first.store, config)
-    others = [Source(one.store, [key for key in one.keys if key not in test], one.weight) for one in others]
+    others = [Source(one.store, one.keys.without(test), one.weight) for one in others]
     return [Source(first.store, training, first.weight), *others], held_out
 
 
-def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store, str]]]:
+def split(store: Store, config: RunConfig) -> tuple[Keys, list[tuple[Store, str]]]:
     """Return the keys to train on, and the examples held out for validation.
 
     One example for each cluster, or for each set of clusters that meet in an assembly: of a family that is held out
     every chain would say the same.  What the settings name is all validated, at most `validation_examples`.
     """
     wanted, assemblies, test = config.train.validation, config.model.multimer is not None, set(config.train.test)
-    entries = [key for key in entry_keys(store, assemblies) if key not in test]
+    entries = entry_keys(store, assemblies).without(test)
+    held: Sequence[str]
     if isinstance(wanted, str):
         training, other = entries, Store(wanted)
         held = entry_keys(other, assemblies)
     elif isinstance(wanted, float):
         other = store
         parts = split_keys(store, math.ceil(wanted * len(entries)), config.train.seed, assemblies)
-        training, held = ([key for key in part if key not in test] for part in parts)
+        training, held = (part.without(test) for part in parts)
     else:
         if unknown := [key for key in wanted if key not in store]:
             raise UserError(f"train.validation: {unknown[0]} is not in {store.path}")
@@ -89,13 +104,14 @@ def split(store: Store, config: RunConfig) -> tuple[list[str], list[tuple[Store,
         if not assemblies and (wrong := [key for key in wanted if key not in entries]):
             raise UserError(f"train.validation: {wrong[0]} is an assembly; give chains, or train a multimer")
         other, held = store, list(wanted)
-        training = [key for key in entries if key not in wanted]
+        training = entries.without(wanted)
     drawn = keyed_rng(config.train.seed, "validation").permutation(len(held)).tolist()
     if isinstance(wanted, float | str):
-        clusters, first = dict(zip(other.keys, other.column("cluster"))), dict[frozenset[str], int]()
-        chains = Source(other, held).chains() if held else []
+        counts, chains = Source(other, held).members() if held else (np.empty(0, np.int64), np.empty(0, np.int64))
+        each = np.split(other.column("cluster").values[chains], np.cumsum(counts)[:-1])
+        first: dict[frozenset[int], int] = {}
         for i in drawn:
-            first.setdefault(frozenset(clusters[chain] for chain in chains[i]), i)
+            first.setdefault(frozenset(each[i].tolist()), i)
         drawn = list(first.values())
     return training, [(other, held[i]) for i in sorted(drawn[: config.train.validation_examples])]
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from warpfold.cluster.direct import free_port
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
@@ -23,7 +25,7 @@ class _Job:
     """What each process needs to know, in a form that another one can be sent."""
 
     config: RunConfig
-    sources: Sequence[tuple[Path, tuple[str, ...], float]]
+    sources: Sequence[tuple[Store, np.ndarray, float]]  # the rows of the keys
     out: Path
     init: Path | None
     labels: Mapping[str, float] | None
@@ -32,7 +34,7 @@ class _Job:
     def run(self, process: ProcessInfo, watch: Watching | None = None) -> Summary:
         """Train as one of the processes."""
         device = device_of(self.device, process.local_rank)
-        sources = [Source(Store(path), list(keys), weight) for path, keys, weight in self.sources]
+        sources = [Source(store, store.keys.take(rows), weight) for store, rows, weight in self.sources]
         with distributed_context(process, self.config.plan, device) as team:
             return train(
                 self.config,
@@ -65,7 +67,7 @@ def train_here(
     if ranks == 1:
         return train(config, sources, out, init=init, labels=labels, device=device, watch=watch)
     first = ProcessInfo(ranks=ranks, ranks_per_node=ranks, address="127.0.0.1", port=free_port())
-    job = _Job(config, [(one.store.path, tuple(one.keys), one.weight) for one in sources], out, init, labels, device)
+    job = _Job(config, [(one.store, one.keys.rows, one.weight) for one in sources], out, init, labels, device)
     context = multiprocessing.get_context("spawn")
     others = [replace(first, rank=rank, local_rank=rank) for rank in range(1, ranks)]
     started = [context.Process(target=job.run, args=(one,), daemon=True) for one in others]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from warpfold.data.features.choose import SampleConfig, predicted_assembly_cost
 from warpfold.data.load.order import Order, Source, costs, joined_clusters, making_costs, paper_weights, split_keys
 from warpfold.data.load.schedule import Draw, Schedule, State, deal, share_of
-from warpfold.data.store.store import ASSEMBLIES, Store, StoreWriter, pack_record
+from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 
 
@@ -91,7 +91,7 @@ def test_unknown_keys_no_keys_and_senseless_weights_are_refused(store: Store) ->
 
 def test_held_out_clusters_are_whole_and_depend_on_the_seed_alone(store: Store) -> None:
     train, held = split_keys(store, 3, seed=1)
-    assert sorted(train + held) == sorted(store.keys)
+    assert sorted([*train, *held]) == sorted(store.keys)
     assert 3 <= len(held) <= 4
     assert {int(key[1:]) // 2 for key in train}.isdisjoint({int(key[1:]) // 2 for key in held})
     assert split_keys(store, 3, seed=1) == (train, held)
@@ -176,7 +176,7 @@ def complexes(tmp_path_factory: pytest.TempPathFactory) -> Store:
     path = tmp_path_factory.mktemp("schedule") / "complexes"
     groups = {"aab": ["a", "a", "b"], "ce": ["c", "e"], "just d": ["d"], "gh": ["g", "h"]}
     record = pack_record({"aatype": np.zeros(1, np.uint8)}, {})
-    with StoreWriter(path, version=ASSEMBLIES) as writer:
+    with StoreWriter(path) as writer:
         for i, name in enumerate("abcdefgh"):
             length = 512 if name in "gh" else 100
             meta = {"length": length, "depth": 9 + 1000 * (name == "c"), "cluster": str(i // 2), "chains": None}
@@ -204,7 +204,7 @@ def test_clusters_that_meet_in_an_assembly_are_held_out_together(complexes: Stor
     assert joined_clusters(Source(complexes, assemblies=True)) == ["0", "1", "1", "3"]  # c and d are of one cluster
     for seed in range(8):
         train, held = split_keys(complexes, 1, seed, assemblies=True)
-        assert sorted(train + held) == sorted(["aab", "ce", "just d", "gh"])
+        assert sorted([*train, *held]) == sorted(["aab", "ce", "just d", "gh"])
         assert held in (["aab"], ["gh"])  # not two, as long as one can be had
 
 

@@ -336,5 +336,5 @@ def test_folders_with_something_of_the_users_are_left_alone(tmp_path: Path, name
 
 def test_a_file_that_appears_while_a_store_is_written_is_not_removed(tmp_path: Path) -> None:
     with StoreWriter(tmp_path / "store") as writer:  # left before it is finished
-        (writer.partial / "thesis.tex").write_text("precious")
+        (writer.folder / "thesis.tex").write_text("precious")
     assert [path.name for path in (tmp_path / "store.partial").iterdir()] == ["thesis.tex"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.data.pack.killers import Here
-from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, packed, stopped, structure
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, compacted, contents, packed, stopped, structure
 from warpfold.bulk import JobPart
 from warpfold.data.pack import jobs as pack_jobs
 from warpfold.data.pack import pack as packing
@@ -54,11 +54,11 @@ def test_a_dask_cluster_makes_the_same_bytes(files: Path, whole: dict[str, bytes
     assert contents(files / "store") == whole
 
 
-def test_parts_make_the_same_bytes_and_report_what_they_did(files: Path, whole: dict[str, bytes]) -> None:
+def test_parts_make_the_same_store_and_report_what_they_did(files: Path, whole: dict[str, bytes]) -> None:
     for count in (2, 3):
         parts = parts_of(files, count, f"store{count}")
         report = merge(parts[::-1], files / f"store{count}")
-        assert contents(files / f"store{count}") == whole
+        assert compacted(files / f"store{count}") == whole
         assert all(part.exists() for part in parts)
         again = merge(parts, files / f"store{count}")
         assert (report.finished_before, again.finished_before) == (False, True)
@@ -300,7 +300,7 @@ def test_a_finished_part_continues_with_other_inputs(files: Path) -> None:
     packed(files, part=two[0])
     merge(parts, files / "store")
     packed(files, "fresh")
-    assert contents(files / "store") == contents(files / "fresh")
+    assert compacted(files / "store") == contents(files / "fresh")
 
 
 # ---- what parts share
@@ -340,7 +340,7 @@ def test_a_task_of_a_job_array_reads_its_share_of_the_alignments(tmp_path: Path,
         assert read[0] <= total + share[0] + overhead
         assert all(by <= own + overhead for own, by in zip(share[1:], read[1:])), (share, read)
     merge([part_path(tmp_path / "store", JobPart(n, count)) for n in range(1, count + 1)], tmp_path / "store")
-    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
+    assert compacted(tmp_path / "store") == contents(tmp_path / "whole")
 
 
 def test_queries_of_parts_with_other_options_are_not_taken(files: Path, whole: dict[str, bytes]) -> None:
@@ -350,7 +350,7 @@ def test_queries_of_parts_with_other_options_are_not_taken(files: Path, whole: d
     shutil.rmtree(part)
     packed(files, part=JobPart(1, 2))
     merge([part, part_path(files / "store", JobPart(2, 2))], files / "store")
-    assert contents(files / "store") == whole
+    assert compacted(files / "store") == whole
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in Linux's /proc")

@@ -5,9 +5,11 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -15,7 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from warpfold.data.store.store import FOOT, Store, StoreWriter, pack_record
+from tests.data.store.old_store import write_old
+from warpfold.data.store import storage
+from warpfold.data.store.index import WHERE, Index, encode_index
+from warpfold.data.store.storage import digest_of, is_local
+from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -145,25 +151,171 @@ def test_what_is_no_store_is_refused(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="not a store"):
             Store(path)
     path = write(tmp_path / "s", 1)
-    top = json.loads((path / "store.json").read_text())
     good = (path / "store.json").read_text()
+    top = json.loads(good)
+    (version,) = top["versions"]
     for text, message in [
         ("{", "damaged"),
         ("[]", "damaged"),
         ('{"format": "x", "version": 2, "shards": []}', "not a WarpFold store"),
-        (json.dumps(top | {"version": 4}), r"format 4, this WarpFold reads 2 and 3; update WarpFold"),
+        (json.dumps(top | {"version": 5}), r"format 5, this WarpFold reads 2 to 4; update WarpFold"),
         (json.dumps(top | {"version": 1}), r"format 1.*pack it again"),
-        (json.dumps(top | {"shards": []}), "empty store"),
-        (json.dumps(top | {"shards": top["shards"] * 2}), r"shard-00001\.wfs: cannot be read"),
+        (json.dumps(top | {"versions": []}), "has no version 0"),
+        (json.dumps(top | {"versions": [{}]}), r"store\.json: damaged"),
+        (
+            json.dumps(top | {"versions": [version | {"index": "index-9.wfi"}]}),
+            r"index-9\.wfi: cannot be read: No such",
+        ),
+        (
+            json.dumps(top | {"versions": [version | {"bytes": 1}]}),
+            r"index-00001\.wfi: \d+ bytes, 1 expected: cut short",
+        ),
     ]:
         (path / "store.json").write_text(text)
         with pytest.raises(UserError, match=message):
             Store(path)
     (path / "store.json").write_text(good)
-    for size in (-FOOT.size, 1000, 5, 0):
-        os.truncate(path / "shard-00000.wfs", size if size >= 0 else top["shards"][0]["bytes"] + size)
-        with pytest.raises(UserError, match=r"shard-00000\.wfs: \d+ bytes, \d+ expected: truncated"):
+    with pytest.raises(UserError, match=r"has no version 2; it has 1 to 1: .*s@1"):
+        Store(f"{path}@2")
+    index, shard = path / "index-00001.wfi", path / "shard-00000.wfs"
+    whole = index.read_bytes()
+    for data, message in [
+        (whole[:-1], r"index-00001\.wfi: \d+ bytes, \d+ expected: cut short"),
+        (whole[:-1] + b"x", r"index-00001\.wfi: damaged \(checksum\)"),
+    ]:
+        index.write_bytes(data)
+        with pytest.raises(UserError, match=message):
             Store(path)
+    later = bytearray(whole)
+    later[8] += 1  # its version
+    index.write_bytes(later)
+    (path / "store.json").write_text(json.dumps(top | {"versions": [version | {"blake2b": digest_of(bytes(later))}]}))
+    with pytest.raises(UserError, match=r"index of version 2, newer than this WarpFold; update"):
+        Store(path)
+    index.write_bytes(whole)
+    (path / "store.json").write_text(good)
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1])
+    with pytest.raises(UserError, match=r"shard-00000\.wfs: \d+ bytes, \d+ expected: truncated"):
+        Store(path)
+    shard.unlink()
+    with pytest.raises(UserError, match=r"shard-00000\.wfs: cannot be read: No such file.*; copy the store again"):
+        Store(path)
+
+
+def old(path: Path, version: int = 2) -> Path:
+    """A store of an earlier format, with three entries in two shards."""
+    records = [
+        ("a", pack_record({"x": np.arange(9)}, {"n": 1}), {"length": 3, "resolution": 1.5, "chains": None}),
+        ("b", pack_record({"y": np.arange(3)}, {}, {"x": "a"}), {"length": 4, "resolution": None, "chains": None}),
+        ("ab", pack_record({}, {}), {"length": 7, "resolution": None, "chains": ["a", "b"]}),
+    ]
+    return write_old(path, [records[:1], records[1:]], version, {"pack.json": "{}"})
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_stores_of_earlier_formats_are_read(tmp_path: Path, version: int) -> None:
+    store = Store(old(tmp_path / "s", version))
+    assert (store.version, store.number, store.keys) == (version, 0, ["a", "b", "ab"])
+    assert (store.column("length"), store.column("resolution")) == ([3, 4, 7], [1.5, None, None])
+    assert store.column("chains") == [None, None, ["a", "b"]]
+    np.testing.assert_array_equal(store.record("b").read("x"), np.arange(9))
+    assert (store.file("pack.json"), list(store.verify())) == ("{}", [])
+    again = ForkingPickler.loads(ForkingPickler.dumps(store))
+    np.testing.assert_array_equal(again.record("b").read("y"), np.arange(3))
+    for wrong, message in [({"shards": []}, "empty store"), ({"version": 5 - version}, "damaged at its begin or end")]:
+        top = json.loads((tmp_path / "s/store.json").read_text())
+        (tmp_path / "s/store.json").write_text(json.dumps(top | wrong))
+        with pytest.raises(UserError, match=message):
+            Store(tmp_path / "s")
+        (tmp_path / "s/store.json").write_text(json.dumps(top))
+    shard = tmp_path / "s/shard-00000.wfs"
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"shard-00000\.wfs: \d+ bytes, \d+ expected: truncated"):
+        Store(tmp_path / "s")
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.none() | st.integers(-(2**62), 2**62),
+            st.none() | st.floats(allow_nan=False, allow_infinity=False),
+            st.none() | st.text(),
+            st.none() | st.lists(st.text(), min_size=1),
+        ),
+        max_size=6,
+    ),
+    st.randoms(),
+)
+def test_columns_come_back_as_they_were(rows: list[tuple[object, ...]], random: Random) -> None:
+    keys = [f"key {i}, ü\udc80" for i in range(len(rows))]
+    meta = {name: [row[i] for row in rows] for i, name in enumerate(("whole", "number", "text", "list"))}
+    where = {name: np.arange(len(rows)) for name in WHERE}
+    index = Index(encode_index(keys, where, meta, [("shard", 3)]))
+    assert (list(index.texts), [index.row(key) for key in keys]) == (keys, list(range(len(rows))))
+    assert (index.row("other"), index.row(3)) == (-1, -1)
+    chosen = np.array(random.sample(range(len(rows)), len(rows) // 2), np.int64)
+    for name, values in meta.items():
+        column = index.columns[name]
+        assert [*column] == [column[i] for i in range(len(rows))] == values
+        assert [*column.take(chosen)] == [values[i] for i in chosen]
+    texts = index.columns["text"].texts
+    assert texts is not None
+    assert [text for _, text in sorted(zip(texts.ranks(), texts))] == sorted(texts, key=str.encode)
+
+
+@pytest.mark.parametrize("values", [[1, "a"], [float("nan")], [float("inf")], [[]], [[1]], [{}], [True]])
+def test_columns_refuse_what_they_cannot_keep(values: list[object]) -> None:
+    with pytest.raises(ValueError, match="wrong: a column has"):
+        encode_index(["a", "b"][: len(values)], {name: np.arange(2) for name in WHERE}, {"wrong": values}, [])
+
+
+def test_on_a_network_file_system_the_index_is_copied_once_per_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "s")
+    assert is_local(Path("/proc")) is False  # of no disk
+    monkeypatch.setattr(storage, "is_local", lambda path: False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    store = Store(path)
+    (copy,) = storage.copies_folder().iterdir()
+    before = copy.stat().st_ino
+    os.utime(copy, (0, 0))
+    index = path / "index-00001.wfi"
+    data = index.read_bytes()
+    index.write_bytes(bytes(len(data)))  # what others do to it there does not reach those that read
+    np.testing.assert_array_equal(Store(path).record("entry_1").read("msa"), arrays(1)["msa"])
+    assert store.keys == ["entry_0", "entry_1", "entry_2"]
+    assert copy.stat().st_ino == before
+    assert copy.stat().st_mtime > 0  # it is in use
+    copy.unlink()
+    with pytest.raises(UserError, match=r"index-00001\.wfi: \d+ bytes, damaged or cut short"):
+        Store(path)
+    index.write_bytes(data)
+    for damaged in (bytes(len(data)), data[:-1]):
+        copy.write_bytes(damaged)
+        assert Store(path).keys == store.keys  # it is made again
+        assert copy.read_bytes() == data
+    unused = copy.with_name("0.wfi")
+    unused.write_bytes(b"")
+    os.utime(unused, (0, 0))
+    copy.unlink()
+    Store(path)
+    assert not unused.exists()
+    copy.parent.chmod(0o777)
+    with pytest.raises(UserError, match="not a folder of yours alone"):
+        Store(path)
+
+
+def test_a_thousand_shards_are_read_with_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "MOST_OPEN", 2)
+    store = Store(write(tmp_path / "s", 5, shard_bytes=1))
+    for _ in range(2):
+        for i, key in enumerate(store.keys):
+            np.testing.assert_array_equal(store.record(key).read("msa"), arrays(i)["msa"])
+    assert len(store.storage._open) == 2
 
 
 def test_a_writer_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """Which entry of which store each number of a run's examples is: a pure function of the data and the seed."""
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
@@ -8,8 +7,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from warpfold.data.features.choose import SampleConfig, predicted_assembly_cost, predicted_cost
+from warpfold.data.store.index import Column, Keys
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_example import chains_of, entry_keys
+from warpfold.data.store.stored_example import CHAINS, entry_keys, members
 from warpfold.errors import UserError
 from warpfold.keyed import keyed_rng
 
@@ -28,26 +28,48 @@ class Source:
         self, store: Store, keys: Sequence[str] | None = None, weight: float = 1.0, assemblies: bool = False
     ) -> None:
         self.store, self.weight = store, weight
-        self.keys = entry_keys(store, assemblies) if keys is None else keys
-        members = chains_of(store)
-        for key in self.keys:
-            for name in (key, *members.get(key, ())):
-                if name not in store:
-                    raise UserError(f"{store.path}: has no entry {name!r}; pack the store again, or name others")
+        if keys is None:
+            keys = entry_keys(store, assemblies)
+        if isinstance(keys, Keys) and keys.whole is store.index:
+            self.keys = keys
+        else:
+            rows = np.array([store.index.row(key) for key in keys], np.int64)
+            if (rows < 0).any():
+                raise self._absent(keys[int(np.argmin(rows))])
+            self.keys = Keys(store.index, rows)
         if not self.keys:
             raise UserError(f"{store.path}: no entries to draw from")
+        counts, rows = self.members()
+        if (rows < 0).any():
+            entry = self.keys[int(np.searchsorted(np.cumsum(counts), np.argmin(rows), side="right"))]
+            raise self._absent(
+                next(chain for chain in store.column(CHAINS)[store.index.row(entry)] if chain not in store)
+            )
         if not 0 < weight < float("inf"):
             raise UserError(f"{store.path}: weight {weight}; give a positive number")
 
-    def column(self, name: str) -> list:
-        """Return one value of the index for each of `keys`."""
-        values = dict(zip(self.store.keys, self.store.column(name)))
-        return [values[key] for key in self.keys]
+    def _absent(self, key: str) -> UserError:
+        return UserError(f"{self.store.path}: has no entry {key!r}; pack the store again, or name others")
 
-    def chains(self) -> list[list[str]]:
-        """Return the keys of the different chains of each entry, which is its own only chain in most stores."""
-        assemblies = chains_of(self.store)
-        return [list(dict.fromkeys(assemblies.get(key, (key,)))) for key in self.keys]
+    def column(self, name: str) -> Column:
+        """Return one value of the index for each of `keys`."""
+        return self.store.column(name).take(self.keys.rows)
+
+    def members(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many different chains each entry has, and of all in turn the rows of these in the store.
+
+        A chain is its own only one, as is each entry of most stores.
+        """
+        rows = self.keys.rows
+        if not members(self.store)[0].any():
+            return np.ones(len(rows), np.int64), rows
+        counts, chains = self.column(CHAINS).members
+        entry = np.repeat(np.arange(len(rows)), np.maximum(counts, 1))
+        every = rows[entry]
+        every[np.repeat(counts > 0, np.maximum(counts, 1))] = chains
+        _, first = np.unique(entry * (len(self.store) + 1) + every, return_index=True)
+        first.sort()  # each once, in the order of the entry
+        return np.bincount(entry[first], minlength=len(rows)), every[first]
 
 
 class SourceEntry(NamedTuple):
@@ -132,15 +154,16 @@ class Order:
 
 def paper_weights(source: Source) -> np.ndarray:
     """Return the probability with which each entry is drawn, up to a factor (Supp. 1.2.5; see `Order`)."""
-    chains = source.chains()
-    names = list(dict.fromkeys(itertools.chain.from_iterable(chains)))  # a cluster has the chains that may be drawn
-    lengths, clusters = (dict(zip(source.store.keys, source.store.column(name))) for name in ("length", "cluster"))
-    sizes = Counter(clusters[name] for name in names)
-    weights = {name: min(max(lengths[name], 256), 512) / 512 / sizes[clusters[name]] for name in names}
-    return np.array([sum(weights[name] for name in each) for each in chains])
+    counts, chains = source.members()
+    clusters = source.store.column("cluster").values + 1  # 0: in none
+    once = np.unique(chains)  # a cluster has the chains that may be drawn
+    sizes = np.bincount(clusters[once])
+    lengths = np.clip(source.store.column("length").values[chains], 256, 512)
+    weights = lengths / 512 / sizes[clusters[chains]]
+    return np.bincount(np.repeat(np.arange(len(counts)), counts), weights)
 
 
-def split_keys(store: Store, held_out: int, seed: int, assemblies: bool = False) -> tuple[list[str], list[str]]:
+def split_keys(store: Store, held_out: int, seed: int, assemblies: bool = False) -> tuple[Keys, Keys]:
     """Return keys to train on and keys held out, in the store's order; no cluster is split between them.
 
     held_out: the least number of keys to hold out; whole clusters, drawn by the seed, are held out until it is reached.
@@ -149,41 +172,42 @@ def split_keys(store: Store, held_out: int, seed: int, assemblies: bool = False)
     Errors: UserError if nothing would remain to train on.
     """
     source = Source(store, assemblies=assemblies)
-    groups = joined_clusters(source)
-    order = keyed_rng(seed, "held out").permutation(sorted(set(groups)))
-    sizes = Counter(groups)
-    drawn = sorted(order.tolist(), key=lambda group: max(sizes[group] - held_out, 0) if assemblies else 0)
-    taken: set[str] = set()
-    held = 0
-    for group in drawn:
-        if held >= held_out:
-            break
-        taken.add(group)
-        held += sizes[group]
-    rest = [key for key, group in zip(source.keys, groups) if group not in taken]
-    if not rest:
+    _, groups = np.unique(_joined(source)[0], return_inverse=True)  # numbered in the order of their names
+    sizes = np.bincount(groups)
+    drawn = keyed_rng(seed, "held out").permutation(len(sizes))
+    if assemblies:
+        drawn = drawn[np.argsort(np.maximum(sizes[drawn] - held_out, 0), kind="stable")]
+    held_before = np.cumsum(sizes[drawn]) - sizes[drawn]
+    held = np.isin(groups, drawn[held_before < held_out])
+    if held.all():
         raise UserError(
             f"{store.path}: holding out {held_out} of {len(groups)} leaves none to train on; hold out fewer"
         )
-    return rest, [key for key, group in zip(source.keys, groups) if group in taken]
+    return source.keys.take(np.flatnonzero(~held)), source.keys.take(np.flatnonzero(held))
 
 
 def joined_clusters(source: Source) -> list[str]:
     """Return the cluster of each entry; clusters of which chains are in one assembly are one, named by the first."""
-    clusters = dict(zip(source.store.keys, source.store.column("cluster")))
-    first: dict[str, str] = {}  # of a cluster, one with which it is joined, perhaps itself
+    ranks, names = _joined(source)
+    return [names[rank] for rank in ranks.tolist()]
 
-    def root(name: str) -> str:
-        while first.setdefault(name, name) != name:
-            first[name] = first[first[name]]
-            name = first[name]
-        return name
 
-    chains = source.chains()
-    for each in chains:
-        begin, *others = sorted({root(clusters[chain]) for chain in each})
-        first.update(dict.fromkeys(others, begin))
-    return [root(clusters[each[0]]) for each in chains]
+def _joined(source: Source) -> tuple[np.ndarray, dict[int, str]]:
+    """Return the cluster of each entry as the rank of its name among all names, and the names by their ranks."""
+    counts, chains = source.members()
+    column = source.store.column("cluster")
+    assert column.texts is not None
+    ranks = column.texts.ranks()
+    begins, own = np.cumsum(counts) - counts, ranks[column.values[chains]]
+    label = np.arange(len(ranks))  # of a cluster, the first that is joined with it as far as is known
+    while True:
+        least = np.minimum.reduceat(label[own], begins)  # of each entry
+        low = label.copy()
+        np.minimum.at(low, own, np.repeat(least, counts))
+        low = low[low]
+        if np.array_equal(low, label):
+            return label[own[begins]], {int(rank): column.texts[code] for code, rank in enumerate(ranks)}
+        label = low
 
 
 def costs(order: Order, config: SampleConfig) -> Callable[[int], float]:
@@ -192,7 +216,7 @@ def costs(order: Order, config: SampleConfig) -> Callable[[int], float]:
     The latter grows with the square of its residues.  Both are relative to their means over the data, since either can
     hold up a step.
     """
-    lengths = [np.array(source.column("length")) for source in order.sources]
+    lengths = [source.column("length").values for source in order.sources]
     making = [making_costs(source, config) for source in order.sources]
     computing = [np.minimum(length, config.crop or length) ** 2.0 for length in lengths]
     means = [float(np.concatenate(kind).mean()) for kind in (making, computing)]
@@ -206,15 +230,20 @@ def costs(order: Order, config: SampleConfig) -> Callable[[int], float]:
 
 def making_costs(source: Source, config: SampleConfig) -> np.ndarray:
     """Return the predicted cost of making an example of each entry of a source."""
-    assemblies = chains_of(source.store)
-    columns = (source.store.column(name) for name in ("length", "depth", "cluster"))
-    sizes = dict(zip(source.store.keys, zip(*columns)))
+    lengths, depths = (source.store.column(name).values for name in ("length", "depth"))
+    rows = source.keys.rows
+    if not members(source.store)[0][rows].any():
+        return np.array([predicted_cost(int(lengths[row]), int(depths[row]), config) for row in rows])
+    clusters = source.store.column("cluster").values
+    assemblies = source.store.column(CHAINS)
 
-    def cost(key: str) -> float:
-        if key not in assemblies:
-            length, depth, _ = sizes[key]
-            return predicted_cost(length, depth, config)
-        copies = Counter(sizes[chain] for chain in assemblies[key])  # chains that are so alike are of one entity
+    def cost(row: int) -> float:
+        if (chains := assemblies[row]) is None:
+            return predicted_cost(int(lengths[row]), int(depths[row]), config)
+        # Chains that are so alike are of one entity.
+        copies = Counter(
+            (int(lengths[at]), int(depths[at]), int(clusters[at])) for at in map(source.store.index.row, chains)
+        )
         return predicted_assembly_cost([(count * size[0], size[1]) for size, count in copies.items()], config)
 
-    return np.array([cost(key) for key in source.keys])
+    return np.array([cost(row) for row in rows.tolist()])

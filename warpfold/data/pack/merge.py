@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
-from warpfold.data.pack.part import JobResult, Manifest, PartFolder, differences
+from warpfold.data.pack.part import RECORDS, JobResult, Manifest, PartFolder, differences
 from warpfold.data.pack.report import PackEntry, PackReport
+from warpfold.data.pack.versions import origin_text
 from warpfold.data.similar.clusters import cluster_sequences, read_clusters
-from warpfold.data.store.store import ASSEMBLIES, VERSION, Packed, StoreWriter
-from warpfold.data.store.stored_example import CHAINS
+from warpfold.data.store.store import Packed, Store, StoreWriter
+from warpfold.data.store.stored_example import CHAINS, StoredExample, chain_keys
 from warpfold.errors import UserError
 from warpfold.progress import Progress
 
@@ -33,8 +34,8 @@ def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
         raise UserError(f"{out}: exists already; remove it, or choose another name") from None
     if found:
         raise UserError(
-            f"{out}: exists already, packed from other inputs or options ({', '.join(found)}); remove it, or choose "
-            "another name"
+            f"{out}: exists already, packed from other inputs or options ({', '.join(found)}); remove it, choose "
+            "another name, or add to it with --update"
         )
     return report
 
@@ -44,11 +45,20 @@ def report_part(part: PartFolder) -> PackReport:
     return PackReport([entry for _, _, entries in _drop_duplicates([part]) for entry in entries], {})
 
 
-def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | None, progress: Progress) -> PackReport:
+def merge_parts(
+    parts: Sequence[PartFolder],
+    out: Path,
+    executor: Executor | None,
+    progress: Progress,
+    in_place: bool = False,
+    update: bool = False,
+) -> PackReport:
     """Write the store `out` from parts that belong together and are finished, unless there is no chain to keep.
 
     If two files have a chain with the same name, the first file (by name) counts.
-    Errors: UserError if `out` exists or cannot be written, or for the file of clusters.
+    in_place: the files of the parts' records become shards as they are, and no record moves; otherwise the records are
+    copied, in the order of the files' names.  update: `out` is a store, which gets another version.
+    Errors: UserError if `out` exists, or to update is no store; if it cannot be written, or for the file of clusters.
     """
     files, manifest = _drop_duplicates(parts), parts[0].manifest
     report = PackReport([entry for _, _, entries in files for entry in entries], {})
@@ -56,22 +66,33 @@ def merge_parts(parts: Sequence[PartFolder], out: Path, executor: Executor | Non
     _find_unused(report, parts, bad)
     if not report.kept:
         return report
-    progress(0, 1, "clustering")
     chains = [entry for _, _, entries in files for entry in entries if entry.kept and not entry.chains]
-    for entry, cluster in zip(chains, _clusters(chains, manifest, executor)):
-        entry.cluster = cluster
     with_assemblies = "assemblies" in manifest["options"]
     columns = (*META, *(("plddt",) if "predicted" in manifest["inputs"] else ()))
-    with StoreWriter(out, version=ASSEMBLIES if with_assemblies else VERSION) as writer:
+    with StoreWriter(out, grow=update) as writer:
+        progress(0, 1, "clustering")
+        old = _old_chains(writer.base, {entry.name for entry in report.kept}) if update else []
+        clusters = _clusters([*old, *chains], manifest, executor)
+        for entry, cluster in zip([*old, *chains], clusters):
+            entry.cluster = cluster
+        if update:
+            now = {entry.name: entry.cluster for entry in old}
+            column = writer.base.column("cluster")
+            writer.revise("cluster", [now.get(key, before) for key, before in zip(writer.base.keys, column)])
+        shards = {part.path: writer.adopt(part.path / RECORDS) for part in parts} if in_place else {}
         kept = [(part, result, entry) for part, result, entries in files for entry in entries if entry.kept]
         for done, (part, result, entry) in enumerate(kept, 1):
             number, header, crc = entry.record
             meta = {name: getattr(entry, name) for name in columns}
             meta |= {CHAINS: entry.chains or None} if with_assemblies else {}
-            writer.add(entry.name, Packed(part.record(result, number), header, crc), meta | {"cluster": entry.cluster})
+            meta |= {"cluster": entry.cluster}
+            if in_place:
+                record = Packed(b"", header, crc, entry.shares)
+                writer.locate(entry.name, shards[part.path], *result.place(number), record, meta)
+            else:
+                writer.add(entry.name, Packed(part.record(result, number), header, crc, entry.shares), meta)
             progress(done, len(kept), "writing")
-        origin = json.dumps({name: manifest[name] for name in ("warpfold", "options", "inputs")}, indent=1) + "\n"
-        writer.finish({"pack.json": report.text(), "pack.tsv": report.table(), "sources.json": origin})
+        writer.finish({"pack.json": report.text(), "pack.tsv": report.table(), "sources.json": origin_text(manifest)})
     return report
 
 
@@ -105,13 +126,23 @@ def _drop_duplicates(parts: Sequence[PartFolder]) -> FileResults:
     return files
 
 
+def _old_chains(store: Store, replaced: set[str]) -> list[PackEntry]:
+    """Return the chains of a store that stay, with the sequences and the clusters that they have."""
+    column, found = store.column("cluster"), []
+    for key in chain_keys(store):
+        if key not in replaced:
+            sequence, cluster = StoredExample(store, key).sequence, column[store.index.row(key)]
+            found.append(PackEntry(key, "", True, sequence=sequence, cluster=cluster))
+    return found
+
+
 def _clusters(chains: Sequence[PackEntry], manifest: Manifest, executor: Executor | None) -> list[str]:
     """Return the name of each chain's cluster: from a file, or that of the cluster's representative."""
     keys, sequences = [chain.name for chain in chains], [chain.sequence for chain in chains]
     first = dict(zip(reversed(sequences), reversed(keys)))
     if manifest["clusters"]:
         named = read_clusters(manifest["clusters"], keys, {chain.name: chain.entity for chain in chains})
-        return [named.get(key, first[sequence]) for key, sequence in zip(keys, sequences)]
+        return [named.get(one.name, one.cluster or first[one.sequence]) for one in chains]
     identity = manifest["options"]["cluster_identity"]
     if identity >= 1:
         return [first[sequence] for sequence in sequences]

@@ -26,6 +26,7 @@ from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.part import Manifest, PartFolder, PartWriter, check_parts, part_path, remove_part
 from warpfold.data.pack.predicted import LATER, SAME, PredictedFile, files_beside, find_predictions
 from warpfold.data.pack.report import PackEntry, PackReport
+from warpfold.data.pack.versions import updated_report
 from warpfold.errors import UserError
 from warpfold.progress import Progress, no_progress
 
@@ -134,6 +135,7 @@ def pack(
     cluster: str | None = None,
     part: JobPart | None = None,
     predicted: bool = False,
+    update: bool = False,
     progress: Progress = no_progress,
 ) -> PackReport:
     """Make the store `out` from files of structures, alignments and template hits, or folders of them.
@@ -142,6 +144,8 @@ def pack(
     clusters (`data.similar.clusters.read_clusters`); without one they are made (`PackOptions.cluster_identity`).
     workers, cluster: as for `bulk.pool`.  part: pack only these, into a folder beside `out` (`part_path`), for `merge`;
     then the report is of this part.  predicted: the structures are predictions (`data/pack/predicted.py`).
+    update: `out` is a finished store, of which another version is made: with these entries too, in place of those of
+    the same name.  All chains are put into clusters again, those that were there before too.
     A stopped run continues; a finished store of the same inputs and options is left as it is.
     Errors: UserError if a path does not exist; `out` is something else, or of other inputs or options; another
     process is writing it; nothing is kept (then there is no store).  The report says what is wrong with single files.
@@ -150,11 +154,14 @@ def pack(
     options = options or PackOptions()
     if predicted and hits and not template_structures:
         raise UserError("pack: --hits with --predicted needs --template-structures; a prediction is no template")
+    if update and part is not None:
+        raise UserError("pack: --update goes with --merge, not with --shard; the parts are made in the same way")
     min_kl = options.min_kl if predicted else None
     inputs = find_inputs(structures, msas, hits, template_structures, clusters, min_kl)
     manifest = inputs.manifest(options, own)
     folder = part_path(out, own)
-    if part is None and (report := finished_report(out, manifest)) is not None:
+    finished = updated_report if update else finished_report
+    if part is None and (report := finished(out, manifest)) is not None:
         remove_part(folder)  # left by a run that was killed just before its end
         return report
     template_library.cache_clear()  # of an earlier run of this process: files may have come and gone
@@ -167,7 +174,7 @@ def pack(
                 writer.finish()
             if part is not None:
                 return report_part(writer)
-            report = merge_parts([writer], out, executor, progress)
+            report = merge_parts([writer], out, executor, progress, update=update)
             remove_part(folder)
         finally:  # before the workers finish their jobs: a stop that cannot wait for them must not look like a crash
             if not writer.results:
@@ -181,19 +188,22 @@ def merge(
     out: Path,
     workers: int = 1,
     cluster: str | None = None,
+    update: bool = False,
     progress: Progress = no_progress,
 ) -> PackReport:
-    """Merge the parts of a store, packed with `part`, into the store `out`, the same as one run would have made.
+    """Merge the parts of a store, packed with `part`, into the store `out`, with what one run would have made.
 
-    The parts stay where they are.
+    No record is moved: the files of the parts' records become its shards, by a second name where the file system has
+    hard links.  The parts stay where they are.  update: as for `pack`.
     Errors: UserError if they do not belong together, or one is missing, unfinished or given twice; `out` as in `pack`.
     """
-    opened = [PartFolder(path) for path in parts]
+    opened = [PartFolder(path, check=False) for path in parts]
     check_parts(opened)
-    if (report := finished_report(out, opened[0].manifest)) is not None:
+    finished = updated_report if update else finished_report
+    if (report := finished(out, opened[0].manifest)) is not None:
         return report
     with pool(workers, cluster) as executor:
-        report = merge_parts(opened, out, executor, progress)
+        report = merge_parts(opened, out, executor, progress, in_place=True, update=update)
     return _with_content(report, out)
 
 

@@ -8,6 +8,7 @@ it, and what the queries of alignments are: the other parts of the store read th
 
 import json
 import os
+import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,8 @@ from warpfold.files import lock_folder, pread, refuse_foreign, remove_own, writi
 FORMAT, VERSION = "warpfold-part", 4
 _END = "end"  # the last job; its result is the inputs that were done
 _BEGUN, _STOPPED, _FORGOTTEN, _QUERIES = "begun", "stopped", "forgotten", "queries"  # lines about several jobs
-_OWN = ("plan.json", "plan.json.new", "journal", "records", "lock")
+RECORDS = "records"
+_OWN = ("plan.json", "plan.json.new", "journal", RECORDS, f"{RECORDS}.new", "lock")
 _PIECE = 1 << 24  # bytes of the records that are checked at a time
 
 FileVersion = tuple[str, int, int]  # of an alignment: name, bytes, nanoseconds since 1970
@@ -39,6 +41,10 @@ class JobResult:
     data: Any  # as JSON can hold it
     at: int  # in `records`
     sizes: list[int]
+
+    def place(self, number: int) -> tuple[int, int]:
+        """Return where one of its records begins, and how many bytes it has."""
+        return self.at + sum(self.sizes[:number]), self.sizes[number]
 
 
 def part_path(out: Path, part: JobPart) -> Path:
@@ -98,10 +104,12 @@ def differences(one: Manifest, other: Manifest) -> list[str]:
 class PartFolder:
     """A part, open for reading: its manifest, the results of its jobs by name, and the queries that it has read.
 
+    check: read all records and compare them with their checksums, as is needed where a run may have been killed.  What
+    a finished part has of records is known without; damage is found when one is read.
     Errors: UserError for a folder that is not a part.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, check: bool = True) -> None:
         self.path = path
         self.manifest = _read_manifest(path)
         self.part = JobPart.parse(self.manifest["part"])
@@ -110,10 +118,11 @@ class PartFolder:
         self.tried: Counter[str] = Counter()  # how often each job without a result was begun
         self._whole = 0, 0  # bytes of the journal and of the records that are whole
         with open(path / "records", "rb") as records:
+            written = os.fstat(records.fileno()).st_size
             for text, length in _whole_lines(path / "journal"):
                 job, data, sizes, crc = json.loads(text)
                 journal, at = self._whole
-                if _crc(records.fileno(), sum(sizes), at) != crc:
+                if (check and _crc(records.fileno(), sum(sizes), at) != crc) or at + sum(sizes) > written:
                     break
                 self._take(job, JobResult(data, at, sizes))
                 self._whole = journal + length, at + sum(sizes)
@@ -130,7 +139,8 @@ class PartFolder:
     def record(self, result: JobResult, number: int) -> bytes:
         """Read one of the records of a result.  No file stays open: a merge may have thousands of parts."""
         with open(self.path / "records", "rb") as records:
-            return pread(records.fileno(), result.sizes[number], result.at + sum(result.sizes[:number]))
+            offset, size = result.place(number)
+            return pread(records.fileno(), size, offset)
 
     def _take(self, job: str, result: JobResult) -> list[str]:
         """Do what a line of the journal says, and return the jobs that no longer run."""
@@ -198,6 +208,10 @@ class PartWriter(PartFolder):
             fresh.rename(file)
         journal.touch()
         records.touch()
+        if records.stat().st_nlink > 1:  # a shard of a store that was merged in place: it must not change
+            own = path / f"{RECORDS}.new"
+            shutil.copyfile(records, own)
+            own.rename(records)
         super().__init__(path)
         self._begun: set[str] = set()  # by this process, and not ended
         self._journal_file = open(journal, "r+b")  # noqa: SIM115 (open until the end)

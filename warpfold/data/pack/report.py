@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+
 from warpfold.data.store.store import Store
-from warpfold.data.store.stored_example import chain_keys, chains_of
+from warpfold.data.store.stored_example import members
 from warpfold.data.structure.chain import parse_date
 
 NO_FILE = "has no N.cif"  # how the reason begins for which a template counts as missing (`count_refusals`)
@@ -188,21 +190,22 @@ def _cell(value: Any) -> str:
 
 def summarize_store(store: Store) -> dict[str, Any]:
     """Summarize a store as plain data for JSON; "packed": its inputs and options, if `pack` made it."""
-    assemblies = chains_of(store)
+    counts, _ = members(store)
+    chains, assemblies = np.flatnonzero(counts == 0), np.flatnonzero(counts)
 
     def column(name: str, of_assemblies: bool = False) -> list[Any]:
-        values = zip(store.keys, store.column(name)) if name in store.columns else ()
-        return [value for key, value in values if value is not None and (key in assemblies) == of_assemblies]
+        values = store.column(name).take(assemblies if of_assemblies else chains) if name in store.columns else ()
+        return [value for value in values if value is not None]
 
     lengths, depths, templates, dates = map(column, ("length", "depth", "templates", "release_date"))
     days = [day for text in dates if (day := parse_date(text)) is not None]
-    origin, files = store.path / "sources.json", list(store.path.iterdir())
+    origin, files = store.file("sources.json"), [file for file in store.path.iterdir() if file.is_file()]
     return {
         "path": str(store.path),
         "format": store.version,
         "bytes": sum(file.stat().st_size for file in files),
         "shards": sum(file.suffix == ".wfs" for file in files),
-        "entries": len(chain_keys(store)),
+        "entries": len(chains),
         "residues": sum(lengths),
         "length": _quartiles(lengths),
         "depth": _quartiles(depths),
@@ -213,9 +216,9 @@ def summarize_store(store: Store) -> dict[str, Any]:
         "resolution": _quartiles(column("resolution")),
         "release_date": [min(days).isoformat(), max(days).isoformat()] if days else None,
         "assemblies": len(assemblies),
-        "assembly_chains": _quartiles([len(chains) for chains in assemblies.values()]),
+        "assembly_chains": _quartiles(counts[assemblies].tolist()),
         "assembly_length": _quartiles(column("length", of_assemblies=True)),
-        "packed": json.loads(origin.read_text(encoding="utf-8")) if origin.exists() else None,
+        "packed": json.loads(origin) if origin is not None else None,
     }
 
 

@@ -1,37 +1,49 @@
-"""The packed store: records of named arrays, compressed in blocks, checked, read with `os.pread` (docs/formats.md).
+"""The packed store: records of named arrays, compressed in blocks, checked, read where they lie (docs/formats.md).
 
-A store is a folder of shards and a `store.json`.  A shard holds records one after another and ends with its index, so
-that opening reads no record, and the sizes that sampling needs are known without decompressing.  A record begins with a
-small header that says where its blobs lie, so that any array, or any block of its rows, is read without the rest.
+A store is a folder of shards, an index for each of its versions, and a `store.json`.  A shard holds records one after
+another; the index says where, and has the sizes that sampling needs, so that opening reads no record.  A record
+begins with a small header that says where its blobs lie, so that any array, or any block of its rows, is read without
+the rest.
 An array that two records share is stored once.  A checksum covers every byte.  The same records give the same bytes.
+
+A finished store grows by versions: new shards, a new index, and `store.json` in place of the one before.  No shard and
+no index is ever changed, so what reads an earlier version goes on.
 """
 
+import array as arrays_of_numbers
 import contextlib
 import json
 import math
 import os
 import re
+import shutil
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from warpfold.errors import UserError
-from warpfold.files import LARGEST, lock_folder, open_regular, pread, refuse_foreign, remove_own, sync_path, writing
+from warpfold.data.store.index import WHERE, Column, Index, Keys, encode_index
+from warpfold.data.store.storage import Folder, digest_of
+from warpfold.errors import UserError, listed
+from warpfold.files import LARGEST, lock_folder, open_regular, refuse_foreign, remove_own, sync_path, writing
 
-FORMAT, VERSION = "warpfold-store", 2
-ASSEMBLIES = 3  # the version of a store that has assemblies, which a reader of 2 would take for damaged examples
-MAGIC = b"WARPFOLD"
+FORMAT, VERSION = "warpfold-store", 4
+OLDEST = 2  # the format that is still read: it and 3, of stores with assemblies, have an index in each shard
+MAGIC = b"WARPFOLD"  # of a shard of formats 2 and 3
 HEAD = struct.Struct("<8sII")  # magic, version, 0
 FOOT = struct.Struct("<QQII8s")  # index: offset, size, crc32; records; magic
 BLOCK = 1 << 17  # bytes of an array per blob, before compression: as much is read for a single row
 SHARD = 1 << 30  # bytes after which the next shard begins
-_OWN = re.compile(r"lock|store\.json|pack\.json|pack\.tsv|sources\.json|shard-\d{5,}\.wfs")  # what a writer makes
+# What a writer makes.
+_OWN = re.compile(
+    r"\.(store|index|pack|sources)[\w.-]*\.[0-9a-f]{8}|"  # drafts of these
+    r"lock|store\.json|(pack|sources)(-\d+)?\.json|pack(-\d+)?\.tsv|shard-\d{5,}\.wfs|index-\d{5,}\.wfi"
+)
 LEVEL = 1  # of zstd: higher levels hardly compress residues better
 
 
@@ -42,6 +54,7 @@ class Packed:
     data: bytes  # header, then blobs
     header: int  # bytes of the header
     crc: int  # of the header
+    holder: str = ""  # the key of the record that holds what this one shares
 
 
 def pack_record(
@@ -49,7 +62,7 @@ def pack_record(
 ) -> Packed:
     """Compress arrays of any shape and plain dtype, and `notes` for JSON, into one record.
 
-    shared: names of further arrays, each with the key of the record that holds it (under the same name).
+    shared: names of further arrays, with the key of the one record that holds them (under the same names).
     """
     import zstandard
 
@@ -66,90 +79,208 @@ def pack_record(
         parts = [compress(data[start * width : (start + rows) * width]) for start in range(0, count, rows)]
         blobs += parts
         table.append([name, dtype.str, array.shape, rows, [[len(part), zlib.crc32(part)] for part in parts]])
+    (holder,) = set((shared or {}).values()) or {""}
     header = compress(_json({"notes": dict(notes), "arrays": table, "shared": dict(shared or {})}))
-    return Packed(b"".join([header, *blobs]), len(header), zlib.crc32(header))
+    return Packed(b"".join([header, *blobs]), len(header), zlib.crc32(header), holder)
 
 
 class StoreWriter:
     """A writer into `path.partial/`, renamed to `path` when done, so that no half-written store is ever found there.
 
-    version: of the format, VERSION or ASSEMBLIES; all else is the same.
+    grow: the finished store `path` gets another version, with its records and those that are added, in place of those
+    with the same key.  Then all is written beside what is there, and `store.json` last.
     Use as a context manager: an exception removes what was written.  After a kill, the next writer starts over.
-    Errors: UserError if `path` exists, another process is writing it, or it cannot be written.
+    Errors: UserError if `path` exists, or to grow is no store; another process is writing it, or it cannot be written.
     """
 
-    def __init__(self, path: Path | str, shard_bytes: int = SHARD, version: int = VERSION) -> None:
-        self.path, self.version = Path(path), version
+    def __init__(self, path: Path | str, shard_bytes: int = SHARD, grow: bool = False) -> None:
+        self.path = Path(path)
+        self.shard_bytes = shard_bytes
+        self._file: BinaryIO | None = None
+        self._rows: dict[str, int] = {}  # of each key
+        self._holders: dict[int, str] = {}  # of rows that share arrays
+        self._where = {name: arrays_of_numbers.array("Q") for name in WHERE if name != "holder"}
+        self._meta: dict[str, list[Any]] = {}
+        self._shards: list[tuple[str, int]] = []  # that this writer makes
+        self._base: Store | None = None
+        self._revised: dict[str, Sequence[Any]] = {}
+        if grow:
+            self._open_base()
+            return
         taken = UserError(f"{self.path}: exists already; remove it, or choose another name")
         if self.path.exists():
             raise taken
-        self.partial = self.path.with_name(self.path.name + ".partial")
-        self.shard_bytes = shard_bytes
-        self._shards: list[dict[str, int]] = []
-        self._keys: set[str] = set()
-        self._file: BinaryIO | None = None
-        self._index: dict[str, list[Any]] = {}
-        refuse_foreign(self.partial, _OWN.fullmatch)
-        self._lock = lock_folder(self.partial, self.path)
+        self.folder = self.path.with_name(self.path.name + ".partial")
+        refuse_foreign(self.folder, _OWN.fullmatch)
+        self._lock = lock_folder(self.folder, self.path)
         if self.path.exists():  # another process has finished it in the meantime
             self.abort()
             raise taken
-        for left in self.partial.iterdir():  # left by a writer that was killed
+        for left in self.folder.iterdir():  # left by a writer that was killed
             if left.name != "lock":
                 left.unlink()
+
+    def _open_base(self) -> None:
+        """Lock the store, and read its newest version."""
+        Store(self.path)  # or there is nothing to lock
+        self.folder = self.path
+        self._lock = lock_folder(self.path, self.path)
+        with contextlib.ExitStack() as unless_open:
+            unless_open.callback(self._lock.close)
+            self._base = Store(self.path)  # now no other process makes a version
+            if self._base.version < VERSION:
+                raise UserError(
+                    f"{self.path}: a store of format {self._base.version} does not grow; make one of format "
+                    f"{VERSION} of it first: warpfold pack --compact {self.path} --out NEW"
+                )
+            unless_open.pop_all()
+
+    @property
+    def base(self) -> "Store":
+        """Return the version that grows."""
+        assert self._base is not None
+        return self._base
 
     def add(self, key: str, record: Packed, meta: Mapping[str, Any]) -> None:
         """Append a record.  meta: numbers, texts, None, or lists, kept in the index; the same names for every record.
 
-        Errors: ValueError for a key that is there already or other names in `meta`; UserError if it cannot be written.
+        Errors: ValueError for a key that was added before or other names in `meta`; UserError if it cannot be written.
         """
-        if key in self._keys:
-            raise ValueError(f"{key}: twice in one store")
         with writing(self.path):
             if self._file is not None and self._file.tell() + len(record.data) > self.shard_bytes:
                 self._end_shard()
             if self._file is None:
-                self._file = open(self.partial / _shard_name(len(self._shards)), "wb")  # noqa: SIM115
-                self._file.write(HEAD.pack(MAGIC, self.version, 0))
-                self._index = {}
-            entry = {"key": key, "offset": self._file.tell(), "size": len(record.data), "header": record.header}
-            for name, value in (entry | {"crc": record.crc} | {f"meta.{k}": v for k, v in meta.items()}).items():
-                self._index.setdefault(name, []).append(value)
-            if len({len(column) for column in self._index.values()}) > 1:
-                raise ValueError(f"{key}: other names in its meta than in the records before it")
+                shard = self.folder / self._next_shard()
+                shard.unlink(
+                    missing_ok=True
+                )  # left by a writer that was killed; perhaps a second name of a part's file
+                self._file = open(shard, "xb")  # noqa: SIM115
+            offset = self._file.tell()
             self._file.write(record.data)
-        self._keys.add(key)
+        self.locate(key, len(self._shards), offset, len(record.data), record, meta)
 
-    def finish(self, files: Mapping[str, str] | None = None) -> None:
-        """Write the index, `store.json` and any small text `files` beside it, then rename the store to its name.
+    def locate(self, key: str, shard: int, offset: int, size: int, record: Packed, meta: Mapping[str, Any]) -> None:
+        """Add a record that lies in a shard of this writer (`adopt`) already; of `record` the data are not looked at.
 
+        Errors: ValueError as of `add`.
+        """
+        if key in self._rows:
+            raise ValueError(f"{key}: twice in one store")
+        row = self._rows[key] = len(self._rows)
+        shard += len(self._base.index.shards) if self._base is not None else 0
+        entry = {"shard": shard, "offset": offset, "size": size, "header": record.header, "crc": record.crc}
+        for name, value in entry.items():
+            self._where[name].append(value)
+        for name, value in meta.items():
+            self._meta.setdefault(name, []).append(value)
+        if any(len(column) != len(self._rows) for column in self._meta.values()):
+            raise ValueError(f"{key}: other names in its meta than in the records before it")
+        if record.holder:
+            self._holders[row] = record.holder
+
+    def revise(self, name: str, values: Sequence[Any]) -> None:
+        """Give the entries of the version that grows other values of a column, in the order of its keys."""
+        self._revised[name] = values
+
+    def adopt(self, file: Path) -> int:
+        """Make a finished file of records a shard, and return its number for `locate`: a second name of the same bytes.
+
+        On a file system without hard links, and from another file system, it is copied.  Nobody may change it later.
+        """
+        with writing(self.path):
+            self._end_shard()
+            shard = self.folder / self._next_shard()
+            shard.unlink(missing_ok=True)  # left by a writer that was killed
+            try:
+                os.link(file, shard)
+            except OSError:
+                shutil.copyfile(file, shard)
+                sync_path(shard)
+            self._shards.append((shard.name, shard.stat().st_size))
+        return len(self._shards) - 1
+
+    def finish(self, files: Mapping[str, str] | None = None, without: Sequence[str] = ()) -> None:
+        """Write the index, any small text `files`, and `store.json`; a new store then gets its name.
+
+        without: keys of a store that grows which the new version does not have.
         Errors: UserError for a store without records, or if it cannot be written.
         """
-        if not self._keys:
+        versions: list[dict[str, Any]] = [] if self._base is None else self._base.versions
+        keys, where, meta = self._joined(set(without))
+        if not keys:
             raise UserError(f"{self.path}: nothing to store")
         with writing(self.path):
             self._end_shard()
-            checksums = {name: zlib.crc32(text.encode()) for name, text in (files or {}).items()}
-            top = {"format": FORMAT, "version": self.version, "shards": self._shards, "files": checksums}
-            for name, text in {**(files or {}), "store.json": json.dumps(top, indent=1) + "\n"}.items():
-                with open(self.partial / name, "wb") as file:
-                    file.write(text.encode())
-                    file.flush()
-                    os.fsync(file.fileno())
-            (self.partial / "lock").unlink()
-            sync_path(self.partial)
-            self.partial.rename(self.path)
-            sync_path(self.path.parent)
+            number = len(versions) + 1
+            shards = [*(self._base.index.shards if self._base is not None else ()), *self._shards]
+            index = encode_index(keys, where, meta, shards)
+            name = f"index-{number:05d}.wfi"
+            texts = {_of_version(name, number): text.encode() for name, text in (files or {}).items()}
+            checksums = {name: zlib.crc32(text) for name, text in texts.items()}
+            entry = {"index": name, "bytes": len(index), "blake2b": digest_of(index), "records": len(keys)}
+            top = {"format": FORMAT, "version": VERSION, "versions": [*versions, entry | {"files": checksums}]}
+            storage = Folder(self.folder)
+            for file, data in {name: index, **texts}.items():
+                storage.write(file, data)
+            sync_path(self.folder)
+            storage.write("store.json", (json.dumps(top, indent=1) + "\n").encode())
+            if self._base is None:
+                (self.folder / "lock").unlink()
+            sync_path(self.folder)
+            if self._base is None:
+                self.folder.rename(self.path)
+                sync_path(self.path.parent)
         self._lock.close()
 
+    def _joined(self, without: set[str]) -> tuple[list[str], dict[str, np.ndarray], dict[str, list[Any]]]:
+        """Return keys, places and columns of the new version: those of the base, replaced in place, then new ones."""
+        own = list(self._rows)
+        where = {name: np.array(column, np.int64) for name, column in self._where.items()}
+        if self._base is None:
+            where["holder"] = np.full(len(own), -1)
+            for row, key in self._holders.items():
+                where["holder"][row] = self._rows[key]
+            return own, where, self._meta
+        base = self._base.index
+        if self._meta and list(self._meta) != list(base.columns):
+            columns = listed(sorted(set(self._meta) ^ set(base.columns)), 3)
+            raise UserError(f"{self.path}: has other columns ({columns}); pack with the options of the store")
+        before = len(base.where["shard"])  # its rows; those of the new records come after them
+        where = {name: np.concatenate([base.where[name].astype(np.int64), where[name]]) for name in where}
+        where["holder"] = np.concatenate([base.where["holder"], np.full(len(own), -1)])
+        for row, key in self._holders.items():
+            where["holder"][before + row] = before + self._rows[key] if key in self._rows else base.row(key)
+        keys, places = list(base.texts), list(range(len(base)))
+        for key, row in self._rows.items():
+            if (at := base.row(key)) >= 0:
+                places[at] = before + row
+            else:
+                keys.append(key)
+                places.append(before + row)
+        kept = [key not in without for key in keys]
+        keys, chosen = list(compress(keys, kept)), np.array(list(compress(places, kept)), np.int64)
+        held = where["holder"][chosen]
+        hidden = np.setdiff1d(held[held >= 0], chosen)  # replaced or removed, and still needed
+        rows = np.concatenate([chosen, hidden])
+        new = np.full(before + len(own), -1)
+        new[rows] = np.arange(len(rows))
+        where = {name: column[rows] for name, column in where.items()}
+        where["holder"] = np.where(where["holder"] < 0, -1, new[where["holder"]])
+        meta = {}
+        for name, column in base.columns.items():
+            values = [*self._revised.get(name, column), *[None] * (before - len(base)), *self._meta.get(name, ())]
+            meta[name] = [values[row] for row in chosen.tolist()]
+        return keys, where, meta
+
     def abort(self) -> None:
-        """Remove what was written; `path` is never touched."""
+        """Remove what was written; `path`, and what it held before, is never touched."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # closing writes what is buffered, which may not fit on a full disk
                 self._file.close()
             self._file = None
-        remove_own(self.partial, _OWN.fullmatch)
-        self._lock.close()
+        if self._base is None:
+            remove_own(self.folder, _OWN.fullmatch)
+        self._lock.close()  # what a version that is not there left is overwritten by the next one
 
     def __enter__(self) -> "StoreWriter":
         return self
@@ -158,128 +289,167 @@ class StoreWriter:
         if not self._lock.closed:
             self.abort()
 
+    def _next_shard(self) -> str:
+        return _shard_name(len(self._shards) + (len(self._base.index.shards) if self._base is not None else 0))
+
     def _end_shard(self) -> None:
         if self._file is None:
             return
-        import zstandard
-
-        index = zstandard.ZstdCompressor(level=LEVEL).compress(_json(self._index))
-        offset, records = self._file.tell(), len(self._index["key"])
-        crc = zlib.crc32(index)
-        self._file.write(index + FOOT.pack(offset, len(index), crc, records, MAGIC))
-        self._shards.append({"bytes": self._file.tell(), "records": records, "crc": crc})
         self._file.flush()
         os.fsync(self._file.fileno())
+        name = self._next_shard()
+        self._shards.append((name, self._file.tell()))
         self._file.close()
         self._file = None
-
-
-@dataclass(frozen=True)
-class RecordLocation:
-    """The shard that a record lies in, and where."""
-
-    shard: int
-    offset: int
-    size: int
-    header: int
-    crc: int
 
 
 class Store:
     """A store, open for reading; safe to share between threads and forks, and cheap to pickle (it reopens by path).
 
-    Errors: UserError for a folder that is not a store, another format version, or a truncated or damaged file (which,
-    and where), when the store is opened or when the damaged part is read.
+    path: its folder; "FOLDER@3" is its third version.  number: the version where the path says none; default: the
+    newest.
+    Errors: UserError for a folder that is not a store, a version that it does not have, another format, or a truncated
+    or damaged file (which, and where), when the store is opened or when the damaged part is read.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, number: int | None = None, checked: bool = False) -> None:
         self.path = Path(path)
-        self.version = VERSION
-        self.keys: list[str] = []  # in the order of writing
-        self._locations: dict[str, RecordLocation] = {}
-        self._columns: dict[str, list[Any]] = {}
-        self._files: list[int] = []
+        folder, at, wanted = str(path).rpartition("@")
+        if at and folder and wanted.isdecimal() and not self.path.exists():
+            self.path, number = Path(folder), int(wanted)
+        self.version = VERSION  # of the format
+        self.number = 0  # of the store's version; 0 in formats 2 and 3, which have one
+        self.storage = Folder(self.path)
+        self.versions: list[dict[str, Any]] = []
         self._checksums: dict[str, int] = {}  # of the small files beside the shards
+        top = self._read_top()
         with contextlib.ExitStack() as unless_open:
             unless_open.callback(self.close)
-            for number, shard in enumerate(self._read_top()):
-                self._open_shard(number, shard)
+            self.index = self._old_index(top["shards"]) if self.version < VERSION else self._index(number, checked)
             unless_open.pop_all()
+        self.keys = Keys(self.index)  # in the order of writing
         if not self.keys:
             raise UserError(f"{self.path}: an empty store; pack it again")
 
     def __repr__(self) -> str:
         """Return it in one line."""
-        return f"<Store {self.path}: {len(self)} entries>"
+        return f"<Store {self.name}: {len(self)} entries>"
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._locations
+        return self.index.row(key) >= 0
 
-    def __reduce__(self) -> tuple[type["Store"], tuple[Path]]:
-        return Store, (self.path,)
+    def __reduce__(self) -> tuple[type["Store"], tuple[Path, int, bool]]:
+        return Store, (self.path, self.number, True)
 
     def close(self) -> None:
-        while self._files:
-            os.close(self._files.pop())
+        self.storage.close()
+
+    @property
+    def name(self) -> str:
+        """Return its path, with the version if it has several."""
+        return f"{self.path}@{self.number}" if len(self.versions) > 1 else str(self.path)
+
+    @property
+    def origin(self) -> bytes:
+        """Return what tells it from other stores and other versions: it holds checksums of all contents."""
+        if self.version < VERSION:
+            return self._whole("store.json")
+        return _json(self.versioned)
+
+    @property
+    def versioned(self) -> dict[str, Any]:
+        """Return what store.json says of this version."""
+        return self.versions[self.number - 1]
 
     @property
     def columns(self) -> list[str]:
         """Return the names of the columns of `meta`."""
-        return list(self._columns)
+        return list(self.index.columns)
 
-    def column(self, name: str) -> list[Any]:
+    def column(self, name: str) -> Column:
         """Return one value of `meta` for every record, in the order of `keys`."""
-        return self._columns[name]
+        return self.index.columns[name]
+
+    def file(self, name: str) -> str | None:
+        """Return one of the small text files that this version was written with; None if there is none."""
+        name = _of_version(name, self.number)
+        return self._whole(name).decode() if name in self._checksums else None
 
     def record(self, key: str) -> "Record":
         """Return the record of `key`, reading only its header.  Errors: KeyError; UserError if it is damaged."""
-        notes, arrays, shared = self._header(key)
-        held = {holder: self._header(holder)[1] for holder in set(shared.values())}
-        return Record(self, key, notes, arrays | {name: held[holder][name] for name, holder in shared.items()})
+        row = self.index.row(key)
+        if row < 0:
+            raise KeyError(key)
+        notes, arrays, shared = self._header(row, key)
+        if shared:
+            (holder,) = set(shared.values())
+            at = int(self.index.where["holder"][row])
+            held = self._header(self.index.row(holder) if at < 0 else at, holder)[1]
+            arrays |= {name: held[name] for name in shared}
+        return Record(self, key, notes, arrays)
+
+    def packed(self, key: str) -> Packed:
+        """Return a record as it can be written into another store, with what it shares if its holder is not a key."""
+        row = self.index.row(key)
+        _, arrays, shared = self._header(row, key)
+        shard, offset, size, header, crc, at = (int(self.index.where[name][row]) for name in WHERE)
+        if at >= len(self) or any(at >= 0 and self.keys[at] != holder for holder in shared.values()):
+            record = self.record(key)
+            return pack_record({name: record.read(name) for name in record.arrays}, record.notes)
+        data = self._read(shard, offset, size, None, f"{self._shard(shard)}: {key}")
+        for array in arrays.values():
+            for start, stop, expected in zip(array.starts, array.starts[1:], array.crcs):
+                if zlib.crc32(data[start - offset : stop - offset]) != expected:
+                    raise UserError(f"{array.what}: damaged (checksum at byte {start}); copy or pack the store again")
+        return Packed(data, header, crc, next(iter(shared.values()), ""))
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
         """Read everything and yield a line for each damaged part.  progress: called with records done and in all."""
         for name, crc in self._checksums.items():
             try:
-                whole = zlib.crc32((self.path / name).read_bytes()) == crc
+                whole = zlib.crc32(self._whole(name)) == crc
             except OSError:
                 whole = False
             if not whole:
                 yield f"{self.path / name}: damaged or gone; copy or pack the store again"
-        for done, key in enumerate(self.keys):
+        rows = len(self.index.where["shard"])
+        for row in range(rows):
+            key = self.keys[row] if row < len(self) else "a record that others share"
             try:
-                for array in self._header(key)[1].values():  # shared arrays are checked with the record that holds them
+                for array in self._header(row, key)[1].values():  # shared arrays are checked with their record
                     for number in range(len(array.crcs)):
                         self._blob(array, number)
             except UserError as error:
                 yield str(error)
             if progress is not None:
-                progress(done + 1, len(self.keys))
+                progress(row + 1, rows)
 
-    def _header(self, key: str) -> tuple[dict[str, Any], dict[str, "StoredArray"], dict[str, str]]:
+    def _header(self, row: int, key: str) -> tuple[dict[str, Any], dict[str, "StoredArray"], dict[str, str]]:
         """Return notes, own arrays, and the keys of the records that hold the others."""
-        at = self._locations[key]
-        what = f"{self.path / _shard_name(at.shard)}: {key}"
-        header = self._read(at.shard, at.offset, at.header, at.crc, what)
+        shard, offset, _, size, crc, _ = (int(self.index.where[name][row]) for name in WHERE)
+        what = f"{self._shard(shard)}: {key}"
+        header = self._read(shard, offset, size, crc, what)
         fields = json.loads(_decompress(header, what))
-        arrays, offset = {}, at.offset + at.header
+        arrays, offset = {}, offset + size
         for name, dtype, shape, rows, blobs in fields["arrays"]:
             starts = np.cumsum([offset, *(size for size, _ in blobs)]).tolist()
             crcs = [crc for _, crc in blobs]
-            arrays[name] = StoredArray(f"{what}, {name}", at.shard, np.dtype(dtype), tuple(shape), rows, starts, crcs)
+            arrays[name] = StoredArray(f"{what}, {name}", shard, np.dtype(dtype), tuple(shape), rows, starts, crcs)
             offset = starts[-1]
         return fields["notes"], arrays, fields["shared"]
 
-    def _read_top(self) -> list[dict[str, int]]:
+    def _read_top(self) -> dict[str, Any]:
         file = self.path / "store.json"
         try:
-            with os.fdopen(open_regular(file), encoding="utf-8") as opened:
-                top = json.load(opened)
-            known, version, shards = top["format"] == FORMAT, int(top["version"]), top["shards"]
-            self._checksums = dict(top.get("files", {}))
+            top = json.loads(self._whole("store.json"))
+            known, version = top["format"] == FORMAT, int(top["version"])
+            if version == VERSION:
+                self.versions = list(top["versions"])
+            elif version < VERSION:
+                self._checksums = dict(top.get("files", {}))
         except OSError as error:
             raise UserError(
                 f"{self.path}: not a store (store.json: {error.strerror}); `warpfold pack` makes one"
@@ -288,37 +458,94 @@ class Store:
             raise UserError(f"{file}: damaged, or not a store's; pack it again") from error
         if not known:
             raise UserError(f"{file}: not a WarpFold store's")
-        if version not in (VERSION, ASSEMBLIES):
+        if not OLDEST <= version <= VERSION:
             cure = "update WarpFold" if version > VERSION else "pack it again"
-            raise UserError(f"{self.path}: format {version}, this WarpFold reads {VERSION} and {ASSEMBLIES}; {cure}")
+            raise UserError(f"{self.path}: format {version}, this WarpFold reads {OLDEST} to {VERSION}; {cure}")
         self.version = version
-        return shards
+        return dict(top)
 
-    def _open_shard(self, number: int, shard: Mapping[str, int]) -> None:
-        path = self.path / _shard_name(number)
+    def _index(self, number: int | None, checked: bool) -> Index:
+        """Return the index of a version.  checked: another process has done so; then it and the shards are trusted."""
+        self.number = len(self.versions) if number is None else number
+        if not 0 < self.number <= len(self.versions):
+            raise UserError(
+                f"{self.path}: has no version {self.number}; it has 1 to {len(self.versions)}: "
+                f"{self.path}@{len(self.versions)}"
+            )
+        file = self.path / "store.json"
         try:
-            self._files.append(open_regular(path))
+            entry = self.versions[self.number - 1]
+            name, size, digest = entry["index"], int(entry["bytes"]), entry["blake2b"]
+            self._checksums = dict(entry["files"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{file}: damaged; copy the store again") from error
+        file = self.path / name
+        try:
+            index = Index(self.storage.view(name, size, digest, checked))
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}; copy the store again") from error
+        except NotImplementedError as error:
+            raise UserError(f"{file}: an index of version {error}, newer than this WarpFold; update WarpFold") from None
+        except (ValueError, KeyError, TypeError, struct.error) as error:
+            raise UserError(f"{file}: damaged ({error}); copy the store again") from error
+        for shard, expected in () if checked else index.shards:
+            try:
+                found = self.storage.size(shard)
+            except OSError as error:
+                path = self.path / shard
+                raise UserError(f"{path}: cannot be read: {error.strerror}; copy the store again") from error
+            if found < expected:
+                raise UserError(
+                    f"{self.path / shard}: {found} bytes, {expected} expected: truncated or not this store's; copy the "
+                    "store again"
+                )
+        return index
+
+    def _old_index(self, shards: Sequence[Mapping[str, int]]) -> Index:
+        """Return an index of what the shards of formats 2 and 3 have at their ends."""
+        keys: list[str] = []
+        where: dict[str, list[int]] = {name: [] for name in WHERE}
+        meta: dict[str, list[Any]] = {}
+        for number, shard in enumerate(shards):
+            index = self._old_shard(_shard_name(number), shard)
+            keys += index["key"]
+            for name in ("offset", "size", "header", "crc"):
+                where[name] += index[name]
+            where["shard"] += [number] * len(index["key"])
+            for name in index:
+                if name.startswith("meta."):
+                    meta.setdefault(name.removeprefix("meta."), []).extend(index[name])
+        where["holder"] = [-1] * len(keys)  # its key is in the header
+        columns = {name: np.array(values, np.int64) for name, values in where.items()}
+        return Index(encode_index(keys, columns, meta, [(_shard_name(n), s["bytes"]) for n, s in enumerate(shards)]))
+
+    def _old_shard(self, name: str, shard: Mapping[str, int]) -> dict[str, list[Any]]:
+        path = self.path / name
+        try:
+            size = self.storage.size(name)
+            os.close(open_regular(path))
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}; copy the store again") from error
-        size = os.fstat(self._files[-1]).st_size
         if size != shard.get("bytes"):
             raise UserError(f"{path}: {size} bytes, {shard.get('bytes')} expected: truncated or not this store's")
         damaged = UserError(f"{path}: damaged at its begin or end; copy or pack the store again")
-        magic, version, zero = HEAD.unpack(pread(self._files[number], HEAD.size, 0))
-        foot = FOOT.unpack(pread(self._files[number], FOOT.size, size - FOOT.size))
-        offset, length, crc, records, magic_end = foot
+        magic, version, zero = HEAD.unpack(self.storage.read(name, 0, HEAD.size))
+        offset, length, crc, records, magic_end = FOOT.unpack(self.storage.read(name, size - FOOT.size, size))
         if magic != MAGIC or magic_end != MAGIC or zero or version != self.version or records != shard.get("records"):
             raise damaged
         if offset + length + FOOT.size != size or crc != shard.get("crc"):
             raise damaged
         what = f"{path}: its index"
-        index = json.loads(_decompress(self._read(number, offset, length, crc, what), what))
-        for key, *where in zip(*(index[name] for name in ("key", "offset", "size", "header", "crc"))):
-            self._locations[key] = RecordLocation(number, *where)
-        self.keys += index["key"]
-        for name in index:
-            if name.startswith("meta."):
-                self._columns.setdefault(name.removeprefix("meta."), []).extend(index[name])
+        data = self.storage.read(name, offset, offset + length)
+        if zlib.crc32(data) != crc:
+            raise UserError(f"{what}: damaged (checksum at byte {offset}); copy or pack the store again")
+        return dict(json.loads(_decompress(data, what)))
+
+    def _whole(self, name: str) -> bytes:
+        return self.storage.read(name, 0, self.storage.size(name))
+
+    def _shard(self, number: int) -> Path:
+        return self.path / self.index.shards[number][0]
 
     def _blob(self, array: "StoredArray", number: int) -> np.ndarray:
         start, stop = array.starts[number], array.starts[number + 1]
@@ -327,9 +554,13 @@ class Store:
         size = rows * math.prod(array.shape[1:]) * array.dtype.itemsize
         return np.frombuffer(_decompress(data, array.what, size), array.dtype)
 
-    def _read(self, shard: int, offset: int, size: int, crc: int, what: str) -> bytes:
-        data = pread(self._files[shard], size, offset)
-        if len(data) != size or zlib.crc32(data) != crc:
+    def _read(self, shard: int, offset: int, size: int, crc: int | None, what: str) -> bytes:
+        """Read bytes of a shard.  crc: their checksum; None: of theirs there is none."""
+        try:
+            data = self.storage.read(self.index.shards[shard][0], offset, offset + size)
+        except OSError as error:
+            raise UserError(f"{what}: cannot be read: {error.strerror}; copy the store again") from error
+        if len(data) != size or crc not in (None, zlib.crc32(data)):
             raise UserError(f"{what}: damaged (checksum at byte {offset}); copy or pack the store again")
         return data
 
@@ -395,3 +626,9 @@ def _json(value: Any) -> bytes:
 
 def _shard_name(number: int) -> str:
     return f"shard-{number:05d}.wfs"
+
+
+def _of_version(name: str, number: int) -> str:
+    """Return the name of a text file of a version: pack.json, pack-2.json, ..."""
+    stem, dot, suffix = name.rpartition(".")
+    return f"{stem}-{number}{dot}{suffix}" if number > 1 else name

@@ -20,6 +20,7 @@ from warpfold.batch import Arrays
 from warpfold.data.example.pairing import Pairing
 from warpfold.data.example.raw_example import CA, Assembly, Atoms, RawExample, Templates, as_slice, where_sure
 from warpfold.data.formats.alignment import decode
+from warpfold.data.store.index import Keys
 from warpfold.data.store.store import Packed, Record, Store, pack_record
 from warpfold.data.structure.assemblies import is_rigid
 from warpfold.errors import UserError
@@ -274,20 +275,33 @@ def pack_assembly(
 
 def chains_of(store: Store) -> dict[str, list[str]]:
     """Return the keys of the chains of every assembly of a store, by its key; {} for a store without assemblies."""
-    if CHAINS not in store.columns:
-        return {}
-    return {key: chains for key, chains in zip(store.keys, store.column(CHAINS)) if chains is not None}
+    return {key: store.column(CHAINS)[store.index.row(key)] for key in _assembly_keys(store)}
 
 
-def chain_keys(store: Store) -> list[str]:
+def _assembly_keys(store: Store) -> Keys:
+    return store.keys.take(np.flatnonzero(members(store)[0]))
+
+
+def members(store: Store) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many chains each entry of a store has, 0 for a chain, and of all in turn the rows of these chains.
+
+    A row is -1 for a chain that is not in the store.
+    """
+    if CHAINS not in store.columns or store.column(CHAINS).kind != "list":  # no assembly at all
+        return np.zeros(len(store), np.int64), np.empty(0, np.int64)
+    return store.column(CHAINS).members
+
+
+def chain_keys(store: Store) -> Keys:
     """Return the keys of a store's chains."""
-    assemblies = chains_of(store)
-    return [key for key in store.keys if key not in assemblies]
+    counts, _ = members(store)
+    return store.keys.take(np.flatnonzero(counts == 0)) if counts.any() else store.keys
 
 
-def entry_keys(store: Store, assemblies: bool) -> list[str]:
+def entry_keys(store: Store, assemblies: bool) -> Keys:
     """Return the keys to train on: assemblies for a model of complexes, where there are any; otherwise chains."""
-    return (assemblies and list(chains_of(store))) or chain_keys(store)
+    found = _assembly_keys(store) if assemblies else None
+    return found or chain_keys(store)
 
 
 def read_assembly(store: Store, key: str) -> Assembly:

@@ -1,0 +1,175 @@
+"""What a million entries cost: packing, merging, opening and ordering them, each in a process of its own.
+
+    python -m benchmarks.million --entries 10000 100000 1000000 --out benchmarks/results/NAME.json
+
+The entries are generated: the record of each has a few bytes, its name, sizes, dates and clusters are like the PDB's.
+So all figures are of what grows with the number of entries: results of jobs, the report, the index, the order.
+
+* part: the results of as many jobs are kept (`PartWriter`), as the workers of `warpfold pack` hand them in.
+* merge: the store is made of the part, in place; with the clusters, by equal sequences, and the report.
+* add: the same store gets a version with a thousand more.
+* open: by a first process (checks the index), and by 4 more as workers of the loader do; what each holds alone.
+* epoch: the entries of one epoch of "uniform"; weights: those of "paper"; held out: clusters drawn for validation;
+  costs: of making each example.
+
+Seconds are of CPU, for other processes may run beside; MB are the peak of the process, or what a step added.
+"""
+
+import argparse
+import json
+import platform
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from warpfold.data.features.choose import SampleConfig
+from warpfold.data.load.order import Order, Source, making_costs, paper_weights, split_keys
+from warpfold.data.pack.options import PackOptions
+from warpfold.data.pack.pack import merge
+from warpfold.data.pack.part import PartWriter
+from warpfold.data.store.store import Store, StoreWriter, pack_record
+
+STAGES = ("part", "merge", "open", "order", "add")
+LETTERS = "ACDEFGHIKLMNPQRSTVWY"
+
+
+def private() -> float:
+    """Return the MB that this process alone holds."""
+    lines = [line.split() for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]]
+    return sum(int(size) for name, size, _ in lines if name in ("Private_Clean:", "Private_Dirty:", "Swap:")) / 1e3
+
+
+def make_part(folder: Path, entries: int) -> dict[str, float]:
+    """Keep the results of as many jobs."""
+    record = pack_record({"aatype": np.zeros(20, np.uint8)}, {"name": "x"})
+    draw = random.Random(0)
+    kinds = {name: {"files": entries, "bytes": entries, "digest": "0"} for name in ("structures", "alignments")}
+    options = PackOptions(cluster_identity=1.0).recorded()
+    manifest = {"part": "1/1", "warpfold": "benchmark", "options": options, "inputs": kinds, "clusters": None}
+    writer = PartWriter(folder / "part", manifest)
+    for number in range(entries):
+        name = f"{number:07d}_A"
+        entry = {
+            "name": name, "file": f"{number:07d}.cif", "kept": True, "length": draw.randint(20, 1000),
+            "depth": draw.randint(1, 10_000), "templates": draw.randint(0, 20),
+            "resolution": draw.randint(100, 400) / 100,
+            "release_date": f"20{draw.randint(10, 26)}-{draw.randint(1, 12):02d}-{draw.randint(1, 28):02d}",
+            "method": "X-RAY DIFFRACTION", "alignments": [f"{name}/bfd.a3m"],
+            "sequence": "".join(draw.choices(LETTERS, k=3)) + str(draw.randrange(entries) // 3),
+            "record": [0, record.header, record.crc],
+        }  # fmt: skip
+        writer.add(f"structure {number:07d}.cif", {"entries": [entry], "bad": {}}, [record.data])
+    writer.keep("alignments", [])
+    writer.keep("hits", [])
+    writer.finish()
+    writer.close()
+    return {"MB": round((folder / "part/journal").stat().st_size / 1e6, 1)}
+
+
+def merged(folder: Path) -> dict[str, float]:
+    """Make the store."""
+    report = merge([folder / "part"], folder / "store")
+    index = (folder / "store/index-00001.wfi").stat().st_size
+    return {"entries": len(report.kept), "index, MB": round(index / 1e6, 1)}
+
+
+def opened(folder: Path) -> dict[str, float]:
+    """Open it here, and in other processes."""
+    before, began, cpu = private(), time.perf_counter(), time.process_time()
+    store = Store(folder / "store")
+    found = {"wall": time.perf_counter() - began, "checked": time.process_time() - cpu}
+    code = (
+        "import time; from benchmarks.million import *; before = private(); cpu = time.process_time();"
+        f"store = Store({str(store.path)!r}, {store.number}, True); row = store.index.row('0000007_A');"
+        "print(time.process_time() - cpu, private() - before); sys.stdout.flush(); sys.stdin.read()"
+    )
+    run = [sys.executable, "-c", code]
+    others = [subprocess.Popen(run, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) for _ in range(4)]
+    said = [[float(text) for text in one.stdout.readline().split()] for one in others if one.stdout]
+    found |= {"worker": max(one[0] for one in said), "worker alone, MB": max(one[1] for one in said)}
+    found["here, MB"] = private() - before
+    for one in others:
+        one.communicate("")
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def ordered(folder: Path) -> dict[str, float]:
+    """Go through an epoch, weigh, hold out, and predict costs."""
+    store = Store(folder / "store")
+    source, found = Source(store), {}
+    order = Order([source], 0)
+    for name, work in {
+        "epoch": lambda: sum(1 for _ in map(order.entry, range(len(source.keys)))),
+        "weights": lambda: paper_weights(source),
+        "held out": lambda: split_keys(store, 100, 0),
+        "costs": lambda: making_costs(source, SampleConfig(crop=256, max_msa=128, max_extra=1024)),
+    }.items():
+        before, cpu = private(), time.process_time()
+        result = work()
+        found[name] = round(time.process_time() - cpu, 3)
+        found[f"{name}, MB"] = round(private() - before, 1)
+        del result
+    return found
+
+
+def added(folder: Path) -> dict[str, float]:
+    """Add a thousand entries."""
+    record = pack_record({}, {})
+    with StoreWriter(folder / "store", grow=True) as writer:
+        names = writer.base.columns
+        meta = {name: next(iter(islice(writer.base.column(name), 1))) for name in names}
+        for number in range(1000):
+            writer.add(f"new{number}", record, meta)
+        writer.finish()
+    return {"version": Store(folder / "store").number}
+
+
+def stage(name: str, folder: Path, entries: int) -> dict[str, float]:
+    """Run one of `STAGES` in this process."""
+    cpu = time.process_time()
+    work = {
+        "part": lambda: make_part(folder, entries),
+        "merge": lambda: merged(folder),
+        "open": lambda: opened(folder),
+        "order": lambda: ordered(folder),
+        "add": lambda: added(folder),
+    }
+    found = work[name]()
+    found["seconds"] = round(time.process_time() - cpu, 2)
+    return found | {"peak, MB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--entries", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
+    parser.add_argument("--out", type=Path, help="where the results go, as JSON")
+    parser.add_argument("--stage", nargs=2, metavar=("NAME", "FOLDER"), help="for this script itself")
+    given = parser.parse_args()
+    if given.stage:
+        print(json.dumps(stage(given.stage[0], Path(given.stage[1]), given.entries[0])))
+        return
+    results: list[dict[str, Any]] = []
+    for entries in given.entries:
+        with tempfile.TemporaryDirectory() as folder:
+            row: dict[str, Any] = {"entries": entries}
+            for name in STAGES:
+                run = [sys.executable, "-m", "benchmarks.million", "--entries", str(entries), "--stage", name, folder]
+                row[name] = json.loads(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+                print(entries, name, row[name], flush=True)
+        results.append(row)
+    about = {"what": "a million entries", "date": date.today().isoformat(), "machine": platform.machine()}
+    if given.out:
+        given.out.write_text(json.dumps(about | {"results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""The index of a store: columns of numbers and texts in one file that is mapped, not parsed (docs/formats.md).
+
+A million entries are a few dozen arrays.  Opening makes views of them, and no Python object per entry; a text becomes
+one when it is asked for.  So all processes of a machine share one copy, and none of them waits for parsing.
+"""
+
+import json
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, overload
+
+import numpy as np
+
+MAGIC, INDEX_VERSION = b"WARPFIDX", 1
+HEAD = struct.Struct("<8sIIQ")  # magic, version, bytes of the table, bytes of the file
+ALIGN = 64  # bytes, at whose multiples arrays begin
+NONE = -(2**63)  # in a column of whole numbers: None
+# Where each record lies: which shard, from which byte on, bytes, bytes and crc of its header; the row of the record
+# that holds what it shares, -1 for none.  Rows after those of the keys are of records that are only shared.
+WHERE = {"shard": "<u4", "offset": "<u8", "size": "<u8", "header": "<u4", "crc": "<u4", "holder": "<i4"}
+
+Arrays = dict[str, np.ndarray]
+
+
+class Texts(Sequence[str]):
+    """Texts one after another as UTF-8: text i is the bytes [starts[i], starts[i + 1])."""
+
+    def __init__(self, starts: np.ndarray, data: np.ndarray) -> None:
+        self.starts, self.data = starts, data
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def encoded(self, place: int) -> bytes:
+        """Return one text as it is stored."""
+        return self.data[int(self.starts[place]) : int(self.starts[place + 1])].tobytes()
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[str]: ...
+    def __getitem__(self, place: int | slice) -> str | list[str]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        return self.encoded(range(len(self))[place]).decode("utf-8", "surrogatepass")
+
+    def ranks(self) -> np.ndarray:
+        """Return the place of each text in their sorted order, which is that of their bytes too."""
+        starts = self.starts.astype(np.int64)
+        lengths = starts[1:] - starts[:-1]
+        width = int(lengths.max(initial=1)) or 1
+        padded = np.zeros((len(self), width), np.uint8)
+        padded[np.repeat(np.arange(len(self)), lengths), _within(lengths)] = self.data
+        ranks = np.empty(len(self), np.int64)
+        ranks[np.argsort(padded.view(f"S{width}").ravel(), kind="stable")] = np.arange(len(self))
+        return ranks
+
+
+def _within(lengths: np.ndarray) -> np.ndarray:
+    """Return 0, 1, ... of each length, one after another."""
+    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+
+
+def _texts(texts: Sequence[str]) -> Arrays:
+    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+    starts = np.cumsum([0, *map(len, encoded)], dtype=np.int64)
+    narrow = starts.astype("<u4") if starts[-1] < 2**32 else starts
+    return {"starts": narrow, "texts": np.frombuffer(b"".join(encoded), np.uint8)}
+
+
+class Column(Sequence[Any]):
+    """One value for each of some records, as a sequence; whole columns of numbers are arrays, texts are codes.
+
+    kind: "int", "float", "text" (code i is the i-th of the different texts) or "list" (of texts).  None is a value of
+    each of them.
+    """
+
+    def __init__(self, kind: str, arrays: Arrays, places: np.ndarray | None = None) -> None:
+        self.kind, self._arrays, self._places = kind, arrays, places
+        self.texts = Texts(arrays["starts"], arrays["texts"]) if kind in ("text", "list") else None
+
+    def __repr__(self) -> str:
+        """Return it in one line."""
+        return f"<Column of {len(self)}: {self.kind}>"
+
+    def __len__(self) -> int:
+        if self._places is not None:
+            return len(self._places)
+        return len(self._arrays["begins"]) - 1 if self.kind == "list" else len(self._arrays["values"])
+
+    @overload
+    def __getitem__(self, place: int) -> Any: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Any]: ...
+    def __getitem__(self, place: int | slice) -> Any:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        at = range(len(self))[place]
+        at = at if self._places is None else int(self._places[at])
+        if self.texts is not None and self.kind == "list":
+            begin, end = self._arrays["begins"][at : at + 2].tolist()
+            return [self.texts[code] for code in self._arrays["values"][begin:end].tolist()] or None
+        value = self._arrays["values"][at].item()
+        if self.texts is not None:
+            return None if value < 0 else self.texts[value]
+        return None if value != value or value == NONE else value
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.kind == "list":
+            return (self[i] for i in range(len(self)))
+        values = self.values.tolist()
+        if self.texts is not None:
+            known: list[str | None] = [*self.texts, None]  # None has the code -1
+            return (known[code] for code in values)
+        return (None if value != value or value == NONE else value for value in values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
+
+    @property
+    def values(self) -> np.ndarray:
+        """Return the numbers of a column of numbers, the codes of one of texts: -1 for None."""
+        assert self.kind != "list"
+        values = self._arrays["values"]
+        return values if self._places is None else values[self._places]
+
+    @property
+    def members(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many texts each list has, and of all of them the rows of which they are the keys, -1 for none."""
+        begins, codes = self._arrays["begins"].astype(np.int64), self._arrays["values"]
+        counts = np.diff(begins)
+        if self._places is not None:
+            counts, first = counts[self._places], begins[self._places]
+            codes = codes[np.repeat(first, counts) + _within(counts)]
+        return counts, self._arrays["keys"][codes].astype(np.int64)
+
+    def take(self, places: np.ndarray) -> "Column":
+        """Return the values of some records."""
+        return Column(self.kind, self._arrays, places if self._places is None else self._places[places])
+
+
+def encode_column(name: str, values: Sequence[Any], rows: Mapping[str, int]) -> tuple[str, Arrays]:
+    """Return kind and arrays of a column.  rows: of the keys of the store, by which lists name records.
+
+    Errors: ValueError for other values than finite numbers, texts, lists of texts that are not empty, and None.
+    """
+    kinds = set(map(type, values)) - {type(None)}
+    if kinds == {int}:
+        whole = np.array([NONE if value is None else value for value in values], "<i8")
+        narrow = whole.astype("<i4")
+        return "int", {"values": narrow if np.array_equal(narrow, whole) else whole}
+    if kinds and kinds <= {int, float}:
+        numbers = np.array([np.nan if value is None else value for value in values], "<f8")
+        if np.isfinite(numbers).sum() + sum(value is None for value in values) == len(values):
+            return "float", {"values": numbers}
+    elif kinds <= {str}:
+        texts = [text for text in dict.fromkeys(values) if text is not None]
+        codes: dict[str | None, int] = {text: code for code, text in enumerate(texts)} | {None: -1}
+        return "text", {"values": np.array([codes[value] for value in values], "<i4"), **_texts(texts)}
+    elif kinds == {list} and all(value is None or (value and set(map(type, value)) == {str}) for value in values):
+        each: list[str] = [text for value in values if value for text in value]
+        texts = list(dict.fromkeys(each))
+        place = {text: code for code, text in enumerate(texts)}
+        begins = np.cumsum([0, *(len(value or ()) for value in values)], dtype="<i8")
+        keys = np.array([rows.get(text, -1) for text in texts], "<i4")
+        listed = np.array([place[text] for text in each], "<i4")
+        return "list", {"begins": begins, "values": listed, "keys": keys, **_texts(texts)}
+    raise ValueError(f"{name}: a column has finite numbers, or texts, or lists of texts, or None")
+
+
+def _hash(key: bytes) -> int:
+    return int.from_bytes(blake2b(key, digest_size=8).digest(), "little")
+
+
+def encode_index(
+    keys: Sequence[str],
+    where: Mapping[str, np.ndarray],
+    meta: Mapping[str, Sequence[Any]],
+    shards: Sequence[tuple[str, int]],
+) -> bytes:
+    """Return an index as bytes.  where: the columns of `WHERE`, of the keys' records and then of those only shared.
+
+    shards: their names, and their bytes.  The same records give the same bytes.
+    """
+    arrays = {f"where.{name}": np.asarray(where[name], dtype) for name, dtype in WHERE.items()}
+    rows = {key: row for row, key in enumerate(keys)}
+    named = _texts(keys)
+    arrays |= {f"key.{name}": array for name, array in named.items()}
+    hashes = np.fromiter((_hash(key.encode("utf-8", "surrogatepass")) for key in keys), "<u8", len(keys))
+    order = np.argsort(hashes, kind="stable")
+    arrays |= {"hash.values": hashes[order], "hash.rows": order.astype("<u4")}
+    kinds = {}
+    for name, values in meta.items():
+        kinds[name], columns = encode_column(name, values, rows)
+        arrays |= {f"meta.{name}.{part}": array for part, array in columns.items()}
+    layout, at = [], 0
+    for name, array in arrays.items():
+        layout.append([name, array.dtype.newbyteorder("<").str, len(array), at])
+        at += -(-array.nbytes // ALIGN) * ALIGN
+    about = {"records": len(keys), "shards": list(shards), "columns": kinds, "arrays": layout}
+    table = json.dumps(about, separators=(",", ":")).encode()
+    table += b" " * (-(HEAD.size + len(table)) % ALIGN)
+    pieces = [HEAD.pack(MAGIC, INDEX_VERSION, len(table), HEAD.size + len(table) + at), table]
+    for array in arrays.values():
+        data = array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+        pieces += [data, bytes(-len(data) % ALIGN)]
+    return b"".join(pieces)
+
+
+class Index:
+    """An index, read from its bytes, which stay where they are.
+
+    Errors: ValueError for bytes that are no index; NotImplementedError with its version for one of a later version.
+    """
+
+    def __init__(self, data: bytes | memoryview) -> None:
+        magic, version, size, total = HEAD.unpack(data[: HEAD.size]) if len(data) >= HEAD.size else (b"", 0, 0, 0)
+        if magic != MAGIC or version < INDEX_VERSION:
+            raise ValueError("not an index")
+        if version > INDEX_VERSION:
+            raise NotImplementedError(str(version))
+        if total != len(data):
+            raise ValueError(f"{len(data)} bytes, {total} expected")
+        about = json.loads(bytes(data[HEAD.size : HEAD.size + size]))
+        begin = HEAD.size + size
+        arrays = {name: np.frombuffer(data, dtype, count, begin + at) for name, dtype, count, at in about["arrays"]}
+        self.shards: list[tuple[str, int]] = [(name, size) for name, size in about["shards"]]
+        self.where: Arrays = {name: arrays[f"where.{name}"] for name in WHERE}
+        self.texts = Texts(arrays["key.starts"], arrays["key.texts"])
+        self._hashes, self._rows = arrays["hash.values"], arrays["hash.rows"]
+        self.columns: dict[str, Column] = {}
+        for column, kind in about["columns"].items():
+            begin_name = f"meta.{column}."
+            own = {
+                part: arrays[begin_name + part]
+                for part in ("values", "begins", "keys", "starts", "texts")
+                if begin_name + part in arrays
+            }
+            self.columns[column] = Column(kind, own)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def row(self, key: object) -> int:
+        """Return the row of a key, -1 if there is none."""
+        if not isinstance(key, str):
+            return -1
+        encoded = key.encode("utf-8", "surrogatepass")
+        wanted = np.uint64(_hash(encoded))
+        at = int(np.searchsorted(self._hashes, wanted))
+        while at < len(self._hashes) and self._hashes[at] == wanted:
+            row = int(self._rows[at])
+            if self.texts.encoded(row) == encoded:
+                return row
+            at += 1
+        return -1
+
+
+class Keys(Sequence[str]):
+    """The keys of some records of an index, in an order of their own.  rows: of these records; None: of all."""
+
+    def __init__(self, whole: Index, rows: np.ndarray | None = None) -> None:
+        self.whole = whole
+        self._rows = rows
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Return the row of each key."""
+        return np.arange(len(self.whole)) if self._rows is None else self._rows
+
+    def __repr__(self) -> str:
+        """Return it in one line."""
+        return f"<{len(self)} keys>"
+
+    def __len__(self) -> int:
+        return len(self.whole) if self._rows is None else len(self._rows)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[str]: ...
+    def __getitem__(self, place: int | slice) -> str | list[str]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        at = range(len(self))[place]
+        return self.whole.texts[at if self._rows is None else int(self._rows[at])]
+
+    def __contains__(self, key: object) -> bool:
+        row = self.whole.row(key)
+        return row >= 0 and (self._rows is None or bool((self._rows == row).any()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
+
+    def take(self, places: np.ndarray) -> "Keys":
+        """Return some of them."""
+        return Keys(self.whole, np.asarray(self.rows[places]))
+
+    def without(self, names: Iterable[str]) -> "Keys":
+        """Return all but these."""
+        rows = [self.whole.row(name) for name in names]
+        return self if not rows else self.take(np.flatnonzero(~np.isin(self.rows, rows)))
