@@ -3,6 +3,7 @@
 import contextlib
 import html
 import io
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from itertools import chain, count, pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
@@ -757,5 +758,5 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"{folder}: cannot be made: {error.strerror}; name another folder") from error
     summary = sealed(summary)
     pieces = json.JSONEncoder(indent=2).iterencode(summary)  # of many predictions the text is longer than they are
-    write_atomically(folder / "summary.json", chain(pieces, "\n"))
+    write_atomically(folder / "summary.json", itertools.chain(pieces, "\n"))
     return summary
