@@ -228,7 +228,9 @@ def test_a_full_disk_is_said_before_and_after(
 def test_ctrl_c_leaves_a_part_that_the_same_call_continues(server: FileServer, tmp_path: Path) -> None:
     server.faults = ["slow"]
     path = tmp_path / "a.npz"
-    alone = [sys.executable, "-c", ALONE, f"{server.url}/a.npz", str(path)]
+    # A shell has what it starts in the background ignore SIGINT, and so all that the tests start.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n" + ALONE
+    alone = [sys.executable, "-c", code, f"{server.url}/a.npz", str(path)]
     with subprocess.Popen(alone, stderr=subprocess.DEVNULL) as process:
         while not (note := path.with_name("a.npz.fetching.json")).exists():
             time.sleep(0.02)

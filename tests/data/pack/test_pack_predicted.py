@@ -191,7 +191,7 @@ def test_a_stopped_run_does_again_what_a_changed_pae_decides(tmp_path: Path, mon
     pae = tmp_path / "p/one/one_pae.json"
     pae.write_text(json.dumps({"pae": np.ones((30, 30)).tolist()}))
     with monkeypatch.context() as patch:
-        patch.setattr("warpfold.data.pack.pack.merge_parts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("warpfold.data.pack.pack.merge_parts", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             packed(tmp_path)
     pae.write_text(json.dumps({"pae": np.full((30, 30), 2.5).tolist()}))
