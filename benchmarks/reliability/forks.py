@@ -5,6 +5,7 @@ starts see, too.  A second process does the same where Triton interprets its ker
 """
 
 import ctypes
+import importlib
 import json
 import os
 import select
@@ -22,6 +23,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = "tests/ops/triton/interpreted/"  # tests in which Triton interprets its kernels
+PATIENCE = 20.0  # seconds that a test may take beside six times what it took before
 MEMORY = 12 << 30  # bytes that a process may have of its own: a fault may ask for everything
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -30,6 +32,7 @@ ENVIRONMENT = {
     "GOMP_SPINCOUNT": "10000",
     "MKL_NUM_THREADS": "1",
 }
+LOADED = ("hypothesis", "numpy", "torch", "torch._dynamo")  # before tests are forked
 PROBES = "mutation_probes"  # module of the copy in which statements say that they ran
 
 
@@ -78,15 +81,12 @@ class Forks:
         os.close(theirs[1])
         self._jobs, self._answers = os.fdopen(ours[1], "w"), os.fdopen(theirs[0])
 
-    def run(
-        self, tests: Sequence[str], known: dict[str, float] | None = None, limit: float = 1e9, first: bool = True
-    ) -> Ran:
+    def run(self, tests: Sequence[str], known: dict[str, float] | None = None, first: bool = True) -> Ran:
         """Run tests in this order; first: to the first failure.
 
-        known: the seconds that each took before: one that takes several times as long is ended.  limit: seconds after
-        which no other test begins.
+        known: the seconds that each took before: one that takes several times as long is ended.
         """
-        job = {"tests": list(tests), "known": known or {}, "limit": limit, "first": first}
+        job = {"tests": list(tests), "known": known or {}, "first": first}
         self._jobs.write(json.dumps(job) + "\n")
         self._jobs.flush()
         return Ran(**json.loads(self._answers.readline()))
@@ -111,11 +111,8 @@ class _Server:
         for name in [name for name in sys.modules if name.split(".")[0] in ("warpfold", "tests", "benchmarks")]:
             del sys.modules[name]
         sys.path[:] = [str(copy), *(p for p in sys.path if p and Path(p).resolve() not in (ROOT, copy))]
-        import hypothesis  # noqa: F401
-        import numpy  # noqa: F401
-        import torch._dynamo
-
-        torch.set_num_threads(1)
+        for name in LOADED:
+            importlib.import_module(name)
 
     def serve(self, jobs: Any, answers: Any) -> None:
         """Answer jobs until there are no more."""
@@ -148,7 +145,7 @@ class _Server:
             for line in lines:
                 word, test, *more = json.loads(line)
                 if word == "begin":
-                    now, waited = test, time.monotonic() + 20 + 6 * job["known"].get(test, 60.0)
+                    now, waited = test, time.monotonic() + PATIENCE + 6 * job["known"].get(test, 60.0)
                 elif word == "end":
                     ran.tests[test] = (more[0], more[1])
                     ran.hits[test] = more[2]
@@ -217,11 +214,11 @@ def _child(job: dict[str, Any], copy: Path, ours: int) -> None:
 
 
 class _Follower:
-    """A plugin of pytest: puts the tests into our order, says when each begins and ends, and stops in time."""
+    """A plugin of pytest: puts the tests into our order, and says when each begins and ends."""
 
     def __init__(self, job: dict[str, Any], pipe: int) -> None:
         self._order = {test: place for place, test in enumerate(job["tests"])}
-        self._pipe, self._end = pipe, time.monotonic() + job["limit"]
+        self._pipe = pipe
         self._begun, self._outcome = 0.0, "passed"
         self._owner = os.getpid()  # a forked child of a test inherits the plugin, and has nothing to say
         try:
@@ -253,7 +250,3 @@ class _Follower:
             whole = bytes(self._probes)
             hits = [place for place, value in enumerate(whole) if value]
         self._say("end", nodeid, self._outcome, round(time.monotonic() - self._begun, 3), hits)
-
-    def pytest_runtest_teardown(self, item: Any, nextitem: Any) -> None:
-        if time.monotonic() > self._end:
-            item.session.shouldstop = "time is up"

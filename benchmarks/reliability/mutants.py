@@ -100,6 +100,7 @@ class _Finder:
         self._starts, self._lines = starts, source.splitlines(keepends=True)
         self._functions: list[str] = []
         self._statement = 0
+        self._axes: set[int] = set()  # positions of numbers that are axes
 
     def _at(self, line: int, column: int) -> int:
         return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
@@ -237,8 +238,10 @@ class _Finder:
                 self._visit(node.value)
                 self._index(node.slice)
                 return
-            case ast.Constant():
-                self._constant(node)
+            case (ast.Constant() as number) | ast.UnaryOp(op=ast.USub(), operand=ast.Constant() as number):
+                if self._span(node)[0] not in self._axes:
+                    self._constant(number)
+                return
             case ast.keyword(arg=word) if word in AXIS_WORDS:
                 self._axis(node.value)
                 return
@@ -298,11 +301,13 @@ class _Finder:
 
     def _axis(self, node: ast.AST) -> None:
         """Offer a neighbour of an axis."""
-        for part in node.elts if isinstance(node, ast.Tuple | ast.List) else [node]:
+        parts: Sequence[ast.AST] = node.elts if isinstance(node, ast.Tuple | ast.List) else [node]
+        for part in parts:
             number = integer(part)
             if number is not None:
                 other = {-1: -2, 0: 1}.get(number, number - 1 if number > 0 else number + 1)
                 self._offer("axis", part, str(other))
+                self._axes.add(self._span(part)[0])
 
     def _index(self, node: ast.AST) -> None:
         """Offer bounds and indices that are off by one."""
