@@ -28,7 +28,6 @@ MEMORY = 12 << 30  # bytes that a process may have of its own: a fault may ask f
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
-    "PYTHONDONTWRITEBYTECODE": "1",
     "GOMP_SPINCOUNT": "10000",
     "MKL_NUM_THREADS": "1",
 }
@@ -107,7 +106,6 @@ class _Server:
         os.environ.update(ENVIRONMENT, PYTHONPATH=str(copy))
         if interpreted:
             os.environ["TRITON_INTERPRET"] = "1"
-        sys.dont_write_bytecode = True
         for name in [name for name in sys.modules if name.split(".")[0] in ("warpfold", "tests", "benchmarks")]:
             del sys.modules[name]
         sys.path[:] = [str(copy), *(p for p in sys.path if p and Path(p).resolve() not in (ROOT, copy))]

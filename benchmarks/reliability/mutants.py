@@ -41,7 +41,7 @@ REDUCTIONS = {
 }
 COLLECTIVES = re.compile(
     r"(all_reduce|all_gather\w*|reduce_scatter\w*|all_to_all\w*|sendrecv|broadcast|broadcast_tensors|gather_shards|"
-    r"scatter|tied|barrier|synchronize|wait_stream|wait_for_all|exchange|isend|irecv|send|recv|wait)$"
+    r"tied|barrier|synchronize|wait_stream|wait_for_all|exchange|isend|irecv|send|recv|wait)$"
 )
 MASKS = re.compile(r"mask|valid|exists|known|present|wanted|attended|real_", re.I)
 SAID = {"warn", "warning", "info", "debug", "print", "UserError", "tell", "TypeVar", "cast", "NewType", "echo", "note"}
@@ -197,15 +197,15 @@ class _Finder:
                     self.body(node.body)
                     self.body(node.orelse)
             case _:
-                for part in ast.iter_child_nodes(node):
-                    if isinstance(part, ast.stmt):
-                        self._visit_statement(part)
-                    elif isinstance(part, ast.ExceptHandler | ast.match_case):
-                        self.body(part.body)
-                    elif isinstance(part, ast.withitem):
-                        self._visit(part.context_expr)
-                    elif isinstance(part, ast.expr):
-                        self._visit(part)
+                for child in ast.iter_child_nodes(node):
+                    if isinstance(child, ast.stmt):
+                        self._visit_statement(child)
+                    elif isinstance(child, ast.ExceptHandler | ast.match_case):
+                        self.body(child.body)
+                    elif isinstance(child, ast.withitem):
+                        self._visit(child.context_expr)
+                    elif isinstance(child, ast.expr):
+                        self._visit(child)
         self._statement = outer
 
     def _is_backward(self) -> bool:
@@ -311,13 +311,15 @@ class _Finder:
 
     def _index(self, node: ast.AST) -> None:
         """Offer bounds and indices that are off by one."""
-        for part in node.elts if isinstance(node, ast.Tuple) else [node]:
+        parts: Sequence[ast.AST] = node.elts if isinstance(node, ast.Tuple) else [node]
+        for part in parts:
             if isinstance(part, ast.Slice):
                 for bound in (part.lower, part.upper):
                     if bound is not None:
                         number = integer(bound)
                         self._offer("off by one", bound, str(number + 1) if number else f"({self._text(bound)}) + 1")
-                        self._visit(bound) if number is None else None
+                        if number is None:
+                            self._visit(bound)
                 if part.step is not None:
                     self._visit(part.step)
             elif (number := integer(part)) is not None:

@@ -17,12 +17,13 @@ import argparse
 import hashlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import time
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,7 @@ class Planter:
         self._forks: dict[bool, Forks] = {}
         self._trust = work / "trusted.json"
         self.trusted: dict[str, bool] = json.loads(self._trust.read_text()) if self._trust.exists() else {}
+        self._planted = 10**9
         self.kills: Counter[tuple[str, str]] = Counter()  # of a test in a file
 
     def _run(self, tests: list[str]) -> Ran:
@@ -182,9 +184,10 @@ class Planter:
         groups = [[t for t in chosen if t.startswith(INTERPRETED) == interpreted] for interpreted in (False, True)]
         for group in filter(None, groups):
             while group and outcome == "survived":
-                held = replace_file(path, mutant.applied(source))
+                self._planted += 1
+                bring_back = replace_file(path, mutant.applied(source), self._planted)
                 ran = self._run(group)
-                held()
+                bring_back()
                 ran_tests += ran.tests
                 if not ran.failed:
                     break
@@ -209,11 +212,15 @@ class Planter:
         }
 
 
-def replace_file(path: Path, text: str) -> Any:
-    """Write another text to a file; return what brings back the old one, with its time, by which Python knows it."""
+def replace_file(path: Path, text: str, moment: int) -> Callable[[], object]:
+    """Write another text to a file; return what brings back the old one.
+
+    moment: its time of change, by which Python knows what it has compiled: each text of a file has another.
+    """
     kept = path.with_suffix(".kept")
     path.rename(kept)
     path.write_text(text, encoding="utf-8")
+    os.utime(path, (moment, moment))
     return lambda: kept.rename(path)
 
 
