@@ -92,7 +92,7 @@ class Forks:
 
     def close(self) -> None:
         """End the process."""
-        self._jobs.close()
+        os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
 
@@ -101,7 +101,9 @@ class _Server:
 
     def __init__(self, copy: Path, interpreted: bool) -> None:
         self.copy = copy
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: children of a test that has gone are ours
+        control = ctypes.CDLL(None).prctl
+        control(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: children of a test that has gone are ours
+        control(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with what asks it
         os.chdir(copy)
         os.environ.update(ENVIRONMENT, PYTHONPATH=str(copy))
         if interpreted:
@@ -194,6 +196,7 @@ def _child(job: dict[str, Any], copy: Path, ours: int) -> None:
     import resource
 
     os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
     log = os.open(copy.parent / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for descriptor in (1, 2):
