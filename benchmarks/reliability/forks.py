@@ -47,7 +47,7 @@ class Ran:
 
 
 def make_copy(folder: Path) -> Path:
-    """Copy what git knows of the checkout to folder/checkout, with ../shared beside it; compile it."""
+    """Copy what git knows of the checkout to folder/checkout, with ../shared beside it."""
     copy = folder / "checkout"
     shutil.rmtree(copy, ignore_errors=True)
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -58,7 +58,6 @@ def make_copy(folder: Path) -> Path:
     shared = folder / "shared"
     if (ROOT.parent / "shared").is_dir() and not shared.is_symlink():
         shared.symlink_to(ROOT.parent / "shared")
-    subprocess.run([sys.executable, "-m", "compileall", "-qq", copy / "warpfold", copy / "tests"], check=False)
     return copy
 
 
