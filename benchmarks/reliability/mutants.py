@@ -376,8 +376,11 @@ def room_files(package: Path, room: str) -> list[Path]:
 
 
 def draw(package: Path, counts: dict[str, int], seed: int) -> list[Mutant]:
-    """Draw so many faults of each room: of the kinds in turn, as far as there are some, one for a line at most."""
-    drawn = []
+    """Draw so many faults of each room: of the kinds in turn, as far as there are some, one for a line at most.
+
+    They come in an order in which every room has its share of any first part.
+    """
+    drawn: list[tuple[float, Mutant]] = []
     for room, count in counts.items():
         generator = random.Random(f"{seed} {room}")
         kinds: dict[str, list[Mutant]] = {}
@@ -392,6 +395,7 @@ def draw(package: Path, counts: dict[str, int], seed: int) -> list[Mutant]:
                 while kinds[kind] and (kinds[kind][-1].path, kinds[kind][-1].line) in seen:
                     kinds[kind].pop()
                 if kinds[kind] and len(seen) < count:
-                    drawn.append(kinds[kind].pop())
-                    seen.add((drawn[-1].path, drawn[-1].line))
-    return drawn
+                    one = kinds[kind].pop()
+                    seen.add((one.path, one.line))
+                    drawn.append((len(seen) / count, one))
+    return [one for _, one in sorted(drawn, key=lambda item: item[0])]
