@@ -185,7 +185,7 @@ class _Finder:
             case ast.Return():
                 if self._is_backward() and isinstance(node.value, ast.Tuple):
                     for part in node.value.elts:
-                        if not (isinstance(part, (ast.Constant, ast.Starred))):
+                        if not isinstance(part, ast.Constant | ast.Starred) and "new_zeros" not in self._text(part):
                             self._offer("adjoint", part, f"({self._text(part)}) * 0")
                 if node.value is not None:
                     self._visit(node.value)
@@ -255,7 +255,7 @@ class _Finder:
         if name in REDUCTIONS and (receiver is not None or name in ("min", "max", "all", "any")):
             end = self._span(function)[1]
             self._offer("reduction", node, REDUCTIONS[name], (end - len(name), end))
-        if name in AXIS_CALLS:
+        if name in AXIS_CALLS and receiver is not None:
             for argument in node.args[:3]:
                 if not (name in ("narrow", "select") and argument is not node.args[0]):
                     self._axis(argument)

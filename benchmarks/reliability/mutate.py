@@ -28,6 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reliability import mutants
 from benchmarks.reliability.forks import INTERPRETED, ROOT, Forks, Ran, make_copy
 from benchmarks.reliability.mutants import Mutant, draw, is_kernel
 from benchmarks.reliability.probes import put_probes
@@ -238,7 +239,7 @@ def digest(paths: Iterable[Path]) -> str:
     """Return a hash of files."""
     whole = hashlib.sha256()
     for path in paths:
-        whole.update(path.relative_to(ROOT).as_posix().encode() + b"\0" + path.read_bytes())
+        whole.update(os.path.relpath(path, ROOT).encode() + b"\0" + path.read_bytes())
     return whole.hexdigest()[:16]
 
 
@@ -305,7 +306,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--limit", type=float, default=60.0, help="seconds that the tests of a fault may take without it"
     )
-    parser.add_argument("--only", default="", help="faults whose name has this alone")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="PART", help="faults whose name has one of these")
     parser.add_argument("--again", choices=("survived", "not covered", "killed"), help="run those once more")
     parser.add_argument("--tests", nargs="+", default=TESTS, help="files and folders of tests")
     parser.add_argument("--cover", action="store_true", help="only find out what tests run")
@@ -322,10 +323,11 @@ def main(arguments: list[str]) -> int:
     counts = {room: round(count * given.share) for room, count in COUNTS.items()}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     header = {"seed": given.seed, "counts": counts, "package": package, "commit": commit.strip()}
+    header["faults"] = digest([Path(mutants.__file__)])
     if given.out.exists():
         before, results = read(given.out)
-        if any(before[name] != header[name] for name in ("seed", "counts", "package")):
-            sys.exit(f"{given.out}: of another seed, number or package; name another file")
+        if any(before[name] != header[name] for name in ("seed", "counts", "package", "faults")):
+            sys.exit(f"{given.out}: of another seed, number, package or mutants.py; name another file")
     else:
         results = {}
         given.out.parent.mkdir(parents=True, exist_ok=True)
@@ -340,7 +342,7 @@ def main(arguments: list[str]) -> int:
     drawn = draw(ROOT / "warpfold", counts, given.seed)
     for place, mutant in enumerate(drawn):
         known = results.get(mutant.name)
-        if given.only not in mutant.name or (known and known["outcome"] != given.again):
+        if not any(part in mutant.name for part in given.only) or (known and known["outcome"] != given.again):
             continue
         result = planter.plant(mutant)
         with given.out.open("a", encoding="utf-8") as file:
