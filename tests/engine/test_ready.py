@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import signal
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -162,6 +163,25 @@ def test_a_batch_that_is_ready_overtakes_a_slow_one_and_a_resume_follows(tmp_pat
     (tmp_path / "order.txt").write_text("another\n")
     with pytest.raises(UserError, match=r"order.txt: is the record of another loader \(another\)"):
         next(iter(Ready(data, **settings)))
+
+
+def test_what_the_record_names_next_is_overtaken_by_nothing(tmp_path: Path) -> None:
+    """It is slow when the run continues, and others are ready."""
+    data = Numbers(8, tmp_path, waits=(2,))
+    settings: dict[str, Any] = {"workers": 2, "shuffle": False, "window": 3, "record": tmp_path / "order.txt"}
+    with Ready(data, **settings) as loader:
+        data.go(2)
+        state = loader.state_dict()
+        assert [next(loader_)["index"].item() for loader_ in [iter(loader)] for _ in range(3)] == [0, 1, 2]
+    (tmp_path / "go-2").unlink()
+    with Ready(data, **settings) as loader:
+        loader.load_state_dict({**state, "first": 2})
+        batches = iter(loader)
+        assert loader._workers is not None
+        while len(loader._workers.outcomes) < 3:  # of what follows
+            time.sleep(0.01)
+        threading.Timer(0.3, data.go, (2,)).start()
+        assert [batch["index"].item() for batch in batches] == [2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
