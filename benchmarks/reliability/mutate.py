@@ -261,34 +261,36 @@ def test_files(places: Iterable[str]) -> list[str]:
 
 def report(header: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
     """Print tables by room and by kind, and what survived."""
-    equivalent = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")) if EQUIVALENT.exists() else {}
+    known = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8")) if EQUIVALENT.exists() else {}
     print(
         f"seed {header['seed']}, commit {header['commit']}, {len(results)} of {sum(header['counts'].values())} faults"
     )
     for word in ("room", "kind"):
-        print(f"\n| {word} | planted | change nothing | killed | survived | run by no test | killed, of the others |")
-        print("|---|---|---|---|---|---|---|")
+        columns = "planted | change no result | on other devices alone | killed | survived | run by no test | score"
+        print(f"\n| {word} | {columns} |\n|---|---|---|---|---|---|---|---|")
         groups: dict[str, Counter[str]] = defaultdict(Counter)
         for one in results.values():
-            outcome = "equivalent" if one["name"] in equivalent and one["outcome"] != "killed" else one["outcome"]
+            outcome = one["outcome"]
+            if outcome != "killed" and one["name"] in known:
+                outcome = "elsewhere" if "device" in known[one["name"]] else "equivalent"
             for group in (one[word], "all"):
                 groups[group][outcome] += 1
         for group, counts in sorted(groups.items(), key=lambda item: item[0] == "all"):
-            rest = counts.total() - counts["equivalent"]
-            share = f"{100 * counts['killed'] / rest:.1f} %" if rest else ""
-            numbers = [counts.total(), *(counts[name] for name in ("equivalent", "killed", "survived", "not covered"))]
-            print(f"| {group} | {' | '.join(map(str, numbers))} | {share} |")
+            left = counts["killed"] + counts["survived"] + counts["not covered"]
+            names = "equivalent", "elsewhere", "killed", "survived", "not covered"
+            score = f"{100 * counts['killed'] / left:.1f} %" if left else ""
+            print(f"| {group} | {' | '.join(map(str, (counts.total(), *(counts[n] for n in names))))} | {score} |")
     print()
     for one in results.values():
         if one["outcome"] != "killed":
-            reason = equivalent.get(one["name"], {}).get("reason", "")
+            reason = known.get(one["name"], {}).get("reason", "")
             print(f"{one['outcome']}: {one['name']}  {one['before'][:70]!r} -> {one['after'][:70]!r}", end="")
-            print(f"  ({one['ran']} of {one['covering']} tests)" + (f"  equivalent: {reason}" if reason else ""))
+            print(f"  ({one['ran']} of {one['covering']} tests)" + (f"  {reason}" if reason else ""))
 
 
 def idle(results: dict[str, dict[str, Any]], covered: Covered) -> None:
     """Print tests that ran beside faults and found none, the most expensive first: runs, seconds of each."""
-    runs: Counter[str] = Counter(test for one in results.values() for test in one["tests"])
+    runs: Counter[str] = Counter(test for one in results.values() for test in one.get("tests", ()))
     found = {one["killer"] for one in results.values()}
     names = [name for name in runs if name not in found and name in covered.tests]
     for name in sorted(names, key=lambda name: -covered.tests[name]["seconds"]):
