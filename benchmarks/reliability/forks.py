@@ -23,6 +23,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 INTERPRETED = "tests/ops/triton/interpreted/"  # tests in which Triton interprets its kernels
+BETWEEN = 900.0  # seconds that collecting tests, or what lies between two, may take
 PATIENCE = 20.0  # seconds that a test may take beside six times what it took before
 MEMORY = 12 << 30  # bytes that a process may have of its own: a fault may ask for everything
 ENVIRONMENT = {
@@ -128,7 +129,7 @@ class _Server:
             os.close(theirs)
             _child(job, self.copy, ours)
         os.close(ours)
-        now, waited, rest = "collection", time.monotonic() + 120, b""
+        now, waited, rest = "collection", time.monotonic() + BETWEEN, b""
         while now:
             if not select.select([theirs], [], [], 1.0)[0]:
                 gone = os.waitpid(child, os.WNOHANG)[0] == child and not select.select([theirs], [], [], 0.0)[0]
@@ -148,7 +149,7 @@ class _Server:
                 elif word == "end":
                     ran.tests[test] = (more[0], more[1])
                     ran.hits[test] = more[2]
-                    now, waited = "between", time.monotonic() + 120
+                    now, waited = "between", time.monotonic() + BETWEEN
                     if more[0] == "failed" and not ran.failed:
                         ran.failed, ran.how = test, "failed"
                 elif word == "done":
