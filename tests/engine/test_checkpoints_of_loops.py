@@ -179,6 +179,10 @@ def test_names_in_the_file_are_those_of_the_model(tmp_path: Path) -> None:
 
 def test_the_last_ones_stay_and_the_newest_whole_one_is_taken(tmp_path: Path, caplog: Any) -> None:
     model = nn.Linear(2, 2)
+    one = Checkpoints(tmp_path / "one", keep=1)
+    for step in (1, 2):
+        one.save(step, model=model)
+    assert one.steps() == [2]
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.load_latest(model=model) == (0, {})
     for step in (1, 2, 3):

@@ -227,6 +227,11 @@ def _replace(model: nn.Module) -> None:
             setattr(module, name, nn.Parameter(torch.full_like(p, 0.25)))
 
 
+def _replace_one(model: nn.Module) -> None:
+    linear = next(module for module in model.modules() if isinstance(module, Linear))
+    linear.weight = nn.Parameter(torch.full_like(linear.weight, 0.25))
+
+
 def _move(model: nn.Module) -> None:
     model.double().float()
     _fill(model)
@@ -323,7 +328,9 @@ def test_weights_that_two_layers_share_get_the_sum_of_their_gradients() -> None:
     assert packed.in_place
 
 
-@pytest.mark.parametrize("write", [_replace, _move, _data, nn.Module.half, lambda model: PackedWeights(model)])
+@pytest.mark.parametrize(
+    "write", [_replace, _replace_one, _move, _data, nn.Module.half, lambda model: PackedWeights(model)]
+)
 def test_an_optimizer_notices_that_the_model_has_left(write: Callable[[nn.Module], None]) -> None:
     """It would go on and train nothing."""
     model = stack()

@@ -4,8 +4,10 @@ import gc
 import math
 import os
 import signal
+import threading
 import time
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from tests.engine.ready_data import Bad, Held, Many, Numbers, Odd, Pair, Rows, c
 from tests.ranks import run_ranks
 from warpfold.device import Uploads
 from warpfold.engine.ready import Ready
-from warpfold.engine.ready_maker import BatchMaker, Costs, ReadyError, find_costs
+from warpfold.engine.ready_maker import SHARE, BatchMaker, Costs, ReadyError, find_costs
 from warpfold.errors import UserError
 
 
@@ -164,6 +166,25 @@ def test_a_batch_that_is_ready_overtakes_a_slow_one_and_a_resume_follows(tmp_pat
         next(iter(Ready(data, **settings)))
 
 
+def test_what_the_record_names_next_is_overtaken_by_nothing(tmp_path: Path) -> None:
+    """It is slow when the run continues, and others are ready."""
+    data = Numbers(8, tmp_path, waits=(2,))
+    settings: dict[str, Any] = {"shuffle": False, "window": 3, "record": tmp_path / "order.txt"}
+    data.go(2)
+    with Ready(data, workers=0, **settings) as loader:
+        batches, state = iter(loader), loader.state_dict()
+        assert [next(batches)["index"].item() for _ in range(3)] == [0, 1, 2]
+    (tmp_path / "go-2").unlink()
+    with Ready(data, workers=2, **settings) as loader:
+        loader.load_state_dict({**state, "first": 2})
+        batches = iter(loader)
+        assert loader._workers is not None
+        while len(loader._workers.outcomes) < 3:  # of what follows
+            time.sleep(0.01)
+        threading.Timer(0.3, data.go, (2,)).start()
+        assert next(batches)["index"].item() == 2
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_run_continues_to_the_bit_wherever_it_was_left(workers: int) -> None:
     with Ready(Numbers(7), 2, workers=workers) as loader:
@@ -183,16 +204,17 @@ def test_a_run_continues_to_the_bit_wherever_it_was_left(workers: int) -> None:
                 next(batches)
 
 
-def test_a_run_continues_on_another_number_of_ranks() -> None:
-    two = [Ready(Numbers(), 2, workers=0, rank=rank, ranks=2) for rank in range(2)]
+@pytest.mark.parametrize(("drop", "steps", "whole"), [(False, 3, 7), (True, 2, 6)])
+def test_a_run_continues_on_another_number_of_ranks(drop: bool, steps: int, whole: int) -> None:
+    two = [Ready(Numbers(), 2, workers=0, rank=rank, ranks=2, drop_last=drop) for rank in range(2)]
     used = [i for loader in two for _, batch in zip(range(3), loader) for i in batch["index"].tolist()]
-    three = [Ready(Numbers(), 1, workers=0, rank=rank, ranks=3) for rank in range(3)]
+    three = [Ready(Numbers(), 1, workers=0, rank=rank, ranks=3, drop_last=drop) for rank in range(3)]
     for loader in three:
         loader.load_state_dict(two[0].state_dict())
     rest = [i for loader in three for batch in loader for i in batch["index"].tolist()]
-    assert {*rest, *used} == set(range(20))
-    assert len(rest) == 9  # eight were left, and one fills the last step
-    assert [len(indices(loader)) for loader in three] == [7, 7, 7]
+    assert len(rest) == 3 * steps  # eight were left: one fills the last step, or two are dropped with it
+    assert len({*rest, *used}) == (18 if drop else 20)
+    assert [len(indices(loader)) for loader in three] == [whole] * 3
 
 
 def test_an_iteration_that_is_left_is_over() -> None:
@@ -233,7 +255,12 @@ def test_a_cost_of_examples_is_found_once_by_all_ranks_together() -> None:
     assert found[0][1] == found[1][1] == [float(i + 1) for i in range(12)]
     assert sorted(i for batches, _ in found for batch in batches for i in batch) == list(range(12))
     assert _costs(1)[1] is None
-    assert find_costs(BatchMaker(Costs(Rows(), len), np.array, 0), [], 0).shape == (0,)
+    make = BatchMaker(Costs(Rows(), len), np.array, 0)
+    assert find_costs(make, [], 0).shape == (0,)
+    many = [i % 12 for i in range(2 * SHARE + 5)]
+    assert find_costs(make, many, 0).tolist() == [i + 1 for i in many]
+    drawn = BatchMaker(Costs(Numbers(), itemgetter("drawn")), np.array, 0)  # at random, as the examples are
+    assert np.array_equal(find_costs(drawn, range(5), 0), find_costs(drawn, range(5), 1))
     with Ready(Rows(), 2, workers=1, cost=len, collate=listed, rank=1, ranks=2) as loader:
         assert [[example[0] for example in batch] for batch in loader] == found[1][0]
 

@@ -1,13 +1,15 @@
 """The whole model: recycling, ensembling, plans, degenerate inputs, precision."""
 
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
 
 from tests.helpers import random_batch, random_complex, tiny_config, tiny_model, tiny_multimer
 from warpfold.batch import FEATURES
-from warpfold.model.alphafold import AlphaFold
+from warpfold.model.alphafold import AlphaFold, ModelConfig
+from warpfold.model.evoformer import MSARowAttention
+from warpfold.model.heads import PLDDTHead
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 
@@ -26,6 +28,36 @@ def assert_same(a, b, tolerance):
         torch.testing.assert_close(
             a[name], b[name], rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
         )
+
+
+def test_the_defaults_are_those_of_alphafold2():
+    """Supp. 1.2.7 to 1.9 and the official model/config.py, model_1; what later models have otherwise is off."""
+    pair = {"heads": 4, "head_width": None, "transition": 4, "activation": "relu", "rate": 0.25, "fused": False}
+    evoformer = {"blocks": 48, "heads": 8, "transition": 4, "activation": "relu", "rate": 0.15, "c_outer": 32}
+    templates = {"enabled": True, "c": 64, "blocks": 2, "heads": 4, "attention_width": 16, "torsion_rows": True}
+    structure = {"layers": 8, "c": 384, "heads": 12, "c_hidden": 16, "qk_points": 4, "v_points": 8, "scalar_bias": True}
+    structure |= {"transition_layers": 3, "position_scale": 10.0, "sidechain_c": 128, "sidechain_blocks": 2}
+    heads = {"distogram_bins": 64, "msa_classes": 23, "plddt_c": 128, "plddt_bins": 50, "pae": False, "pae_bins": 64}
+    of_templates = pair | {"c_triangle": 64, "transition": 2, "order": "attention_first"}
+    assert asdict(ModelConfig()) == {
+        "c_m": 256,
+        "c_z": 128,
+        "c_s": 384,
+        "c_e": 64,
+        "max_relative": 32,
+        "recycles": 3,
+        "recycle_tolerance": None,
+        "ensemble": 1,
+        "extra_blocks": 4,
+        "multimer": None,
+        "evoformer": evoformer
+        | {"outer": "middle", "pair": pair | {"c_triangle": 128, "order": "multiplication_first"}},
+        "templates": templates | {"unit_vectors": False, "pair": of_templates},
+        "structure": structure | {"dropout": 0.1},
+        "heads": heads | {"labels": None},
+    }
+    assert MSARowAttention(8, 8).dropout_rate == 0.15
+    assert PLDDTHead(8).act_0.weight.shape[0] == 128
 
 
 def test_noise_differs_between_steps_and_repeats_within_one():

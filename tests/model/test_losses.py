@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.model.proteins import example, random_frames, random_motion
 from warpfold.geometry.rigid import Rigid
 from warpfold.model import losses
 from warpfold.model.heads import distogram_breaks
-from warpfold.model.losses import LossConfig, backbone_fape, frame_aligned_point_error, lddt, total_loss
+from warpfold.model.losses import CA_ATOM, LossConfig, backbone_fape, frame_aligned_point_error, lddt, total_loss
 from warpfold.ops.pairs import aligned_errors, overlaps
 
 EVERYTHING = LossConfig(violation=1.0, experimentally_resolved=0.01, predicted_aligned_error=0.1)
@@ -298,3 +299,17 @@ def test_a_wanted_head_that_is_missing_is_named():
     e.output.pae_logits = None
     with pytest.raises(ValueError, match="predicted aligned error"):
         total_loss(e.output, e.batch, EVERYTHING)
+
+
+@pytest.mark.parametrize("noise", [0.0, 2.0])
+def test_the_lddt_of_a_training_step_is_the_one_that_is_defined(noise: float) -> None:
+    """Of Ca that are known, some out of reach of each other, and some that are not known and lie anywhere."""
+    truth = 8 * torch.randn(20, 37, 3)
+    mask = (torch.rand(20, 37) > 0.3).float()
+    moved = torch.where(mask[..., None] > 0, truth + noise * torch.randn(20, 37, 3), 0)
+    output = SimpleNamespace(structure=SimpleNamespace(final_atom37=moved))
+    batch = {"all_atom_positions": truth, "all_atom_mask": mask}
+    expected = lddt(moved[:, CA_ATOM], truth[:, CA_ATOM], mask[:, CA_ATOM])
+    assert 0.2 < expected < 1 or not noise
+    found = losses.ca_lddt(output, batch)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, expected, check_dtype=False)

@@ -177,6 +177,15 @@ def test_parts_of_chains_find_the_copies_too():
     assert crop.found() == s.expected()
 
 
+@pytest.mark.parametrize("seed", [3, 5, 6])
+def test_the_entity_of_fewest_copies_is_laid_over_them(seed):
+    """One chain of three copies is predicted with another shape, the two of the other entity as they lie."""
+    s = scene({1: [2], 2: [1, 0]}, seed=seed)
+    chain = s.points[s.asym == 1]
+    s.points[s.asym == 1] = chain.mean(0) + 20 * torch.randn(chain.shape, generator=torch.Generator().manual_seed(seed))
+    assert s.found()[1:] == s.expected()[1:]
+
+
 def test_padding_belongs_to_no_chain():
     s = scene({1: [1, 0]})
     padded = nearest_copies(

@@ -31,6 +31,7 @@ from warpfold.parallel import team as module
 from warpfold.parallel.collectives import all_gather, local_shard
 from warpfold.parallel.exchange import Wire
 from warpfold.parallel.mesh import make_mesh
+from warpfold.parallel.messages import pieces
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team, TeamError, distributed_context
 from warpfold.parallel.waits import Event
@@ -133,6 +134,13 @@ def crew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Crew:
     for name, seconds in (("BEAT", 0.2), ("SILENT", 1.2), ("GRACE", GRACE)):
         monkeypatch.setattr(heartbeat, name, seconds)
     return Crew(tmp_path)
+
+
+def test_pieces_of_a_broadcast_are_full_and_hold_everything() -> None:
+    flat = [torch.arange(start, stop, dtype=torch.uint8) for start, stop in ((0, 3), (3, 4), (4, 15), (15, 20))]
+    found = [torch.cat(piece) for piece in pieces(flat, 6)]
+    assert [len(piece) for piece in found] == [6, 6, 6, 2]
+    assert torch.cat(found).tolist() == list(range(20))
 
 
 def test_processes_meet_talk_work_alone_and_then_together(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,11 @@ def test_masked_positions_to_restore_are_residues_of_the_rows_own_entity() -> No
         assert asked[mine].all()
         assert asked.sum() == asked[mine].sum()
     assert features["bert_mask"][0][0].all()
+    few = make_features(assembly(first, second), replace(WHOLE, masked_fraction=0.3), 0, ("x",))
+    asked, changed = few["bert_mask"][0] > 0, few["masked_msa"][0] != few["true_msa"][0]
+    assert 0.15 < asked.mean() / (features["bert_mask"][0] > 0).mean() < 0.45  # 0.3 of some 60 cells
+    assert changed[0].sum() > 0
+    assert not changed[0][~asked[0]].any()
 
 
 def test_the_truth_of_every_copy_is_there_in_its_place_in_the_assembly() -> None:

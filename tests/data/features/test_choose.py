@@ -103,7 +103,7 @@ def test_training_uses_every_row_that_block_deletion_leaves_if_no_cost_is_set() 
 
 
 def test_the_budget_leaves_what_the_model_sees_and_does_not_depend_on_where_the_crop_lies() -> None:
-    config = SampleConfig(max_msa=512, max_extra=5120, max_cost=1e-9)
+    config = SampleConfig(max_cost=1e-9)  # its defaults are AlphaFold2's: 512 centres, 5,120 rows of the extra MSA
     assert (row_budget(256, config), row_budget(256, SampleConfig())) == (5632, None)
     assert row_budget(256, dataclasses.replace(config, max_cost=1e3)) > 5632
     config = dataclasses.replace(THIN, crop=10, blocks=5)

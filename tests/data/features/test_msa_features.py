@@ -22,13 +22,13 @@ def test_nearest_cluster_counts_agreement_and_takes_the_first_of_equals(e: int, 
     np.testing.assert_array_equal(nearest_cluster(rows, centres[None])[0], agreement.argmax(1))
 
 
-def test_passes_whose_tables_do_not_fit_together_follow_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "size"), [("TABLES", 1), ("TABLES", 200_000), ("ROWS", 16)])  # of one pass, of two
+def test_what_does_not_fit_together_follows_one_another(monkeypatch: pytest.MonkeyPatch, name: str, size: int) -> None:
     rng = np.random.default_rng(0)
     rows, centres = rng.integers(0, 22, (50, 300), np.uint8), rng.integers(0, 23, (5, 7, 300), np.uint8)
     together = nearest_cluster(rows, centres)
-    for tables in (1, 200_000):  # of one pass, of two
-        monkeypatch.setattr(module, "TABLES", tables)
-        np.testing.assert_array_equal(nearest_cluster(rows, centres), together)
+    monkeypatch.setattr(module, name, size)
+    np.testing.assert_array_equal(nearest_cluster(rows, centres), together)
 
 
 def test_mask_kinds_come_in_their_proportions() -> None:
