@@ -22,6 +22,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def interval(x: np.ndarray, y: np.ndarray, seed: int = 0) -> tuple[float, float]
 
 
 def judge(x: Sequence[float], y: Sequence[float], whole: float, per: float) -> dict[str, Any]:
-    """Say how a quantity changes: its slope for each `per` of x, the interval, the growth over `whole` of x, flat or not.
+    """Say how a quantity changes: its slope for each `per` of x, the growth over `whole` of x, whether it is flat.
 
     Flat: the interval holds 0, or the growth that its far end stands for is at most `FLAT` of the median.
     """
@@ -180,7 +181,7 @@ def trends(log: Path, unit: str, per: float, of_time: bool) -> dict[str, Any]:
         for quantity in ("private_mib", "descriptors", "threads"):
             one[quantity] = judge(x, [row[quantity] for _, row in rows], whole, per)
         points = rows[:: max(1, len(rows) // (10 * BLOCKS))]
-        steps = [(a, b) for a, b in zip(points, points[1:]) if b[0]["done"] > a[0]["done"]]
+        steps = [(a, b) for a, b in pairwise(points) if b[0]["done"] > a[0]["done"]]
         middle = [(a[0]["seconds"] / 3600 if of_time else a[0]["done"]) for a, _ in steps]
         for name, of in (
             (f"cpu_ms_per_{unit}", lambda at: at[1]["cpu"]),
@@ -235,7 +236,9 @@ def soak_train(out: Path, ranks: int, rank_hours: float) -> dict[str, Any]:
         "steps": len(losses),
         "checkpoints": len(losses) // 100,
         "validations": len(rows_of(metrics, "validation")),
-        "loss_of_the_first_and_last_100_steps": [round(float(np.mean(part)), 3) for part in (losses[:100], losses[-100:])],
+        "loss_of_the_first_and_last_100_steps": [
+            round(float(np.mean(part)), 3) for part in (losses[:100], losses[-100:])
+        ],
         "slopes_are_per": "hour",
         "processes": trends(log, "step", 1.0, of_time=True),
     }
