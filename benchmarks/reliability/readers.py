@@ -193,7 +193,7 @@ def of_structure(found: Structure) -> Any:
 def check_line(error: UserError) -> None:
     """Raise Silent where an error is not one line that a person reads."""
     text = str(error)
-    if "\n" in text or not text.strip() or len(text) > 1500:
+    if "\n" in text or not text.strip() or len(text) > 2500:
         raise Silent(f"an error of {text.count(chr(10)) + 1} lines and {len(text)} letters: {text[:80]!r}")
 
 

@@ -339,7 +339,14 @@ def test_a_killed_run_continues_and_makes_nothing_twice(tmp_path: Path, fasta: P
     with open(journal, "a") as file:
         file.write('{"of": ["p5", "tiny", 0], "ent')  # a line that was cut off
     times = times_of(out, there)
+    left = next(name for name in (f"p{i}" for i in range(6)) if name not in there)
+    half, other = (out / f".{name}.{'0' * 32}.partial" for name in (left, "somebody"))
+    for folder in (half, other):
+        folder.mkdir()
+        (folder / "a.cif").write_text("half")
     assert predict(fasta, [], tiny_params, out, options(batch=1))["status"] == "complete"
+    assert (half.exists(), other.exists()) == (False, True)
+    (other / "a.cif").unlink()
     assert times_of(out, there) == times
     predict(fasta, [], tiny_params, tmp_path / "alone", options(batch=1))
     assert predictions(out) == predictions(tmp_path / "alone")

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,6 +26,10 @@ PAE_BINS = np.arange(33.0)  # angstrom
 MAX_PAE = 31.75  # the largest error that AlphaFold2 can expect: larger true errors count as this
 N, CA, C = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
 Array = np.ndarray
+
+
+# Of JSON and of NumPy's archives.  RuntimeError: of zipfile, for what is encrypted or compressed otherwise.
+_DAMAGED = (ValueError, EOFError, OSError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ def read_pae(path: Path, seen: Array) -> Array:
             known = ("predicted_aligned_error", "pae", "distance")
             pae = np.asarray(next(values[key] for key in known if key in values), np.float32)
             pae = pae.reshape(-1, round(pae.size**0.5)) if "distance" in values else pae  # AlphaFold DB until 2022
-    except (ValueError, KeyError, TypeError, IndexError, StopIteration, RecursionError, zipfile.BadZipFile) as error:
+    except (*_DAMAGED, KeyError, TypeError, IndexError, StopIteration) as error:
         why = str(error) or "no matrix in it"
         raise UserError(f"{path}: no PAE in a layout that is known ({why}); fetch it again, or remove it") from None
     if pae.shape not in ((residues, residues), (seen.sum(), seen.sum())) or not np.isfinite(pae).all():

@@ -188,7 +188,7 @@ def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Te
         try:
             # A run of an earlier version lacks settings that are new: their defaults are what it had.
             there = identity(settings.merge(settings.to_dict(RunConfig()), tomllib.loads(text or "")))
-        except (tomllib.TOMLDecodeError, AttributeError) as error:
+        except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{run.path / 'settings.toml'}: damaged ({error}); restore it or choose another --out"
             ) from error

@@ -178,7 +178,9 @@ def read_distogram(path: Path, length: int | None = None) -> np.ndarray:
     except (OSError, ValueError, EOFError) as error:
         raise UserError(f"{path.name}: not a distogram ({error}); predict it again") from None
     n = distogram.shape[0] if length is None and distogram.ndim == 3 else length
-    if distogram.ndim != 3 or distogram.shape[:2] != (n, n):
+    if distogram.dtype.kind == "f" and distogram.size and not 0 <= distogram.min() <= distogram.max() <= 1:
+        raise UserError(f"{path.name}: a distogram whose probabilities are none; predict it again")
+    if distogram.dtype.kind != "f" or distogram.ndim != 3 or distogram.shape[:2] != (n, n):
         raise UserError(f"{path.name}: a distogram of shape {list(distogram.shape)}; predict it again")
     return distogram
 

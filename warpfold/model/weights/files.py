@@ -21,6 +21,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from warpfold.errors import UserError
+from warpfold.files import check_tensors, sealed_tensors
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.weights import openfold
 from warpfold.model.weights.deepmind import (
@@ -72,7 +73,8 @@ def save_params(
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
     try:
-        partial.write_bytes(save(state, metadata))
+        with open(partial, "wb") as file:
+            file.writelines(sealed_tensors(save(state, metadata)))
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -96,6 +98,10 @@ def load_model(path: Path | str) -> AlphaFold:
         load_state(model, _by_our_names(model, weights), str(path))
         return model
     model = AlphaFold(load_config(path))
+    try:
+        check_tensors(path)
+    except ValueError as error:
+        raise UserError(f"{path}: damaged ({error}); fetch it again, or name another file") from None
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     load_state(model, state, str(path))

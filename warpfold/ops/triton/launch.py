@@ -351,9 +351,11 @@ def read(path: Path) -> LaunchTable:
             TableEntry(e["kernel"], tuple(e["key"]), KernelConfig(dict(e["sizes"]), e["warps"], e["stages"]))
             for e in held.pop("launches")
         )
+        if not all(type(number) is int and number > 0 for entry in entries for number in entry.key):
+            raise ValueError("a key that has no whole numbers")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not a launch table ({error!r}); make it anew: warpfold tune") from error
     return LaunchTable(path, held, entries)
 
