@@ -558,7 +558,6 @@ def make_readers(work: Path) -> list[Reader]:
             "HHR",
             [{"x.hhr": one} for one in (hits.encode(),)],
             lambda at: read_hits(at / "x.hhr", QUERY),
-            ends=True,
             packed=True,
             weight=3,
         ),
