@@ -110,16 +110,24 @@ class IsolatedProcess:
     def __init__(self) -> None:
         self._process: ProcessPool | None = None
 
-    def __call__(self, function: Callable[[Job], Result], job: Job) -> Result:
-        """Return `function(job)`.  Errors: `ProcessDied` if the process did; UserError if none can be started."""
+    def start(self) -> ProcessPool:
+        """Return the process, once it runs: one that does not even start is no job's fault.
+
+        Errors: UserError if it cannot be started.
+        """
         if self._process is None:
             self._process = ProcessPool(1)
         try:
-            self._process.submit(_version).result()  # a process that does not even start is not the job's fault
+            self._process.submit(_version).result()
         except BrokenProcessPool:
             raise UserError("worker processes cannot be started; a script needs `if __name__ == '__main__'`") from None
+        return self._process
+
+    def __call__(self, function: Callable[[Job], Result], job: Job) -> Result:
+        """Return `function(job)`.  Errors: `ProcessDied` if the process did; as of `start`."""
+        process = self.start()
         try:
-            return self._process.submit(function, job).result()
+            return process.submit(function, job).result()
         except BrokenProcessPool:
             raise ProcessDied from None
 

@@ -278,9 +278,10 @@ def sealed_tensors(data: bytes) -> list[bytes | memoryview]:
     return [len(text).to_bytes(8, "little"), text, tensors]
 
 
-def check_tensors(path: Path) -> None:
-    """Raise ValueError unless a safetensors file is, bit for bit, what `sealed_tensors` gave, or has no checksum.
+def check_tensors(path: Path, always: bool = False) -> None:
+    """Raise ValueError unless a safetensors file is, bit for bit, what `sealed_tensors` gave.
 
+    always: one without a checksum, of another program or an earlier version, is refused, too.
     Errors: OSError where it cannot be read.
     """
     with open(path, "rb") as file:
@@ -290,7 +291,7 @@ def check_tensors(path: Path) -> None:
             found = header.get("__metadata__", {}).pop("checksum", None)
         except (ValueError, AttributeError, TypeError, RecursionError):
             raise ValueError("its header is damaged") from None
-        if found is not None:
+        if found is not None or always:
             digest = _digest_of_tensors(header)
             while piece := file.read(_PIECE):
                 digest.update(piece)

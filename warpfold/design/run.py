@@ -279,8 +279,10 @@ def _read_design(path: Path) -> dict[str, Any]:
     """Read what `_finish` has written.  Errors: UserError for a file that is damaged."""
     try:
         one = json.loads(path.read_text(encoding="utf-8"))
-        numbers = [float(one[name]) for name in ("loss", "mean_plddt")] + [float(x) for x in one["terms"].values()]
-        if not np.isfinite(numbers).all() or one["name"] != path.stem or set(one["sequence"]) - {*RESTYPES, "X", ":"}:
+        numbers = [float(x) for x in (one["loss"], one["mean_plddt"], *one["terms"].values(), *one["plddt"])]
+        letters = one["sequence"].replace(":", "")
+        whole = one["name"] == path.stem and len(letters) == len(one["plddt"]) and set(letters) <= {*RESTYPES, "X"}
+        if not whole or not np.isfinite(numbers).all():
             raise ValueError("it is not as it was written")
         return dict(one)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -36,7 +36,7 @@ class StartState:
         if not path.is_file():
             return None
         try:
-            check_tensors(path)
+            check_tensors(path, always=True)
             with safe_open(path, framework="numpy") as file:
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
                 about = json.loads(file.metadata()["state"])
@@ -55,6 +55,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []  # a kill may have cut the last one
     try:
         rows = [json.loads(line) for line in lines]
+        json.dumps(rows, allow_nan=False)
         if [row["step"] for row in rows] != list(range(len(rows))):
             raise ValueError("its steps are not in their order")
         return rows

@@ -79,7 +79,7 @@ class TrunkStore:
     def read(self, path: Path, device: torch.device) -> Batch | None:
         """Return an entry; None where there is none, or a damaged one, which is made again."""
         try:
-            check_tensors(path)
+            check_tensors(path, always=True)
             with safe_open(path, framework="pt", device=str(device)) as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         except FileNotFoundError:
@@ -91,7 +91,7 @@ class TrunkStore:
     def features(self, path: Path) -> Arrays | None:
         """Return the features of an entry alone; None as of `read`."""
         try:
-            check_tensors(path)
+            check_tensors(path, always=True)
             with safe_open(path, framework="numpy") as file:
                 return {name: file.get_tensor(name) for name in file.keys() if name in FEATURES}  # noqa: SIM118
         except (SafetensorError, OSError, ValueError):

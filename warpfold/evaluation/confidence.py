@@ -113,7 +113,8 @@ def read_pae(path: Path, seen: Array) -> Array:
             values = json.loads(data)
             values = values[0] if isinstance(values, list) else values
             known = ("predicted_aligned_error", "pae", "distance")
-            pae = np.asarray(next(values[key] for key in known if key in values), np.float32)
+            with np.errstate(over="ignore"):  # it is infinite then, and refused
+                pae = np.asarray(next(values[key] for key in known if key in values), np.float32)
             pae = pae.reshape(-1, round(pae.size**0.5)) if "distance" in values else pae  # AlphaFold DB until 2022
     except (*_DAMAGED, KeyError, TypeError, IndexError, StopIteration) as error:
         why = str(error) or "no matrix in it"
