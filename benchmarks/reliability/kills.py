@@ -290,10 +290,13 @@ class Killer:
         for attempt in range(wanted):
             ranks = scenario.ranks[attempt % len(scenario.ranks)]
             moment = draw.uniform(0, length if not attempt else 0.7 * length)
+            began = time.monotonic()
             leader = begin(scenario, out, ranks, said)
             code = wait(leader, moment)
             if code is not None:
                 missed += 1
+                if not attempt:  # the machine is less busy than it was
+                    self.lengths[scenario.name] = time.monotonic() - began
                 if code:
                     trouble.append(f"attempt {attempt} ended with {code} before it was killed")
                 break
@@ -302,8 +305,10 @@ class Killer:
             kills += 1
             self.write({"kind": "kill", "cycle": number, "scenario": scenario.name, "ranks": ranks,
                         "after": round(moment, 3), "of": round(length, 3)})  # fmt: skip
+        began = time.monotonic()
         leader = begin(scenario, out, scenario.ranks[-1], said)
         code = wait(leader, 60 + 20 * length)
+        self.lengths[scenario.name] = max(self.lengths[scenario.name], time.monotonic() - began)
         if code is None:
             kill_session(leader)
             trouble.append("the continued run hangs")
