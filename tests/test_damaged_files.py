@@ -83,6 +83,19 @@ def test_a_distogram_of_no_probabilities(tmp_path: Path, wrong: float) -> None:
         read_distogram(tmp_path / "x.npy")
 
 
+def test_a_head_of_an_array_that_does_not_end(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.full((4, 4, 8), 1 / 8, np.float16))
+    data = (tmp_path / "x.npy").read_bytes().replace(b"8), }", b"8 ,((")
+    (tmp_path / "x.npy").write_bytes(data)
+    with pytest.raises(UserError, match=r"x\.npy: not a distogram"):
+        read_distogram(tmp_path / "x.npy")
+    for read, name in ((load_model, "pae.npz"), (lambda path: read_pae(path, np.ones(4, bool)), "pae.npz")):
+        with zipfile.ZipFile(tmp_path / name, "w") as file:
+            file.writestr("pae.npy", data)
+        with pytest.raises(UserError, match=name):
+            read(tmp_path / name)
+
+
 DEEP = "[" * 100_000 + "\n"
 READERS: dict[str, Callable[[Path], object]] = {
     "checksums.json": lambda path: StepFolders(path.parents[1]).load(2),

@@ -109,7 +109,7 @@ def try_case(cases: Cases, number: int, place: Path, meanings: dict[tuple[str, i
         return 1 if same(found, before) else 2, ""
     if same(found, before):
         return 1, ""
-    if reader.sealed or (how[0] == "gz" and how[1] != "append"):  # archives may follow each other
+    if reader.sealed or (how[0] == "gz" and how[1] not in ("append", "repeat")):  # archives may follow each other
         return 3, f"{said}silent: a checksum covers this, and another meaning was read"
     if reader.ends and how in (["truncate"], ["cut_line"]) and data.rstrip() != whole.rstrip():
         return 3, f"{said}silent: cut short, and read as something else"

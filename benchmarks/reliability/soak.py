@@ -30,6 +30,7 @@ import numpy as np
 
 WARM_UP = 0.15  # of a process's samples: caches and allocators fill
 BLOCKS, DRAWS = 20, 400  # of time, and bootstrap samples of them
+WINDOWS = 60  # of steps, in which their time is measured
 FLAT = 0.01  # growth over the whole run, as a share of the median, that still counts as flat
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -161,7 +162,7 @@ def read_samples(log: Path) -> list[dict[str, Any]]:
 
 
 def trends(log: Path, unit: str, per: float, of_time: bool) -> dict[str, Any]:
-    """Judge each process that lived through most of the longest run: memory, descriptors, threads, CPU for each `unit`.
+    """Judge each process that lived long: memory, descriptors, threads, time of CPU and of the clock for each `unit`.
 
     of_time: against hours, not against what is done (in `per`).
     """
@@ -173,23 +174,25 @@ def trends(log: Path, unit: str, per: float, of_time: bool) -> dict[str, Any]:
     found = {}
     for pid, rows in series.items():
         rows = rows[int(WARM_UP * len(rows)) :]
-        if len(rows) < 0.5 * longest or len(rows) < 3 * BLOCKS:
+        if len(rows) < 0.2 * longest or len(rows) < 3 * BLOCKS:
             continue
         x = [sample["seconds"] / 3600 if of_time else sample["done"] for sample, _ in rows]
         whole = x[-1] - x[0]
         one: dict[str, Any] = {"command": rows[-1][1]["command"][:80], "rank": rows[-1][1]["rank"]}
         for quantity in ("private_mib", "descriptors", "threads"):
             one[quantity] = judge(x, [row[quantity] for _, row in rows], whole, per)
-        points = rows[:: max(1, len(rows) // (10 * BLOCKS))]
-        steps = [(a, b) for a, b in pairwise(points) if b[0]["done"] > a[0]["done"]]
-        middle = [(a[0]["seconds"] / 3600 if of_time else a[0]["done"]) for a, _ in steps]
+        # Windows of as many steps each, however long they took: /proc counts hundredths of a second.
+        done = np.array([sample["done"] for sample, _ in rows])
+        places = np.searchsorted(done, np.linspace(done[0], done[-1], WINDOWS + 1)).tolist()
+        steps = [(rows[a], rows[b]) for a, b in pairwise(sorted(set(places))) if done[b] > done[a]]
+        middle = [a[0]["done"] for a, _ in steps]
         for name, of in (
             (f"cpu_ms_per_{unit}", lambda at: at[1]["cpu"]),
             (f"clock_ms_per_{unit}", lambda at: at[0]["seconds"]),
         ):
             spent = [1e3 * (of(b) - of(a)) / (b[0]["done"] - a[0]["done"]) for a, b in steps]
             if sum(spent) > 0 and len(spent) > BLOCKS:
-                one[name] = judge(middle, spent, whole, per)
+                one[name] = judge(middle, spent, float(done[-1] - done[0]), 1000.0)
         found[str(pid)] = one
     return found
 
@@ -239,7 +242,7 @@ def soak_train(out: Path, ranks: int, rank_hours: float) -> dict[str, Any]:
         "loss_of_the_first_and_last_100_steps": [
             round(float(np.mean(part)), 3) for part in (losses[:100], losses[-100:])
         ],
-        "slopes_are_per": "hour",
+        "slopes_are_per": "hour; of time for a step, 1,000 steps",
         "processes": trends(log, "step", 1.0, of_time=True),
     }
 

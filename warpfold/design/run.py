@@ -279,6 +279,8 @@ def _read_design(path: Path) -> dict[str, Any]:
     """Read what `_finish` has written.  Errors: UserError for a file that is damaged."""
     try:
         one = json.loads(path.read_text(encoding="utf-8"))
+        if lacking := {"ptm", "iptm", "chains", "designed"} - set(one):
+            raise KeyError(*sorted(lacking))
         numbers = [float(x) for x in (one["loss"], one["mean_plddt"], *one["terms"].values(), *one["plddt"])]
         letters = one["sequence"].replace(":", "")
         whole = one["name"] == path.stem and len(letters) == len(one["plddt"]) and set(letters) <= {*RESTYPES, "X"}

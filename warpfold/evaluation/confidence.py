@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,7 @@ Array = np.ndarray
 
 
 # Of JSON and of NumPy's archives.  RuntimeError: of zipfile, for what is encrypted or compressed otherwise.
-_DAMAGED = (ValueError, EOFError, OSError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error)
+_DAMAGED = (ValueError, EOFError, OSError, RuntimeError, MemoryError, TokenError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -36,6 +37,7 @@ from warpfold.model.weights.deepmind import (
 from warpfold.settings import build, to_dict
 
 FORMAT = "warpfold-1"
+_DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error)
 FETCH = "`warpfold params fetch` lists free ones"  # in errors
 
 
@@ -283,8 +285,9 @@ def _opened_npz(path: Path) -> Iterator[Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
             yield file
-    except (ValueError, OSError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, OSError, EOFError, RuntimeError, MemoryError, TokenError, *_DAMAGED_ZIP) as error:
         # RuntimeError: of zipfile, for what is encrypted or compressed in a way that it does not know.  MemoryError: of
-        # NumPy, for an array that is as large as no file.  Of what is no archive it says how to load it unsafely.
+        # NumPy, for an array that is as large as no file; TokenError, for some damaged heads.  Of what is no archive it
+        # says how to load it unsafely.
         why = "no archive of arrays" if isinstance(error, ValueError) else error
         raise UserError(f"{path}: not a readable .npz ({why}); fetch it again, or name another file") from error
