@@ -46,6 +46,10 @@ def test_a_bit_of_the_parameters(tmp_path: Path) -> None:
     save(tmp_path / "p.pt", as_openfold(model))
     with zipfile.ZipFile(tmp_path / "p.pt") as file:
         inside = file.getinfo("archive/data/7").header_offset + 80
+    twice = tmp_path / "twice.pt"  # of which torch would read the first, and its checksums are the last's
+    twice.write_bytes(2 * (tmp_path / "p.pt").read_bytes())
+    with pytest.raises(UserError, match=r"twice\.pt: .*begins with something else"):
+        load_model(twice)
     for path, place in ((tmp_path / "p.safetensors", -33), (tmp_path / "p.pt", inside)):
         load_model(path)
         with pytest.raises(UserError, match=rf"{path.name}: .* does not fit its checksum"):

@@ -140,6 +140,8 @@ def test_a_folder_with_a_damaged_file_is_refused_in_a_line(tmp_path: Path) -> No
     for path, data in (
         (state, whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]),  # one bit of the logits
         (rows, rows.read_bytes().replace(b'"step": 1', b'"step": 7')),
+        (rows, rows.read_bytes().replace(b'"hard"', b'"lard"')),
+        (rows, rows.read_bytes().replace(b'"plddt": ', b'"plddt": 1e999, "x": ', 1)),
         (rows, b"\xff\n"),
     ):
         before = path.read_bytes()

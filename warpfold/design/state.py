@@ -58,6 +58,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         json.dumps(rows, allow_nan=False)
         if [row["step"] for row in rows] != list(range(len(rows))):
             raise ValueError("its steps are not in their order")
+        if not all(isinstance(row["terms"], dict) and {"loss", "hard", "letters"} <= row.keys() for row in rows):
+            raise ValueError("a row lacks something")
         return rows
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         start = path.with_suffix("")

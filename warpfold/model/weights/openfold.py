@@ -160,6 +160,8 @@ def read_openfold(path: Path) -> dict[str, Tensor]:
         with zipfile.ZipFile(path) as file:
             if wrong := file.testzip():  # torch does not look at these checksums
                 raise ValueError(f"{wrong} does not fit its checksum")
+            if min((one.header_offset for one in file.infolist()), default=0):  # torch would read what comes first
+                raise ValueError("it begins with something else")
         if wanted := torch.serialization.get_unsafe_globals_in_checkpoint(str(path)):
             some = ", ".join(sorted(wanted)[:3]) + (" ..." if len(wanted) > 3 else "")
             raise UserError(f"{path}: holds more than tensors ({some}), which is not executed; {cure}")
