@@ -12,11 +12,11 @@ Of each command, beside an undisturbed run:
 * *clock*: `time.time` jumps by a day, forth or back, at some call;
 * *two*: a second run of the same command in the same folder.
 
-What must hold: the exit code is 2 (1 where the system refused what no reader could know), and stderr has one line that begins with `error:` and no traceback; nothing that has
-the name of a whole file is anything but the undisturbed run's (or, of files that are replaced as the run goes on, of an
-earlier moment: those are read); and once there is room the same command ends as the undisturbed run did.  `--most`: so
-many cases of a kind and a command, evenly chosen, where there are more.  Mounting needs root; without, *size* and
-*files* are left out, and the figures say so.
+What must hold: the exit code is 2, or 1 where the system refused what no reader could know; stderr has one line that
+begins with `error:` and no traceback; nothing that has the name of a whole file is anything but the undisturbed run's
+(or, of files that are replaced as the run goes on, of an earlier moment: those are read); and once there is room the
+same command ends as the undisturbed run did.  `--most`: so many cases of a kind and a command, evenly chosen, where
+there are more.  Mounting needs root; without, *size* and *files* are left out, and the figures say so.
 """
 
 import argparse
@@ -300,11 +300,8 @@ class Trier:
             found.append(f"the error does not say what is wrong: {said}")
         if kind in ("size", "files"):
             mount(self.place, 1 << 30, 100_000, "remount")
-        if code == 0:  # what failed did not matter
-            again = 0
-        else:
-            again = run(self.scenario, self.prepared(), self.said)
-        if again != 0:
+        again = run(self.scenario, self.prepared(), self.said) if code else 0  # else what failed did not matter
+        if again:
             text = self.said.read_text(errors="replace").strip()
             found.append(f"the same command then ended with {again}: {text[-300:]!r}")
         else:

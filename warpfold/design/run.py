@@ -161,7 +161,7 @@ def _run_start(
     """Go through the stages from where the start stands, and write what became of it."""
     path, journal = out / "starts" / f"{name}.safetensors", out / "starts" / f"{name}.jsonl"
     state = StartState.read(path) or StartState(first_logits(problem.free, settings.spread, seed, name), logos={})
-    rows = read_rows(journal)[: state.step]  # without that of a step whose state was not written any more
+    rows = read_rows(journal, state.step)  # without that of a step whose state was not written any more
     write_atomically(journal, "".join(json.dumps(row) + "\n" for row in rows))
     shown = {step for step in np.linspace(0, settings.steps - 1, LOGOS).astype(int).tolist()}
     assert state.logos is not None

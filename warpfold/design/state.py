@@ -47,12 +47,12 @@ class StartState:
             raise UserError(f"{path}: damaged ({error}); remove it, and this start begins again") from None
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a start's steps; none where there is no file.
+def read_rows(path: Path, steps: int | None = None) -> list[dict[str, Any]]:
+    """Return the rows of a start's steps, at most of the first `steps`; none where there is no file.
 
     Errors: UserError for a file that is damaged.
     """
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []  # a kill may have cut the last one
+    lines = path.read_bytes().split(b"\n")[:-1][:steps] if path.is_file() else []  # a kill may have cut the last one
     try:
         rows = [json.loads(line) for line in lines]
         json.dumps(rows, allow_nan=False)
