@@ -6,9 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction.fold_options import PredictOptions, Recycling
-from warpfold.prediction.folder import Journal, read_journals
+from warpfold.prediction.folder import Journal, PredictionFolder, read_journals
 from warpfold.prediction.folding import FoldItem, cost_of, in_groups, part_of
 from warpfold.prediction.pages import prediction_report
 from warpfold.prediction.params import read_params
@@ -316,6 +317,22 @@ def test_ranks_with_examples_of_their_own_share_the_queries(tmp_path: Path, fast
     assert first == second
     assert (first["status"], len(first["predictions"])) == ("complete", 6)
     assert predictions(tmp_path / "ranks") == predictions(tmp_path / "alone")
+
+
+def test_how_many_predictions_a_query_has_is_counted_once() -> None:
+    """Not for each of 100,000 items, of which each goes through all."""
+    counted: list[int] = []
+
+    class Items(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            counted.append(1)
+            return super().__iter__()
+
+    folder = PredictionFolder(
+        Path(), {}, Items([SimpleNamespace(query=SimpleNamespace(name=str(i))) for i in range(3)])
+    )
+    assert [folder.is_several for _ in range(3)] == [False] * 3
+    assert len(counted) == 1
 
 
 # ---- stopped at any moment

@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -78,7 +79,7 @@ class PredictionFolder:
     def run(self) -> str:
         return str(self.new["run"])
 
-    @property
+    @cached_property
     def is_several(self) -> bool:
         """Whether there are several predictions of each query."""
         return len({item.query.name for item in self.items}) < len(self.items)
