@@ -285,7 +285,7 @@ def test_a_run_that_is_killed_before_a_job_is_tried_apart_blames_no_job(
     """However often: it takes seconds until a process of its own runs, and a kill most likely comes then."""
 
     class Starting(Here):
-        def start(self) -> None:
+        def start(self, function: Callable[..., Any]) -> None:
             raise Killed
 
     alignment(pair / "msas/x.a3m", "W" * 30)
