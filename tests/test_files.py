@@ -9,10 +9,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import zstandard
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 
 from warpfold.errors import UserError
-from warpfold.files import file_name, is_given_pipe, opened, pread, read_file, update_file, write_atomically
+from warpfold.files import (
+    check_tensors,
+    file_name,
+    is_given_pipe,
+    opened,
+    pread,
+    read_file,
+    sealed_tensors,
+    update_file,
+    write_atomically,
+)
 
 
 def test_full_disk_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,3 +169,36 @@ def test_reading_at_a_place_goes_on_where_the_system_stops(tmp_path: Path, monke
         assert pread(file.fileno(), 50, 3) == whole[3:53]
         assert pread(file.fileno(), 50, 90) == whole[90:]
         assert pread(file.fileno(), 0, 3) == b""
+
+
+def test_sealed_tensors_are_told_from_every_file_with_another_bit(tmp_path: Path) -> None:
+    """Flipped in the name of the checksum itself, the file has none, but its tensors are whole."""
+    tensors, path = (
+        {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(1, dtype=torch.int64)},
+        tmp_path / "a.safetensors",
+    )
+    data = b"".join(sealed_tensors(save(tensors, {"about": "x"})))
+    path.write_bytes(data)
+    check_tensors(path)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in load_file(path).items())
+    refused = 0
+    for place in range(len(data)):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1 << place % 8]) + data[place + 1 :])
+        try:
+            check_tensors(path)
+            found = load_file(path)
+        except (ValueError, SafetensorError):
+            refused += 1
+        else:
+            assert b'"checksum"' not in path.read_bytes()
+            assert all(torch.equal(tensor, tensors[name]) for name, tensor in found.items())
+    assert refused > len(data) - 20
+    path.write_bytes(save(tensors))  # of another program, or of an earlier version
+    check_tensors(path)
+
+
+def test_an_error_is_one_line_whatever_it_quotes() -> None:
+    said = str(UserError("a.csv: has\r\n " + "x" * 5000 + "; remove it\n"))
+    assert said == "a.csv: has " + "x" * 300 + "... remove it "
+    assert str(UserError("a.csv: " + "no " * 5000 + "; remove it")).endswith("no ; remove it")
+    assert len(str(UserError("a.csv: " + "no " * 5000 + "; remove it"))) < 2100

@@ -89,7 +89,13 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     write(tmp_path, "a.toml", 'base = "b.toml"\n')
     write(tmp_path, "b.toml", 'base = "a.toml"\n')
     write(tmp_path, "broken.toml", "a = = 1\n")
-    for name, message in [("a.toml", "leads back"), ("broken.toml", "not valid TOML"), ("c.toml", "no such settings")]:
+    write(tmp_path, "d.toml", 'base = "nowhere"\n')
+    for name, message in [
+        ("a.toml", "leads back"),
+        ("broken.toml", "not valid TOML"),
+        ("c.toml", r"c\.toml: no such settings"),
+        ("d.toml", r"d\.toml: its base nowhere: no such"),
+    ]:
         with pytest.raises(UserError, match=message):
             settings.load(tmp_path / name)
     with pytest.raises(UserError, match="KEY=VALUE"):

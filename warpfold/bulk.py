@@ -117,16 +117,24 @@ class IsolatedProcess:
     def __init__(self) -> None:
         self._process: ProcessPool | None = None
 
-    def __call__(self, function: Callable[[Job], Result], job: Job) -> Result:
-        """Return `function(job)`.  Errors: `ProcessDied` if the process did; UserError if none can be started."""
+    def start(self, function: Callable[..., Any]) -> ProcessPool:
+        """Return the process, once it runs and has imported what a function needs: that is no job's fault.
+
+        Errors: UserError if it cannot be started.
+        """
         if self._process is None:
             self._process = ProcessPool(1)
         try:
-            self._process.submit(_version).result()  # a process that does not even start is not the job's fault
+            self._process.submit(_name_of, function).result()
         except BrokenProcessPool:
             raise UserError("worker processes cannot be started; a script needs `if __name__ == '__main__'`") from None
+        return self._process
+
+    def __call__(self, function: Callable[[Job], Result], job: Job) -> Result:
+        """Return `function(job)`.  Errors: `ProcessDied` if the process did; as of `start`."""
+        process = self.start(function)
         try:
-            return self._process.submit(function, job).result()
+            return process.submit(function, job).result()
         except BrokenProcessPool:
             raise ProcessDied from None
 
@@ -201,6 +209,11 @@ def _check_cluster(client: "Client", address: str) -> None:
 
 def _version() -> str:
     return __version__
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return a function's name: a process to which it was sent has imported its module."""
+    return function.__name__
 
 
 def in_order(

@@ -212,7 +212,7 @@ class _Come:
         try:
             note = json.loads(self.wanted.note.read_text(encoding="utf-8"))
             known = {name: str(note[name]) for name in ("source", "sha256", "validator")}
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             known = {}
         same = known.get("source") == self.wanted.source and known["validator"]
         by_hash = self.wanted.sha256 is not None and known.get("sha256") == self.wanted.sha256

@@ -4,14 +4,25 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+LONG, LONG_WORD = 2000, 300  # letters of a message, and of a word in it, that are shown
+
 
 class UserError(Exception):
     """Bad input, not a bug.  The command line prints one line, without a stack trace, and exits with 2.
 
-    The message names the file or the setting, says what is wrong with it, and what to do.
+    The message names the file or the setting, says what is wrong with it, and what to do.  It is one line: of what
+    others wrote into it, ends of lines become blanks, and what has no end is cut.
     """
 
     exit_code = 2
+
+    def __str__(self) -> str:
+        """Return the message."""
+        text = super().__str__()
+        text = text if text.isprintable() else re.sub(r"\s*[\r\n\v\f]\s*", " ", text)
+        if len(text) > LONG_WORD:
+            text = re.sub(rf"\S{{{LONG_WORD},}}", lambda word: f"{word[0][:LONG_WORD]}...", text)
+        return text if len(text) <= LONG else f"{text[: LONG // 2]} ... {text[-LONG // 2 :]}"
 
 
 def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:

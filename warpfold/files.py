@@ -268,6 +268,46 @@ def check_new(path: Path) -> None:
         raise UserError(f"{path}: cannot be written: {path.parent} is not a folder that can be written")
 
 
+def sealed_tensors(data: bytes) -> list[bytes | memoryview]:
+    """Return the pieces of a safetensors file with its own checksum in its metadata, which `check_tensors` reads."""
+    size = int.from_bytes(data[:8], "little")
+    header, tensors = json.loads(data[8 : 8 + size]), memoryview(data)[8 + size :]
+    digest = _digest_of_tensors(header)
+    digest.update(tensors)
+    header["__metadata__"] = header.get("__metadata__", {}) | {"checksum": digest.hexdigest()}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    return [len(text).to_bytes(8, "little"), text, tensors]
+
+
+def check_tensors(path: Path, always: bool = False) -> None:
+    """Raise ValueError unless a safetensors file is, bit for bit, what `sealed_tensors` gave.
+
+    always: one without a checksum, of another program or an earlier version, is refused, too.
+    Errors: OSError where it cannot be read.
+    """
+    with open(path, "rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        try:
+            header = json.loads(file.read(min(size, os.fstat(file.fileno()).st_size)))
+            found = header.get("__metadata__", {}).pop("checksum", None)
+        except (ValueError, AttributeError, TypeError, RecursionError):
+            raise ValueError("its header is damaged") from None
+        if found is not None or always:
+            digest = _digest_of_tensors(header)
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+            if found != digest.hexdigest():
+                raise ValueError("it does not fit its checksum")
+
+
+def _digest_of_tensors(header: Mapping[str, Any]) -> "hashlib.blake2b":
+    """Return a digest that has seen a header, however it is written."""
+    if not header.get("__metadata__", True):
+        header = {name: value for name, value in header.items() if name != "__metadata__"}
+    return hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
+
+
 def checksum(path: Path) -> str:
     """Return the BLAKE2b digest of a file's bytes, 128 bits in hexadecimal."""
     with open(path, "rb") as file:

@@ -80,9 +80,12 @@ def layers(name: str | Path | Mapping[str, Any], overrides: Iterable[str] = ()) 
         found.insert(0, (path, values))
         if base is None:
             break
-        if not isinstance(base, str):
+        if not isinstance(base, str) or not base.strip():
             raise UserError(f"{path}: base must be one name or path, not {base!r}")
-        path = find(base, beside=path.parent)
+        try:
+            path = find(base, beside=path.parent)
+        except UserError as error:
+            raise UserError(f"{path}: its base {error}") from None
     return found + [(None, _parse_override(override)) for override in overrides]
 
 

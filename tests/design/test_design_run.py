@@ -121,6 +121,37 @@ def test_more_starts_may_be_asked_for_and_another_run_is_refused(tmp_path: Path)
         run_design(predictor(), settings, out, seed=1)
 
 
+def test_a_folder_with_a_damaged_file_is_refused_in_a_line(tmp_path: Path) -> None:
+    settings, out = load_design(VALUES), tmp_path / "out"
+    run_design(predictor(), settings, out)
+    for name, data, said in (
+        ("run.json", b'{"seed": 0', r"run\.json: damaged .*--force"),
+        ("designs/design_0001.json", b'{"loss": 1e999}', r"design_0001\.json: damaged .*remove it"),
+        ("designs/design_0001.json", b"\xff", r"design_0001\.json: damaged .*remove it"),
+    ):
+        whole = (out / name).read_bytes()
+        (out / name).write_bytes(data)
+        with pytest.raises(UserError, match=said):
+            run_design(predictor(), settings, out)
+        (out / name).write_bytes(whole)
+    (out / "designs/design_0001.json").unlink()
+    state, rows = (out / f"starts/design_0001{ending}" for ending in (".safetensors", ".jsonl"))
+    whole = state.read_bytes()
+    for path, data in (
+        (state, whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]),  # one bit of the logits
+        (rows, rows.read_bytes().replace(b'"step": 1', b'"step": 7')),
+        (rows, rows.read_bytes().replace(b'"hard"', b'"lard"')),
+        (rows, rows.read_bytes().replace(b'"plddt": ', b'"plddt": 1e999, "x": ', 1)),
+        (rows, b"\xff\n"),
+    ):
+        before = path.read_bytes()
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=r"damaged .*this start begins again"):
+            run_design(predictor(), settings, out)
+        path.write_bytes(before)
+    assert len(run_design(predictor(), settings, out)["designs"]) == 1
+
+
 def test_copies_and_fixed_letters_of_a_complex(tmp_path: Path) -> None:
     values = VALUES | {"chains": {"A": "MKVLA", "B,C": "--C---"}}
     values |= {"loss": {"iptm": 1.0, "interface_contacts": 0.1, "symmetry": 0.1}}

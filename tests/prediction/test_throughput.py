@@ -6,9 +6,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,7 @@ from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction.fold_options import PredictOptions, Recycling
-from warpfold.prediction.folder import Journal, read_journals
+from warpfold.prediction.folder import Journal, PredictionFolder, read_journals
 from warpfold.prediction.folding import FoldItem, cost_of, in_groups, part_of
 from warpfold.prediction.pages import prediction_report
 from warpfold.prediction.params import read_params
@@ -339,6 +340,22 @@ def test_ranks_with_examples_of_their_own_share_the_queries(tmp_path: Path, fast
     assert predictions(tmp_path / "ranks") == predictions(tmp_path / "alone")
 
 
+def test_how_many_predictions_a_query_has_is_counted_once() -> None:
+    """Not for each of 100,000 items, of which each goes through all."""
+    counted: list[int] = []
+
+    class Items(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            counted.append(1)
+            return super().__iter__()
+
+    folder = PredictionFolder(
+        Path(), {}, Items([SimpleNamespace(query=SimpleNamespace(name=str(i))) for i in range(3)])
+    )
+    assert [folder.is_several for _ in range(3)] == [False] * 3
+    assert len(counted) == 1
+
+
 # ---- stopped at any moment
 
 
@@ -360,7 +377,14 @@ def test_a_killed_run_continues_and_makes_nothing_twice(tmp_path: Path, fasta: P
     with open(journal, "a") as file:
         file.write('{"of": ["p5", "tiny", 0], "ent')  # a line that was cut off
     times = times_of(out, there)
+    left = next(name for name in (f"p{i}" for i in range(6)) if name not in there)
+    half, other = (out / f".{name}.{'0' * 32}.partial" for name in (left, "somebody"))
+    for folder in (half, other):
+        folder.mkdir()
+        (folder / "a.cif").write_text("half")
     assert predict(fasta, [], tiny_params, out, options(batch=1))["status"] == "complete"
+    assert (half.exists(), other.exists()) == (False, True)
+    (other / "a.cif").unlink()
     assert times_of(out, there) == times
     predict(fasta, [], tiny_params, tmp_path / "alone", options(batch=1))
     assert predictions(out) == predictions(tmp_path / "alone")

@@ -107,7 +107,10 @@ def test_what_is_damaged_or_deleted_is_left_out(
 def test_what_is_refused(store: Store, run: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not the folder of a training run"):
         warpfold.validate(tmp_path, store)
-    (run / "evaluations.jsonl").unlink(missing_ok=True)
+    (run / "evaluations.jsonl").write_text('{"step": "two"}\n')
+    with pytest.raises(UserError, match=r"evaluations\.jsonl: damaged .*remove it"):
+        warpfold.validate(run, store)
+    (run / "evaluations.jsonl").unlink()
     with pytest.raises(UserError, match="trains on other data"):
         warpfold.validate(run, make_store(tmp_path / "other", proteins=6))
     train(tiny_run(steps=1, validation=0.0), store, tmp_path / "none")

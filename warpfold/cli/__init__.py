@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             raise
-        code = _complain(f"{error.filename or 'writing'}: {error.strerror}", 1)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        cure = f"; make room; {how_to_go_on()}" if full else ""
+        code = _complain(f"{error.filename or 'writing'}: {error.strerror}{cure}", 1)
     except (StoppedByUser, KeyboardInterrupt, typer.Abort) as stop:
         print(f"stopped; {how_to_go_on()}", file=sys.stderr)
         code = stop.code if isinstance(stop, StoppedByUser) else 130

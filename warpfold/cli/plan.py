@@ -487,7 +487,7 @@ def launch(
     if findings is not None:
         try:
             report = json.loads(findings.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(
                 f"{findings}: cannot be read as JSON ({error}); doctor --cluster --json prints it"
             ) from None

@@ -136,7 +136,12 @@ def _identify(out: Path, about: Mapping[str, Any], force: bool) -> None:
     path = out / RUN
     text = json.dumps(about, indent=1)
     if path.is_file():
-        known = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            known = dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError, RecursionError) as error:
+            if not force:
+                raise UserError(f"{path}: damaged ({error}); put a copy back, or begin anew with --force") from None
+            known = {}
         if known == json.loads(text):
             return
         if not force:
@@ -156,7 +161,7 @@ def _run_start(
     """Go through the stages from where the start stands, and write what became of it."""
     path, journal = out / "starts" / f"{name}.safetensors", out / "starts" / f"{name}.jsonl"
     state = StartState.read(path) or StartState(first_logits(problem.free, settings.spread, seed, name), logos={})
-    rows = read_rows(journal)[: state.step]  # without that of a step whose state was not written any more
+    rows = read_rows(journal, state.step)  # without that of a step whose state was not written any more
     write_atomically(journal, "".join(json.dumps(row) + "\n" for row in rows))
     shown = {step for step in np.linspace(0, settings.steps - 1, LOGOS).astype(int).tolist()}
     assert state.logos is not None
@@ -270,10 +275,26 @@ def one_hot(letters: str) -> np.ndarray:
     return np.eye(AMINO_ACIDS, dtype=np.float32)[[max(RESTYPES.find(letter), 0) for letter in letters]]
 
 
+def _read_design(path: Path) -> dict[str, Any]:
+    """Read what `_finish` has written.  Errors: UserError for a file that is damaged."""
+    try:
+        one = json.loads(path.read_text(encoding="utf-8"))
+        if lacking := {"ptm", "iptm", "chains", "designed"} - set(one):
+            raise KeyError(*sorted(lacking))
+        numbers = [float(x) for x in (one["loss"], one["mean_plddt"], *one["terms"].values(), *one["plddt"])]
+        letters = one["sequence"].replace(":", "")
+        whole = one["name"] == path.stem and len(letters) == len(one["plddt"]) and set(letters) <= {*RESTYPES, "X"}
+        if not whole or not np.isfinite(numbers).all():
+            raise ValueError("it is not as it was written")
+        return dict(one)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise UserError(f"{path}: damaged ({error}); remove it, and it is made again") from None
+
+
 def _summarise(out: Path, about: Mapping[str, Any], starts: int, problem: Problem) -> dict[str, Any]:
     """Write the tables and the page of all designs that are done, the best first, and return the summary."""
     files = sorted((out / "designs").glob("design_*.json"))
-    designs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    designs = [_read_design(file) for file in files]
     designs.sort(key=lambda one: (one["loss"], one["name"]))
     summary = {**about, "starts": starts, "designs": designs}
     write_atomically(out / FASTA, "".join(f">{one['name']}\n{one['sequence']}\n" for one in designs))

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from warpfold.errors import UserError
-from warpfold.files import write_atomically
+from warpfold.files import check_tensors, sealed_tensors, write_atomically
 
 
 @dataclass
@@ -28,7 +28,7 @@ class StartState:
         arrays = {f"logits.{key}": x for key, x in self.logits.items()}
         arrays |= {f"logo.{step}": x for step, x in (self.logos or {}).items()}
         about = {"step": self.step, "best": self.best, "letters": self.letters}
-        write_atomically(path, save(arrays, {"state": json.dumps(about)}))
+        write_atomically(path, b"".join(sealed_tensors(save(arrays, {"state": json.dumps(about)}))))
 
     @classmethod
     def read(cls, path: Path) -> "StartState | None":
@@ -36,17 +36,31 @@ class StartState:
         if not path.is_file():
             return None
         try:
+            check_tensors(path, always=True)
             with safe_open(path, framework="numpy") as file:
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
                 about = json.loads(file.metadata()["state"])
-        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            logits = {name.removeprefix("logits."): x for name, x in arrays.items() if name.startswith("logits.")}
+            logos = {int(name.removeprefix("logo.")): x for name, x in arrays.items() if name.startswith("logo.")}
+            return cls(logits=logits, logos=logos, **about)
+        except (SafetensorError, OSError, KeyError, ValueError, TypeError) as error:
             raise UserError(f"{path}: damaged ({error}); remove it, and this start begins again") from None
-        logits = {name.removeprefix("logits."): x for name, x in arrays.items() if name.startswith("logits.")}
-        logos = {int(name.removeprefix("logo.")): x for name, x in arrays.items() if name.startswith("logo.")}
-        return cls(logits=logits, logos=logos, **about)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a start's steps; none where there is no file."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]  # the last one may have been cut by a kill
+def read_rows(path: Path, steps: int | None = None) -> list[dict[str, Any]]:
+    """Return the rows of a start's steps, at most of the first `steps`; none where there is no file.
+
+    Errors: UserError for a file that is damaged.
+    """
+    lines = path.read_bytes().split(b"\n")[:-1][:steps] if path.is_file() else []  # a kill may have cut the last one
+    try:
+        rows = [json.loads(line) for line in lines]
+        json.dumps(rows, allow_nan=False)
+        if [row["step"] for row in rows] != list(range(len(rows))):
+            raise ValueError("its steps are not in their order")
+        if not all(isinstance(row["terms"], dict) and {"loss", "hard", "letters"} <= row.keys() for row in rows):
+            raise ValueError("a row lacks something")
+        return rows
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        start = path.with_suffix("")
+        raise UserError(f"{path}: damaged ({error}); remove {start}.*, and this start begins again") from None

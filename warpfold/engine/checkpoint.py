@@ -88,7 +88,7 @@ class StepFolders:
                 raise ValueError(f"{changed[0]} does not fit its checksum")
             notes = json.loads((path / "state.json").read_text(encoding="utf-8"))
             return Checkpoint(step, load_file(path / "state.safetensors"), notes)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
             raise DamagedCheckpoint(f"{path}: damaged ({error})") from error
 
     def load_latest(self) -> Checkpoint | None:
@@ -322,7 +322,7 @@ class RunFolder(StepFolders):
         """Return the notes of a checkpoint, empty where they are damaged (`load` reports that)."""
         try:
             notes = json.loads((self.step_path(step) / "state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         return notes if isinstance(notes, dict) else {}
 

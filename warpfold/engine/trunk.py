@@ -30,6 +30,7 @@ from warpfold.data.load.loader import Maker, Sample
 from warpfold.data.load.order import Source
 from warpfold.engine.trainable import FinetuneConfig
 from warpfold.errors import UserError
+from warpfold.files import check_tensors, sealed_tensors
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 
 log = logging.getLogger("warpfold")
@@ -78,27 +79,30 @@ class TrunkStore:
     def read(self, path: Path, device: torch.device) -> Batch | None:
         """Return an entry; None where there is none, or a damaged one, which is made again."""
         try:
+            check_tensors(path, always=True)
             with safe_open(path, framework="pt", device=str(device)) as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         except FileNotFoundError:
             return None
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             log.warning("%s: damaged (%s), and made again", path, error)
             return None
 
     def features(self, path: Path) -> Arrays | None:
         """Return the features of an entry alone; None as of `read`."""
         try:
+            check_tensors(path, always=True)
             with safe_open(path, framework="numpy") as file:
                 return {name: file.get_tensor(name) for name in file.keys() if name in FEATURES}  # noqa: SIM118
-        except (SafetensorError, OSError):
+        except (SafetensorError, OSError, ValueError):
             return None
 
     def write(self, path: Path, tensors: Batch) -> None:
         """Write an entry.  Errors: UserError where the disk is full."""
         partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
         try:
-            partial.write_bytes(save({name: x.cpu().contiguous() for name, x in tensors.items()}))
+            with open(partial, "wb") as file:
+                file.writelines(sealed_tensors(save({name: x.cpu().contiguous() for name, x in tensors.items()})))
             partial.replace(path)
         except OSError as error:
             partial.unlink(missing_ok=True)

@@ -36,7 +36,7 @@ def first_settings(init: Path) -> settings.Mapped:
     if path.is_file():
         try:
             run = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: is damaged ({error}); restore it, or move the parameters elsewhere") from error
         found: settings.Mapped = {name: run[name] for name in ("loss", "data", "optim") if name in run}
         found["optim"] = {**found["optim"], "learning_rate": found["optim"]["learning_rate"] / 2}  # Supp. table 4

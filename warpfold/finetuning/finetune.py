@@ -18,7 +18,6 @@ import json
 import logging
 import math
 import platform
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,13 +38,13 @@ from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import entry_keys, read_assembly
 from warpfold.errors import UserError, listed
 from warpfold.evaluation.before_after import DOCKQ, INTERFACE_LDDT, LDDT, Measure, Measured, fold_before_after
-from warpfold.files import checksum, sha256, write_atomically
+from warpfold.files import checksum, file_name, sha256, write_atomically
 from warpfold.finetuning.card import card
 from warpfold.finetuning.choose import chosen_settings, first_settings, planned, with_labels
 from warpfold.finetuning.page import report_page
 from warpfold.finetuning.split import Split, make_split, read_split
 from warpfold.model.weights.files import load_config
-from warpfold.prediction.outputs import claim_folder, put_aside, write_prediction, write_summary
+from warpfold.prediction.outputs import claim_folder, put_aside, remove_drafts, write_prediction, write_summary
 from warpfold.prediction.predictor import load
 from warpfold.progress import Progress, no_progress
 from warpfold.report.report import write_report
@@ -165,7 +164,7 @@ def finetune(
     )
     if not summary.finished:
         raise KeyboardInterrupt
-    shutil.copyfile(out / "run" / "params_best.safetensors", out / "params.safetensors")
+    write_atomically(out / "params.safetensors", (out / "run" / "params_best.safetensors").read_bytes())
     seconds["training"] = time.perf_counter() - began
 
     began = time.perf_counter()
@@ -175,6 +174,7 @@ def finetune(
     if general is not None:
         folded["general"] = (general.store, tuple(forgotten))
     for kind, (where, keys) in folded.items():
+        remove_drafts(out / folder / file_name(key) for folder in ("before", "after") for key in keys)
         measured[kind] = []
         for one in fold_before_after(where, keys, *models, options.seed):
             for folder, prediction in zip(("before", "after"), one.predictions):

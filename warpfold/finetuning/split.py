@@ -102,7 +102,7 @@ def read_split(path: Path, store: Store, assemblies: bool = False) -> Split:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         parts = {name: tuple(map(str, values[name])) for name in ("training", "validation", "test")}
         split = Split(by=values["by"], **parts)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path}: is not a split ({error}); `warpfold finetune` writes one, split.toml") from error
     if split.by not in ("cluster", "chain"):
         raise UserError(f'{path}: by = "{split.by}" is neither "cluster" nor "chain"')

@@ -36,6 +36,7 @@ from warpfold.prediction.outputs import (
     file_names,
     read_record,
     refuse_links,
+    remove_drafts,
     remove_prediction,
     thin_prediction,
     write_summary,
@@ -144,8 +145,12 @@ class PredictionFolder:
             with alone(self.out):  # a kill may have come between a line of the journal and its row
                 known = self._done().entries
                 self.tables.rebuild(known[item.key] for item in self.items if item.key in known.keys() - lost)
-        wanted = ([item.key for item in group if item.key not in done.entries] for group in own)
-        return [keys for keys in wanted if keys]
+        left = [[item for item in group if item.key not in done.entries] for group in own]
+        if same:
+            several = self.is_several
+            every = (item for group in left for item in group)
+            remove_drafts(self.out / file_name(item.query.name) / (item.below if several else "") for item in every)
+        return [[item.key for item in group] for group in left if group]
 
     def finish(self, process: Mapping[str, Any], refused: Mapping[str, int]) -> dict[str, Any]:
         """End this process's work: write the summary if everything is done and nobody is at work; else return its part.

@@ -45,7 +45,7 @@ SMALL = (
     *("positions", "mask", "plddt", "asym_id", "chain_pair_iptm"),
     *("coverage_depth", "coverage_rows", "coverage_total"),
 )
-
+_DRAFT = re.compile(r"\.(.+)\.[0-9a-f]{32}\.partial")  # of `_draft`
 
 # DeepMind's letters for the classes of pLDDT, in `alphafold/common/confidence.py`: high, medium, low, disordered.
 CATEGORIES = ((90.0, "H"), (70.0, "M"), (50.0, "L"), (0.0, "D"))
@@ -676,6 +676,18 @@ def _draft(folder: Path) -> Iterator[Path]:
         yield draft
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def remove_drafts(folders: Iterable[Path]) -> None:
+    """Remove what a kill has left of predictions that are to go into these folders."""
+    names: dict[Path, set[str]] = {}
+    for folder in folders:
+        for place in (folder, folder.parent):
+            names.setdefault(place, set()).add(folder.name)
+    for place, own in names.items():
+        for path in place.iterdir() if place.is_dir() else ():
+            if (draft := _DRAFT.fullmatch(path.name)) and draft[1] in own and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _move_into(draft: Path, folder: Path, names: Mapping[str, str]) -> None:

@@ -121,7 +121,7 @@ def check_result(target: RelaxTarget, force: bool) -> dict[str, Any] | None:
     if target.result(".json").is_file():
         try:
             report = json.loads(target.result(".json").read_text(encoding="utf-8"))
-        except ValueError:
+        except (ValueError, RecursionError):
             report = None
     known = isinstance(report, dict) and report.get("format") == FORMAT
     taken = [target.result(ending) for ending in (".cif", ".pdb", ".json") if target.result(ending).exists()]

@@ -77,7 +77,7 @@ class RunLog:
                 raise ValueError("train.steps is no whole number")
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read ({error.strerror}); check its permissions") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{given}: is damaged ({error}); restore it") from error
         logged, odd = _rows(path)
         evaluated, _ = _rows(self.path / "evaluations.jsonl")

@@ -5,6 +5,7 @@ An expression is read with Python's `ast` into comparisons, `and`, `or`, `not`; 
 
 import ast
 import operator
+import re
 from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -44,6 +45,7 @@ OF_GIVEN = ("rmsd", "binder_rmsd", "target_rmsd")
 OF_COMPLEXES = [name for name in MORE_IS_BETTER if name not in (*OF_GIVEN, "mean_plddt", "ptm", "ranking_confidence")]
 NUMBERS = (*MORE_IS_BETTER, "length", "seed")
 LONGEST = 1000  # letters of an expression
+_COUNT = re.compile(r"0*[1-9][0-9]{0,8}")
 
 COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Lt: operator.lt,
@@ -99,12 +101,12 @@ def keep_of(given: Any) -> int | Selection | None:
     if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
         return given
     text = " ".join(given.split()) if isinstance(given, str) else ""
-    if text.isdecimal() and int(text[:9]) > 0:
+    if _COUNT.fullmatch(text):
         return int(text)
     what = f"--keep {given}"
     if text.startswith("best:") or not text:
         number, _, score = text.removeprefix("best:").partition(":")
-        if not (number.isdecimal() and int(number[:9]) > 0) or (score == "" and text.endswith(":")):
+        if not _COUNT.fullmatch(number) or (score == "" and text.endswith(":")):
             raise UserError(f'{what}: write a number, best:100, best:100:ipsae, or "ipsae > 0.6 and rmsd < 2"')
         if score and score not in MORE_IS_BETTER:
             raise UserError(f"{what}: there is no score {score}; there are {', '.join(MORE_IS_BETTER)}")

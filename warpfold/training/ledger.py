@@ -49,7 +49,7 @@ class Ledger:
             try:
                 entries = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
                 aside = list(dict.fromkeys(entry["name"] for entry in entries))
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise UserError(f"{path}: damaged; remove it, and its entries are tried again") from error
         said = team.all_gather_object([own, aside], "reading what the run has used")
         self.quarantined: list[str] = said[0][1]

@@ -353,7 +353,7 @@ def _plan_of_run(given: GivenSettings, out: Path, ranks: int) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         plan, noted = build(Plan, values["plan"], str(path), "plan."), int(values["train"]["idle"])
-    except (OSError, ValueError, KeyError, TypeError, UserError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
         return {}  # there is none, or `train` will say what is wrong with it
     fixed, sync = given.fixed_on_ranks(names)
     if any(getattr(plan, name) != value for name, value in fixed.items() if name in names):

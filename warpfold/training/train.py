@@ -204,7 +204,7 @@ def claim(run: RunFolder, config: RunConfig, sources: Sequence[Source], origin: 
         try:
             # A run of an earlier version lacks settings that are new: their defaults are what it had.
             there = identity(settings.merge(settings.to_dict(RunConfig()), tomllib.loads(text or "")))
-        except (tomllib.TOMLDecodeError, AttributeError) as error:
+        except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{run.path / 'settings.toml'}: damaged ({error}); restore it or choose another --out"
             ) from error

@@ -69,9 +69,12 @@ def validate(
     taken = UserError(f"{run}: another `warpfold validate` is writing there; end it first")
     found: list[Row] = []
     with wait_for_lock(run / ".validate-lock", taken), closing(AppendedFile(run / LOG)) as log:
-        rows = [json.loads(line) for line in (run / LOG).read_text(encoding="utf-8").splitlines()]
-        best = max((row["lddt_ca"] for row in rows if _is_whole(row)), default=-1.0)
-        done = {row["step"] for row in rows}
+        try:
+            rows = [json.loads(line) for line in (run / LOG).read_text(encoding="utf-8").splitlines()]
+            best = max((float(row["lddt_ca"]) for row in rows if _is_whole(row)), default=-1.0)
+            done = {int(row["step"]) for row in rows}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{run / LOG}: damaged ({error}); remove it, and its steps are evaluated again") from None
         for watcher in watchers:
             watcher.on_begin(max(done, default=0))
         while True:
@@ -111,7 +114,7 @@ def settings_of(run: Path) -> RunConfig:
         return settings.build(RunConfig, tomllib.loads(path.read_text(encoding="utf-8")), str(path))
     except OSError as error:
         raise UserError(f"{run}: not the folder of a training run ({path.name}: {error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: is damaged ({error}); restore it") from error
 
 

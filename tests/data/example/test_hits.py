@@ -79,6 +79,8 @@ def test_a_cut_hhr_is_refused_wherever_it_is_cut() -> None:
     rng = np.random.default_rng(1)
     text = hhr([random_rows(rng) for _ in range(2)])
     whole = [pairs(hit) for hit in parse_hhr(text)]
+    with pytest.raises(UserError, match="cut short"):
+        parse_hhr(text[: text.index(" No Hit ") + 12])
     last_letters = text.rindex("T 1ABC_A")
     ends = text.index("\n", last_letters)
     for cut in range(text.index("  1 0ABC_A") + 5, len(text)):

@@ -51,6 +51,9 @@ def read_queries(job: "tuple[Sequence[InputFile], int]") -> list[tuple[str, str]
 class Here:
     """Replace `bulk.IsolatedProcess` where no process dies, which is quicker."""
 
+    def start(self, function: Callable[..., Any]) -> None:
+        pass
+
     def __call__(self, function: Callable[[Any], Any], job: Any) -> Any:
         return function(job)
 

@@ -279,6 +279,24 @@ def test_a_job_that_no_run_outlives_is_given_up_untried(pair: Path, monkeypatch:
     assert [entry.reason for entry in report.dropped] == [f"structures/1two.cif: {DIED}"]
 
 
+def test_a_run_that_is_killed_before_a_job_is_tried_apart_blames_no_job(
+    pair: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However often: it takes seconds until a process of its own runs, and a kill most likely comes then."""
+
+    class Starting(Here):
+        def start(self, function: Callable[..., Any]) -> None:
+            raise Killed
+
+    alignment(pair / "msas/x.a3m", "W" * 30)
+    dies(pair, monkeypatch, packing, "read_chains", "1two.cif")
+    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Starting)
+    for _ in range(ATTEMPTS):
+        dies(pair, monkeypatch, packing, "read_chains", "nothing")
+    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Here)
+    assert [entry.name for entry in packed(pair).kept] == ["1one_A", "1two_A"]
+
+
 def test_what_a_stop_interrupted_is_no_suspect(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(job: Any) -> Any:
         raise KeyboardInterrupt

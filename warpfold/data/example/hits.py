@@ -100,7 +100,7 @@ def parse_hhr(text: str, source: str = "<hhr>") -> list[Hit]:
     """
     head, *blocks = re.split(r"^No \d+[ \t]*$", text.replace("\r\n", "\n"), flags=re.MULTILINE)
     _, titled, table = head.partition("\n No Hit ")
-    if not titled:
+    if not titled or "\n" not in table:
         raise UserError(f"{source}: has no list of hits (' No Hit ...'), so it is cut short; make it again")
     announced = sum(1 for line in table.split("\n")[1:] if re.match(r" *\d+ ", line))
     if len(blocks) < announced:

@@ -364,7 +364,7 @@ def _read(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
         try:
             chains = {str(id): chain["sequence"] for id, chain in json.loads(data).items()}
             text = "".join(f">{id}\n{sequence}\n" for id, sequence in chains.items())
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise UserError(
                 f"{source}: is not AlphaFold-Multimer's list of chains; write it again, or remove it"
             ) from None

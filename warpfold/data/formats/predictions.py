@@ -4,9 +4,11 @@ import io
 import json
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
@@ -21,6 +23,8 @@ _AFDB = re.compile(r"AF-(?P<accession>\w+)-F(?P<part>\d+)-model_v(?P<version>\d+
 _COLABFOLD = re.compile(r"((?P<name>.+)_)?(?P<kind>un)?relaxed_(?P<rest>.*((?<=rank_)|(?<=model_))\d+.*)")
 _OPENFOLD = re.compile(r"(?P<name>.+)_(?P<model>model_(?P<rank>\d+)\w*)_(?P<kind>un)?relaxed")
 _OURS = re.compile(r"(?P<name>.+?)(_rank_(?P<rank>\d+)|_recycle_(?P<recycle>\d+)|_(?P<relaxed>relaxed))?")
+# Of JSON and of NumPy's archives.  RuntimeError: of zipfile, for what is encrypted or compressed otherwise.
+_DAMAGED = (ValueError, EOFError, OSError, RuntimeError, MemoryError, TokenError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,10 @@ def read_pae(path: Path, seen: np.ndarray, limit: int = LARGEST) -> np.ndarray:
             values = json.loads(data)
             values = values[0] if isinstance(values, list) else values
             known = ("predicted_aligned_error", "pae", "distance")
-            pae = np.asarray(next(values[key] for key in known if key in values), np.float32)
+            with np.errstate(over="ignore"):  # it is infinite then, and refused
+                pae = np.asarray(next(values[key] for key in known if key in values), np.float32)
             pae = pae.reshape(-1, round(pae.size**0.5)) if "distance" in values else pae  # AlphaFold DB until 2022
-    except (ValueError, KeyError, TypeError, IndexError, StopIteration, RecursionError, zipfile.BadZipFile) as error:
+    except (*_DAMAGED, KeyError, TypeError, IndexError, StopIteration) as error:
         why = str(error) or "no matrix in it"
         raise UserError(
             f"{path.name}: no PAE in a layout that is known ({why}); fetch it again, or remove it"

@@ -97,6 +97,7 @@ class JobRunner:
         """Return the result of a job's last call; None if its process died, now or often enough before."""
         if max(self.writer.tried[name] for name in job.names) >= ATTEMPTS:
             return None
+        apart.start(job.call[0])  # takes longer than most jobs: a kill meanwhile blames none
         self.writer.begin(job.names)
         call: Call | None = job.call
         result = None

@@ -30,7 +30,7 @@ def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
         origin = json.loads((out / "sources.json").read_text(encoding="utf-8"))
         report = PackReport.from_json(json.loads((out / "pack.json").read_text(encoding="utf-8")))
         found = differences(origin, manifest)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{out}: exists already; remove it, or choose another name") from None
     if found:
         raise UserError(

@@ -277,9 +277,10 @@ def remove_part(path: Path) -> None:
 def _read_manifest(path: Path) -> Manifest:
     try:
         manifest = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+        JobPart.parse(manifest["part"])
         known = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
         whole = {"part", "warpfold", "options", "inputs"} <= manifest.keys() and (path / "records").exists()
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
         whole = known = False
     if not whole:
         raise UserError(f"{path}: not a part of a store; `warpfold pack --shard I/N` makes them")

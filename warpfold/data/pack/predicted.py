@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
+from tokenize import TokenError
 
 import numpy as np
 
@@ -130,10 +131,12 @@ def read_distogram(path: Path, length: int | None = None) -> np.ndarray:
     """
     try:
         distogram = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, TokenError) as error:  # the last of NumPy's, for some damaged heads
         raise UserError(f"{path.name}: not a distogram ({error}); predict it again") from None
     n = distogram.shape[0] if length is None and distogram.ndim == 3 else length
-    if distogram.ndim != 3 or distogram.shape[:2] != (n, n):
+    if distogram.dtype.kind == "f" and distogram.size and not 0 <= distogram.min() <= distogram.max() <= 1:
+        raise UserError(f"{path.name}: a distogram whose probabilities are none; predict it again")
+    if distogram.dtype.kind != "f" or distogram.ndim != 3 or distogram.shape[:2] != (n, n):
         raise UserError(f"{path.name}: a distogram of shape {list(distogram.shape)}; predict it again")
     return distogram
 

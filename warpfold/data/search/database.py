@@ -117,7 +117,7 @@ def check_output(out: Path) -> None:
     def is_report(path: Path) -> bool:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return False
         return isinstance(found, dict) and found.get("format") == REPORT_FORMAT
 

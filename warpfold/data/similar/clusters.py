@@ -81,9 +81,10 @@ def read_clusters(path: Path | str, keys: Iterable[str], entities: Mapping[str, 
     namings = [{key: plain(key) for key in keys}, {key: plain(name) for key, name in (entities or {}).items()}]
     found = [{key: clusters[names[key]] for key in keys if names.get(key) in clusters} for names in namings]
     if keys and not any(found):
+        one = next(iter(clusters), "none")
         raise UserError(
-            f"{path}: names none of the {len(keys)} chains; its names are like {next(iter(clusters))}, the chains' "
-            f"like {keys[0]}; give a file with names like those, or none: clusters can be made here"
+            f"{path}: names none of the {len(keys)} chains; its names are like {one}, the chains' like {keys[0]}; "
+            "give a file with names like those, or none: clusters can be made here"
         )
     return max(found, key=len)
 

@@ -454,7 +454,7 @@ class Store:
             raise UserError(
                 f"{self.path}: not a store (store.json: {error.strerror}); `warpfold pack` makes one"
             ) from error
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{file}: damaged, or not a store's; pack it again") from error
         if not known:
             raise UserError(f"{file}: not a WarpFold store's")

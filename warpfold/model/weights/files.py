@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -21,6 +22,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from warpfold.errors import UserError
+from warpfold.files import check_tensors, sealed_tensors
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.weights import openfold
 from warpfold.model.weights.deepmind import (
@@ -35,6 +37,7 @@ from warpfold.model.weights.deepmind import (
 from warpfold.settings import build, to_dict
 
 FORMAT = "warpfold-1"
+_DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error)
 FETCH = "`warpfold params fetch` lists free ones"  # in errors
 
 
@@ -72,7 +75,8 @@ def save_params(
     state = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
     try:
-        partial.write_bytes(save(state, metadata))
+        with open(partial, "wb") as file:
+            file.writelines(sealed_tensors(save(state, metadata)))
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -96,6 +100,10 @@ def load_model(path: Path | str) -> AlphaFold:
         load_state(model, _by_our_names(model, weights), str(path))
         return model
     model = AlphaFold(load_config(path))
+    try:
+        check_tensors(path)
+    except ValueError as error:
+        raise UserError(f"{path}: damaged ({error}); fetch it again, or name another file") from None
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     load_state(model, state, str(path))
@@ -277,8 +285,9 @@ def _opened_npz(path: Path) -> Iterator[Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
             yield file
-    except (ValueError, OSError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+    except (ValueError, OSError, EOFError, RuntimeError, MemoryError, TokenError, *_DAMAGED_ZIP) as error:
         # RuntimeError: of zipfile, for what is encrypted or compressed in a way that it does not know.  MemoryError: of
-        # NumPy, for an array that is as large as no file.  Of what is no archive it says how to load it unsafely.
+        # NumPy, for an array that is as large as no file; TokenError, for some damaged heads.  Of what is no archive it
+        # says how to load it unsafely.
         why = "no archive of arrays" if isinstance(error, ValueError) else error
         raise UserError(f"{path}: not a readable .npz ({why}); fetch it again, or name another file") from error

@@ -7,6 +7,7 @@ that OpenFold gives DeepMind's arrays (openfold/utils/import_weights.py, version
 
 import re
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -156,11 +157,16 @@ def read_openfold(path: Path) -> dict[str, Tensor]:
     cure = "save its state dict alone, or give DeepMind's params_model_*.npz"
     damaged = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, EOFError, OSError, ArithmeticError)
     try:
+        with zipfile.ZipFile(path) as file:
+            if wrong := file.testzip():  # torch does not look at these checksums
+                raise ValueError(f"{wrong} does not fit its checksum")
+            if min((one.header_offset for one in file.infolist()), default=0):  # torch would read what comes first
+                raise ValueError("it begins with something else")
         if wanted := torch.serialization.get_unsafe_globals_in_checkpoint(str(path)):
             some = ", ".join(sorted(wanted)[:3]) + (" ..." if len(wanted) > 3 else "")
             raise UserError(f"{path}: holds more than tensors ({some}), which is not executed; {cure}")
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (*damaged, torch.serialization.pickle.UnpicklingError) as error:
+    except (*damaged, zipfile.BadZipFile, zlib.error, torch.serialization.pickle.UnpicklingError) as error:
         what = " ".join(str(error).split())[:120]
         raise UserError(f"{path}: not a checkpoint that can be read ({what}); {cure}") from error
     return _weights_in(found, path)

@@ -372,9 +372,16 @@ def read(path: Path) -> LaunchTable:
             TableEntry(e["kernel"], tuple(e["key"]), KernelConfig(dict(e["sizes"]), e["warps"], e["stages"]))
             for e in held.pop("launches")
         )
+        numbers = (
+            number
+            for one in entries
+            for number in (*one.key, *one.config.sizes.values(), one.config.warps, one.config.stages)
+        )
+        if not all(type(number) is int for number in numbers):
+            raise ValueError("keys, sizes, warps and stages are whole numbers")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not a launch table ({error!r}); make it anew: warpfold tune") from error
     return LaunchTable(path, held, entries)
 

@@ -1,0 +1,425 @@
+"""Disks that are full, read-only or shared, and clocks that jump: what each command leaves, and how it goes on.
+
+    python -m benchmarks.reliability disk [--work FOLDER] [--only TEXT] [--most 60] [--figures F.json]
+
+Of each command, beside an undisturbed run:
+
+* *size*: in a file system (tmpfs) with room for 0, 1, 2 ... pages, to as many as it needs;
+* *files*: in one with room for 0, 1, 2 ... files and folders;
+* *call*: the n-th call that changes the disk (open to write, mkdir, replace, rename, link, truncate, fsync) fails with
+  ENOSPC, for each n; *from*: from the n-th on with EROFS, as where a file system is remounted read-only; *denied*: with
+  EACCES from the first on;
+* *clock*: `time.time` jumps by a day, forth or back, at some call;
+* *two*: a second run of the same command in the same folder.
+
+What must hold: the exit code is 2, or 1 where the system refused what no reader could know; stderr has one line that
+begins with `error:` and no traceback; nothing that has the name of a whole file is anything but the undisturbed run's
+(or, of files that are replaced as the run goes on, of an earlier moment: those are read); and once there is room the
+same command ends as the undisturbed run did.  `--most`: so many cases of a kind and a command, evenly chosen, where
+there are more.  Mounting needs root; without, *size* and *files* are left out, and the figures say so.
+"""
+
+import argparse
+import builtins
+import ctypes
+import datetime
+import errno
+import io
+import json
+import os
+import platform
+import random
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo
+
+from benchmarks.reliability.kills import (
+    ENV,
+    Compared,
+    Scenario,
+    differing,
+    import_all,
+    kill_session,
+    make_scenarios,
+    of_design,
+    of_files,
+    of_training,
+    wait,
+    warpfold,
+    write_settings,
+)
+from warpfold.data.store.store import Store
+from warpfold.engine.checkpoint import StepFolders
+from warpfold.errors import UserError
+from warpfold.model.weights.files import load_model
+
+PAGE = 4096
+CHANGES = ("mkdir", "replace", "rename", "link", "truncate", "ftruncate", "fsync", "open")
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+Patch = Callable[[], None]  # what a forked process changes before it becomes the command
+
+
+# Commands
+
+
+def make_commands(work: Path) -> list[Scenario]:
+    """Make the commands, which are shorter than those that are killed."""
+    by_name = {one.name: one for one in make_scenarios(work)}
+    small = work / "small"
+    settings = write_settings(work, "train on a full disk", train={"steps": 3, "validate_every": 0, "save_every": 1})
+    train = ["train", str(settings), "--data", str(small / "store"), "--device", "cpu"]
+    params = ["params", str(small / "tiny.safetensors")]
+    pack = ["pack", "--structures", str(small / "proteins"), "--msas", str(small / "proteins")]
+    fold = ["predict", str(small / "queries.fasta"), "--params", str(small / "tiny.safetensors"), "--device", "cpu"]
+    fold += ["--recycles", "0", "--batch", "1"]
+    design = ["design", str(small / "design.toml"), "--params", str(small / "tiny.safetensors"), "--device", "cpu"]
+    return [
+        Scenario("pack", lambda out, _: [*pack, "--out", str(out / "store")], of_files(".wfs", "store.json")),
+        Scenario("params", lambda out, _: [*params, "--out", str(out / "p.npz")], of_files(".npz")),
+        Scenario("search", by_name["search"].arguments, by_name["search"].compared),
+        Scenario("predict", lambda out, _: [*fold, "--out", str(out)], by_name["predict: each alone"].compared),
+        Scenario("design", lambda out, _: [*design, "--out", str(out)], of_design),
+        Scenario("train", lambda out, _: [*train, "--out", str(out)], of_training),
+    ]
+
+
+def half_written(scenario: Scenario, out: Path, reference: dict[str, bytes]) -> list[str]:
+    """Say what has the name of a whole file and is none."""
+    found = []
+    if scenario.name == "train":
+        for step in (folders := StepFolders(out / "checkpoints")).steps():
+            with suppress_and_note(found):
+                folders.load(step)
+        for path in out.glob("params*.safetensors"):
+            with suppress_and_note(found):
+                load_model(path)
+    if scenario.name == "pack" and (out / "store").exists():
+        with suppress_and_note(found):
+            found += list(Store(out / "store").verify())
+    whole = {"predict": (".cif", ".pdb", ".npz", ".json"), "params": (".npz",), "search": (".a3m",)}
+    for path in out.rglob("*"):
+        name = str(path.relative_to(out))
+        if path.name.endswith(whole.get(scenario.name, ())) and path.is_file() and not path.name.startswith("."):
+            if path.name in ("summary.json", "search.json") or ".partial" in str(path):
+                continue
+            if path.read_bytes() != reference.get(name):
+                found.append(f"{name} is half there")
+        is_design = scenario.name == "design" and path.parent.name == "designs" and not path.name.startswith(".")
+        if is_design and path.read_bytes() != reference.get(name):
+            found.append(f"{name} is half there")
+    return found
+
+
+@contextmanager
+def suppress_and_note(found: list[str]) -> Iterator[None]:
+    """Note a UserError."""
+    try:
+        yield
+    except UserError as error:
+        found.append(str(error))
+
+
+# What goes wrong
+
+
+def mount(place: Path, size: int, files: int, more: str = "") -> bool:
+    """Mount a tmpfs with so much room, or change that of one; return whether that is permitted."""
+    place.mkdir(parents=True, exist_ok=True)
+    flags = 32 if more == "remount" else 0  # MS_REMOUNT
+    options = f"size={size},nr_inodes={files}".encode()
+    return LIBC.mount(b"tmpfs", str(place).encode(), b"tmpfs", flags, options) == 0
+
+
+def unmount(place: Path) -> None:
+    LIBC.umount2(str(place).encode(), 2)  # MNT_DETACH
+
+
+def failing(number: int, code: int, onwards: bool, place: Path, counted: Path | None = None) -> Patch:
+    """Let the `number`-th call that changes the disk below `place` fail, or all from it on.
+
+    counted: gets the number of such calls, when the process ends.
+    """
+
+    def patch() -> None:
+        calls = 0
+        root, top = f"{place}/", os.getpid()
+
+        def check(where: Any) -> None:
+            nonlocal calls
+            if isinstance(where, int):
+                with suppress(OSError):
+                    where = os.readlink(f"/proc/self/fd/{where}")
+            if not isinstance(where, str | os.PathLike) or not os.fspath(where).startswith(root):
+                return
+            calls += 1
+            if counted is not None and os.getpid() == top:
+                counted.write_text(str(calls))
+            if calls == number or (onwards and calls > number):
+                raise OSError(code, os.strerror(code), os.fspath(where))
+
+        def wrap(name: str) -> None:
+            real = getattr(os, name)
+
+            def wrapped(path: Any, *args: Any, **more: Any) -> Any:
+                if name != "open" or (args and args[0] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)):
+                    check(path)
+                return real(path, *args, **more)
+
+            setattr(os, name, wrapped)
+
+        def opened(file: Any, mode: str = "r", *args: Any, **more: Any) -> Any:
+            if set(mode) & set("wax+"):
+                check(file)
+            return real_open(file, mode, *args, **more)
+
+        real_open = builtins.open
+        for name in CHANGES:
+            wrap(name)
+        builtins.open = io.open = opened  # type: ignore[assignment]
+
+    return patch
+
+
+def jumping(number: int, seconds: float) -> Patch:
+    """Let the clock jump at its `number`-th reading."""
+
+    def patch() -> None:
+        real, readings = time.time, 0
+
+        def read() -> float:
+            nonlocal readings
+            readings += 1
+            return real() + (seconds if readings >= number else 0.0)
+
+        time.time = read
+
+    return patch
+
+
+# Trying
+
+
+def begin(scenario: Scenario, out: Path, said: Path, patch: Patch | None = None) -> int:
+    """Start a command in a fork, with what goes wrong."""
+    leader = os.fork()
+    if leader:
+        return leader
+    os.setsid()
+    if patch is not None:
+        patch()
+    warpfold(scenario.arguments(out, 1), said, ENV)
+
+
+def run(scenario: Scenario, out: Path, said: Path, patch: Patch | None = None) -> int:
+    """Run a command to its end; -9 after ten minutes."""
+    said.unlink(missing_ok=True)
+    leader = begin(scenario, out, said, patch)
+    code = wait(leader, 600)
+    if code is None:
+        kill_session(leader)
+        return -9
+    return code
+
+
+def complaint(said: Path, code: int) -> list[str]:
+    """Say what is wrong with how a command complained."""
+    text = said.read_text(errors="replace")
+    lines = [line for line in text.splitlines() if line.startswith("error:")]
+    if "Traceback" in text:
+        return [f"a traceback: {text.strip().splitlines()[-1][:300]}"]
+    if code not in (1, 2) or len(lines) != 1:
+        return [f"exit code {code}, {len(lines)} lines of error: {text.strip()[-300:]!r}"]
+    return []
+
+
+class Trier:
+    """Tries a command with one thing going wrong after the other."""
+
+    def __init__(self, scenario: Scenario, work: Path, most: int) -> None:
+        self.scenario, self.work, self.most = scenario, work, most
+        self.place = work / "disk"
+        self.said = work / f"disk-{scenario.name}.txt"
+        self.tried: Counter[str] = Counter()
+        self.complained: Counter[str] = Counter()
+        self.trouble: list[str] = []
+        self.clear()
+        for _ in range(2):  # the first one imports
+            shutil.rmtree(self.out, ignore_errors=True)
+            if (code := run(scenario, self.prepared(), self.said)) != 0:
+                raise SystemExit(f"{scenario.name}: the undisturbed run ended with {code}: {self.said}")
+            import_all(self.said.with_suffix(".modules"))
+        self.reference: Compared = scenario.compared(self.out)
+        self.bytes = {str(p.relative_to(self.out)): p.read_bytes() for p in self.out.rglob("*") if p.is_file()}
+        self.used = sum(-(-len(data) // PAGE) for data in self.bytes.values())
+        self.files = len(list(self.out.rglob("*")))
+
+    @property
+    def out(self) -> Path:
+        return self.place / "out"
+
+    def prepared(self) -> Path:
+        """Make the folder that a command's own is made in."""
+        if self.scenario.name in ("pack", "params"):
+            self.out.mkdir(parents=True, exist_ok=True)
+        else:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+        return self.out
+
+    def clear(self) -> None:
+        unmount(self.place)
+        shutil.rmtree(self.place, ignore_errors=True)
+
+    def chosen(self, count: int) -> list[int]:
+        """Choose which of so many cases are tried."""
+        return sorted({int(x) for x in np.linspace(0, count - 1, min(count, self.most))}) if count else []
+
+    def judge(self, kind: str, number: int, code: int) -> None:
+        """Look at what a run has left that met trouble, and continue it."""
+        self.tried[kind] += 1
+        found: list[str] = []
+        if code != 0:
+            self.complained[kind] += 1
+            found += complaint(self.said, code)
+            if self.out.exists():
+                found += half_written(self.scenario, self.out, self.bytes)
+        text = self.said.read_text(errors="replace")
+        said = next((line for line in text.splitlines() if line.startswith("error:")), "")
+        if code != 0 and not found and not re.search(r"[Nn]o space|[Rr]ead-only|[Dd]enied|written|made|writing", said):
+            found.append(f"the error does not say what is wrong: {said}")
+        if kind in ("size", "files"):
+            mount(self.place, 1 << 30, 100_000, "remount")
+        again = run(self.scenario, self.prepared(), self.said) if code else 0  # else what failed did not matter
+        if again:
+            text = self.said.read_text(errors="replace").strip()
+            found.append(f"the same command then ended with {again}: {text[-300:]!r}")
+        else:
+            found += differing(self.reference, self.scenario.compared(self.out), exact=True)
+        self.trouble += [f"{kind} {number}: {what}" for what in found[:3]]
+
+    def disks(self) -> bool:
+        """Try disks without room; return whether they could be mounted."""
+        for kind, count in (("size", self.used + 4), ("files", self.files + 4)):
+            for number in self.chosen(count):
+                self.clear()
+                size = number * PAGE if kind == "size" else 1 << 30
+                if not mount(self.place, max(size, PAGE), 100_000 if kind == "size" else number + 2):
+                    return False
+                with suppress(OSError):
+                    self.prepared()
+                self.judge(kind, number, run(self.scenario, self.out, self.said))
+        self.clear()
+        return True
+
+    def calls(self) -> None:
+        """Let calls fail that change the disk."""
+        self.clear()
+        counted = self.work / "counted"
+        run(self.scenario, self.prepared(), self.said, failing(0, 0, False, self.place, counted))
+        calls = int(counted.read_text())
+        for kind, code, onwards in (("call", errno.ENOSPC, False), ("from", errno.EROFS, True)):
+            for number in self.chosen(calls) if kind == "call" else self.chosen(calls)[:: max(1, self.most // 10)]:
+                self.clear()
+                patch = failing(number + 1, code, onwards, self.place)
+                self.judge(kind, number + 1, run(self.scenario, self.prepared(), self.said, patch))
+        self.clear()
+        patch = failing(1, errno.EACCES, True, self.place)
+        self.judge("denied", 1, run(self.scenario, self.prepared(), self.said, patch))
+
+    def clocks(self) -> None:
+        """Let the clock jump."""
+        for number in (1, 2, 5, 20, 50, 150):
+            for days in (-1, 1):
+                self.clear()
+                self.tried["clock"] += 1
+                code = run(self.scenario, self.prepared(), self.said, jumping(number, 86_400.0 * days))
+                found = [f"exit code {code}"] if code else []
+                found += [] if code else differing(self.reference, self.scenario.compared(self.out), exact=True)
+                if "Traceback" in self.said.read_text(errors="replace"):
+                    found.append("a traceback")
+                self.trouble += [f"clock {number}, {days:+d} day: {what}" for what in found[:3]]
+
+    def two(self) -> None:
+        """Begin a second run while the first one runs."""
+        draw = random.Random(0)
+        start = time.monotonic()
+        self.clear()
+        run(self.scenario, self.prepared(), self.said)
+        length = time.monotonic() - start
+        for number in range(6):
+            self.clear()
+            other = self.said.with_suffix(".other.txt")
+            self.said.unlink(missing_ok=True)
+            other.unlink(missing_ok=True)
+            first = begin(self.scenario, self.prepared(), self.said)
+            early = wait(first, draw.uniform(0, 0.8 * length))
+            second = begin(self.scenario, self.out, other)
+            codes = [wait(first, 600) if early is None else early, wait(second, 600)]
+            self.tried["two"] += 1
+            found = []
+            for code, said in zip(codes, (self.said, other)):
+                if code:
+                    self.complained["two"] += 1
+                    found += complaint(said, code)
+            if 0 not in codes:
+                found.append(f"both ended with {codes}")
+            again = run(self.scenario, self.out, self.said)
+            if again and self.scenario.name != "params":
+                found.append(f"the same command then ended with {again}")
+            found += differing(self.reference, self.scenario.compared(self.out), exact=True)
+            self.trouble += [f"two {number}: {what}" for what in found[:3]]
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="reliability disk", description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "warpfold-disk")
+    parser.add_argument("--only", default="", help="Only commands whose names contain this.")
+    parser.add_argument("--most", type=int, default=60, help="Cases of a kind and a command.")
+    parser.add_argument("--figures", type=Path)
+    chosen = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    chosen.work.mkdir(parents=True, exist_ok=True)
+    rows, mounted = {}, True
+    for scenario in make_commands(chosen.work):
+        if chosen.only in scenario.name:
+            trier = Trier(scenario, chosen.work, chosen.most)
+            trier.calls()
+            trier.clocks()
+            trier.two()
+            mounted = trier.disks() and mounted
+            trier.clear()
+            rows[scenario.name] = {
+                "tried": dict(trier.tried),
+                "ended_with_an_error": dict(trier.complained),
+                "trouble": trier.trouble,
+            }
+            print(json.dumps({scenario.name: rows[scenario.name]}, indent=1), flush=True)
+    figures = {
+        "what": __doc__.splitlines()[0],
+        "command": f"python -m benchmarks.reliability disk {' '.join(arguments)}".strip(),
+        "date": datetime.date.today().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, beside other work",
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "disks_could_be_mounted": mounted,
+        "tried": sum(sum(one["tried"].values()) for one in rows.values()),
+        "trouble": sum(len(one["trouble"]) for one in rows.values()),
+        "by_command": rows,
+    }
+    if chosen.figures:
+        chosen.figures.write_text(json.dumps(figures, indent=1) + "\n")
+    print(json.dumps(figures, indent=1))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
