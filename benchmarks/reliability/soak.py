@@ -173,6 +173,7 @@ def trends(log: Path, unit: str, per: float, of_time: bool) -> dict[str, Any]:
     longest = max(map(len, series.values()))
     found = {}
     for pid, rows in series.items():
+        rows = [row for row in rows if row[0]["done"]]  # it has begun
         rows = rows[int(WARM_UP * len(rows)) :]
         if len(rows) < 0.2 * longest or len(rows) < 3 * BLOCKS:
             continue
