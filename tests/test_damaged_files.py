@@ -136,3 +136,16 @@ def test_settings_of_a_run_that_are_none(tmp_path: Path) -> None:
         (tmp_path / "run/settings.toml").write_text(text)
         with pytest.raises(UserError, match=str(tmp_path / "run")):
             train(tiny_run(steps=1), store, tmp_path / "run")
+
+
+def test_a_full_disk_is_to_be_made_room_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from warpfold.prediction.predictor import Predictor
+
+    found = Predictor(tiny_model()).fold("MKVLA", recycles=0)
+
+    def full(*args: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez_compressed", full)
+    with pytest.raises(UserError, match=r"No space left on device; make room"):
+        found.save(tmp_path / "out")

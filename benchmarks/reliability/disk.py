@@ -237,6 +237,7 @@ def complaint(said: Path, code: int) -> list[str]:
     """Say what is wrong with how a command complained."""
     text = said.read_text(errors="replace")
     lines = [line for line in text.splitlines() if line.startswith("error:")]
+    lines = lines or [line for line in text.splitlines() if line.startswith("failed ")][:1]  # of many, some were folded
     if "Traceback" in text:
         return [f"a traceback: {text.strip().splitlines()[-1][:300]}"]
     if code not in (1, 2) or len(lines) != 1:
@@ -295,7 +296,7 @@ class Trier:
             if self.out.exists():
                 found += half_written(self.scenario, self.out, self.bytes)
         text = self.said.read_text(errors="replace")
-        said = next((line for line in text.splitlines() if line.startswith("error:")), "")
+        said = next((line for line in text.splitlines() if line.startswith(("error:", "failed "))), "")
         if code != 0 and not found and not re.search(r"[Nn]o space|[Rr]ead-only|[Dd]enied|written|made|writing", said):
             found.append(f"the error does not say what is wrong: {said}")
         if kind in ("size", "files"):

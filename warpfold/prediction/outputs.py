@@ -1,6 +1,7 @@
 """A prediction, and how it becomes files, all of them or none, and an entry of the summary."""
 
 import contextlib
+import errno
 import html
 import io
 import itertools
@@ -313,7 +314,8 @@ class Prediction:
                 _move_into(draft, folder, names)
         except OSError as error:
             why = error.strerror or error
-            raise UserError(f"{folder}: cannot be written: {why}; name another folder") from error
+            cure = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "name another folder"
+            raise UserError(f"{folder}: cannot be written: {why}; {cure}") from error
         return written
 
 
