@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.reliability.damage import BYTES, TEXT, damage
 from benchmarks.reliability.inputs import Cases, try_case
 from benchmarks.reliability.kills import differing
-from benchmarks.reliability.mutate import BYTES, TEXT, damage
 from benchmarks.reliability.readers import Reader, plain
 from benchmarks.reliability.soak import judge
 from warpfold.errors import UserError

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.reliability.mutate import damage
+from benchmarks.reliability.damage import damage
 from benchmarks.reliability.readers import Reader, Silent, check_line, make_readers, odd_numbers, plain, same
 from warpfold.errors import UserError
 
