@@ -12,9 +12,11 @@ import platform
 import secrets
 import stat
 import time
+import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, BinaryIO, TextIO, cast
 
 from warpfold.errors import UserError
@@ -24,6 +26,10 @@ logger = logging.getLogger("warpfold")
 # flock's errors on a file system without locks: NFS without its lock daemon, Lustre without -o flock, some of FUSE.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
 LARGEST = 4 * 10**9  # bytes that a user's file may have when it is unpacked, unless told otherwise
+# What NumPy raises for damaged arrays and archives of them.  RuntimeError: of zipfile, for what is encrypted or
+# compressed in a way that it does not know.  MemoryError: for an array that is as large as no file.  TokenError: for
+# some damaged heads.
+DAMAGED_ARRAYS = (ValueError, OSError, EOFError, RuntimeError, MemoryError, TokenError, zipfile.BadZipFile, zlib.error)
 LOCK_LASTS = 120  # seconds to wait for a lock of another machine: NFSv4's servers keep those of dead clients 90 s
 _PIECE = 1 << 20  # bytes unpacked at a time
 _KEPT = 1 << 28  # bytes; a file that unpacks to more is unpacked twice: to find its size, then to keep it
@@ -159,7 +165,7 @@ def pread(file: int, size: int, offset: int) -> bytes:
     return b"".join(pieces)
 
 
-def write_atomically(path: Path, content: str | bytes | Iterator[str], sync: bool = True) -> None:
+def write_atomically(path: Path, content: str | bytes | Iterable[str | bytes | memoryview], sync: bool = True) -> None:
     """Write a file so that the whole file appears or nothing does, even if this process is killed.
 
     content: all of it, or its pieces one after another.

@@ -28,7 +28,7 @@ class StartState:
         arrays = {f"logits.{key}": x for key, x in self.logits.items()}
         arrays |= {f"logo.{step}": x for step, x in (self.logos or {}).items()}
         about = {"step": self.step, "best": self.best, "letters": self.letters}
-        write_atomically(path, b"".join(sealed_tensors(save(arrays, {"state": json.dumps(about)}))))
+        write_atomically(path, sealed_tensors(save(arrays, {"state": json.dumps(about)})))
 
     @classmethod
     def read(cls, path: Path) -> "StartState | None":

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from warpfold import __version__
 from warpfold.bulk import JobPart
-from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.data.store.store import Store, StoreWriter
 from warpfold.errors import UserError
 from warpfold.files import NO_LOCKS, file_name, lock_file, sealed, write_atomically, writing
 from warpfold.prediction.folding import FoldItem, FoldOutcome, Group, Key, part_of
@@ -304,8 +304,7 @@ class RepresentationStore:
             writer = opened.enter_context(StoreWriter(new if held else self.path))
             for key, entry in wanted.items():
                 if before is not None and key in held:
-                    one = before.record(key)
-                    record = pack_record({name: one.read(name) for name in one.arrays}, one.notes)
+                    record = before.packed(key)
                 else:
                     record = read_record(_record_path(out, entry))
                 writer.add(key, record, {name: entry[name] for name in _COLUMNS})

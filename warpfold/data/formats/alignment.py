@@ -15,7 +15,6 @@ import hashlib
 import io
 import re
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, read_file
+from warpfold.files import DAMAGED_ARRAYS, LARGEST, read_file
 from warpfold.geometry.residue import GAP, RESTYPES, UNKNOWN
 
 # The meaning of a letter in a row of an alignment is HHblits' (`HHBLITS_AA_TO_ID` in the official
@@ -373,16 +372,7 @@ def parse_boltz(data: bytes, source: str) -> Alignment:
     Errors: UserError for any other .npz, and for Python objects in it, which nothing reads but a pickle.
     """
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            if sum(member.file_size for member in archive.infolist()) > LARGEST:
-                raise UserError(f"{source}: has more than {LARGEST / 1e9:g} GB when unpacked; leave it out")
-            for member in archive.infolist():
-                with archive.open(member) as file:
-                    if b"'descr': '|O'" in file.read(128):
-                        raise UserError(
-                            f"{source}: {member.filename} holds Python objects, and reading them would execute a "
-                            "pickle, which may do anything; give the alignment that it was made of (A3M, Stockholm)"
-                        )
+        _check_archive(data, source)
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             sequences, tokens, deletions = arrays["sequences"], arrays["residues"]["res_type"], arrays["deletions"]
         starts, stops = sequences["res_start"].astype(np.int64), sequences["res_end"].astype(np.int64)
@@ -400,13 +390,28 @@ def parse_boltz(data: bytes, source: str) -> Alignment:
         counts = np.zeros(codes.shape, np.int32)
         counts[rows, deletions["res_idx"][places].astype(np.uint16)] = deletions["deletion"][places]
         taxa = sequences["taxonomy"].tolist()
-    except (ValueError, KeyError, IndexError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+    except (*DAMAGED_ARRAYS, KeyError, IndexError, TypeError) as error:
         why = " ".join(str(error).split())
         raise UserError(
             f"{source}: is no alignment of Boltz, or damaged ({why}); fetch it again, or give A3M or Stockholm"
         ) from None
     names = [f"row {i}" + (f" TaxID={taxon}" if taxon > 0 else "") for i, taxon in enumerate(taxa, 1)]
     return Alignment(_BOLTZ[codes], counts, names)
+
+
+def _check_archive(data: bytes, source: str) -> None:
+    """Raise UserError for an archive that unpacks to too much, or holds Python objects."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        if sum(member.file_size for member in archive.infolist()) > LARGEST:
+            raise UserError(f"{source}: has more than {LARGEST / 1e9:g} GB when unpacked; leave it out")
+        for member in archive.infolist():
+            with archive.open(member) as file:
+                head = file.read(128)
+            if b"'descr': '|O'" in head:
+                raise UserError(
+                    f"{source}: {member.filename} holds Python objects, and reading them would execute a pickle, which "
+                    "may do anything; give the alignment that it was made of (A3M, Stockholm)"
+                )
 
 
 def is_complex(data: bytes) -> bool:

@@ -3,17 +3,14 @@
 import io
 import json
 import re
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from tokenize import TokenError
 
 import numpy as np
 
 from warpfold.errors import UserError
-from warpfold.files import LARGEST, read_file
+from warpfold.files import DAMAGED_ARRAYS, LARGEST, read_file
 
 STRUCTURE = re.compile(r"(.+?)\.(cif|mmcif|pdb|ent)(\.gz)?", re.IGNORECASE)  # names of files, whatever is in them
 CASP = re.compile(r"(?P<name>[THRDM]\d{4}([svx]\d+)*)TS(?P<group>\d{3})(_(?P<rank>\d)o?)?(-(?P<domain>D\d+))?(-\w+)?")
@@ -23,8 +20,6 @@ _AFDB = re.compile(r"AF-(?P<accession>\w+)-F(?P<part>\d+)-model_v(?P<version>\d+
 _COLABFOLD = re.compile(r"((?P<name>.+)_)?(?P<kind>un)?relaxed_(?P<rest>.*((?<=rank_)|(?<=model_))\d+.*)")
 _OPENFOLD = re.compile(r"(?P<name>.+)_(?P<model>model_(?P<rank>\d+)\w*)_(?P<kind>un)?relaxed")
 _OURS = re.compile(r"(?P<name>.+?)(_rank_(?P<rank>\d+)|_recycle_(?P<recycle>\d+)|_(?P<relaxed>relaxed))?")
-# Of JSON and of NumPy's archives.  RuntimeError: of zipfile, for what is encrypted or compressed otherwise.
-_DAMAGED = (ValueError, EOFError, OSError, RuntimeError, MemoryError, TokenError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -125,7 +120,7 @@ def read_pae(path: Path, seen: np.ndarray, limit: int = LARGEST) -> np.ndarray:
             with np.errstate(over="ignore"):  # it is infinite then, and refused
                 pae = np.asarray(next(values[key] for key in known if key in values), np.float32)
             pae = pae.reshape(-1, round(pae.size**0.5)) if "distance" in values else pae  # AlphaFold DB until 2022
-    except (*_DAMAGED, KeyError, TypeError, IndexError, StopIteration) as error:
+    except (*DAMAGED_ARRAYS, KeyError, TypeError, IndexError, StopIteration) as error:
         why = str(error) or "no matrix in it"
         raise UserError(
             f"{path.name}: no PAE in a layout that is known ({why}); fetch it again, or remove it"

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from tokenize import TokenError
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from warpfold.data.formats.predictions import is_pdb, read_name, read_pae
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.structure.chain import Structure
 from warpfold.errors import UserError
+from warpfold.files import DAMAGED_ARRAYS
 
 SPAN = 128  # residues: the confidence of one is the mean over the others within so many places of it (Supp. 1.3)
 FEW = 30  # distograms of fewer predictions make no reference, which would be those predictions themselves
@@ -131,7 +131,7 @@ def read_distogram(path: Path, length: int | None = None) -> np.ndarray:
     """
     try:
         distogram = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError, TokenError) as error:  # the last of NumPy's, for some damaged heads
+    except DAMAGED_ARRAYS as error:
         raise UserError(f"{path.name}: not a distogram ({error}); predict it again") from None
     n = distogram.shape[0] if length is None and distogram.ndim == 3 else length
     if distogram.dtype.kind == "f" and distogram.size and not 0 <= distogram.min() <= distogram.max() <= 1:

@@ -113,10 +113,8 @@ def compact(store: Store, out: Path, progress: Progress = no_progress) -> Store:
     """
     files = {name: text for name in ("pack.json", "pack.tsv", "sources.json") if (text := store.file(name)) is not None}
     if store.number > 1:
-        report, origins = (
-            whole_report(store),
-            [origin_of(Store(store.path, n, True)) for n in range(1, store.number + 1)],
-        )
+        report = whole_report(store)
+        origins = [origin_of(Store(store.path, number, True)) for number in range(1, store.number + 1)]
         files["pack.json"], files["pack.tsv"] = report.text(), report.table()
         made = [origin for origin in origins if not origin["removed"]]
         kinds = list(dict.fromkeys(kind for origin in made for kind in origin["inputs"]))

@@ -6,9 +6,10 @@ one when it is asked for.  So all processes of a machine share one copy, and non
 
 import json
 import struct
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -21,9 +22,28 @@ NONE = -(2**63)  # in a column of whole numbers: None
 WHERE = {"shard": "<u4", "offset": "<u8", "size": "<u8", "header": "<u4", "crc": "<u4", "holder": "<i4"}
 
 Arrays = dict[str, np.ndarray]
+V = TypeVar("V")
 
 
-class Texts(Sequence[str]):
+class _Made(Sequence[V]):
+    """A sequence whose values become Python objects when they are asked for; `_value` makes that of a place."""
+
+    @abstractmethod
+    def _value(self, place: int) -> V: ...
+
+    @overload
+    def __getitem__(self, place: int) -> V: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[V]: ...
+    def __getitem__(self, place: int | slice) -> V | list[V]:
+        found = range(len(self))[place]
+        return self._value(found) if isinstance(found, int) else [self._value(i) for i in found]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
+
+
+class Texts(_Made[str]):
     """Texts one after another as UTF-8: text i is the bytes [starts[i], starts[i + 1])."""
 
     def __init__(self, starts: np.ndarray, data: np.ndarray) -> None:
@@ -36,14 +56,8 @@ class Texts(Sequence[str]):
         """Return one text as it is stored."""
         return self.data[int(self.starts[place]) : int(self.starts[place + 1])].tobytes()
 
-    @overload
-    def __getitem__(self, place: int) -> str: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
-    def __getitem__(self, place: int | slice) -> str | list[str]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        return self.encoded(range(len(self))[place]).decode("utf-8", "surrogatepass")
+    def _value(self, place: int) -> str:
+        return self.encoded(place).decode("utf-8", "surrogatepass")
 
     def ranks(self) -> np.ndarray:
         """Return the place of each text in their sorted order, which is that of their bytes too."""
@@ -69,7 +83,7 @@ def _texts(texts: Sequence[str]) -> Arrays:
     return {"starts": narrow, "texts": np.frombuffer(b"".join(encoded), np.uint8)}
 
 
-class Column(Sequence[Any]):
+class Column(_Made[Any]):
     """One value for each of some records, as a sequence; whole columns of numbers are arrays, texts are codes.
 
     kind: "int", "float", "text" (code i is the i-th of the different texts) or "list" (of texts).  None is a value of
@@ -89,15 +103,8 @@ class Column(Sequence[Any]):
             return len(self._places)
         return len(self._arrays["begins"]) - 1 if self.kind == "list" else len(self._arrays["values"])
 
-    @overload
-    def __getitem__(self, place: int) -> Any: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Any]: ...
-    def __getitem__(self, place: int | slice) -> Any:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        at = range(len(self))[place]
-        at = at if self._places is None else int(self._places[at])
+    def _value(self, place: int) -> Any:
+        at = place if self._places is None else int(self._places[place])
         if self.texts is not None and self.kind == "list":
             begin, end = self._arrays["begins"][at : at + 2].tolist()
             return [self.texts[code] for code in self._arrays["values"][begin:end].tolist()] or None
@@ -114,9 +121,6 @@ class Column(Sequence[Any]):
             known: list[str | None] = [*self.texts, None]  # None has the code -1
             return (known[code] for code in values)
         return (None if value != value or value == NONE else value for value in values)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
 
     @property
     def values(self) -> np.ndarray:
@@ -257,7 +261,7 @@ class Index:
         return -1
 
 
-class Keys(Sequence[str]):
+class Keys(_Made[str]):
     """The keys of some records of an index, in an order of their own.  rows: of these records; None: of all."""
 
     def __init__(self, whole: Index, rows: np.ndarray | None = None) -> None:
@@ -276,22 +280,12 @@ class Keys(Sequence[str]):
     def __len__(self) -> int:
         return len(self.whole) if self._rows is None else len(self._rows)
 
-    @overload
-    def __getitem__(self, place: int) -> str: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
-    def __getitem__(self, place: int | slice) -> str | list[str]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        at = range(len(self))[place]
-        return self.whole.texts[at if self._rows is None else int(self._rows[at])]
+    def _value(self, place: int) -> str:
+        return self.whole.texts[place if self._rows is None else int(self._rows[place])]
 
     def __contains__(self, key: object) -> bool:
         row = self.whole.row(key)
         return row >= 0 and (self._rows is None or bool((self._rows == row).any()))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and len(self) == len(other) and all(a == b for a, b in zip(self, other))
 
     def take(self, places: np.ndarray) -> "Keys":
         """Return some of them."""

@@ -151,9 +151,8 @@ class StoreWriter:
                 self._end_shard()
             if self._file is None:
                 shard = self.folder / self._next_shard()
-                shard.unlink(
-                    missing_ok=True
-                )  # left by a writer that was killed; perhaps a second name of a part's file
+                # One that a killed writer has left may be a second name of a part's file.
+                shard.unlink(missing_ok=True)
                 self._file = open(shard, "xb")  # noqa: SIM115
             offset = self._file.tell()
             self._file.write(record.data)

@@ -5,13 +5,10 @@ The ending says which it is.
 
 import json
 import re
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -22,7 +19,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from warpfold.errors import UserError
-from warpfold.files import check_tensors, sealed_tensors
+from warpfold.files import DAMAGED_ARRAYS, check_tensors, sealed_tensors
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.weights import openfold
 from warpfold.model.weights.deepmind import (
@@ -37,7 +34,6 @@ from warpfold.model.weights.deepmind import (
 from warpfold.settings import build, to_dict
 
 FORMAT = "warpfold-1"
-_DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error)
 FETCH = "`warpfold params fetch` lists free ones"  # in errors
 
 
@@ -285,9 +281,7 @@ def _opened_npz(path: Path) -> Iterator[Any]:
     try:
         with np.load(path, allow_pickle=False) as file:
             yield file
-    except (ValueError, OSError, EOFError, RuntimeError, MemoryError, TokenError, *_DAMAGED_ZIP) as error:
-        # RuntimeError: of zipfile, for what is encrypted or compressed in a way that it does not know.  MemoryError: of
-        # NumPy, for an array that is as large as no file; TokenError, for some damaged heads.  Of what is no archive it
-        # says how to load it unsafely.
+    except DAMAGED_ARRAYS as error:
+        # Of what is no archive NumPy says how to load it unsafely.
         why = "no archive of arrays" if isinstance(error, ValueError) else error
         raise UserError(f"{path}: not a readable .npz ({why}); fetch it again, or name another file") from error
