@@ -22,16 +22,13 @@ there are more.  Mounting needs root; without, *size* and *files* are left out, 
 import argparse
 import builtins
 import ctypes
-import datetime
 import errno
 import io
 import json
 import os
-import platform
 import random
 import re
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -44,6 +41,7 @@ import numpy as np
 import torch
 import torch._dynamo
 
+from benchmarks.reliability.figures import keep
 from benchmarks.reliability.kills import (
     ENV,
     Compared,
@@ -407,20 +405,9 @@ def main(arguments: Sequence[str]) -> None:
             }
             print(json.dumps({scenario.name: rows[scenario.name]}, indent=1), flush=True)
     figures = {
-        "what": __doc__.splitlines()[0],
-        "command": f"python -m benchmarks.reliability disk {' '.join(arguments)}".strip(),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, beside other work",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "disks_could_be_mounted": mounted,
         "tried": sum(sum(one["tried"].values()) for one in rows.values()),
         "trouble": sum(len(one["trouble"]) for one in rows.values()),
         "by_command": rows,
     }
-    if chosen.figures:
-        chosen.figures.write_text(json.dumps(figures, indent=1) + "\n")
-    print(json.dumps(figures, indent=1))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    keep("disk", __doc__, arguments, figures, chosen.figures)

@@ -11,17 +11,14 @@ in forked children, so that a crash or an endless loop costs one case.  Stopped,
 
 import argparse
 import bisect
-import datetime
 import gc
 import json
 import mmap
 import os
-import platform
 import random
 import resource
 import shutil
 import signal
-import sys
 import tempfile
 import time
 import traceback
@@ -36,6 +33,7 @@ from typing import Any
 import torch
 
 from benchmarks.reliability.damage import damage
+from benchmarks.reliability.figures import keep
 from benchmarks.reliability.readers import Reader, Silent, check_line, make_readers, odd_numbers, plain, same
 from warpfold.errors import UserError
 
@@ -260,20 +258,9 @@ def main(arguments: Sequence[str]) -> None:
         start = time.monotonic()
         try_all(cases, numbers, place, meanings, log)
     figures = {
-        "what": __doc__.splitlines()[0],
-        "command": f"python -m benchmarks.reliability inputs {' '.join(arguments)}".strip(),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, beside other work; one process",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "seed": chosen.seed,
         "seconds": round(time.monotonic() - start),
         "readers": len(readers),
         **summarize(cases, numbers, log),
     }
-    if chosen.figures:
-        chosen.figures.write_text(json.dumps(figures, indent=1) + "\n")
-    print(json.dumps(figures, indent=1))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    keep("inputs", __doc__, arguments, figures, chosen.figures)

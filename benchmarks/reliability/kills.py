@@ -11,11 +11,9 @@ What differs is kept in WORK/cycle-N.
 """
 
 import argparse
-import datetime
 import importlib
 import json
 import os
-import platform
 import random
 import re
 import shutil
@@ -37,6 +35,7 @@ import torch
 import torch._dynamo  # what forked runs would else load each for itself
 from safetensors.torch import load_file
 
+from benchmarks.reliability.figures import keep
 from benchmarks.reliability.small import training, write_small
 from tests.training.runs import CLOCK
 from warpfold import cli, settings
@@ -495,18 +494,7 @@ def main(arguments: Sequence[str]) -> None:
         )
         number += 1
     figures = {
-        "what": __doc__.splitlines()[0],
-        "command": f"python -m benchmarks.reliability kills {' '.join(arguments)}".strip(),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, beside other work",
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "seed": chosen.seed,
         **summarize([row for row in killer.rows() if row["cycle"] < number]),
     }
-    if chosen.figures:
-        chosen.figures.write_text(json.dumps(figures, indent=1) + "\n")
-    print(json.dumps(figures, indent=1))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    keep("kills", __doc__, arguments, figures, chosen.figures)

@@ -20,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
 from collections import Counter, defaultdict
@@ -302,7 +303,9 @@ def main(arguments: list[str]) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="results, a line for each fault; it grows")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/warpfold-mutants"), help="copies and what tests run")
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()) / "warpfold-mutants", help="copies and what tests run"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--share", type=float, default=1.0, help="of the usual number of faults")
     parser.add_argument(

@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import as_multimer, tiny_model
+from tests.helpers import as_multimer, filled_model, tiny_model
 from tests.training.runs import tiny_run
 from warpfold import settings
 from warpfold.data.features.choose import SampleConfig
@@ -44,8 +44,6 @@ def write_small(folder: Path) -> Path:
     model = tiny_model(templates=dataclasses.replace(tiny_model().config.templates, enabled=False))
     save_params(folder / "tiny.safetensors", model, {"max_msa": 4, "max_extra": 4, "max_templates": 0})
     pair = as_multimer(model.config)
-    from tests.helpers import filled_model
-
     save_params(folder / "multimer.safetensors", filled_model(pair), {"max_msa": 4, "max_extra": 4, "max_templates": 0})
     rows = [path.read_text().split("\n")[1] for path in sorted((proteins / "msas").glob("*_A.a3m"))]
     (folder / "queries.fasta").write_text("".join(f">q{i}\n{row[: 12 + i]}\n" for i, row in enumerate(rows[:6])))

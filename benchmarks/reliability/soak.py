@@ -12,10 +12,8 @@ time.  Interrupted, the same command continues, and the hours of all its beginni
 """
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -27,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.reliability.figures import keep
 
 WARM_UP = 0.15  # of a process's samples: caches and allocators fill
 BLOCKS, DRAWS = 20, 400  # of time, and bootstrap samples of them
@@ -300,14 +300,4 @@ def main(arguments: Sequence[str]) -> None:
         found = soak_train(chosen.out, chosen.ranks, chosen.rank_hours)
     else:
         found = soak_predict(chosen.out, chosen.predictions)
-    figures = {
-        "what": __doc__.splitlines()[0],
-        "command": f"python -m benchmarks.reliability soak {' '.join(arguments)}",
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, beside other work",
-        "python": platform.python_version(),
-        **found,
-    }
-    print(json.dumps(figures, indent=1))
-    if chosen.figures:
-        chosen.figures.write_text(json.dumps(figures, indent=1) + "\n")
+    keep("soak", __doc__, arguments, found, chosen.figures)

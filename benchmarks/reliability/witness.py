@@ -10,10 +10,7 @@ one that ended the run by another check.
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import sys
 import tempfile
 from collections import Counter
@@ -23,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.reliability.figures import keep
 from tests.training.flips import PLACES, Flip, config_for, plant, run
 from tests.training.runs import equal_tensors, make_store
 from warpfold.data.store.store import Store
@@ -100,11 +98,6 @@ def main(arguments: Sequence[str]) -> None:
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     sums = {key: round(sum(row[key] for row in rows), 2) for key in ("flips", "found", "expected", "due")}
     figures = {
-        "what": __doc__.splitlines()[0],
-        "command": f"python -m benchmarks.reliability witness {' '.join(arguments)}",
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, beside other work",
-        "python": platform.python_version(),
         "share": chosen.share,
         "seed": chosen.seed,
         "steps": STEPS,
@@ -112,6 +105,4 @@ def main(arguments: Sequence[str]) -> None:
         "became": dict(sum((Counter(row["what"]) for row in rows), Counter[str]())),
         "rows": rows,
     }
-    print(json.dumps(figures, indent=1))
-    if chosen.figures:
-        chosen.figures.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    keep("witness", __doc__, arguments, figures, chosen.figures)
