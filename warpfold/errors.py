@@ -25,6 +25,10 @@ class UserError(Exception):
         return text if len(text) <= LONG else f"{text[: LONG // 2]} ... {text[-LONG // 2 :]}"
 
 
+class Unreachable(UserError):
+    """Where data lie cannot be reached now: no entry of them is to blame, and none is set aside for it."""
+
+
 def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
     """Return the first of some names, and how many more there are: an error is one line that people read."""
     more = len(names) - most

@@ -15,7 +15,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from tokenize import TokenError
 from typing import Any, BinaryIO, TextIO, cast
 
@@ -136,7 +136,7 @@ def read_file(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> byt
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: PurePath) -> Iterator[None]:
     """Turn OSError into a UserError: `path` cannot be written."""
     try:
         yield
@@ -350,7 +350,7 @@ def row_file(path: Path | None) -> Iterator[Callable[[Mapping[str, Any]], None]]
         yield add
 
 
-def lock_folder(folder: Path, what: Path) -> TextIO:
+def lock_folder(folder: Path, what: PurePath) -> TextIO:
     """Make `folder` and lock it for this process, until the returned file is closed or the process ends.
 
     Errors: UserError, about `what`, if another process holds the lock or the folder cannot be written.

@@ -131,7 +131,7 @@ def source_files(store: Store, folder: Path, keys: Sequence[str]) -> dict[str, t
 
 def _kept(store: Store) -> list[dict[str, Any]]:
     """Return the entries of the store's pack.json, with the files that each was made of."""
-    report: dict[str, Any] = json.loads((store.path / "pack.json").read_text(encoding="utf-8"))
+    report: dict[str, Any] = json.loads(store.file("pack.json") or "{}")
     kept: list[dict[str, Any]] = report["kept"]
     return kept
 
@@ -195,9 +195,7 @@ def reading(store: Store, seconds: float = 2.0) -> dict[str, float]:
     rates = {}
     for state in ("cold", "warm"):
         if state == "cold":
-            for shard in store.path.glob("*.wfs"):
-                with open(shard, "rb") as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            store.storage.cool()
         count = size = 0
         began = time.perf_counter()
         for key in order:
@@ -213,9 +211,9 @@ def reading(store: Store, seconds: float = 2.0) -> dict[str, float]:
 
 def sizes(store: Store) -> dict[str, float]:
     """Return the MB of the store, and of the files that it was packed from."""
-    plan = json.loads((store.path / "sources.json").read_text(encoding="utf-8"))
+    plan = json.loads(store.file("sources.json") or "{}")
     source = sum(kind["bytes"] for kind in plan["inputs"].values())
-    own = sum(file.stat().st_size for file in store.path.iterdir())
+    own = store.nbytes
     return {"store MB": round(own / 1e6, 1), "source files MB": round(source / 1e6, 1), "ratio": round(own / source, 2)}
 
 

@@ -45,9 +45,7 @@ def read_store(path: Path, seconds: float, seed: int, clock: Clock = time.perf_c
 
     try:
         store = Store(path)
-        for file in filter(Path.is_file, store.path.iterdir() if hasattr(os, "posix_fadvise") else ()):
-            with open(file, "rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        store.storage.cool()
         draw, before = random.Random(seed), _from_disk()
         entries, size, begin = 0, 0, clock()
         while (took := clock() - begin) < seconds:

@@ -12,7 +12,7 @@ import torch
 from warpfold import __version__
 from warpfold.data.load.order import Source
 from warpfold.engine.checkpoint import RunFolder
-from warpfold.files import checksum, sha256
+from warpfold.files import sha256
 from warpfold.settings import toml_value
 
 # Settings that a reader of the card looks for; all are in the run's settings.toml.
@@ -77,7 +77,7 @@ def run_card(
     ]
     for source in sources:
         where = f"`{source.store.path.name}`, {len(source.keys)} entries, {source.weight / total:.0%} of the examples"
-        whole = f"checksum of `store.json` `{checksum(source.store.path / 'store.json')}`"
+        whole = f"checksum of `store.json` `{source.store.checksum}`"
         if len(source.store.versions) > 1:  # store.json changes with each
             whole = f"version {source.store.number}, checksum of its index `{source.store.versioned['blake2b']}`"
         facts += [("data", f"{where}, {whole}")]

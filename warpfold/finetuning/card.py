@@ -5,7 +5,6 @@ from typing import Any
 
 from warpfold.data.store.store import Store
 from warpfold.engine.card import LICENCE, card_page
-from warpfold.files import checksum
 from warpfold.finetuning.page import PARTS, labels_in_words, verdict
 from warpfold.finetuning.split import Split
 
@@ -20,7 +19,7 @@ def card(result: Mapping[str, Any], store: Store, split: Split) -> str:
         ("licence", LICENCE),
         ("entries", ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items())),
         ("split", f"by {split.by}, in `split.toml`"),
-        ("data", f"{len(store)} records, checksum of `store/store.json` `{checksum(store.path / 'store.json')}`"),
+        ("data", f"{len(store)} records, checksum of `store/store.json` `{store.checksum}`"),
         ("what was trained", ", ".join(tuned["trainable"]) or "adapters alone"),
         ("steps", f"{result['steps']:,}; the best by validation, and so kept, {result['params']['step']:,}"),
         ("machine", f"{machine['device']}, {machine['threads']} threads, {machine['system']}"),

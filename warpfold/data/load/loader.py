@@ -22,7 +22,7 @@ from warpfold.data.load.workers import Failed, Make, Workers
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import open_entry
 from warpfold.device import Upload, Uploads
-from warpfold.errors import UserError
+from warpfold.errors import Unreachable, UserError
 
 
 @dataclass(frozen=True)
@@ -256,6 +256,8 @@ class Loader:
         while True:
             try:
                 arrays = self._make(*self._job(planned))
+            except Unreachable:
+                raise
             except (UserError, MemoryError) as error:
                 planned = self._mended(planned, Failed(str(error) or "too little memory"))
             else:

@@ -5,7 +5,8 @@ containers.  Through a pipe go
 
     job        JSON: [blocks that may be used again, arguments of `make`]
     answer     JSON: {"written": `Written`}, and then the descriptor of a new block; or {"refused": reason};
-               {"ready": true} when the process begins, {"failed": traceback} when a bug ends it
+               {"ready": true} when the process begins, {"unreachable": reason} when the data are not there,
+               {"failed": traceback} when a bug ends it
 """
 
 import contextlib
@@ -28,7 +29,7 @@ import numpy as np
 from warpfold import device
 from warpfold.bulk import end_with_parent
 from warpfold.data.load.blocks import BlockReader, BlockWriter, Layout, received, send
-from warpfold.errors import UserError
+from warpfold.errors import Unreachable, UserError
 
 Make = Callable[..., Mapping[str, np.ndarray]]
 
@@ -67,10 +68,11 @@ class _Worker:
 class Workers:
     """`count` processes that each call `make` with the arguments of one job after another.
 
-    make: a picklable callable that returns arrays by name.  Its UserError or MemoryError is the job's outcome; other
-    exceptions are bugs, and are raised in the caller.  buffer: makes a buffer of a given size to copy arrays into,
-    anything that NumPy can view; by default they stay in the memory shared with the worker, which uses it again when no
-    view of them is left.  preload: modules that the fork server loads, besides that of `make`.
+    make: a picklable callable that returns arrays by name.  Its UserError or MemoryError is the job's outcome;
+    `Unreachable`, and other exceptions, which are bugs, are raised in the caller.  buffer: makes a buffer of a given
+    size to copy arrays into, anything that NumPy can view; by default they stay in the memory shared with the worker,
+    which uses it again when no view of them is left.  preload: modules that the fork server loads, besides that of
+    `make`.
     `changed` is notified of new outcomes, and must be held while `outcomes` is touched.
     """
 
@@ -200,6 +202,8 @@ class Workers:
             return None
         if "refused" in answer:
             return Failed(answer["refused"])
+        if "unreachable" in answer:
+            raise Unreachable(answer["unreachable"])
         if "failed" in answer:
             raise RuntimeError(f"a loader process failed:\n{answer['failed']}")
         written = received(worker.pipe, answer["written"])
@@ -246,6 +250,8 @@ def _work(pipe: Connection, make: Make) -> None:
             blocks.returned(returned)
             try:
                 arrays = make(*job)
+            except Unreachable as error:
+                _tell(pipe, unreachable=str(error))
             except (UserError, MemoryError) as error:
                 _tell(pipe, refused=str(error) or "too little memory")
             else:

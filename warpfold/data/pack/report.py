@@ -199,12 +199,12 @@ def summarize_store(store: Store) -> dict[str, Any]:
 
     lengths, depths, templates, dates = map(column, ("length", "depth", "templates", "release_date"))
     days = [day for text in dates if (day := parse_date(text)) is not None]
-    origin, files = store.file("sources.json"), [file for file in store.path.iterdir() if file.is_file()]
+    origin = store.file("sources.json")
     return {
         "path": str(store.path),
         "format": store.version,
-        "bytes": sum(file.stat().st_size for file in files),
-        "shards": sum(file.suffix == ".wfs" for file in files),
+        "bytes": store.nbytes,
+        "shards": len(store.index.shards),
         "entries": len(chains),
         "residues": sum(lengths),
         "length": _quartiles(lengths),

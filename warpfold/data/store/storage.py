@@ -1,21 +1,24 @@
-"""Where a store's objects lie: a few operations, which a folder has and an object store can have.
+"""Where a store's objects lie: a few operations, which a folder has and an object store has (objects.py).
 
-A store needs no more than this: read the bytes [begin, end) of a named object, ask for its size, write a small object
-whole, and view an object of numbers (the index) in memory that all processes of a machine share.  Nothing is listed.
+A store needs no more than this: read ranges of a named object, or all of a small one; ask for its size; write one
+whole; and view an object of numbers (the index) in memory that all processes of a machine share.  Nothing is listed.
 """
 
 import hashlib
 import mmap
 import os
+import re
+import shutil
 import stat
 import tempfile
 import threading
 import time
-from pathlib import Path
+from collections.abc import Sequence
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from warpfold.errors import UserError
-from warpfold.files import open_regular, pread, write_atomically, writing
+from warpfold.files import open_regular, pread, sync_path, write_atomically, writing
 
 # Of Linux: file systems on this machine alone.  A mapped file of any other is a risk: where a server is slow or gone,
 # or another machine has changed the file, touching its memory waits without end or kills the process (SIGBUS), while
@@ -25,11 +28,60 @@ MOST_OPEN = 256  # files of a store that stay open: a thousand shards are more t
 UNUSED = 30 * 24 * 3600  # seconds after which a copy that nobody has opened is removed
 
 
+class ObjectPath(PurePosixPath):
+    """The address of an object, or of what many objects' names begin with: s3://bucket/stores/pdb."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace(":/", "://", 1)
+
+    def __repr__(self) -> str:
+        return f"ObjectPath({str(self)!r})"
+
+    @property
+    def scheme(self) -> str:
+        return self.parts[0].rstrip(":")
+
+    def resolve(self) -> "ObjectPath":
+        """Return itself, as no address is a link."""
+        return self
+
+
+Place = Path | ObjectPath
+_ADDRESS = re.compile(r"(s3|gs|az|abfss?|https?):/")  # a Path has lost the second stroke
+
+
+def place_of(path: "str | os.PathLike[str]") -> Place:
+    """Return a folder's path, or an address: s3://, gs://, az://, abfs://, https:// or http://.
+
+    Errors: UserError for an address that ends with its bucket.
+    """
+    text = os.fspath(path)
+    if not _ADDRESS.match(text):
+        return Path(text)
+    place = ObjectPath(text)
+    if len(place.parts) < 3:
+        raise UserError(f"{text}: no name after the bucket; give {place}/NAME")
+    return place
+
+
+def storage_of(place: Place) -> "Storage":
+    """Return what reads and writes the objects of a place.  Errors: UserError if a library is missing for that."""
+    if isinstance(place, ObjectPath):
+        from warpfold.data.store.objects import Objects
+
+        return Objects(place)
+    return Folder(place)
+
+
 class Storage(Protocol):
     """What a store asks of the place in which its objects lie; errors are OSError, or UserError with a cure."""
 
-    def read(self, name: str, begin: int, end: int) -> bytes:
-        """Return the bytes [begin, end) of an object, fewer if it is shorter."""
+    def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Return the bytes [begin, end) of an object for each range, fewer if it is shorter."""
+        ...
+
+    def whole(self, name: str) -> bytes:
+        """Return all bytes of a small object, as it is now."""
         ...
 
     def size(self, name: str) -> int:
@@ -40,12 +92,24 @@ class Storage(Protocol):
         """Write an object whole, in place of another one of this name; or leave that as it is."""
         ...
 
+    def adopt(self, name: str, file: Place) -> None:
+        """Make the finished file or object at `file`, which nobody may change later, an object: copied if need be."""
+        ...
+
+    def forget(self, name: str, begin: int, end: int) -> bool:
+        """Drop copies of these bytes that lie elsewhere, as they are damaged; return whether there were any."""
+        ...
+
     def view(self, name: str, size: int, digest: str, checked: bool) -> memoryview:
         """Return an object's bytes in memory that all processes of this machine share.
 
         digest: of these bytes (`digest_of`).  checked: another process has compared them with it.
         Errors: UserError for other bytes.
         """
+        ...
+
+    def cool(self) -> None:
+        """Ask the system to forget what it keeps of the objects in memory, for measurements."""
         ...
 
     def close(self) -> None:
@@ -77,14 +141,37 @@ class Folder:
         self._open: dict[str, _OpenFile] = {}
         self._lock = threading.Lock()
 
-    def read(self, name: str, begin: int, end: int) -> bytes:
-        return pread(self._file(name).number, end - begin, begin)
+    def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        number = self._file(name).number
+        return [pread(number, end - begin, begin) for begin, end in ranges]
+
+    def whole(self, name: str) -> bytes:
+        file = _OpenFile(self.path / name)
+        return pread(file.number, os.fstat(file.number).st_size, 0)
 
     def size(self, name: str) -> int:
         return os.stat(self.path / name).st_size
 
     def write(self, name: str, data: bytes) -> None:
         write_atomically(self.path / name, data)
+
+    def adopt(self, name: str, file: Place) -> None:
+        """Give the file a second name; it is copied on a file system without hard links, and from another one."""
+        path = self.path / name
+        path.unlink(missing_ok=True)  # left by a writer that was killed
+        try:
+            os.link(file, path)
+        except OSError:
+            shutil.copyfile(file, path)
+            sync_path(path)
+
+    def forget(self, name: str, begin: int, end: int) -> bool:
+        return False
+
+    def cool(self) -> None:
+        for path in filter(Path.is_file, self.path.iterdir() if hasattr(os, "posix_fadvise") else ()):
+            file = _OpenFile(path)
+            os.posix_fadvise(file.number, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def view(self, name: str, size: int, digest: str, checked: bool) -> memoryview:
         """Map the file itself where it lies on a disk of this machine, elsewhere a copy of it (`local_copy`)."""
@@ -146,7 +233,7 @@ def local_copy(storage: Storage, name: str, size: int, digest: str, checked: boo
     if path.exists() and not checked and digest_of(path.read_bytes()) != digest:
         path.unlink()  # damaged, or cut short by a power cut
     if not path.exists():
-        data = storage.read(name, 0, size)
+        data = storage.whole(name)
         if len(data) != size or digest_of(data) != digest:
             raise UserError(f"{name}: {len(data)} bytes, damaged or cut short; copy the store again")
         try:

@@ -15,12 +15,14 @@ import contextlib
 import json
 import math
 import os
+import platform
 import re
-import shutil
+import secrets
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import compress, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -28,13 +30,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from warpfold.data.store.index import WHERE, Column, Index, Keys, encode_index
-from warpfold.data.store.storage import Folder, digest_of
-from warpfold.errors import UserError, listed
-from warpfold.files import LARGEST, lock_folder, open_regular, refuse_foreign, remove_own, sync_path, writing
+from warpfold.data.store.objects import Objects
+from warpfold.data.store.storage import Folder, ObjectPath, Place, Storage, digest_of, place_of, storage_of
+from warpfold.errors import Unreachable, UserError, listed
+from warpfold.files import LARGEST, lock_folder, refuse_foreign, remove_own, sync_path, write_atomically, writing
 
 FORMAT, VERSION = "warpfold-store", 4
 OLDEST = 2  # the format that is still read: it and 3, of stores with assemblies, have an index in each shard
 MAGIC = b"WARPFOLD"  # of a shard of formats 2 and 3
+CLAIM = "writing.json"  # the object that says who writes a store at an address
 HEAD = struct.Struct("<8sII")  # magic, version, 0
 FOOT = struct.Struct("<QQII8s")  # index: offset, size, crc32; records; magic
 BLOCK = 1 << 17  # bytes of an array per blob, before compression: as much is read for a single row
@@ -42,7 +46,7 @@ SHARD = 1 << 30  # bytes after which the next shard begins
 # What a writer makes.
 _OWN = re.compile(
     r"\.(store|index|pack|sources)[\w.-]*\.[0-9a-f]{8}|"  # drafts of these
-    r"lock|store\.json|(pack|sources)(-\d+)?\.json|pack(-\d+)?\.tsv|shard-\d{5,}\.wfs|index-\d{5,}\.wfi"
+    r"lock|claim|store\.json|(pack|sources)(-\d+)?\.json|pack(-\d+)?\.tsv|shard-\d{5,}\.wfs|index-\d{5,}\.wfi"
 )
 LEVEL = 1  # of zstd: higher levels hardly compress residues better
 
@@ -89,13 +93,19 @@ class StoreWriter:
 
     grow: the finished store `path` gets another version, with its records and those that are added, in place of those
     with the same key.  Then all is written beside what is there, and `store.json` last.
+    At an address (`place_of`) each shard is uploaded when it is whole, and `store.json` last; until then it lies in
+    `scratch`, a folder of this machine.
     Use as a context manager: an exception removes what was written.  After a kill, the next writer starts over.
     Errors: UserError if `path` exists, or to grow is no store; another process is writing it, or it cannot be written.
     """
 
-    def __init__(self, path: Path | str, shard_bytes: int = SHARD, grow: bool = False) -> None:
-        self.path = Path(path)
+    def __init__(
+        self, path: Place | str, shard_bytes: int = SHARD, grow: bool = False, scratch: Path | None = None
+    ) -> None:
+        self.path = place_of(path)
         self.shard_bytes = shard_bytes
+        self._remote: Objects | None = None
+        self._replaced: Mapping[str, Any] | None = None  # what is said of the store.json in whose place one comes
         self._file: BinaryIO | None = None
         self._rows: dict[str, int] = {}  # of each key
         self._holders: dict[int, str] = {}  # of rows that share arrays
@@ -104,15 +114,19 @@ class StoreWriter:
         self._shards: list[tuple[str, int]] = []  # that this writer makes
         self._base: Store | None = None
         self._revised: dict[str, Sequence[Any]] = {}
+        taken = UserError(f"{self.path}: exists already; remove it, or choose another name")
+        if isinstance(self.path, ObjectPath):
+            self._claim(self.path, scratch, taken, grow)
+            return
         if grow:
             self._open_base()
             return
-        taken = UserError(f"{self.path}: exists already; remove it, or choose another name")
         if self.path.exists():
             raise taken
         self.folder = self.path.with_name(self.path.name + ".partial")
         refuse_foreign(self.folder, _OWN.fullmatch)
         self._lock = lock_folder(self.folder, self.path)
+        self.storage: Storage = Folder(self.folder)
         if self.path.exists():  # another process has finished it in the meantime
             self.abort()
             raise taken
@@ -120,20 +134,57 @@ class StoreWriter:
             if left.name != "lock":
                 left.unlink()
 
+    def _claim(self, path: ObjectPath, scratch: Path | None, taken: UserError, grow: bool) -> None:
+        """Say at the address that this process writes there, unless another does; read the version that is to grow."""
+        if scratch is None:
+            raise UserError(f"{path}: needs a folder of this machine for what is not uploaded yet; give --scratch")
+        if path.scheme.startswith("http"):
+            raise UserError(f"{path}: can be read, not written; give an address of s3://, gs:// or az://")
+        self._remote = self.storage = Objects(path)
+        self.folder = scratch / f"{path.name}.partial"
+        refuse_foreign(self.folder, _OWN.fullmatch)
+        self._lock = lock_folder(self.folder, path)
+        with contextlib.ExitStack() as unless_open:
+            unless_open.callback(self._lock.close)
+            token = self.folder / "claim"  # by it a process knows a claim of one before it that was killed
+            if not token.exists():
+                write_atomically(token, secrets.token_hex(8))
+            claim = {"token": token.read_text(), "host": platform.node(), "since": f"{datetime.now():%Y-%m-%d %H:%M}"}
+            if not self._remote.create(CLAIM, _json(claim)):
+                found = json.loads(self._remote.whole(CLAIM))
+                if found.get("token") != claim["token"]:
+                    raise UserError(
+                        f"{path}: {found.get('host')} writes it since {found.get('since')}; if that process is gone, "
+                        f"remove {path / CLAIM}"
+                    )
+            with contextlib.suppress(FileNotFoundError):
+                self._replaced = self._remote.head("store.json")
+            if self._replaced is not None and not grow:
+                self._remote.remove(CLAIM)
+                raise taken
+            if grow:
+                self._read_base()
+            unless_open.pop_all()
+
     def _open_base(self) -> None:
         """Lock the store, and read its newest version."""
         Store(self.path)  # or there is nothing to lock
+        assert isinstance(self.path, Path)
         self.folder = self.path
         self._lock = lock_folder(self.path, self.path)
+        self.storage = Folder(self.folder)
         with contextlib.ExitStack() as unless_open:
             unless_open.callback(self._lock.close)
-            self._base = Store(self.path)  # now no other process makes a version
-            if self._base.version < VERSION:
-                raise UserError(
-                    f"{self.path}: a store of format {self._base.version} does not grow; make one of format "
-                    f"{VERSION} of it first: warpfold pack --compact {self.path} --out NEW"
-                )
+            self._read_base()
             unless_open.pop_all()
+
+    def _read_base(self) -> None:
+        self._base = Store(self.path)  # now no other process makes a version
+        if self._base.version < VERSION:
+            raise UserError(
+                f"{self.path}: a store of format {self._base.version} does not grow; make one of format "
+                f"{VERSION} of it first: warpfold pack --compact {self.path} --out NEW"
+            )
 
     @property
     def base(self) -> "Store":
@@ -181,21 +232,16 @@ class StoreWriter:
         """Give the entries of the version that grows other values of a column, in the order of its keys."""
         self._revised[name] = values
 
-    def adopt(self, file: Path) -> int:
+    def adopt(self, file: Place) -> int:
         """Make a finished file of records a shard, and return its number for `locate`: a second name of the same bytes.
 
-        On a file system without hard links, and from another file system, it is copied.  Nobody may change it later.
+        It is copied where it cannot have one (`Storage.adopt`).  Nobody may change it later.
         """
         with writing(self.path):
             self._end_shard()
-            shard = self.folder / self._next_shard()
-            shard.unlink(missing_ok=True)  # left by a writer that was killed
-            try:
-                os.link(file, shard)
-            except OSError:
-                shutil.copyfile(file, shard)
-                sync_path(shard)
-            self._shards.append((shard.name, shard.stat().st_size))
+            name = self._next_shard()
+            self.storage.adopt(name, file)
+            self._shards.append((name, self.storage.size(name)))
         return len(self._shards) - 1
 
     def finish(self, files: Mapping[str, str] | None = None, without: Sequence[str] = ()) -> None:
@@ -218,17 +264,24 @@ class StoreWriter:
             checksums = {name: zlib.crc32(text) for name, text in texts.items()}
             entry = {"index": name, "bytes": len(index), "blake2b": digest_of(index), "records": len(keys)}
             top = {"format": FORMAT, "version": VERSION, "versions": [*versions, entry | {"files": checksums}]}
-            storage = Folder(self.folder)
             for file, data in {name: index, **texts}.items():
-                storage.write(file, data)
-            sync_path(self.folder)
-            storage.write("store.json", (json.dumps(top, indent=1) + "\n").encode())
-            if self._base is None:
-                (self.folder / "lock").unlink()
-            sync_path(self.folder)
-            if self._base is None:
-                self.folder.rename(self.path)
-                sync_path(self.path.parent)
+                self.storage.write(file, data)
+            whole = (json.dumps(top, indent=1) + "\n").encode()
+            if self._remote is not None:
+                if not self._remote.create("store.json", whole, self._replaced):
+                    raise UserError(f"{self.path}: another process has written it meanwhile; choose another name")
+                self._remote.remove(CLAIM)
+                remove_own(self.folder, _OWN.fullmatch)
+            else:
+                sync_path(self.folder)
+                self.storage.write("store.json", whole)
+                if self._base is None:
+                    (self.folder / "lock").unlink()
+                sync_path(self.folder)
+                if self._base is None:
+                    assert isinstance(self.path, Path)
+                    self.folder.rename(self.path)
+                    sync_path(self.path.parent)
         self._lock.close()
 
     def _joined(self, without: set[str]) -> tuple[list[str], dict[str, np.ndarray], dict[str, list[Any]]]:
@@ -277,7 +330,12 @@ class StoreWriter:
             with contextlib.suppress(OSError):  # closing writes what is buffered, which may not fit on a full disk
                 self._file.close()
             self._file = None
-        if self._base is None:
+        if self._remote is not None:
+            with contextlib.suppress(Unreachable):  # the next writer overwrites it
+                for name, _ in self._shards:
+                    self._remote.remove(name)
+                self._remote.remove(CLAIM)
+        if self._base is None or self._remote is not None:
             remove_own(self.folder, _OWN.fullmatch)
         self._lock.close()  # what a version that is not there left is overwritten by the next one
 
@@ -300,25 +358,28 @@ class StoreWriter:
         self._shards.append((name, self._file.tell()))
         self._file.close()
         self._file = None
+        if self._remote is not None:
+            self._remote.adopt(name, self.folder / name)
+            (self.folder / name).unlink()
 
 
 class Store:
     """A store, open for reading; safe to share between threads and forks, and cheap to pickle (it reopens by path).
 
-    path: its folder; "FOLDER@3" is its third version.  number: the version where the path says none; default: the
-    newest.
+    path: its folder, or its address (`place_of`); "FOLDER@3" is its third version.  number: the version where the path
+    says none; default: the newest.
     Errors: UserError for a folder that is not a store, a version that it does not have, another format, or a truncated
     or damaged file (which, and where), when the store is opened or when the damaged part is read.
     """
 
-    def __init__(self, path: Path | str, number: int | None = None, checked: bool = False) -> None:
-        self.path = Path(path)
-        folder, at, wanted = str(path).rpartition("@")
-        if at and folder and wanted.isdecimal() and not self.path.exists():
-            self.path, number = Path(folder), int(wanted)
+    def __init__(self, path: Place | str, number: int | None = None, checked: bool = False) -> None:
+        self.path = place_of(path)
+        folder, at, wanted = str(self.path).rpartition("@")
+        if at and folder and wanted.isdecimal() and not (isinstance(self.path, Path) and self.path.exists()):
+            self.path, number = place_of(folder), int(wanted)
         self.version = VERSION  # of the format
         self.number = 0  # of the store's version; 0 in formats 2 and 3, which have one
-        self.storage = Folder(self.path)
+        self.storage = storage_of(self.path)
         self.versions: list[dict[str, Any]] = []
         self._checksums: dict[str, int] = {}  # of the small files beside the shards
         top = self._read_top()
@@ -340,7 +401,7 @@ class Store:
     def __contains__(self, key: object) -> bool:
         return self.index.row(key) >= 0
 
-    def __reduce__(self) -> tuple[type["Store"], tuple[Path, int, bool]]:
+    def __reduce__(self) -> tuple[type["Store"], tuple[Place, int, bool]]:
         return Store, (self.path, self.number, True)
 
     def close(self) -> None:
@@ -357,6 +418,16 @@ class Store:
         if self.version < VERSION:
             return self._whole("store.json")
         return _json(self.versioned)
+
+    @property
+    def checksum(self) -> str:
+        """Return the BLAKE2b digest of store.json, 128 bits in hexadecimal."""
+        return digest_of(self._whole("store.json"))
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes its shards and the indexes of its versions have."""
+        return sum(size for _, size in self.index.shards) + sum(int(one["bytes"]) for one in self.versions)
 
     @property
     def versioned(self) -> dict[str, Any]:
@@ -398,7 +469,7 @@ class Store:
         if at >= len(self) or any(at >= 0 and self.keys[at] != holder for holder in shared.values()):
             record = self.record(key)
             return pack_record({name: record.read(name) for name in record.arrays}, record.notes)
-        data = self._read(shard, offset, size, None, f"{self._shard(shard)}: {key}")
+        (data,) = self._read(shard, [(offset, offset + size, None)], f"{self._shard(shard)}: {key}")
         for array in arrays.values():
             for start, stop, expected in zip(array.starts, array.starts[1:], array.crcs):
                 if zlib.crc32(data[start - offset : stop - offset]) != expected:
@@ -419,8 +490,10 @@ class Store:
             key = self.keys[row] if row < len(self) else "a record that others share"
             try:
                 for array in self._header(row, key)[1].values():  # shared arrays are checked with their record
-                    for number in range(len(array.crcs)):
-                        self._blob(array, number)
+                    for number in range(len(array.crcs)):  # one by one: a record may be larger than the memory
+                        list(self._blobs(array, [number]))
+            except Unreachable:
+                raise
             except UserError as error:
                 yield str(error)
             if progress is not None:
@@ -430,7 +503,7 @@ class Store:
         """Return notes, own arrays, and the keys of the records that hold the others."""
         shard, offset, _, size, crc, _ = (int(self.index.where[name][row]) for name in WHERE)
         what = f"{self._shard(shard)}: {key}"
-        header = self._read(shard, offset, size, crc, what)
+        (header,) = self._read(shard, [(offset, offset + size, crc)], what)
         fields = json.loads(_decompress(header, what))
         arrays, offset = {}, offset + size
         for name, dtype, shape, rows, blobs in fields["arrays"]:
@@ -522,46 +595,53 @@ class Store:
         path = self.path / name
         try:
             size = self.storage.size(name)
-            os.close(open_regular(path))
+            head, foot = self.storage.read(name, [(0, HEAD.size), (max(size - FOOT.size, 0), size)])
         except OSError as error:
             raise UserError(f"{path}: cannot be read: {error.strerror}; copy the store again") from error
         if size != shard.get("bytes"):
             raise UserError(f"{path}: {size} bytes, {shard.get('bytes')} expected: truncated or not this store's")
         damaged = UserError(f"{path}: damaged at its begin or end; copy or pack the store again")
-        magic, version, zero = HEAD.unpack(self.storage.read(name, 0, HEAD.size))
-        offset, length, crc, records, magic_end = FOOT.unpack(self.storage.read(name, size - FOOT.size, size))
+        if size < HEAD.size + FOOT.size:
+            raise damaged
+        magic, version, zero = HEAD.unpack(head)
+        offset, length, crc, records, magic_end = FOOT.unpack(foot)
         if magic != MAGIC or magic_end != MAGIC or zero or version != self.version or records != shard.get("records"):
             raise damaged
         if offset + length + FOOT.size != size or crc != shard.get("crc"):
             raise damaged
         what = f"{path}: its index"
-        data = self.storage.read(name, offset, offset + length)
+        (data,) = self.storage.read(name, [(offset, offset + length)])
         if zlib.crc32(data) != crc:
             raise UserError(f"{what}: damaged (checksum at byte {offset}); copy or pack the store again")
         return dict(json.loads(_decompress(data, what)))
 
     def _whole(self, name: str) -> bytes:
-        return self.storage.read(name, 0, self.storage.size(name))
+        return self.storage.whole(name)
 
-    def _shard(self, number: int) -> Path:
+    def _shard(self, number: int) -> Place:
         return self.path / self.index.shards[number][0]
 
-    def _blob(self, array: "StoredArray", number: int) -> np.ndarray:
-        start, stop = array.starts[number], array.starts[number + 1]
-        data = self._read(array.shard, start, stop - start, array.crcs[number], array.what)
-        rows = min(array.rows, array.shape[0] - number * array.rows) if array.shape else 1
-        size = rows * math.prod(array.shape[1:]) * array.dtype.itemsize
-        return np.frombuffer(_decompress(data, array.what, size), array.dtype)
+    def _blobs(self, array: "StoredArray", numbers: Sequence[int]) -> Iterator[np.ndarray]:
+        """Read blobs of an array, and unpack one after another."""
+        places = [(array.starts[number], array.starts[number + 1], array.crcs[number]) for number in numbers]
+        for number, data in zip(numbers, self._read(array.shard, places, array.what)):
+            rows = min(array.rows, array.shape[0] - number * array.rows) if array.shape else 1
+            size = rows * math.prod(array.shape[1:]) * array.dtype.itemsize
+            yield np.frombuffer(_decompress(data, array.what, size), array.dtype)
 
-    def _read(self, shard: int, offset: int, size: int, crc: int | None, what: str) -> bytes:
-        """Read bytes of a shard.  crc: their checksum; None: of theirs there is none."""
+    def _read(self, shard: int, places: Sequence[tuple[int, int, int | None]], what: str) -> list[bytes]:
+        """Read ranges of a shard: begin, end, and checksum; None: of theirs there is none."""
+        name, ranges = self.index.shards[shard][0], [(begin, end) for begin, end, _ in places]
         try:
-            data = self.storage.read(self.index.shards[shard][0], offset, offset + size)
+            found = self.storage.read(name, ranges)
+            for i, (begin, end, crc) in enumerate(places):
+                if not _is_whole(found[i], begin, end, crc) and self.storage.forget(name, begin, end):
+                    (found[i],) = self.storage.read(name, [(begin, end)])  # a copy of it was damaged
+                if not _is_whole(found[i], begin, end, crc):
+                    raise UserError(f"{what}: damaged (checksum at byte {begin}); copy or pack the store again")
         except OSError as error:
             raise UserError(f"{what}: cannot be read: {error.strerror}; copy the store again") from error
-        if len(data) != size or crc not in (None, zlib.crc32(data)):
-            raise UserError(f"{what}: damaged (checksum at byte {offset}); copy or pack the store again")
-        return data
+        return found
 
 
 @dataclass(frozen=True)
@@ -594,16 +674,14 @@ class Record:
         array = self.arrays[name]
         shape = array.shape[1:]
         if rows is None:
-            blobs = [self.store._blob(array, number) for number in range(len(array.crcs))]
+            blobs = self.store._blobs(array, range(len(array.crcs)))
             return np.concatenate([np.empty(0, array.dtype), *blobs]).reshape(array.shape)
         parts = [np.empty((0, *shape), array.dtype)]
         first, last = (int(rows[0]) // array.rows, int(rows[-1]) // array.rows) if len(rows) else (0, -1)
         bounds = np.searchsorted(rows, np.arange(first, last + 2) * array.rows).tolist()
-        for number, (begin, end) in enumerate(pairwise(bounds), start=first):
-            if begin < end:
-                size = min(array.rows, array.shape[0] - number * array.rows)
-                blob = self.store._blob(array, number).reshape(size, *shape)
-                parts.append(blob[rows[begin:end] - number * array.rows])
+        touched = [(i, begin, end) for i, (begin, end) in enumerate(pairwise(bounds), start=first) if begin < end]
+        for (number, begin, end), blob in zip(touched, self.store._blobs(array, [i for i, _, _ in touched])):
+            parts.append(blob.reshape(-1, *shape)[rows[begin:end] - number * array.rows])
         return np.concatenate(parts)
 
 
@@ -617,6 +695,10 @@ def _decompress(data: bytes, what: str, most: int = LARGEST) -> bytes:
         return zstandard.ZstdDecompressor().decompress(data)
     except zstandard.ZstdError as error:
         raise UserError(f"{what}: damaged ({error}); pack the store again") from error
+
+
+def _is_whole(data: bytes, begin: int, end: int, crc: int | None) -> bool:
+    return len(data) == end - begin and crc in (None, zlib.crc32(data))
 
 
 def _json(value: Any) -> bytes:
