@@ -1,10 +1,8 @@
-"""An object store for tests: moto's S3 on a port of this machine, in front of which requests fail as they are told to."""
+"""An object store for tests: moto's S3 on a port of this machine, where requests fail as they are told to."""
 
-import contextlib
 import os
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -50,11 +48,11 @@ class ObjectServer:
 
     def publish(self) -> None:
         """Let everybody read all that was written."""
-        for path in {one.split()[1] for one in self.requests if one.startswith("PUT") and one.count("/") > 1}:
-            with contextlib.suppress(urllib.error.HTTPError):  # it was removed
-                acl = urllib.request.Request(f"{self.address}{path}?acl", method="PUT")
-                acl.add_header("x-amz-acl", "public-read")
-                urllib.request.urlopen(acl)
+        import boto3
+
+        client = boto3.client("s3", endpoint_url=self.address)
+        for found in client.list_objects_v2(Bucket=self.bucket)["Contents"]:
+            client.put_object_acl(Bucket=self.bucket, Key=found["Key"], ACL="public-read")
 
     def environment(self, cache: Path) -> dict[str, str]:
         return {

@@ -65,6 +65,10 @@ class PackCommand(PackOptions):
     update: Annotated[
         bool, runs("Add to the finished store --out, in place of entries of the same name: a new version of it.")
     ] = False
+    scratch: Annotated[
+        PathLike | None,
+        runs("Folder of this machine for what is not uploaded yet, where --out is an address (s3:// ...)."),
+    ] = None
     progress: Progress | None = None
 
     def __call__(self) -> "PackReport":
@@ -73,21 +77,25 @@ class PackCommand(PackOptions):
         Errors: UserError for bad arguments and paths, where nothing is kept, and for an `out` that is something else.
         """
         from warpfold.data.pack import pack as packing
+        from warpfold.data.pack.part import parts_of
+        from warpfold.data.store.storage import place_of
 
         if self.out is None:
             raise UserError("pack: --out is missing; name the store to make")
         if sum(one is not None for one in (self.structures, self.predicted, self.merge)) != 1:
             raise UserError("pack: give structures, or predicted ones, or parts to merge, and only one of these")
-        out, tell = Path(self.out), progress_of(self.progress)
+        out, tell = place_of(self.out), progress_of(self.progress)
+        scratch = path_or_none("scratch", self.scratch)
         part = JobPart.parse(self.shard) if self.shard else None
         if self.merge is not None:
-            return packing.merge(paths("merge", self.merge), out, self.workers, self.cluster, self.update, tell)
+            parts = [part for given in paths("merge", self.merge) for part in parts_of(place_of(given))]
+            return packing.merge(parts, out, self.workers, self.cluster, self.update, scratch, tell)
         return packing.pack(
             paths("structures", self.structures) or paths("predicted", self.predicted), paths("msas", self.msas), out,
             self.only(PackOptions), predicted=self.predicted is not None,
             hits=paths("hits", self.hits), clusters=path_or_none("clusters", self.clusters),
             template_structures=paths("template_structures", self.template_structures),
-            workers=self.workers, cluster=self.cluster, part=part, update=self.update, progress=tell,
+            workers=self.workers, cluster=self.cluster, part=part, update=self.update, scratch=scratch, progress=tell,
         )  # fmt: skip
 
 
@@ -125,7 +133,7 @@ def pack_in_shell(
         found = summarize_store(Store(info))
         return Answer(found, [store_summary_text(found)])
     if remove or compact is not None:
-        return _changed(given["out"], remove, compact)
+        return _changed(given["out"], remove, compact, given["scratch"])
     # Without an answer to SIGTERM the files that are being read would be blamed for the death of the process.
     with on_sigterm(StoppedByUser(143)), progress_bar() as bar:
         report = pack(**given, progress=bar)
@@ -133,7 +141,10 @@ def pack_in_shell(
     return Answer(report.to_json(), _lines(report, given["out"], part))
 
 
-def _lines(report: "PackReport", out: Path, part: JobPart | None) -> Iterator[str]:
+def _lines(report: "PackReport", path: Path, part: JobPart | None) -> Iterator[str]:
+    from warpfold.data.store.storage import ObjectPath, place_of
+
+    out = place_of(path)
     lines = [f"dropped {entry.name or entry.file}: {entry.reason}" for entry in report.dropped]
     lines += [f"unused {file}: {why}" for file, why in (report.unused | report.unused_hits).items()]
     yield from (" ".join(line.split()) for line in lines[:SHOWN])  # names may hold line ends
@@ -146,25 +157,30 @@ def _lines(report: "PackReport", out: Path, part: JobPart | None) -> Iterator[st
 
         pattern = part_path(out, part).name.replace(f"part-{part.number}-", "part-*-")
         yield f"{part_path(out, part)}: part {part}, {report.summary()}"
-        yield f"when all are there: warpfold pack --merge {out.with_name(pattern)} --out {out}"
+        named = (
+            f"'{out.with_name(pattern)}' --scratch FOLDER" if isinstance(out, ObjectPath) else out.with_name(pattern)
+        )
+        yield f"when all are there: warpfold pack --merge {named} --out {out}"
     else:
         before = "was finished before, from the same inputs and options: " if report.finished_before else ""
         yield f"{out}: {before}{report.summary()}"
 
 
-def _changed(out: Path | None, removed: list[str] | None, compacted: Path | None) -> Answer:
+def _changed(path: Path | None, removed: list[str] | None, compacted: Path | None, scratch: Path | None) -> Answer:
     """Remove entries from a store, or write one without what is gone."""
     from warpfold.data.pack.versions import compact, remove
+    from warpfold.data.store.storage import place_of
     from warpfold.data.store.store import Store
 
-    if out is None:
+    if path is None:
         raise UserError("pack: --out is missing; name the store " + ("to make" if compacted else "that changes"))
+    out = place_of(path)
     with progress_bar() as bar:
         if compacted is not None:
-            store = compact(Store(compacted), out, bar)
+            store = compact(Store(compacted), out, bar, scratch)
         else:
             names = [name for one in removed or () for name in _names(one)]
-            store = remove(out, names)
+            store = remove(out, names, scratch)
     found = {"path": str(out), "version": store.number, "entries": len(store)}
     return Answer(found, [f"{out}: version {store.number}, {len(store)} entries"])
 
@@ -176,16 +192,18 @@ def _names(given: str) -> list[str]:
     return read_file(given[1:]).decode("utf-8", "replace").split()
 
 
-def _verified(path: Path) -> Answer:
+def _verified(given: Path) -> Answer:
     """List what is damaged."""
+    from warpfold.data.store.storage import is_there, place_of, storage_of
     from warpfold.data.store.store import Store
 
+    path = place_of(given)
     with progress_bar() as bar:
         try:
             store = Store(path)
             entries, damaged = len(store), list(store.verify(lambda done, total: bar(done, total, "checking")))
         except UserError as error:
-            if not (path / "store.json").exists():
+            if not is_there(storage_of(path), "store.json"):
                 raise
             entries, damaged = 0, [str(error)]
     verdict = f"{len(damaged)} damaged" if damaged else f"{entries} entries, all whole"

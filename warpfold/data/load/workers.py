@@ -11,6 +11,7 @@ containers.  Through a pipe go
 
 import contextlib
 import json
+import os
 import signal
 import threading
 import traceback
@@ -146,7 +147,7 @@ class Workers:
 
     def _start(self) -> _Worker:
         here, there = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(there, self._make), daemon=True)
+        process = self._context.Process(target=_work, args=(Environment(), there, self._make), daemon=True)
         with device.one_thread():
             process.start()
         there.close()
@@ -235,7 +236,18 @@ class Workers:
         return Failed(f"the process that made it {how}", killed=True)
 
 
-def _work(pipe: Connection, make: Make) -> None:
+class Environment:
+    """The variables of this process's environment, which another has when it reads this: a fork server has old ones."""
+
+    def __reduce__(self) -> tuple[Callable[[dict[str, str]], None], tuple[dict[str, str]]]:
+        return _set_environment, (dict(os.environ),)
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+
+
+def _work(_: None, pipe: Connection, make: Make) -> None:
     """Run a worker process: make examples until the parent is gone."""
     # Ctrl-C and SIGTERM are meant for the training process alone, which ends its workers itself.
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -9,6 +9,7 @@ from warpfold.data.pack.part import RECORDS, JobResult, Manifest, PartFolder, di
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.pack.versions import origin_text
 from warpfold.data.similar.clusters import cluster_sequences, read_clusters
+from warpfold.data.store.storage import Place, is_there, storage_of
 from warpfold.data.store.store import Packed, Store, StoreWriter
 from warpfold.data.store.stored_example import CHAINS, StoredExample, chain_keys
 from warpfold.errors import UserError
@@ -19,16 +20,17 @@ META = ("length", "depth", "templates", "resolution", "release_date", "method") 
 FileResults = list[tuple[PartFolder, JobResult, list[PackEntry]]]
 
 
-def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
+def finished_report(out: Place, manifest: Manifest) -> PackReport | None:
     """Return the report of the store `out`; None if nothing has that name yet.
 
     Errors: UserError if it is something else, or a store of other inputs or options.
     """
-    if not out.exists():
+    storage = storage_of(out)
+    if not (out.exists() if isinstance(out, Path) else is_there(storage, "store.json")):
         return None
     try:
-        origin = json.loads((out / "sources.json").read_text(encoding="utf-8"))
-        report = PackReport.from_json(json.loads((out / "pack.json").read_text(encoding="utf-8")))
+        origin = json.loads(storage.whole("sources.json"))
+        report = PackReport.from_json(json.loads(storage.whole("pack.json")))
         found = differences(origin, manifest)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{out}: exists already; remove it, or choose another name") from None
@@ -47,17 +49,19 @@ def report_part(part: PartFolder) -> PackReport:
 
 def merge_parts(
     parts: Sequence[PartFolder],
-    out: Path,
+    out: Place,
     executor: Executor | None,
     progress: Progress,
     in_place: bool = False,
     update: bool = False,
+    scratch: Path | None = None,
 ) -> PackReport:
     """Write the store `out` from parts that belong together and are finished, unless there is no chain to keep.
 
     If two files have a chain with the same name, the first file (by name) counts.
     in_place: the files of the parts' records become shards as they are, and no record moves; otherwise the records are
-    copied, in the order of the files' names.  update: `out` is a store, which gets another version.
+    copied, in the order of the files' names.  update: `out` is a store, which gets another version.  scratch: as of
+    `StoreWriter`.
     Errors: UserError if `out` exists, or to update is no store; if it cannot be written, or for the file of clusters.
     """
     files, manifest = _drop_duplicates(parts), parts[0].manifest
@@ -69,7 +73,7 @@ def merge_parts(
     chains = [entry for _, _, entries in files for entry in entries if entry.kept and not entry.chains]
     with_assemblies = "assemblies" in manifest["options"]
     columns = (*META, *(("plddt",) if "predicted" in manifest["inputs"] else ()))
-    with StoreWriter(out, grow=update) as writer:
+    with StoreWriter(out, grow=update, scratch=scratch) as writer:
         progress(0, 1, "clustering")
         old = _old_chains(writer.base, {entry.name for entry in report.kept}) if update else []
         clusters = _clusters([*old, *chains], manifest, executor)

@@ -6,8 +6,10 @@ know what is whole.  Other lines say that a job was begun, which identifies a jo
 it, and what the queries of alignments are: the other parts of the store read these, too.
 """
 
+import io
 import json
 import os
+import re
 import shutil
 import zlib
 from collections import Counter
@@ -15,11 +17,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 from warpfold.bulk import JobPart
-from warpfold.errors import UserError
-from warpfold.files import lock_folder, pread, refuse_foreign, remove_own, writing
+from warpfold.data.store.storage import ObjectPath, Place, Storage, storage_of
+from warpfold.errors import Unreachable, UserError
+from warpfold.files import lock_folder, refuse_foreign, remove_own, writing
 
 FORMAT, VERSION = "warpfold-part", 4
 _END = "end"  # the last job; its result is the inputs that were done
@@ -30,6 +33,7 @@ _PIECE = 1 << 24  # bytes of the records that are checked at a time
 
 FileVersion = tuple[str, int, int]  # of an alignment: name, bytes, nanoseconds since 1970
 QueryOrError = tuple[str, str]  # an alignment's query, and what is wrong with it: one of them is empty
+P = TypeVar("P", Path, ObjectPath, Place)
 
 Manifest = dict[str, Any]  # "part", "warpfold" (version), "options", "inputs", as JSON can hold them
 
@@ -47,7 +51,7 @@ class JobResult:
         return self.at + sum(self.sizes[:number]), self.sizes[number]
 
 
-def part_path(out: Path, part: JobPart) -> Path:
+def part_path(out: P, part: JobPart) -> P:
     """Return where a part of the store `out` is made.
 
     Errors: UserError for a path that does not end in a name, such as ".".
@@ -63,6 +67,14 @@ def part_paths(out: Path, count: int) -> list[Path]:
     return [out.with_name(name) for name in os.listdir(out.parent) if name.startswith(begin) and name.endswith(end)]
 
 
+def parts_of(given: Place) -> list[Place]:
+    """Return a part; of an address like s3://bucket/pdb.part-*-of-8, which no shell expands, all of them."""
+    found = re.fullmatch(r"(.*\.part-)\*(-of-(\d+))", given.name)
+    if found is None or not isinstance(given, ObjectPath):
+        return [given]
+    return [given.with_name(f"{found[1]}{number}{found[2]}") for number in range(1, int(found[3]) + 1)]
+
+
 def query_job(version: FileVersion) -> str:
     """Name the job that reads an alignment's query; a later file of the same name has another one."""
     return " ".join(map(str, ("query", *version)))
@@ -76,15 +88,17 @@ def queries_of_part(path: Path, manifest: Manifest, at: int) -> tuple[dict[FileV
     found: dict[FileVersion, QueryOrError] = {}
     if at == 0:
         try:
-            other = _read_manifest(path)
+            other = _read_manifest(path, storage_of(path))
         except UserError:
             return found, 0
         if (other["warpfold"], other["options"]) != (manifest["warpfold"], manifest["options"]):
             return found, 0
-    for text, length in _whole_lines(path / "journal", at):
-        at += length
-        if text.startswith(b'["%s"' % _QUERIES.encode()):
-            found |= _queries(json.loads(text)[1])
+    with open(path / "journal", "rb") as lines:
+        lines.seek(at)
+        for text, length in _whole_lines(lines):
+            at += length
+            if text.startswith(b'["%s"' % _QUERIES.encode()):
+                found |= _queries(json.loads(text)[1])
     return found, at
 
 
@@ -104,28 +118,32 @@ def differences(one: Manifest, other: Manifest) -> list[str]:
 class PartFolder:
     """A part, open for reading: its manifest, the results of its jobs by name, and the queries that it has read.
 
+    path: its folder, or its address, where `upload_part` has put it.
+
     check: read all records and compare them with their checksums, as is needed where a run may have been killed.  What
     a finished part has of records is known without; damage is found when one is read.
     Errors: UserError for a folder that is not a part.
     """
 
-    def __init__(self, path: Path, check: bool = True) -> None:
-        self.path = path
-        self.manifest = _read_manifest(path)
+    def __init__(self, path: Place, check: bool = True) -> None:
+        self.path, self.storage = path, storage_of(path)
+        self.manifest = _read_manifest(path, self.storage)
         self.part = JobPart.parse(self.manifest["part"])
         self.results: dict[str, JobResult] = {}
         self.queries: dict[FileVersion, QueryOrError] = {}
         self.tried: Counter[str] = Counter()  # how often each job without a result was begun
         self._whole = 0, 0  # bytes of the journal and of the records that are whole
-        with open(path / "records", "rb") as records:
-            written = os.fstat(records.fileno()).st_size
-            for text, length in _whole_lines(path / "journal"):
+        written = self.storage.size(RECORDS)
+        local = isinstance(path, Path)
+        with open(path / "journal", "rb") if local else io.BytesIO(self.storage.whole("journal")) as file:
+            for text, length in _whole_lines(file):
                 job, data, sizes, crc = json.loads(text)
                 journal, at = self._whole
-                if (check and _crc(records.fileno(), sum(sizes), at) != crc) or at + sum(sizes) > written:
+                if (check and _crc(self.storage, sum(sizes), at) != crc) or at + sum(sizes) > written:
                     break
                 self._take(job, JobResult(data, at, sizes))
                 self._whole = journal + length, at + sum(sizes)
+        self.storage.close()
 
     @property
     def finished(self) -> bool:
@@ -138,9 +156,10 @@ class PartFolder:
 
     def record(self, result: JobResult, number: int) -> bytes:
         """Read one of the records of a result.  No file stays open: a merge may have thousands of parts."""
-        with open(self.path / "records", "rb") as records:
-            offset, size = result.place(number)
-            return pread(records.fileno(), size, offset)
+        offset, size = result.place(number)
+        (record,) = self.storage.read(RECORDS, [(offset, offset + size)])
+        self.storage.close()
+        return record
 
     def _take(self, job: str, result: JobResult) -> list[str]:
         """Do what a line of the journal says, and return the jobs that no longer run."""
@@ -164,26 +183,31 @@ class PartFolder:
         return ended
 
 
-def _crc(file: int, size: int, at: int) -> int | None:
-    """Return the checksum of `size` bytes of a file at `at`, read in pieces; None if there are fewer."""
+def _crc(storage: Storage, size: int, at: int) -> int | None:
+    """Return the checksum of `size` bytes of the records at `at`, read in pieces; None if there are fewer."""
     crc = 0
     for start in range(at, at + size, _PIECE):
-        piece = pread(file, min(_PIECE, at + size - start), start)
+        (piece,) = storage.read(RECORDS, [(start, min(start + _PIECE, at + size))])
         if len(piece) < min(_PIECE, at + size - start):
             return None
         crc = zlib.crc32(piece, crc)
     return crc
 
 
-def _whole_lines(path: Path, at: int = 0) -> Iterator[tuple[bytes, int]]:
-    """Yield the lines of a journal from byte `at` on, without checksums, each with its length, up to a torn one."""
-    with open(path, "rb") as lines:
-        lines.seek(at)
-        for line in lines:
-            checksum, _, text = line.partition(b" ")
-            if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
-                return
-            yield text, len(line)
+def _whole_lines(lines: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Yield the lines of a journal without their checksums, each with its length, up to a torn one."""
+    for line in lines:
+        checksum, _, text = line.partition(b" ")
+        if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
+            return
+        yield text, len(line)
+
+
+def upload_part(part: PartFolder, place: ObjectPath) -> None:
+    """Copy a finished part to an address, its manifest last: until then there is no part."""
+    storage = storage_of(place)
+    for name in (RECORDS, "journal", "plan.json"):
+        storage.adopt(name, part.path / name)
 
 
 class PartWriter(PartFolder):
@@ -194,12 +218,18 @@ class PartWriter(PartFolder):
     folder holds files that are not a part's, or if it cannot be written.
     """
 
+    path: Path
+
     def __init__(self, path: Path, manifest: Manifest) -> None:
         refuse_foreign(path, _OWN.__contains__)
         self._lock = lock_folder(path, path)
         manifest = {"format": FORMAT, "version": VERSION, **manifest}
         file, journal, records = (path / name for name in ("plan.json", "journal", "records"))
-        begun = _read_manifest(path) if file.exists() and journal.exists() and journal.stat().st_size else None
+        begun = (
+            _read_manifest(path, storage_of(path))
+            if file.exists() and journal.exists() and journal.stat().st_size
+            else None
+        )
         if begun is not None:
             _check_same_run(path, begun, manifest)
         if begun != manifest:
@@ -274,12 +304,14 @@ def remove_part(path: Path) -> None:
     remove_own(path, _OWN.__contains__)
 
 
-def _read_manifest(path: Path) -> Manifest:
+def _read_manifest(path: Place, storage: Storage) -> Manifest:
     try:
-        manifest = json.loads((path / "plan.json").read_text(encoding="utf-8"))
+        manifest = json.loads(storage.whole("plan.json"))
         JobPart.parse(manifest["part"])
         known = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
-        whole = {"part", "warpfold", "options", "inputs"} <= manifest.keys() and (path / "records").exists()
+        whole = {"part", "warpfold", "options", "inputs"} <= manifest.keys() and storage.size(RECORDS) >= 0
+    except Unreachable:
+        raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
         whole = known = False
     if not whole:

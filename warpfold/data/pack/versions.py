@@ -8,6 +8,7 @@ import numpy as np
 
 from warpfold.data.pack.part import Manifest, differences
 from warpfold.data.pack.report import PackEntry, PackReport
+from warpfold.data.store.storage import Place
 from warpfold.data.store.store import Store, StoreWriter
 from warpfold.data.store.stored_example import CHAINS, members
 from warpfold.errors import UserError, listed
@@ -34,7 +35,7 @@ def origin_of(store: Store) -> Manifest:
         ) from None
 
 
-def updated_report(out: Path, manifest: Manifest) -> PackReport | None:
+def updated_report(out: Place, manifest: Manifest) -> PackReport | None:
     """Return the report of the newest version of the store `out` if it was made from these inputs, else None.
 
     Errors: UserError for what is no store, or one of other options.
@@ -55,14 +56,14 @@ def updated_report(out: Path, manifest: Manifest) -> PackReport | None:
     return PackReport.from_json(json.loads(store.file("pack.json") or "{}"))
 
 
-def remove(out: Path, keys: Sequence[str]) -> Store:
+def remove(out: Place, keys: Sequence[str], scratch: Path | None = None) -> Store:
     """Make a version of the store `out` without some entries, and return it; no shard changes.
 
-    The same call again changes nothing.
+    The same call again changes nothing.  scratch: as of `StoreWriter`.
     Errors: UserError for a key that is not there, for a chain of an assembly that stays, and where nothing would stay.
     """
     names = sorted(set(keys))
-    with StoreWriter(out, grow=True) as writer:
+    with StoreWriter(out, grow=True, scratch=scratch) as writer:
         base = writer.base
         origin = origin_of(base)
         if origin["removed"] == names:
@@ -104,11 +105,12 @@ def whole_report(store: Store) -> PackReport:
     return PackReport([*(entry for name, entry in kept.items() if name in store), *dropped], unused, unused_hits)
 
 
-def compact(store: Store, out: Path, progress: Progress = no_progress) -> Store:
+def compact(store: Store, out: Place, progress: Progress = no_progress, scratch: Path | None = None) -> Store:
     """Write the store `out` of what a version has, in its order, without what was replaced or removed; return it.
 
     Of a store of formats 2 and 3 it makes one of the present format.  A record whose shared arrays lay in one that is
     gone has them itself.  Parts that were merged in place become the shards that one run would have made.
+    scratch: as of `StoreWriter`.
     Errors: UserError if `out` exists or cannot be written, and for a damaged record.
     """
     files = {name: text for name in ("pack.json", "pack.tsv", "sources.json") if (text := store.file(name)) is not None}
@@ -127,7 +129,7 @@ def compact(store: Store, out: Path, progress: Progress = no_progress) -> Store:
     columns = [(name, store.column(name)) for name in store.columns]
     if store.version < 3:
         columns = [(name, column) for name, column in columns if name != CHAINS]
-    with StoreWriter(out) as writer:
+    with StoreWriter(out, scratch=scratch) as writer:
         for row, key in enumerate(store.keys):
             writer.add(key, store.packed(key), {name: column[row] for name, column in columns})
             progress(row + 1, len(store), "writing")

@@ -73,6 +73,14 @@ def storage_of(place: Place) -> "Storage":
     return Folder(place)
 
 
+def is_there(storage: "Storage", name: str) -> bool:
+    """Say whether there is an object of this name."""
+    try:
+        return storage.size(name) >= 0
+    except FileNotFoundError:
+        return False
+
+
 class Storage(Protocol):
     """What a store asks of the place in which its objects lie; errors are OSError, or UserError with a cure."""
 
@@ -157,6 +165,8 @@ class Folder:
 
     def adopt(self, name: str, file: Place) -> None:
         """Give the file a second name; it is copied on a file system without hard links, and from another one."""
+        if isinstance(file, ObjectPath):
+            raise UserError(f"{file}: is not on this machine; make the store at an address of the same bucket")
         path = self.path / name
         path.unlink(missing_ok=True)  # left by a writer that was killed
         try:
