@@ -289,6 +289,7 @@ def test_a_kill_while_blocks_are_written_leaves_whole_ones(stored: ObjectServer,
     )
     running = subprocess.Popen([sys.executable, "-c", code])
     time.sleep(3)
+    assert running.poll() is None
     running.kill()
     running.wait()
     write(tmp_path / "pdb")
