@@ -37,7 +37,6 @@ SAFE = {
     "data/store/store.py:StoreWriter.__init__": "a store's own names, in a folder that holds nothing else",
     "data/store/store.py:StoreWriter.add": "a store's own names, in a folder that holds nothing else",
     "data/store/storage.py:local_copy": "copies of indices, named by their contents, in a folder of its own",
-    "data/store/store.py:StoreWriter.adopt": "a shard's name that no version has: left by a writer that was killed",
     "data/store/store.py:StoreWriter.finish": "a store's own names; then it is renamed to where nothing is",
     "files.py:write_new": "links a draft to where nothing is: " + OWN_DRAFT,
     "prediction/params.py:_write": "a draft of `write_new`",

@@ -13,7 +13,8 @@ NETWORK = {"urllib", "requests", "httpx", "aiohttp", "socket", "http", "ftplib",
 PICKLES = {"pickle", "cPickle", "dill", "joblib", "shelve", "marshal", "cloudpickle"}
 ASKS_A_SERVER = {Path("warpfold/download.py"), Path("warpfold/data/search/server.py")}
 READS_ENVIRONMENT = {"cli", "device", "parallel"}
-# Besides these: credentials of object stores, and the cache that all commands share; what a fork server's children have.
+# Besides these: credentials of object stores, and their cache, which all commands share; what a fork server's
+# children have.
 READS_ENVIRONMENT_TOO = {Path("warpfold/data/store/objects.py"), Path("warpfold/data/load/workers.py")}
 # Private attributes of torch's objects that stay where they are used.
 OF_TORCH = {
