@@ -29,7 +29,7 @@ BLOCK = 1 << 18  # bytes of an object that are read and kept together: two to te
 LARGEST_READ = 1 << 23  # bytes of one request; several are made at once
 IN_MEMORY = 64  # blocks that a process keeps in memory, too
 AT_ONCE = timedelta(seconds=20)  # for which obstore tries a request again, later and later
-PATIENCE = 300.0  # seconds for which we do, where the service fails or cannot be reached
+PATIENCE = 300.0  # seconds for which we do, where a service that has answered before fails or is gone
 SHARE = 256  # of the room for blocks, which a process fills before it looks whether there are too many
 LIMIT = 20.0  # GB of blocks on the disk, if WARPFOLD_CACHE_GB does not say so
 R = TypeVar("R")
@@ -62,6 +62,7 @@ class Objects:
         except (obstore.exceptions.BaseError, ValueError) as error:
             raise UserError(f"{path}: {_first_line(error)}") from None
         self._about: dict[str, tuple[int, str]] = {}  # of objects that do not change: bytes, and what tells versions
+        self._answered = False  # the address may be wrong
         self._memory: OrderedDict[str, bytes] = OrderedDict()
         self._lock = threading.Lock()
         self._kept = Blocks.usual()
@@ -199,8 +200,11 @@ class Objects:
         exceptions, begun, told = self._api.exceptions, time.monotonic(), False
         while True:
             try:
-                return request()
+                found = request()
+                self._answered = True
+                return found
             except FileNotFoundError as error:
+                self._answered = True
                 if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
                     bucket = self.path.parts[1]
                     raise Unreachable(f"{self.path / name}: there is no bucket {bucket}; mend the address") from None
@@ -209,7 +213,7 @@ class Objects:
                 raise
             except (exceptions.BaseError, OSError, ValueError) as error:
                 reason, may_pass = _reason(error)
-                if not may_pass or time.monotonic() - begun > PATIENCE:
+                if not may_pass or not self._answered or time.monotonic() - begun > PATIENCE:
                     raise Unreachable(f"{self.path / name}: {reason}") from None
                 if not told:
                     log.warning("%s: %s; trying again for %.0f s", self.path / name, reason, PATIENCE)
@@ -248,8 +252,9 @@ def _reason(error: BaseException) -> tuple[str, bool]:
     code, said = (next(iter(re.findall(f"<{part}>([^<]*)</{part}>", text)), "") for part in ("Code", "Message"))
     status = next(iter(re.findall(r"status code: (\d+ [A-Z][A-Za-z ]*)", text)), "")
     if not (code or status):
-        cause = re.findall(r"(?:error trying to connect|tcp connect error|dns error|operation timed out)[^,\n]*", text)
-        return f"cannot be reached: {cause[0] if cause else _first_line(error)}; see the network and the address", True
+        where = next(iter(re.findall(r"performing \w+ (\w+://[^/ ]+)", text)), "the service")
+        causes = re.findall(r'(?:message|error): "([^"]+)"', text) or [_first_line(error).rpartition(" - ")[2]]
+        return f"{where} cannot be reached: {causes[-1]}; see the network and the address", True
     denied = status[:3] in ("401", "403") or "AccessDenied" in code
     cure = CURES.get(code, CURES["AccessDenied"] if denied else "repeat the command later")
     words = ": ".join(filter(None, (code or status, " ".join(said.split()).rstrip("."))))
