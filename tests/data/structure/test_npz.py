@@ -109,8 +109,8 @@ def test_modified_residues_and_mirrored_chains(layout: Callable[..., Tables]) ->
 
 def test_what_boltz_masks_is_left_out_and_its_b_factors_are_read() -> None:
     chains = [random_chain("A", ONE), random_chain("B", TWO)]
-    data = boltz([(f"{c.id}1", 0, 0, residues_of(c)) for c in chains], version=2)
-    data["mask"][1] = False
+    data = boltz([*((f"{c.id}1", 0, 0, residues_of(c)) for c in chains), ("L1", 3, 1, LIGAND)], version=2)
+    data["mask"][1:] = False
     found = parse_structure(packed(data))
     assert list(found.chains) == ["A1"]
     assert found.dropped == {"B1": "left out by those who made the file (its mask)"}
@@ -212,6 +212,33 @@ def test_what_is_refused_is_one_line(what: str) -> None:
         parse_structure(given if isinstance(given, bytes) else packed(given), "x.npz")
     assert "\n" not in str(caught.value)
     assert not Path("executed").exists()
+
+
+@pytest.mark.parametrize("tables", [BOLTZ, boltz(PAIR, version=2), ATOMS], ids=LAYOUTS)
+def test_any_change_of_a_number_is_refused_or_read_as_a_structure(tables: Tables) -> None:
+    """Archives have checksums; these are files that somebody wrote wrong."""
+    rng, errors, read = np.random.default_rng(0), list[str](), 0
+    for _ in range(150):
+        changed = {name: array.copy() for name, array in tables.items()}
+        array = changed[str(rng.choice([name for name in tables if len(tables[name])]))]
+        if array.dtype.names:
+            array = array[str(rng.choice(array.dtype.names))]
+        for place in rng.integers(0, len(array), rng.integers(1, 3)):
+            raw = bytes(rng.integers(0, 256, array[place].nbytes, dtype=np.uint8))
+            kept = np.frombuffer(raw, array.dtype).reshape(array.shape[1:]) if array.dtype.kind != "U" else "!"
+            array[place] = rng.choice([0, 1, 2, -1]) if array.dtype.kind in "iu" and rng.random() < 0.5 else kept
+        try:
+            found = parse_structure(packed(changed), "x.npz")
+        except UserError as error:
+            errors.append(str(error))
+        else:
+            read += 1
+            for chain in found.chains.values():
+                assert np.abs(chain.positions).max() < 1e6
+                assert len(chain.sequence) == len(chain.positions) < 1000
+    assert read > 10
+    assert len(errors) > 10
+    assert not any("\n" in error for error in errors)
 
 
 def test_objects_that_are_not_read_do_no_harm() -> None:

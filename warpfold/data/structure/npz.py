@@ -102,7 +102,8 @@ def _of_boltz(arrays: Arrays) -> _Polymers:
     if len(arrays["mask"]) != len(chains):
         raise ValueError("another number of chains in the mask")
     for i in np.flatnonzero(~_checked(arrays["mask"], "b")):
-        kinds[i], entities[i] = _MASKED, f"{entities[i]}-masked-{i}"
+        if kinds[i] != _LIGAND:
+            kinds[i], entities[i] = _MASKED, f"{entities[i]}-masked-{i}"
     labels = _texts(chains["name"], "U").tolist()
     return _Polymers(
         labels, labels, entities, kinds, chain, place, _texts(residues["name"], "U").tolist(), residue[shown], columns
@@ -148,11 +149,10 @@ def _of_atoms(arrays: Arrays) -> _Polymers:
 
 def _block(polymers: _Polymers) -> cif.Block:
     """Write polymers as mmCIF.  Residues that a chain does not name, 200 on end at most, are unknown ones."""
-    labels, entities, kinds = polymers.labels, polymers.entities, list(polymers.kinds)
+    labels, entities, kinds = polymers.labels, polymers.entities, polymers.kinds
     chain, place = polymers.chain, polymers.place
-    if odd := [
-        name for name in {*labels, *polymers.authors, *entities, *polymers.residues} if not _PLAIN.fullmatch(name)
-    ]:
+    names = {*labels, *polymers.authors, *entities, *polymers.residues}
+    if odd := sorted(name for name in names if not _PLAIN.fullmatch(name)):
         raise ValueError(f"the name {odd[0][:20]!r}")
     if len(set(labels)) < len(labels):
         raise ValueError("two chains of one name")
@@ -164,11 +164,11 @@ def _block(polymers: _Polymers) -> cif.Block:
     sequences: dict[str, dict[int, dict[str, None]]] = {}
     for i in np.flatnonzero(in_polymer).tolist():
         sequences.setdefault(entities[chain[i]], {}).setdefault(int(place[i]), {})[polymers.residues[i]] = None
-    for i, kind in enumerate(kinds):
-        monomers = [next(iter(found)) for found in sequences.get(entities[i], {}).values()]
-        mirrored = sum(gemmi.find_tabulated_residue(name).kind == gemmi.ResidueKind.AAD for name in monomers)
-        if kind == _PROTEIN and 2 * mirrored > len(monomers):
-            kinds[i] = "polypeptide(D)"  # the PDB calls it so, and these formats do not tell
+    types = {entity: kind for entity, kind in zip(entities, kinds) if entity in sequences}
+    for entity, places in sequences.items():  # the PDB's polypeptide(D), which these formats call protein
+        first = [gemmi.find_tabulated_residue(next(iter(found))).kind for found in places.values()]
+        if types[entity] == _PROTEIN and 2 * first.count(gemmi.ResidueKind.AAD) > len(first):
+            types[entity] = "polypeptide(D)"
     tags = ("entity_id", "num", "mon_id")
     rows = [
         (entity, str(place), name)
@@ -176,7 +176,6 @@ def _block(polymers: _Polymers) -> cif.Block:
         for place in range(1, max(places) + 1)
         for name in places.get(place, ("UNK",))
     ]
-    types = {entity: kind for entity, kind in zip(entities, kinds) if entity in sequences}
     atoms = np.flatnonzero(in_polymer[polymers.residue])
     own = polymers.residue[atoms]
     labels_of, authors_of, entities_of, names_of = map(
