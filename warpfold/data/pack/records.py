@@ -22,10 +22,9 @@ from warpfold.files import opened
 
 _PLACES = ("manifest.json", "metadata.json", "dataset_caches/*.json")  # in the folders above the structures' own
 _ABOVE = slice(1, 5)  # of a file's folders: Boltz's is above structures/, OpenFold3's up to four above ID/
-_RECORD = re.compile(
-    rb'"id":\s*"(?P<id>[^"\\]+)",\s*"structure":\s*(?P<of_id>\{[^{}]*\})'
-    rb'|"(?P<entry>[^"\\]+)":\s*(?P<of_entry>\{\s*"(?:release_date|status)":[^{}]*?),\s*"chains":'
-)
+# Both begin with plain text, which `re` finds at hundreds of megabytes a second.
+_BOLTZ = re.compile(rb'"id":\s*"(?P<entry>[^"\\]+)",\s*"structure":\s*(?P<values>\{[^{}]*)\}')
+_OPENFOLD3 = re.compile(rb'":\s*(?P<values>\{\s*"(?:release_date|status)":[^{}]*?),\s*"chains":')  # after the entry
 _LONGEST = 4096  # bytes of a record's begin
 _PIECE = 1 << 24
 
@@ -65,12 +64,11 @@ def _records(path: Path) -> Iterator[tuple[str, bytes]]:
     with opened(path) as file:
         while piece := file.read(_PIECE):
             text, end = rest + piece, 0
-            for found in _RECORD.finditer(text):
-                end = found.end()
-                if found["id"]:
-                    yield found["id"].decode(errors="replace"), found["of_id"]
-                else:
-                    yield found["entry"].decode(errors="replace"), found["of_entry"] + b"}"
+            for found in (*_BOLTZ.finditer(text), *_OPENFOLD3.finditer(text)):
+                end = max(end, found.end())
+                before = text.rfind(b'"', 0, found.start()) + 1
+                entry = found["entry"] if found.re is _BOLTZ else text[before : found.start()]
+                yield entry.decode(errors="replace"), found["values"] + b"}"
             rest = text[max(end, len(text) - _LONGEST) :]
     if not rest.rstrip().endswith((b"]", b"}")):
         raise UserError(f"{path}: is cut short, or no JSON; fetch it again, or move it away")
