@@ -170,6 +170,10 @@ TRAP = np.array([Trap(Path("executed"))], object)
 REFUSED: dict[str, tuple[Tables | bytes, str]] = {
     "cut short": (packed(BOLTZ)[:-40], "is no structure of Boltz or OpenFold3, or damaged .*; fetch it again"),
     "a byte": (flipped(packed(BOLTZ), 300), "is no structure .* or damaged"),
+    "an array's name": (
+        packed(ATOMS)[::-1].replace(b"di_mysa_htua", b"di_mysa_htuA", 1)[::-1],
+        "is no structure .* or damaged",
+    ),
     "another archive": ({"msa": np.zeros(3)}, "holds msa, and no structure of Boltz or OpenFold3; leave it out"),
     "nothing": ({"bonds": np.zeros(3)}, "holds bonds, and no structure"),
     "objects": (BOLTZ | {"atoms": TRAP}, "atoms.npy holds Python objects, .* execute a pickle"),
