@@ -16,7 +16,7 @@ import io
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -372,7 +372,7 @@ def parse_boltz(data: bytes, source: str) -> Alignment:
     Errors: UserError for any other .npz, and for Python objects in it, which nothing reads but a pickle.
     """
     try:
-        _check_archive(data, source)
+        check_archive(data, source, "the alignment that it was made of (A3M, Stockholm)")
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             sequences, tokens, deletions = arrays["sequences"], arrays["residues"]["res_type"], arrays["deletions"]
         starts, stops = sequences["res_start"].astype(np.int64), sequences["res_end"].astype(np.int64)
@@ -399,18 +399,23 @@ def parse_boltz(data: bytes, source: str) -> Alignment:
     return Alignment(_BOLTZ[codes], counts, names)
 
 
-def _check_archive(data: bytes, source: str) -> None:
-    """Raise UserError for an archive that unpacks to too much, or holds Python objects."""
+def check_archive(data: bytes, source: str, instead: str, arrays: Collection[str] | None = None) -> None:
+    """Raise UserError for an archive that unpacks to too much, or holds Python objects.
+
+    instead: what to give then.  arrays: the names of those that are read, all by default.
+    Errors: as of `DAMAGED_ARRAYS`.
+    """
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         if sum(member.file_size for member in archive.infolist()) > LARGEST:
             raise UserError(f"{source}: has more than {LARGEST / 1e9:g} GB when unpacked; leave it out")
         for member in archive.infolist():
-            with archive.open(member) as file:
+            with archive.open(member) as file:  # of all, which tells where a name in the list of members is damaged
                 head = file.read(128)
-            if b"'descr': '|O'" in head:
+            is_read = arrays is None or member.filename.removesuffix(".npy") in arrays
+            if is_read and b"'descr': '|O'" in head:
                 raise UserError(
                     f"{source}: {member.filename} holds Python objects, and reading them would execute a pickle, which "
-                    "may do anything; give the alignment that it was made of (A3M, Stockholm)"
+                    f"may do anything; give {instead}"
                 )
 
 

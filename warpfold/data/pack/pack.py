@@ -9,7 +9,7 @@ any number of workers, parts and kills.  A bad file becomes an entry of the repo
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -34,6 +34,7 @@ from warpfold.data.pack.part import (
     upload_part,
 )
 from warpfold.data.pack.predicted import LATER, SAME, PredictedFile, files_beside, find_predictions
+from warpfold.data.pack.records import Experiment, find_experiments
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.pack.versions import updated_report
 from warpfold.data.store.storage import ObjectPath, Place, is_there, storage_of
@@ -55,12 +56,16 @@ class PackInputs:
     folders: tuple[Path, ...]  # where the templates' structures are looked for
     clusters: Path | None
     predicted: dict[str, PredictedFile] = field(default_factory=dict)  # what each structure's file is a prediction of
+    experiments: dict[str, Experiment] = field(default_factory=dict)  # of structures whose files do not say them
+    records: list[InputFile] = field(default_factory=list)  # files that say them
 
     def manifest(self, options: PackOptions, part: JobPart) -> Manifest:
         """Return the inputs and options that decide the result."""
         kinds = {name: getattr(self, name) for name in ("structures", "alignments", "hits", "library")}
         if self.predicted:
             kinds["predicted"] = [*kinds.pop("structures"), *files_beside(self.predicted)]
+        if self.records:
+            kinds["records"] = self.records
         kinds["clusters"] = find([self.clusters], (), "clusters") if self.clusters else []
         return {
             "part": str(part),
@@ -112,7 +117,9 @@ def find_inputs(
     min_kl: where the structures are predictions, as of `PackOptions`.
     Errors: UserError for a path that does not exist, or where nothing is found.
     """
-    found = find(structures, STRUCTURES, "structures")
+    # Beside predictions .npz are their arrays, and no structures.
+    found = find(structures, (*STRUCTURES, *(PROCESSED if min_kl is None else ())), "structures")
+    experiments, records = find_experiments(found)
     aligned = find(msas, (*ALIGNMENTS, *HITS, *PROCESSED), "alignments") if msas else []
     alignments = [one for one in aligned if not one.is_hits]
     taken = {one.identity for one in alignments}
@@ -129,6 +136,8 @@ def find_inputs(
         folders=tuple(dict.fromkeys(folder.absolute() for folder in folders)) if hits else (),
         clusters=clusters,
         predicted={} if min_kl is None else find_predictions(found, min_kl),
+        experiments=experiments,
+        records=records,
     )
 
 
@@ -264,7 +273,7 @@ def _fill(
     queries = Queries(runner, options.limit, part, out)
     queries.read(aligned, progress)
     matcher = Matcher(queries, inputs.alignments, inputs.hits, progress)
-    jobs = StructureJobs(runner, matcher, options, inputs.folders, inputs.predicted)
+    jobs = StructureJobs(runner, matcher, options, inputs)
     waiting = {job: file for job, file in own.items() if not jobs.is_done(job, file)}
     sizes: Counter[str] = Counter()  # bytes of the alignments that are named after an entry
     for source in inputs.alignments:
@@ -288,19 +297,11 @@ class StructureJobs:
 
     A result says what it was made from: the inputs of the run; the file; the chains with their sequences and what was
     matched to them; the templates' files.  So a run with other inputs keeps every result that they do not change.
-    folders: of the templates' structures.  predicted: `PackInputs.predicted`.
     """
 
-    def __init__(
-        self,
-        runner: JobRunner,
-        matcher: Matcher,
-        options: PackOptions,
-        folders: tuple[Path, ...],
-        predicted: Mapping[str, PredictedFile],
-    ) -> None:
-        self.runner, self.matcher, self.options, self.folders = runner, matcher, options, folders
-        self.predicted = predicted
+    def __init__(self, runner: JobRunner, matcher: Matcher, options: PackOptions, inputs: PackInputs) -> None:
+        self.runner, self.matcher, self.options, self.folders = runner, matcher, options, inputs.folders
+        self.predicted, self.experiments = inputs.predicted, inputs.experiments
         self._inputs = _digest(runner.writer.manifest["inputs"])
 
     def is_done(self, job: str, file: InputFile) -> bool:
@@ -321,8 +322,12 @@ class StructureJobs:
         return template_library(self.folders, self.options.limit).digest(looked_up) == made["library"]
 
     def _version(self, file: InputFile) -> str:
-        """Return what tells whether a prediction's other files have changed; "" for other structures."""
-        return self.predicted[file.name].version if file.name in self.predicted else ""
+        """Return what tells whether what lies beside a structure's file has changed; "" where nothing does."""
+        beside = self._beside(file)
+        return beside.version if isinstance(beside, PredictedFile) else "" if beside is None else repr(beside)
+
+    def _beside(self, file: InputFile) -> PredictedFile | Experiment | None:
+        return self.predicted.get(file.name) or self.experiments.get(file.name)
 
     def run(self, files: dict[str, InputFile]) -> Iterator[str]:
         """Yield each job when its result is kept.  files: by the names of their jobs."""
@@ -344,8 +349,7 @@ class StructureJobs:
             return build, BuildJob(files[name], structure, matched, self.options, self.folders)
 
         jobs = (
-            PackJob((name,), (read_chains, (file, self.options, self.predicted.get(file.name))))
-            for name, file in files.items()
+            PackJob((name,), (read_chains, (file, self.options, self._beside(file)))) for name, file in files.items()
         )
         for job, result in self.runner.run(jobs, build_next):
             (name,) = job.names

@@ -1,7 +1,8 @@
-"""Read structures: mmCIF and PDB files -> chains of atom37 positions on their SEQRES (Supp. 1.2.1).
+"""Read structures: mmCIF, PDB, .npz -> chains of atom37 positions on their SEQRES (Supp. 1.2.1).
 
 gemmi reads the syntax; the meaning is read here.  Atoms are taken from mmCIF columns, of the first model only, so that
-an NMR entry of twenty models costs one.  PDB files and files without SEQRES come here through `pdb.py`.
+an NMR entry of twenty models costs one.  PDB files and files without SEQRES come here through `pdb.py`, others' arrays
+through `npz.py`.
 """
 
 import itertools
@@ -17,8 +18,8 @@ import gemmi
 import numpy as np
 from gemmi import cif
 
-from warpfold.data.formats.alignment import document_kind
-from warpfold.data.structure import pdb
+from warpfold.data.formats.alignment import document_kind, is_npz
+from warpfold.data.structure import npz, pdb
 from warpfold.data.structure.assemblies import AssemblyTable
 from warpfold.data.structure.chain import Chain, Structure, parse_date
 from warpfold.errors import UserError, listed
@@ -62,7 +63,9 @@ class Polymer:
 
 
 def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST) -> Structure:
-    """Return the protein chains of an mmCIF or PDB file (told by content), gz or not, of `limit` bytes at most.
+    """Return the protein chains of an mmCIF or PDB file, or an .npz of Boltz or OpenFold3 (told by content), gz or not.
+
+    limit: bytes that it may have.
 
     First model only.  SEQRES from `entity_poly_seq` (PDB: SEQRES records; else see `pdb.complete_mmcif`).  Where it
     names several residues (microheterogeneity), the one of the largest occupancy in this chain (Supp. 1.2.1), the first
@@ -81,11 +84,16 @@ def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST
 def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: bool = False) -> Structure:
     """Parse text in memory as `read_structure` does; `source` is its name in errors."""
     data = data.encode() if isinstance(data, str) else data
-    if what := document_kind(data):
+    if is_npz(data):
+        read = npz.read
+    elif what := document_kind(data):
         raise UserError(f"{source}: is {what}, and no structure; give mmCIF or PDB")
-    is_pdb = b"_atom_site." not in data and re.search(rb"^(ATOM  |HETATM|HEADER    )", data, re.MULTILINE)
+    elif b"_atom_site." not in data and re.search(rb"^(ATOM  |HETATM|HEADER    )", data, re.MULTILINE):
+        read = pdb.read
+    else:
+        read = _read_mmcif
     with _damage(source):
-        return _structure(pdb.read(data, source) if is_pdb else _read_mmcif(data, source), source, ca_only)
+        return _structure(read(data, source), source, ca_only)
 
 
 @contextmanager
@@ -366,8 +374,9 @@ def place_atoms(
     if not possible.all():
         row = kept[np.flatnonzero(~possible.all(1))[0]]
         atom, chain = columns["label_atom_id"][row], columns["auth_asym_id"][row]
+        number = columns["label_seq_id"][row] if authors[row] in ABSENT else authors[row]
         raise UserError(
-            f"{source}: atom {atom} of residue {authors[row]} of chain {chain} has a position that is not a number or "
+            f"{source}: atom {atom} of residue {number} of chain {chain} has a position that is not a number or "
             "far too large; correct the file or leave the atom out"
         )
     picked = _one_conformation(columns, rows, residues, atoms)
