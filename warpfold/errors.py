@@ -25,6 +25,13 @@ class UserError(Exception):
         return text if len(text) <= LONG else f"{text[: LONG // 2]} ... {text[-LONG // 2 :]}"
 
 
+class DiskError(UserError):
+    """A disk that is full, read-only or broken: whatever is written next fails, too, so that no item is to blame.
+
+    What goes on after an item's UserError ends with this one.
+    """
+
+
 def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
     """Return the first of some names, and how many more there are: an error is one line that people read."""
     more = len(names) - most
