@@ -35,7 +35,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ from benchmarks.reliability.kills import (
     write_settings,
 )
 from warpfold.data.store.store import Store
-from warpfold.engine.checkpoint import StepFolders
+from warpfold.engine.checkpoint import AppendedFile, StepFolders
 from warpfold.errors import UserError
 from warpfold.model.weights.files import load_model
 
@@ -253,8 +253,8 @@ class Trier:
         self.place = work / "disk"
         self.said = work / f"disk-{scenario.name}.txt"
         self.log = work / f"disk-{scenario.name}.jsonl"
-        lines = self.log.read_text().splitlines() if self.log.exists() else ()
-        self.rows = [json.loads(line) for line in lines if line.endswith("}")]
+        lines = self.log.read_text().split("\n")[:-1] if self.log.exists() else ()
+        self.rows = [json.loads(line) for line in lines]
         self.tried = {(row["kind"], row["number"]) for row in self.rows}
         self.clear()
         for _ in range(2):  # the first one imports
@@ -291,7 +291,7 @@ class Trier:
     def note(self, kind: str, number: int, failed: bool, found: Sequence[str]) -> None:
         """Write down what became of a case."""
         self.rows.append({"kind": kind, "number": number, "failed": failed, "trouble": found[:3]})
-        with open(self.log, "a") as file:
+        with closing(AppendedFile(self.log)) as file:
             file.write(json.dumps(self.rows[-1]) + "\n")
 
     def figures(self) -> dict[str, Any]:
