@@ -8,8 +8,9 @@ ranks' hours add up; then SIGTERM, as a batch system would.  `predict`: `warpfol
 16 residues, with a `tiny` that is narrower yet, all of whose settings are the defaults.  Every few seconds the private
 memory, descriptors, threads and seconds of CPU of each process are noted in OUT/samples.jsonl.  A slope is the median
 of the slopes between all pairs of samples (Theil-Sen); its interval, 95 %, is that of slopes of resampled blocks of
-time.  Interrupted, also by `kill -9`, what it watches ends with it; the same command continues, and the hours of all
-its beginnings count.
+time.  The first 1,000 steps or predictions of each process are left out: caches and allocators fill, again after a
+restart.  Interrupted, also by `kill -9`, what it watches ends with it; the same command continues, and the hours of all
+beginnings count.
 """
 
 import argparse
@@ -33,7 +34,7 @@ import numpy as np
 from benchmarks.reliability.figures import keep
 from warpfold.engine.checkpoint import AppendedFile
 
-WARM_UP = 0.15  # of a process's samples: caches and allocators fill
+FILLS = 1000  # steps or predictions of a process in which caches and allocators fill, also after a restart
 BLOCKS, DRAWS = 20, 400  # of time, and bootstrap samples of them
 WINDOWS = 60  # of steps, in which their time is measured
 FLAT = 0.01  # growth over the whole run, as a share of the median, that still counts as flat
@@ -188,8 +189,8 @@ def trends(log: Path, unit: str, per: float, of_time: bool) -> dict[str, Any]:
     longest = max(map(len, series.values()))
     found = {}
     for pid, rows in series.items():
-        rows = [row for row in rows if row[0]["done"]]  # it has begun
-        rows = rows[int(WARM_UP * len(rows)) :]
+        begun = rows[0][0]["done"]  # by those before it
+        rows = [row for row in rows if row[0]["done"] >= begun + FILLS]
         if len(rows) < 0.2 * longest or len(rows) < 3 * BLOCKS:
             continue
         x = [sample["seconds"] / 3600 if of_time else sample["done"] for sample, _ in rows]
