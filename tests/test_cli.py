@@ -1,5 +1,6 @@
 """The command line: help, what is printed and what not, exit codes, one line for whatever input may be wrong with."""
 
+import errno
 import gzip
 import json
 import logging
@@ -162,6 +163,19 @@ def test_bugs_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("warpfold.scoring.score.score_files", broken)
     with pytest.raises(ZeroDivisionError):
         cli.main(["score", "a.cif", "b.cif"])
+
+
+@pytest.mark.parametrize(
+    ("number", "cure"), [(errno.ENOSPC, "make room"), (errno.EDQUOT, "make room"), (errno.EIO, "see to the disk")]
+)
+def test_a_disk_that_fails_is_no_bug(capsys: Capture, monkeypatch: pytest.MonkeyPatch, number: int, cure: str) -> None:
+    def fails(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("warpfold.scoring.score.score_files", fails)
+    code, _, said = run(capsys, "score", "a.cif", "b.cif")
+    assert code == 1
+    assert said == f"error: writing: {os.strerror(number)}; {cure}; to start again: warpfold score a.cif b.cif\n"
 
 
 def test_without_torch_a_command_says_so(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Files that are there whole, and names that every system bears."""
 
+import copy
+import errno
 import gzip
 import os
 import socket
@@ -14,7 +16,7 @@ import zstandard
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from warpfold.errors import UserError
+from warpfold.errors import DiskError, UserError
 from warpfold.files import (
     check_tensors,
     file_name,
@@ -40,6 +42,30 @@ def test_full_disk_keeps_the_previous_file(tmp_path: Path, monkeypatch: pytest.M
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "cure"),
+    [
+        (errno.ENOSPC, DiskError, "; make room"),
+        (errno.EDQUOT, DiskError, "; make room"),
+        (errno.EROFS, DiskError, "; see to the disk"),
+        (errno.EIO, DiskError, "; see to the disk"),
+        (errno.EACCES, UserError, ""),
+        (errno.ENAMETOOLONG, UserError, ""),
+    ],
+)
+def test_what_is_the_disks_fault_is_told_from_what_is_one_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[UserError], cure: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(UserError) as said:
+        write_atomically(tmp_path / "x", "new")
+    assert str(said.value) == f"{tmp_path / 'x'}: cannot be written: {os.strerror(number)}{cure}"
+    assert type(said.value) is type(copy.copy(said.value)) is kind  # by its arguments, as from a worker
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,22 @@
 """The runners of docs/reliability.md: what they plant, and that they notice what is wrong."""
 
+import json
+import os
 import random
+import signal
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.reliability.damage import BYTES, TEXT, damage
+from benchmarks.reliability.disk import Trier
 from benchmarks.reliability.inputs import Cases, try_case
 from benchmarks.reliability.kills import differing
 from benchmarks.reliability.readers import Reader, plain
-from benchmarks.reliability.soak import judge
+from benchmarks.reliability.soak import hours_of, judge, read_samples, watch
 from warpfold.errors import UserError
 
 TEXTS = b"id,sequence\na,MKV 1.5 -2\nb,AAA 0.25 7\n" * 3
@@ -61,3 +67,48 @@ def test_a_bit_is_a_difference_and_rounding_is_none() -> None:
     assert len(differing(one, other, exact=True)) == 2
     assert differing(one, other, exact=False) == []
     assert differing(one, {"log": []}, exact=False)
+
+
+def test_hours_of_all_beginnings_count_and_half_a_line_does_not(tmp_path) -> None:
+    log = tmp_path / "samples.jsonl"
+    assert hours_of(log) == 0.0
+    rows = [json.dumps({"seconds": seconds, "processes": [{}]}) for seconds in (0.0, 1800.0, 3600.0, 0.0, 1800.0)]
+    log.write_text("\n".join(rows) + '\n{"seconds": 7200.0, "processes": [{}')
+    assert hours_of(log) == 1.5
+    code = watch(["sleep", "0.2"], tmp_path, lambda: 7, lambda seconds: False)  # takes the half of a line away
+    assert code == 0
+    assert [row["done"] for row in read_samples(log)[5:]] == [7]
+
+
+def test_what_is_watched_ends_with_its_watcher(tmp_path) -> None:
+    watcher = os.fork()
+    if not watcher:
+        watch(["sleep", "600"], tmp_path, lambda: 0, lambda seconds: False)
+        os._exit(0)
+    log = tmp_path / "samples.jsonl"
+    while not log.exists() or not (rows := [row for one in read_samples(log) for row in one["processes"]]):
+        time.sleep(0.02)
+    os.kill(watcher, signal.SIGKILL)
+    os.waitpid(watcher, 0)
+    status = Path(f"/proc/{rows[0]['pid']}/stat")
+    until = time.monotonic() + 60
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_each_failing_write_is_tried_once_whatever_was_before(tmp_path) -> None:
+    trier = Trier.__new__(Trier)
+    trier.log, trier.rows, trier.most = tmp_path / "disk.jsonl", [], None
+    trier.tried = {("call", 2), ("from", 1)}
+    assert trier.chosen("call", 1, 4) == [1, 3, 4]
+    assert trier.chosen("from", 1, 1) == []
+    trier.most = 2
+    assert trier.chosen("size", 0, 9) == [0, 8]
+    trier.note("call", 3, True, ["a", "b", "c", "d"])
+    assert trier.figures() == {
+        "tried": {"call": 1},
+        "ended_with_an_error": {"call": 1},
+        "trouble": ["call 3: a", "call 3: b", "call 3: c"],
+    }
+    assert json.loads(trier.log.read_text()) == trier.rows[0]

@@ -29,6 +29,13 @@ class Unreachable(UserError):
     """Where data lie cannot be reached now: no entry of them is to blame, and none is set aside for it."""
 
 
+class DiskError(UserError):
+    """A disk that is full, read-only or broken: whatever is written next fails, too, so that no item is to blame.
+
+    What goes on after an item's UserError ends with this one.
+    """
+
+
 def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
     """Return the first of some names, and how many more there are: an error is one line that people read."""
     more = len(names) - most

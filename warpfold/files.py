@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import platform
+import re
 import secrets
 import stat
 import time
@@ -19,12 +20,15 @@ from pathlib import Path, PurePath
 from tokenize import TokenError
 from typing import Any, BinaryIO, TextIO, cast
 
-from warpfold.errors import UserError
+from warpfold.errors import DiskError, UserError
 
 logger = logging.getLogger("warpfold")
 
 # flock's errors on a file system without locks: NFS without its lock daemon, Lustre without -o flock, some of FUSE.
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+# Errors of a disk, not of one file.  ESTALE: of a file server that has lost the folder.
+OF_DISKS = (*NO_ROOM, errno.EROFS, errno.EIO, errno.ENXIO, errno.ENODEV, errno.ESTALE)
 LARGEST = 4 * 10**9  # bytes that a user's file may have when it is unpacked, unless told otherwise
 # What NumPy raises for damaged arrays and archives of them.  RuntimeError: of zipfile, for what is encrypted or
 # compressed in a way that it does not know.  MemoryError: for an array that is as large as no file.  TokenError: for
@@ -136,12 +140,30 @@ def read_file(path: str | Path, limit: int = LARGEST, pipe: bool = False) -> byt
 
 
 @contextlib.contextmanager
-def writing(path: PurePath) -> Iterator[None]:
-    """Turn OSError into a UserError: `path` cannot be written."""
+def writing(path: PurePath, cure: str = "") -> Iterator[None]:
+    """Turn OSError into what `cannot_write` returns."""
     try:
         yield
     except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+        raise cannot_write(path, error, cure) from error
+
+
+def cannot_write(path: PurePath, error: Exception, cure: str = "", kept: str = "") -> UserError:
+    """Return the error that `path` cannot be written: a DiskError where the disk is to blame.
+
+    cure: what to do about another error.  kept: what is safe, for the text.
+    """
+    number, why = error_number(error), (error.strerror if isinstance(error, OSError) else None) or str(error)
+    if number in OF_DISKS:
+        cure = "make room" if number in NO_ROOM else "see to the disk"
+    text = "; ".join(part for part in (f"{path}: cannot be written: {why}", kept, cure) if part)
+    return DiskError(text) if number in OF_DISKS else UserError(text)
+
+
+def error_number(error: Exception) -> int | None:
+    """Return the system's number of an error, which safetensors puts into its text."""
+    said = re.search(r"os error (\d+)", str(error))
+    return error.errno if isinstance(error, OSError) else int(said[1]) if said else None
 
 
 @contextlib.contextmanager

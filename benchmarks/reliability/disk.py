@@ -1,6 +1,6 @@
 """Disks that are full, read-only or shared, and clocks that jump: what each command leaves, and how it goes on.
 
-    python -m benchmarks.reliability disk [--work FOLDER] [--only TEXT] [--most 60] [--figures F.json]
+    python -m benchmarks.reliability disk [--work FOLDER] [--only TEXT] [--most N] [--figures F.json]
 
 Of each command, beside an undisturbed run:
 
@@ -15,8 +15,10 @@ Of each command, beside an undisturbed run:
 What must hold: the exit code is 2, or 1 where the system refused what no reader could know; stderr has one line that
 begins with `error:` and no traceback; nothing that has the name of a whole file is anything but the undisturbed run's
 (or, of files that are replaced as the run goes on, of an earlier moment: those are read); and once there is room the
-same command ends as the undisturbed run did.  `--most`: so many cases of a kind and a command, evenly chosen, where
-there are more.  Mounting needs root; without, *size* and *files* are left out, and the figures say so.
+same command ends as the undisturbed run did.  All n are tried: of some 1,600 cases each takes about as long as the
+command.  `--most`: so many of a kind and a command, evenly chosen.  WORK/disk-COMMAND.jsonl gets a line for each case;
+stopped, the same command goes on with the next one.  Mounting needs root; without, *size* and *files* are left out, and
+the figures say so.
 """
 
 import argparse
@@ -33,7 +35,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ from benchmarks.reliability.kills import (
     write_settings,
 )
 from warpfold.data.store.store import Store
-from warpfold.engine.checkpoint import StepFolders
+from warpfold.engine.checkpoint import AppendedFile, StepFolders
 from warpfold.errors import UserError
 from warpfold.model.weights.files import load_model
 
@@ -83,6 +85,7 @@ def make_commands(work: Path) -> list[Scenario]:
     fold = ["predict", str(small / "queries.fasta"), "--params", str(small / "tiny.safetensors"), "--device", "cpu"]
     fold += ["--recycles", "0", "--batch", "1"]
     design = ["design", str(small / "design.toml"), "--params", str(small / "tiny.safetensors"), "--device", "cpu"]
+    design += ["--set", "stages=[{steps=2,soft=[0.0,1.0]},{steps=2,hard=1.0}]"]
     return [
         Scenario("pack", lambda out, _: [*pack, "--out", str(out / "store")], of_files(".wfs", "store.json")),
         Scenario("params", lambda out, _: [*params, "--out", str(out / "p.npz")], of_files(".npz")),
@@ -235,7 +238,6 @@ def complaint(said: Path, code: int) -> list[str]:
     """Say what is wrong with how a command complained."""
     text = said.read_text(errors="replace")
     lines = [line for line in text.splitlines() if line.startswith("error:")]
-    lines = lines or [line for line in text.splitlines() if line.startswith("failed ")][:1]  # of many, some were folded
     if "Traceback" in text:
         return [f"a traceback: {text.strip().splitlines()[-1][:300]}"]
     if code not in (1, 2) or len(lines) != 1:
@@ -246,13 +248,14 @@ def complaint(said: Path, code: int) -> list[str]:
 class Trier:
     """Tries a command with one thing going wrong after the other."""
 
-    def __init__(self, scenario: Scenario, work: Path, most: int) -> None:
+    def __init__(self, scenario: Scenario, work: Path, most: int | None) -> None:
         self.scenario, self.work, self.most = scenario, work, most
         self.place = work / "disk"
         self.said = work / f"disk-{scenario.name}.txt"
-        self.tried: Counter[str] = Counter()
-        self.complained: Counter[str] = Counter()
-        self.trouble: list[str] = []
+        self.log = work / f"disk-{scenario.name}.jsonl"
+        lines = self.log.read_text().split("\n")[:-1] if self.log.exists() else ()
+        self.rows = [json.loads(line) for line in lines]
+        self.tried = {(row["kind"], row["number"]) for row in self.rows}
         self.clear()
         for _ in range(2):  # the first one imports
             shutil.rmtree(self.out, ignore_errors=True)
@@ -280,21 +283,34 @@ class Trier:
         unmount(self.place)
         shutil.rmtree(self.place, ignore_errors=True)
 
-    def chosen(self, count: int) -> list[int]:
-        """Choose which of so many cases are tried."""
-        return sorted({int(x) for x in np.linspace(0, count - 1, min(count, self.most))}) if count else []
+    def chosen(self, kind: str, first: int, count: int) -> list[int]:
+        """Choose which of so many cases of a kind are tried, and leave out those that were."""
+        every = np.linspace(0, count - 1, min(count, self.most or count)).astype(int) if count else ()
+        return sorted({first + int(x) for x in every} - {number for of, number in self.tried if of == kind})
+
+    def note(self, kind: str, number: int, failed: bool, found: Sequence[str]) -> None:
+        """Write down what became of a case."""
+        self.rows.append({"kind": kind, "number": number, "failed": failed, "trouble": found[:3]})
+        with closing(AppendedFile(self.log)) as file:
+            file.write(json.dumps(self.rows[-1]) + "\n")
+
+    def figures(self) -> dict[str, Any]:
+        """Count the cases by their kinds, and list what went wrong."""
+        return {
+            "tried": dict(Counter(row["kind"] for row in self.rows)),
+            "ended_with_an_error": dict(Counter(row["kind"] for row in self.rows if row["failed"])),
+            "trouble": [f"{row['kind']} {row['number']}: {what}" for row in self.rows for what in row["trouble"]],
+        }
 
     def judge(self, kind: str, number: int, code: int) -> None:
         """Look at what a run has left that met trouble, and continue it."""
-        self.tried[kind] += 1
         found: list[str] = []
         if code != 0:
-            self.complained[kind] += 1
             found += complaint(self.said, code)
             if self.out.exists():
                 found += half_written(self.scenario, self.out, self.bytes)
         text = self.said.read_text(errors="replace")
-        said = next((line for line in text.splitlines() if line.startswith(("error:", "failed "))), "")
+        said = next((line for line in text.splitlines() if line.startswith("error:")), "")
         if code != 0 and not found and not re.search(r"[Nn]o space|[Rr]ead-only|[Dd]enied|written|made|writing", said):
             found.append(f"the error does not say what is wrong: {said}")
         if kind in ("size", "files"):
@@ -305,19 +321,25 @@ class Trier:
             found.append(f"the same command then ended with {again}: {text[-300:]!r}")
         else:
             found += differing(self.reference, self.scenario.compared(self.out), exact=True)
-        self.trouble += [f"{kind} {number}: {what}" for what in found[:3]]
+        self.note(kind, number, code != 0, found)
 
     def disks(self) -> bool:
         """Try disks without room; return whether they could be mounted."""
         for kind, count in (("size", self.used + 4), ("files", self.files + 4)):
-            for number in self.chosen(count):
-                self.clear()
-                size = number * PAGE if kind == "size" else 1 << 30
-                if not mount(self.place, max(size, PAGE), 100_000 if kind == "size" else number + 2):
-                    return False
-                with suppress(OSError):
-                    self.prepared()
-                self.judge(kind, number, run(self.scenario, self.out, self.said))
+            numbers = self.chosen(kind, 1, count)
+            while numbers:
+                for number in numbers:
+                    self.clear()
+                    size = number * PAGE if kind == "size" else 1 << 30
+                    if not mount(self.place, size, 100_000 if kind == "size" else number + 1):
+                        return False
+                    with suppress(OSError):
+                        self.prepared()
+                    self.judge(kind, number, run(self.scenario, self.out, self.said))
+                # Of some files there are two for a moment, the old one and the new one: more than is left at the end.
+                last = max(row["number"] for row in self.rows if row["kind"] == kind)
+                failed = any(row["failed"] for row in self.rows if (row["kind"], row["number"]) == (kind, last))
+                numbers = [last + 1] if failed and self.most is None else []
         self.clear()
         return True
 
@@ -328,36 +350,40 @@ class Trier:
         run(self.scenario, self.prepared(), self.said, failing(0, 0, False, self.place, counted))
         calls = int(counted.read_text())
         for kind, code, onwards in (("call", errno.ENOSPC, False), ("from", errno.EROFS, True)):
-            for number in self.chosen(calls) if kind == "call" else self.chosen(calls)[:: max(1, self.most // 10)]:
+            for number in self.chosen(kind, 1, calls):
                 self.clear()
-                patch = failing(number + 1, code, onwards, self.place)
-                self.judge(kind, number + 1, run(self.scenario, self.prepared(), self.said, patch))
-        self.clear()
-        patch = failing(1, errno.EACCES, True, self.place)
-        self.judge("denied", 1, run(self.scenario, self.prepared(), self.said, patch))
+                patch = failing(number, code, onwards, self.place)
+                self.judge(kind, number, run(self.scenario, self.prepared(), self.said, patch))
+        for number in self.chosen("denied", 1, 1):
+            self.clear()
+            patch = failing(number, errno.EACCES, True, self.place)
+            self.judge("denied", number, run(self.scenario, self.prepared(), self.said, patch))
 
     def clocks(self) -> None:
         """Let the clock jump."""
         for number in (1, 2, 5, 20, 50, 150):
             for days in (-1, 1):
+                if ("clock", days * number) in self.tried:
+                    continue
                 self.clear()
-                self.tried["clock"] += 1
                 code = run(self.scenario, self.prepared(), self.said, jumping(number, 86_400.0 * days))
                 found = [f"exit code {code}"] if code else []
                 found += [] if code else differing(self.reference, self.scenario.compared(self.out), exact=True)
                 if "Traceback" in self.said.read_text(errors="replace"):
                     found.append("a traceback")
-                self.trouble += [f"clock {number}, {days:+d} day: {what}" for what in found[:3]]
+                self.note("clock", days * number, code != 0, found)
 
     def two(self) -> None:
         """Begin a second run while the first one runs."""
-        draw = random.Random(0)
         start = time.monotonic()
         self.clear()
         run(self.scenario, self.prepared(), self.said)
         length = time.monotonic() - start
         for number in range(6):
+            if ("two", number) in self.tried:
+                continue
             self.clear()
+            draw = random.Random(number)
             other = self.said.with_suffix(".other.txt")
             self.said.unlink(missing_ok=True)
             other.unlink(missing_ok=True)
@@ -365,11 +391,9 @@ class Trier:
             early = wait(first, draw.uniform(0, 0.8 * length))
             second = begin(self.scenario, self.out, other)
             codes = [wait(first, 600) if early is None else early, wait(second, 600)]
-            self.tried["two"] += 1
             found = []
             for code, said in zip(codes, (self.said, other)):
                 if code:
-                    self.complained["two"] += 1
                     found += complaint(said, code)
             if 0 not in codes:
                 found.append(f"both ended with {codes}")
@@ -377,14 +401,14 @@ class Trier:
             if again and self.scenario.name != "params":
                 found.append(f"the same command then ended with {again}")
             found += differing(self.reference, self.scenario.compared(self.out), exact=True)
-            self.trouble += [f"two {number}: {what}" for what in found[:3]]
+            self.note("two", number, any(codes), found)
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="reliability disk", description=__doc__.splitlines()[0])
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "warpfold-disk")
     parser.add_argument("--only", default="", help="Only commands whose names contain this.")
-    parser.add_argument("--most", type=int, default=60, help="Cases of a kind and a command.")
+    parser.add_argument("--most", type=int, help="Cases of a kind and a command; all by default.")
     parser.add_argument("--figures", type=Path)
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -398,11 +422,7 @@ def main(arguments: Sequence[str]) -> None:
             trier.two()
             mounted = trier.disks() and mounted
             trier.clear()
-            rows[scenario.name] = {
-                "tried": dict(trier.tried),
-                "ended_with_an_error": dict(trier.complained),
-                "trouble": trier.trouble,
-            }
+            rows[scenario.name] = trier.figures()
             print(json.dumps({scenario.name: rows[scenario.name]}, indent=1), flush=True)
     figures = {
         "disks_could_be_mounted": mounted,

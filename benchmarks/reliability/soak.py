@@ -8,10 +8,13 @@ ranks' hours add up; then SIGTERM, as a batch system would.  `predict`: `warpfol
 16 residues, with a `tiny` that is narrower yet, all of whose settings are the defaults.  Every few seconds the private
 memory, descriptors, threads and seconds of CPU of each process are noted in OUT/samples.jsonl.  A slope is the median
 of the slopes between all pairs of samples (Theil-Sen); its interval, 95 %, is that of slopes of resampled blocks of
-time.  Interrupted, the same command continues, and the hours of all its beginnings count.
+time.  The first 1,000 steps or predictions of each process are left out: caches and allocators fill, again after a
+restart.  Interrupted, also by `kill -9`, what it watches ends with it; the same command continues, and the hours of all
+beginnings count.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -20,6 +23,8 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,8 +32,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.reliability.figures import keep
+from warpfold.engine.checkpoint import AppendedFile
 
-WARM_UP = 0.15  # of a process's samples: caches and allocators fill
+FILLS = 1000  # steps or predictions of a process in which caches and allocators fill, also after a restart
 BLOCKS, DRAWS = 20, 400  # of time, and bootstrap samples of them
 WINDOWS = 60  # of steps, in which their time is measured
 FLAT = 0.01  # growth over the whole run, as a share of the median, that still counts as flat
@@ -63,7 +69,7 @@ def measure(pid: int) -> dict[str, Any] | None:
     return {
         "pid": pid,
         "rank": rank,
-        "command": command[:200],
+        "command": command[:80],
         "private_mib": int(status["RssAnon"].split()[0]) / 1024,
         "descriptors": descriptors,
         "threads": int(status["Threads"]),
@@ -71,24 +77,28 @@ def measure(pid: int) -> dict[str, Any] | None:
     }
 
 
-def watch(process: subprocess.Popen, log: Path, count: Callable[[], int], ends: Callable[[float], bool]) -> float:
-    """Note all processes of a command until it ends, or until `ends` says so of its seconds; return these.
+def watch(command: Sequence[object], out: Path, count: Callable[[], int], ends: Callable[[float], bool]) -> int:
+    """Run a command and note all its processes until it ends, or until `ends` says so of its seconds; return its code.
 
-    count: steps or predictions that are done.
+    count: steps or predictions that are done.  What it says goes to OUT/said.txt.
     """
-    start = time.monotonic()
-    with open(log, "a") as file:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    end_with_us = partial(ctypes.CDLL(None).prctl, 1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    start, samples = time.monotonic(), AppendedFile(out / "samples.jsonl")
+    with closing(samples), open(out / "said.txt", "a") as said:
+        whole = list(map(str, command))
+        process = subprocess.Popen(whole, env=environment, stdout=said, stderr=said, preexec_fn=end_with_us)
         while process.poll() is None:
             seconds, done = time.monotonic() - start, count()
             rows = [row for pid in processes(process.pid) if (row := measure(pid))]
-            file.write(json.dumps({"time": time.time(), "seconds": seconds, "done": done, "processes": rows}) + "\n")
-            file.flush()
+            sample = {"time": time.time(), "seconds": seconds, "done": done, "processes": rows}
+            samples.write(json.dumps(sample) + "\n")
             if ends(seconds):
                 process.send_signal(signal.SIGTERM)
                 process.wait(600)
                 break
             time.sleep(min(5.0, 0.5 + seconds / 100))
-    return time.monotonic() - start
+    return process.returncode
 
 
 class Lines:
@@ -158,7 +168,13 @@ def judge(x: Sequence[float], y: Sequence[float], whole: float, per: float) -> d
 
 def read_samples(log: Path) -> list[dict[str, Any]]:
     """Read the whole lines of the samples."""
-    return [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
+    return [json.loads(line) for line in log.read_text().split("\n")[:-1]]
+
+
+def hours_of(log: Path) -> float:
+    """Add up the hours of all beginnings: where the seconds fall, another one began."""
+    seconds = [sample["seconds"] for sample in read_samples(log)] if log.exists() else []
+    return sum(later - earlier for earlier, later in pairwise(seconds) if later > earlier) / 3600
 
 
 def trends(log: Path, unit: str, per: float, of_time: bool) -> dict[str, Any]:
@@ -173,8 +189,8 @@ def trends(log: Path, unit: str, per: float, of_time: bool) -> dict[str, Any]:
     longest = max(map(len, series.values()))
     found = {}
     for pid, rows in series.items():
-        rows = [row for row in rows if row[0]["done"]]  # it has begun
-        rows = rows[int(WARM_UP * len(rows)) :]
+        begun = rows[0][0]["done"]  # by those before it
+        rows = [row for row in rows if row[0]["done"] >= begun + FILLS]
         if len(rows) < 0.2 * longest or len(rows) < 3 * BLOCKS:
             continue
         x = [sample["seconds"] / 3600 if of_time else sample["done"] for sample, _ in rows]
@@ -203,7 +219,7 @@ def trends(log: Path, unit: str, per: float, of_time: bool) -> dict[str, Any]:
 
 def rows_of(metrics: Path, kind: str) -> list[dict[str, Any]]:
     """Read the rows of one kind of a run's log."""
-    rows = (json.loads(line) for line in metrics.read_text().splitlines() if line.endswith("}"))
+    rows = (json.loads(line) for line in metrics.read_text().split("\n")[:-1])
     return [row for row in rows if row["kind"] == kind]
 
 
@@ -219,24 +235,23 @@ def soak_train(out: Path, ranks: int, rank_hours: float) -> dict[str, Any]:
         subprocess.run(list(map(str, [*pack, "-q"])), env=environment, check=True)
     log, metrics, ended = out / "samples.jsonl", out / "run" / "metrics.jsonl", out / "ended.json"
     beginnings = json.loads(ended.read_text()) if ended.exists() else []
-    left = 3600 * (rank_hours / ranks - sum(one["hours"] for one in beginnings))
+    before = hours_of(log)
+    left = 3600 * (rank_hours / ranks - before)
     changes = [f"plan.data={ranks}", f"optim.accumulate={ranks}", "train.steps=10000000", "train.workers=1"]
     changes += ["train.validate_every=1000", "train.validation_share=0.02", "train.save_every=100"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
     command += ["-m", "warpfold", "train", "tiny", "--data", out / "store", "--out", out / "run", "--device", "cpu"]
     command += [word for change in changes for word in ("--set", change)]
     if left > 0:
-        with open(out / "said.txt", "a") as said:
-            process = subprocess.Popen(list(map(str, command)), env=environment, stdout=said, stderr=said)
-            steps = Lines(metrics, having=b'"kind": "step"')
-            seconds = watch(process, log, steps, lambda seconds: seconds > left)
-        beginnings.append({"hours": seconds / 3600, "exit_code": process.returncode, "steps": steps()})
+        steps = Lines(metrics, having=b'"kind": "step"')
+        code = watch(command, out, steps, lambda seconds: seconds > left)
+        beginnings.append({"hours": hours_of(log) - before, "exit_code": code, "steps": steps()})
         ended.write_text(json.dumps(beginnings))
     losses = [row["loss"] for row in rows_of(metrics, "step")]
     return {
         "ranks": ranks,
-        "rank_hours": round(ranks * sum(one["hours"] for one in beginnings), 2),
-        "beginnings": beginnings,  # torchrun itself exits with 1 when it is told to end
+        "rank_hours": round(ranks * hours_of(log), 2),
+        "beginnings": beginnings,  # that were not killed; torchrun itself exits with 1 when it is told to end
         "steps": len(losses),
         "checkpoints": len(losses) // 100,
         "validations": len(rows_of(metrics, "validation")),
@@ -268,20 +283,20 @@ def soak_predict(out: Path, predictions: int) -> dict[str, Any]:
         smaller = ("model.evoformer.blocks=1", "model.structure.layers=1", "model.c_m=16", "model.c_z=16")
         model = AlphaFold(settings.build(RunConfig, settings.load("tiny", smaller), "tiny").model)
         save_params(params, model, {"max_msa": 16, "max_extra": 16})
+    if (given := fasta.read_bytes().count(b">")) != predictions:
+        raise SystemExit(f"{out}: was begun with --predictions {given}; go on with that, or name another folder")
     command = [sys.executable, "-m", "warpfold", "predict", fasta, "--params", params, "--out", folded]
-    with open(out / "said.txt", "a") as said:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        whole = list(map(str, [*command, "--device", "cpu"]))
-        process = subprocess.Popen(whole, env=environment, stdout=said, stderr=said)
-        done = Lines(lambda: sorted((folded / "journal").glob("*.jsonl")))
-        seconds = watch(process, log, done, lambda _: False)
+    done = Lines(lambda: sorted((folded / "journal").glob("*.jsonl")), having=b'"entry": ')
+    code = watch([*command, "--device", "cpu"], out, done, lambda _: False)
+    if code not in (0, 1):
+        raise SystemExit(f"{out}: predict ended with {code}, and said.txt says why; the same command continues")
     summary = json.loads((folded / "summary.json").read_text())
     return {
         "predictions": len(summary["predictions"]),
         "failures": len(summary["failures"]),
-        "exit_code": process.returncode,
+        "exit_code": code,
         "shared_a_pass": sum("together" in one for one in summary["predictions"]),
-        "hours": round(seconds / 3600, 2),
+        "hours": round(hours_of(log), 2),
         "slopes_are_per": "1,000 predictions",
         "processes": trends(log, "prediction", 1000.0, of_time=False),
     }

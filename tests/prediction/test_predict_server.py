@@ -1,6 +1,8 @@
 """An alignment server: asked only if it is named, for what is missing, once, and not for a refused run."""
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,8 @@ from tests.helpers import tiny_multimer
 from tests.prediction.runs import run_cli, write_entry
 from tests.test_cli import run
 from warpfold.data.search.server import AlignmentServer, ServerLimits
-from warpfold.errors import UserError
+from warpfold.errors import DiskError, UserError
+from warpfold.files import writing
 from warpfold.prediction.fold_options import PredictOptions
 from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import Predictor, load
@@ -86,8 +89,13 @@ def test_what_cannot_be_folded_is_not_sent(host: Server, tiny_params: Path, tmp_
     assert not host.asked
 
 
-def test_of_many_each_fails_alone_but_a_server_that_is_gone_ends_it(
-    host: Server, tiny_params: Path, tmp_path: Path
+def full_disk(path: Path, *_: object, **__: object) -> None:
+    with writing(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_of_many_each_fails_alone_but_a_server_that_is_gone_or_a_full_disk_ends_it(
+    host: Server, tiny_params: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     predictor, server = load(tiny_params, "cpu", recycle_tolerance=None), quick(host, tmp_path / "kept")
     host.faults["ticket/msa"] = ["ERROR"]
@@ -98,6 +106,10 @@ def test_of_many_each_fails_alone_but_a_server_that_is_gone_ends_it(
     host.faults["ticket/msa"] = [(503, {})]
     with pytest.raises(UserError, match="503"):
         predictor.fold_many([ONE, TWO[::-1]], msa_server=server)
+    with monkeypatch.context() as patch:
+        patch.setattr("warpfold.data.search.server.write_atomically", full_disk)
+        with pytest.raises(DiskError, match="make room"):  # neither could the next answer be kept
+            predictor.fold_many([ONE, ONE[::-1]], msa_server=server)
     (tmp_path / "two.fasta").write_text(f">x\n{ONE}\n>y\n{TWO}\n")
     found = predictor.fold_many(tmp_path / "two.fasta", msa_server=server, recycles=0)
     assert [one.prediction.details["msa_depth"] > 1 for one in found if one.prediction] == [True, True]

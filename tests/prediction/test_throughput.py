@@ -1,5 +1,6 @@
 """Predictions by the thousand: order, groups, parts and processes change no result, and a kill loses none."""
 
+import errno
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import torch
 
 from tests.helpers import as_multimer, filled_model, random_batch, random_complex, tiny_config, tiny_model
 from tests.killers import DiesTwice
+from tests.prediction.runs import run_cli
 from tests.ranks import run_ranks
 from warpfold.batch import Batch, stack
 from warpfold.bulk import JobPart
@@ -258,6 +260,39 @@ def test_one_that_fails_in_a_group_leaves_the_others_be(
     summary = predict(fasta, [], tiny_params, tmp_path / "out", options())
     assert summary["failures"] == [{"name": "p3", "error": "p3: cannot be"}]
     assert [entry["name"] for entry in summary["predictions"]] == ["p0", "p1", "p2", "p4", "p5"]  # one by one
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_full_disk_ends_a_run_that_goes_on_after_what_is_one_proteins_fault(
+    tmp_path: Path, fasta: Path, tiny_params: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    number: int,
+) -> None:  # fmt: skip
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    command = (fasta, "--params", tiny_params, "--recycles", 0, "--batch", 1, "-q", "--out")
+    assert run_cli(capsys, *command, whole)[0] == 0
+    tried, save = list[str](), np.savez_compressed
+
+    def third_fails(path: Path, **arrays: Any) -> None:
+        tried.append(path.stem)
+        if len(tried) >= 3:
+            raise OSError(number, os.strerror(number))
+        save(path, **arrays)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez_compressed", third_fails)
+        code, _, said = run_cli(capsys, *command, out)
+    done = sorted(tried[:2])
+    assert sorted(path.stem for path in out.rglob("p*.npz")) == done
+    if number == errno.EACCES:
+        assert (code, len(tried)) == (1, 6)
+    else:
+        assert (code, len(tried), said.count("\n")) == (2, 3, 1)
+        cure = "make room" if number == errno.ENOSPC else "see to the disk"
+        assert f"{out / tried[2]}: cannot be written: {os.strerror(number)}; {cure}; the same command con" in said
+    before = times_of(out, done)
+    assert run_cli(capsys, *command, out)[0] == 0
+    assert times_of(out, done) == before
+    assert predictions(out) == predictions(whole)
 
 
 # ---- shared by processes

@@ -26,7 +26,7 @@ from warpfold.data.store.stored_example import example_arrays, example_notes
 from warpfold.engine import checkpoint, optim
 from warpfold.engine.loop import StepTimer
 from warpfold.engine.optim import OptimConfig
-from warpfold.errors import UserError
+from warpfold.errors import DiskError, UserError
 from warpfold.files import checksum
 from warpfold.model.weights.files import load_model
 from warpfold.parallel.plan import Plan
@@ -154,7 +154,7 @@ def test_on_a_full_disk_the_run_ends_and_continues_later(
             original(tensors, path)
 
         patch.setattr(checkpoint, "save_file", full)
-        with pytest.raises(UserError, match=r"No space left on device.*step 3 is safe"):
+        with pytest.raises(DiskError, match=r"No space left on device; step 3 is safe in .*; make room$"):
             train(tiny_run(), store, tmp_path / "run")
     train(tiny_run(), store, tmp_path / "run")
     assert rows(tmp_path / "run") == rows(unbroken)

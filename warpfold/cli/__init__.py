@@ -7,7 +7,6 @@ answers at once.
 """
 
 import atexit
-import errno
 import os
 import re
 import signal
@@ -23,7 +22,8 @@ import typer
 
 from warpfold import __version__
 from warpfold.cli.common import GIVEN, StoppedByUser, app, how_to_go_on
-from warpfold.errors import UserError, printable
+from warpfold.errors import DiskError, UserError, printable
+from warpfold.files import NO_ROOM, OF_DISKS
 from warpfold.parallel.process import is_one_of_several
 
 # Their files, in the order of --help; a file may have several commands.
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         with _answered():
             code = command.main(args=arguments, prog_name="warpfold", standalone_mode=False)
     except UserError as error:
-        code = _complain(str(error), error.exit_code)
+        code = _complain(f"{error}; {how_to_go_on()}" if isinstance(error, DiskError) else str(error), error.exit_code)
     except click.UsageError as error:
         code = _complain(_misused(error), 2)
     except click.ClickException as error:
@@ -62,11 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             raise
         code = _complain("torch is not installed; pip install -e . brings it (docs/install.md)", 1)
     except OSError as error:
-        if error.filename is None and error.errno != errno.ENOSPC:
+        if error.filename is None and error.errno not in OF_DISKS:
             raise
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        cure = f"; make room; {how_to_go_on()}" if full else ""
-        code = _complain(f"{error.filename or 'writing'}: {error.strerror}{cure}", 1)
+        cure = "make room" if error.errno in NO_ROOM else "see to the disk"
+        then = f"; {cure}; {how_to_go_on()}" if error.errno in OF_DISKS else ""
+        code = _complain(f"{error.filename or 'writing'}: {error.strerror}{then}", 1)
     except (StoppedByUser, KeyboardInterrupt, typer.Abort) as stop:
         print(f"stopped; {how_to_go_on()}", file=sys.stderr)
         code = stop.code if isinstance(stop, StoppedByUser) else 130

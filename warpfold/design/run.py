@@ -177,7 +177,7 @@ def _run_start(
         row: dict[str, Any] = {key: value for key, value in vars(now).items() if key != "weights"}
         row |= {"step": step, "loss": found.loss, "terms": found.terms}
         row |= {"plddt": found.prediction.mean_plddt, "letters": letters}
-        with journal.open("a", encoding="utf-8") as file:
+        with writing(journal), journal.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         assert isinstance(found.grad, dict)
         for key, grad in found.grad.items():

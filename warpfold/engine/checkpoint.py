@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from warpfold.errors import UserError, listed
-from warpfold.files import checksum, sync_path, wait_for_lock
+from warpfold.files import cannot_write, checksum, error_number, sync_path, wait_for_lock
 from warpfold.parallel.waits import saving
 
 logger = logging.getLogger("warpfold")
@@ -153,10 +153,8 @@ class StepFolders:
             yield
         except (OSError, SafetensorError) as error:
             clean()
-            kept = "" if before is None else f"step {before} is safe in {self.step_path(before)}; "
-            raise UserError(
-                f"{path}: could not be written ({reason(error)}); {kept}{cure(error)} and start again"
-            ) from error
+            kept = "" if before is None else f"step {before} is safe in {self.step_path(before)}"
+            raise cannot_write(path, error, cure(error), kept) from error
 
     def lock(self, folder: Path) -> TextIO:
         """Keep other runs out of a folder, which is made if it is not there; remove what a killed one has left.
@@ -199,21 +197,13 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def reason(error: Exception) -> str:
-    """Name the reason why something could not be written."""
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
 def cure(error: Exception) -> str:
-    """Suggest a remedy where something could not be written; safetensors puts the error number into its text."""
-    said = re.search(r"os error (\d+)", str(error))
-    code = error.errno if isinstance(error, OSError) else int(said[1]) if said else None
-    if code == errno.ENOENT:
-        return "the folder was moved or removed meanwhile: put it back"
-    return "make room" if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else "see to the disk"
+    """Suggest a remedy where something could not be written, and the disk is not known to be the reason."""
+    number = error_number(error)
+    if number == errno.ENOENT:
+        return "the folder was moved or removed meanwhile: put it back, and start again"
+    return f"{'make room' if number == errno.EFBIG else 'see to the disk'}, and start again"
 
-
-logger = logging.getLogger("warpfold")
 
 MAX_FAILURES = 3
 
@@ -478,7 +468,7 @@ class AppendedFile:
             # Unbuffered: what was written survives the process, and a full disk is an error now, not on closing.
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (see close)
         except OSError as error:
-            raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+            raise cannot_write(path, error) from error
         if header and not self._file.tell():
             self.write(header)
 
@@ -489,7 +479,7 @@ class AppendedFile:
             if self._file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise UserError(f"{self.path}: {error.strerror}; {cure(error)} and start again") from error
+            raise cannot_write(self.path, error, cure(error)) from error
 
     def close(self) -> None:
         self._file.close()

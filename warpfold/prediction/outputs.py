@@ -1,7 +1,6 @@
 """A prediction, and how it becomes files, all of them or none, and an entry of the summary."""
 
 import contextlib
-import errno
 import html
 import io
 import itertools
@@ -295,27 +294,22 @@ class Prediction:
             texts["pdb"] = self.pdb()
         if self.templates:
             texts["templates"] = json.dumps(list(self.templates), indent=1)
-        try:
-            with _draft(folder) as draft:
-                np.savez_compressed(draft / names["arrays"], **arrays)
-                for kind, text in texts.items():
-                    (draft / names[kind]).write_text(text, encoding="utf-8")
-                if self.pae is not None and self.max_pae is not None:
-                    write_pae(draft / names["pae"], self.pae, self.max_pae)
-                scores = self.plddt, self.pae, self.ptm, self.iptm, self.chain_pair_iptm, self.label
-                write_scores(draft / names["scores"], *scores, pair_records(self.pair_scores))
-                if self.distogram is not None:
-                    np.save(draft / names["distogram"], self.distogram, allow_pickle=False)
-                if stored_pair:
-                    record = self.record(stored_pair)
-                    head = _RECORD.pack(record.header, record.crc)
-                    (draft / names["representations"]).write_bytes(head + record.data)
-                written = {kind: name for kind, name in names.items() if (draft / name).exists()}
-                _move_into(draft, folder, names)
-        except OSError as error:
-            why = error.strerror or error
-            cure = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "name another folder"
-            raise UserError(f"{folder}: cannot be written: {why}; {cure}") from error
+        with writing(folder, "name another folder"), _draft(folder) as draft:
+            np.savez_compressed(draft / names["arrays"], **arrays)
+            for kind, text in texts.items():
+                (draft / names[kind]).write_text(text, encoding="utf-8")
+            if self.pae is not None and self.max_pae is not None:
+                write_pae(draft / names["pae"], self.pae, self.max_pae)
+            scores = self.plddt, self.pae, self.ptm, self.iptm, self.chain_pair_iptm, self.label
+            write_scores(draft / names["scores"], *scores, pair_records(self.pair_scores))
+            if self.distogram is not None:
+                np.save(draft / names["distogram"], self.distogram, allow_pickle=False)
+            if stored_pair:
+                record = self.record(stored_pair)
+                head = _RECORD.pack(record.header, record.crc)
+                (draft / names["representations"]).write_bytes(head + record.data)
+            written = {kind: name for kind, name in names.items() if (draft / name).exists()}
+            _move_into(draft, folder, names)
         return written
 
 

@@ -285,8 +285,9 @@ class PartWriter(PartFolder):
 
     def finish(self) -> None:
         """Mark the part as whole."""
-        for file in (self._records_file, self._journal_file):
-            os.fsync(file.fileno())
+        with writing(self.path):
+            for file in (self._records_file, self._journal_file):
+                os.fsync(file.fileno())
         self.add(_END, self.manifest["inputs"])
 
     def close(self) -> None:
