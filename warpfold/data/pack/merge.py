@@ -3,15 +3,19 @@
 import json
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 
-from warpfold.data.pack.part import RECORDS, JobResult, Manifest, PartFolder, differences
+from warpfold import __version__
+from warpfold.data.pack.part import CLUSTERS, RECORDS, JobResult, Manifest, PartFolder, differences
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.pack.versions import origin_text
-from warpfold.data.similar.clusters import cluster_sequences, read_clusters
+from warpfold.data.similar.clusters import cluster_sequences, clustered_by, read_clusters
 from warpfold.data.store.store import Packed, Store, StoreWriter
 from warpfold.data.store.stored_example import CHAINS, StoredExample, chain_keys
 from warpfold.errors import UserError
+from warpfold.files import write_atomically
 from warpfold.progress import Progress
 
 META = ("length", "depth", "templates", "resolution", "release_date", "method")  # columns of the index, of `PackEntry`
@@ -52,13 +56,16 @@ def merge_parts(
     progress: Progress,
     in_place: bool = False,
     update: bool = False,
+    threads: int = 1,
 ) -> PackReport:
     """Write the store `out` from parts that belong together and are finished, unless there is no chain to keep.
 
     If two files have a chain with the same name, the first file (by name) counts.
     in_place: the files of the parts' records become shards as they are, and no record moves; otherwise the records are
-    copied, in the order of the files' names.  update: `out` is a store, which gets another version.
-    Errors: UserError if `out` exists, or to update is no store; if it cannot be written, or for the file of clusters.
+    copied, in the order of the files' names.  update: `out` is a store, which gets another version.  threads: of the
+    program that makes clusters of many sequences.
+    Errors: UserError if `out` exists, or to update is no store; if it cannot be written, for the file of clusters, and
+    as of `cluster_sequences`.
     """
     files, manifest = _drop_duplicates(parts), parts[0].manifest
     report = PackReport([entry for _, _, entries in files for entry in entries], {})
@@ -72,7 +79,7 @@ def merge_parts(
     with StoreWriter(out, grow=update) as writer:
         progress(0, 1, "clustering")
         old = _old_chains(writer.base, {entry.name for entry in report.kept}) if update else []
-        clusters = _clusters([*old, *chains], manifest, executor)
+        clusters, program = _clusters([*old, *chains], manifest, executor, threads, parts[0].path)
         for entry, cluster in zip([*old, *chains], clusters):
             entry.cluster = cluster
         if update:
@@ -92,7 +99,8 @@ def merge_parts(
             else:
                 writer.add(entry.name, Packed(part.record(result, number), header, crc, entry.shares), meta)
             progress(done, len(kept), "writing")
-        writer.finish({"pack.json": report.text(), "pack.tsv": report.table(), "sources.json": origin_text(manifest)})
+        origin = origin_text(manifest | {"clustered": program})
+        writer.finish({"pack.json": report.text(), "pack.tsv": report.table(), "sources.json": origin})
     return report
 
 
@@ -136,17 +144,34 @@ def _old_chains(store: Store, replaced: set[str]) -> list[PackEntry]:
     return found
 
 
-def _clusters(chains: Sequence[PackEntry], manifest: Manifest, executor: Executor | None) -> list[str]:
-    """Return the name of each chain's cluster: from a file, or that of the cluster's representative."""
+def _clusters(
+    chains: Sequence[PackEntry], manifest: Manifest, executor: Executor | None, threads: int, folder: Path
+) -> tuple[list[str], str]:
+    """Return the name of each chain's cluster: from a file, or that of the cluster's representative; and the program
+    that made them, "" for none but this.
+
+    folder: where they are kept.  A merge that is killed later finds them there, on whichever machine it goes on.
+    """
     keys, sequences = [chain.name for chain in chains], [chain.sequence for chain in chains]
     first = dict(zip(reversed(sequences), reversed(keys)))
     if manifest["clusters"]:
         named = read_clusters(manifest["clusters"], keys, {chain.name: chain.entity for chain in chains})
-        return [named.get(one.name, one.cluster or first[one.sequence]) for one in chains]
+        return [named.get(one.name, one.cluster or first[one.sequence]) for one in chains], ""
     identity = manifest["options"]["cluster_identity"]
     if identity >= 1:
-        return [first[sequence] for sequence in sequences]
-    return [keys[index] for index in cluster_sequences(sequences, identity, executor)]
+        return [first[sequence] for sequence in sequences], ""
+    made_of = blake2b(f"{__version__} {identity}".encode(), digest_size=16)
+    for sequence in sequences:
+        made_of.update(b"\n" + sequence.encode())
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads((folder / CLUSTERS).read_bytes())
+        if found["made_of"] == made_of.hexdigest() and len(found["clusters"]) == len(keys):
+            return [keys[index] for index in found["clusters"]], found["program"]
+    program = clustered_by(sequences)
+    clusters = cluster_sequences(sequences, identity, executor, threads)
+    made = {"made_of": made_of.hexdigest(), "program": program, "clusters": clusters}
+    write_atomically(folder / CLUSTERS, json.dumps(made))
+    return [keys[index] for index in clusters], program
 
 
 def _find_unused(report: PackReport, parts: Sequence[PartFolder], bad: dict[str, str]) -> None:

@@ -3,11 +3,13 @@
 `plan.json` is its manifest: the inputs and options.  `records` holds bytes, and `journal` a line for each job: its
 result, and where its records lie.  A line is written after its records and with a checksum, so that after a kill we
 know what is whole.  Other lines say that a job was begun, which identifies a job that kills every process that tries
-it, and what the queries of alignments are: the other parts of the store read these, too.
+it, and what the queries of alignments are: the other parts of the store read these, too.  `clusters.json` has the
+clusters that a merge has made, for one that follows it.
 """
 
 import json
 import os
+import re
 import shutil
 import zlib
 from collections import Counter
@@ -24,8 +26,8 @@ from warpfold.files import lock_folder, pread, refuse_foreign, remove_own, writi
 FORMAT, VERSION = "warpfold-part", 4
 _END = "end"  # the last job; its result is the inputs that were done
 _BEGUN, _STOPPED, _FORGOTTEN, _QUERIES = "begun", "stopped", "forgotten", "queries"  # lines about several jobs
-RECORDS = "records"
-_OWN = ("plan.json", "plan.json.new", "journal", RECORDS, f"{RECORDS}.new", "lock")
+RECORDS, CLUSTERS = "records", "clusters.json"
+_OWN = re.compile(rf"(plan\.json|{RECORDS})(\.new)?|journal|lock|clusters\.json|\.clusters\.json\.[0-9a-f]{{8}}")
 _PIECE = 1 << 24  # bytes of the records that are checked at a time
 
 FileVersion = tuple[str, int, int]  # of an alignment: name, bytes, nanoseconds since 1970
@@ -195,7 +197,7 @@ class PartWriter(PartFolder):
     """
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        refuse_foreign(path, _OWN.__contains__)
+        refuse_foreign(path, _OWN.fullmatch)
         self._lock = lock_folder(path, path)
         manifest = {"format": FORMAT, "version": VERSION, **manifest}
         file, journal, records = (path / name for name in ("plan.json", "journal", "records"))
@@ -271,7 +273,7 @@ class PartWriter(PartFolder):
 
 def remove_part(path: Path) -> None:
     """Delete a part's own files and its folder; its writer still has to be closed."""
-    remove_own(path, _OWN.__contains__)
+    remove_own(path, _OWN.fullmatch)
 
 
 def _read_manifest(path: Path) -> Manifest:

@@ -251,4 +251,6 @@ def store_summary_text(found: Mapping[str, Any]) -> str:
         rows["packed by"] = f"WarpFold {packed['warpfold']}"
         rows["from"] = ", ".join(f"{one['files']:,} {name} ({one['bytes'] / 1e6:,.1f} MB)" for name, one in inputs)
         rows["options"] = ", ".join(options)
+        if packed.get("clustered"):
+            rows["clusters by"] = packed["clustered"]
     return "\n".join(f"{name:16s}{text}" for name, text in rows.items())
