@@ -36,13 +36,18 @@ QueryOrError = tuple[str, str]  # an alignment's query, and what is wrong with i
 Manifest = dict[str, Any]  # "part", "warpfold" (version), "options", "inputs", as JSON can hold them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class JobResult:
     """What a job found, and where its records lie."""
 
-    data: Any  # as JSON can hold it
+    line: bytes  # of the journal, parsed when somebody asks: a part may have a million of them
     at: int  # in `records`
-    sizes: list[int]
+    sizes: Sequence[int]
+
+    @property
+    def data(self) -> Any:
+        """Return what it found, as JSON can hold it."""
+        return json.loads(self.line)[1]
 
     def place(self, number: int) -> tuple[int, int]:
         """Return where one of its records begins, and how many bytes it has."""
@@ -122,11 +127,11 @@ class PartFolder:
         with open(path / "records", "rb") as records:
             written = os.fstat(records.fileno()).st_size
             for text, length in _whole_lines(path / "journal"):
-                job, data, sizes, crc = json.loads(text)
+                job, _, sizes, crc = json.loads(text)
                 journal, at = self._whole
                 if (check and _crc(records.fileno(), sum(sizes), at) != crc) or at + sum(sizes) > written:
                     break
-                self._take(job, JobResult(data, at, sizes))
+                self._take(job, JobResult(text, at, tuple(sizes)))
                 self._whole = journal + length, at + sum(sizes)
 
     @property
@@ -138,11 +143,10 @@ class PartFolder:
         """Return names and results of the jobs of structure files, sorted by name."""
         return sorted((job, result) for job, result in self.results.items() if job.startswith("structure "))
 
-    def record(self, result: JobResult, number: int) -> bytes:
-        """Read one of the records of a result.  No file stays open: a merge may have thousands of parts."""
-        with open(self.path / "records", "rb") as records:
-            offset, size = result.place(number)
-            return pread(records.fileno(), size, offset)
+    def record(self, at: int, size: int) -> bytes:
+        """Read one of the records.  No file stays open: a merge may have thousands of parts."""
+        with open(self.path / RECORDS, "rb") as records:
+            return pread(records.fileno(), size, at)
 
     def _take(self, job: str, result: JobResult) -> list[str]:
         """Do what a line of the journal says, and return the jobs that no longer run."""
@@ -224,11 +228,11 @@ class PartWriter(PartFolder):
 
     def add(self, job: str, data: Any, records: Sequence[bytes] = ()) -> None:
         """Keep the result of a job and its records."""
-        result = JobResult(data, self._records_file.tell(), [len(record) for record in records])
-        crc = 0
+        sizes, crc = [len(record) for record in records], 0
         for record in records:
             crc = zlib.crc32(record, crc)
-        line = json.dumps([job, data, result.sizes, crc], separators=(",", ":")).encode() + b"\n"
+        line = json.dumps([job, data, sizes, crc], separators=(",", ":")).encode() + b"\n"
+        result = JobResult(line, self._records_file.tell(), tuple(sizes))
         with writing(self.path):
             self._records_file.writelines(records)
             self._records_file.flush()

@@ -1,9 +1,11 @@
 """The report of a packing run: the outcome of every chain and file, as JSON, as a table and in one line."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ TABLE = (
 )
 
 
-@dataclass
+@dataclass(slots=True)
 class PackEntry:
     """The outcome of one chain, of one assembly, or of one file that could not be read.
 
@@ -53,6 +55,15 @@ class PackEntry:
     shares: str = field(default="", compare=False)  # the chain whose record holds this one's alignment
     # Which of its file's records it is, and the bytes and the crc of that record's header.
     record: Sequence[int] = field(default=(), compare=False)
+
+    @classmethod
+    def found(cls, data: Mapping[str, Any]) -> "PackEntry":
+        """Make an entry of plain data; a million of them share the texts that many have."""
+        entry = cls(**data)
+        for name in ("reason", "release_date", "method"):
+            if (text := getattr(entry, name)) is not None:
+                setattr(entry, name, sys.intern(text))
+        return entry
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that a report shows, as plain data for JSON: some for assemblies or predictions only."""
@@ -97,24 +108,32 @@ class PackReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return kept and dropped entries, how often each reason occurs, and unused files, as plain data for JSON."""
+        entries = {"kept": self.kept, "dropped": self.dropped}
+        return {name: [one.to_json() for one in some] for name, some in entries.items()} | self._counted()
+
+    def _counted(self) -> dict[str, dict[str, Any]]:
+        reasons = Counter(entry.reason for entry in self.dropped)
         return {
-            "kept": [entry.to_json() for entry in self.kept],
-            "dropped": [entry.to_json() for entry in self.dropped],
-            "reasons": dict(Counter(entry.reason for entry in self.dropped).most_common()),
+            "reasons": dict(reasons.most_common()),
             "unused_alignments": self.unused,
             "unused_hits": self.unused_hits,
         }
 
     def text(self) -> str:
-        """Return `to_json` as text, an entry per line."""
-        groups = []
-        for name, value in self.to_json().items():
-            if isinstance(value, list):
-                (begin, end), lines = "[]", [json.dumps(row, ensure_ascii=False) for row in value]
-            else:
-                (begin, end), lines = "{}", [json.dumps({key: value[key]}, ensure_ascii=False)[1:-1] for key in value]
-            groups.append(f'"{name}": {begin}' + ",".join(f"\n  {line}" for line in lines) + f"\n {end}")
-        return "{\n " + ",\n ".join(groups) + "\n}\n"
+        """Return `to_json` as text, an entry per line, made one after another: there may be a million."""
+        written, before = StringIO(), "{"
+        for name, value in ({"kept": self.kept, "dropped": self.dropped} | self._counted()).items():
+            begin, end = "{}" if isinstance(value, dict) else "[]"
+            written.write(f'{before}\n "{name}": {begin}')
+            before = ""
+            for row in value:
+                line = json.dumps({row: value[row]} if isinstance(value, dict) else row.to_json(), ensure_ascii=False)
+                written.write(f"{before}\n  {line[1:-1] if isinstance(value, dict) else line}")
+                before = ","
+            written.write(f"\n {end}")
+            before = ","
+        written.write("\n}\n")
+        return written.getvalue()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "PackReport":
@@ -124,15 +143,19 @@ class PackReport:
 
     def table(self) -> str:
         """Return tab-separated text, a line per entry and per unused file, with a header."""
-        rows: list[dict[str, Any]] = []
+        written = StringIO()
+        written.write("\t".join(TABLE) + "\n")
         for entry in self.entries:
             refused = "; ".join(f"{n} x {why}" for why, n in entry.templates_refused.items())
-            row = vars(entry) | {"status": "kept" if entry.kept else "dropped", "templates_refused": refused}
-            rows.append(row if entry.plddt is not None else row | {"masked": None})
+            other = {"status": "kept" if entry.kept else "dropped", "templates_refused": refused}
+            other |= {"masked": None} if entry.plddt is None else {}
+            row = (other[name] if name in other else getattr(entry, name) for name in TABLE)
+            written.write("\t".join(map(_cell, row)) + "\n")
         for what, unused in (("alignment", self.unused), ("hits", self.unused_hits)):
-            rows += [{"file": file, "reason": why, "status": f"unused {what}"} for file, why in unused.items()]
-        lines = (TABLE, *([_cell(row.get(name)) for name in TABLE] for row in rows))
-        return "".join("\t".join(line) + "\n" for line in lines)
+            for file, why in unused.items():
+                row = {"file": file, "reason": why, "status": f"unused {what}"}
+                written.write("\t".join(_cell(row.get(name)) for name in TABLE) + "\n")
+        return written.getvalue()
 
     def summary(self) -> str:
         """Return one line of numbers."""
