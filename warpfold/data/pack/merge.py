@@ -99,7 +99,7 @@ def merge_parts(
         shards = [writer.adopt(part.path / RECORDS) for part in parts] if in_place else []
         for done, (entry, number, at, size, header, crc) in enumerate(zip(kept, *together.records), 1):
             meta = {name: getattr(entry, name) for name in columns}
-            meta |= {CHAINS: entry.chains or None} if with_assemblies else {}
+            meta |= {CHAINS: list(entry.chains) or None} if with_assemblies else {}
             meta |= {"cluster": entry.cluster}
             if in_place:
                 record = Packed(b"", header, crc, entry.shares)
@@ -108,7 +108,7 @@ def merge_parts(
                 writer.add(entry.name, Packed(parts[number].record(at, size), header, crc, entry.shares), meta)
             progress(done, len(kept), "writing")
         origin = origin_text(manifest | {"clustered": program})
-        writer.finish({"pack.json": report.text(), "pack.tsv": report.table(), "sources.json": origin})
+        writer.finish({"pack.json": report.text, "pack.tsv": report.table, "sources.json": origin})
     return report
 
 
@@ -135,7 +135,7 @@ def _drop_duplicates(parts: Sequence[PartFolder]) -> Together:
             elif absent := [chain for chain in one.chains if chain in lost]:
                 reason = f"its chain {absent[0]} is also in another file"
             if one.kept and reason:
-                one.kept, one.reason, one.chains = False, reason, []
+                one.kept, one.reason, one.chains = False, reason, ()
             if one.kept:
                 holders[one.name] = one.file
                 place, header, crc = one.record

@@ -198,9 +198,10 @@ class StoreWriter:
             self._shards.append((shard.name, shard.stat().st_size))
         return len(self._shards) - 1
 
-    def finish(self, files: Mapping[str, str] | None = None, without: Sequence[str] = ()) -> None:
+    def finish(self, files: Mapping[str, str | Callable[[], str]] | None = None, without: Sequence[str] = ()) -> None:
         """Write the index, any small text `files`, and `store.json`; a new store then gets its name.
 
+        files: a function makes the text when its turn comes.
         without: keys of a store that grows which the new version does not have.
         Errors: UserError for a store without records, or if it cannot be written.
         """
@@ -214,7 +215,10 @@ class StoreWriter:
             shards = [*(self._base.index.shards if self._base is not None else ()), *self._shards]
             index = encode_index(keys, where, meta, shards)
             name = f"index-{number:05d}.wfi"
-            texts = {_of_version(name, number): text.encode() for name, text in (files or {}).items()}
+            texts = {
+                _of_version(name, number): (text if isinstance(text, str) else text()).encode()
+                for name, text in (files or {}).items()
+            }
             checksums = {name: zlib.crc32(text) for name, text in texts.items()}
             entry = {"index": name, "bytes": len(index), "blake2b": digest_of(index), "records": len(keys)}
             top = {"format": FORMAT, "version": VERSION, "versions": [*versions, entry | {"files": checksums}]}
