@@ -39,9 +39,10 @@ HEAD = struct.Struct("<8sII")  # magic, version, 0
 FOOT = struct.Struct("<QQII8s")  # index: offset, size, crc32; records; magic
 BLOCK = 1 << 17  # bytes of an array per blob, before compression: as much is read for a single row
 SHARD = 1 << 30  # bytes after which the next shard begins
-# What a writer makes.
+# What a writer makes, and the drafts of it that one leaves which is killed.
+_DRAFT = re.compile(r"\.(store|index|pack|sources)[\w.-]*\.[0-9a-f]{8}")
 _OWN = re.compile(
-    r"\.(store|index|pack|sources)[\w.-]*\.[0-9a-f]{8}|"  # drafts of these
+    rf"{_DRAFT.pattern}|"
     r"lock|store\.json|(pack|sources)(-\d+)?\.json|pack(-\d+)?\.tsv|shard-\d{5,}\.wfs|index-\d{5,}\.wfi"
 )
 LEVEL = 1  # of zstd: higher levels hardly compress residues better
@@ -133,6 +134,9 @@ class StoreWriter:
                     f"{self.path}: a store of format {self._base.version} does not grow; make one of format "
                     f"{VERSION} of it first: warpfold pack --compact {self.path} --out NEW"
                 )
+            with writing(self.path):
+                for left in filter(_DRAFT.fullmatch, os.listdir(self.path)):
+                    (self.path / left).unlink()
             unless_open.pop_all()
 
     @property
