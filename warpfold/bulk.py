@@ -9,15 +9,18 @@ jobs, and does it by any of these.
 """
 
 import os
+import signal
+import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context, parent_process
+from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 DEATHS = 3  # of local processes one after another, without a result between them, before a run gives up
 AHEAD = 64  # jobs handed out at a time, including finished ones that wait for a slow one before them
+SHOWN = 3  # last lines of a failed program's output
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -214,6 +218,31 @@ def _version() -> str:
 def _name_of(function: Callable[..., Any]) -> str:
     """Return a function's name: a process to which it was sent has imported its module."""
     return function.__name__
+
+
+def run_program(command: Sequence[str]) -> str:
+    """Return the output of a program; an exception ends it, and what it has started.
+
+    Errors: UserError, with its last lines, if it fails, or if it is not installed.
+    """
+    try:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+        )
+    except FileNotFoundError:
+        raise UserError(f"`{command[0]}` is not on PATH of the machine that does this job; install it there") from None
+    with process:
+        try:
+            output, errors = process.communicate()
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    if process.returncode:
+        words = [line.strip() for line in (errors.strip() or output.strip()).splitlines() if line.strip()]
+        name = " ".join([Path(command[0]).name, *command[1:2]])
+        raise UserError(f"`{name}` failed ({process.returncode}): {' / '.join(words[-SHOWN:]) or 'no output'}")
+    return output
 
 
 def in_order(

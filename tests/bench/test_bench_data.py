@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.straggler import Simulation, epoch_gap, simulate, straggler
-from warpfold.bench.data import bench_data, rows, source_files, spread_out
+from warpfold.bench.data import bench_data, packing, rows, source_files, spread_out
 from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
 from warpfold.data.synthetic.folder import generate
@@ -55,6 +55,17 @@ def test_entries_are_spread_over_depths(packed: tuple[Store, Path]) -> None:
 def test_sources_of_another_store_are_refused(packed: tuple[Store, Path], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--sources"):
         source_files(packed[0], tmp_path, packed[0].keys[:1])
+
+
+def test_the_sources_of_a_store_that_has_grown_are_those_of_all_its_versions(tmp_path: Path) -> None:
+    generate(tmp_path / "proteins", 2, seed=1)
+    files = sorted((tmp_path / "proteins").rglob("*.cif"))
+    for number, file in enumerate(files):
+        pack([file], [], tmp_path / "store", update=number > 0)
+    store = Store(tmp_path / "store")
+    found = source_files(store, tmp_path / "proteins", store.keys)
+    assert [structure for structure, _ in found.values()] == files
+    assert len(packing(store, tmp_path / "proteins")) >= 2
 
 
 def test_simulated_ranks_take_the_time_that_they_compute() -> None:

@@ -30,6 +30,7 @@ from warpfold.data.formats.alignment import read_alignment
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.order import Order, Source
 from warpfold.data.load.schedule import Schedule, State
+from warpfold.data.pack.versions import whole_report
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import StoredExample, chain_keys
 from warpfold.errors import UserError
@@ -113,27 +114,20 @@ def spread_out(store: Store, entries: int) -> list[str]:
 
 
 def source_files(store: Store, folder: Path, keys: Sequence[str]) -> dict[str, tuple[Path, list[Path]]]:
-    """Return the structure file and the alignment files of each entry, as the store's pack.json names them.
+    """Return the structure file and the alignment files of each entry, as the store's reports name them.
 
     Errors: UserError if one of them is not there.
     """
-    entries = {entry["name"]: entry for entry in _kept(store)}
+    entries = {entry.name: entry for entry in whole_report(store).kept}
     found = {}
     for key in keys:
-        paths = [folder / name for name in (entries[key]["file"], *entries[key]["alignments"])]
+        paths = [folder / name for name in (entries[key].file, *entries[key].alignments)]
         if missing := [path for path in paths if not path.is_file()]:
             raise UserError(
                 f"{missing[0]}: no such file; --sources is the folder that holds what the store was made of"
             )
         found[key] = paths[0], paths[1:]
     return found
-
-
-def _kept(store: Store) -> list[dict[str, Any]]:
-    """Return the entries of the store's pack.json, with the files that each was made of."""
-    report: dict[str, Any] = json.loads(store.file("pack.json") or "{}")
-    kept: list[dict[str, Any]] = report["kept"]
-    return kept
 
 
 def features(
@@ -221,9 +215,9 @@ def packing(store: Store, folder: Path) -> dict[str, float]:
     """Return the seconds to pack the store's sources again, with one, two and one process for each core."""
     from warpfold.data.pack.pack import pack
 
-    kept = _kept(store)
-    structures = sorted({folder / entry["file"] for entry in kept})
-    alignments = sorted({folder / name for entry in kept for name in entry["alignments"]})
+    kept = whole_report(store).kept
+    structures = sorted({folder / entry.file for entry in kept})
+    alignments = sorted({folder / name for entry in kept for name in entry.alignments})
     cores = os.cpu_count() or 1
     seconds = {}
     for workers in sorted({1, 2, cores}):

@@ -66,7 +66,7 @@ def test_pack_takes_them_by_their_queries(tmp_path: Path) -> None:
     processed(parse_a3m(A3M), [-1, 9606, -1], tmp_path / "msas/0f3a.npz")
     np.savez(tmp_path / "msas/coordinates.npz", coord=np.zeros(3))
     report = pack([tmp_path / "structures"], [tmp_path / "msas"], tmp_path / "store")
-    assert {entry.name: entry.alignments for entry in report.kept} == {"1one_A": ["msas/0f3a.npz"], "1one_B": []}
+    assert {entry.name: entry.alignments for entry in report.kept} == {"1one_A": ("msas/0f3a.npz",), "1one_B": ()}
     assert "msas/coordinates.npz: is no alignment of Boltz, or damaged" in report.unused["msas/coordinates.npz"]
     assert read_example(Store(tmp_path / "store"), "1one_A").depth == 3
 

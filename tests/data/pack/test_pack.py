@@ -30,12 +30,12 @@ def test_everything_is_kept_or_named_with_its_reason_in_the_report_and_in_the_st
     report = packed(files)
     kept = {entry.name: entry for entry in report.kept}
     assert {key: entry.alignments for key, entry in kept.items()} == {
-        "1one_A": ["msas/a.a3m"],  # of its very sequence
-        "1one_B": ["msas/1two/hits.a3m"],
-        "1one_C": ["msas/a.a3m"],
-        "1two_A": ["msas/1two/hits.a3m"],  # by name, of all but a tag
-        "1mut_A": ["msas/a.a3m"],  # the nearest
-        "1non_A": [],
+        "1one_A": ("msas/a.a3m",),  # of its very sequence
+        "1one_B": ("msas/1two/hits.a3m",),
+        "1one_C": ("msas/a.a3m",),
+        "1two_A": ("msas/1two/hits.a3m",),  # by name, of all but a tag
+        "1mut_A": ("msas/a.a3m",),  # the nearest
+        "1non_A": (),
     }
     assert (kept["1one_A"].depth, kept["1one_A"].length) == (3, 30)
     assert "msas/1non_A.a3m: its query is another protein" in kept["1non_A"].reason
@@ -146,7 +146,7 @@ def test_an_alignment_that_turns_out_bad_is_left_out_and_named(tmp_path: Path) -
     alignment(tmp_path / "m/late.a3m", ONE, *[ONE] * 20, "ACD")  # what is wrong comes late in the file
     report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store")
     (entry,) = report.kept
-    assert (entry.alignments, entry.depth) == (["m/good.a3m"], 2)
+    assert (entry.alignments, entry.depth) == (("m/good.a3m",), 2)
     assert "m/late.a3m: row 22" in entry.reason
     assert "row 22" in report.unused["m/late.a3m"]
     (tmp_path / "m/good.a3m").unlink()
@@ -298,7 +298,7 @@ def test_templates_lie_in_the_store_and_the_report_counts_them(queries: Path) ->
         same = np.array([letter != "R" for letter in ONE])  # whose NH1 and NH2 the reader names by their geometry
         np.testing.assert_allclose(raw.templates.positions[0][same], truth.positions[same], atol=1e-3)
         assert raw.templates.mask[1, 25:].sum() == 0
-        assert (entries[name].templates, entries[name].hits) == (2, ["m/1one_A/hmm_output.sto"])
+        assert (entries[name].templates, entries[name].hits) == (2, ("m/1one_A/hmm_output.sto",))
         assert entries[name].templates_refused == {
             "is of the query's own entry": 1,
             "came out N, after N": 1,

@@ -99,7 +99,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "m/x.index").write_text(json.dumps({"1one_\ud800": [["x\udfff.a3m", 0, 4]]}))
     report = pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store")
     assert [entry.file for entry in report.entries] == ["s/1one.cif", "s/\\udcff.cif", "s/bad\\udcff.cif"]
-    assert [entry.alignments for entry in report.entries] == [["m/\\udcfe.a3m"], [], []]
+    assert [entry.alignments for entry in report.entries] == [("m/\\udcfe.a3m",), (), ()]
     assert report.entries[2].reason.startswith("s/bad\\udcff.cif: has no atoms")
     assert list(report.unused) == ["m/x.index:1one_\\ud800/x\\udfff.a3m"]
     assert pack([tmp_path / "s"], [tmp_path / "m"], tmp_path / "store").finished_before

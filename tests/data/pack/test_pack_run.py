@@ -1,5 +1,6 @@
 """How packing runs changes nothing: workers, a cluster, parts, kills at any moment; what is finished stays."""
 
+import json
 import os
 import random
 import shutil
@@ -16,10 +17,13 @@ from tests.data.pack.killers import Here
 from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, compacted, contents, packed, stopped, structure
 from warpfold.bulk import JobPart
 from warpfold.data.pack import jobs as pack_jobs
+from warpfold.data.pack import merge as merging
 from warpfold.data.pack import pack as packing
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import merge, pack
 from warpfold.data.pack.part import PartFolder, PartWriter, part_path
+from warpfold.data.pack.report import store_summary_text, summarize_store
+from warpfold.data.pack.versions import compact, remove
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 
@@ -173,11 +177,49 @@ def test_a_kill_while_the_store_is_written(
     (files / "store.partial").mkdir()
     (files / "store.partial/shard-00000.wfs").write_bytes(b"left by a kill")
     monkeypatch.setattr(packing, "_fill", lambda *_: pytest.fail("work was done again"))
+    monkeypatch.setattr(merging, "cluster_sequences", lambda *_: pytest.fail("clusters were made again"))
     packed(files)
     assert contents(files / "store") == whole
     part.mkdir()  # a kill after the store appeared, before the part went
     assert packed(files).finished_before
     assert not part.exists()
+
+
+@pytest.mark.parametrize("left", ["whole", "damaged", "of other sequences"])
+def test_clusters_are_made_once_however_often_a_merge_is_killed(
+    files: Path, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    def together(sequences: Sequence[str], *_: object) -> list[int]:
+        made.append(len(sequences))
+        return [0] * len(sequences)
+
+    def stop(done: int, total: int, stage: str) -> None:
+        if stage == "writing":
+            raise KeyboardInterrupt
+
+    made: list[int] = []
+    monkeypatch.setattr(merging, "cluster_sequences", together)
+    monkeypatch.setattr(merging, "clustered_by", lambda _: "MMseqs2 14")
+    parts = parts_of(files, 2)
+    with pytest.raises(KeyboardInterrupt):
+        merge(parts, files / "store", progress=stop)
+    assert made == [6]
+    if left == "damaged":
+        (parts[0] / "clusters.json").write_text('{"made_of": 3')
+    elif left == "of other sequences":
+        structure(files / "structures/9new.cif", chain("A", ONE[::-1]))
+    (parts[0] / ".clusters.json.0123abcd").write_text("draft of a killed process")
+    if left == "whole":  # goes on where the program is not
+        monkeypatch.setattr(merging, "clustered_by", lambda _: pytest.fail("looked for a program"))
+    merge(parts_of(files, 2), files / "store")
+    store = Store(files / "store")
+    assert made == {"whole": [6], "damaged": [6, 6], "of other sequences": [6, 7]}[left]
+    assert set(store.column("cluster")) == {store.keys[0]}
+    compact(remove(files / "store", store.keys[-1:]), files / "small")
+    for number, path in enumerate((files / "store", files / "store", files / "small")):
+        one = Store(path, number % 2 + 1)
+        assert json.loads(one.file("sources.json") or "")["clustered"] == "MMseqs2 14"
+    assert "clusters by     MMseqs2 14" in store_summary_text(summarize_store(Store(files / "store")))
 
 
 def test_an_unfinished_run_with_other_options_is_refused(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Clusters: similar sequences together and no others, whatever their order and who works; cluster files."""
 
 import gzip
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.search.test_search_programs import install
 from warpfold.data.similar import clusters
-from warpfold.data.similar.clusters import cluster_sequences, read_clusters
+from warpfold.data.similar.clusters import cluster_sequences, clustered_by, read_clusters
 from warpfold.data.similar.pairwise import rost_identity, similar
 from warpfold.errors import UserError
 
@@ -171,3 +173,70 @@ def test_bad_cluster_files(tmp_path: Path, data: bytes | None, message: str) -> 
         (tmp_path / "clusters.txt").write_bytes(data)
     with pytest.raises(UserError, match=message):
         read_clusters(tmp_path / "clusters.txt", ["1abc_A"])
+
+
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have more than 10 sequences clustered by MMseqs2."""
+    monkeypatch.setattr(clusters, "MOST_HERE", 10)
+
+
+@pytest.mark.skipif(shutil.which("mmseqs") is None, reason="MMseqs2 is not installed")
+def test_many_sequences_are_clustered_by_mmseqs2_whatever_their_order_and_its_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sequences = families()
+    here = named(sequences)
+    handed_over(monkeypatch)
+    assert clustered_by(sequences[:10] * 2) == ""
+    assert clustered_by(sequences).startswith("MMseqs2 ")
+    assert named(sequences) == here
+    rng = np.random.default_rng(0)
+    order = [*rng.permutation(len(sequences)), 3]
+    found = cluster_sequences([sequences[i] for i in order], threads=2)
+    assert {sequences[i]: sequences[order[j]] for i, j in zip(order, found)} == here
+
+
+# createdb keeps the FASTA; cluster puts nothing together; createtsv writes a line for each.
+MMSEQS = """
+    if command == "version":
+        print("14-test")
+    elif command == "createdb":
+        Path(rest[1]).write_text(Path(rest[0]).read_text())
+    elif command == "cluster":
+        pass
+    elif command == "createtsv":
+        names = Path(rest[0]).read_text().split()[::2]
+        Path(rest[3]).write_text("".join(f"{name[1:]}\\t{name[1:]}\\n" for name in names))
+"""
+
+
+@pytest.mark.parametrize(
+    ("there", "instead", "said"),
+    [
+        (None, "", "20 sequences: more than 10 need MMseqs2, .* is not on PATH; install it .*--clusters.*identity 1"),
+        (
+            "pass",
+            'sys.exit("Cannot close\\nPrefilter died")',
+            "failed .1.: Cannot close / Prefilter died; .*: set TMPDIR",
+        ),
+        ("[::2]", "[2::2]", "does not put each sequence into one cluster"),
+        ("[::2]", "[::2] * 2", "does not put each sequence into one cluster"),
+        ("\\t{name[1:]}", "", "does not put each sequence into one cluster"),
+        ("\\t{name[1:]}", "\\t{name[1:]}9", "does not put each sequence into one cluster"),
+        ("{name[1:]}\\t", "0{int(name[1:]) ^ 1}\\t", "does not put each sequence into one cluster"),
+    ],
+)
+def test_a_missing_or_failing_mmseqs2_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str | None, instead: str, said: str
+) -> None:
+    handed_over(monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if there is not None:
+        assert there in MMSEQS
+        install(tmp_path, "mmseqs", MMSEQS)
+        sequences = families()
+        assert cluster_sequences(sequences) == list(range(len(sequences)))
+        install(tmp_path, "mmseqs", MMSEQS.replace(there, instead))
+    with pytest.raises(UserError, match=said) as error:
+        cluster_sequences(families())
+    assert "\n" not in str(error.value)

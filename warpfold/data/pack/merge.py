@@ -1,15 +1,20 @@
 """Finish packing: make clusters, the report and the store from the results of all parts."""
 
 import json
+from array import array
 from collections.abc import Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
-from warpfold.data.pack.part import RECORDS, JobResult, Manifest, PartFolder, differences
+from warpfold import __version__
+from warpfold.data.pack.part import CLUSTERS, RECORDS, Manifest, PartFolder, differences
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.pack.versions import origin_text
-from warpfold.data.similar.clusters import cluster_sequences, read_clusters
-from warpfold.data.store.storage import Place, is_there, storage_of
+from warpfold.data.similar.clusters import cluster_sequences, clustered_by, read_clusters
+from warpfold.data.store.storage import Place, Storage, is_there, storage_of
 from warpfold.data.store.store import Packed, Store, StoreWriter
 from warpfold.data.store.stored_example import CHAINS, StoredExample, chain_keys
 from warpfold.errors import UserError
@@ -17,7 +22,15 @@ from warpfold.progress import Progress
 
 META = ("length", "depth", "templates", "resolution", "release_date", "method")  # columns of the index, of `PackEntry`
 
-FileResults = list[tuple[PartFolder, JobResult, list[PackEntry]]]
+
+@dataclass(frozen=True)
+class Together:
+    """What all parts have found, without duplicates."""
+
+    entries: list[PackEntry]  # by the names of their files
+    bad: dict[str, str]  # alignments and hits that could not be read, and why
+    # Of each entry that is kept: its part; of its record the begin and the bytes; of its header the bytes and the crc.
+    records: "tuple[array[int], ...]"
 
 
 def finished_report(out: Place, manifest: Manifest) -> PackReport | None:
@@ -44,7 +57,7 @@ def finished_report(out: Place, manifest: Manifest) -> PackReport | None:
 
 def report_part(part: PartFolder) -> PackReport:
     """Return the report of one part among several: what is kept and dropped; what is unused is not known yet."""
-    return PackReport([entry for _, _, entries in _drop_duplicates([part]) for entry in entries], {})
+    return PackReport(_drop_duplicates([part]).entries, {})
 
 
 def merge_parts(
@@ -55,61 +68,64 @@ def merge_parts(
     in_place: bool = False,
     update: bool = False,
     scratch: Path | None = None,
+    threads: int = 1,
 ) -> PackReport:
     """Write the store `out` from parts that belong together and are finished, unless there is no chain to keep.
 
     If two files have a chain with the same name, the first file (by name) counts.
     in_place: the files of the parts' records become shards as they are, and no record moves; otherwise the records are
     copied, in the order of the files' names.  update: `out` is a store, which gets another version.  scratch: as of
-    `StoreWriter`.
-    Errors: UserError if `out` exists, or to update is no store; if it cannot be written, or for the file of clusters.
+    `StoreWriter`.  threads: of the program that makes clusters of many sequences.
+    Errors: UserError if `out` exists, or to update is no store; if it cannot be written, for the file of clusters, and
+    as of `cluster_sequences`.
     """
-    files, manifest = _drop_duplicates(parts), parts[0].manifest
-    report = PackReport([entry for _, _, entries in files for entry in entries], {})
-    bad = {name: why for _, result, _ in files for name, why in result.data["bad"].items()}
-    _find_unused(report, parts, bad)
+    together, manifest = _drop_duplicates(parts), parts[0].manifest
+    report = PackReport(list(together.entries), {})
+    _find_unused(report, parts, together.bad)
     if not report.kept:
         return report
-    chains = [entry for _, _, entries in files for entry in entries if entry.kept and not entry.chains]
+    kept = [entry for entry in together.entries if entry.kept]
+    chains = [entry for entry in kept if not entry.chains]
     with_assemblies = "assemblies" in manifest["options"]
     columns = (*META, *(("plddt",) if "predicted" in manifest["inputs"] else ()))
     with StoreWriter(out, grow=update, scratch=scratch) as writer:
         progress(0, 1, "clustering")
         old = _old_chains(writer.base, {entry.name for entry in report.kept}) if update else []
-        clusters = _clusters([*old, *chains], manifest, executor)
+        clusters, program = _clusters([*old, *chains], manifest, executor, threads, parts[0].storage)
         for entry, cluster in zip([*old, *chains], clusters):
-            entry.cluster = cluster
+            entry.cluster, entry.sequence = cluster, ""  # which is no longer needed
         if update:
             now = {entry.name: entry.cluster for entry in old}
             column = writer.base.column("cluster")
             writer.revise("cluster", [now.get(key, before) for key, before in zip(writer.base.keys, column)])
-        shards = {part.path: writer.adopt(part.path / RECORDS) for part in parts} if in_place else {}
-        kept = [(part, result, entry) for part, result, entries in files for entry in entries if entry.kept]
-        for done, (part, result, entry) in enumerate(kept, 1):
-            number, header, crc = entry.record
+        shards = [writer.adopt(part.path / RECORDS) for part in parts] if in_place else []
+        for done, (entry, number, at, size, header, crc) in enumerate(zip(kept, *together.records), 1):
             meta = {name: getattr(entry, name) for name in columns}
-            meta |= {CHAINS: entry.chains or None} if with_assemblies else {}
+            meta |= {CHAINS: list(entry.chains) or None} if with_assemblies else {}
             meta |= {"cluster": entry.cluster}
             if in_place:
                 record = Packed(b"", header, crc, entry.shares)
-                writer.locate(entry.name, shards[part.path], *result.place(number), record, meta)
+                writer.locate(entry.name, shards[number], at, size, record, meta)
             else:
-                writer.add(entry.name, Packed(part.record(result, number), header, crc, entry.shares), meta)
+                writer.add(entry.name, Packed(parts[number].record(at, size), header, crc, entry.shares), meta)
             progress(done, len(kept), "writing")
-        writer.finish({"pack.json": report.text(), "pack.tsv": report.table(), "sources.json": origin_text(manifest)})
+        origin = origin_text(manifest | {"clustered": program})
+        writer.finish({"pack.json": report.text, "pack.tsv": report.table, "sources.json": origin})
     return report
 
 
-def _drop_duplicates(parts: Sequence[PartFolder]) -> FileResults:
-    """Return the structure files of all parts in the order of their names, each with its entries.
+def _drop_duplicates(parts: Sequence[PartFolder]) -> Together:
+    """Take the results of structure files from all parts, in the order of the files' names.
 
     Of entries with the same name only the first is kept.  An assembly comes after its chains, and is kept if they are.
     """
-    jobs = sorted(((job, part, result) for part in parts for job, result in part.structures()), key=lambda j: j[0])
+    jobs = sorted((job, number) for number, part in enumerate(parts) for job, _ in part.structures())
     holders: dict[str, str] = {}
-    files = []
-    for _, part, result in jobs:
-        entries = [PackEntry(**entry) for entry in result.data["entries"]]
+    found = Together([], {}, tuple(array("Q") for _ in range(5)))
+    for job, number in jobs:
+        result = parts[number].results.pop(job)  # a million of them and as many entries would be twice the memory
+        data = result.data
+        entries = [PackEntry.found(entry) for entry in data["entries"]]
         gone = {one.name: holders[one.name] for one in entries if one.kept and one.name in holders}
         lost: set[str] = set()  # chains that are not kept after all
         for one in entries:
@@ -121,13 +137,18 @@ def _drop_duplicates(parts: Sequence[PartFolder]) -> FileResults:
             elif absent := [chain for chain in one.chains if chain in lost]:
                 reason = f"its chain {absent[0]} is also in another file"
             if one.kept and reason:
-                one.kept, one.reason, one.chains = False, reason, []
+                one.kept, one.reason, one.chains = False, reason, ()
             if one.kept:
                 holders[one.name] = one.file
+                place, header, crc = one.record
+                for column, value in zip(found.records, (number, *result.place(place), header, crc)):
+                    column.append(value)
             else:
                 lost.add(one.name)
-        files.append((part, result, entries))
-    return files
+            one.record = ()
+        found.entries.extend(entries)
+        found.bad.update(data["bad"])
+    return found
 
 
 def _old_chains(store: Store, replaced: set[str]) -> list[PackEntry]:
@@ -140,17 +161,34 @@ def _old_chains(store: Store, replaced: set[str]) -> list[PackEntry]:
     return found
 
 
-def _clusters(chains: Sequence[PackEntry], manifest: Manifest, executor: Executor | None) -> list[str]:
-    """Return the name of each chain's cluster: from a file, or that of the cluster's representative."""
+def _clusters(
+    chains: Sequence[PackEntry], manifest: Manifest, executor: Executor | None, threads: int, storage: Storage
+) -> tuple[list[str], str]:
+    """Return the name of each chain's cluster: from a file, or that of the cluster's representative; and the program
+    that made them, "" for none but this.
+
+    storage: where they are kept.  A merge that is killed later finds them there, on whichever machine it goes on.
+    """
     keys, sequences = [chain.name for chain in chains], [chain.sequence for chain in chains]
     first = dict(zip(reversed(sequences), reversed(keys)))
     if manifest["clusters"]:
         named = read_clusters(manifest["clusters"], keys, {chain.name: chain.entity for chain in chains})
-        return [named.get(one.name, one.cluster or first[one.sequence]) for one in chains]
+        return [named.get(one.name, one.cluster or first[one.sequence]) for one in chains], ""
     identity = manifest["options"]["cluster_identity"]
     if identity >= 1:
-        return [first[sequence] for sequence in sequences]
-    return [keys[index] for index in cluster_sequences(sequences, identity, executor)]
+        return [first[sequence] for sequence in sequences], ""
+    made_of = blake2b(f"{__version__} {identity}".encode(), digest_size=16)
+    for sequence in sequences:
+        made_of.update(b"\n" + sequence.encode())
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads(storage.whole(CLUSTERS))
+        if found["made_of"] == made_of.hexdigest() and len(found["clusters"]) == len(keys):
+            return [keys[index] for index in found["clusters"]], found["program"]
+    program = clustered_by(sequences)
+    clusters = cluster_sequences(sequences, identity, executor, threads)
+    made = {"made_of": made_of.hexdigest(), "program": program, "clusters": clusters}
+    storage.write(CLUSTERS, json.dumps(made).encode())
+    return [keys[index] for index in clusters], program
 
 
 def _find_unused(report: PackReport, parts: Sequence[PartFolder], bad: dict[str, str]) -> None:

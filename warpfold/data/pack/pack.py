@@ -162,8 +162,9 @@ def pack(
 
     template_structures: folders in which hits are looked up (default: those of `structures`).  clusters: a file of
     clusters (`data.similar.clusters.read_clusters`); without one they are made (`PackOptions.cluster_identity`).
-    workers, cluster: as for `bulk.pool`.  part: pack only these, into a folder beside `out` (`part_path`), for `merge`;
-    then the report is of this part.  predicted: the structures are predictions (`data/pack/predicted.py`).
+    workers, cluster: as for `bulk.pool`; MMseqs2 gets as many threads, where it makes the clusters.  part: pack only
+    these, into a folder beside `out` (`part_path`), for `merge`; then the report is of this part.
+    predicted: the structures are predictions (`data/pack/predicted.py`).
     update: `out` is a finished store, of which another version is made: with these entries too, in place of those of
     the same name.  All chains are put into clusters again, those that were there before too.  scratch: a folder of this
     machine, for what is not uploaded yet where `out` is an address; a part is uploaded whole when it is finished.
@@ -207,7 +208,7 @@ def pack(
                     upload_part(writer, elsewhere)
                     remove_part(folder)
                 return report_part(writer)
-            report = merge_parts([writer], out, executor, progress, update=update, scratch=scratch)
+            report = merge_parts([writer], out, executor, progress, update=update, scratch=scratch, threads=workers)
             remove_part(folder)
         finally:  # before the workers finish their jobs: a stop that cannot wait for them must not look like a crash
             if not writer.results:
@@ -247,7 +248,9 @@ def merge(
     if (report := finished(out, opened[0].manifest)) is not None:
         return report
     with pool(workers, cluster) as executor:
-        report = merge_parts(opened, out, executor, progress, in_place=True, update=update, scratch=scratch)
+        report = merge_parts(
+            opened, out, executor, progress, in_place=True, update=update, scratch=scratch, threads=workers
+        )
     return _with_content(report, out)
 
 

@@ -3,7 +3,8 @@
 `plan.json` is its manifest: the inputs and options.  `records` holds bytes, and `journal` a line for each job: its
 result, and where its records lie.  A line is written after its records and with a checksum, so that after a kill we
 know what is whole.  Other lines say that a job was begun, which identifies a job that kills every process that tries
-it, and what the queries of alignments are: the other parts of the store read these, too.
+it, and what the queries of alignments are: the other parts of the store read these, too.  `clusters.json` has the
+clusters that a merge has made, for one that follows it.
 """
 
 import io
@@ -27,8 +28,8 @@ from warpfold.files import lock_folder, refuse_foreign, remove_own, writing
 FORMAT, VERSION = "warpfold-part", 4
 _END = "end"  # the last job; its result is the inputs that were done
 _BEGUN, _STOPPED, _FORGOTTEN, _QUERIES = "begun", "stopped", "forgotten", "queries"  # lines about several jobs
-RECORDS = "records"
-_OWN = ("plan.json", "plan.json.new", "journal", RECORDS, f"{RECORDS}.new", "lock")
+RECORDS, CLUSTERS = "records", "clusters.json"
+_OWN = re.compile(rf"(plan\.json|{RECORDS})(\.new)?|journal|lock|clusters\.json|\.clusters\.json\.[0-9a-f]{{8}}")
 _PIECE = 1 << 24  # bytes of the records that are checked at a time
 
 FileVersion = tuple[str, int, int]  # of an alignment: name, bytes, nanoseconds since 1970
@@ -38,13 +39,18 @@ P = TypeVar("P", Path, ObjectPath, Place)
 Manifest = dict[str, Any]  # "part", "warpfold" (version), "options", "inputs", as JSON can hold them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class JobResult:
     """What a job found, and where its records lie."""
 
-    data: Any  # as JSON can hold it
+    line: bytes  # of the journal, parsed when somebody asks: a part may have a million of them
     at: int  # in `records`
-    sizes: list[int]
+    sizes: Sequence[int]
+
+    @property
+    def data(self) -> Any:
+        """Return what it found, as JSON can hold it."""
+        return json.loads(self.line)[1]
 
     def place(self, number: int) -> tuple[int, int]:
         """Return where one of its records begins, and how many bytes it has."""
@@ -137,11 +143,11 @@ class PartFolder:
         local = isinstance(path, Path)
         with open(path / "journal", "rb") if local else io.BytesIO(self.storage.whole("journal")) as file:
             for text, length in _whole_lines(file):
-                job, data, sizes, crc = json.loads(text)
+                job, _, sizes, crc = json.loads(text)
                 journal, at = self._whole
                 if (check and _crc(self.storage, sum(sizes), at) != crc) or at + sum(sizes) > written:
                     break
-                self._take(job, JobResult(data, at, sizes))
+                self._take(job, JobResult(text, at, tuple(sizes)))
                 self._whole = journal + length, at + sum(sizes)
         self.storage.close()
 
@@ -154,10 +160,9 @@ class PartFolder:
         """Return names and results of the jobs of structure files, sorted by name."""
         return sorted((job, result) for job, result in self.results.items() if job.startswith("structure "))
 
-    def record(self, result: JobResult, number: int) -> bytes:
-        """Read one of the records of a result.  No file stays open: a merge may have thousands of parts."""
-        offset, size = result.place(number)
-        (record,) = self.storage.read(RECORDS, [(offset, offset + size)])
+    def record(self, at: int, size: int) -> bytes:
+        """Read one of the records.  No file stays open: a merge may have thousands of parts."""
+        (record,) = self.storage.read(RECORDS, [(at, at + size)])
         self.storage.close()
         return record
 
@@ -221,7 +226,7 @@ class PartWriter(PartFolder):
     path: Path
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
-        refuse_foreign(path, _OWN.__contains__)
+        refuse_foreign(path, _OWN.fullmatch)
         self._lock = lock_folder(path, path)
         manifest = {"format": FORMAT, "version": VERSION, **manifest}
         file, journal, records = (path / name for name in ("plan.json", "journal", "records"))
@@ -252,11 +257,11 @@ class PartWriter(PartFolder):
 
     def add(self, job: str, data: Any, records: Sequence[bytes] = ()) -> None:
         """Keep the result of a job and its records."""
-        result = JobResult(data, self._records_file.tell(), [len(record) for record in records])
-        crc = 0
+        sizes, crc = [len(record) for record in records], 0
         for record in records:
             crc = zlib.crc32(record, crc)
-        line = json.dumps([job, data, result.sizes, crc], separators=(",", ":")).encode() + b"\n"
+        line = json.dumps([job, data, sizes, crc], separators=(",", ":")).encode() + b"\n"
+        result = JobResult(line, self._records_file.tell(), tuple(sizes))
         with writing(self.path):
             self._records_file.writelines(records)
             self._records_file.flush()
@@ -302,7 +307,7 @@ class PartWriter(PartFolder):
 
 def remove_part(path: Path) -> None:
     """Delete a part's own files and its folder; its writer still has to be closed."""
-    remove_own(path, _OWN.__contains__)
+    remove_own(path, _OWN.fullmatch)
 
 
 def _read_manifest(path: Place, storage: Storage) -> Manifest:

@@ -1,9 +1,11 @@
 """The report of a packing run: the outcome of every chain and file, as JSON, as a table and in one line."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from warpfold.data.store.stored_example import members
 from warpfold.data.structure.chain import parse_date
 
 NO_FILE = "has no N.cif"  # how the reason begins for which a template counts as missing (`count_refusals`)
+NONE_REFUSED: Mapping[str, int] = {}
 CONFIDENCES = ("plddt", "pae", "kl", "masked")
 TABLE = (
     *("name", "status", "reason", "length", "depth", "templates", "resolution", "release_date", "cluster"),
@@ -20,7 +23,7 @@ TABLE = (
 )
 
 
-@dataclass
+@dataclass(slots=True)
 class PackEntry:
     """The outcome of one chain, of one assembly, or of one file that could not be read.
 
@@ -41,12 +44,12 @@ class PackEntry:
     pae: float | None = None
     kl: float | None = None
     masked: int = 0  # its residues that are masked
-    alignments: list[str] = field(default_factory=list)
-    hits: list[str] = field(default_factory=list)
-    templates_refused: dict[str, int] = field(default_factory=dict)  # reason, how many
+    alignments: Sequence[str] = ()
+    hits: Sequence[str] = ()
+    templates_refused: Mapping[str, int] = field(default_factory=dict)  # reason, how many
     templates_missing: int = 0  # of these, those whose structure is not there
-    structures_missing: list[str] = field(default_factory=list)  # their entries, the first four
-    chains: list[str] = field(default_factory=list)  # of an assembly: the names of its chains; empty for a chain
+    structures_missing: Sequence[str] = ()  # their entries, the first four
+    chains: Sequence[str] = ()  # of an assembly: the names of its chains; empty for a chain
     sequence: str = field(default="", compare=False)
     entity: str = field(default="", compare=False)  # as files of clusters name it, "1abc_1"
     method: str | None = field(default=None, compare=False)
@@ -54,11 +57,23 @@ class PackEntry:
     # Which of its file's records it is, and the bytes and the crc of that record's header.
     record: Sequence[int] = field(default=(), compare=False)
 
+    @classmethod
+    def found(cls, data: Mapping[str, Any]) -> "PackEntry":
+        """Make an entry of plain data; a million of them share what many have: texts, and nothing."""
+        plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in data.items()}
+        entry = cls(**plain)
+        entry.templates_refused = entry.templates_refused or NONE_REFUSED
+        for name in ("reason", "release_date", "method"):
+            if (text := getattr(entry, name)) is not None:
+                setattr(entry, name, sys.intern(text))
+        return entry
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields that a report shows, as plain data for JSON: some for assemblies or predictions only."""
         named = (one.name for one in fields(self) if one.compare)
         only = {"chains": bool(self.chains), **dict.fromkeys(CONFIDENCES, self.plddt is not None)}
-        return {name: getattr(self, name) for name in named if only.get(name, True)}
+        shown = {name: getattr(self, name) for name in named if only.get(name, True)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items()}
 
 
 @dataclass(frozen=True)
@@ -97,42 +112,54 @@ class PackReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return kept and dropped entries, how often each reason occurs, and unused files, as plain data for JSON."""
+        entries = {"kept": self.kept, "dropped": self.dropped}
+        return {name: [one.to_json() for one in some] for name, some in entries.items()} | self._counted()
+
+    def _counted(self) -> dict[str, dict[str, Any]]:
+        reasons = Counter(entry.reason for entry in self.dropped)
         return {
-            "kept": [entry.to_json() for entry in self.kept],
-            "dropped": [entry.to_json() for entry in self.dropped],
-            "reasons": dict(Counter(entry.reason for entry in self.dropped).most_common()),
+            "reasons": dict(reasons.most_common()),
             "unused_alignments": self.unused,
             "unused_hits": self.unused_hits,
         }
 
     def text(self) -> str:
-        """Return `to_json` as text, an entry per line."""
+        """Return `to_json` as text, an entry per line, made one after another: there may be a million."""
+        written = StringIO()
+        written.write("{")
+        for name, entries in (("kept", self.kept), ("dropped", self.dropped)):
+            written.write(f'\n "{name}": [')
+            for number, entry in enumerate(entries):
+                written.write(f"{',' if number else ''}\n  {json.dumps(entry.to_json(), ensure_ascii=False)}")
+            written.write("\n ],")
         groups = []
-        for name, value in self.to_json().items():
-            if isinstance(value, list):
-                (begin, end), lines = "[]", [json.dumps(row, ensure_ascii=False) for row in value]
-            else:
-                (begin, end), lines = "{}", [json.dumps({key: value[key]}, ensure_ascii=False)[1:-1] for key in value]
-            groups.append(f'"{name}": {begin}' + ",".join(f"\n  {line}" for line in lines) + f"\n {end}")
-        return "{\n " + ",\n ".join(groups) + "\n}\n"
+        for name, value in self._counted().items():
+            lines = (json.dumps({key: one}, ensure_ascii=False)[1:-1] for key, one in value.items())
+            groups.append(f'\n "{name}": {{' + ",".join(f"\n  {line}" for line in lines) + "\n }")
+        written.write(",".join(groups) + "\n}\n")
+        return written.getvalue()
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "PackReport":
         """Read the report of a store that was finished before."""
-        entries = [PackEntry(**entry) for entry in [*data["kept"], *data["dropped"]]]
+        entries = [PackEntry.found(entry) for entry in [*data["kept"], *data["dropped"]]]
         return cls(entries, data["unused_alignments"], data["unused_hits"], finished_before=True)
 
     def table(self) -> str:
         """Return tab-separated text, a line per entry and per unused file, with a header."""
-        rows: list[dict[str, Any]] = []
+        written = StringIO()
+        written.write("\t".join(TABLE) + "\n")
         for entry in self.entries:
             refused = "; ".join(f"{n} x {why}" for why, n in entry.templates_refused.items())
-            row = vars(entry) | {"status": "kept" if entry.kept else "dropped", "templates_refused": refused}
-            rows.append(row if entry.plddt is not None else row | {"masked": None})
+            other: dict[str, Any] = {"status": "kept" if entry.kept else "dropped", "templates_refused": refused}
+            other |= {"masked": None} if entry.plddt is None else {}
+            row = (other[name] if name in other else getattr(entry, name) for name in TABLE)
+            written.write("\t".join(map(_cell, row)) + "\n")
         for what, unused in (("alignment", self.unused), ("hits", self.unused_hits)):
-            rows += [{"file": file, "reason": why, "status": f"unused {what}"} for file, why in unused.items()]
-        lines = (TABLE, *([_cell(row.get(name)) for name in TABLE] for row in rows))
-        return "".join("\t".join(line) + "\n" for line in lines)
+            for file, why in unused.items():
+                cells = {"file": file, "reason": why, "status": f"unused {what}"}
+                written.write("\t".join(_cell(cells.get(name)) for name in TABLE) + "\n")
+        return written.getvalue()
 
     def summary(self) -> str:
         """Return one line of numbers."""
@@ -184,7 +211,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _cell(value: Any) -> str:
-    value = " ".join(value) if isinstance(value, list) else value
+    value = " ".join(value) if isinstance(value, list | tuple) else value
     return "" if value is None else " ".join(str(value).split())
 
 
@@ -251,4 +278,6 @@ def store_summary_text(found: Mapping[str, Any]) -> str:
         rows["packed by"] = f"WarpFold {packed['warpfold']}"
         rows["from"] = ", ".join(f"{one['files']:,} {name} ({one['bytes'] / 1e6:,.1f} MB)" for name, one in inputs)
         rows["options"] = ", ".join(options)
+        if packed.get("clustered"):
+            rows["clusters by"] = packed["clustered"]
     return "\n".join(f"{name:16s}{text}" for name, text in rows.items())

@@ -14,13 +14,16 @@ from warpfold.data.store.stored_example import CHAINS, members
 from warpfold.errors import UserError, listed
 from warpfold.progress import Progress, no_progress
 
-# A version's sources.json: what it was made from, as a part's manifest says it, or which keys it is without.
+# A version's sources.json: what it was made from, as a part's manifest says it, and "clustered": by which program, if
+# not by WarpFold; "removed": which keys it is without.
 ORIGIN = ("warpfold", "options", "inputs")
 
 
 def origin_text(manifest: Manifest, removed: Sequence[str] = ()) -> str:
     """Return the text of sources.json."""
     found = {name: manifest[name] for name in ORIGIN} | ({"removed": list(removed)} if removed else {})
+    if manifest.get("clustered"):
+        found["clustered"] = manifest["clustered"]
     return json.dumps(found, indent=1) + "\n"
 
 
@@ -28,7 +31,8 @@ def origin_of(store: Store) -> Manifest:
     """Return what sources.json says of a version.  Errors: UserError for a store that `pack` did not make."""
     try:
         found = json.loads(store.file("sources.json") or "{}")
-        return {name: found[name] for name in ORIGIN} | {"removed": found.get("removed", [])}
+        other = {"removed": found.get("removed", []), "clustered": found.get("clustered", "")}
+        return {name: found[name] for name in ORIGIN} | other
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(
             f"{store.path}: has no sources.json; only stores that `warpfold pack` made can change"

@@ -2,20 +2,19 @@
 
 import hashlib
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from warpfold.bulk import run_program
 from warpfold.data.formats.alignment import parse_alignment, write_fasta
 from warpfold.data.search.database import Engine, SearchQuery, Survey, Tell
 from warpfold.errors import UserError
 from warpfold.files import opened
 
 MMSEQS_ROWS = 10_000  # where no other number is asked for: `mmseqs` needs one, and takes 300 by default
-SHOWN = 3  # last lines of a failed program's output
 SAMPLE = 1 << 20  # bytes at either end of a file that enter its digest: the whole is too much to read
 
 
@@ -36,7 +35,7 @@ class MMseqs2(Engine):
 
     def identity(self) -> dict[str, Any]:
         program = _program("mmseqs", self.name, "apt install mmseqs2, or conda install -c bioconda mmseqs2")
-        return {"engine": self.name, "program": _run([program, "version"]).strip(), **asdict(self)}
+        return {"engine": self.name, "program": run_program([program, "version"]).strip(), **asdict(self)}
 
     def survey(self, path: Path, tell: Tell) -> Survey:
         return _survey(path, ".dbtype", f"make one with `mmseqs createdb {path} DATABASE` and name that")
@@ -51,7 +50,7 @@ class MMseqs2(Engine):
             (where / "queries.fasta").write_text(write_fasta(records), encoding="utf-8")
             query, hits, msa, rows = (str(where / name) for name in ("query", "hits", "msa", "rows"))
             quiet, parallel = ["-v", "1"], ["--threads", str(threads)]
-            _run(["mmseqs", "createdb", str(where / "queries.fasta"), query, *quiet])
+            run_program(["mmseqs", "createdb", str(where / "queries.fasta"), query, *quiet])
             search = ["mmseqs", "search", query, str(path), hits, str(where / "work"), "-a", "1"]
             search += ["--num-iterations", str(self.iterations), "-s", str(self.sensitivity)]
             search += [
@@ -62,10 +61,12 @@ class MMseqs2(Engine):
                 "--max-seqs",
                 str(max_rows or MMSEQS_ROWS),
             ]
-            _run([*search, *parallel, *quiet])
+            run_program([*search, *parallel, *quiet])
             # 6: A3M, its headers with E-value and ranges
-            _run(["mmseqs", "result2msa", query, str(path), hits, msa, "--msa-format-mode", "6", *parallel, *quiet])
-            _run(["mmseqs", "unpackdb", msa, rows, "--unpack-name-mode", "0", "--unpack-suffix", ".a3m", *quiet])
+            run_program(
+                ["mmseqs", "result2msa", query, str(path), hits, msa, "--msa-format-mode", "6", *parallel, *quiet]
+            )
+            run_program(["mmseqs", "unpackdb", msa, rows, "--unpack-name-mode", "0", "--unpack-suffix", ".a3m", *quiet])
             results: dict[int, str | UserError] = {}
             for file in sorted(Path(rows).glob("*.a3m")):
                 text = file.read_text(encoding="utf-8").strip("\0\n")
@@ -89,7 +90,7 @@ class HHblits(Engine):
 
     def identity(self) -> dict[str, Any]:
         program = _program("hhblits", self.name, "apt install hhsuite, or conda install -c bioconda hhsuite")
-        return {"engine": self.name, "program": _run([program, "-h"]).partition(":")[0].strip(), **asdict(self)}
+        return {"engine": self.name, "program": run_program([program, "-h"]).partition(":")[0].strip(), **asdict(self)}
 
     def survey(self, path: Path, tell: Tell) -> Survey:
         return _survey(path, "_a3m.ffdata", "name an HH-suite database without this ending")
@@ -107,7 +108,7 @@ class HHblits(Engine):
                 command += ["-cpu", str(threads), "-n", str(self.iterations), "-e", str(self.e_value)]
                 command += ["-maxseq", "1000000", "-realign_max", "100000", "-maxfilt", "100000"]
                 try:
-                    _run([*command, "-min_prefilter_hits", "1000", "-v", "1"])
+                    run_program([*command, "-min_prefilter_hits", "1000", "-v", "1"])
                     found.append(_found(rows.read_text(encoding="utf-8"), query, max_rows, "hhblits"))
                 except UserError as error:
                     found.append(error)
@@ -120,19 +121,6 @@ def _program(program: str, engine: str, cure: str) -> str:
     if found is None:
         raise UserError(f"--engine {engine}: `{program}` is not on PATH; install it ({cure}), or use jackhmmer")
     return found
-
-
-def _run(command: Sequence[str]) -> str:
-    """Return the output of a program; raise UserError with its last lines if it fails, or if it is not installed."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    except FileNotFoundError:
-        raise UserError(f"`{command[0]}` is not on PATH of the machine that does this job; install it there") from None
-    if done.returncode:
-        words = [line.strip() for line in (done.stderr.strip() or done.stdout.strip()).splitlines() if line.strip()]
-        name = " ".join([Path(command[0]).name, *command[1:2]])
-        raise UserError(f"`{name}` failed ({done.returncode}): {' / '.join(words[-SHOWN:]) or 'no output'}")
-    return done.stdout
 
 
 def _survey(path: Path, ending: str, cure: str) -> Survey:

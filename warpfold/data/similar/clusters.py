@@ -5,8 +5,14 @@ Two chains are similar if their global alignment (BLOSUM62, gaps 10 + 1 per resi
 MMseqs2 takes it over the aligned pairs alone, which random sequences reach if the alignment has enough gaps.  The
 coverage is MMseqs2's default for clusters (--cov-mode 0 -c 0.8; the PDB's files take -c 0.9: soedinglab/MMseqs2, issue
 452).  Short chains reach 0.4 by chance, so they must also reach Rost's curve, where MMseqs2 asks for an E-value.
+
+Up to `MOST_HERE` different sequences clusters are made here, in a time that grows nearly with their square.  More are
+handed to MMseqs2, with the same definitions as far as it has them.  Which of the two it is follows from the sequences
+alone, never from what is installed, so that the same sequences have the same clusters on every machine.
 """
 
+import shutil
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from itertools import islice
@@ -14,13 +20,21 @@ from pathlib import Path
 
 import numpy as np
 
-from warpfold.bulk import in_order
+from warpfold.bulk import in_order, run_program
 from warpfold.data.formats.alignment import LETTERS
 from warpfold.data.similar.pairwise import COVERAGE, similar
 from warpfold.errors import UserError
-from warpfold.files import read_file
+from warpfold.files import read_file, writing
 from warpfold.geometry.residue import UNKNOWN
 
+MOST_HERE = 30_000  # different sequences; some four minutes of one core (docs/formats.md)
+# Identity as CD-HIT takes it, over the shorter chain; the longest of a cluster stands for it.  Members that the cascade
+# has joined by way of others are compared with their representative again.  The index is not split to fit into memory:
+# what is found depends on the pieces.
+MMSEQS = (
+    *("--seq-id-mode", "1", "-c", str(COVERAGE), "--cov-mode", "0", "--alignment-mode", "3"),
+    *("--cluster-mode", "2", "--cluster-reassign", "1", "--split", "1"),
+)
 TRIED = 20  # candidates aligned per sequence: later candidates of the word search are rarely similar
 BLOCK = 4096  # sequences compared at a time with the representatives of all earlier blocks
 JOB = 512  # of these, per job of the executor
@@ -31,19 +45,24 @@ _LETTER_CODES[[ord(letter) for letter in LETTERS]] = list(LETTERS.values())
 
 
 def cluster_sequences(
-    sequences: Sequence[str], min_identity: float = 0.4, executor: Executor | None = None
+    sequences: Sequence[str], min_identity: float = 0.4, executor: Executor | None = None, threads: int = 1
 ) -> list[int]:
     """Return the index of each sequence's cluster representative (of equal sequences, the first).
 
     Greedy, as CD-HIT and MMseqs2's cluster mode 2: from the longest on, a sequence joins a representative that it is
     similar to (min_identity: share of identical aligned pairs, 0 to 1), or becomes one.  Candidates are the
-    representatives that share most words on one diagonal.  The clusters depend on the set of sequences alone: not on
-    their order, the number of copies or the executor.
+    representatives that share most words on one diagonal.  Many sequences are clustered by MMseqs2 (`clustered_by`).
+    The clusters depend on the set of sequences alone: not on their order, the number of copies, the executor, or the
+    threads (of MMseqs2).
+    Errors: UserError as of `clustered_by`, and if MMseqs2 fails or does not say of each sequence where it belongs.
     """
     first: dict[str, int] = {}
     for index, sequence in enumerate(sequences):
         first.setdefault(sequence, index)
     order = sorted(first, key=lambda sequence: (-len(sequence), sequence))
+    if clustered_by(sequences):
+        by_mmseqs = dict(zip(order, _join_by_mmseqs(order, min_identity, threads)))
+        return [first[order[by_mmseqs[sequence]]] for sequence in sequences]
     representative: dict[str, str] = {}
     founders: list[str] = []  # longest first
     for start in range(0, len(order), BLOCK):
@@ -56,6 +75,22 @@ def cluster_sequences(
         representative |= dict(zip(alone, _join_each_other(alone, min_identity)))
         founders += [sequence for sequence in alone if representative[sequence] == sequence]
     return [first[representative[sequence]] for sequence in sequences]
+
+
+def clustered_by(sequences: Iterable[str]) -> str:
+    """Return the program that clusters these sequences, with its version; "" if that is this module.
+
+    Errors: UserError if MMseqs2 is needed and not installed.
+    """
+    if (count := len(set(sequences))) <= MOST_HERE:
+        return ""
+    if shutil.which("mmseqs") is None:
+        raise UserError(
+            f"clusters of {count:,} sequences: more than {MOST_HERE:,} need MMseqs2, and `mmseqs` is not on PATH; "
+            "install it (apt install mmseqs2, or conda install -c bioconda mmseqs2), give a file of --clusters, or "
+            "make clusters of equal sequences alone (--cluster-identity 1)"
+        )
+    return f"MMseqs2 {run_program(['mmseqs', 'version']).strip()}"
 
 
 def read_clusters(path: Path | str, keys: Iterable[str], entities: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -87,6 +122,43 @@ def read_clusters(path: Path | str, keys: Iterable[str], entities: Mapping[str, 
             "give a file with names like those, or none: clusters can be made here"
         )
     return max(found, key=len)
+
+
+def _join_by_mmseqs(sequences: Sequence[str], min_identity: float, threads: int) -> list[int]:
+    """Return which of these different sequences represents each, by `mmseqs cluster`; its result follows from the
+    order in which they are given, here the longest first.  How many threads it has does not matter."""
+    with tempfile.TemporaryDirectory(prefix="warpfold-mmseqs-") as folder:
+        fasta, database, clusters, table = (
+            str(Path(folder, name)) for name in ("fasta", "database", "clusters", "tsv")
+        )
+        with writing(Path(folder)), open(fasta, "w", encoding="ascii", errors="replace") as file:
+            file.writelines(f">{number}\n{letters}\n" for number, letters in enumerate(sequences))
+        try:
+            run_program(["mmseqs", "createdb", fasta, database, "--dbtype", "1", "--shuffle", "0", "-v", "1"])
+            command = ["mmseqs", "cluster", database, clusters, str(Path(folder, "work")), *MMSEQS]
+            run_program([*command, "--min-seq-id", str(min_identity), "--threads", str(threads), "-v", "1"])
+            run_program(["mmseqs", "createtsv", database, database, clusters, table, "-v", "1"])
+            lines = Path(table).read_text(encoding="utf-8", errors="replace").splitlines()
+        except UserError as error:
+            free = shutil.disk_usage(folder).free / 1e9
+            raise UserError(
+                f"{error}; it needs memory, and room in {tempfile.gettempdir()} ({free:.1f} GB are free): set TMPDIR "
+                "to a folder with more, and repeat the command"
+            ) from None
+    joined = [-1] * len(sequences)
+    try:
+        for line in lines:
+            leader, member = map(int, line.split("\t"))
+            joined[member] = leader
+        whole = len(lines) == len(joined) and all(leader >= 0 and joined[leader] == leader for leader in joined)
+    except (ValueError, IndexError):
+        whole = False
+    if not whole:
+        raise UserError(
+            "`mmseqs cluster`: its table does not put each sequence into one cluster; install another version of "
+            "MMseqs2 (14 works), or give a file of --clusters"
+        )
+    return joined
 
 
 def _join(job: tuple[list[str], list[str], float]) -> list[str | None]:

@@ -188,7 +188,8 @@ def encode_index(
     shards: their names, and their bytes.  The same records give the same bytes.
     """
     arrays = {f"where.{name}": np.asarray(where[name], dtype) for name, dtype in WHERE.items()}
-    rows = {key: row for row, key in enumerate(keys)}
+    has_lists = any(isinstance(value, list) for values in meta.values() for value in values)
+    rows = {key: row for row, key in enumerate(keys)} if has_lists else {}
     named = _texts(keys)
     arrays |= {f"key.{name}": array for name, array in named.items()}
     hashes = np.fromiter((_hash(key.encode("utf-8", "surrogatepass")) for key in keys), "<u8", len(keys))

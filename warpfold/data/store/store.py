@@ -43,9 +43,10 @@ HEAD = struct.Struct("<8sII")  # magic, version, 0
 FOOT = struct.Struct("<QQII8s")  # index: offset, size, crc32; records; magic
 BLOCK = 1 << 17  # bytes of an array per blob, before compression: as much is read for a single row
 SHARD = 1 << 30  # bytes after which the next shard begins
-# What a writer makes.
+# What a writer makes, and the drafts of it that one leaves which is killed.
+_DRAFT = re.compile(r"\.(store|index|pack|sources)[\w.-]*\.[0-9a-f]{8}")
 _OWN = re.compile(
-    r"\.(store|index|pack|sources)[\w.-]*\.[0-9a-f]{8}|"  # drafts of these
+    rf"{_DRAFT.pattern}|"
     r"lock|claim|store\.json|(pack|sources)(-\d+)?\.json|pack(-\d+)?\.tsv|shard-\d{5,}\.wfs|index-\d{5,}\.wfi"
 )
 LEVEL = 1  # of zstd: higher levels hardly compress residues better
@@ -176,6 +177,9 @@ class StoreWriter:
         with contextlib.ExitStack() as unless_open:
             unless_open.callback(self._lock.close)
             self._read_base()
+            with writing(self.path):
+                for left in filter(_DRAFT.fullmatch, os.listdir(self.path)):
+                    (self.path / left).unlink()
             unless_open.pop_all()
 
     def _read_base(self) -> None:
@@ -244,9 +248,10 @@ class StoreWriter:
             self._shards.append((name, self.storage.size(name)))
         return len(self._shards) - 1
 
-    def finish(self, files: Mapping[str, str] | None = None, without: Sequence[str] = ()) -> None:
+    def finish(self, files: Mapping[str, str | Callable[[], str]] | None = None, without: Sequence[str] = ()) -> None:
         """Write the index, any small text `files`, and `store.json`; a new store then gets its name.
 
+        files: a function makes the text when its turn comes.
         without: keys of a store that grows which the new version does not have.
         Errors: UserError for a store without records, or if it cannot be written.
         """
@@ -260,7 +265,10 @@ class StoreWriter:
             shards = [*(self._base.index.shards if self._base is not None else ()), *self._shards]
             index = encode_index(keys, where, meta, shards)
             name = f"index-{number:05d}.wfi"
-            texts = {_of_version(name, number): text.encode() for name, text in (files or {}).items()}
+            texts = {
+                _of_version(name, number): (text if isinstance(text, str) else text()).encode()
+                for name, text in (files or {}).items()
+            }
             checksums = {name: zlib.crc32(text) for name, text in texts.items()}
             entry = {"index": name, "bytes": len(index), "blake2b": digest_of(index), "records": len(keys)}
             top = {"format": FORMAT, "version": VERSION, "versions": [*versions, entry | {"files": checksums}]}
