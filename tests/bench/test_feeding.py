@@ -1,8 +1,8 @@
 """Whether a store feeds GPUs: emulated storages take their time, what an example waits for is seen, and arithmetic."""
 
-import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +60,7 @@ def test_what_an_example_waits_for_is_seen(slow: SlowStore) -> None:
 
 
 def test_the_emulation_goes_where_the_store_goes(slow: SlowStore) -> None:
-    there = pickle.loads(pickle.dumps(slow))
+    there = ForkingPickler.loads(ForkingPickler.dumps(slow))  # as worker processes are sent it
     began = time.monotonic()
     read = there.record("e1").read("aatype")
     assert time.monotonic() - began >= 0.02, "its header and the array"
