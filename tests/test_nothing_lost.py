@@ -29,6 +29,8 @@ SAFE = {
     "download.py": "NAME.fetching and its note, of a name that others do not use, then renamed to where nothing was",
     "files.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
     "cli/common.py:speaking": "opens the null device",
+    "bench/feeding.py:Emulation.of": "a file of 8 bytes in a temporary folder that the caller has made",
+    "bench/feeding.py:Emulation.arrival": "the same file",
     "data/synthetic/folder.py:_write": OWN_DRAFT,
     "data/synthetic/folder.py:generate": OWN_DRAFT + "; `out` is absent or an empty folder, which rmdir makes sure of",
     "data/pack/part.py:PartWriter.__init__": "a part's own names, in a folder that holds nothing else",

@@ -34,7 +34,10 @@ def test_all_is_measured(packed: tuple[Store, Path]) -> None:
         assert 0 < found["processes"]["private_mib"] <= found["processes"]["proportional_mib"] < 200
     assert found["size"]["source files MB"] > 0
     assert len(found["pack"]) >= 2
-    assert len(rows(found)) > 15
+    assert found["feeding"]["needed"] == round(8 / 0.41, 1)
+    assert "feed 8 GPUs from 16 cores" in found["feeding"]["verdict"].replace("feeds", "feed")
+    assert len(rows(found)) > 25
+    assert "verdict" not in {what for _, what, _ in rows(found)}
 
 
 def test_without_sources_what_needs_them_is_not_measured(packed: tuple[Store, Path]) -> None:

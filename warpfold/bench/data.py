@@ -23,6 +23,7 @@ import torch
 
 from warpfold import __version__
 from warpfold.batch import to_tensors
+from warpfold.bench.feeding import STEP, feeding
 from warpfold.data.example.raw_example import RawExample, from_chain
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
@@ -79,16 +80,21 @@ def bench_data(
     sources: Path | None = None,
     entries: int = 48,
     progress: Progress = no_progress,
+    gpus: int = 8,
+    cores: int = 16,
+    step: float = STEP,
 ) -> dict[str, Any]:
     """Return all figures of a store, by name.
 
     sources: the folder that holds what the store was packed from; without it, what needs the files is left out.
-    entries: how many, spread over the alignment depths.
+    entries: how many, spread over the alignment depths, and how many as a training draws them.
+    gpus, cores, step: what the store is to feed, and the seconds in which a GPU uses an example (`feeding`).
     Errors: UserError for sources that are not the store's.
     """
     chosen = spread_out(store, entries)
     files = source_files(store, sources, chosen) if sources is not None else {}
     parts: dict[str, Callable[[], Any]] = {
+        "feeding": lambda: feeding(store, INITIAL, entries, gpus, cores, step),
         "features": lambda: features(store, chosen, files),
         "reading": lambda: reading(store),
         "size": lambda: sizes(store),
@@ -234,6 +240,8 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str, str]]:
     for part, figures in found.items():
         if isinstance(figures, dict):
             for name, figure in figures.items():
+                if name == "verdict":  # a sentence of its own
+                    continue
                 inner = figure.items() if isinstance(figure, dict) else [("", figure)]
                 for sub, value in inner:
                     shown = f"{value:g}" if isinstance(value, int | float) else str(value)

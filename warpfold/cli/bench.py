@@ -1,6 +1,7 @@
 """`warpfold bench`, `warpfold tune` and `warpfold profile`: how fast this machine is, and how it becomes faster."""
 
 import json
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -319,22 +320,35 @@ def data(
     entries: Annotated[
         int, runs("How many entries to make features of, spread over the alignment depths.", min=2)
     ] = 48,
+    gpus: Annotated[int, decides("How many GPUs the store is to feed.", min=1)] = 8,
+    cores: Annotated[int, decides("From how many cores, with a loader process on each.", min=1)] = 16,
+    step: Annotated[
+        float,
+        decides(
+            "Seconds in which a GPU uses an example; default: of an H200, initial training, no recycling.", above=0
+        ),
+    ] = 0.41,
+    storage: Annotated[
+        str | None, decides("Emulate a slower storage than the store's: 20ms,100MB/s for each read, and for all.")
+    ] = None,
     out: Annotated[Path | None, writes("File for the figures, as JSON.")] = None,
 ) -> Answer:
-    """Measure features per second, reading, memory, packing.  Takes some minutes."""
+    """Say whether a store feeds your GPUs, and measure features per second, reading, memory, packing: minutes."""
     from warpfold.bench.data import bench_data, rows
+    from warpfold.bench.feeding import Emulation, SlowStore
     from warpfold.data.store.store import Store
 
     check_outputs(out)
-    with progress_bar() as progress:
-        found = bench_data(Store(store), sources, entries, progress)
+    with progress_bar() as progress, tempfile.TemporaryDirectory() as scratch:
+        opened = SlowStore(store, Emulation.of(storage, Path(scratch) / "link")) if storage else Store(store)
+        found = bench_data(opened, sources, entries, progress, gpus, cores, step)
     if out is not None:
         write_atomically(out, json.dumps(found, indent=1) + "\n")
     lines, last = [], ""
     for part, what, figure in rows(found):
         lines.append((part if part != last else "", what, figure))
         last = part
-    return Answer(found, [table(("", "", "figure"), lines)])
+    return Answer(found, [table(("", "", "figure"), lines), found["feeding"]["verdict"]])
 
 
 @command(example="Example:  warpfold tune --op attention --quick")

@@ -173,3 +173,21 @@ def test_tiles_and_sparse_columns_hold_what_is_there() -> None:
     np.testing.assert_array_equal(columns["deletion_starts"], [0, 1, 3, 3])
     np.testing.assert_array_equal(columns["deletion_rows"], [1, 0, 1])
     np.testing.assert_array_equal(columns["deletion_counts"], [5, 2, 7])
+
+
+@pytest.mark.parametrize(
+    ("key", "clustering", "most"),
+    [("long", "chain", 4), ("long", "crop", 3), ("tile", "chain", 3), ("single", "chain", 3)],
+)
+def test_an_example_asks_its_storage_a_few_times(
+    store: Store, monkeypatch: pytest.MonkeyPatch, key: str, clustering: Literal["chain", "crop"], most: int
+) -> None:
+    """Each is a wait of its own, 20 ms where the store is in another building: header, rows, the rest, deletions."""
+    asked: list[str] = []
+    read = store.storage.read
+    monkeypatch.setattr(store.storage, "read", lambda name, ranges: (asked.append(name), read(name, ranges))[1])
+    config = SampleConfig(crop=200, max_msa=16, max_extra=32, clustering=clustering)
+    for step in range(10):
+        asked.clear()
+        make_features(StoredExample(store, key), config, 0, (key, step), 3, train=True)
+        assert 2 <= len(asked) <= most

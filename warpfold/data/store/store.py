@@ -19,9 +19,10 @@ import platform
 import re
 import secrets
 import struct
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import compress, pairwise
 from pathlib import Path
@@ -49,6 +50,7 @@ _OWN = re.compile(
     rf"{_DRAFT.pattern}|"
     r"lock|claim|store\.json|(pack|sources)(-\d+)?\.json|pack(-\d+)?\.tsv|shard-\d{5,}\.wfs|index-\d{5,}\.wfi"
 )
+_THREAD = threading.local()  # what each thread has for itself
 LEVEL = 1  # of zstd: higher levels hardly compress residues better
 
 
@@ -477,7 +479,7 @@ class Store:
         if at >= len(self) or any(at >= 0 and self.keys[at] != holder for holder in shared.values()):
             record = self.record(key)
             return pack_record({name: record.read(name) for name in record.arrays}, record.notes)
-        (data,) = self._read(shard, [(offset, offset + size, None)], f"{self._shard(shard)}: {key}")
+        (data,) = self._read(shard, [(offset, offset + size, None, f"{self._shard(shard)}: {key}")])
         for array in arrays.values():
             for start, stop, expected in zip(array.starts, array.starts[1:], array.crcs):
                 if zlib.crc32(data[start - offset : stop - offset]) != expected:
@@ -499,7 +501,7 @@ class Store:
             try:
                 for array in self._header(row, key)[1].values():  # shared arrays are checked with their record
                     for number in range(len(array.crcs)):  # one by one: a record may be larger than the memory
-                        list(self._blobs(array, [number]))
+                        array.unpack(number, *self._read(array.shard, [array.place(number)]))
             except Unreachable:
                 raise
             except UserError as error:
@@ -511,7 +513,7 @@ class Store:
         """Return notes, own arrays, and the keys of the records that hold the others."""
         shard, offset, _, size, crc, _ = (int(self.index.where[name][row]) for name in WHERE)
         what = f"{self._shard(shard)}: {key}"
-        (header,) = self._read(shard, [(offset, offset + size, crc)], what)
+        (header,) = self._read(shard, [(offset, offset + size, crc, what)])
         fields = json.loads(_decompress(header, what))
         arrays, offset = {}, offset + size
         for name, dtype, shape, rows, blobs in fields["arrays"]:
@@ -629,27 +631,22 @@ class Store:
     def _shard(self, number: int) -> Place:
         return self.path / self.index.shards[number][0]
 
-    def _blobs(self, array: "StoredArray", numbers: Sequence[int]) -> Iterator[np.ndarray]:
-        """Read blobs of an array, and unpack one after another."""
-        places = [(array.starts[number], array.starts[number + 1], array.crcs[number]) for number in numbers]
-        for number, data in zip(numbers, self._read(array.shard, places, array.what)):
-            rows = min(array.rows, array.shape[0] - number * array.rows) if array.shape else 1
-            size = rows * math.prod(array.shape[1:]) * array.dtype.itemsize
-            yield np.frombuffer(_decompress(data, array.what, size), array.dtype)
-
-    def _read(self, shard: int, places: Sequence[tuple[int, int, int | None]], what: str) -> list[bytes]:
-        """Read ranges of a shard: begin, end, and checksum; None: of theirs there is none."""
-        name, ranges = self.index.shards[shard][0], [(begin, end) for begin, end, _ in places]
+    def _read(self, shard: int, places: "Sequence[_Place]") -> list[bytes]:
+        """Read ranges of a shard, all by one request of the storage."""
+        name, ranges = self.index.shards[shard][0], [(begin, end) for begin, end, *_ in places]
         try:
             found = self.storage.read(name, ranges)
-            for i, (begin, end, crc) in enumerate(places):
+            for i, (begin, end, crc, what) in enumerate(places):
                 if not _is_whole(found[i], begin, end, crc) and self.storage.forget(name, begin, end):
                     (found[i],) = self.storage.read(name, [(begin, end)])  # a copy of it was damaged
                 if not _is_whole(found[i], begin, end, crc):
                     raise UserError(f"{what}: damaged (checksum at byte {begin}); copy or pack the store again")
         except OSError as error:
-            raise UserError(f"{what}: cannot be read: {error.strerror}; copy the store again") from error
+            raise UserError(f"{places[0][3]}: cannot be read: {error.strerror}; copy the store again") from error
         return found
+
+
+_Place = tuple[int, int, int | None, str]  # begin, end, checksum (None: of these bytes there is none), what is there
 
 
 @dataclass(frozen=True)
@@ -664,6 +661,24 @@ class StoredArray:
     starts: Sequence[int]
     crcs: Sequence[int]
 
+    def place(self, number: int) -> _Place:
+        """Say where a blob lies."""
+        return self.starts[number], self.starts[number + 1], self.crcs[number], self.what
+
+    def holding(self, rows: np.ndarray | None) -> list[tuple[int, int, int]]:
+        """Name the blobs that hold rows (ascending; None: all): (number, begin, end), of which `rows[begin:end]`."""
+        if rows is None:
+            return [(number, 0, 0) for number in range(len(self.crcs))]
+        first, last = (int(rows[0]) // self.rows, int(rows[-1]) // self.rows) if len(rows) else (0, -1)
+        bounds = np.searchsorted(rows, np.arange(first, last + 2) * self.rows).tolist()
+        return [(i, begin, end) for i, (begin, end) in enumerate(pairwise(bounds), start=first) if begin < end]
+
+    def unpack(self, number: int, data: bytes) -> np.ndarray:
+        """Unpack a blob: whole rows.  Errors: UserError if it is damaged."""
+        rows = min(self.rows, self.shape[0] - number * self.rows) if self.shape else 1
+        size = rows * math.prod(self.shape[1:]) * self.dtype.itemsize
+        return np.frombuffer(_decompress(data, self.what, size), self.dtype)
+
 
 @dataclass(frozen=True)
 class Record:
@@ -673,6 +688,21 @@ class Record:
     key: str
     notes: dict[str, Any]
     arrays: dict[str, StoredArray]
+    _fetched: dict[tuple[str, int], bytes] = field(default_factory=dict, repr=False)  # what the last `fetch` has read
+
+    def fetch(self, wanted: Mapping[str, np.ndarray | None]) -> None:
+        """Read at once what `read` will be asked for next: rows (ascending; None: all) of arrays, by their names.
+
+        Where an answer takes long, as from an object store, that is one wait for each shard, not one for each array.
+        """
+        blobs: dict[int, list[tuple[str, int]]] = {}
+        for name, rows in wanted.items():
+            found = self.arrays[name].holding(rows)
+            blobs.setdefault(self.arrays[name].shard, []).extend((name, number) for number, *_ in found)
+        self._fetched.clear()
+        for shard, keys in blobs.items():
+            places = [self.arrays[name].place(number) for name, number in keys]
+            self._fetched.update(zip(keys, self.store._read(shard, places)) if places else ())
 
     def read(self, name: str, rows: np.ndarray | None = None) -> np.ndarray:
         """Return an array, or the given `rows` of it (ascending), reading only the blobs that hold them.
@@ -680,16 +710,17 @@ class Record:
         Errors: KeyError for an array that the record does not have; UserError if a blob is damaged.
         """
         array = self.arrays[name]
-        shape = array.shape[1:]
+        held = array.holding(rows)
+        data = {number: self._fetched[name, number] for number, *_ in held if (name, number) in self._fetched}
+        if missing := [number for number, *_ in held if number not in data]:
+            data |= zip(missing, self.store._read(array.shard, [array.place(number) for number in missing]))
         if rows is None:
-            blobs = self.store._blobs(array, range(len(array.crcs)))
-            return np.concatenate([np.empty(0, array.dtype), *blobs]).reshape(array.shape)
-        parts = [np.empty((0, *shape), array.dtype)]
-        first, last = (int(rows[0]) // array.rows, int(rows[-1]) // array.rows) if len(rows) else (0, -1)
-        bounds = np.searchsorted(rows, np.arange(first, last + 2) * array.rows).tolist()
-        touched = [(i, begin, end) for i, (begin, end) in enumerate(pairwise(bounds), start=first) if begin < end]
-        for (number, begin, end), blob in zip(touched, self.store._blobs(array, [i for i, _, _ in touched])):
-            parts.append(blob.reshape(-1, *shape)[rows[begin:end] - number * array.rows])
+            whole = [array.unpack(number, data.pop(number)) for number, *_ in held]
+            return np.concatenate([np.empty(0, array.dtype), *whole]).reshape(array.shape)
+        parts = [np.empty((0, *array.shape[1:]), array.dtype)]
+        for number, begin, end in held:
+            blob = array.unpack(number, data.pop(number)).reshape(-1, *array.shape[1:])
+            parts.append(blob[rows[begin:end] - number * array.rows])
         return np.concatenate(parts)
 
 
@@ -697,10 +728,12 @@ def _decompress(data: bytes, what: str, most: int = LARGEST) -> bytes:
     """Unpack a frame whose header says that it holds at most so many bytes, as all of `pack_record`'s do."""
     import zstandard
 
+    if not hasattr(_THREAD, "decompressor"):
+        _THREAD.decompressor = zstandard.ZstdDecompressor()  # made anew it takes longer than a small blob
     try:
         if not 0 <= zstandard.frame_content_size(data) <= most:
             raise UserError(f"{what}: damaged (its size is not what it should be); pack the store again")
-        return zstandard.ZstdDecompressor().decompress(data)
+        return bytes(_THREAD.decompressor.decompress(data))
     except zstandard.ZstdError as error:
         raise UserError(f"{what}: damaged ({error}); pack the store again") from error
 

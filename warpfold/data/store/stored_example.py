@@ -143,11 +143,14 @@ class StoredExample:
         record = self._record
         if not self._with_pairing or "pairing_species" not in record.arrays:
             return None
+        record.fetch({f"pairing_{name}": None for name in PAIRING_ARRAYS})
         return Pairing(*(record.read(f"pairing_{name}") for name in PAIRING_ARRAYS))
 
     def whole_rows(self, rows: np.ndarray) -> np.ndarray:
         """Return some alignment rows (indices, ascending) over the whole chain: uint8 [len(rows), N]."""
-        return self._read_msa(np.arange(self.length), rows)
+        residues = np.arange(self.length)
+        self._record.fetch({"msa": self._tile_rows(residues, rows), "profile": None})  # which is needed next
+        return self._read_msa(residues, rows)
 
     @property
     def is_predicted(self) -> bool:
@@ -158,6 +161,8 @@ class StoredExample:
         read = self._record.read
         if "positions" not in self._record.arrays:
             return None
+        names = ("positions", "mask", "confidence") if self.is_predicted else ("positions", "mask")
+        self._record.fetch(dict.fromkeys(names, residues))
         sure = read("confidence", residues) >= least if self.is_predicted else None
         return read("positions", residues), where_sure(read("mask", residues), sure)
 
@@ -171,16 +176,21 @@ class StoredExample:
         """Return some residues, rows and templates, as `RawExample.take`: each blob that they touch is read once."""
         residues = np.arange(self.length)[residues]
         record, notes = self._record, self._record.notes
-        parts: dict[str, Any] = {name: record.read(name, residues) for name in PER_RESIDUE if name in record.arrays}
         chosen = np.arange(self.depth) if rows is None else rows
-        parts["msa"] = self._read_msa(residues, chosen) if whole is None else whole[:, as_slice(residues)]
-        parts["deletions"] = self._read_deletions(residues, chosen)
         names = notes.get("templates", ())
         which = np.arange(len(names)) if templates is None else templates
+        wanted: dict[str, np.ndarray | None] = {name: residues for name in PER_RESIDUE if name in record.arrays}
+        wanted |= {"deletion_starts": None}
+        wanted |= {"msa": self._tile_rows(residues, chosen)} if whole is None else {}
+        wanted |= {f"template_{name}": which for name in TEMPLATE_ARRAYS} if len(which) else {}
+        record.fetch(wanted)
+        parts: dict[str, Any] = {name: record.read(name, residues) for name in PER_RESIDUE if name in record.arrays}
+        parts["msa"] = self._read_msa(residues, chosen) if whole is None else whole[:, as_slice(residues)]
         parts["templates"] = None
         if len(which):
             arrays = {name: record.read(f"template_{name}", which) for name in TEMPLATE_ARRAYS}
             parts["templates"] = Templates(**arrays, names=tuple(names[i] for i in which)).take(residues)
+        parts["deletions"] = self._read_deletions(residues, chosen)
         parts["pairing"] = None if self.pairing is None else self.pairing.select(chosen)
         rest = {name: notes[name] for name in ("name", "resolution", "release_date")}
         return RawExample(**rest, sources=tuple(notes["sources"]), **parts)
@@ -193,8 +203,15 @@ class StoredExample:
         record = self._record
         if "positions" not in record.arrays:
             return None
-        mask = record.read("mask")[:, CA]
-        return record.read("ca") if "ca" in record.arrays else record.read("positions")[:, CA], mask
+        atoms = "ca" if "ca" in record.arrays else "positions"
+        record.fetch({atoms: None, "mask": None})
+        positions = record.read(atoms)
+        return positions if atoms == "ca" else positions[:, CA], record.read("mask")[:, CA]
+
+    def _tile_rows(self, residues: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Name the rows of the array `msa` that hold `rows` of the alignment under these residues (ascending)."""
+        tiles = np.unique(residues // self._record.arrays["msa"].shape[1])
+        return (tiles[:, None] * self._depth + rows).ravel()
 
     def _read_msa(self, residues: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Read columns (ascending) of the tiles' `rows` (ascending): uint8 [len(rows), len(residues)]."""
@@ -215,6 +232,7 @@ class StoredExample:
         counts = starts[residues + 1] - starts[residues]
         column = np.repeat(np.arange(len(residues)), counts)
         piece = np.arange(len(column)) + (starts[residues] - (np.cumsum(counts) - counts))[column]
+        self._record.fetch({"deletion_rows": piece, "deletion_counts": piece})
         row, count = read("deletion_rows", piece).astype(np.int64), read("deletion_counts", piece)
         place = np.full(self._depth, -1)  # of each row of the alignment among `rows`
         place[rows] = np.arange(len(rows))
