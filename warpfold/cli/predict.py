@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from warpfold.arguments import (
-    Dask,
+    Cluster,
     Device,
     PathLike,
     Paths,
@@ -133,7 +133,7 @@ class PredictCommand(PredictOptions):
     shard: Annotated[
         str | None, runs("I/N: only the I-th of N parts, for job arrays that share --out; the last writes the summary.")
     ] = None
-    cluster: Dask = None
+    cluster: Cluster = None
     relax: Annotated[
         WhichRelaxed,
         decides("Relax all predictions, or of each query the best one, with OpenMM: docs/relax.md."),
