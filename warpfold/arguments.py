@@ -75,6 +75,7 @@ runs = of_panel("How it runs")  # options that do not
 # What several commands take.
 Seed = Annotated[int, decides("The same seed gives the same result.")]
 Workers = Annotated[int, runs("Number of processes; of several GPUs each takes its own.", min=1)]
+Shard = Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays that share --out.")]
 Device = Annotated[str | None, runs("cpu, cuda, cuda:1, mps ...; default: the first CUDA GPU, or the CPU.")]
 Memory = Annotated[
     str | int | None,

@@ -60,7 +60,7 @@ class PackCommand(PackOptions):
     clusters: Annotated[PathLike | None, reads("Clusters, one per line, or MMseqs2's TSV; default: computed.")] = None
     workers: Workers = 1
     cluster: Cluster = None
-    shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; then --merge.")] = None
+    shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; then --merge joins them.")] = None
     merge: Annotated[Paths | None, instead("Join the parts that --shard made into the store --out.")] = None
     update: Annotated[
         bool, runs("Add to the finished store --out, in place of entries of the same name: a new version of it.")

@@ -12,6 +12,7 @@ from warpfold.arguments import (
     Cluster,
     PathLike,
     Paths,
+    Shard,
     Workers,
     argument,
     decides,
@@ -74,7 +75,7 @@ class SearchCommand(Checked):
     workers: Workers = 1
     threads: Annotated[int | None, runs("Threads of a process; default: all cores, shared equally.", min=1)] = None
     cluster: Cluster = None
-    shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; all write to one OUT.")] = None
+    shard: Shard = None
     progress: Progress | None = None
 
     def __call__(self) -> dict[str, Any]:

@@ -144,6 +144,8 @@ def predict(
     if options.pairs and guess is not None:
         raise UserError("--pairs makes complexes, of which no structure is known; leave --initial-guess out")
     read, models, asked = _read(query, msas, params, out, options, server, tell, fixed)
+    if share.cluster is not None:  # whose workers are in another folder
+        models = [replace(model, path=model.path.absolute()) for model in models]
     if guess is not None:
         tell(0, 1, "looking at the initial guesses")
         read = replace(read, found=with_guesses(read.found, guess, fixed)).common_said_once()
