@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -12,13 +13,15 @@ from typing import Any
 class DiesTwice:
     """Does what a function of a module does, but the first two calls end in kill -9: of two workers, each dies once.
 
-    folder: where they are noted.  after: they have done it before they die.
+    folder: where they are noted.  after: they have done it before they die.  together: the first dies when the second
+    is at work, in the other worker.
     """
 
     module: str
     function: str
     folder: Path
     after: bool = False
+    together: bool = False
 
     def __call__(self, job: Any) -> Any:
         done = [self.do(job)] if self.after else []
@@ -28,8 +31,15 @@ class DiesTwice:
                 os.close(os.open(self.folder / f"killed-{number}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
                 continue
+            end = time.monotonic() + 60
+            while self.together and self.deaths < 2 and time.monotonic() < end:
+                time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGKILL)
         return done[0] if done else self.do(job)
+
+    @property
+    def __name__(self) -> str:
+        return self.function
 
     def do(self, job: Any) -> Any:
         """Do the job."""

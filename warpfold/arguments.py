@@ -74,7 +74,8 @@ runs = of_panel("How it runs")  # options that do not
 
 # What several commands take.
 Seed = Annotated[int, decides("The same seed gives the same result.")]
-Workers = Annotated[int, runs("Number of processes.", min=1)]
+Workers = Annotated[int, runs("Number of processes; of several GPUs each takes its own.", min=1)]
+Shard = Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays that share --out.")]
 Device = Annotated[str | None, runs("cpu, cuda, cuda:1, mps ...; default: the first CUDA GPU, or the CPU.")]
 Memory = Annotated[
     str | int | None,
@@ -82,7 +83,10 @@ Memory = Annotated[
 ]
 Strict = Annotated[bool, runs("Fail if an operation has no fast kernel here, instead of running slower.")]
 Force = Annotated[bool, writes("Replace an earlier run of this command in the folder; other files stay.")]
-Dask = Annotated[str | None, runs("Address of a Dask scheduler, tcp://host:8786.")]
+Cluster = Annotated[
+    str | None,
+    runs("Of Dask: tcp://host:8786, its scheduler; of Ray: ray://host:10001, or ray for the one that runs here."),
+]
 
 
 def declaration(hint: Any) -> tuple[Any, Option | None]:

@@ -1,27 +1,29 @@
-"""Bulk work through `concurrent.futures.Executor`: in this process, in others on this machine, or on a Dask cluster.
+"""Bulk work through `concurrent.futures.Executor`: in this process, in others here, on a Dask or a Ray cluster.
 
 A job is a picklable argument of a module-level function that returns plain data, the same whenever it is done.  Results
 come in the order of the jobs, so that the files made from them have the same bytes for any number of workers.
 
-What does jobs is any `Executor`: `submit` hands one out, and its future has the result, or raises `BrokenProcessPool`
+What does jobs is a `WorkerPool`: `submit` hands one out, and its future has the result, or raises `BrokenProcessPool`
 or one of `deaths_on_cluster()` if the worker died.  `pool` chooses it.  A task of a job array has a `JobPart` of the
 jobs, and does it by any of these.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from warpfold import __version__
@@ -33,21 +35,31 @@ if TYPE_CHECKING:
 DEATHS = 3  # of local processes one after another, without a result between them, before a run gives up
 AHEAD = 64  # jobs handed out at a time, including finished ones that wait for a slow one before them
 SHOWN = 3  # last lines of a failed program's output
+ANSWERS_WITHIN = 60  # seconds in which a node of a Ray cluster has started a process
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
-@contextmanager
-def pool(workers: int = 1, cluster: str | None = None) -> Iterator[Executor | None]:
-    """Yield an executor for the jobs: processes, or a Dask cluster; None for one worker: this process does them.
+class WorkerPool(Executor):
+    """An executor that knows how many jobs it does at a time, `size`; of a cluster, when it is asked first."""
 
-    cluster: the address of a Dask scheduler, "tcp://host:8786"; `workers` is then ignored.
+    size: int
+
+
+@contextmanager
+def pool(workers: int = 1, cluster: str | None = None, gpus: bool = False) -> Iterator[WorkerPool | None]:
+    """Yield an executor for the jobs: processes, or a cluster; None for one worker: this process does them.
+
+    cluster: the address of a Dask scheduler, "tcp://host:8786", or of a Ray cluster, "ray://host:10001", or "ray" for
+    the one that runs here (or that RAY_ADDRESS names); `workers` is then ignored.
+    gpus: each job needs one.  Processes see to that themselves (`worker_number`), and so does who starts Dask's
+    workers; Ray gives each job one.
     An exception drops the jobs that are still waiting.
-    Errors: UserError if the cluster cannot be reached or Dask is not installed, or if a worker process died.
+    Errors: UserError if the cluster cannot be reached or its package is not installed, or if a worker process died.
     """
     if cluster is not None:
-        with _dask(cluster) as executor:
+        with _ray(cluster, gpus) if _is_ray(cluster) else _dask(cluster) as executor:
             yield executor
     elif workers <= 1:
         yield None
@@ -63,20 +75,20 @@ def pool(workers: int = 1, cluster: str | None = None) -> Iterator[Executor | No
             executor.shutdown(wait=True, cancel_futures=True)
 
 
-class ProcessPool(Executor):
+class ProcessPool(WorkerPool):
     """Worker processes of this machine, replaced when they die.
 
     When one dies, all jobs that wait or run fail with `BrokenProcessPool`; later ones get new processes.
     """
 
     def __init__(self, workers: int) -> None:
-        self._workers = workers
+        self.size = workers
         self._executor = self._start()
 
     def _start(self) -> ProcessPoolExecutor:
         context = get_context("spawn")
         return ProcessPoolExecutor(
-            self._workers, mp_context=context, initializer=_begin_worker, initargs=(context.Value("i", 0),)
+            self.size, mp_context=context, initializer=_begin_worker, initargs=(context.Value("i", 0),)
         )
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
@@ -151,13 +163,17 @@ class IsolatedProcess:
 
 
 def deaths_on_cluster() -> tuple[type[Exception], ...]:
-    """Return the exceptions that a job's future raises after the job has killed several workers of a Dask cluster.
+    """Return the exceptions that a job's future raises after the job has killed several workers of a cluster.
 
     So a cluster tries a job again itself.  A process pool does not: all futures that wait or run fail then with
     `BrokenProcessPool`.
     """
-    scheduler = sys.modules.get("distributed.scheduler")
-    return () if scheduler is None else (scheduler.KilledWorker,)
+    found: list[type[Exception]] = []
+    if dask := sys.modules.get("distributed.scheduler"):
+        found.append(dask.KilledWorker)
+    if ray := sys.modules.get("ray.exceptions"):
+        found += [ray.WorkerCrashedError, ray.NodeDiedError, ray.OutOfMemoryError]
+    return tuple(found)
 
 
 def end_with_parent() -> None:
@@ -172,43 +188,169 @@ def end_with_parent() -> None:
     Thread(target=wait_and_end, daemon=True).start()
 
 
-def require_dask(address: str) -> None:
-    """Raise UserError where Dask is not installed."""
+def require_cluster(address: str) -> None:
+    """Raise UserError where what talks to such a cluster is not installed."""
     try:
-        import distributed.scheduler  # noqa: F401
+        if _is_ray(address):
+            import ray.exceptions  # noqa: F401
+        else:
+            import distributed.scheduler  # noqa: F401
     except ImportError:
-        raise UserError(f"--cluster {address}: needs Dask; pip install 'warpfold[cluster]'") from None
+        name, extra = ("Ray", "ray") if _is_ray(address) else ("Dask", "cluster")
+        raise UserError(f"--cluster {address}: needs {name}; pip install 'warpfold[{extra}]'") from None
+
+
+class DaskPool(WorkerPool):
+    """The workers of a Dask cluster, which tries a job again whose worker died."""
+
+    def __init__(self, client: "Client") -> None:
+        self.size = max(1, sum(client.nthreads().values()))
+        self._executor = client.get_executor(pure=False)
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        """Hand out one job."""
+        future: Future[Result] = self._executor.submit(fn, *args, **kwargs)
+        return future
 
 
 @contextmanager
-def _dask(address: str) -> Iterator[Executor]:
-    require_dask(address)
+def _dask(address: str) -> Iterator[WorkerPool]:
+    require_cluster(address)
     from distributed import Client
     from distributed.scheduler import KilledWorker
 
     try:
         client = Client(address, timeout="15s", set_as_default=False)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"--cluster {address}: no Dask scheduler answers there ({reason})") from None
+        raise UserError(f"--cluster {address}: no Dask scheduler answers there ({_reason(error)})") from None
     with client:
-        _check_cluster(client, address)
+        _check_versions(address, _versions_on_dask(client))
         try:
-            yield client.get_executor(pure=False)
+            yield DaskPool(client)
         except KilledWorker as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"--cluster {address}: a job's workers died again and again ({reason})") from None
+            raise UserError(f"--cluster {address}: a job's workers died again and again ({_reason(error)})") from None
 
 
-def _check_cluster(client: "Client", address: str) -> None:
-    """Raise UserError unless the scheduler and its current workers run this version of WarpFold."""
+def _versions_on_dask(client: "Client") -> Iterator[tuple[str, object]]:
+    """Yield which WarpFold a scheduler and its current workers have, or why none."""
     try:
-        found = {"its scheduler": client.run_on_scheduler(_version), **client.run(_version, on_error="return")}
+        yield "its scheduler", client.run_on_scheduler(_version)
     except (ImportError, AttributeError) as error:
-        found = {"its scheduler": error}
-    for where, version in found.items():
+        yield "its scheduler", error
+    yield from client.run(_version, on_error="return").items()
+
+
+class RayPool(WorkerPool):
+    """The workers of the Ray cluster that this process is connected to; it tries a job again whose worker died.
+
+    A job gets one core, and with `gpus` one GPU, if the cluster has any, in a process that is ended after it: as Ray
+    does it, since the next job may get another GPU.
+    """
+
+    def __init__(self, gpus: bool) -> None:
+        import ray
+
+        resources = ray.cluster_resources()
+        gpus = gpus and resources.get("GPU", 0) > 0
+        self.size = max(1, int(resources.get("GPU" if gpus else "CPU", 1)))
+        self._cancel, self._call = ray.cancel, ray.remote(num_gpus=int(gpus))(_call)
+        self._running: dict[Future[Any], Any] = {}
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        """Hand out one job."""
+        future: Future[Result] = Future()
+        self._running[future] = reference = self._call.remote(fn, args, kwargs)
+        reference.future().add_done_callback(partial(self._settle, future))
+        return future
+
+    def _settle(self, future: Future[Any], done: Future[Any]) -> None:
+        """Pass on what came of a job; what it raised itself is Ray's `cause`, and Ray's text the cause of that."""
+        from ray.exceptions import RayTaskError
+
+        del self._running[future]
+        error = done.exception()
+        if isinstance(error, RayTaskError):
+            error.cause.__cause__ = error
+            error = error.cause
+        if error is None:
+            future.set_result(done.result())
+        else:
+            future.set_exception(error)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Drop the jobs that wait, and interrupt those that run."""
+        for reference in list(self._running.values()):
+            self._cancel(reference)
+
+
+def _call(function: Callable[..., Result], args: Any, kwargs: Any) -> Result:
+    return function(*args, **kwargs)
+
+
+def _is_ray(address: str) -> bool:
+    return address == "ray" or address.startswith("ray:")
+
+
+@contextmanager
+def _ray(address: str, gpus: bool) -> Iterator[WorkerPool]:
+    require_cluster(address)
+    import ray
+    from ray.exceptions import RayError
+
+    with ExitStack() as ending:
+        if not ray.is_initialized():
+            on_sigterm = signal.getsignal(signal.SIGTERM)
+            ending.enter_context(redirect_stdout(sys.stderr))  # Ray prints there which of its workers died
+            try:
+                ray.init("auto" if address == "ray" else address, log_to_driver=False, logging_level="ERROR")
+            except (RayError, OSError, RuntimeError, ValueError, AssertionError) as error:
+                raise UserError(f"--cluster {address}: no Ray cluster answers there ({_reason(error)})") from None
+            finally:
+                if current_thread() is main_thread():
+                    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own there
+            ending.callback(ray.shutdown)
+        try:
+            _check_versions(address, _versions_on_ray())
+            executor = RayPool(gpus)
+            ending.callback(executor.shutdown)
+            yield executor
+        except RayError as error:
+            died = "a job's workers died again and again" if isinstance(error, deaths_on_cluster()) else "Ray failed"
+            raise UserError(f"--cluster {address}: {died} ({_reason(error)})") from None
+
+
+def _versions_on_ray() -> Iterator[tuple[str, object]]:
+    """Yield which WarpFold each node of a Ray cluster has that may get jobs, or why none."""
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    ask = ray.remote(num_cpus=0, max_retries=0)(_version)  # no core: it need not wait for other people's jobs
+    asked = []
+    for node in ray.nodes():
+        if node["Alive"] and node["Resources"].get("CPU"):
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            asked.append((node["NodeManagerAddress"], ask.options(scheduling_strategy=there).remote()))
+    for where, reference in asked:
+        try:
+            yield where, ray.get(reference, timeout=ANSWERS_WITHIN)
+        except RayTaskError as error:  # its text ends with what the worker's Python said
+            yield where, str(error).strip().splitlines()[-1]
+        except RayError as error:
+            yield where, _reason(error)
+
+
+def _check_versions(address: str, found: Iterable[tuple[str, object]]) -> None:
+    """Raise UserError unless every place runs this version of WarpFold."""
+    for where, version in found:
         if version != __version__:
             raise UserError(f"--cluster {address}: {where} has no WarpFold {__version__} ({version}); install it there")
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of what an error says, and what follows if that ends with a colon."""
+    line = re.split(r"(?<!:)\n", str(error).strip())[0]
+    return line.replace("\n", " ") or type(error).__name__
 
 
 def _version() -> str:
@@ -249,11 +391,12 @@ def in_order(
     function: Callable[[Job], Result],
     jobs: Sequence[Job],
     executor: Executor | None,
-    ahead: int = AHEAD,
+    ahead: int | None = None,
     again: Callable[[list[Job]], list[Job]] = list,
 ) -> Iterator[Result]:
     """Yield `function` of each job, in the order of the jobs; at most `ahead` are handed out at a time.
 
+    ahead: None: `AHEAD`, or for a larger pool twice its size, as the results of so many are held.
     A job whose process died is done again, as are those that waited for one; again: returns, for each of these, the job
     that is left to do.
     Errors: what `function` raises; `BrokenProcessPool` if `DEATHS` processes die one after another.
@@ -261,6 +404,8 @@ def in_order(
     if executor is None:
         yield from map(function, jobs)
         return
+    if ahead is None:
+        ahead = max(AHEAD, 2 * executor.size) if isinstance(executor, WorkerPool) else AHEAD
     waiting: deque[tuple[Job, Future[Result]]] = deque()
     queue = iter(jobs)
     for _ in jobs:

@@ -13,7 +13,6 @@ import pytest
 
 import warpfold
 from tests.evaluation.folders import LENGTHS, noisy, sets, truths, write
-from tests.killers import DiesTwice
 from tests.report.browser import CHROMIUM, Browser
 from tests.report.test_report_browser import prediction, write_page
 from tests.scoring.complexes import disturbed, heterodimer, renamed
@@ -267,21 +266,6 @@ def test_what_cannot_be_scored_is_named_and_the_others_go_on(
     assert table["alpha"]["error"] == ""
     assert "no chain of one is like" in table["gamma"]["error"]
     assert table["gamma"]["lddt_ca"] == ""
-
-
-def test_two_workers_each_killed_once_score_the_same(
-    tmp_path: Path,
-    folders: tuple[Path, Path, Path],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    good, _, truth = folders
-    run(capsys, good, truth, "--csv", tmp_path / "whole.csv")
-    dies = DiesTwice("warpfold.evaluation.measure", "measure", tmp_path / "killed")
-    monkeypatch.setattr("warpfold.evaluation.evaluate.measure", dies)
-    code, _, _ = run(capsys, good, truth, "--csv", tmp_path / "killed.csv", "--workers", 2)
-    assert (code, dies.deaths) == (0, 2)
-    assert (tmp_path / "killed.csv").read_bytes() == (tmp_path / "whole.csv").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from warpfold.arguments import (
-    Dask,
+    Cluster,
     PathLike,
     Paths,
     Workers,
@@ -59,8 +59,8 @@ class PackCommand(PackOptions):
     ] = None
     clusters: Annotated[PathLike | None, reads("Clusters, one per line, or MMseqs2's TSV; default: computed.")] = None
     workers: Workers = 1
-    cluster: Dask = None
-    shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; then --merge.")] = None
+    cluster: Cluster = None
+    shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; then --merge joins them.")] = None
     merge: Annotated[Paths | None, instead("Join the parts that --shard made into the store --out.")] = None
     update: Annotated[
         bool, runs("Add to the finished store --out, in place of entries of the same name: a new version of it.")

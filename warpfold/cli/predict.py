@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from warpfold.arguments import (
-    Dask,
+    Cluster,
     Device,
     PathLike,
     Paths,
+    Shard,
+    Workers,
     argument,
     decides,
     function,
@@ -22,7 +24,6 @@ from warpfold.arguments import (
     progress_of,
     queries,
     reads,
-    runs,
     writes,
 )
 from warpfold.bulk import JobPart
@@ -129,11 +130,9 @@ class PredictCommand(PredictOptions):
     max_template_date: MaxTemplateDate = None
     initial_guess: InitialGuess = None
     fixed_chains: FixedChains = None
-    workers: Annotated[int, runs("Processes that each keep the model; of several GPUs each takes its own.", min=1)] = 1
-    shard: Annotated[
-        str | None, runs("I/N: only the I-th of N parts, for job arrays that share --out; the last writes the summary.")
-    ] = None
-    cluster: Dask = None
+    workers: Workers = 1
+    cluster: Cluster = None
+    shard: Shard = None
     relax: Annotated[
         WhichRelaxed,
         decides("Relax all predictions, or of each query the best one, with OpenMM: docs/relax.md."),

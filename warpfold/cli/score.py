@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import warpfold
 from warpfold.arguments import (
     Checked,
+    Cluster,
     PathLike,
     Paths,
     Seed,
+    Shard,
     Workers,
     argument,
     function,
@@ -24,8 +26,9 @@ from warpfold.arguments import (
     shown,
     writes,
 )
+from warpfold.bulk import JobPart
 from warpfold.cli.common import Answer, command, table, warn
-from warpfold.errors import UserError
+from warpfold.errors import UserError, listed
 from warpfold.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
@@ -141,17 +144,21 @@ class EvaluateCommand(Checked):
     write_suite: Annotated[PathLike | None, writes("File for a list of these targets, for --suite.")] = None
     seed: Seed = 0
     workers: Workers = 1
+    cluster: Cluster = None
+    shard: Shard = None
     progress: Progress | None = None
 
     def __call__(self) -> dict[str, Any]:
         """Return what `OUT/evaluation.json` has: targets, means, groups, calibration, comparisons (docs/evaluate.md).
 
         Targets that could not be scored are under "failures" of their set, and the others are scored all the same.
+        shard: as long as others have parts to score, "status" is "running", and what is returned is of this part.
         Errors: UserError for folders that are not there, are empty, or have no target in common; a suite whose files
         are others; a first set of which nothing could be scored; and an `out` that is something else.
         """
         from warpfold.evaluation import evaluate as evaluating
         from warpfold.evaluation.page import evaluation_page
+        from warpfold.evaluation.parts import IS_PART
         from warpfold.evaluation.tables import as_csv
         from warpfold.files import check_new, refuse_foreign, update_file, write_atomically, writing
         from warpfold.report.report import write_report
@@ -162,7 +169,10 @@ class EvaluateCommand(Checked):
             *(path_or_none(name, getattr(self, name)) for name in ("out", "csv", "write_suite")),
         )
         if out is not None:
-            refuse_foreign(out, {REPORT, PAGE, TABLE}.__contains__)
+            refuse_foreign(out, lambda name: name in {REPORT, PAGE, TABLE} or IS_PART(name))
+        elif self.shard is not None:
+            raise UserError("--shard: needs --out, a folder that all parts share, where the last writes the results")
+        part = JobPart.parse(self.shard) if self.shard else None
         if listed is not None:
             check_new(listed)
         suite = None if self.suite is None else read_suite(Path(self.suite))
@@ -175,8 +185,13 @@ class EvaluateCommand(Checked):
             all_models=self.all_models,
             assembly=self.assembly,
             workers=self.workers,
+            cluster=self.cluster,
+            part=part,
+            out=out,
             progress=tell,
         )
+        if isinstance(sets, dict):
+            return sets
         found = evaluating.report(sets, Path(self.truth), suite, self.seed)
         rows = as_csv(evaluating.rows_of(sets))
         if out is not None:
@@ -200,7 +215,8 @@ evaluate = function(EvaluateCommand)
 @command(
     EvaluateCommand,
     example="Example:  warpfold evaluate folded structures --out evaluation\n\nIs one better:  "
-    "warpfold evaluate tuned structures --against before --out evaluation",
+    "warpfold evaluate tuned structures --against before --out evaluation\n\nBy a job array of 8:  "
+    "warpfold evaluate folded structures --out evaluation --shard $I/8",
 )
 def evaluate_in_shell(given: dict[str, Any]) -> Answer:
     """Print the means and comparisons, and say what failed or is in no mean."""
@@ -208,6 +224,11 @@ def evaluate_in_shell(given: dict[str, Any]) -> Answer:
 
     with progress_bar() as progress:
         found = evaluate(**given, progress=progress)
+    if found.get("status") == "running":
+        for failure in found["failures"]:
+            warn(f"failed {failure['target']}: {failure['error']}")
+        said = f"part {found['part']}: scored {found['predictions'] - len(found['failures'])} of {found['predictions']}"
+        return Answer(found, [f"{said}; {listed(found['left'])} are not done"], int(bool(found["failures"])))
     for one in found["sets"]:
         for failure in one["failures"]:
             warn(f"failed {failure['target']}: {failure['error']}")

@@ -7,7 +7,20 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from warpfold import arguments
-from warpfold.arguments import Checked, Dask, PathLike, Paths, Workers, argument, decides, function, reads, runs, writes
+from warpfold.arguments import (
+    Checked,
+    Cluster,
+    PathLike,
+    Paths,
+    Shard,
+    Workers,
+    argument,
+    decides,
+    function,
+    reads,
+    runs,
+    writes,
+)
 from warpfold.bulk import JobPart
 from warpfold.cli.common import Answer, command, plans_said, warn
 from warpfold.errors import UserError
@@ -61,8 +74,8 @@ class SearchCommand(Checked):
     ] = None
     workers: Workers = 1
     threads: Annotated[int | None, runs("Threads of a process; default: all cores, shared equally.", min=1)] = None
-    cluster: Dask = None
-    shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; all write to one OUT.")] = None
+    cluster: Cluster = None
+    shard: Shard = None
     progress: Progress | None = None
 
     def __call__(self) -> dict[str, Any]:

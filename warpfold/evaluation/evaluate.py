@@ -8,7 +8,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from warpfold.bulk import in_order, pool
+from warpfold.bulk import JobPart, in_order, pool
 from warpfold.data.formats.alignment import parse_fasta
 from warpfold.data.search.nearest import nearest_identities
 from warpfold.data.store.store import Store
@@ -17,6 +17,7 @@ from warpfold.errors import UserError, listed
 from warpfold.evaluation import tables
 from warpfold.evaluation.layouts import Predictions, find_predictions
 from warpfold.evaluation.measure import Job, Measured, Row, measure
+from warpfold.evaluation.parts import parts_of, read_parts, run_of, write_part
 from warpfold.evaluation.truths import Truths
 from warpfold.files import read_file
 from warpfold.progress import Progress
@@ -106,10 +107,15 @@ def evaluate(
     all_models: bool,
     assembly: bool,
     workers: int,
+    cluster: str | None = None,
+    part: JobPart | None = None,
+    out: Path | None = None,
     progress: Progress,
-) -> list[PredictionSet]:
+) -> list[PredictionSet] | dict[str, Any]:
     """Score each folder's predictions; the first is compared with the others.
 
+    workers, cluster: as for `bulk.pool`.  part: score only these, and keep them in the folder `out`; then, as long as
+    others have parts to score, what is returned is how far they are.
     Errors: UserError for folders that are not there or have nothing in common, and a suite of other files.
     """
     truths = Truths(truth)
@@ -121,18 +127,37 @@ def evaluate(
     for one in sets:
         _assign(one, truths, assembly)
     jobs = [job for one in sets for job in one.jobs]
-    found: list[Measured] = []
-    with pool(min(workers, len(jobs))) as executor:
-        for done, result in enumerate(in_order(measure, jobs, executor)):
-            progress(done, len(jobs), f"scored {result.job.prediction.target}")
-            found.append(result)
+    run = run_of(jobs)
+    found = {} if out is None else read_parts(out, run, jobs)
+    own = range(len(jobs)) if part is None else part.of(range(len(jobs)))
+    todo = [place for place in own if place not in found]
+    with pool(min(workers, len(todo)), cluster) as executor:
+        results = in_order(measure, [jobs[place] for place in todo], executor)
+        for done, (place, result) in enumerate(zip(todo, results)):
+            found[place] = result
+            progress(done, len(todo), f"scored {jobs[place].prediction.target}")
+    if part is not None:
+        assert out is not None
+        if todo:
+            write_part(out, run, part, {place: found[place] for place in own})
+        found |= read_parts(out, run, jobs)  # others may have ended meanwhile
+        if left := [place for place in range(len(jobs)) if place not in found]:
+            outcomes = [(jobs[place].prediction.target, found[place].error) for place in own]
+            return {
+                "format": FORMAT,
+                "status": "running",
+                "part": str(part),
+                "predictions": len(own),
+                "failures": [{"target": name, "error": error} for name, error in outcomes if error is not None],
+                "left": parts_of(left, part.count),
+            }
+    places = iter(range(len(jobs)))
     for one in sets:
-        for result in found[: len(one.jobs)]:
+        for result in (found[next(places)] for _ in one.jobs):
             if result.error is None:
                 one.measured.append(result)
             else:
                 one.failures[result.job.prediction.target] = result.error
-        del found[: len(one.jobs)]
         if not one.measured:
             failed = list(one.failures.values())
             first = f"none of {len(failed)} targets could be scored: {failed[0]}"

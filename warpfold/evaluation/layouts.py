@@ -96,7 +96,7 @@ def find_predictions(folder: Path, all_models: bool = False) -> Predictions:
 
 def _ours(folder: Path) -> tuple[list[PredictedFile], dict[str, str]] | None:
     """Return the predictions and failures in a summary of `warpfold predict`; None if it is another program's."""
-    path = folder / "summary.json"
+    path, folder = folder / "summary.json", folder.absolute()  # a cluster's workers are in another one
     try:
         summary = json.loads(path.read_bytes())
         if not str(summary["format"]).startswith("warpfold-predictions-"):

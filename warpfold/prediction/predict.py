@@ -1,6 +1,6 @@
 """Fold queries with each of the parameters and seeds, into a folder that is never half-written (docs/outputs.md).
 
-This process folds, or ranks that each take some, processes of their own, or a Dask cluster.
+This process folds, or ranks that each take some, processes of their own, or a cluster of Dask or Ray.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from warpfold import __version__
-from warpfold.bulk import JobPart, in_order, pool, require_dask, worker_number
+from warpfold.bulk import JobPart, in_order, pool, require_cluster, worker_number
 from warpfold.data.example.query_files import Complex, Given
 from warpfold.device import cores
 from warpfold.errors import UserError
@@ -81,7 +81,7 @@ JOBS = 16  # of each worker: so many that all end at about one time, so few that
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Who folds: a part of the predictions, on several processes of this machine, or on a Dask cluster."""
+    """Who folds: a part of the predictions, on several processes of this machine, or on a cluster (`bulk.pool`)."""
 
     part: JobPart = WHOLE
     workers: int = 1
@@ -99,7 +99,7 @@ class Share:
         if team.process.ranks > 1:
             raise UserError("--workers and --cluster start processes of their own: use them without torchrun")
         if self.cluster is not None:
-            require_dask(self.cluster)  # before a folder is begun
+            require_cluster(self.cluster)  # before a folder is begun
         if self.cluster is None and device is not None and device.startswith(("cuda", "mps")):
             gpus = torch.cuda.device_count() if device == "cuda" else 1
             if self.workers > gpus:
@@ -144,6 +144,8 @@ def predict(
     if options.pairs and guess is not None:
         raise UserError("--pairs makes complexes, of which no structure is known; leave --initial-guess out")
     read, models, asked = _read(query, msas, params, out, options, server, tell, fixed)
+    if share.cluster is not None:  # whose workers are in another folder
+        models = [replace(model, path=model.path.absolute()) for model in models]
     if guess is not None:
         tell(0, 1, "looking at the initial guesses")
         read = replace(read, found=with_guesses(read.found, guess, fixed)).common_said_once()
@@ -405,10 +407,6 @@ def _fold(
         return clock, refusals(refused_before)
     out, workers = folder.out.absolute(), 0 if share.cluster else share.workers
     tables = None if folder.tables is None else replace(folder.tables, out=out)
-    jobs = [
-        FoldJob(some, out, folder.run, folder.part, folder.is_several, options, workers, tables, folder.keep)
-        for some in in_jobs(groups, JOBS * share.workers)
-    ]
 
     def left(some: list[FoldJob]) -> list[FoldJob]:
         """Return jobs of workers that died without what they had done."""
@@ -416,7 +414,13 @@ def _fold(
         groups = [[tuple(item for item in group if item.key not in done) for group in job.groups] for job in some]
         return [replace(job, groups=[group for group in own if group]) for job, own in zip(some, groups)]
 
-    with pool(share.workers, share.cluster) as executor:
+    gpus = options.device is not None and options.device.startswith("cuda")
+    with pool(share.workers, share.cluster, gpus) as executor:
+        assert executor is not None
+        jobs = [
+            FoldJob(some, out, folder.run, folder.part, folder.is_several, options, workers, tables, folder.keep)
+            for some in in_jobs(groups, JOBS * executor.size)
+        ]
         for job, (seconds, refusals_of_job) in zip(jobs, in_order(fold_job, jobs, executor, again=left)):
             clock.add(seconds)
             for reason, count in refusals_of_job.items():

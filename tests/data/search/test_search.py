@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tests.data.search.families import database, family, headers, queries
-from tests.killers import DiesTwice
 from tests.test_cli import refused, run
 from warpfold.bulk import JobPart
 from warpfold.data.example.pairing import pair_rows
@@ -155,18 +154,6 @@ def test_parts_and_processes_make_the_whole(
     assert tree(tmp_path / "processes") == tree(tmp_path / "parts") == tree(tmp_path / "whole")
     reports = [json.loads((tmp_path / f"parts/search-{i}-of-2.json").read_text()) for i in (1, 2)]
     assert sorted(p["name"] for report in reports for p in report["proteins"]) == ["p0", "p1", "p2"]
-
-
-def test_two_workers_each_killed_once_find_the_same(
-    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    search([files[0]], [Database("db", files[1])], tmp_path / "whole")
-    dies = DiesTwice(searching.__name__, "search_batch", tmp_path / "killed")
-    monkeypatch.setattr(searching, "search_batch", dies)
-    options = SearchOptions(workers=2, threads=1)
-    report = search([files[0]], [Database("db", files[1])], tmp_path / "killed twice", options=options)
-    assert (report["status"], dies.deaths) == ("complete", 2)
-    assert tree(tmp_path / "killed twice") == tree(tmp_path / "whole")
 
 
 def test_a_protein_that_cannot_be_searched_for_is_an_entry(

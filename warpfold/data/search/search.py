@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class SearchOptions:
     cache: Path | None = None  # None: in the output folder
     workers: int = 1  # processes
     threads: int | None = None  # of each process; None: all cores, shared among the processes; on a cluster one
-    cluster: str | None = None  # the address of a Dask scheduler
+    cluster: str | None = None  # as for `bulk.pool`
     part: JobPart | None = None  # of the proteins, for one task of a job array
 
 
@@ -255,6 +255,8 @@ class _SearchRun:
         self._tell(search.database.name)
         if self.options.cluster:
             size, threads = CLUSTER_PASS, 1
+            database = search.database  # whose path means another file where the workers are
+            search = replace(search, database=replace(database, path=database.path.absolute()))
         else:
             size = max(1, -(-len(missing) // self.options.workers))
             threads = max(1, cores() // self.options.workers)

@@ -1,0 +1,104 @@
+"""`warpfold evaluate --shard`: the last part to end writes what one run would, whatever was there before."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.evaluation.folders import sets
+from tests.test_cli import refused, run
+from warpfold.evaluation import evaluate as evaluating
+from warpfold.evaluation.measure import Job, Measured, measure
+from warpfold.evaluation.parts import IS_PART
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The targets that are scored, as they are."""
+    asked: list[str] = []
+
+    def noted(job: Job) -> Measured:
+        asked.append(job.prediction.target)
+        return measure(job)
+
+    monkeypatch.setattr(evaluating, "measure", noted)
+    return asked
+
+
+@pytest.fixture
+def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Two sets of three targets, of which one cannot be read, in the folder where the command is."""
+    sets(tmp_path)
+    (tmp_path / "worse/Beta.cif").write_text("data_x\n")
+    monkeypatch.chdir(tmp_path)
+    return "evaluate", "good", "truth", "--against", "worse"
+
+
+def made(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in out.iterdir() if not IS_PART(path.name)}
+
+
+def test_the_last_part_writes_what_one_run_does(words: tuple[str, ...], tmp_path: Path, capsys: Capture) -> None:
+    code, _, warned = run(capsys, *words, "--out", "whole")
+    assert (code, "/worse/Beta.cif: has no atoms" in warned) == (1, True)
+    for number, left in ((2, ["1/3", "3/3"]), (3, ["1/3"])):
+        code, said, _ = run(capsys, *words, "--out", "parts", "--shard", f"{number}/3", "--json")
+        found = json.loads(said)
+        assert (code, found["status"], found["part"], found["predictions"]) == (0, "running", f"{number}/3", 2)
+        assert (found["failures"], found["left"], made(tmp_path / "parts")) == ([], left, {})
+    code, _, warned = run(capsys, *words, "--out", "parts", "--shard", "1/3", "--csv", "parts.csv")
+    assert (code, "/worse/Beta.cif: has no atoms" in warned) == (1, True)
+    assert made(tmp_path / "parts") == made(tmp_path / "whole")
+    assert (tmp_path / "parts.csv").read_bytes() == (tmp_path / "whole/targets.csv").read_bytes()
+
+
+def test_a_part_says_what_failed_in_it(words: tuple[str, ...], capsys: Capture) -> None:
+    code, said, warned = run(capsys, *words, "--out", "parts", "--shard", "1/3")
+    assert code == 1
+    assert "part 1/3: scored 1 of 2; 2/3, 3/3 are not done" in said
+    assert "/worse/Beta.cif: has no atoms" in warned
+
+
+def test_nothing_is_scored_twice(words: tuple[str, ...], capsys: Capture, measured: list[str], tmp_path: Path) -> None:
+    for _ in range(2):
+        run(capsys, *words, "--out", "parts", "--shard", "2/3")
+    assert len(measured) == 2
+    run(capsys, *words, "--out", "parts")  # whatever is left
+    assert sorted(measured) == ["Beta", "Beta", "alpha", "alpha", "gamma", "gamma"]
+    run(capsys, *words, "--out", "whole")
+    assert made(tmp_path / "parts") == made(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("change", ["a prediction", "an option", "damage", "cut", "another file"])
+def test_parts_of_something_else_are_not_used(
+    change: str, words: tuple[str, ...], capsys: Capture, measured: list[str], tmp_path: Path
+) -> None:
+    run(capsys, *words, "--out", "parts", "--shard", "1/2")
+    before, part = len(measured), tmp_path / "parts/part-1-of-2.json"
+    more = ["--assembly"] if change == "an option" else []
+    if change == "a prediction":
+        os.utime(tmp_path / "good/gamma.cif", ns=(1, 1))
+    elif change == "damage":
+        part.write_text(part.read_text().replace('"rank": 1', '"rank": 2', 1))
+    elif change == "cut":
+        part.write_text(part.read_text()[:-20])
+    elif change == "another file":
+        part.write_text("[]")
+    run(capsys, *words, *more, "--out", "parts", "--shard", "1/2")
+    assert len(measured) == 2 * before == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--shard", "1/2"], "--shard: needs --out, a folder that all parts share"),
+        (["--shard", "3/2", "--out", "parts"], "--shard 3/2: expected I/N"),
+        (["--cluster", "ray:nonsense", "--out", "parts"], "--cluster ray:nonsense: "),
+    ],
+)
+def test_bad_options_are_one_line(options: list[str], said: str, words: tuple[str, ...], capsys: Capture) -> None:
+    assert said in refused(run(capsys, *words, *options))
+    assert not Path("parts").exists()

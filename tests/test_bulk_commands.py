@@ -1,0 +1,182 @@
+"""The commands of bulk work: whoever does the jobs, and whoever of them dies, the files have the same bytes."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, make_files
+from tests.data.search.families import database, queries
+from tests.evaluation.folders import sets
+from tests.helpers import tiny_model
+from tests.killers import DiesTwice
+from tests.test_cli import run
+from warpfold.model.template import TemplateConfig
+from warpfold.model.weights.files import save_params
+
+ROOT = Path(__file__).parents[1]
+
+
+def fold_inputs(folder: Path) -> None:
+    """Sequences, one with an alignment, and parameters whose pLDDT is high for some residues and low for others."""
+    (folder / "q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n>three\n{TWO[::-1]}\n")
+    alignment(folder / "msas/one.a3m", ONE, ONE[:15] + "-" * 15)
+    model = tiny_model(templates=TemplateConfig(enabled=False))
+    with torch.no_grad():
+        model.plddt.logits.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
+    save_params(folder / "p.safetensors", model)
+
+
+def search_inputs(folder: Path) -> None:
+    queries(folder / "q.fasta", 0, 1, 2)
+    database(folder / "db.fasta", 0, 1, 2)
+
+
+@dataclass(frozen=True)
+class BulkCommand:
+    """A command, what it is given, and the function that does its jobs: where it is, and where it is called by name.
+
+    timed: files of the output that have seconds or the times of files in them.
+    """
+
+    inputs: Callable[[Path], Any]
+    words: str
+    module: str
+    function: str
+    caller: str
+    timed: tuple[str, ...] = ()
+
+    def __call__(self, capsys: pytest.CaptureFixture[str], out: Path, *more: object) -> str:
+        out.mkdir()
+        code, said, warned = run(capsys, *self.words.split(), "--out", out / "out", *more)
+        assert code == 0, warned
+        return said
+
+    def made(self, out: Path) -> dict[str, bytes]:
+        """What was written, by name."""
+        kept = [path for path in out.rglob("*") if path.is_file() and path.name not in self.timed]
+        assert len(kept) > 2
+        return {str(path.relative_to(out)): path.read_bytes() for path in kept}
+
+
+FOLD = "q.fasta --msa msas --params p.safetensors --device cpu --batch 1"
+COMMANDS = {
+    "pack": BulkCommand(
+        make_files, "pack --structures structures --msas msas", "warpfold.data.pack.build", "build",
+        "warpfold.data.pack.pack",
+    ),
+    "search": BulkCommand(
+        search_inputs, "search q.fasta --database db=db.fasta", "warpfold.data.search.search", "search_batch",
+        "warpfold.data.search.search", ("search.json",),
+    ),
+    "predict": BulkCommand(
+        fold_inputs, f"predict {FOLD}", "warpfold.prediction.predict", "fold_job", "warpfold.prediction.predict",
+        ("summary.json", "report.html"),
+    ),
+    "distill": BulkCommand(
+        fold_inputs, f"distill {FOLD} --min-plddt 1", "warpfold.prediction.predict", "fold_job",
+        "warpfold.prediction.predict", ("summary.json", "report.html", "sources.json", "store.json"),
+    ),
+    "evaluate": BulkCommand(
+        sets, "evaluate good truth --against worse", "warpfold.evaluation.measure", "measure",
+        "warpfold.evaluation.evaluate",
+    ),
+}  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def dask() -> Iterator[str]:
+    """The address of a Dask cluster of two workers."""
+    distributed = pytest.importorskip("distributed", reason="Dask is not installed: pip install 'warpfold[cluster]'")
+    with distributed.LocalCluster(2, processes=True, threads_per_worker=1, dashboard_address=None) as cluster:
+        yield cluster.scheduler_address
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[str]:
+    """A Ray cluster of two cores, which RAY_ADDRESS names."""
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'warpfold[ray]'")
+    address = f"127.0.0.1:{free_port()}"
+    options = f"--head --block --num-cpus 2 --node-ip-address 127.0.0.1 --port {address.partition(':')[2]}"
+    options += f" --ray-client-server-port {free_port()} --min-worker-port 0 --max-worker-port 0"
+    options += " --include-dashboard false --object-store-memory 90000000 --disable-usage-stats"
+    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    started = subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", "start", *options.split()],
+        env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert started.stdout is not None
+        said = []
+        for line in started.stdout:
+            said.append(line)
+            if "block forever" in line:
+                break
+        else:
+            pytest.fail("".join(said))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ADDRESS", address)
+            yield "ray"
+    finally:
+        started.send_signal(signal.SIGTERM)
+        started.wait()
+
+
+@pytest.fixture
+def two_workers(request: pytest.FixtureRequest) -> list[str]:
+    """The options by which two workers do the jobs."""
+    kind: str = request.param
+    return ["--workers", "2"] if kind == "processes" else ["--cluster", request.getfixturevalue(kind)]
+
+
+@pytest.fixture
+def command(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BulkCommand:
+    """A command, in a folder with what it is given."""
+    command = COMMANDS[request.param]
+    command.inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)  # which a cluster's workers are not in
+    return command
+
+
+FOLDING = ("predict", "distill")
+CASES = [
+    pytest.param(name, kind, marks=[pytest.mark.slow] if kind != "processes" or name in FOLDING else [])
+    for kind in ("processes", "dask", "ray")
+    for name in COMMANDS
+]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(("command", "two_workers"), CASES, indirect=True)
+def test_two_workers_each_killed_once_make_the_same_bytes(
+    command: BulkCommand,
+    two_workers: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command(capsys, Path("whole"))
+    dies = DiesTwice(command.module, command.function, tmp_path / "deaths", together=True)
+    monkeypatch.setattr(f"{command.caller}.{command.function}", dies)
+    said = command(capsys, Path("killed"), *two_workers, "--json")
+    assert dies.deaths == 2
+    json.loads(said)  # a cluster's own messages are elsewhere
+    assert command.made(tmp_path / "killed") == command.made(tmp_path / "whole")
