@@ -280,7 +280,9 @@ def of_entries(folder: Path, form: str, run: str) -> list[Any]:
 def of_part(path: Path) -> list[Any]:
     """Continue a part of a store as far as reading goes: what each job that is done has left."""
     part = PartFolder(path)
-    done = ([job, one.data, [part.record(*one.place(i)) for i in range(len(one.sizes))]] for job, one in part.results.items())
+    done = []
+    for job, one in part.results.items():
+        done.append([job, one.data, [part.record(*one.place(i)) for i in range(len(one.sizes))]])
     return [*done, *map(list, part.queries.items())]
 
 
