@@ -1,11 +1,12 @@
 """Do steps wait where the arithmetic of `warpfold bench data` says that they need not?  Three storages, real loaders.
 
-    python -m benchmarks.feeding STORE --out benchmarks/results/NAME.json          (two minutes)
+    python -m benchmarks.feeding STORE --out benchmarks/results/NAME.json          (five minutes)
 
 For each storage (this disk; a slow disk, 5 ms and 60 MB/s; an object store, 20 ms and 100 MB/s: both emulated) the
-examples of one process are measured, and so how many a second some processes make.  Then a real loader with as many
-processes feeds steps that are sleeps, each a little longer than that asks for (1.3 times), or shorter (0.7): measured
-is the share of the time that steps wait for examples, where arithmetic says none, and three tenths.
+examples of one process are measured, and so how many a second some processes make.  Then real loaders feed steps that
+are sleeps: those of 8 ranks with two processes each, of 0.41 s; and those of one rank, which are a little longer than
+the examples of its processes ask for (1.3 times), or shorter (0.7).  Measured is the share of the time that steps wait
+for examples; arithmetic says none, none, and three tenths.
 
 The examples are those of the store with an alignment of 1,000 rows or more, each with its own copy of it.  Of processes
 that wait for their storage there are more than one a core: so a machine with two cores shows what waits do.
@@ -18,11 +19,13 @@ import os
 import platform
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from warpfold.bench.data import INITIAL
-from warpfold.bench.feeding import Emulation, SlowStore, feeding
+from warpfold.bench.feeding import STEP, Emulation, SlowStore, feeding
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.order import Order, Source
 from warpfold.data.load.schedule import Schedule, State
@@ -30,6 +33,7 @@ from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import chain_keys, example_arrays, example_notes, read_example
 
 CASES = {"local disk": (None, 1), "slow disk": ("5ms,60MB/s", 2), "object store": ("20ms,100MB/s", 8)}  # processes
+GPUS, CORES = 8, 16
 ROWS = 1000
 REPEATS = 3
 FACTORS = (1.3, 0.7)  # seconds of a step over those in which the processes make an example
@@ -47,25 +51,43 @@ def deep(store: Store, path: Path) -> Path:
     return path
 
 
-def waiting(store: Store, workers: int, step: float, seconds: float) -> dict[str, float]:
-    """Feed steps from a loader, and return the share of the time that they waited, once all processes were at work."""
+def waiting(store: Store, ranks: int, workers: int, step: float, seconds: float) -> dict[str, float]:
+    """Feed the steps of some ranks, each from a loader, and return the share of the time that they waited.
+
+    It counts once all processes are at work.  What a rank computes to take an example is no waiting.
+    """
     begin = workers * 4  # as many are made ahead
-    steps = begin + max(int(seconds / step), 50)
+    steps = begin + max(int(seconds / step), 12)
     store.storage.cool()
-    waited = slept = 0.0
-    schedule = Schedule(State(), steps)
-    with Loader(
-        Order([Source(store)], seed=1), Maker((store,), INITIAL, 1), schedule, Quarantine(0), workers=workers
-    ) as loader:
-        for number in range(steps):
-            began = time.perf_counter()
-            next(loader)
-            got = time.perf_counter()
-            time.sleep(step)
-            if number >= begin:
-                waited += got - began
-                slept += time.perf_counter() - got
-    return {"steps": steps - begin, "step_ms": round(1e3 * step, 2), "waiting": round(waited / (waited + slept), 3)}
+    with ExitStack() as stack:
+        loaders = [
+            stack.enter_context(
+                Loader(
+                    Order([Source(store)], seed=rank),
+                    Maker((store,), INITIAL, rank),
+                    Schedule(State(), steps),
+                    Quarantine(0),
+                    workers=workers,
+                )
+            )
+            for rank in range(ranks)
+        ]
+
+        def rank_of(loader: Loader) -> tuple[float, float]:
+            """Take the steps of a rank, and return the seconds that it waited, and those that it took in all."""
+            waited = began = 0.0
+            for number in range(steps):
+                if number == begin:
+                    waited, began = 0.0, time.perf_counter()
+                asked, busy = time.perf_counter(), time.thread_time()
+                next(loader)
+                waited += time.perf_counter() - asked - (time.thread_time() - busy)
+                time.sleep(step)
+            return waited, time.perf_counter() - began
+
+        with ThreadPoolExecutor(ranks) as pool:
+            waits, every = map(sum, zip(*pool.map(rank_of, loaders)))
+    return {"steps": steps - begin, "step_ms": round(1e3 * step, 2), "waiting": round(waits / every, 4)}
 
 
 def main() -> None:
@@ -81,18 +103,23 @@ def main() -> None:
         for name, (emulated, workers) in CASES.items():
             link = Path(scratch) / "link"
             store = SlowStore(path, Emulation.of(emulated, link)) if emulated else Store(path)
-            found = feeding(store, INITIAL, asked.entries, gpus=8, cores=16, step=0.41)
+            found = feeding(store, INITIAL, asked.entries, gpus=GPUS, cores=CORES, step=STEP)
             print(found["verdict"], flush=True)
             row: dict[str, Any] = {"storage": name, "emulated": emulated, "feeding": found, "processes": workers}
-            for factor in FACTORS:
+            for factor in (None, *FACTORS):
                 every = []
                 for _ in range(REPEATS):
-                    own = feeding(store, INITIAL, asked.entries, gpus=1, cores=workers, step=1.0)
-                    every.append(waiting(store, workers, factor / own["examples per second"], asked.seconds))
+                    if factor is None:
+                        every.append(waiting(store, GPUS, CORES // GPUS, STEP, asked.seconds))
+                    else:
+                        own = feeding(store, INITIAL, asked.entries, gpus=1, cores=workers, step=1.0)
+                        every.append(waiting(store, 1, workers, factor / own["examples per second"], asked.seconds))
                     print(name, factor, every[-1], flush=True)
                 middle = sorted(every, key=lambda one: one["waiting"])[REPEATS // 2]
                 waits = [one["waiting"] for one in every]
-                row[f"steps of {factor}"] = {"by_arithmetic": round(max(0.0, 1 - factor), 2), **middle, "all": waits}
+                by_arithmetic = 0.0 if factor is None else round(max(0.0, 1 - factor), 2)
+                what = f"{GPUS} ranks, {CORES} processes" if factor is None else f"steps of {factor}"
+                row[what] = {"by_arithmetic": by_arithmetic, **middle, "all": waits}
             rows.append(row)
     report = {
         "what": __doc__.splitlines()[0],

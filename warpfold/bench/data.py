@@ -200,6 +200,7 @@ def reading(store: Store, seconds: float = 2.0) -> dict[str, float]:
         began = time.perf_counter()
         for key in order:
             record = store.record(key)
+            record.fetch(dict.fromkeys(record.arrays))
             size += sum(record.read(name).nbytes for name in record.arrays)
             count += 1
             if (taken := time.perf_counter() - began) > seconds:

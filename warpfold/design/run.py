@@ -286,6 +286,7 @@ def _read_design(path: Path) -> dict[str, Any]:
         whole = one["name"] == path.stem and len(letters) == len(one["plddt"]) and set(letters) <= {*RESTYPES, "X"}
         if not whole or not np.isfinite(numbers).all():
             raise ValueError("it is not as it was written")
+        json.dumps(one, allow_nan=False)  # ValueError for 1e999, which was read as infinity
         return dict(one)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: damaged ({error}); remove it, and it is made again") from None
