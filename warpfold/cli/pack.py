@@ -130,7 +130,7 @@ def pack_in_shell(
     with on_sigterm(StoppedByUser(143)), progress_bar() as bar:
         report = pack(**given, progress=bar)
     part = JobPart.parse(given["shard"]) if given["shard"] and not given["merge"] else None
-    return Answer(report.to_json(), _lines(report, given["out"], part))
+    return Answer(report.to_json, _lines(report, given["out"], part))
 
 
 def _lines(report: "PackReport", out: Path, part: JobPart | None) -> Iterator[str]:

@@ -83,7 +83,7 @@ class Folder:
     def size(self, name: str) -> int:
         return os.stat(self.path / name).st_size
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes | bytearray) -> None:
         write_atomically(self.path / name, data)
 
     def view(self, name: str, size: int, digest: str, checked: bool) -> memoryview:
