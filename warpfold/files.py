@@ -187,7 +187,9 @@ def pread(file: int, size: int, offset: int) -> bytes:
     return b"".join(pieces)
 
 
-def write_atomically(path: Path, content: str | bytes | Iterable[str | bytes | memoryview], sync: bool = True) -> None:
+def write_atomically(
+    path: Path, content: str | bytes | bytearray | Iterable[str | bytes | memoryview], sync: bool = True
+) -> None:
     """Write a file so that the whole file appears or nothing does, even if this process is killed.
 
     content: all of it, or its pieces one after another.
@@ -199,7 +201,7 @@ def write_atomically(path: Path, content: str | bytes | Iterable[str | bytes | m
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less the umask
         in_the_end.callback(draft.unlink, missing_ok=True)
         with os.fdopen(descriptor, "wb") as file:
-            pieces = (content,) if isinstance(content, str | bytes) else content
+            pieces = (content,) if isinstance(content, str | bytes | bytearray) else content
             file.writelines(piece.encode() if isinstance(piece, str) else piece for piece in pieces)
             if sync:
                 file.flush()

@@ -91,7 +91,8 @@ app = typer.Typer(
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command answers: `data` for --json, or `text` for people, lines and tables; code: its exit code."""
+    """What a command answers: `data` for --json, or a function that makes them, for they may be large; or `text` for
+    people, lines and tables; code: its exit code."""
 
     data: Any
     text: "Iterable[str | Table]"
@@ -103,7 +104,8 @@ def show(answer: Answer, as_json: bool) -> None:
     where the output is no terminal.
     """
     if as_json:
-        typer.echo(json.dumps(answer.data, indent=2, allow_nan=False))
+        data = answer.data() if callable(answer.data) else answer.data
+        typer.echo(json.dumps(data, indent=2, allow_nan=False))
         return
     for one in answer.text:
         if isinstance(one, str):

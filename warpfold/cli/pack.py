@@ -39,7 +39,9 @@ instead = of_panel("In place of packing")
 class PackCommand(PackOptions):
     """Make the store that `train` reads from structures, alignments and template hits, and report on every entry."""
 
-    structures: Annotated[Paths | None, reads("mmCIF or PDB files, Boltz's or OpenFold3's .npz, or folders of them; gz or not.")] = None
+    structures: Annotated[
+        Paths | None, reads("mmCIF or PDB files, Boltz's or OpenFold3's .npz, or folders of them; gz or not.")
+    ] = None
     msas: Annotated[
         Paths | None,
         reads("A3M or Stockholm files, their folders (OpenProteinSet's too), or the .index of an alignment database."),
@@ -138,7 +140,7 @@ def pack_in_shell(
     with on_sigterm(StoppedByUser(143)), progress_bar() as bar:
         report = pack(**given, progress=bar)
     part = JobPart.parse(given["shard"]) if given["shard"] and not given["merge"] else None
-    return Answer(report.to_json(), _lines(report, given["out"], part))
+    return Answer(report.to_json, _lines(report, given["out"], part))
 
 
 def _lines(report: "PackReport", path: Path, part: JobPart | None) -> Iterator[str]:

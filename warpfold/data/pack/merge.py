@@ -110,7 +110,7 @@ def merge_parts(
                 writer.add(entry.name, Packed(parts[number].record(at, size), header, crc, entry.shares), meta)
             progress(done, len(kept), "writing")
         origin = origin_text(manifest | {"clustered": program})
-        writer.finish({"pack.json": report.text, "pack.tsv": report.table, "sources.json": origin})
+        writer.finish({"pack.json": report.text(), "pack.tsv": report.table(), "sources.json": origin})
     return report
 
 

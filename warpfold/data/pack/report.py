@@ -3,9 +3,8 @@
 import json
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -123,21 +122,19 @@ class PackReport:
             "unused_hits": self.unused_hits,
         }
 
-    def text(self) -> str:
-        """Return `to_json` as text, an entry per line, made one after another: there may be a million."""
-        written = StringIO()
-        written.write("{")
+    def text(self) -> Iterator[str]:
+        """Yield `to_json` as text, an entry per line: there may be a million."""
+        before = "{"
         for name, entries in (("kept", self.kept), ("dropped", self.dropped)):
-            written.write(f'\n "{name}": [')
+            yield f'{before}\n "{name}": ['
             for number, entry in enumerate(entries):
-                written.write(f"{',' if number else ''}\n  {json.dumps(entry.to_json(), ensure_ascii=False)}")
-            written.write("\n ],")
-        groups = []
+                yield f"{',' if number else ''}\n  {json.dumps(entry.to_json(), ensure_ascii=False)}"
+            before = "\n ],"
         for name, value in self._counted().items():
             lines = (json.dumps({key: one}, ensure_ascii=False)[1:-1] for key, one in value.items())
-            groups.append(f'\n "{name}": {{' + ",".join(f"\n  {line}" for line in lines) + "\n }")
-        written.write(",".join(groups) + "\n}\n")
-        return written.getvalue()
+            yield f'{before}\n "{name}": {{' + ",".join(f"\n  {line}" for line in lines)
+            before = "\n },"
+        yield "\n }\n}\n"
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "PackReport":
@@ -145,21 +142,19 @@ class PackReport:
         entries = [PackEntry.found(entry) for entry in [*data["kept"], *data["dropped"]]]
         return cls(entries, data["unused_alignments"], data["unused_hits"], finished_before=True)
 
-    def table(self) -> str:
-        """Return tab-separated text, a line per entry and per unused file, with a header."""
-        written = StringIO()
-        written.write("\t".join(TABLE) + "\n")
+    def table(self) -> Iterator[str]:
+        """Yield tab-separated lines, one per entry and per unused file, after a header."""
+        yield "\t".join(TABLE) + "\n"
         for entry in self.entries:
             refused = "; ".join(f"{n} x {why}" for why, n in entry.templates_refused.items())
             other: dict[str, Any] = {"status": "kept" if entry.kept else "dropped", "templates_refused": refused}
             other |= {"masked": None} if entry.plddt is None else {}
             row = (other[name] if name in other else getattr(entry, name) for name in TABLE)
-            written.write("\t".join(map(_cell, row)) + "\n")
+            yield "\t".join(map(_cell, row)) + "\n"
         for what, unused in (("alignment", self.unused), ("hits", self.unused_hits)):
             for file, why in unused.items():
                 cells = {"file": file, "reason": why, "status": f"unused {what}"}
-                written.write("\t".join(_cell(cells.get(name)) for name in TABLE) + "\n")
-        return written.getvalue()
+                yield "\t".join(_cell(cells.get(name)) for name in TABLE) + "\n"
 
     def summary(self) -> str:
         """Return one line of numbers."""

@@ -1,7 +1,7 @@
 """Versions of a finished store: what each was made of, removing entries, and writing a store without what is gone."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +117,7 @@ def compact(store: Store, out: Place, progress: Progress = no_progress, scratch:
     scratch: as of `StoreWriter`.
     Errors: UserError if `out` exists or cannot be written, and for a damaged record.
     """
+    files: dict[str, str | Iterable[str]]
     files = {name: text for name in ("pack.json", "pack.tsv", "sources.json") if (text := store.file(name)) is not None}
     if store.number > 1:
         report = whole_report(store)

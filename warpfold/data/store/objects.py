@@ -86,7 +86,7 @@ class Objects:
     def size(self, name: str) -> int:
         return self._known(name)[0]
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes | bytearray) -> None:
         self._ask(name, lambda: self._api.put(self._client, name, data))
 
     def create(self, name: str, data: bytes, instead: Mapping[str, Any] | None = None) -> bool:

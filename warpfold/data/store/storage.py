@@ -96,7 +96,7 @@ class Storage(Protocol):
         """Return how many bytes an object has."""
         ...
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes | bytearray) -> None:
         """Write an object whole, in place of another one of this name; or leave that as it is."""
         ...
 
@@ -163,7 +163,7 @@ class Folder:
     def size(self, name: str) -> int:
         return os.stat(self.path / name).st_size
 
-    def write(self, name: str, data: bytes) -> None:
+    def write(self, name: str, data: bytes | bytearray) -> None:
         write_atomically(self.path / name, data)
 
     def adopt(self, name: str, file: Place) -> None:

@@ -21,7 +21,7 @@ import secrets
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import compress, pairwise
@@ -250,10 +250,9 @@ class StoreWriter:
             self._shards.append((name, self.storage.size(name)))
         return len(self._shards) - 1
 
-    def finish(self, files: Mapping[str, str | Callable[[], str]] | None = None, without: Sequence[str] = ()) -> None:
-        """Write the index, any small text `files`, and `store.json`; a new store then gets its name.
+    def finish(self, files: Mapping[str, str | Iterable[str]] | None = None, without: Sequence[str] = ()) -> None:
+        """Write the index, any text `files`, whole or in pieces, and `store.json`; a new store then gets its name.
 
-        files: a function makes the text when its turn comes.
         without: keys of a store that grows which the new version does not have.
         Errors: UserError for a store without records, or if it cannot be written.
         """
@@ -267,15 +266,17 @@ class StoreWriter:
             shards = [*(self._base.index.shards if self._base is not None else ()), *self._shards]
             index = encode_index(keys, where, meta, shards)
             name = f"index-{number:05d}.wfi"
-            texts = {
-                _of_version(name, number): (text if isinstance(text, str) else text()).encode()
-                for name, text in (files or {}).items()
-            }
-            checksums = {name: zlib.crc32(text) for name, text in texts.items()}
+            checksums: dict[str, int] = {}
             entry = {"index": name, "bytes": len(index), "blake2b": digest_of(index), "records": len(keys)}
             top = {"format": FORMAT, "version": VERSION, "versions": [*versions, entry | {"files": checksums}]}
-            for file, data in {name: index, **texts}.items():
-                self.storage.write(file, data)
+            self.storage.write(name, index)
+            del index  # of a million entries it has 100 MB, and the report has 300
+            for name, text in (files or {}).items():
+                data = bytearray()
+                for piece in (text,) if isinstance(text, str) else text:
+                    data += piece.encode()
+                checksums[_of_version(name, number)] = zlib.crc32(data)
+                self.storage.write(_of_version(name, number), data)
             whole = (json.dumps(top, indent=1) + "\n").encode()
             if self._remote is not None:
                 if not self._remote.create("store.json", whole, self._replaced):
