@@ -56,14 +56,15 @@ class BulkCommand:
     timed: tuple[str, ...] = ()
 
     def __call__(self, capsys: pytest.CaptureFixture[str], out: Path, *more: object) -> str:
-        out.mkdir()
+        out.mkdir(exist_ok=True)
         code, said, warned = run(capsys, *self.words.split(), "--out", out / "out", *more)
         assert code == 0, warned
         return said
 
     def made(self, out: Path) -> dict[str, bytes]:
         """What was written, by name."""
-        kept = [path for path in out.rglob("*") if path.is_file() and path.name not in self.timed]
+        files = [path for path in out.rglob("*") if path.is_file() and path.name not in self.timed]
+        kept = [path for path in files if "-of-" not in path.name]  # of a job array's tasks
         assert len(kept) > 2
         return {str(path.relative_to(out)): path.read_bytes() for path in kept}
 
@@ -180,3 +181,14 @@ def test_two_workers_each_killed_once_make_the_same_bytes(
     assert dies.deaths == 2
     json.loads(said)  # a cluster's own messages are elsewhere
     assert command.made(tmp_path / "killed") == command.made(tmp_path / "whole")
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("command", ["search", "predict", "distill", "evaluate"], indirect=True)  # pack: test_pack_run
+def test_the_tasks_of_a_job_array_make_the_same_bytes(
+    command: BulkCommand, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(capsys, Path("whole"))
+    for task in ("2/2", "1/2"):
+        command(capsys, Path("parts"), "--shard", task)
+    assert command.made(tmp_path / "parts") == command.made(tmp_path / "whole")

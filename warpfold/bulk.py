@@ -9,7 +9,6 @@ jobs, and does it by any of these.
 """
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -322,7 +321,7 @@ def _ray(address: str, gpus: bool) -> Iterator[WorkerPool]:
 def _versions_on_ray() -> Iterator[tuple[str, object]]:
     """Yield which WarpFold each node of a Ray cluster has that may get jobs, or why none."""
     import ray
-    from ray.exceptions import RayError, RayTaskError
+    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ask = ray.remote(num_cpus=0, max_retries=0)(_version)  # no core: it need not wait for other people's jobs
@@ -334,8 +333,6 @@ def _versions_on_ray() -> Iterator[tuple[str, object]]:
     for where, reference in asked:
         try:
             yield where, ray.get(reference, timeout=ANSWERS_WITHIN)
-        except RayTaskError as error:  # its text ends with what the worker's Python said
-            yield where, str(error).strip().splitlines()[-1]
         except RayError as error:
             yield where, _reason(error)
 
@@ -348,9 +345,9 @@ def _check_versions(address: str, found: Iterable[tuple[str, object]]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of what an error says, and what follows if that ends with a colon."""
-    line = re.split(r"(?<!:)\n", str(error).strip())[0]
-    return line.replace("\n", " ") or type(error).__name__
+    """Return the first line of what an error says, or the last where a traceback comes before it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1 if any("Traceback" in line for line in lines) else 0]
 
 
 def _version() -> str:

@@ -50,14 +50,6 @@ def test_workers_and_other_places_make_the_same_bytes(files: Path, whole: dict[s
     assert contents(tmp_path / "elsewhere/deeper/store") == whole
 
 
-@pytest.mark.slow
-def test_a_dask_cluster_makes_the_same_bytes(files: Path, whole: dict[str, bytes]) -> None:
-    distributed = pytest.importorskip("distributed", reason="Dask is not installed: pip install 'warpfold[cluster]'")
-    with distributed.LocalCluster(2, processes=True, threads_per_worker=1, dashboard_address=None) as cluster:
-        packed(files, cluster=cluster.scheduler_address)
-    assert contents(files / "store") == whole
-
-
 def test_parts_make_the_same_store_and_report_what_they_did(files: Path, whole: dict[str, bytes]) -> None:
     for count in (2, 3):
         parts = parts_of(files, count, f"store{count}")
