@@ -52,6 +52,13 @@ class Numbers:
         (self.folder / f"go-{index}").touch()
 
 
+class Draws:
+    """A random number of each generator of the host."""
+
+    def __getitem__(self, index: int) -> tuple[float, float, float]:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))  # noqa: NPY002
+
+
 class Many:
     """A dataset that makes many examples at once."""
 

@@ -1,7 +1,10 @@
 """The communication hook for DistributedDataParallel, on two ranks and on four."""
 
 import copy
-from contextlib import nullcontext
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,6 +236,61 @@ def test_a_rank_that_does_not_come_is_an_error() -> None:
     said, _ = run_ranks(function, 2)
     assert "rank 0 of 2 waited 1 s for the others at 'all_to_all of gradients" in said
     assert "had fewer batches?" in said
+
+
+def test_nodes_are_neighbours_whose_machines_have_one_name() -> None:
+    def function(names: str) -> int | str:
+        wrapped = DistributedDataParallel(nn.Linear(3, 1))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(platform, "node", lambda: names[dist.get_rank()])
+            try:
+                state = CompressionState(wrapped, "int8", hierarchical=True)
+            except UserError as error:
+                return str(error)
+        return 1 if state.within is None else state.within.wire.group.size
+
+    for *within, said in run_ranks(lambda: [function(names) for names in ("aaaa", "aabb", "abcd", "aaab")], 4):
+        assert within == [1, 2, 1]
+        assert "here are 3, 1 in a row on one; leave hierarchical=True out" in said
+
+
+def test_on_a_gpu_a_side_stream_waits_for_the_gradients_and_takes_the_mean() -> None:
+    """With streams that are not there."""
+
+    def function() -> list[str]:
+        said, now = list[str](), "main"
+
+        class Stream(SimpleNamespace):
+            def wait_stream(self, other: "Stream") -> None:
+                said.append(f"{self.name} waits for {other.name}")
+
+        @contextmanager
+        def on(stream: Stream) -> Iterator[None]:
+            nonlocal now
+            before, now = now, stream.name
+            yield
+            now = before
+
+        def mean(*given: Any) -> Tensor:
+            said.append(f"mean on {now}")
+            return original(*given)
+
+        model = Straight().double()
+        wrapped, state = hooked(model, "int8", start=100)
+        wrapped(0, dist.get_rank()).backward()
+        expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        wrapped.zero_grad()
+        original, state._thread, state._side = state._mean, None, Stream(name="side")  # type: ignore[assignment]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(state, "_mean", mean)
+            patch.setattr(torch.cuda, "current_stream", lambda device: Stream(name=now))
+            patch.setattr(torch.cuda, "stream", on)
+            wrapped(0, dist.get_rank()).backward()
+        assert all(torch.equal(p.grad, x) for p, x in zip(model.parameters(), expected, strict=True))
+        return said
+
+    for said in run_ranks(function, 2):
+        assert said == ["side waits for main", "mean on side"] * 2  # of as many buckets
 
 
 def test_one_process_alone_and_what_is_refused() -> None:

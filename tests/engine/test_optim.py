@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.mac import mac
 from tests.ranks import RankError, run_ranks
 from warpfold.engine import optim
 from warpfold.engine.optim import (
@@ -253,7 +254,10 @@ def lars(p: Tensor, g: Tensor, state: State, rate: float, step: int) -> Tensor:
 
 
 class NormedDescent(PlainRule):
-    """A rule without moments that keeps a number for each parameter, the same on every rank."""
+    """A rule without moments that keeps a number for each parameter, the same on every rank.
+
+    Like one that decomposes matrices, it fails where it is given what is not finite.
+    """
 
     decays_weights = False
 
@@ -263,6 +267,7 @@ class NormedDescent(PlainRule):
         self.replicated["slopes"] = self.slopes
 
     def step(self, rate: Tensor, gradient: Tensor) -> None:
+        assert gradient.isfinite().all()
         self.slopes.mul_(0.9).add_(self.norms(gradient), alpha=0.1)
         rows = self.per_row(self.slopes + 1e-3)
         self.weights.view(-1, ALIGN).sub_(rate * gradient.view(-1, ALIGN) / rows)
@@ -340,6 +345,15 @@ def test_norms_of_large_parameters_are_right_in_float32() -> None:
     torch.testing.assert_close(norms.double(), expected, rtol=1e-6, atol=0)
 
 
+def test_norms_are_the_same_on_an_apple_gpu_which_adds_them_up_in_another_way() -> None:
+    config = OptimConfig(name="lamb")
+    here = Optimizer(small_model(), config)
+    with mac():
+        there = Optimizer(small_model().to("mps"), config)
+        norms = there.rule.norms(there.weights).cpu()
+    torch.testing.assert_close(norms, here.rule.norms(here.weights))
+
+
 # Examples that are not finite
 
 
@@ -361,9 +375,10 @@ def test_the_mean_is_over_the_examples_that_were_used(poison: str) -> None:
     assert same(optimizer.state(), without.state())
 
 
-def test_where_the_step_is_clipped_one_that_is_not_finite_changes_nothing() -> None:
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_where_the_step_is_clipped_one_that_is_not_finite_changes_nothing(name: str) -> None:
     model = small_model()
-    optimizer = Optimizer(model, OptimConfig(clip="step", accumulate=2))
+    optimizer = Optimizer(model, OptimConfig(name=name, clip="step", accumulate=2))
     run(model, optimizer, range(1))
     before = state_of(optimizer)
     for poison in (1.0, math.nan):
@@ -502,7 +517,11 @@ def test_a_step_without_examples_changes_nothing_on_any_rank() -> None:
 
         step(0, 1.0)
         before = state_of(optimizer)
+        carried = [] if optimizer.reducer.compressor is None else [optimizer.reducer.compressor.local["residual"]]
+        kept = [x.clone() for x in carried]
+        assert all(x.any() for x in kept)
         assert step(1, math.nan) == 0
+        assert all(torch.equal(x, y) for x, y in zip(carried, kept))
         assert same(optimizer.state(), before, but=("loss_scale", "compression.steps"))
         assert step(2, 1.0) > 0
         assert all(p.isfinite().all() for p in model.parameters())

@@ -16,9 +16,23 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
-from tests.engine.ready_data import Bad, Held, Many, Numbers, Odd, Pair, Rows, cost_of_zero, fails_at, first, listed
+from tests.engine.ready_data import (
+    Bad,
+    Draws,
+    Held,
+    Many,
+    Numbers,
+    Odd,
+    Pair,
+    Rows,
+    cost_of_zero,
+    fails_at,
+    first,
+    listed,
+)
 from tests.ranks import run_ranks
 from warpfold.device import Uploads
+from warpfold.engine import ready_maker
 from warpfold.engine.ready import Ready
 from warpfold.engine.ready_maker import SHARE, BatchMaker, Costs, ReadyError, find_costs
 from warpfold.errors import UserError
@@ -80,6 +94,14 @@ def test_an_epoch_draws_anew_and_ranks_draw_alike() -> None:
     twice = [{int(i): float(x) for b in loader for i, x in zip(b["index"], b["drawn"])} for _ in range(2)]
     assert not set(twice[0].values()) & set(twice[1].values())
     assert {**drawn(batch_size=2, rank=0, ranks=2), **drawn(batch_size=5, rank=1, ranks=2)} == twice[0]
+
+
+def test_every_bit_of_a_seed_changes_what_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the 32 that every generator of the host takes."""
+    monkeypatch.setattr(ready_maker, "keyed_hash", lambda seed, epoch, index: index)
+    with ready_maker.kept_random():
+        drawn = BatchMaker(Draws(), listed, 0).batch(0, [0, *(1 << bit for bit in range(32))])
+    assert [len(set(numbers)) for numbers in zip(*drawn)] == [33] * 3
 
 
 def test_ranks_share_as_torch_does() -> None:

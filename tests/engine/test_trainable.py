@@ -1,5 +1,6 @@
 """What is trained and what is not: names, gradients, buffers; adapters against the dense weight."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -56,6 +57,7 @@ def test_what_is_named_alone_has_a_gradient_and_everything_a_step_needs(config: 
     model = filled_model(tiny_config())
     trained = freeze(model, config)
     assert trained.names[0].split(".")[0] == first
+    assert config.freezes == bool(frozen_state(model))
     named = dict(model.named_parameters())
     size = sum(named[name].numel() for name in trained.names)
     optimizer = Optimizer(model, OptimConfig(warmup_steps=1))
@@ -132,6 +134,20 @@ def test_names_that_are_nowhere_are_refused(config: FinetuneConfig, said: str) -
     with pytest.raises(UserError, match=said) as error:
         Trained(filled_model(tiny_config()), config)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (only("structure", on=("evoformer.blocks.1.*.out",)), r"evoformer\.blocks\.1\.\S+ is trained"),
+        (only("structure", "masked_msa"), "the head masked_msa is trained, which reads whole alignments"),
+        (only("structure"), "finetune.draws is 0"),
+    ],
+)
+def test_what_keeps_a_trunk_from_being_cached_is_named(config: FinetuneConfig, why: str) -> None:
+    trained = Trained(filled_model(tiny_config()), config)
+    assert re.match(why, trained.why_not_cached() or "")
+    assert Trained(filled_model(tiny_config()), replace(only("structure"), draws=1)).why_not_cached() is None
 
 
 def test_heads_without_a_loss_are_refused() -> None:

@@ -218,7 +218,8 @@ FEW_FIRST = Work("first", residues=3, sequences=1, extra=2, templates=2, padded=
 AVERAGED = Work(residues=8, sequences=4, extra=3, ensemble=2, recycles=1, padded=1)
 COMPLEX = Work("first", residues=11, sequences=4, extra=3, recycles=1, fused=True, chains=(4, 3, 4))
 PADDED = Work("first", residues=5, sequences=3, extra=1, templates=1, ensemble=2, padded=1, chains=(2, 3))
-STOPPED = replace(COMPLEX, recycles=3, tolerance=1.0)  # after two
+# After two: the first pass changes distances by 3.3, a third of the rows, with none beside it, by 2.4 at most.
+STOPPED = replace(COMPLEX, recycles=3, tolerance=2.8)
 NAMES = {AF2: "af2", FIRST: "first", LAST: "last", FEW: "few", FEW_FIRST: "few first", AVERAGED: "averaged"}
 NAMES |= {COMPLEX: "complex", PADDED: "padded complex", STOPPED: "stopped complex"}
 CASES = [

@@ -10,6 +10,7 @@ from warpfold.batch import FEATURES
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.evoformer import MSARowAttention
 from warpfold.model.heads import PLDDTHead
+from warpfold.model.template import TemplateConfig, TemplatePairStack
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 
@@ -58,6 +59,7 @@ def test_the_defaults_are_those_of_alphafold2():
     }
     assert MSARowAttention(8, 8).dropout_rate == 0.15
     assert PLDDTHead(8).act_0.weight.shape[0] == 128
+    assert TemplatePairStack(TemplateConfig()).blocks[0].transition.up.weight.shape == (2 * 64, 64)
 
 
 def test_noise_differs_between_steps_and_repeats_within_one():

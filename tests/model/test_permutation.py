@@ -220,8 +220,9 @@ def test_padding_belongs_to_no_chain():
     assert torch.equal(padded[:-4], s.place)
 
 
-def test_motions_and_numbers_do_not_matter():
-    s = scene({1: [3, 1, 0], 2: [1, 0]}, noise=15.0)
+@pytest.mark.parametrize("seed", [0, 4, 5, 6])
+def test_motions_and_numbers_do_not_matter(seed):
+    s = scene({1: [3, 1, 0], 2: [1, 0]}, noise=15.0, seed=seed)
     first = s.found()
     generator = torch.Generator().manual_seed(3)
     moved = Scene(
@@ -233,6 +234,8 @@ def test_motions_and_numbers_do_not_matter():
         s.place,
     )
     assert moved.found() == first
+    far = Scene(s.points, s.copies + 1e10, s.mask, s.asym, s.entity, s.place)  # to 2e-6 angstrom, in fp64
+    assert far.found() == first
     order = torch.tensor([2, 0, 3, 1])  # copies renumbered: new number i was order[i]
     renumbered = Scene(s.points, s.copies[order], s.mask[order], s.asym, s.entity, s.place)
     assert [int(order[copy]) for copy in renumbered.found()] == first

@@ -78,6 +78,9 @@ def test_gradients() -> None:
     assert gradcheck(exact_linear, (x, weight))
     assert gradcheck(exact_matmul, (x, other, added))
     assert gradcheck(exact_matmul, (x, other))
+    for one in range(3):  # alone
+        given = (t if place == one else t.detach() for place, t in enumerate((x, other, added)))
+        assert gradcheck(exact_matmul, (*given,))
     torch.testing.assert_close(exact_matmul(x, other, added), added + x @ other)
 
 

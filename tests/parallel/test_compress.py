@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.parallel.toys import TINY, survives_a_break, trained
 from tests.ranks import RankError, run_ranks
 from warpfold.engine.optim import OptimConfig
+from warpfold.parallel import compress
 from warpfold.parallel.compress import (
     CompressionConfig,
     Compressor,
@@ -151,7 +152,8 @@ def test_powersgd_is_the_papers_algorithm() -> None:
 @pytest.mark.parametrize("bits", [8, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("length", [1, 255, 256, 1000])
-def test_quantisation(bits: int, dtype: torch.dtype, length: int) -> None:
+def test_quantisation(bits: int, dtype: torch.dtype, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compress, "CHUNK", 3)  # blocks that are encoded together: of 1,000 numbers there are four
     torch.manual_seed(0)
     x = torch.randn(3, length, dtype=dtype)
     x[1] = 0

@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 from warpfold.errors import UserError
 from warpfold.model import axial
 from warpfold.model.alphafold import AlphaFold
-from warpfold.model.axial import COLS, PLAIN, ROWS, Block, BlockStack, Executable, Step, Steps, Tensors
+from warpfold.model.axial import COLS, PLAIN, ROWS, AxialUpdate, Block, BlockStack, Executable, Step, Steps, Tensors
 from warpfold.model.evoformer import (
     AttentionUpdate,
     Evoformer,
@@ -42,6 +42,7 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Group, Mesh, make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.sharded import layout_plan
+from warpfold.parallel.slices import longest_axis
 
 DOCS = Path(__file__).parents[2] / "docs"
 AXIAL, BRANCH = Mesh(axial=Group("axial", 0, 2, (0, 1))), Mesh(branch=Group("branch", 0, 2, (0, 1)))
@@ -248,6 +249,32 @@ CASES = {
 def test_what_stands_alone_is_used_twice_or_replaced_runs_on_ranks() -> None:
     for name, *found in zip(CASES, *run_ranks(lambda: [case.error() for case in CASES.values()], 2, timeout=200)):
         assert max(found) < LIMIT, name
+
+
+# Slices
+
+
+@pytest.mark.parametrize(("shape", "axis"), [((9, 7, 4), -3), ((7, 9, 4), -2), ((7, 7, 4), -3), ((3, 4, 100), -2)])
+def test_the_longest_axis_is_none_of_channels_and_the_first_of_equal_ones(shape: tuple[int, ...], axis: int) -> None:
+    assert longest_axis(torch.empty(shape)) == axis
+
+
+def test_slices_of_every_state_hold_as_many_numbers_as_rows_of_z() -> None:
+    """Three rows or columns of m, whose channels are more, where z has four."""
+    stack, sizes = Execution(Plan(chunk=4, kernels="definition")).bind(randomised(Stack(block()))), list[int]()
+    states, masks = given()
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        for layer in (module for module in stack.modules() if isinstance(module, AxialUpdate)):
+
+            def update(*given: Any, original: Callable[..., Tensor] = layer.update) -> Tensor:
+                sizes.append(given[0].numel())
+                return original(*given)
+
+            patch.setattr(layer, "update", update)
+        found = stack(*states, *masks)
+    assert max(sizes) == 4 * 7 * 6
+    for x, whole in zip(found, randomised(Stack(block()))(*states, *masks)):
+        torch.testing.assert_close(x, whole, rtol=LIMIT, atol=LIMIT)
 
 
 # What is refused

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from tests.parallel.toys import TINY, Toy, part_of_loss, same, survives_a_break, trained
 from tests.ranks import RankError, run_ranks
 from warpfold.engine.optim import OptimConfig, Optimizer
-from warpfold.parallel.exchange import ALIGN, ClipFactors, Plain, Stages, SyncConfig, make_layout
+from warpfold.parallel import exchange
+from warpfold.parallel.exchange import ALIGN, ClipFactors, Plain, Stages, SyncConfig, Wire, make_layout
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.reducer import Reducer
 from warpfold.parallel.waits import watched
@@ -288,6 +289,24 @@ def test_auto_chooses_the_same_on_every_rank_and_keeps_its_choice() -> None:
     for _, (name, _, state) in results:
         assert name == "hierarchical"  # as in the checkpoint, whatever was measured
         assert worst(state, expected) < 1e-10
+
+
+def test_a_rank_that_comes_late_to_a_measurement_is_not_measured() -> None:
+    late, measure = 0.1, exchange._seconds
+
+    def measure_late(*given: Any) -> float:
+        time.sleep(late)
+        return measure(*given)
+
+    def on_a_rank() -> float:
+        mesh = make_mesh(2)
+        exchanges = {"plain": Plain(Wire(mesh.data))}
+        with pytest.MonkeyPatch.context() as patch:
+            if mesh.data.rank == 1:
+                patch.setattr(exchange, "_seconds", measure_late)
+            return exchange.choose(exchanges, mesh, torch.zeros(2 * ALIGN), [slice(0, 2 * ALIGN)], False)[1]["plain"]
+
+    assert all(seconds < 0.8 * late for seconds in run_ranks(on_a_rank, 2))
 
 
 @pytest.mark.parametrize("data", [2, 3])

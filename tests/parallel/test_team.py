@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -555,6 +556,41 @@ def test_of_many_ranks_a_few_read_how_far_all_are_and_the_others_hear_of_it(monk
     with pytest.raises(TeamError, match="rank 63 waited for others at 'a step'"), beating(63):  # the first are gone
         raise lost
     assert read == [63]
+
+
+def test_who_waits_for_long_knows_from_its_own_memory_how_far_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT", 0.02)
+    store = Mock(wraps=dist.HashStore())
+    store.set("1", '[0, 0, 0, "the beginning", 0.0]')
+
+    def here() -> heartbeat.Position:
+        return heartbeat.Position(1, name="a step")  # another each time: it moves
+
+    watchdog = heartbeat.Watchdog(0.4, lambda name, seconds: "")
+    with heartbeat.Heartbeat(store, 0, 2, "rank 1", 0.4, watchdog, here, lambda: ()) as beats:
+        time.sleep(0.3)
+        assert not store.multi_get.called  # who waits for nobody need not know
+        with waits.waiting("a step"):
+            end = time.monotonic() + 5
+            while not store.multi_get.called and time.monotonic() < end:
+                time.sleep(0.02)
+            said = beats.explain("a step", 1.0)
+    assert said == "rank 0 waited for others at 'a step' for 1 s; rank 1 did not arrive: it is at 'the beginning'"
+
+
+def test_who_has_told_those_left_over_waits_until_they_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(Team, "_store", property(lambda team: store))
+    monkeypatch.setattr(module, "BEAT", 100.0)  # after ten of which it would wait no more
+    first, spare = (Team(ProcessInfo(rank, ranks=1, idle=1)) for rank in (0, 1))
+    telling = threading.Thread(target=first.tell_idle, args=({"steps": 3},), daemon=True)
+    telling.start()
+    store.wait(["done"])
+    time.sleep(0.1)
+    assert telling.is_alive()
+    assert spare.wait_idle() == {"steps": 3}
+    telling.join(5)
+    assert not telling.is_alive()
 
 
 def test_work_is_shared_out_as_it_is_done(crew: Crew, tmp_path: Path) -> None:

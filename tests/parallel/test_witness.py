@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -179,6 +179,60 @@ def test_messages_are_compared_whatever_they_are_of() -> None:
 
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8):
         assert run_ranks(on_a_rank, 2, dtype) == [([], False), ([(0, 1)], True)]
+
+
+class Still:
+    """A state that never changes."""
+
+    updates: ClassVar = [{}, {}]
+
+    def witness(self, on: bool) -> None: ...
+
+    def checksums(self) -> dict[str, Tensor]:
+        return {"weights": torch.ones(1, dtype=torch.int64)}
+
+    def parts(self, what: str) -> tuple[int, list[str]]:
+        return -1, ["w"]
+
+
+VERDICTS: list[tuple[list[int], list[int], list[list[tuple[int, int]]], tuple[int, ...], bool]] = [
+    ([1, 7, 7], [7, 7, 7], [], (0,), True),
+    ([1, 7, 7], [7, 7, 5], [], (0, 2), True),  # the last is wrong only when all compute it once more
+    ([1, 7, 7], [1, 7, 5], [], (0, 2), False),  # two say the one, two the other
+    ([7, 7, 7], [], [[], [(0, 1)], []], (0, 1), False),
+    ([7, 7, 7], [], [[], [(0, 1)], [(0, 2)]], (0,), True),
+    ([7, 7, 7], [], [[], [(0, 1)], [(1, 2)]], (1,), True),
+    ([7, 7, 7], [], [[(2, 0)], [(0, 1)], [(1, 2)]], (0, 1, 2), False),
+]
+
+
+def test_who_is_wrong_of_three() -> None:
+    """By what each says of its own work and, computing it once more, of rank 0's; or of messages that changed."""
+
+    def of(number: int) -> dict[str, Tensor]:
+        return {"gradient": torch.tensor([number])}
+
+    def on_a_rank() -> list[tuple[tuple[int, ...], bool]]:
+        team, found = team_of(3), []
+        rank = team.process.rank
+        for own, once_more, links, *_ in VERDICTS:
+            # Twice the trial; the work of another (rank 2 computes rank 0's); and once more.
+            says = iter([7, 7, 7, *once_more[rank : rank + 1]])
+            witness = Witness(1.0, 0, team, "cpu", Still(), 0, lambda *_: "")
+            witness.begin(0)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Messages, "wrong", lambda self, links=links: (links[rank], False))
+                try:
+                    witness.check_work(0, [], lambda own=own: of(own[rank]), lambda work, says=says: of(next(says)))
+                    witness.check_update(0)
+                except CorruptionError as error:
+                    found.append((error.finding.ranks, error.finding.decided))
+                finally:
+                    witness._stack.close()
+        return found
+
+    assert distance(0, 0, 3) == 1
+    assert run_ranks(on_a_rank, 3) == [[(ranks, decided) for *_, ranks, decided in VERDICTS]] * 3
 
 
 # What is not

@@ -14,6 +14,7 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 from warpfold.model.confidence import pae
 from warpfold.model.heads import pae_breaks
+from warpfold.model.soft import soft_chains
 from warpfold.parallel.mesh import make_mesh
 from warpfold.parallel.team import Team
 from warpfold.prediction.predictor import Predictor
@@ -54,6 +55,17 @@ def test_the_gradient_of_logits_is_that_of_differences() -> None:
     assert found.prediction.chain_ids == ("A", "B")
     likely = "".join(RESTYPES[i] for i in x["B"].argmax(-1))
     assert found.prediction.sequence == "MKVLA" + likely[:2] + "C" + likely[3:]
+
+
+@pytest.mark.parametrize(("soft", "hard"), [(1, 0), (0.3, 0), (0, 0), (0.3, 0.4), (0, 1)])
+def test_what_enters_lies_between_logits_their_shares_and_the_hard_sequence(soft: float, hard: float) -> None:
+    x = torch.from_numpy(logits(3))
+    entered = soft_chains(x, "-C-")["A"].enter(soft, 0.7, hard).double()
+    expected = soft * (x / 0.7).softmax(-1) + (1 - soft) * x
+    expected = (1 - hard) * expected + hard * torch.eye(20)[x.argmax(-1)]
+    expected[1] = torch.eye(20)[RESTYPES.index("C")]
+    torch.testing.assert_close(entered[:, :20], expected, rtol=0, atol=1e-6)
+    assert not entered[:, 20].any()  # X
 
 
 @pytest.mark.parametrize("alignment", [(), ROWS], ids=["alone", "aligned"])
@@ -173,6 +185,7 @@ def test_nothing_of_the_model_is_changed() -> None:
         ({"fixed": {"B": "M-"}}, "chain B is free at -, but has no logits"),
         ({"fixed": {"B": "MK"}}, r"are for single chains; give AlphaFold-Multimer's \(.*\), or chain_gap 200"),
         ({"logits": {"A,A": np.zeros((4, 20))}}, "chain A has two"),
+        ({"logits": {"A, ": np.zeros((4, 20))}}, "logits: 'A, ': the name of a chain is needed"),
         ({"logits": {}}, "there are none"),
         ({"logits": {"A,B": np.zeros((4, 20))}, "fixed": {"B": "C---"}}, "have different letters"),
         ({"through": "some"}, "not one of last, all, mean"),

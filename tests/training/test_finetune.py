@@ -210,9 +210,13 @@ def test_a_run_says_whether_its_trunk_is_kept(
 def test_the_size_that_is_said_is_that_of_the_entries(store: Store, init: Path, tmp_path: Path) -> None:
     config = run_of(STRUCTURE, steps=12, validation=0.0)
     train(config, store, tmp_path / "run", init=init)
-    size, entries = trunk.largest_store(
-        [Source(store)], 2, 24, config.model, config.data.crop, config.data.max_msa, torch.float32
+    (size, entries), (more, _) = (
+        trunk.largest_store([Source(store)], 2, 24, config.model, config.data.crop, rows, torch.float32)
+        for rows in (config.data.max_msa, config.data.max_msa + 1)
     )
     there = trunk.TrunkStore(tmp_path / "run/trunk")
     assert entries == 12
     assert 0.7 * size < there.bytes < 1.6 * size  # of such small ones the header is a good part
+    entry = load_file(next(there.folder.glob("*.safetensors")))
+    row = sum(entry[name].nbytes for name in ("true_msa", "bert_mask", "masked_msa_logits"))  # of each of its rows
+    assert more - size == entries * row // entry["true_msa"].shape[-2]

@@ -238,7 +238,10 @@ def test_templates_stand_side_by_side_and_are_always_as_many() -> None:
     assert first.templates is not None
     assert features["template_aatype"].shape == (4, 15)
     assert (features["template_all_atom_positions"][:2, :9] == first.templates.positions).all()
-    assert not features["template_all_atom_masks"][:, 9:].any()
+    assert (features["template_aatype"][:2, :9] == first.templates.aatype).all()
+    for name in ("aatype", "all_atom_positions", "all_atom_masks"):
+        assert not features[f"template_{name}"][:, 9:].any()
+        assert not features[f"template_{name}"][2:].any()
     assert features["template_mask"].tolist() == [1, 1, 0, 0]
     assert make_features(assembly(first), replace(WHOLE, max_templates=0), 0, ("x",))["template_mask"].shape == (0,)
 

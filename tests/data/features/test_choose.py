@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from warpfold.data.features import choose
 from warpfold.data.features.choose import (
     RUN,
     SampleConfig,
     crop_start,
     delete_blocks,
     expected_rows,
+    predicted_assembly_cost,
     predicted_cost,
     row_budget,
     select,
@@ -154,3 +156,20 @@ def test_the_predicted_cost_grows_with_the_work_and_stops_at_the_bound() -> None
     assert twice[0] - bounded[0] == pytest.approx(twice[1] - bounded[1])  # but for reading, a pass costs the same
     assert predicted_cost(256, 200_000, free) > 3 * predicted_cost(256, 50_000, free)
     assert predicted_cost(300, 100, config, train=False) > predicted_cost(300, 100, config)
+
+
+def test_an_assembly_costs_what_a_chain_does_but_for_comparing_and_pairing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So much for one whose rows are all used; any more are only read, in the crop's columns of their entity."""
+    monkeypatch.setattr(choose, "COST_COMPARE", 0.0)  # which the model does in assemblies
+    config = SampleConfig(crop=64, max_msa=8, max_extra=16, chain_rows=40, clustering="crop", blocks=0)
+    for length, depth in [(50, 5), (50, 20), (64, 40), (200, 40)]:
+        alone = predicted_assembly_cost([(length, depth)], config)
+        assert alone == pytest.approx(predicted_cost(length, depth, config), rel=1e-12)
+    costs = [predicted_assembly_cost([(200, depth)], config) for depth in (40, 1040, 2040)]
+    assert costs[1] - costs[0] == pytest.approx(costs[2] - costs[1])
+    assert costs[1] - costs[0] == pytest.approx(64 * 1000 * choose.COST_READ)
+    unpaired = dataclasses.replace(config, pairing=False)
+    both, swapped = (predicted_assembly_cost([(a, 1040), (b, 40)], unpaired) for a, b in ((150, 50), (50, 150)))
+    assert both - swapped == pytest.approx((48 - 16) * 1000 * choose.COST_READ)
+    paired = predicted_assembly_cost([(150, 1040), (50, 40)], config)
+    assert paired - both == pytest.approx(1080 * choose.COST_PAIR)

@@ -44,6 +44,7 @@ IN_DEFAULT_TILES = [
     ("triangle_factor outgoing", "fp16"), ("transition 24, turned", "bf16"), ("outer_product odd", "bf16"),
     ("triangle_multiplication incoming, rows that are padded", "fp16"), ("attention several tiles", "bf16"),
     ("attention a bias a batch, 64 wide", "fp32"), ("attention one query", "bf16"), ("attention one key", "fp32"),
+    ("aligned_errors side chains", "fp32"),
 ]  # fmt: skip
 
 
@@ -174,6 +175,19 @@ def test_without_a_gradient_nothing_is_kept(name: str) -> None:
             assert torch.equal(call.op(**call.given), kept)
 
 
+@pytest.mark.parametrize("swapped", [(1, 2)], ids=["rows between batches"])
+def test_batch_axes_that_are_not_one_in_memory(monkeypatch: pytest.MonkeyPatch, swapped: tuple[int, int]) -> None:
+    """What the kernels write apart is copied to where it belongs, forward and backward."""
+    name = "triangle_multiplication fused, incoming, in two batches"
+    call = made(name, torch.float16, lead=(2, 3), n=2, h=8, dropped="")
+    x = call.given["x"].detach()
+    call.given["x"] = x.transpose(*swapped).contiguous().transpose(*swapped).requires_grad_()
+    assert call.op.unsupported_reason(**call.given) is None
+    with poisoned(monkeypatch):
+        found = call.answers(call.op.fast)
+    assert not call.mistakes(found)
+
+
 def test_gated_attention_launches_nothing_but_its_kernels() -> None:
     """Three forward; backward what they need, over one gradient of the projection, which all of them share: but that of
     the bias is read where it is summed up."""
@@ -209,6 +223,11 @@ def test_what_the_kernels_do_not_serve_is_refused() -> None:
     assert reason("gated_attention update alone", c=8).startswith("8 channels")  # type: ignore[union-attr]
     assert reason("outer_product odd", c=65) == "factors of 65 channels (kernels are for 64 at most)"
     assert reason(f"transition {wide}", torch.float16, c=513, activation="swiglu") is None  # composed of others
+    turned = made("gated_attention batch, given bias", torch.float32, lead=(2, 2, 2))
+    turned.given["x"] = turned.given["x"].transpose(0, 1)
+    assert gated_attention.unsupported_reason(**turned.given) == "the batch axes of x are not one"
+    double = KEY, 3, 0.15, *DRAWS["one"], torch.float64
+    assert dropout_factors.unsupported_reason(*double) == "in fp64 no kernel is exact"
 
 
 # Adam
