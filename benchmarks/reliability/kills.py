@@ -234,7 +234,10 @@ def wait(leader: int, seconds: float) -> int | None:
 
 def kill_session(leader: int) -> int:
     """Kill all processes of a session at once; return how many are left after three seconds."""
-    os.killpg(leader, signal.SIGKILL)
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:  # it has no session yet
+        os.kill(leader, signal.SIGKILL)
     os.waitpid(leader, 0)
     for _ in range(300):
         if not (left := of_session(leader)):
