@@ -151,9 +151,6 @@ class Folder:
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         number = self._file(name).number
-        if len(ranges) > 1 and hasattr(os, "posix_fadvise"):  # so that they are read side by side
-            for begin, end in ranges:
-                os.posix_fadvise(number, begin, end - begin, os.POSIX_FADV_WILLNEED)
         return [pread(number, end - begin, begin) for begin, end in ranges]
 
     def whole(self, name: str) -> bytes:
