@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import get_context, parent_process
@@ -234,10 +234,9 @@ def run_program(command: Sequence[str]) -> str:
     with process:
         try:
             output, errors = process.communicate()
-        except BaseException:
-            with suppress(ProcessLookupError):
+        finally:
+            if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            raise
     if process.returncode:
         words = [line.strip() for line in (errors.strip() or output.strip()).splitlines() if line.strip()]
         name = " ".join([Path(command[0]).name, *command[1:2]])
