@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.killers import DiesTwice
 from tests.ray_stand_in import StandIn
 from warpfold import __version__, bulk
-from warpfold.bulk import IsolatedProcess, JobPart, ProcessDied, ProcessPool, in_order, pool
+from warpfold.bulk import IsolatedProcess, JobPart, ProcessDied, ProcessPool, in_order, pool, run_program
 from warpfold.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +36,24 @@ def die(number: int) -> int:
 def test_results_come_in_the_order_of_the_jobs(workers: int) -> None:
     with pool(workers) as executor:
         assert list(in_order(square, range(20), executor, ahead=3)) == [n * n for n in range(20)]
+
+
+def test_a_program_ends_with_who_waits_for_it_and_so_does_what_it_has_started(tmp_path: Path) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            run_program(["sh", "-c", f"sleep 60 & echo $! > {tmp_path}/child; wait"])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    until = time.monotonic() + 5
+    while child.exists() and child.read_text().split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def test_a_dead_worker_is_the_users_to_know() -> None:

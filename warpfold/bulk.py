@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -373,10 +373,9 @@ def run_program(command: Sequence[str]) -> str:
     with process:
         try:
             output, errors = process.communicate()
-        except BaseException:
-            with suppress(ProcessLookupError):
+        finally:
+            if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
-            raise
     if process.returncode:
         words = [line.strip() for line in (errors.strip() or output.strip()).splitlines() if line.strip()]
         name = " ".join([Path(command[0]).name, *command[1:2]])
