@@ -101,6 +101,10 @@ def test_our_summary_says_what_is_what(tmp_path: Path) -> None:
     assert best.pae.suffix == ".npz"
     assert found.failures == {"two": "too long"}
     assert len(find_predictions(tmp_path, all_models=True).files) == 2
+    for change in ({"name": {}}, {"rank": {}}, {"msa_depth": "9"}):
+        (tmp_path / "summary.json").write_text(json.dumps(top | {"predictions": [entries[0] | change]}))
+        with pytest.raises(UserError, match=rf"summary.json: is damaged.*\({next(iter(change))} of a prediction is"):
+            find_predictions(tmp_path)
     (tmp_path / "summary.json").write_text('{"format": "warpfold-predictions-1"}')
     with pytest.raises(UserError, match=r"summary.json: is damaged"):
         find_predictions(tmp_path)

@@ -105,6 +105,9 @@ def _ours(folder: Path) -> tuple[list[PredictedFile], dict[str, str]] | None:
         for entry in summary["predictions"]:
             if not (own := entry["files"]):  # --keep did not keep it
                 continue
+            kinds = {"name": str, "msa_depth": int | None, "rank": int | None}
+            if wrong := [name for name, kind in kinds.items() if not isinstance(entry.get(name), kind)]:
+                raise TypeError(f"{wrong[0]} of a prediction is {entry.get(wrong[0])!r:.40}")
             files.append(
                 PredictedFile(
                     target=entry["name"],
