@@ -52,7 +52,13 @@ def test_a_sum_does_not_depend_on_who_is_faster() -> None:
 
 def test_a_thread_computes_alone_and_the_process_as_before() -> None:
     seen: set[tuple[str, int]] = set()
-    in_threads(lambda part: seen.add((threading.current_thread().name, torch.get_num_threads())), zip(range(40)))
+    together = threading.Barrier(2)  # on a busy machine one thread could do all before another begins
+
+    def compute(part: int) -> None:
+        together.wait(60)
+        seen.add((threading.current_thread().name, torch.get_num_threads()))
+
+    in_threads(compute, zip(range(40)))
     assert len(seen) > 1
     assert {count for _, count in seen} == {1}
     assert torch.get_num_threads() == 3

@@ -196,7 +196,8 @@ def _names(given: str) -> list[str]:
 
 def _verified(given: Path) -> Answer:
     """List what is damaged."""
-    from warpfold.data.store.storage import is_there, place_of, storage_of
+    from warpfold.data.store.objects import storage_of
+    from warpfold.data.store.storage import is_there, place_of
     from warpfold.data.store.store import Store
 
     path = place_of(given)

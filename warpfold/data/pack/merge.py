@@ -14,7 +14,8 @@ from warpfold.data.pack.part import CLUSTERS, RECORDS, Manifest, PartFolder, dif
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.pack.versions import origin_text
 from warpfold.data.similar.clusters import cluster_sequences, clustered_by, read_clusters
-from warpfold.data.store.storage import Place, Storage, is_there, storage_of
+from warpfold.data.store.objects import storage_of
+from warpfold.data.store.storage import Place, Storage, is_there
 from warpfold.data.store.store import Packed, Store, StoreWriter
 from warpfold.data.store.stored_example import CHAINS, StoredExample, chain_keys
 from warpfold.errors import UserError

@@ -37,7 +37,8 @@ from warpfold.data.pack.predicted import LATER, SAME, PredictedFile, files_besid
 from warpfold.data.pack.records import Experiment, find_experiments
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.pack.versions import updated_report
-from warpfold.data.store.storage import ObjectPath, Place, is_there, storage_of
+from warpfold.data.store.objects import storage_of
+from warpfold.data.store.storage import ObjectPath, Place, is_there
 from warpfold.errors import UserError
 from warpfold.progress import Progress, no_progress
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from warpfold.bulk import JobPart
-from warpfold.data.store.storage import ObjectPath, Place, Storage, storage_of
+from warpfold.data.store.objects import storage_of
+from warpfold.data.store.storage import ObjectPath, Place, Storage
 from warpfold.errors import Unreachable, UserError
 from warpfold.files import lock_folder, refuse_foreign, remove_own, writing
 

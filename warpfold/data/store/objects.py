@@ -22,7 +22,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeVar
 
-from warpfold.data.store.storage import ObjectPath, Place, local_copy
+from warpfold.data.store.storage import Folder, ObjectPath, Place, Storage, local_copy
 from warpfold.errors import Unreachable, UserError
 
 BLOCK = 1 << 18  # bytes of an object that are read and kept together: two to ten blobs of a store
@@ -34,6 +34,11 @@ SHARE = 256  # of the room for blocks, which a process fills before it looks whe
 LIMIT = 20.0  # GB of blocks on the disk, if WARPFOLD_CACHE_GB does not say so
 R = TypeVar("R")
 log = logging.getLogger(__name__)
+
+
+def storage_of(place: Place) -> Storage:
+    """Return what reads and writes the objects of a place.  Errors: UserError if a library is missing for that."""
+    return Objects(place) if isinstance(place, ObjectPath) else Folder(place)
 
 
 class Objects:

@@ -64,15 +64,6 @@ def place_of(path: "str | os.PathLike[str]") -> Place:
     return place
 
 
-def storage_of(place: Place) -> "Storage":
-    """Return what reads and writes the objects of a place.  Errors: UserError if a library is missing for that."""
-    if isinstance(place, ObjectPath):
-        from warpfold.data.store.objects import Objects
-
-        return Objects(place)
-    return Folder(place)
-
-
 def is_there(storage: "Storage", name: str) -> bool:
     """Say whether there is an object of this name."""
     try:

@@ -31,8 +31,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from warpfold.data.store.index import WHERE, Column, Index, Keys, encode_index
-from warpfold.data.store.objects import Objects
-from warpfold.data.store.storage import Folder, ObjectPath, Place, Storage, digest_of, place_of, storage_of
+from warpfold.data.store.objects import Objects, storage_of
+from warpfold.data.store.storage import Folder, ObjectPath, Place, Storage, digest_of, place_of
 from warpfold.errors import Unreachable, UserError, listed
 from warpfold.files import LARGEST, lock_folder, refuse_foreign, remove_own, sync_path, write_atomically, writing
 
