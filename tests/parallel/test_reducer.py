@@ -18,8 +18,8 @@ from tests.parallel.toys import TINY, Toy, part_of_loss, same, survives_a_break,
 from tests.ranks import RankError, run_ranks
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.parallel import exchange
-from warpfold.parallel.exchange import ALIGN, ClipFactors, Plain, Stages, SyncConfig, Wire, make_layout
-from warpfold.parallel.mesh import make_mesh
+from warpfold.parallel.exchange import ALIGN, ClipFactors, Plain, Stages, SyncConfig, make_layout
+from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.reducer import Reducer
 from warpfold.parallel.waits import watched
 
@@ -291,22 +291,33 @@ def test_auto_chooses_the_same_on_every_rank_and_keeps_its_choice() -> None:
         assert worst(state, expected) < 1e-10
 
 
-def test_a_rank_that_comes_late_to_a_measurement_is_not_measured() -> None:
-    late, measure = 0.1, exchange._seconds
+def test_a_rank_that_comes_late_to_a_measurement_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In simulated time: another comes 100 s late to each round, and whatever is sent first waits for it."""
+    now, late = 0.0, True
 
-    def measure_late(*given: Any) -> float:
-        time.sleep(late)
-        return measure(*given)
+    def send(*_: Any, seconds: float = 0.0, **__: Any) -> None:
+        nonlocal now, late
+        now, late = now + seconds + 100 * late, False
 
-    def on_a_rank() -> float:
-        mesh = make_mesh(2)
-        exchanges = {"plain": Plain(Wire(mesh.data))}
-        with pytest.MonkeyPatch.context() as patch:
-            if mesh.data.rank == 1:
-                patch.setattr(exchange, "_seconds", measure_late)
-            return exchange.choose(exchanges, mesh, torch.zeros(2 * ALIGN), [slice(0, 2 * ALIGN)], False)[1]["plain"]
+    class Simulated:
+        late_factors = True
 
-    assert all(seconds < 0.8 * late for seconds in run_ranks(on_a_rank, 2))
+        def reduce_scatter(self, x: Tensor) -> Stages[Tensor]:
+            send(seconds=2)
+            yield
+            return x
+
+        def all_gather(self, piece: Tensor, out: Tensor) -> Stages[None]:
+            nonlocal late
+            send(seconds=1)
+            yield
+            late = True
+
+    monkeypatch.setattr(exchange.dist, "all_reduce", send)
+    monkeypatch.setattr(exchange.time, "perf_counter", lambda: now)
+    for hidden, seconds in ((False, 3), (True, 1)):  # hidden: the first half runs during the backward pass
+        given: Any = {"plain": Simulated()}
+        assert exchange.choose(given, Mesh(), torch.zeros(4), [slice(0, 4)], hidden) == ("plain", {"plain": seconds})
 
 
 @pytest.mark.parametrize("data", [2, 3])
