@@ -180,6 +180,7 @@ def handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clusters, "MOST_HERE", 10)
 
 
+@pytest.mark.slow  # MMseqs2 fills tables of half a gigabyte, whatever it clusters
 @pytest.mark.skipif(shutil.which("mmseqs") is None, reason="MMseqs2 is not installed")
 def test_many_sequences_are_clustered_by_mmseqs2_whatever_their_order_and_its_threads(
     monkeypatch: pytest.MonkeyPatch,
