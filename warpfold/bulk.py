@@ -33,12 +33,8 @@ if TYPE_CHECKING:
 
 DEATHS = 3  # of local processes one after another, without a result between them, before a run gives up
 AHEAD = 64  # jobs handed out at a time, including finished ones that wait for a slow one before them
-<<<<<<< HEAD
 SHOWN = 3  # last lines of a failed program's output
-ANSWERS_WITHIN = 60  # seconds in which a node of a Ray cluster has started a process
-=======
 ANSWERS_WITHIN = 120  # seconds in which a node of a Ray cluster has started a process
->>>>>>> wt33x
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
