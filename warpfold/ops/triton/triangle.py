@@ -44,6 +44,7 @@ triangle_factor, for fp32: gated, masked and laid out for the product in one pas
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -924,6 +925,6 @@ def _walk(
 
 
 def _one_axis(t: Tensor) -> bool:
-    """Return whether the leading axes of t [*, n, n, c] are one in memory."""
-    leading = coalesce(t.shape[:-3], t.stride()[:-3])
-    return leading is not None and leading.axes == 1
+    """Return whether the leading axes of t [*, n, n, c] are one in memory, in order: `_Call.flat` copies others."""
+    leading = [(size, stride) for size, stride in zip(t.shape[:-3], t.stride()) if size != 1]
+    return all(outer == size * inner for (_, outer), (size, inner) in pairwise(leading))

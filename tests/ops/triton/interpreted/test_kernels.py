@@ -175,7 +175,7 @@ def test_without_a_gradient_nothing_is_kept(name: str) -> None:
             assert torch.equal(call.op(**call.given), kept)
 
 
-@pytest.mark.parametrize("swapped", [(1, 2)], ids=["rows between batches"])
+@pytest.mark.parametrize("swapped", [(1, 2), (0, 1)], ids=["rows between batches", "batches turned"])
 def test_batch_axes_that_are_not_one_in_memory(monkeypatch: pytest.MonkeyPatch, swapped: tuple[int, int]) -> None:
     """What the kernels write apart is copied to where it belongs, forward and backward."""
     name = "triangle_multiplication fused, incoming, in two batches"
