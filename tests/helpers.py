@@ -1,7 +1,12 @@
 """What several tests need: tiny models, monomer and multimer, and batches of random features."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,6 +17,7 @@ from warpfold.model.embed import MultimerConfig
 from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.structure import StructureConfig
 from warpfold.model.template import TemplateConfig
+from warpfold.model.weights.files import save_params
 
 
 def tiny_config(**changes) -> ModelConfig:
@@ -128,3 +134,33 @@ def random_complex(chains=(4, 3, 4), rows=9, sequences=4, extra=3, templates=2, 
     batch["true_msa"] = batch["alignment"][batch["centre_rows"]].long()
     batch["masked_msa"] = torch.where(batch["bert_mask"] > 0, 22, batch["true_msa"])
     return batch
+
+
+def save_uneven_params(path: Path) -> None:
+    """Write parameters of the tiny model whose pLDDT is high for some residues and low for others."""
+    model = tiny_model(templates=TemplateConfig(enabled=False))
+    with torch.no_grad():
+        model.plddt.logits.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
+    save_params(path, model)
+
+
+class StandInStreams:
+    """CUDA streams for a CPU, which do nothing; `said` has what waits for what.  now: the current one."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.now = "main"
+
+    def stream(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, wait_stream=lambda other: self.said.append(f"{name} waits for {other.name}"))
+
+    @contextmanager
+    def on(self, stream: SimpleNamespace) -> Iterator[None]:
+        before, self.now = self.now, stream.name
+        yield
+        self.now = before
+
+    def put(self, patch: pytest.MonkeyPatch) -> None:
+        """Have torch's functions give these."""
+        patch.setattr(torch.cuda, "current_stream", lambda *_: self.stream(self.now))
+        patch.setattr(torch.cuda, "stream", self.on)

@@ -12,16 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.data.pack.pack_inputs import ONE, TWO, alignment, make_files
 from tests.data.search.families import database, queries
 from tests.evaluation.folders import sets
-from tests.helpers import tiny_model
+from tests.helpers import save_uneven_params
 from tests.killers import DiesTwice
 from tests.test_cli import run
-from warpfold.model.template import TemplateConfig
-from warpfold.model.weights.files import save_params
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,10 +27,7 @@ def fold_inputs(folder: Path) -> None:
     """Sequences, one with an alignment, and parameters whose pLDDT is high for some residues and low for others."""
     (folder / "q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n>three\n{TWO[::-1]}\n")
     alignment(folder / "msas/one.a3m", ONE, ONE[:15] + "-" * 15)
-    model = tiny_model(templates=TemplateConfig(enabled=False))
-    with torch.no_grad():
-        model.plddt.logits.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
-    save_params(folder / "p.safetensors", model)
+    save_uneven_params(folder / "p.safetensors")
 
 
 def search_inputs(folder: Path) -> None:

@@ -2,9 +2,7 @@
 
 import copy
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from torch.distributed.algorithms import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.engine.small_models import LanguageModel, Sentences, padded
+from tests.helpers import StandInStreams
 from tests.ranks import run_ranks
 from warpfold.engine.comm_hook import CompressionState, compression_hook
 from warpfold.errors import UserError
@@ -258,21 +257,10 @@ def test_on_a_gpu_a_side_stream_waits_for_the_gradients_and_takes_the_mean() -> 
     """With streams that are not there."""
 
     def function() -> list[str]:
-        said, now = list[str](), "main"
-
-        class Stream(SimpleNamespace):
-            def wait_stream(self, other: "Stream") -> None:
-                said.append(f"{self.name} waits for {other.name}")
-
-        @contextmanager
-        def on(stream: Stream) -> Iterator[None]:
-            nonlocal now
-            before, now = now, stream.name
-            yield
-            now = before
+        streams = StandInStreams()
 
         def mean(*given: Any) -> Tensor:
-            said.append(f"mean on {now}")
+            streams.said.append(f"mean on {streams.now}")
             return original(*given)
 
         model = Straight().double()
@@ -280,14 +268,13 @@ def test_on_a_gpu_a_side_stream_waits_for_the_gradients_and_takes_the_mean() -> 
         wrapped(0, dist.get_rank()).backward()
         expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         wrapped.zero_grad()
-        original, state._thread, state._side = state._mean, None, Stream(name="side")  # type: ignore[assignment]
+        original, state._thread, state._side = state._mean, None, streams.stream("side")  # type: ignore[assignment]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(state, "_mean", mean)
-            patch.setattr(torch.cuda, "current_stream", lambda device: Stream(name=now))
-            patch.setattr(torch.cuda, "stream", on)
+            streams.put(patch)
             wrapped(0, dist.get_rank()).backward()
         assert all(torch.equal(p.grad, x) for p, x in zip(model.parameters(), expected, strict=True))
-        return said
+        return streams.said
 
     for said in run_ranks(function, 2):
         assert said == ["side waits for main", "mean on side"] * 2  # of as many buckets

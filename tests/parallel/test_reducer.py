@@ -3,9 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import Mock
 
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.helpers import StandInStreams
 from tests.parallel.toys import TINY, Toy, part_of_loss, same, survives_a_break, trained
 from tests.ranks import RankError, run_ranks
 from warpfold.engine.optim import OptimConfig, Optimizer
@@ -167,27 +166,16 @@ def test_exchanged_early_or_late_and_on_a_side_stream_the_weights_are_the_same_t
 ) -> None:
     """Streams that are not there: each exchange is launched on the side stream, which has waited for the gradients, and
     the main stream waits for it before it reads."""
-    said: list[str] = []
-    now = "main"
-
-    class Stream(SimpleNamespace):
-        def wait_stream(self, other: "Stream") -> None:
-            said.append(f"{self.name} waits for {other.name}")
-
-    @contextmanager
-    def on(stream: Stream) -> Iterator[None]:
-        nonlocal now
-        before, now = now, stream.name
-        yield
-        now = before
+    streams = StandInStreams()
+    said = streams.said
 
     def reduce_scatter(exchange: Plain, x: Tensor, factors: ClipFactors | None = None) -> Stages[Tensor]:
-        said.append(f"exchange on {now}")
+        said.append(f"exchange on {streams.now}")
         return (yield from original(exchange, x, factors))
 
     def with_streams(self: Reducer, *args: Any, **more: Any) -> None:
         init(self, *args, **more)
-        self._thread, self._side = None, Stream(name="side")  # type: ignore[assignment]
+        self._thread, self._side = None, streams.stream("side")  # type: ignore[assignment]
 
     original, init, begin = Plain.reduce_scatter, Reducer.__init__, Reducer.begin
 
@@ -200,8 +188,7 @@ def test_exchanged_early_or_late_and_on_a_side_stream_the_weights_are_the_same_t
             assert norms == late_norms
             assert same(early, late)
         early = Way(2, 2).train()[1]
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(name=now))
-        monkeypatch.setattr(torch.cuda, "stream", on)
+        streams.put(monkeypatch)
         monkeypatch.setattr(Plain, "reduce_scatter", reduce_scatter)
         monkeypatch.setattr(Reducer, "__init__", with_streams)
         assert same(Way(2, 2).train()[1], early)

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from tests.data.pack.pack_inputs import ONE, TWO, alignment, contents, refused, run
-from tests.helpers import tiny_model
+from tests.helpers import save_uneven_params
 from warpfold.data.pack import pack as packing
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import StoredExample
-from warpfold.model.template import TemplateConfig
-from warpfold.model.weights.files import save_params
 
 
 @pytest.fixture
@@ -22,10 +19,7 @@ def inputs(tmp_path: Path) -> tuple[str | Path, ...]:
     """Sequences, one with an alignment, and parameters whose pLDDT is high for some residues and low for others."""
     (tmp_path / "q.fasta").write_text(f">one\n{ONE}\n>two\n{TWO}\n")
     alignment(tmp_path / "msas/one.a3m", ONE, ONE[:15] + "-" * 15)
-    model = tiny_model(templates=TemplateConfig(enabled=False))
-    with torch.no_grad():
-        model.plddt.logits.weight.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
-    save_params(tmp_path / "p.safetensors", model)
+    save_uneven_params(tmp_path / "p.safetensors")
     files = tmp_path / "q.fasta", "--msa", tmp_path / "msas", "--params", tmp_path / "p.safetensors"
     return "distill", *files, "--device", "cpu", "--out", tmp_path / "store", "--min-plddt", "1"
 

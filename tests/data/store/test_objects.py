@@ -102,6 +102,11 @@ def test_a_copy_that_came_with_another_byte_is_fetched_again(stored: ObjectServe
     write(tmp_path / "pdb")
     stored.fail("flipped", 1, "GET", "shard")
     same(Store(f"{stored.url}/pdb"), Store(tmp_path / "pdb"))
+    there, here = Store(f"{stored.url}/pdb"), Store(tmp_path / "pdb")
+    there.storage.cool()
+    stored.fail("flipped", 1, "GET", "shard-00001")
+    assert [there.packed(key) for key in there.keys] == [here.packed(key) for key in here.keys]
+    assert not any(fault.count for fault in stored.faults)
 
 
 def test_damage_at_the_address_is_named(stored: ObjectServer) -> None:
@@ -172,6 +177,16 @@ def test_two_writers_do_not_mix(objects: ObjectServer, tmp_path: Path) -> None:
         StoreWriter(place, scratch=tmp_path / "two")
     first._lock.close()  # it is killed: its next beginning knows its own claim
     write(place, tmp_path / "one")
+    assert len(Store(place)) == 3
+
+
+def test_what_cannot_grow_is_left_unclaimed(objects: ObjectServer, tmp_path: Path) -> None:
+    place = f"{objects.url}/none"
+    with pytest.raises(UserError, match="not a store"):
+        StoreWriter(place, grow=True, scratch=tmp_path / "one")
+    with pytest.raises(FileNotFoundError):
+        Objects(ObjectPath(place)).whole(CLAIM)
+    write(place, tmp_path / "two")
     assert len(Store(place)) == 3
 
 

@@ -33,9 +33,8 @@ from warpfold.files import LARGEST, open_regular, opened, pread, read_file
 
 STRUCTURES = (".cif", ".mmcif", ".pdb", ".ent")
 ALIGNMENTS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln", ".afa")  # .fasta only if named itself
-PROCESSED = (
-    ".npz",
-)  # alignments and structures of Boltz and OpenFold3; where others are looked for, .npz are much else
+# Alignments and structures of Boltz, structures of OpenFold3; where others are looked for, .npz are much else.
+PROCESSED = (".npz",)
 HITS = (".hhr", ".sto", ".a3m")
 DATABASE = ".index"
 _FARTHEST = 10**30  # bytes; a larger number is damage, and may be too large to be printed or divided

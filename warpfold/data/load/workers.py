@@ -147,7 +147,7 @@ class Workers:
 
     def _start(self) -> _Worker:
         here, there = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(Environment(), there, self._make), daemon=True)
+        process = self._context.Process(target=_work, args=(_Environment(), there, self._make), daemon=True)
         with device.one_thread():
             process.start()
         there.close()
@@ -236,7 +236,7 @@ class Workers:
         return Failed(f"the process that made it {how}", killed=True)
 
 
-class Environment:
+class _Environment:
     """The variables of this process's environment, which another has when it reads this: a fork server has old ones."""
 
     def __reduce__(self) -> tuple[Callable[[dict[str, str]], None], tuple[dict[str, str]]]:

@@ -38,7 +38,7 @@ from warpfold.data.pack.records import Experiment, find_experiments
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.pack.versions import updated_report
 from warpfold.data.store.objects import storage_of
-from warpfold.data.store.storage import ObjectPath, Place, is_there
+from warpfold.data.store.storage import ObjectPath, Place, is_there, local_place
 from warpfold.errors import UserError
 from warpfold.progress import Progress, no_progress
 
@@ -216,15 +216,6 @@ def pack(
                 remove_part(folder)
             writer.close()
     return _with_content(report, out)
-
-
-def local_place(out: Place, scratch: Path | None) -> Path:
-    """Return where parts of a store are made: beside it, or in `scratch`.  Errors: UserError where that is missing."""
-    if isinstance(out, Path):
-        return out
-    if scratch is None:
-        raise UserError(f"{out}: needs a folder of this machine for what is not uploaded yet; give --scratch")
-    return scratch / out.name
 
 
 def merge(

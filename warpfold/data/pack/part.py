@@ -126,7 +126,6 @@ class PartFolder:
     """A part, open for reading: its manifest, the results of its jobs by name, and the queries that it has read.
 
     path: its folder, or its address, where `upload_part` has put it.
-
     check: read all records and compare them with their checksums, as is needed where a run may have been killed.  What
     a finished part has of records is known without; damage is found when one is read.
     Errors: UserError for a folder that is not a part.
@@ -231,11 +230,8 @@ class PartWriter(PartFolder):
         self._lock = lock_folder(path, path)
         manifest = {"format": FORMAT, "version": VERSION, **manifest}
         file, journal, records = (path / name for name in ("plan.json", "journal", "records"))
-        begun = (
-            _read_manifest(path, storage_of(path))
-            if file.exists() and journal.exists() and journal.stat().st_size
-            else None
-        )
+        is_begun = file.exists() and journal.exists() and journal.stat().st_size
+        begun = _read_manifest(path, storage_of(path)) if is_begun else None
         if begun is not None:
             _check_same_run(path, begun, manifest)
         if begun != manifest:

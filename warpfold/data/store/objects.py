@@ -99,8 +99,7 @@ class Objects:
 
         instead: what `head` says of the one that may be replaced.
         """
-        tags = {name: instead[name] for name in ("e_tag", "version") if instead[name]} if instead else {}
-        mode = tags or "create"
+        mode = {tag: instead[tag] for tag in ("e_tag", "version") if instead[tag]} if instead else "create"
         try:
             self._ask(name, lambda: self._api.put(self._client, name, data, mode=mode, use_multipart=False))
         except (self._api.exceptions.AlreadyExistsError, self._api.exceptions.PreconditionError):

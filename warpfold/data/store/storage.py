@@ -64,6 +64,18 @@ def place_of(path: "str | os.PathLike[str]") -> Place:
     return place
 
 
+def local_place(out: Place, scratch: Path | None) -> Path:
+    """Return what a store would be called if it were made on this machine: itself, or in `scratch`.
+
+    Errors: UserError for an address without `scratch`.
+    """
+    if isinstance(out, Path):
+        return out
+    if scratch is None:
+        raise UserError(f"{out}: needs a folder of this machine for what is not uploaded yet; give --scratch")
+    return scratch / out.name
+
+
 def is_there(storage: "Storage", name: str) -> bool:
     """Say whether there is an object of this name."""
     try:

@@ -32,7 +32,7 @@ import numpy as np
 
 from warpfold.data.store.index import WHERE, Column, Index, Keys, encode_index
 from warpfold.data.store.objects import Objects, storage_of
-from warpfold.data.store.storage import Folder, ObjectPath, Place, Storage, digest_of, place_of
+from warpfold.data.store.storage import Folder, ObjectPath, Place, Storage, digest_of, local_place, place_of
 from warpfold.errors import Unreachable, UserError, listed
 from warpfold.files import LARGEST, lock_folder, refuse_foreign, remove_own, sync_path, write_atomically, writing
 
@@ -139,12 +139,11 @@ class StoreWriter:
 
     def _claim(self, path: ObjectPath, scratch: Path | None, taken: UserError, grow: bool) -> None:
         """Say at the address that this process writes there, unless another does; read the version that is to grow."""
-        if scratch is None:
-            raise UserError(f"{path}: needs a folder of this machine for what is not uploaded yet; give --scratch")
+        local = local_place(path, scratch)
         if path.scheme.startswith("http"):
             raise UserError(f"{path}: can be read, not written; give an address of s3://, gs:// or az://")
         self._remote = self.storage = Objects(path)
-        self.folder = scratch / f"{path.name}.partial"
+        self.folder = local.with_name(f"{local.name}.partial")
         refuse_foreign(self.folder, _OWN.fullmatch)
         self._lock = lock_folder(self.folder, path)
         with contextlib.ExitStack() as unless_open:
@@ -160,10 +159,10 @@ class StoreWriter:
                         f"{path}: {found.get('host')} writes it since {found.get('since')}; if that process is gone, "
                         f"remove {path / CLAIM}"
                     )
+            unless_open.callback(self.abort)
             with contextlib.suppress(FileNotFoundError):
                 self._replaced = self._remote.head("store.json")
             if self._replaced is not None and not grow:
-                self._remote.remove(CLAIM)
                 raise taken
             if grow:
                 self._read_base()
@@ -427,13 +426,13 @@ class Store:
     def origin(self) -> bytes:
         """Return what tells it from other stores and other versions: it holds checksums of all contents."""
         if self.version < VERSION:
-            return self._whole("store.json")
+            return self.storage.whole("store.json")
         return _json(self.versioned)
 
     @property
     def checksum(self) -> str:
         """Return the BLAKE2b digest of store.json, 128 bits in hexadecimal."""
-        return digest_of(self._whole("store.json"))
+        return digest_of(self.storage.whole("store.json"))
 
     @property
     def nbytes(self) -> int:
@@ -457,7 +456,7 @@ class Store:
     def file(self, name: str) -> str | None:
         """Return one of the small text files that this version was written with; None if there is none."""
         name = _of_version(name, self.number)
-        return self._whole(name).decode() if name in self._checksums else None
+        return self.storage.whole(name).decode() if name in self._checksums else None
 
     def record(self, key: str) -> "Record":
         """Return the record of `key`, reading only its header.  Errors: KeyError; UserError if it is damaged."""
@@ -476,22 +475,19 @@ class Store:
         """Return a record as it can be written into another store, with what it shares if its holder is not a key."""
         row = self.index.row(key)
         _, arrays, shared = self._header(row, key)
-        shard, offset, size, header, crc, at = (int(self.index.where[name][row]) for name in WHERE)
+        shard, offset, _, header, crc, at = (int(self.index.where[name][row]) for name in WHERE)
         if at >= len(self) or any(at >= 0 and self.keys[at] != holder for holder in shared.values()):
             record = self.record(key)
             return pack_record({name: record.read(name) for name in record.arrays}, record.notes)
-        (data,) = self._read(shard, [(offset, offset + size, None, f"{self._shard(shard)}: {key}")])
-        for array in arrays.values():
-            for start, stop, expected in zip(array.starts, array.starts[1:], array.crcs):
-                if zlib.crc32(data[start - offset : stop - offset]) != expected:
-                    raise UserError(f"{array.what}: damaged (checksum at byte {start}); copy or pack the store again")
-        return Packed(data, header, crc, next(iter(shared.values()), ""))
+        places: list[_Place] = [(offset, offset + header, crc, f"{self._shard(shard)}: {key}")]  # there are no gaps
+        places += [array.place(number) for array in arrays.values() for number in range(len(array.crcs))]
+        return Packed(b"".join(self._read(shard, places)), header, crc, next(iter(shared.values()), ""))
 
     def verify(self, progress: Callable[[int, int], None] | None = None) -> Iterator[str]:
         """Read everything and yield a line for each damaged part.  progress: called with records done and in all."""
         for name, crc in self._checksums.items():
             try:
-                whole = zlib.crc32(self._whole(name)) == crc
+                whole = zlib.crc32(self.storage.whole(name)) == crc
             except OSError:
                 whole = False
             if not whole:
@@ -527,7 +523,7 @@ class Store:
     def _read_top(self) -> dict[str, Any]:
         file = self.path / "store.json"
         try:
-            top = json.loads(self._whole("store.json"))
+            top = json.loads(self.storage.whole("store.json"))
             known, version = top["format"] == FORMAT, int(top["version"])
             if version == VERSION:
                 self.versions = list(top["versions"])
@@ -625,9 +621,6 @@ class Store:
         if zlib.crc32(data) != crc:
             raise UserError(f"{what}: damaged (checksum at byte {offset}); copy or pack the store again")
         return dict(json.loads(_decompress(data, what)))
-
-    def _whole(self, name: str) -> bytes:
-        return self.storage.whole(name)
 
     def _shard(self, number: int) -> Place:
         return self.path / self.index.shards[number][0]
