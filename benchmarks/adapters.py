@@ -20,6 +20,7 @@ from typing import Any
 
 WAITS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}  # as the command line has it
 LENGTHS = (32, 64, 128, 256)
+SEQUENCES = 128  # of an Evoformer block
 
 
 def esmfold(n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -43,14 +44,14 @@ def openfold3(n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def openfold3_evoformer(n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return a block of OpenFold3's Evoformer, with 64 sequences, and its arguments."""
+    """Return a block of OpenFold3's Evoformer, with SEQUENCES sequences, and its arguments."""
     import torch
     from openfold3.core.model.latent.evoformer import EvoformerBlock
 
     msa = {"c_m": 256, "c_hidden_msa_att": 32, "c_hidden_opm": 32, "no_heads_msa": 8, "msa_dropout": 0.15, "eps": 1e-3}
     block = EvoformerBlock(**msa, **OPENFOLD_PAIRS, transition_type="relu", no_column_attention=False, opm_first=False)
-    m, z = torch.randn(1, 64, n, 256), torch.randn(1, n, n, 128)
-    return block, (m, z, torch.ones(1, 64, n), torch.ones(1, n, n)), {}
+    m, z = torch.randn(1, SEQUENCES, n, 256), torch.randn(1, n, n, 128)
+    return block, (m, z, torch.ones(1, SEQUENCES, n), torch.ones(1, n, n)), {}
 
 
 def boltz(n: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:

@@ -25,15 +25,15 @@ class UserError(Exception):
         return text if len(text) <= LONG else f"{text[: LONG // 2]} ... {text[-LONG // 2 :]}"
 
 
-class Unreachable(UserError):
-    """Where data lie cannot be reached now: no entry of them is to blame, and none is set aside for it."""
-
-
-class DiskError(UserError):
-    """A disk that is full, read-only or broken: whatever is written next fails, too, so that no item is to blame.
+class StorageError(UserError):
+    """Where data lie cannot be read or written now: the next item fails, too, so that no item is to blame.
 
     What goes on after an item's UserError ends with this one.
     """
+
+
+class DiskError(StorageError):
+    """A disk that is full, read-only or broken."""
 
 
 def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:

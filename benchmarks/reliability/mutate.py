@@ -4,6 +4,7 @@
     python -m benchmarks.reliability mutate --out FILE --report            # the tables of what is there
     python -m benchmarks.reliability mutate --out FILE --again survived --limit 600      # those, by more of their tests
     python -m benchmarks.reliability mutate --out FILE --idle              # tests that found nothing, and took long
+    python -m benchmarks.reliability mutate --out FILE --idle --ask 6    # and which faults they find where others do not
 
 Faults are drawn from a seed (mutants.py).  Which tests run a statement is found once, by a copy of the package in which
 each statement says that it ran (probes.py), and kept in --work.  Tests run in forks (forks.py), in a copy of the
@@ -154,11 +155,12 @@ class Planter:
         self._planted = 10**9
         self.kills: Counter[tuple[str, str]] = Counter()  # of a test in a file
 
-    def _run(self, tests: list[str]) -> Ran:
+    def _run(self, tests: list[str], first: bool = True) -> Ran:
         interpreted = tests[0].startswith(INTERPRETED)
         if interpreted not in self._forks:
             self._forks[interpreted] = Forks(self.copy, interpreted)
-        return self._forks[interpreted].run(tests, {name: self.covered.tests[name]["seconds"] for name in tests})
+        seconds = {name: self.covered.tests[name]["seconds"] for name in tests}
+        return self._forks[interpreted].run(tests, seconds, first)
 
     def _believed(self, test: str) -> bool:
         """Say whether a test passes without a fault, alone; it is asked once."""
@@ -173,12 +175,36 @@ class Planter:
         own = test.startswith(f"tests/{mutant.path.rpartition('/')[0]}")
         return self.covered.tests[test]["seconds"] / (1 + 2 * own + 3 * self.kills[mutant.path, test])
 
+    def tests(self, mutant: Mutant) -> list[str]:
+        """List the tests that run a fault and pass without one."""
+        kernel = in_kernel((self.copy / "warpfold" / mutant.path).read_text(encoding="utf-8"), mutant)
+        return [test for test in self.covered.of(mutant, kernel) if self.trusted.get(test, True)]
+
+    def outcomes(self, mutant: Mutant, tests: list[str]) -> dict[str, str]:
+        """Plant a fault, and run all of these tests, also after one that fails."""
+        path = self.copy / "warpfold" / mutant.path
+        found: dict[str, str] = {}
+        for interpreted in (False, True):
+            left = [test for test in tests if test.startswith(INTERPRETED) == interpreted]
+            while left:
+                self._planted += 1
+                bring_back = replace_file(path, mutant.applied(path.read_text(encoding="utf-8")), self._planted)
+                ran = self._run(left, first=False)
+                bring_back()
+                found |= {test: outcome for test, (outcome, _) in ran.tests.items()}
+                if ran.failed == "collection":  # the package does not even import
+                    found |= dict.fromkeys(left, "failed")
+                elif ran.failed:
+                    found[ran.failed] = "failed"
+                before, left = left, [test for test in left if test not in found]
+                left = [] if left == before else left
+        return found
+
     def plant(self, mutant: Mutant) -> dict[str, Any]:
         """Plant a fault, run its tests, and return what came of it: what `asdict` says of it, and more."""
         path = self.copy / "warpfold" / mutant.path
         source = path.read_text(encoding="utf-8")
-        begun, ran_tests, kernel = time.monotonic(), list[str](), in_kernel(source, mutant)
-        tests = [test for test in self.covered.of(mutant, kernel) if self.trusted.get(test, True)]
+        begun, ran_tests, tests = time.monotonic(), list[str](), self.tests(mutant)
         tests.sort(key=lambda test: self._price(test, mutant))
         whole = itertools.accumulate(self.covered.tests[test]["seconds"] for test in tests)
         chosen = [test for place, (test, seconds) in enumerate(zip(tests, whole)) if seconds <= self.limit or not place]
@@ -289,14 +315,32 @@ def report(header: dict[str, Any], results: dict[str, dict[str, Any]]) -> None:
             print(f"  ({one['ran']} of {one['covering']} tests)" + (f"  {reason}" if reason else ""))
 
 
-def idle(results: dict[str, dict[str, Any]], covered: Covered) -> None:
-    """Print tests that ran beside faults and found none, the most expensive first: runs, seconds of each."""
+def idle(results: dict[str, dict[str, Any]], covered: Covered) -> dict[str, int]:
+    """Find tests of a second or more that ran beside faults and found none: how many faults each met, by name."""
     runs: Counter[str] = Counter(test for one in results.values() for test in one.get("tests", ()))
     found = {one["killer"] for one in results.values()}
-    names = [name for name in runs if name not in found and name in covered.tests]
-    for name in sorted(names, key=lambda name: -covered.tests[name]["seconds"]):
-        if covered.tests[name]["seconds"] >= 1:
-            print(f"| {name} | {runs[name]} | {covered.tests[name]['seconds']:.1f} s |")
+    names = [name for name in runs if name not in found and covered.tests.get(name, {"seconds": 0})["seconds"] >= 1]
+    return {name: runs[name] for name in sorted(names, key=lambda name: -covered.tests[name]["seconds"])}
+
+
+def ask(planter: Planter, killed: list[Mutant], tests: Iterable[str], number: int) -> None:
+    """Run each test beside faults that others found, those that fewest tests run, and print which it finds itself."""
+    covering = {mutant: planter.tests(mutant) for mutant in sorted(killed, key=lambda mutant: mutant.name)}
+    asked: dict[Mutant, list[str]] = defaultdict(list)
+    for test in tests:
+        ran = [mutant for mutant, others in covering.items() if test in others]
+        for mutant in sorted(ran, key=lambda mutant: len(covering[mutant]))[:number]:
+            asked[mutant].append(test)
+    found: dict[str, dict[str, bool]] = defaultdict(dict)
+    for place, (mutant, names) in enumerate(asked.items()):
+        outcomes = planter.outcomes(mutant, names)
+        for name, outcome in outcomes.items():
+            found[name][mutant.name] = outcome == "failed"
+        print(f"{place + 1}/{len(asked)} {mutant.name}: {dict(Counter(outcomes.values()))}", file=sys.stderr, flush=True)
+    for test in tests:
+        which = [name for name, yes in found[test].items() if yes]
+        seconds = planter.covered.tests[test]["seconds"]
+        print(f"| {test} | {len(which)} of {len(found[test])} | {seconds:.1f} s | {' '.join(which)} |", flush=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -317,13 +361,24 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cover", action="store_true", help="only find out what tests run")
     parser.add_argument("--report", action="store_true", help="print tables of what is there")
     parser.add_argument("--idle", action="store_true", help="print tests that found nothing")
+    parser.add_argument("--ask", type=int, metavar="N", help="with --idle: run each beside N faults that others found")
     given = parser.parse_args(arguments)
     package = digest(sorted((ROOT / "warpfold").rglob("*.py")))
     given.work.mkdir(parents=True, exist_ok=True)
     covered = Covered(given.work / f"covered-{package}.jsonl")
-    if given.report or given.idle:
-        header, results = read(given.out)
-        report(header, results) if given.report else idle(results, covered)
+    if given.report:
+        report(*read(given.out))
+        return 0
+    if given.idle:
+        _, results = read(given.out)
+        tests = idle(results, covered)
+        if given.ask:
+            fields = Mutant.__dataclass_fields__
+            faults = [Mutant(**{f: one[f] for f in fields}) for one in results.values() if one["outcome"] == "killed"]
+            ask(Planter(given.work, covered, given.limit), faults, tests, given.ask)
+        else:
+            for name, met in tests.items():
+                print(f"| {name} | {met} | {covered.tests[name]['seconds']:.1f} s |")
         return 0
     counts = {room: round(count * given.share) for room, count in COUNTS.items()}
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -12,7 +12,7 @@ from warpfold.data.pack.versions import compact
 from warpfold.data.store import objects as room
 from warpfold.data.store.storage import place_of
 from warpfold.data.store.store import Store
-from warpfold.errors import Unreachable
+from warpfold.errors import StorageError
 
 __all__ = ["objects"]  # a fixture
 
@@ -43,7 +43,7 @@ def test_an_outage_stops_a_run_and_blames_no_entry(
     compact(store, place_of(f"{objects.url}/store"), scratch=tmp_path)
     opened = Store(f"{objects.url}/store")
     objects.fail("expired", 10_000, "GET", "shard")
-    with pytest.raises(Unreachable, match=r"shard-00000.wfs: ExpiredToken: .*get new ones"):
+    with pytest.raises(StorageError, match=r"shard-00000.wfs: ExpiredToken: .*get new ones"):
         train(tiny_run(steps=3, workers=workers, validation=0.3), opened, tmp_path / "run")
     assert not (tmp_path / "run/quarantine.jsonl").read_text()
     objects.faults.clear()

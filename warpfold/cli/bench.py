@@ -323,11 +323,9 @@ def data(
     gpus: Annotated[int, decides("How many GPUs the store is to feed.", min=1)] = 8,
     cores: Annotated[int, decides("From how many cores, with a loader process on each.", min=1)] = 16,
     step: Annotated[
-        float,
-        decides(
-            "Seconds in which a GPU uses an example; default: of an H200, initial training, no recycling.", above=0
-        ),
-    ] = 0.41,
+        float | None,
+        decides("Seconds in which a GPU uses an example; default: 0.41, an H200, initial training.", above=0),
+    ] = None,
     storage: Annotated[
         str | None, decides("Emulate a slower storage than the store's: 20ms,100MB/s for each read, and for all.")
     ] = None,
@@ -335,13 +333,13 @@ def data(
 ) -> Answer:
     """Say whether a store feeds your GPUs, and measure features per second, reading, memory, packing: minutes."""
     from warpfold.bench.data import bench_data, rows
-    from warpfold.bench.feeding import Emulation, SlowStore
+    from warpfold.bench.feeding import STEP, Emulation, SlowStore
     from warpfold.data.store.store import Store
 
     check_outputs(out)
     with progress_bar() as progress, tempfile.TemporaryDirectory() as scratch:
         opened = SlowStore(store, Emulation.of(storage, Path(scratch) / "link")) if storage else Store(store)
-        found = bench_data(opened, sources, entries, progress, gpus, cores, step)
+        found = bench_data(opened, sources, entries, progress, gpus, cores, STEP if step is None else step)
     if out is not None:
         write_atomically(out, json.dumps(found, indent=1) + "\n")
     lines, last = [], ""

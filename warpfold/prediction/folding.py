@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from warpfold.bulk import JobPart
 from warpfold.data.example.guess import GuessStructure
 from warpfold.data.example.raw_example import Assembly
-from warpfold.errors import DiskError, UserError
+from warpfold.errors import StorageError, UserError
 from warpfold.model.alphafold import AlphaFold
 from warpfold.parallel.team import Team
 from warpfold.prediction.fold_options import Asked, Recycling
@@ -197,10 +197,10 @@ class FoldOutcome:
 
     @contextmanager
     def attempt(self, failures: tuple[type[Exception], ...]) -> Iterator[None]:
-        """Make what fails within the context this item's own failure, unless it is a disk's."""
+        """Make what fails within the context this item's own failure, unless it is the storage's."""
         try:
             yield
-        except DiskError:
+        except StorageError:
             raise
         except failures as error:
             self.error = one_line(error)

@@ -18,7 +18,7 @@ from warpfold.data.example.raw_example import Assembly, RawExample, Templates, f
 from warpfold.data.example.templates import TemplateOutcome
 from warpfold.data.formats.alignment import Alignment, as_row, encode, parse_a3m
 from warpfold.data.formats.input_files import ChainAlignments, read_chain_alignments
-from warpfold.errors import DiskError, UserError
+from warpfold.errors import StorageError, UserError
 from warpfold.files import file_name
 from warpfold.prediction.notices import Notice, noted, shorten_list
 from warpfold.prediction.params import Params, check_templates
@@ -580,7 +580,7 @@ def each_given(
             if not isinstance(one, UserError):
                 one = with_guess(complete(one, offered[name]), each_guess[name], fixed)
             found[name] = one
-        except (WrongArgument, ServerGone, DiskError):
+        except (WrongArgument, ServerGone, StorageError):
             raise
         except UserError as error:
             found[name] = error

@@ -26,7 +26,7 @@ from warpfold.device import default_workers
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.loop import Log
 from warpfold.engine.trunk import DrawnMaker, TrunkStore
-from warpfold.errors import Unreachable, UserError, listed
+from warpfold.errors import StorageError, UserError, listed
 from warpfold.files import opened
 from warpfold.keyed import keyed_rng
 from warpfold.parallel.team import Team
@@ -141,7 +141,7 @@ def held_out_features(
         store, key = one
         try:
             return made(store, key)
-        except Unreachable:
+        except StorageError:
             raise
         except (UserError, MemoryError) as error:
             return HeldOut(key, {}, 0, str(error) or "too little memory")

@@ -17,7 +17,7 @@ from warpfold.data.store import objects as room
 from warpfold.data.store.objects import Blocks, Objects
 from warpfold.data.store.storage import Folder, ObjectPath, place_of
 from warpfold.data.store.store import CLAIM, Store, StoreWriter, pack_record
-from warpfold.errors import Unreachable, UserError
+from warpfold.errors import StorageError, UserError
 
 __all__ = ["objects"]  # a fixture
 
@@ -130,9 +130,9 @@ def test_damage_at_the_address_is_named(stored: ObjectServer) -> None:
 def test_what_will_not_pass_is_said_at_once(stored: ObjectServer, kind: str, said: str) -> None:
     store = Store(f"{stored.url}/pdb")
     stored.fail(kind, 100)
-    with pytest.raises(Unreachable, match=f"{stored.url}/pdb/shard-00000.wfs: {said}"):
+    with pytest.raises(StorageError, match=f"{stored.url}/pdb/shard-00000.wfs: {said}"):
         store.record("entry_0")
-    with pytest.raises(Unreachable, match=f"{stored.url}/pdb/store.json: {said}"):
+    with pytest.raises(StorageError, match=f"{stored.url}/pdb/store.json: {said}"):
         Store(f"{stored.url}/pdb")
 
 
@@ -140,10 +140,10 @@ def test_what_does_not_pass_is_said_in_the_end(stored: ObjectServer, monkeypatch
     monkeypatch.setattr(room, "AT_ONCE", room.timedelta(seconds=0.5))
     monkeypatch.setattr(room, "PATIENCE", 1.0)
     stored.fail("busy", 1000)
-    with pytest.raises(Unreachable, match="SlowDown: Please reduce your request rate; the service is overloaded"):
+    with pytest.raises(StorageError, match="SlowDown: Please reduce your request rate; the service is overloaded"):
         Store(f"{stored.url}/pdb")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
-    with pytest.raises(Unreachable, match=r"http://127.0.0.1:1 cannot be reached: .*refused.*; see the network"):
+    with pytest.raises(StorageError, match=r"http://127.0.0.1:1 cannot be reached: .*refused.*; see the network"):
         Store(f"{stored.url}/pdb")
 
 

@@ -22,7 +22,7 @@ from warpfold.data.load.workers import Failed, Make, Workers
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import open_entry
 from warpfold.device import Upload, Uploads
-from warpfold.errors import Unreachable, UserError
+from warpfold.errors import StorageError, UserError
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class Loader:
         while True:
             try:
                 arrays = self._make(*self._job(planned))
-            except Unreachable:
+            except StorageError:
                 raise
             except (UserError, MemoryError) as error:
                 planned = self._mended(planned, Failed(str(error) or "too little memory"))

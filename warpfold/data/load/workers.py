@@ -30,7 +30,7 @@ import numpy as np
 from warpfold import device
 from warpfold.bulk import end_with_parent
 from warpfold.data.load.blocks import BlockReader, BlockWriter, Layout, received, send
-from warpfold.errors import Unreachable, UserError
+from warpfold.errors import StorageError, UserError
 
 Make = Callable[..., Mapping[str, np.ndarray]]
 
@@ -70,7 +70,7 @@ class Workers:
     """`count` processes that each call `make` with the arguments of one job after another.
 
     make: a picklable callable that returns arrays by name.  Its UserError or MemoryError is the job's outcome;
-    `Unreachable`, and other exceptions, which are bugs, are raised in the caller.  buffer: makes a buffer of a given
+    `StorageError`, and other exceptions, which are bugs, are raised in the caller.  buffer: makes a buffer of a given
     size to copy arrays into, anything that NumPy can view; by default they stay in the memory shared with the worker,
     which uses it again when no view of them is left.  preload: modules that the fork server loads, besides that of
     `make`.
@@ -204,7 +204,7 @@ class Workers:
         if "refused" in answer:
             return Failed(answer["refused"])
         if "unreachable" in answer:
-            raise Unreachable(answer["unreachable"])
+            raise StorageError(answer["unreachable"])
         if "failed" in answer:
             raise RuntimeError(f"a loader process failed:\n{answer['failed']}")
         written = received(worker.pipe, answer["written"])
@@ -262,7 +262,7 @@ def _work(_: None, pipe: Connection, make: Make) -> None:
             blocks.returned(returned)
             try:
                 arrays = make(*job)
-            except Unreachable as error:
+            except StorageError as error:
                 _tell(pipe, unreachable=str(error))
             except (UserError, MemoryError) as error:
                 _tell(pipe, refused=str(error) or "too little memory")

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, TypeVar
 from warpfold.bulk import JobPart
 from warpfold.data.store.objects import storage_of
 from warpfold.data.store.storage import ObjectPath, Place, Storage
-from warpfold.errors import Unreachable, UserError
+from warpfold.errors import StorageError, UserError
 from warpfold.files import lock_folder, refuse_foreign, remove_own, writing
 
 FORMAT, VERSION = "warpfold-part", 4
@@ -313,7 +313,7 @@ def _read_manifest(path: Place, storage: Storage) -> Manifest:
         JobPart.parse(manifest["part"])
         known = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
         whole = {"part", "warpfold", "options", "inputs"} <= manifest.keys() and storage.size(RECORDS) >= 0
-    except Unreachable:
+    except StorageError:
         raise
     except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
         whole = known = False

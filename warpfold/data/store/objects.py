@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from warpfold.data.store.storage import Folder, ObjectPath, Place, Storage, local_copy
-from warpfold.errors import Unreachable, UserError
+from warpfold.errors import StorageError, UserError
 
 BLOCK = 1 << 18  # bytes of an object that are read and kept together: two to ten blobs of a store
 LARGEST_READ = 1 << 23  # bytes of one request; several are made at once
@@ -44,7 +44,7 @@ def storage_of(place: Place) -> Storage:
 class Objects:
     """The objects whose names begin with an address; safe to share between threads, and used anew in each process.
 
-    Errors: UserError where obstore is not installed, or the address is none; of all methods `Unreachable`, with the
+    Errors: UserError where obstore is not installed, or the address is none; of all methods `StorageError`, with the
     cause and the cure, for what is not the object's fault, and FileNotFoundError.
     """
 
@@ -187,7 +187,7 @@ class Objects:
             )
             for run, start, end, part in zip(runs, starts, ends, map(bytes, parts)):
                 if len(part) != end - start:
-                    raise Unreachable(f"{self.path / name}: {len(part)} bytes came, {end - start} were asked for")
+                    raise StorageError(f"{self.path / name}: {len(part)} bytes came, {end - start} were asked for")
                 for place, number in enumerate(run):
                     found[number] = part[place * BLOCK : (place + 1) * BLOCK]
                     if self._kept is not None:
@@ -211,14 +211,14 @@ class Objects:
                 self._answered = True
                 if "NoSuchBucket" in str(error) or "ContainerNotFound" in str(error):
                     bucket = self.path.parts[1]
-                    raise Unreachable(f"{self.path / name}: there is no bucket {bucket}; mend the address") from None
+                    raise StorageError(f"{self.path / name}: there is no bucket {bucket}; mend the address") from None
                 raise FileNotFoundError(errno.ENOENT, "no such object", str(self.path / name)) from None
             except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
                 raise
             except (exceptions.BaseError, OSError, ValueError) as error:
                 reason, may_pass = _reason(error)
                 if not may_pass or not self._answered or time.monotonic() - begun > PATIENCE:
-                    raise Unreachable(f"{self.path / name}: {reason}") from None
+                    raise StorageError(f"{self.path / name}: {reason}") from None
                 if not told:
                     log.warning("%s: %s; trying again for %.0f s", self.path / name, reason, PATIENCE)
                 told = True

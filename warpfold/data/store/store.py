@@ -33,7 +33,7 @@ import numpy as np
 from warpfold.data.store.index import WHERE, Column, Index, Keys, encode_index
 from warpfold.data.store.objects import Objects, storage_of
 from warpfold.data.store.storage import Folder, ObjectPath, Place, Storage, digest_of, local_place, place_of
-from warpfold.errors import Unreachable, UserError, listed
+from warpfold.errors import StorageError, UserError, listed
 from warpfold.files import LARGEST, lock_folder, refuse_foreign, remove_own, sync_path, write_atomically, writing
 
 FORMAT, VERSION = "warpfold-store", 4
@@ -341,7 +341,7 @@ class StoreWriter:
                 self._file.close()
             self._file = None
         if self._remote is not None:
-            with contextlib.suppress(Unreachable):  # the next writer overwrites it
+            with contextlib.suppress(StorageError):  # the next writer overwrites it
                 for name, _ in self._shards:
                     self._remote.remove(name)
                 self._remote.remove(CLAIM)
@@ -499,7 +499,7 @@ class Store:
                 for array in self._header(row, key)[1].values():  # shared arrays are checked with their record
                     for number in range(len(array.crcs)):  # one by one: a record may be larger than the memory
                         array.unpack(number, *self._read(array.shard, [array.place(number)]))
-            except Unreachable:
+            except StorageError:
                 raise
             except UserError as error:
                 yield str(error)
