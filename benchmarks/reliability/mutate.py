@@ -336,7 +336,9 @@ def ask(planter: Planter, killed: list[Mutant], tests: Iterable[str], number: in
         outcomes = planter.outcomes(mutant, names)
         for name, outcome in outcomes.items():
             found[name][mutant.name] = outcome == "failed"
-        print(f"{place + 1}/{len(asked)} {mutant.name}: {dict(Counter(outcomes.values()))}", file=sys.stderr, flush=True)
+        print(
+            f"{place + 1}/{len(asked)} {mutant.name}: {dict(Counter(outcomes.values()))}", file=sys.stderr, flush=True
+        )
     for test in tests:
         which = [name for name, yes in found[test].items() if yes]
         seconds = planter.covered.tests[test]["seconds"]

@@ -3,6 +3,8 @@
 import csv
 import importlib.util
 import math
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +117,31 @@ def test_tensorboard_is_optional(tmp_path: Path) -> None:
     board.on_metrics(step(1, fape=0.5))
     board.on_end(True)
     assert any(tmp_path.iterdir())
+
+
+def test_curves_are_told_in_order_and_the_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int) -> None:
+            told.append((folder, purge_step))
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            told.append((name, value, step))
+
+        def flush(self) -> None:
+            told.append("flush")
+
+        def close(self) -> None:
+            told.append("close")
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    board = TensorBoard(tmp_path)
+    board.on_end(False)  # nothing was written, and there is nothing to close
+    board.on_begin(3)
+    board.on_metrics({"kind": "step", "step": 4, "loss": 2.0, "terms": {"fape": 0.5}})
+    board.on_end(True)
+    assert told == [(str(tmp_path), 4), ("step/loss", 2.0, 4), ("step/fape", 0.5, 4), "flush", "close"]
 
 
 def test_weights_and_biases_is_optional_and_writes_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

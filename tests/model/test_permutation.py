@@ -208,6 +208,16 @@ def test_the_entity_of_fewest_copies_is_laid_over_them(seed):
     assert s.found()[1:] == s.expected()[1:]
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_copies_that_one_of_its_chains_saw_are_copies_of_an_entity(seed):
+    """The first entity has two, though of its first chain nothing was seen, so the other one's chain is laid down."""
+    s = scene({1: [1, 0], 2: [0]}, seed=seed)
+    s.mask[:, s.asym == 1] = 0
+    chain = s.points[s.asym == 2]
+    s.points[s.asym == 2] = chain.mean(0) + 20 * torch.randn(chain.shape, generator=torch.Generator().manual_seed(seed))
+    assert s.found()[1:] == s.expected()[1:]
+
+
 def test_padding_belongs_to_no_chain():
     s = scene({1: [1, 0]})
     padded = nearest_copies(

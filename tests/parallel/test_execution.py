@@ -576,6 +576,22 @@ def test_triangle_products_are_cut_by_channels_where_that_moves_less() -> None:
     assert Plan().by_channels(48, 3, channels=512, c_z=512, itemsize=4) is True
 
 
+def test_the_choice_is_made_from_the_sizes_of_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, by_channels = [], Plan.by_channels
+    monkeypatch.setattr(Plan, "by_channels", lambda plan, *sizes: chosen.append(sizes) or by_channels(plan, *sizes))
+    batch = random_batch(9, 5, 6, 2)
+
+    def on_a_rank() -> set[tuple[int, ...]]:
+        chosen.clear()
+        Execution(Plan(axial=2), make_mesh(1, 2, 1)).bind(tiny_model())(batch)
+        return set(chosen)
+
+    pair = tiny_config().evoformer.pair
+    for found in run_ranks(on_a_rank, 2):
+        assert (9, 2, pair.c_triangle, tiny_config().c_z, 4) in found
+        assert all(sizes[:2] == (9, 2) and sizes[4] == 4 for sizes in found)
+
+
 def way(outer: str, by_channels: bool) -> list[dict[str, str]]:
     """Of every layer of a block among others: what it works on, and what it sends on its way to another cut."""
     config = EvoformerConfig(blocks=3, heads=2, outer=outer, pair=PairConfig(heads=2))  # type: ignore[arg-type]
