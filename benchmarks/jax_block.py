@@ -4,8 +4,9 @@
         biopython pandas scipy && jax/bin/pip install --no-deps alphafold-colabfold==2.3.12
     python benchmarks/block.py --only fp32,fast --jax jax/bin/python --rounds 3 --out benchmarks/results/NAME.json
 
-ColabFold's copy of the official code, which pip installs; nothing of WarpFold or torch is imported.  Compiled by XLA, in fp32, without dropout; sub-batches are those
-of the official inference (4), which has none where there are gradients.
+It is ColabFold's copy of the official code, which pip installs; nothing of WarpFold or torch is imported.  Compiled by
+XLA, in fp32, without dropout; sub-batches are those of the official inference (4), which has none where there are
+gradients.
 """
 
 import argparse
@@ -14,11 +15,10 @@ import resource
 import statistics
 import time
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 from alphafold.model import config, modules, prng
-
-import haiku as hk
 
 C_M, C_Z = 256, 128
 

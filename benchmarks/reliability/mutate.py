@@ -4,7 +4,7 @@
     python -m benchmarks.reliability mutate --out FILE --report            # the tables of what is there
     python -m benchmarks.reliability mutate --out FILE --again survived --limit 600      # those, by more of their tests
     python -m benchmarks.reliability mutate --out FILE --idle              # tests that found nothing, and took long
-    python -m benchmarks.reliability mutate --out FILE --idle --ask 6    # and which faults they find where others do not
+    python -m benchmarks.reliability mutate --out FILE --idle --ask 6      # and which faults they find if asked
 
 Faults are drawn from a seed (mutants.py).  Which tests run a statement is found once, by a copy of the package in which
 each statement says that it ran (probes.py), and kept in --work.  Tests run in forks (forks.py), in a copy of the
