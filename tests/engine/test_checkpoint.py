@@ -47,21 +47,6 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
         assert run.latest() == 5
 
 
-def test_a_run_that_ended_while_old_ones_were_deleted_deletes_them_when_it_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with RunFolder(tmp_path) as run:
-        run.save(checkpoint(1), keep=2)
-        run.save(checkpoint(2), keep=2)
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
-            patch.setattr(RunFolder, "prune", Mock(side_effect=OSError(errno.ENOSPC, "full")))
-            run.save(checkpoint(3), keep=2)
-    with RunFolder(tmp_path) as run:
-        assert run.steps() == [1, 2, 3]
-        run.save(checkpoint(3), keep=2)
-        assert run.steps() == [2, 3]
-
-
 def test_examples_skipped_do_not_rotate_the_good_ones_out(tmp_path: Path) -> None:
     with RunFolder(tmp_path) as run:
         for step in range(1, 8):

@@ -160,6 +160,24 @@ def test_on_a_full_disk_the_run_ends_and_continues_later(
     assert rows(tmp_path / "run") == rows(unbroken)
 
 
+def test_a_run_that_ended_while_old_checkpoints_were_deleted_deletes_them_later(
+    store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = checkpoint.RunFolder.prune
+
+    def prune(run: checkpoint.RunFolder, keep: int) -> None:
+        if run.latest() == 6:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        original(run, keep)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="Read-only"):
+        patch.setattr(checkpoint.RunFolder, "prune", prune)
+        train(tiny_run(), store, tmp_path / "run")
+    train(tiny_run(), store, tmp_path / "run")
+    names = [sorted(path.name for path in (run / "checkpoints").iterdir()) for run in (tmp_path / "run", unbroken)]
+    assert names[0] == names[1]
+
+
 def test_another_runs_folder_is_refused(store: Store, unbroken: Path, tmp_path: Path) -> None:
     config = tiny_run(seed=1)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, c_z=8))

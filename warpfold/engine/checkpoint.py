@@ -131,7 +131,6 @@ class StepFolders:
         """
         place = self.step_path(checkpoint.step)
         if place.exists():  # a resumed run that stops where it began: the same to the bit
-            self.prune(keep)  # which is where it may have been stopped
             return
         draft = self.checkpoints / f".partial-{place.name}"
         with self._whole(place, lambda: shutil.rmtree(draft, ignore_errors=True)):

@@ -305,6 +305,8 @@ def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watchi
             watchers.append(WeightsAndBiases(run.path, online=train.wandb == "online", settings=told))
     # Without a checkpoint the run begins again: even the validation of the untrained model, at step 0, is dropped.
     validation = run.open_log(state.step or -1) if team.is_rank_zero else None
+    if team.is_rank_zero:
+        run.prune(train.keep)  # it may have been stopped while it deleted old checkpoints
     validation = team.broadcast(validation, "the log")
     log = Log(run if team.is_rank_zero else None, state.step, train.steps, validation, watchers)
     log.on_all = team.largest(bool(watchers) and not team.is_rank_zero, "who watches") > 0
