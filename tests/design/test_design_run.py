@@ -71,7 +71,7 @@ def test_designs_are_written_the_best_first(tmp_path: Path) -> None:
     assert (out / "designs.csv").read_text().startswith("name,loss,mean_plddt,ptm,iptm,loss.plddt,loss.contacts,")
 
 
-@pytest.mark.parametrize("at", [0, 4, 7, 9, 13])
+@pytest.mark.parametrize("at", [0, 4, 13])
 def test_a_run_that_was_killed_ends_with_the_same_files(tmp_path: Path, at: int) -> None:
     whole, killed, settings = tmp_path / "whole", tmp_path / "killed", load_design(VALUES)
     run_design(predictor(), settings, whole, starts=2)

@@ -112,7 +112,7 @@ def computed_trunks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("trainable", [("structure",), ("heads", "structure"), ("pae", "distogram")])
+@pytest.mark.parametrize("trainable", [("heads", "structure"), ("pae", "distogram")])
 def test_a_cached_trunk_changes_nothing(
     trainable: tuple[str, ...], store: Store, init: Path, tmp_path: Path, computed_trunks: list[int]
 ) -> None:

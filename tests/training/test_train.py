@@ -161,21 +161,21 @@ def test_on_a_full_disk_the_run_ends_and_continues_later(
 
 
 def test_a_run_that_ended_while_old_checkpoints_were_deleted_deletes_them_later(
-    store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = checkpoint.RunFolder.prune
+    config, original, folder = tiny_run(keep=1, validation=0.0), checkpoint.RunFolder.prune, tmp_path / "run"
 
     def prune(run: checkpoint.RunFolder, keep: int) -> None:
-        if run.latest() == 6:
+        if run.latest() == config.train.steps:
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
         original(run, keep)
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="Read-only"):
         patch.setattr(checkpoint.RunFolder, "prune", prune)
-        train(tiny_run(), store, tmp_path / "run")
-    train(tiny_run(), store, tmp_path / "run")
-    names = [sorted(path.name for path in (run / "checkpoints").iterdir()) for run in (tmp_path / "run", unbroken)]
-    assert names[0] == names[1]
+        train(config, store, folder)
+    assert len(list((folder / "checkpoints").iterdir())) == 2
+    train(config, store, folder)
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"step-{config.train.steps:08d}"]
 
 
 def test_another_runs_folder_is_refused(store: Store, unbroken: Path, tmp_path: Path) -> None:
