@@ -5,13 +5,15 @@ block's backward pass has thousands of such meetings, and beside another program
 one of them.  Here a thread takes a part, computes all of it, and takes the next; they meet at the end of the operation.
 """
 
+import contextlib
 import ctypes
 import functools
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,22 +75,41 @@ def _threads(parts: int) -> int:
 
 
 def _divide(compute: Callable[[T], None], parts: Sequence[T], threads: int) -> None:
-    """Call a function with each part, in this many threads; what one raises is raised here, once all have ended."""
-    inference, pool = torch.is_inference_mode_enabled(), _pool(threads)
+    """Call a function with each part, in this many threads; what one raises is raised here, once all have ended.
 
-    def run(part: T) -> None:
-        with torch.inference_mode(inference), torch.no_grad():  # which are each thread's own
-            compute(part)
+    This thread is one of them, and each takes the next part when it has done one: if this one handed them out, it would
+    wake up for each, on a core on which another computes (docs/decisions/0011: a tenth of a block's time).
+    """
+    inference, left = torch.is_inference_mode_enabled(), deque(range(len(parts)))
 
-    running: set[Future[None]] = set()
+    def taken() -> Iterator[int]:
+        """Take parts until none is left, and yield the number of each, ascending."""
+        with contextlib.suppress(IndexError):
+            while True:
+                yield left.popleft()
+
+    def run() -> None:
+        try:
+            with torch.inference_mode(inference), torch.no_grad():  # which are each thread's own
+                for number in taken():
+                    compute(parts[number])
+        except BaseException:
+            left.clear()  # nobody begins another part
+            raise
+
+    running = [_pool(threads - 1).submit(run) for _ in range(threads - 1)]
+    before = _set_threads()
     try:
-        for part in uniform_loop(parts):  # in this thread, whose watcher is told
-            if len(running) == 2 * threads:  # one that computes and one that waits, for each thread
-                done, running = wait(running, return_when=FIRST_COMPLETED)
-                for one in done:
-                    one.result()
-            running.add(pool.submit(run, part))
+        with torch.no_grad():
+            own = taken()
+            mine = next(own, None)
+            for number in uniform_loop(range(len(parts))):  # the watcher of this thread is told of all of them
+                if number == mine:
+                    compute(parts[number])
+                    mine = next(own, None)
     finally:
+        _set_threads(before)
+        left.clear()
         wait(running)
     for one in running:
         one.result()
@@ -96,23 +117,30 @@ def _divide(compute: Callable[[T], None], parts: Sequence[T], threads: int) -> N
 
 @functools.cache
 def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "warpfold", initializer=_compute_alone)
+    return ThreadPoolExecutor(threads, "warpfold", initializer=_begin)
 
 
 os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has none of its threads
 
 
-def _compute_alone() -> None:
-    """Have torch's operations that this thread calls be computed by it alone.
-
-    Not torch.set_num_threads(1), which also changes MKL's number for the whole process.
-    """
+def _begin() -> None:
+    """Have a new thread compute alone."""
     torch.ones(2**16).add_(1)  # torch sets a thread's number of threads when it first divides an operation
+    _set_threads()
+
+
+def _set_threads(numbers: Sequence[int] = ()) -> list[int]:
+    """Set how many threads compute this thread's operations, for MKL and each library of OpenMP; return those before.
+
+    Without numbers: one, itself.  Not torch.set_num_threads, which also changes MKL's number for the whole process.
+    """
     openmp, mkl = _libraries()
-    for library in openmp:
-        library.omp_set_num_threads(1)
-    if mkl is not None:
-        mkl.MKL_Set_Num_Threads_Local(1)
+    numbers = numbers or [1] * (1 + len(openmp))
+    before = [0 if mkl is None else mkl.MKL_Set_Num_Threads_Local(numbers[0])]
+    for library, number in zip(openmp, numbers[1:]):
+        before.append(library.omp_get_max_threads())
+        library.omp_set_num_threads(number)
+    return before
 
 
 @functools.cache
@@ -128,7 +156,7 @@ def _libraries() -> tuple[list[ctypes.CDLL], ctypes.CDLL | None]:
 @functools.cache
 def _can_compute_alone() -> bool:
     """Return whether a thread can be made to compute alone, by what torch says in such a thread."""
-    with ThreadPoolExecutor(1, initializer=_compute_alone) as one:
+    with ThreadPoolExecutor(1, initializer=_begin) as one:
         said = one.submit(torch.__config__.parallel_info).result()
     alone = {int(number) for number in re.findall(r"(?:at::get_num|omp_get_max|mkl_get_max)_threads\(\) : (\d+)", said)}
     if alone != {1}:
