@@ -118,6 +118,7 @@ def test_that_fails():
 """
 
 
+@pytest.mark.slow
 def test_planted_faults_are_found_and_equivalent_ones_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

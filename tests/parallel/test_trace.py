@@ -119,7 +119,6 @@ def test_holding_back_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         (Plan(axial=4, recompute="block", chunk=2), "last"),
         (Plan(axial=3, triangle="channels", chunk=5), "first"),
         (Plan(axial=4, branch=2, recompute="block", chunk=1), "last"),
-        (Plan(axial=3, recompute="block", chunk=1), "middle"),
     ],
 )
 def test_all_ranks_start_the_same_moves_in_the_same_order(plan: Plan, outer: Order) -> None:

@@ -85,14 +85,19 @@ def foreign(name: str, precision: Precision) -> Iterator[KernelLaunch]:
 
 Source = Callable[[str, Precision], Iterator[KernelLaunch]]
 PRECISIONS: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
-# Those of half a minute; the others, under --slow, differ in numbers or in the dtype alone.
-QUICK = {training: {"monomer", "multimer", "tiny"}, folding: {"monomer", "tiny"}, doctor: {"monomer", "multimer"}}
+# The others, under --slow, differ in numbers or in the dtype alone.
+QUICK: dict[tuple[Source, str], set[Precision]] = {
+    **{(training, "monomer"): {"bf16", "fp32"}, (training, "multimer"): {"bf16"}, (training, "tiny"): {"bf16"}},
+    **{(folding, "monomer"): {"bf16", "fp32"}, (folding, "tiny"): {"bf16"}},
+    **{(doctor, "monomer"): {"bf16"}, (doctor, "multimer"): {"fp32"}},
+    **{(foreign, name): {"bf16", "fp32"} for name in FOREIGN},
+}
 EVERY: list[tuple[Source, str, Precision]] = [
     *((of, preset, p) for of in (training, folding) for preset in settings.presets() for p in PRECISIONS),
     *((doctor, preset, p) for preset in settings.presets() for p in DTYPES),
     *((foreign, name, p) for name in FOREIGN for p in PRECISIONS),
 ]
-CHOSEN = [one for one in EVERY if one[2] != "fp16" and one[1] in QUICK.get(one[0], FOREIGN)]
+CHOSEN = [one for one in EVERY if one[2] in QUICK.get(one[:2], ())]
 every = pytest.mark.parametrize(
     ("of", "what", "precision"),
     [pytest.param(*one, marks=() if one in CHOSEN else pytest.mark.slow) for one in EVERY],
