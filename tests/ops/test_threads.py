@@ -91,6 +91,24 @@ def test_an_error_ends_it_and_no_part_computes_on() -> None:
     assert done == running._value < 99
 
 
+def test_an_operation_does_not_wait_for_that_of_another_thread() -> None:
+    begun, go_on, done = threading.Semaphore(0), threading.Event(), torch.zeros(40)
+
+    def hold(part: int) -> None:
+        begun.release()
+        go_on.wait(60)
+
+    other = threading.Thread(target=lambda: in_threads(hold, zip(range(40))))
+    other.start()
+    for _ in range(3):  # all threads are taken
+        begun.acquire(timeout=60)
+    in_threads(lambda part: done[part].add_(1), zip(range(40)))
+    assert not go_on.is_set()
+    go_on.set()
+    other.join()
+    assert torch.equal(done, torch.ones(40))
+
+
 def test_who_watches_is_told_in_the_thread_that_asked() -> None:
     told: list[tuple[int, int]] = []
     with watching(lambda loops: told.append((threading.get_ident(), loops[-1][1]))):

@@ -110,6 +110,7 @@ def _divide(compute: Callable[[T], None], parts: Sequence[T], threads: int) -> N
     finally:
         _set_threads(before)
         left.clear()
+        running = [one for one in running if not one.cancel()]  # those that another operation's parts keep waiting
         wait(running)
     for one in running:
         one.result()
