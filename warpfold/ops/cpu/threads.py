@@ -93,9 +93,8 @@ def _divide(compute: Callable[[T], None], parts: Sequence[T], threads: int) -> N
             with torch.inference_mode(inference), torch.no_grad():  # which are each thread's own
                 for number in taken():
                     compute(parts[number])
-        except BaseException:
-            left.clear()  # nobody begins another part
-            raise
+        finally:
+            left.clear()  # after an error nobody begins another part
 
     running = [_pool(threads - 1).submit(run) for _ in range(threads - 1)]
     before = _set_threads()
