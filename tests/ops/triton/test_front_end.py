@@ -87,9 +87,13 @@ Source = Callable[[str, Precision], Iterator[KernelLaunch]]
 PRECISIONS: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 # The others, under --slow, differ in numbers or in the dtype alone.
 QUICK: dict[tuple[Source, str], set[Precision]] = {
-    **{(training, "monomer"): {"bf16", "fp32"}, (training, "multimer"): {"bf16"}, (training, "tiny"): {"bf16"}},
-    **{(folding, "monomer"): {"bf16", "fp32"}, (folding, "tiny"): {"bf16"}},
-    **{(doctor, "monomer"): {"bf16"}, (doctor, "multimer"): {"fp32"}},
+    (training, "monomer"): {"bf16", "fp32"},
+    (training, "multimer"): {"bf16"},
+    (training, "tiny"): {"bf16"},
+    (folding, "monomer"): {"bf16", "fp32"},
+    (folding, "tiny"): {"bf16"},
+    (doctor, "monomer"): {"bf16"},
+    (doctor, "multimer"): {"fp32"},
     **{(foreign, name): {"bf16", "fp32"} for name in FOREIGN},
 }
 EVERY: list[tuple[Source, str, Precision]] = [
