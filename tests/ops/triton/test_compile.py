@@ -127,6 +127,11 @@ if triton.__version__.startswith("3.9."):
             "transition_fp32 (128, 256, 2) BLOCK_M 16, BLOCK_H 16, BLOCK_K 16, 4 warps, 1 stages on sm_80": 8,
             "triangle_out (256,) BLOCK_M 64, BLOCK_O 16, 8 warps, 2 stages on gfx942": 32,
             "norm_linear_weight (512, 2048) BLOCK_M 64, BLOCK_O 128, BLOCK_C 128, 8 warps, 3 stages on gfx942": 120,
+            "outer_product_factor (1024, 32, 128) TILE_I 16, TILE_J 4, TILE_C 4, BLOCK_S 256, BLOCK_Z 128, 8 warps, "
+            "2 stages on sm_90": 8,
+            "norm_linear_backward (128, 516) BLOCK_M 64, BLOCK_O 32, 8 warps, 3 stages on sm_89": 8,
+            "tail (128, 128) BLOCK_M 64, BLOCK_K 64, BLOCK_C 128, 8 warps, 2 stages on sm_120": 8,
+            "norm_linear_weight (128, 516) BLOCK_M 64, BLOCK_O 128, BLOCK_C 128, 8 warps, 3 stages on sm_120": 48,
         }.items()
     )
 
