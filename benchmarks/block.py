@@ -103,18 +103,12 @@ def measure(case: Case, repeats: int) -> dict[str, object]:
     }
 
 
-def in_jax(backward: bool, subbatch: int | None) -> list[str]:
-    """Return what jax_block.py is told."""
-    words = ["--sizes", f"{SEQUENCES},{RESIDUES}", *(["--backward"] if backward else [])]
-    return words + (["--subbatch", str(subbatch)] if subbatch else [])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where the results go, as JSON")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=1, help="how often all cases are run, in turns")
-    parser.add_argument("--only", help="cases of these words alone, as 'fp32,fast'")
+    parser.add_argument("--only", default="", help="cases of these words alone, as 'fp32,fast'")
     parser.add_argument("--jax", metavar="PYTHON", help="run the official JAX code beside ours (jax_block.py)")
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -122,12 +116,12 @@ def main() -> None:
     if arguments.case is not None:
         print(json.dumps(measure(ways[arguments.case], arguments.repeats)))
         return
-    words = [word for word in (arguments.only or "").split(",") if word]
+    words = arguments.only.split(",")
     chosen = [index for index, case in enumerate(ways) if all(word in str(case) for word in words)]
     commands = [[sys.executable, __file__, "--case", str(index)] for index in chosen]
     if arguments.jax:
-        there = [arguments.jax, str(Path(__file__).with_name("jax_block.py"))]
-        commands += [there + in_jax(*case) for case in ((False, 4), (False, None), (True, None))]
+        there = [arguments.jax, str(Path(__file__).with_name("jax_block.py")), "--sizes", f"{SEQUENCES},{RESIDUES}"]
+        commands += [[*there, *more] for more in (["--subbatch", "4"], [], ["--backward"])]
     results = []
     for number in range(arguments.rounds):
         for command in commands:  # a process each, so that peaks do not mix

@@ -157,3 +157,10 @@ def test_planted_faults_are_found_and_equivalent_ones_are_not(
     capsys.readouterr()
     assert mutate.main([*arguments, "--report"]) == 0
     assert "survived: ops/toy.py:6" in capsys.readouterr().out
+    covered = mutate.Covered(next((tmp_path / "work").glob("covered-*.jsonl")))
+    planter, hangs = mutate.Planter(tmp_path / "work", covered, 60.0), next(one for one in drawn if one.line == 15)
+    names = [f"tests/test_toy.py::test_{name}" for name in ("doubled", "ends", "capped")]
+    assert planter.outcomes(hangs, names) == dict(zip(names, ("passed", "failed", "passed")))
+    with pytest.raises(SystemExit):
+        mutate.main([*arguments, "--ask", "2"])
+    assert "--ask goes with --idle" in capsys.readouterr().err

@@ -162,6 +162,15 @@ class Planter:
         seconds = {name: self.covered.tests[name]["seconds"] for name in tests}
         return self._forks[interpreted].run(tests, seconds, first)
 
+    def _run_planted(self, mutant: Mutant, tests: list[str], first: bool = True) -> Ran:
+        """Run tests beside a fault."""
+        path = self.copy / "warpfold" / mutant.path
+        self._planted += 1
+        bring_back = replace_file(path, mutant.applied(path.read_text(encoding="utf-8")), self._planted)
+        ran = self._run(tests, first)
+        bring_back()
+        return ran
+
     def _believed(self, test: str) -> bool:
         """Say whether a test passes without a fault, alone; it is asked once."""
         if test not in self.trusted:
@@ -182,40 +191,27 @@ class Planter:
 
     def outcomes(self, mutant: Mutant, tests: list[str]) -> dict[str, str]:
         """Plant a fault, and run all of these tests, also after one that fails."""
-        path = self.copy / "warpfold" / mutant.path
         found: dict[str, str] = {}
-        for interpreted in (False, True):
-            left = [test for test in tests if test.startswith(INTERPRETED) == interpreted]
+        for left in by_process(tests):
             while left:
-                self._planted += 1
-                bring_back = replace_file(path, mutant.applied(path.read_text(encoding="utf-8")), self._planted)
-                ran = self._run(left, first=False)
-                bring_back()
+                ran = self._run_planted(mutant, left, first=False)
                 found |= {test: outcome for test, (outcome, _) in ran.tests.items()}
-                if ran.failed == "collection":  # the package does not even import
-                    found |= dict.fromkeys(left, "failed")
-                elif ran.failed:
-                    found[ran.failed] = "failed"
-                before, left = left, [test for test in left if test not in found]
-                left = [] if left == before else left
+                if ran.how in ("", "failed"):  # to the end
+                    break
+                found |= dict.fromkeys([ran.failed] if ran.failed in left else left, "failed")  # all: not even imported
+                left = [test for test in left if test not in found]
         return found
 
     def plant(self, mutant: Mutant) -> dict[str, Any]:
         """Plant a fault, run its tests, and return what came of it: what `asdict` says of it, and more."""
-        path = self.copy / "warpfold" / mutant.path
-        source = path.read_text(encoding="utf-8")
         begun, ran_tests, tests = time.monotonic(), list[str](), self.tests(mutant)
         tests.sort(key=lambda test: self._price(test, mutant))
         whole = itertools.accumulate(self.covered.tests[test]["seconds"] for test in tests)
         chosen = [test for place, (test, seconds) in enumerate(zip(tests, whole)) if seconds <= self.limit or not place]
         outcome, killer, how = "survived" if tests else "not covered", "", ""
-        groups = [[t for t in chosen if t.startswith(INTERPRETED) == interpreted] for interpreted in (False, True)]
-        for group in filter(None, groups):
+        for group in by_process(chosen):
             while group and outcome == "survived":
-                self._planted += 1
-                bring_back = replace_file(path, mutant.applied(source), self._planted)
-                ran = self._run(group)
-                bring_back()
+                ran = self._run_planted(mutant, group)
                 ran_tests += ran.tests
                 if not ran.failed:
                     break
@@ -238,6 +234,12 @@ class Planter:
             "seconds": round(time.monotonic() - begun, 1),
             "tests": ran_tests,
         }
+
+
+def by_process(tests: Iterable[str]) -> list[list[str]]:
+    """Group tests by the process that runs them: those in which Triton interprets its kernels have their own."""
+    groups = [[t for t in tests if t.startswith(INTERPRETED) == interpreted] for interpreted in (False, True)]
+    return [group for group in groups if group]
 
 
 def replace_file(path: Path, text: str, moment: int) -> Callable[[], object]:
@@ -365,6 +367,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--idle", action="store_true", help="print tests that found nothing")
     parser.add_argument("--ask", type=int, metavar="N", help="with --idle: run each beside N faults that others found")
     given = parser.parse_args(arguments)
+    if given.ask and not given.idle:
+        parser.error("--ask goes with --idle")
     package = digest(sorted((ROOT / "warpfold").rglob("*.py")))
     given.work.mkdir(parents=True, exist_ok=True)
     covered = Covered(given.work / f"covered-{package}.jsonl")
