@@ -92,5 +92,6 @@ def test_the_planner_says_what_a_kept_trunk_saves() -> None:
 
 def test_two_branches_are_not_planned_where_a_part_is_trained() -> None:
     machine = Machine(kind="cuda", free=10**10, name="H100", devices=2)
-    job = replace(JOBS["adapters"], model=replace(MODEL, evoformer=replace(MODEL.evoformer, outer="first")))
-    assert {one.plan.branch for one in choose(job, machine, every=True).considered} == {1}
+    for name in ("structure", "adapters"):
+        job = replace(JOBS[name], model=replace(MODEL, evoformer=replace(MODEL.evoformer, outer="first")))
+        assert {one.plan.branch for one in choose(job, machine, every=True).considered} == {1}

@@ -304,8 +304,9 @@ def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watchi
             told = settings.to_dict(config)
             watchers.append(WeightsAndBiases(run.path, online=train.wandb == "online", settings=told))
     # Without a checkpoint the run begins again: even the validation of the untrained model, at step 0, is dropped.
-    validation = run.open_log(state.step or -1) if team.is_rank_zero else None
+    validation = None
     if team.is_rank_zero:
+        validation = run.open_log(state.step or -1)
         run.prune(train.keep)  # it may have been stopped while it deleted old checkpoints
     validation = team.broadcast(validation, "the log")
     log = Log(run if team.is_rank_zero else None, state.step, train.steps, validation, watchers)
