@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from warpfold.arguments import PathLike, Paths, decides, declaration, kinds_of, name_of, runs, writes
+from warpfold.arguments import PathLike, Paths, decides, declaration, kinds_of, name_of, number, runs, writes
 from warpfold.errors import UserError, options_given
 from warpfold.files import check_new
 from warpfold.parallel.process import ProcessInfo, is_one_of_several
@@ -257,6 +257,8 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
         declared = typer.Argument(**about, show_default=option.show_default)
     else:
         about |= {"min": option.min, "max": option.max, "show_default": option.show_default}
+        if option.above is not None:  # which typer does not know
+            about["callback"] = _more_than(name, option.above)
         declared = typer.Option(*names, rich_help_panel=option.panel, **about)
     if default is not inspect.Parameter.empty and isinstance(shell, type) and issubclass(shell, Enum):
         default = shell(default)
@@ -315,6 +317,16 @@ def chosen(option: str, values: Sequence[str] | None, known: Iterable[str]) -> l
 
 
 GIVEN: list[str] = []  # the arguments of the command line that runs
+
+
+def _more_than(name: str, least: float) -> Callable[[Any], float | None]:
+    """Make what typer calls with an option's value, which must be more than `least`."""
+
+    def checked(value: Any) -> float | None:
+        with options_given():
+            return None if value is None else number(name, value, above=least)
+
+    return checked
 
 
 def how_to_go_on() -> str:
