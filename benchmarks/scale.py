@@ -1,6 +1,6 @@
 """The answers of docs/scale.md, simulated: what devices, links, loaders and failures do to a training, with pictures.
 
-    python -m benchmarks.scale --out benchmarks/results/scale-DATE.json        (some minutes; records seven plans)
+    python -m benchmarks.scale --out benchmarks/results/scale-DATE.json        (some minutes; records ten plans)
     python -m benchmarks.scale --draw benchmarks/results/scale-DATE.json docs/scale
 
 H100s by their data sheet (modelled), 8 on each node, NVLink 4; bf16, nothing recomputed, 256 examples a step.
@@ -10,7 +10,7 @@ import argparse
 import datetime
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,13 +50,13 @@ def recorded(settings: str, plan: Plan) -> tuple[Plan, RecordedStep, int]:
 
 
 def timed(
-    found: tuple[Plan, RecordedStep, int], devices: int, link: str = "ib400", graphs: bool = False
+    found: tuple[Plan, RecordedStep, int], devices: int, link: str = "ib400"
 ) -> tuple[Plan, int, dict[int, ReplayedStep]]:
     """Return the plan on so many devices, examples of a data rank and step, and a step's times by its passes."""
     plan, schedule, recycles = found
     plan = replace(plan, data=devices // plan.axial)
     examples = EXAMPLES // plan.data
-    pace = Pace.of(of_gpu("H100"), planned_cluster(planned_machine("H100", None, devices), 8, link), graphs)
+    pace = Pace.of(of_gpu("H100"), planned_cluster(planned_machine("H100", None, devices), 8, link))
     times = {n: replay(replace(schedule, examples=examples).step(n), plan, pace) for n in range(recycles + 1)}
     return plan, examples, times
 
@@ -74,16 +74,23 @@ def row(steps: Steps, **more: Any) -> Row:
             "to": round(steps.percentile(95), 5), "parts": parts}  # fmt: skip
 
 
-def devices_and_graphs(found: dict[int, tuple[Plan, RecordedStep, int]], settings: str) -> list[Row]:
-    """Return steps on more and more devices, by axial ranks, with launches and as if graphs held everything."""
-    rows = []
-    for axial, one in found.items():
-        for devices in DEVICES:
-            if devices // axial <= EXAMPLES:
-                for graphs in (False, True):
-                    steps = drawn(timed(one, devices, graphs=graphs))
-                    rows.append(row(steps, settings=settings, axial=axial, devices=devices, graphs=graphs))
-    return rows
+def by_ranks(settings: str, plan: Plan, axial: Iterable[int]) -> dict[tuple[int, bool], tuple[Plan, RecordedStep, int]]:
+    """Record a plan by its axial ranks, and by whether their messages are in graphs: of one rank there are none."""
+    return {
+        (ranks, graphs): recorded(settings, replace(plan, axial=ranks, graph=graphs or "auto"))
+        for ranks in axial
+        for graphs in ((False, True) if ranks > 1 else (False,))
+    }
+
+
+def on_devices(found: dict[tuple[int, bool], tuple[Plan, RecordedStep, int]], settings: str) -> list[Row]:
+    """Return steps on more and more devices."""
+    return [
+        row(drawn(timed(one, devices)), settings=settings, axial=axial, devices=devices, graphs=graphs)
+        for (axial, graphs), one in found.items()
+        for devices in DEVICES
+        if devices // axial <= EXAMPLES
+    ]
 
 
 def links(found: dict[str, tuple[Plan, RecordedStep, int]]) -> list[Row]:
@@ -115,20 +122,18 @@ def failures(step: float) -> list[Row]:
 def simulated(tell: Callable[[str, list[Row]], None]) -> None:
     """Find all answers; tell: of each part, as it comes."""
     plan = Plan(data=EXAMPLES, precision="bf16", sizes=2)
-    found = {1: recorded("monomer", plan)}
-    mean = drawn(timed(found[1], 256)).mean
-    tell("failures", failures(mean))
-    tell("loaders", loaders(found[1]))
-    found |= {axial: recorded("monomer", replace(plan, axial=axial)) for axial in AXIAL[:0:-1]}
-    tell("devices", devices_and_graphs(dict(sorted(found.items())), "monomer"))
+    found = by_ranks("monomer", plan, AXIAL)
+    alone = found[1, False]
+    tell("failures", failures(drawn(timed(alone, 256)).mean))
+    tell("loaders", loaders(alone))
+    tell("devices", on_devices(found, "monomer"))
     tiered = replace(plan, data=128, sync=SyncConfig(strategy="hierarchical"))
     tell(
         "links",
-        links({"axial 1": found[1], "axial 1, hierarchical": recorded("monomer", tiered), "axial 8": found[8]}),
+        links({"axial 1": alone, "axial 1, hierarchical": recorded("monomer", tiered), "axial 8": found[8, True]}),
     )
     found.clear()
-    tuned = {axial: recorded("finetune", replace(plan, axial=axial)) for axial in (1, 8)}
-    tell("finetune", devices_and_graphs(tuned, "finetune"))
+    tell("finetune", on_devices(by_ranks("finetune", plan, (1, 8)), "finetune"))
 
 
 @mpl.rc_context(STYLE)
@@ -161,7 +166,7 @@ def _lines(axes: Axes, rows: list[Row], by: str, x: str, y: Any, label: str) -> 
 
 
 def _devices(axes: Axes, report: dict[str, Any]) -> None:
-    rows = [one for one in report["devices"] if not one["graphs"]]
+    rows = [one for one in report["devices"] if one["graphs"] or one["axial"] == 1]
     _lines(axes, rows, "axial", "devices", lambda one: EXAMPLES / one["mean"], "axial {}")
     axes.set_xscale("log", base=2)
     axes.set_xticks(DEVICES, [f"{n:,}" for n in DEVICES])
@@ -173,7 +178,8 @@ def _axial(axes: Axes, report: dict[str, Any]) -> None:
     rows = []
     for settings, part in (("256 residues", "devices"), ("384 residues", "finetune")):
         for graphs in (False, True):
-            some = [one for one in report[part] if one["devices"] == 256 * one["axial"] and one["graphs"] is graphs]
+            same = [one for one in report[part] if one["devices"] == 256 * one["axial"]]
+            some = [one for one in same if one["axial"] == 1 or one["graphs"] is graphs]
             base = next(one["mean"] for one in some if one["axial"] == 1)
             name = f"{settings}{', with graphs' if graphs else ''}"
             rows += [{"name": name, "axial": one["axial"], "gain": base / one["mean"]} for one in some]
@@ -184,9 +190,7 @@ def _axial(axes: Axes, report: dict[str, Any]) -> None:
 
 
 def _links(axes: Axes, report: dict[str, Any]) -> None:
-    # Eight ranks for an example wait for the host, not for links, forty times as long.
-    drawn_ways = [one for one in report["links"] if one["way"] != "axial 8"]
-    rows = [{**one, "at": LINKS.index(one["link"])} for one in drawn_ways]
+    rows = [{**one, "at": LINKS.index(one["link"])} for one in report["links"]]
     _lines(axes, rows, "way", "at", lambda one: one["mean"], "{}")
     axes.set_xticks(range(len(LINKS)), LINKS)
     axes.set_ylabel("seconds of a step, 128 H100s")

@@ -4,11 +4,13 @@ Like a CUDA graph it knows nothing of the function: what Python computed when it
 shape.  What a graph cannot hold (a number that the host reads, a shape that depends on numbers) is an error.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -20,10 +22,14 @@ Done = tuple[Any, tuple[Any, ...], Mapping[str, Any], list[Tensor]]
 
 
 class OperationRecorder:
-    """The stand-in for `device.CUDARecorder`.  A call is done while it is recorded, and so not at its first replay."""
+    """The stand-in for `device.CUDARecorder`.  A call is done while it is recorded, and so not at its first replay.
+
+    Messages to other ranks are operations too.  As NCCL asks, those of a recording or a replay meet messages of a
+    recording or a replay alone.
+    """
 
     def __init__(self) -> None:
-        self.operations = self.cuts = 0  # of the last recording
+        self.operations = self.cuts = self.messages = 0  # of the last recording
 
     def warm_up(self, function: Callable[[], Named]) -> tuple[Named, bool]:
         return function(), False
@@ -36,10 +42,11 @@ class OperationRecorder:
             with _disable_current_modes():
                 action()
 
-        with _Noting(noted), cutting(cut):
+        with _Noting(noted), cutting(cut), _unnoted_waits():
             results = function()
         self.cuts, fresh = sum(map(callable, noted)), True
         self.operations = len(noted) - self.cuts
+        self.messages = sum(not callable(one) and one[0].namespace == "c10d" for one in noted)
 
         def replay() -> None:
             nonlocal fresh
@@ -54,11 +61,30 @@ class OperationRecorder:
 
 def _again(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: list[Tensor]) -> None:
     """Do an operation again, and put what it makes where its results lay."""
-    found = [x for x in tree_leaves(function(*args, **kwargs)) if isinstance(x, Tensor)]
+    out = tree_leaves(function(*args, **kwargs))
+    if function.namespace == "c10d":
+        Work.unbox(out[-1]).wait()
+    found = [x for x in out if isinstance(x, Tensor)]
     for old, new in zip(before, found, strict=True):
         assert old.shape == new.shape
         if old.untyped_storage().data_ptr() != new.untyped_storage().data_ptr():
             old.copy_(new)
+
+
+@contextmanager
+def _unnoted_waits() -> Iterator[None]:
+    """Leave out what gloo's waits do (some copy what has come): a replay waits for each message itself."""
+    wait = Work.wait
+
+    def unnoted(work: Work, *limit: Any) -> bool:
+        with _disable_current_modes():
+            return wait(work, *limit)
+
+    Work.wait = unnoted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Work.wait = wait  # type: ignore[method-assign]
 
 
 class _Noting(TorchDispatchMode):

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from warpfold.errors import UserError
+from warpfold.errors import LostError, UserError
 from warpfold.ops.dispatch import backend
 
 log = logging.getLogger(__name__)
@@ -482,13 +482,17 @@ class Graphs:
     device it may change such memory.  It reads nothing on the host.  The first call with inputs of some shapes and
     dtypes is an ordinary one, in which kernels are compiled and constants go to the device; the second is recorded.
 
+    Messages are recorded too where all ranks that take part make the same calls: NCCL wants each message in the graphs
+    of all of them, or of none.  agreed: returns whether it was given True on any of these ranks.
+
     refused: why calls were not replayed, and how often.  replayed: calls that were; recorded: graphs there are.
     """
 
     MOST = 64  # graphs; each has memory for its results, and all share that of inputs
 
-    def __init__(self) -> None:
+    def __init__(self, agreed: Callable[[bool], bool] = bool) -> None:
         self.refused: Counter[str] = Counter()
+        self._agreed = agreed
         self.replayed = 0
         self._recorder: Recorder | None = None
         self._inputs = torch.empty(0, dtype=torch.uint8)
@@ -524,7 +528,7 @@ class Graphs:
             return function(inputs)
         if called not in self._graphs:
             results, left = self._recorder.warm_up(lambda: function(inputs))
-            if left:  # graphs of before would write over it: they are recorded again
+            if self._agreed(left):  # graphs of before would write over it: they are recorded again
                 self._dropped += [graph for graph in self._graphs.values() if graph is not None]
                 self._graphs = dict.fromkeys(self._graphs)
             self._graphs[called] = None
@@ -541,7 +545,7 @@ class Graphs:
         _copy_all(own, inputs)
         try:
             results, replay = self._recorder.record(lambda: function(own))
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, LostError):
             raise
         except RuntimeError as error:
             raise UserError(f"plan.graph: {name} cannot be recorded ({error}); set plan.graph = false") from error

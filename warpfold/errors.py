@@ -36,6 +36,14 @@ class DiskError(StorageError):
     """A disk that is full, read-only or broken."""
 
 
+class LostError(RuntimeError):
+    """A collective failed while this process waited for others: one has ended, or did not come in time."""
+
+    def __init__(self, name: str, seconds: float, error: RuntimeError) -> None:
+        super().__init__(str(error))
+        self.name, self.seconds = name, seconds  # what was waited for, and how long
+
+
 def listed(names: Sequence[str], most: int = 5, between: str = ", ") -> str:
     """Return the first of some names, and how many more there are: an error is one line that people read."""
     more = len(names) - most

@@ -115,6 +115,25 @@ def test_recorded_passes_are_launched_at_once_and_gradients_travel_within_them()
     assert traffic(graphs.last) == traffic(eager.last)
 
 
+def test_ranks_that_share_an_example_replay_their_messages_and_then_send_gradients() -> None:
+    own = Plan(data=2, axial=2, sizes=1)
+    asked = replace(own, graph=True)
+    eager, graphs = recorded(own, gpu=True), recorded(asked, gpu=True)
+    assert traffic(graphs.last) == traffic(eager.last)
+    assert traffic(graphs.early) == traffic(eager.early)
+    begun = [e for e in graphs.last if isinstance(e, Begin)]
+    assert {e.replayed for e in begun if e.group == "axial"} == {True}
+    last = max(i for i, e in enumerate(graphs.last) if getattr(e, "replayed", False))
+    sums = [
+        i for i, e in enumerate(graphs.last) if isinstance(e, Begin) and e.kind == "reduce_scatter" and not e.replayed
+    ]
+    assert min(sums) > last, "gradients travel behind the graph"
+    assert not any(e.replayed for e in graphs.update if not isinstance(e, Await))
+    cluster = Cluster(ranks=4, per_node=4, within=Link(1e-6, 1e11), between=Link(1e-6, 1e11))
+    pace = Pace.of(of_gpu("H100"), cluster)
+    assert replay(graphs.step(1), asked, pace).launch < replay(eager.step(1), own, pace).launch / 4
+
+
 def test_hierarchical_sums_go_within_nodes_first() -> None:
     found = recorded(Plan(data=4, sync=SyncConfig(strategy="hierarchical")), per_node=2)
     assert {group for group, _ in traffic([*found.last, *found.update])} == {"node", "nodes", "data"}

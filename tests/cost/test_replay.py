@@ -195,7 +195,6 @@ def test_what_is_begun_early_and_awaited_late_is_hidden() -> None:
 def test_an_operation_takes_at_least_what_its_kernels_take() -> None:
     of_sheet = Pace.of(of_gpu("H100"), pace().cluster)
     assert of_sheet.seconds(replace(operation(1e-9), launches=10)) == pytest.approx(10 * of_sheet.kernel, rel=0.01)
-    assert Pace.of(of_gpu("H100"), pace().cluster, graphs=True).launch == 0 < of_sheet.launch
 
 
 def test_what_comes_often_takes_as_long_as_if_it_were_there_as_often() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from warpfold.data.load.loader import Sample
 from warpfold.device import Graphs, Named, between
 from warpfold.engine.learn import Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
-from warpfold.errors import UserError
+from warpfold.errors import LostError, UserError
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig
@@ -26,6 +27,7 @@ from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
+from warpfold.parallel.waits import Event, watched
 from warpfold.training.train import train
 
 WORK = Work(residues=8, sequences=3, extra=3, templates=1, recycles=2)
@@ -47,7 +49,8 @@ def sample(index: int, recycles: int, work: Work = WORK) -> Sample:
 
 
 def learner(plan: Plan, config: OptimConfig, work: Work = WORK, mesh: Mesh | None = None) -> Learner:
-    settings = tiny_config(recycles=2, evoformer=replace(tiny_config().evoformer, blocks=1))
+    outer: Literal["first", "middle"] = "first" if plan.branch > 1 else "middle"
+    settings = tiny_config(recycles=2, evoformer=replace(tiny_config().evoformer, blocks=1, outer=outer))
     model = filled_model(as_multimer(settings) if work.chains else settings).train()
     execution = Execution(plan, mesh)
     execution.bind(model)
@@ -143,6 +146,73 @@ def test_data_ranks_record_their_passes_and_send_what_they_would(name: str, reco
         return True
 
     assert run_ranks(on_a_rank, 2) == [True, True]
+
+
+SHARED = {  # of ranks that share an example
+    "axial": (Plan(axial=2), OptimConfig(accumulate=2)),
+    "axial, recomputed, bf16": (Plan(axial=2, recompute="block", precision="bf16"), OptimConfig()),
+    "branches": (Plan(branch=2), OptimConfig()),
+    "axial, data, sharded state": (
+        Plan(data=2, axial=2, sync=SyncConfig(shard_state=True, bucket=0.01)),
+        OptimConfig(accumulate=2),
+    ),
+    "axial, branches": (Plan(axial=2, branch=2), OptimConfig()),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_ranks_that_share_an_example_record_their_messages(name: str, recorder: OperationRecorder) -> None:
+    """All are begun and awaited within a recording: a capture ends with no message under way."""
+    plan, config = SHARED[name]
+    messages: list[int] = []
+
+    def on_a_rank() -> bool:
+        record, under_way = recorder.record, set[int]()
+
+        def note(event: Event) -> None:
+            if event.number >= 0:
+                (under_way.add if event.what == "start" else under_way.remove)(event.number)
+
+        def noted(function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
+            assert not under_way
+            found = record(function)
+            assert not under_way
+            messages.append(recorder.messages)
+            return found
+
+        recorder.record = noted  # type: ignore[method-assign]
+        mesh = make_mesh(plan.data, plan.axial, plan.branch)
+        expected, weights, _ = steps(replace(plan, graph=False), config, mesh=mesh)
+        with watched(note):
+            found, replayed, graphs = steps(replace(plan, graph=True), config, mesh=mesh)
+        assert found == expected
+        for key in weights:
+            assert torch.equal(replayed[key], weights[key]), key
+        assert graphs.recorded == len(messages) == 2  # a pass without gradient, and the last
+        assert min(messages) > 1
+        assert graphs.replayed >= 4
+        assert not graphs.refused
+        return True
+
+    ranks = plan.data * plan.axial * plan.branch
+    assert run_ranks(on_a_rank, ranks) == [True] * ranks
+
+
+def test_graphs_that_one_rank_records_again_are_recorded_again_by_those_that_share_its_example(
+    recorder: OperationRecorder,
+) -> None:
+    """NCCL allows no message that one rank records and another replays."""
+
+    def on_a_rank() -> int:
+        mesh, record, recorded = make_mesh(1, 2), recorder.record, list[Callable[[], Named]]()
+        recorder.warm_up = lambda function: (function(), mesh.axial.rank == 1)  # type: ignore[method-assign]
+        recorder.record = lambda function: recorded.append(function) or record(function)  # type: ignore
+        model, execution = torch.nn.Linear(1, 1), Execution(Plan(axial=2, graph=True), mesh)
+        for size in (1, 1, 1, 2, 1, 1):
+            execution.call(model, double, {"x": torch.ones(size)})
+        return len(recorded)
+
+    assert run_ranks(on_a_rank, 2) == [2, 2]
 
 
 def test_a_gradient_that_is_not_finite_is_left_out_by_a_graph_too() -> None:
@@ -250,6 +320,18 @@ def test_what_the_host_reads_cannot_be_recorded() -> None:
         graphs.call(reads, {"x": torch.ones(2)})
 
 
+def test_a_rank_that_is_lost_while_others_record_is_not_called_bad_settings() -> None:
+    def loses(inputs: Batch) -> Named:
+        if graphs._graphs:  # called before
+            raise LostError("a sum", 1.0, RuntimeError("closed by peer"))
+        return dict(inputs)
+
+    graphs = Graphs()
+    graphs.call(loses, {"x": torch.ones(2)})
+    with pytest.raises(LostError, match="closed by peer"):
+        graphs.call(loses, {"x": torch.ones(2)})
+
+
 def test_a_cpu_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     graphs = Graphs()
@@ -272,13 +354,14 @@ def test_where_graphs_are_recorded_unless_it_is_said() -> None:
     for changes, kind, why in (
         ({}, "cpu", "a cpu has no graphs"),
         ({"graph": False}, "cuda", "plan.graph is false"),
-        ({"axial": 2}, "cuda", "ranks that share an example send to each other"),
-        ({"branch": 2, "graph": True}, "cuda", "ranks that share an example send to each other"),
+        ({"axial": 2}, "cuda", "messages of ranks that share an example; plan.graph = true"),
+        ({"branch": 2}, "cuda", "messages of ranks that share an example; plan.graph = true"),
         ({"offload": True}, "cuda", "the copies of plan.offload"),
         ({"sizes": 0}, "cuda", "too many shapes; plan.sizes"),
     ):
         assert str(replace(few, **changes).why_no_graphs(kind)).count(why) == 1  # type: ignore[arg-type]
-    assert replace(few, sizes=0, graph=True).why_no_graphs("cuda") is None
+    for changes in ({"sizes": 0}, {"axial": 2}, {"branch": 2}):
+        assert replace(few, graph=True, **changes).why_no_graphs("cuda") is None  # type: ignore[arg-type]
     for graph, records in (("auto", False), (False, False), (True, True)):  # on a CPU
         execution = Execution(replace(few, graph=graph))
         execution.bind(torch.nn.Linear(1, 1))

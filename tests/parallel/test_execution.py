@@ -597,7 +597,7 @@ def way(outer: str, by_channels: bool) -> list[dict[str, str]]:
     config = EvoformerConfig(blocks=3, heads=2, outer=outer, pair=PairConfig(heads=2))  # type: ignore[arg-type]
     stack = Evoformer(8, 8, config)
     blocks: Any = [*stack.blocks]
-    steps = [layout for block in layout_plan("", blocks, by_channels) for layout in block.steps]
+    steps = [layout for block in layout_plan("", blocks, by_channels, Group("branch")) for layout in block.steps]
     held = {"m": {COLS}, "z": {ROWS}}  # the slices that are there or on their way
     axes, rows = {ROWS: "rows", COLS: "columns"}, []
     for step in steps:

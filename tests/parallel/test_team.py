@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tests.ranks import run_ranks
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
-from warpfold.errors import UserError
+from warpfold.errors import LostError, UserError
 from warpfold.parallel import heartbeat, waits
 from warpfold.parallel import team as module
 from warpfold.parallel.collectives import all_gather, local_shard
@@ -543,7 +543,7 @@ def test_of_many_ranks_a_few_read_how_far_all_are_and_the_others_hear_of_it(monk
         watchdog = heartbeat.Watchdog(60.0, lambda name, seconds: "")
         return heartbeat.Heartbeat(store, rank, 64, "rank 0", 60.0, watchdog, heartbeat.Position, lambda: (rank,))
 
-    lost = waits.LostError("a step", 60.0, RuntimeError("closed"))
+    lost = LostError("a step", 60.0, RuntimeError("closed"))
     late, first = beating(63), beating(3)
     with pytest.raises(TeamError, match="rank 3 waited for others at 'a step'"), first:
         raise lost

@@ -286,9 +286,6 @@ class SimulateCommand:
     branch: Branch = None
     change: Change = None
     recycles: Passes = None
-    graphs: Annotated[bool, runs("As if graphs held whole steps, messages too; the code's hold the passes alone.")] = (
-        False
-    )
     workers: Annotated[
         int | None, runs("Processes of each data rank that make examples; 0: never waited for.", min=0)
     ] = None
@@ -399,7 +396,6 @@ class SimulateCommand:
                 validate_every=train.validate_every,
                 validate=self.validation_seconds,
             ),
-            graphs=self.graphs,
             seed=self.seed,
         )
 

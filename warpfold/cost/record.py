@@ -240,7 +240,7 @@ class Begin:
     """A collective begins: `sent` bytes leave this rank.  after: what alone it waits for, on a side stream.
 
     group: "axial", "branch", "model", "data"; "node" and "nodes" of hierarchical sums; "host": no collective, but what
-    travels between a device and host memory.
+    travels between a device and host memory.  replayed: as of an operation.
     """
 
     number: int
@@ -251,6 +251,7 @@ class Begin:
     after: tuple[int, ...] = ()
     part: str = ""
     times: float = 1.0
+    replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -616,15 +617,16 @@ def record(
     share = replace(job.optim, accumulate=plan.data * plan.batch * min(turns, 2),
                     clip="step" if plan.batch > 1 else job.optim.clip)  # fmt: skip
     graphs = plan.why_no_graphs("cuda" if gpu else "cpu") is None
-    ranks = replace(alone, data=plan.data, sync=plan.sync, recompute=None, offload=False, chunk=None, in_place=False)
+    ranks = replace(alone, data=plan.data, sync=plan.sync, recompute=None, offload=False, chunk=None, in_place=False,
+                    graph=graphs)  # fmt: skip
     way = _exchange(model, share, ranks, min(turns, 2), per_node, branch, job.finetune)
     update, collects = way[-1].update, [one.collect for one in way]
     if graphs:
-        early = _replayed(early, job, plan, 2) if early else early
+        early, apart = _replayed(early, job, plan, 2) if early else early, plan.axial * plan.branch > 1
         if model.multimer is None:  # of a complex the host decides which of equal chains is which
             last = _replayed(last, job, plan, 1)
-            collects = [one.collect if one.backward else _in_graph(one.collect) for one in way]
-        if plan.data == 1:
+            collects = [one.collect if apart or one.backward else _in_graph(one.collect) for one in way]
+        if plan.data == 1 and not apart:
             update = _replayed(update, job, plan, 0)
     examples_ = [[*_with_gradients(last, one.backward), *collect] for one, collect in zip(way, collects)]
     return RecordedStep(early, examples_[0], examples_[-1], update, turns)
@@ -635,15 +637,15 @@ REPLAY = 8  # launches: a graph's own, and the copies of its inputs and results,
 
 def _replayed(entries: Sequence[Entry], job: Job, plan: Plan, copies: int) -> list[Entry]:
     """Return entries as a graph's, behind what its replay takes beside them; copies: of z, to and from the graph."""
-    z = plan.batch * job.sizes.residues**2 * job.model.c_z * DTYPES[plan.precision].itemsize
+    z = plan.batch * job.sizes.residues**2 * job.model.c_z * DTYPES[plan.precision].itemsize / plan.axial
     phase = next(one.phase for one in entries if isinstance(one, Operation))
     first = Operation(TORCH, "forward", Cost(0, 0, 2 * copies * z), torch.float32, REPLAY, phase)
     return [first, *_in_graph(entries)]
 
 
 def _in_graph(entries: Sequence[Entry]) -> list[Entry]:
-    """Return entries whose operations a graph replays."""
-    return [replace(one, replayed=True) if isinstance(one, Operation) else one for one in entries]
+    """Return entries that a graph replays."""
+    return [one if isinstance(one, Await) else replace(one, replayed=True) for one in entries]
 
 
 def _whole(entries: list[Entry], job: Job, plan: Plan, most: int) -> list[Entry]:
@@ -737,7 +739,8 @@ def _exchange(
                 model = AlphaFold(config).train()
             freeze(model, finetune)
             dtype, scaling = DTYPES[plan.precision], plan.precision == "fp16"
-            optimizer = Optimizer(model, optim, mesh, sync, per_node, dtype, scaling, plan.batch)
+            records = plan.graph is True
+            optimizer = Optimizer(model, optim, mesh, sync, per_node, dtype, scaling, plan.batch, records)
         with _listening([]) as recorder:
             if optimizer.reducer._thread is not None:
                 optimizer.reducer._thread = recorder  # type: ignore[assignment]

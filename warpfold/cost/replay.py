@@ -35,9 +35,9 @@ class Pace:
     """How fast a rank is: of operations by `rates`, of collectives by `cluster`.
 
     launch: seconds of the host for each kernel of torch's or collective that no graph replays; ours: for each of our
-    kernels, with a gradient to follow and without; 0: graphs hold the whole step, messages too.  kernel: seconds of the
-    device that a kernel takes whatever it does; all are 0 for measured rates, which include them.  overlap: whether
-    collectives are awaited where the code does; else where they begin, as in code that blocks.
+    kernels, with a gradient to follow and without.  kernel: seconds of the device that a kernel takes whatever it does;
+    all are 0 for measured rates, which include them.  overlap: whether collectives are awaited where the code does;
+    else where they begin, as in code that blocks.
     """
 
     rates: Rates
@@ -48,12 +48,10 @@ class Pace:
     overlap: bool = True
 
     @classmethod
-    def of(cls, rates: Rates, cluster: Cluster, graphs: bool = False) -> "Pace":
+    def of(cls, rates: Rates, cluster: Cluster) -> "Pace":
         """Return the pace of a device: rates of a data sheet leave out what launches take."""
         if rates.how == "measured":
             return cls(rates=rates, cluster=cluster)
-        if graphs:
-            return cls(rates=rates, cluster=cluster, kernel=KERNEL)
         ours = OURS, OURS_WITHOUT_GRADIENT
         return cls(rates=rates, cluster=cluster, launch=rates.call, ours=ours, kernel=KERNEL)
 
@@ -246,7 +244,7 @@ class _Timeline:
 
     def begin(self, entry: Begin) -> None:
         """Have a collective travel as soon as what it sends exists and its wire is free."""
-        self.host += self.pace.launch * entry.times
+        self.host += 0.0 if entry.replayed else self.pace.launch * entry.times
         before = [self.under_way[number][0] for number in entry.after if number in self.under_way]
         ready = max([self.host, self.free, *before])
         stream, each, ranks = self.wires.of(entry)

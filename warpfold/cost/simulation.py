@@ -117,7 +117,6 @@ class Scenario:
     """What is simulated.  examples: of a step, on all ranks; steps: of the whole training.
 
     said: why this plan, where it was chosen.
-    graphs: as if graphs of the device held whole steps, messages included (the code's hold the passes alone).
     """
 
     job: Job
@@ -128,7 +127,6 @@ class Scenario:
     steps: int
     chance: Chance = field(default_factory=Chance)
     interruptions: Interruptions = field(default_factory=Interruptions)
-    graphs: bool = False
     said: str = ""
     drawn: int = 300  # steps that are drawn
     seed: int = 0
@@ -207,7 +205,7 @@ def simulate(
     Errors: UserError as of `record` and `whole_training`.
     """
     plan = given.plan
-    pace = Pace.of(given.rates, given.cluster, given.graphs)
+    pace = Pace.of(given.rates, given.cluster)
     assert given.job.optim is not None
     gpu, job = (
         given.rates.device != "cpu",

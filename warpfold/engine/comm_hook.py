@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from warpfold.errors import UserError
+from warpfold.errors import LostError, UserError
 from warpfold.parallel.compress import CompressionConfig, Compressor, make_compressor
 from warpfold.parallel.exchange import ALIGN, Layout, Plain, Wire, finish, make_hierarchical
 from warpfold.parallel.mesh import Group, Mesh, split, time_limit, world
-from warpfold.parallel.waits import LostError, SerialThread, waiting
+from warpfold.parallel.waits import SerialThread, waiting
 
 Compression = Literal["int8", "1bit"]
 Carried = dict[str, Tensor]  # by the name of a parameter: what is carried over, flat

@@ -87,8 +87,9 @@ class Learner:
             inputs = features = self.trunk.inputs(examples)
             model.noise.seed(*keys[0]) if alone else model.noise.seed_batch(keys)  # that of the trunk was by the draw
             inputs = inputs | {"key": model.noise.key}
-        # Then what follows the backward pass waits for others, or goes to a sum of its own: no graph can hold it.
-        apart = self.optimizer.sends or self.optimizer.witnessed or self.optimizer.is_aside
+        # Then what follows the backward pass waits for others, or goes to a sum of its own: no graph holds it.
+        shared = self.optimizer.mesh.model.size > 1
+        apart = shared or self.optimizer.sends or self.optimizer.witnessed or self.optimizer.is_aside
         found = model.execution.call(model, self._backward if apart else self._last_pass, inputs, undecided(features))
         if apart:
             found |= self._add(found)

@@ -19,6 +19,7 @@ from warpfold.model.axial import COLS, AxialUpdate, Block, BlockStack, Executabl
 from warpfold.model.layers import Linear
 from warpfold.ops.dispatch import allow_tf32, backend, using
 from warpfold.parallel.mesh import Mesh
+from warpfold.parallel.messages import all_gather_object
 from warpfold.parallel.plan import DTYPES, Plan
 from warpfold.parallel.sharded import ShardedResidues, ShardedStack
 from warpfold.parallel.slices import layer_in_slices, pair_channels, slice_numbers, slices_of
@@ -57,7 +58,7 @@ class Execution(PlainExecution):
         self._sharded: dict[nn.Module, ShardedStack] = {}
         self._compiled: dict[AxialUpdate, Any] = {}
         self._keeping: set[nn.Module] = set()  # blocks that keep everything, and their layers
-        self.graphs = Graphs()
+        self.graphs = Graphs(self._on_any_rank if self.distributed else bool)
         self.records = plan.graph is True  # whether passes are recorded; "auto": known when a model is bound
         self._offload = Offload() if plan.offload and not plan.in_place else None
 
@@ -172,17 +173,21 @@ class Execution(PlainExecution):
         """Call a function of tensors, or replay the graph of an earlier call with the same shapes.
 
         A graph serves while the model's parameters keep their memory.  The function sends nothing to other ranks,
-        unless these share the example.
+        unless these share the example: they make the same calls, so all record one, or all replay it.
         """
         if not self.records:
             return function(inputs)
-        if self.distributed or self.plan.offload:
+        if self.plan.offload:
             reason = self.plan.why_no_graphs("cuda")
         memory = next(model.parameters()).data_ptr()
         packed = next((module.packed for module in model.modules() if isinstance(module, Linear)), None)
         if packed is not None:
             packed.catch_up()  # a graph asks for no weights, and would not notice that one was written to
         return self.graphs.call(function, inputs, (model.training, memory), reason)
+
+    def _on_any_rank(self, found: bool) -> bool:
+        """Return whether something was found on any of the ranks that share the example; all of them ask."""
+        return any(all_gather_object(found, self.mesh.model, "whether graphs are recorded again"))
 
     def rows(self, count: int) -> list[slice]:
         """Split `count` rows of z into those that are computed together: `plan.chunk` each."""

@@ -16,9 +16,9 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from warpfold.errors import UserError
+from warpfold.errors import LostError, UserError
 from warpfold.parallel import waits
-from warpfold.parallel.waits import LostError, waiting
+from warpfold.parallel.waits import waiting
 
 BEAT = 1.0  # seconds between heartbeats
 SILENT = 3 * BEAT  # a process without a heartbeat for so long is dead or frozen

@@ -131,16 +131,16 @@ class Plan:
     def why_no_graphs(self, device: str) -> str | None:
         """Say why the passes of a training are not recorded as graphs on a kind of device; None: they are.
 
-        Where ranks share no example a pass sends nothing, and what follows it is sent outside of its graph.
+        Where ranks share an example the graph of a pass holds its messages; what follows it is sent outside.
         """
         if self.graph is False:
             return "plan.graph is false"
         if device != "cuda":
             return f"a {device} has no graphs"
-        if self.axial * self.branch > 1:
-            return "ranks that share an example send to each other within a pass, which is not recorded"
         if self.offload:
             return "the copies of plan.offload are not recorded"
+        if self.graph == "auto" and self.axial * self.branch > 1:
+            return "no GPUs have run graphs with the messages of ranks that share an example; plan.graph = true does"
         if self.graph == "auto" and not self.sizes:
             return "examples have too many shapes; plan.sizes pads them to few"
         return None

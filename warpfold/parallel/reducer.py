@@ -56,7 +56,8 @@ class Reducer:
         ranks_per_node: int | None = None,
         records: bool = False,
     ) -> None:
-        """gradient: flat; each parameter's grad is a view of it.  records: whether graphs replay backward passes.
+        """gradient: flat; each parameter's grad is a view of it.  records: whether graphs replay backward passes; where
+        ranks share an example, gradients then travel behind these, not during them.
 
         Errors: UserError for a strategy that these ranks are not placed for, or that this compression does not allow.
         """
@@ -123,14 +124,14 @@ class Reducer:
 
         In place of an earlier reducer's hook.
         """
-        if self.mesh.world.size == 1:
+        if earlier := getattr(leaf, HANDLE, None):
+            earlier.remove()
+        if self.mesh.world.size == 1 or (self.records and self.mesh.model.size > 1):
             return
         bucket = self._bucket[name]
         self._leaves[bucket].append(leaf)
         if not self.records:  # a node works on the stream on which it was made: of a pass that is recorded, on that one
             self._nodes[bucket].append(get_gradient_edge(leaf).node)
-        if earlier := getattr(leaf, HANDLE, None):
-            earlier.remove()
         hook = partial(self._arrived, bucket, name)
         setattr(leaf, HANDLE, leaf.register_post_accumulate_grad_hook(hook))
 

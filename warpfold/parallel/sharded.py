@@ -288,10 +288,11 @@ class BlockLayout:
     runs: list[range]
 
 
-def layout_plan(name: str, blocks: Sequence[Block], by_channels: bool) -> list[BlockLayout]:
+def layout_plan(name: str, blocks: Sequence[Block], by_channels: bool, branch: Group) -> list[BlockLayout]:
     """Return the layout of every block, found by following each state through all steps.
 
-    by_channels: triangle products take z as it comes.
+    by_channels: triangle products take z as it comes.  branch: whose ranks share out the steps; a state is moved for
+    those of this rank alone.
     """
     present = dict(ENTERS)
     axes = []  # of each step's result
@@ -305,12 +306,12 @@ def layout_plan(name: str, blocks: Sequence[Block], by_channels: bool) -> list[B
     for block in reversed(blocks):
         names = {module: key for key, module in block.named_modules()}
         enters: dict[str, int | None] = dict.fromkeys(block.states)
-        steps = []
-        for step in reversed(block.steps):
+        away, steps = _steps_of_others(block, branch), []
+        for index, step in reversed(list(enumerate(block.steps))):
             axis, other_axis = _axes_read(step, by_channels)
             next_axis, other_next = wanted[step.state], None
-            enters[step.state] = wanted[step.state] = axis
-            if step.other is not None:
+            enters[step.state] = wanted[step.state] = None if index in away else axis
+            if step.other is not None and index not in away:
                 other_next = wanted[step.other]
                 enters[step.other] = wanted[step.other] = other_axis
             label = names.get(step.layer, type(step.layer).__name__)
@@ -345,6 +346,25 @@ def independent_runs(steps: Steps) -> list[range]:
             written = set()
         written.add(step.state)
     return [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(steps)])]
+
+
+def _states_by_rank(states: Sequence[str], branch: Group) -> Sequence[str]:
+    """Return the states of independent steps: that of this branch rank first."""
+    return states if branch.rank == 0 else states[::-1]
+
+
+def _steps_of_others(block: Block, branch: Group) -> set[int]:
+    """Return which of a block's steps the other branch rank runs, and not this one."""
+    found: set[int] = set()
+    for run in independent_runs(block.steps) if branch.size > 1 else ():
+        own, *_ = _states_by_rank(_states_of([block.steps[index] for index in run], block.states), branch)
+        found |= {index for index in run if block.steps[index].state != own}
+    return found
+
+
+def _states_of(steps: Sequence[Step], states: Sequence[str]) -> list[str]:
+    """Return the states that steps change, in the order of a block's states."""
+    return [state for state in states if any(step.state == state for step in steps)]
 
 
 def unsupported_reason(plan: Plan, name: str, block: Block) -> str | None:
@@ -402,7 +422,9 @@ class ShardedStack:
         for block in self.blocks:
             if reason := unsupported_reason(self.plan, self.name, block):
                 raise UserError(reason)
-        self.layouts = {ways: layout_plan(self.name, self.blocks, ways) for ways in (False, True)}  # by channels or not
+        self.layouts = {  # by channels or not
+            ways: layout_plan(self.name, self.blocks, ways, self.mesh.branch) for ways in (False, True)
+        }
         products = (
             step.layer for *_, steps in found for step in steps if isinstance(step.layer, TriangleMultiplication)
         )
@@ -440,7 +462,8 @@ class ShardedStack:
             taken = [x.only(x.present if axis is None else axis) for x, axis in enters]
             run = partial(self._block, block, layout, by_channels, mask)
             if index < recomputed and torch.is_grad_enabled():
-                new = checkpoint(run, *taken, use_reentrant=False, preserve_rng_state=True)
+                keeps = self.plan.graph is not True  # as of `Execution.stack`
+                new = checkpoint(run, *taken, use_reentrant=False, preserve_rng_state=keeps)
             else:
                 new = run(*taken)
             held = dict(zip(names, new))
@@ -462,12 +485,12 @@ class ShardedStack:
         self, steps: list[tuple[Step, StepLayout]], by_channels: bool, held: Sharded, mask: Mapping[str, Mask]
     ) -> Sharded:
         """Run steps whose states are independent: in turn where one would wait, or each on its own branch rank."""
-        states = [state for state in held if any(step.state == state for step, _ in steps)]
+        states = _states_of([step for step, _ in steps], list(held))
         chains = {state: [(step, layout) for step, layout in steps if step.state == state] for state in states}
         if self.mesh.branch.size == 1 or len(states) == 1:
             results = _alternate(*(self._chain(chain, by_channels, held, mask) for chain in chains.values()))
             return dict(zip(states, results))
-        own, other = states if self.mesh.branch.rank == 0 else states[::-1]
+        own, other = _states_by_rank(states, self.mesh.branch)
         (result,) = _alternate(self._chain(chains[own], by_channels, held, mask))
         axis, other_axis = (chains[state][-1][1].axis for state in (own, other))
         shape = held[other].shard_shape(other_axis, held[other].along(held[other].present))

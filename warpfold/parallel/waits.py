@@ -18,13 +18,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-
-class LostError(RuntimeError):
-    """A collective failed while this process waited for others: one has ended, or did not come in time."""
-
-    def __init__(self, name: str, seconds: float, error: RuntimeError) -> None:
-        super().__init__(str(error))
-        self.name, self.seconds = name, seconds  # what was waited for, and how long
+from warpfold.errors import LostError
 
 
 @dataclass(frozen=True)
