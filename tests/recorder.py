@@ -35,9 +35,9 @@ class OperationRecorder:
         return function(), False
 
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
-        noted: list[Done | Callable[[], None]] = []
+        noted: list[Done | Callable[[], object]] = []
 
-        def cut(action: Callable[[], None]) -> None:
+        def cut(action: Callable[[], object]) -> None:
             noted.append(action)
             with _disable_current_modes():
                 action()
@@ -88,7 +88,7 @@ def _unnoted_waits() -> Iterator[None]:
 
 
 class _Noting(TorchDispatchMode):
-    def __init__(self, noted: list[Done | Callable[[], None]]) -> None:
+    def __init__(self, noted: list[Done | Callable[[], object]]) -> None:
         super().__init__()
         self.noted = noted
 

@@ -343,14 +343,15 @@ class Recorder(Protocol):
         ...
 
 
-_cut: list[Callable[[Callable[[], None]], None]] = []  # of the recording under way: leaves an action to its replays
+_cut: list[Callable[[Callable[[], object]], None]] = []  # of the recording under way: leaves an action to its replays
 
 
-def between(action: Callable[[], None]) -> None:
+def between(action: Callable[[], object]) -> None:
     """Do something on the host that no graph can hold, such as sending to other ranks.
 
+    Or to compute what no device can: it may read tensors of the call, and write to them.
     In a call that is recorded: not now, but in each replay, when what was recorded before has been given to the device
-    and before what follows.  What it changes on the device, the rest of the call does not read.
+    and before what follows.  No message that was recorded before is under way then.
     """
     if _cut:
         _cut[-1](action)
@@ -359,7 +360,7 @@ def between(action: Callable[[], None]) -> None:
 
 
 @contextmanager
-def cutting(cut: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+def cutting(cut: Callable[[Callable[[], object]], None]) -> Iterator[None]:
     """Hand over what is done `between` within the context."""
     _cut.append(cut)
     try:
@@ -409,12 +410,12 @@ class CUDARecorder:
 
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
         """Capture a call of a function, as one graph, or several and what the host does between them."""
-        steps: list[Callable[[], None]] = []
+        steps: list[Callable[[], object]] = []
         graph = torch.cuda.CUDAGraph()
         # thread_local: the threads of a loader may allocate memory meanwhile.
         how: dict[str, Any] = {"pool": self._pool.id, "capture_error_mode": "thread_local"}
 
-        def cut(action: Callable[[], None]) -> None:
+        def cut(action: Callable[[], object]) -> None:
             nonlocal graph
             graph.capture_end()
             steps.extend((graph.replay, action))

@@ -20,6 +20,7 @@ from warpfold.device import Graphs, Named, between
 from warpfold.engine.learn import Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.errors import LostError, UserError
+from warpfold.model import permutation
 from warpfold.model.losses import LossConfig
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import SyncConfig
@@ -242,14 +243,26 @@ def test_weights_that_are_loaded_between_replays_are_those_that_a_graph_reads() 
     assert said[0] == said[1]
 
 
-def test_equal_chains_are_assigned_by_the_host_and_said_to_be() -> None:
-    work = Work(chains=(3, 2, 3), sequences=3, extra=2, templates=1, residues=8, recycles=2)
+def test_each_replay_assigns_equal_chains_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of examples whose copies lie in one order or the other; the host decides between the parts of a pass."""
+    work, chosen = Work(chains=(3, 2, 3), sequences=3, extra=2, templates=1, residues=8, recycles=2), list[list[int]]()
+    nearest = permutation.nearest_copies
+
+    def noted(*given: torch.Tensor) -> torch.Tensor:
+        found = nearest(*given)
+        chosen.append(found.tolist())
+        return found
+
+    monkeypatch.setattr(permutation, "nearest_copies", noted)
     plan, config = Plan(), OptimConfig()
-    expected, _, _ = steps(plan, config, work, 3)
-    found, _, graphs = steps(replace(plan, graph=True), config, work, 3)
+    expected, weights, _ = steps(plan, config, work)
+    found, replayed, graphs = steps(replace(plan, graph=True), config, work)
     assert found == expected
-    assert list(graphs.refused) == ["graph of last_pass: equal chains, of which the host decides which is which"]
-    assert graphs.recorded == 2  # passes without gradient, and the update
+    assert all(torch.equal(replayed[key], weights[key]) for key in weights)
+    assert chosen[: len(chosen) // 2] == chosen[len(chosen) // 2 :]
+    assert len({tuple(one) for one in chosen[:4]}) > 1
+    assert graphs.recorded == 3  # passes without gradient, the last pass, and the update
+    assert not graphs.refused
 
 
 # Graphs

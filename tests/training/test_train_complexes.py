@@ -16,7 +16,6 @@ from warpfold.data.features.crop import ca_of, fixed_crop, near_other_chain
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import example_arrays, example_notes, pack_assembly, read_assembly
 from warpfold.data.structure.mmcif import parse_structure
-from warpfold.engine.learn import undecided
 from warpfold.errors import UserError
 from warpfold.model.embed import MultimerConfig
 from warpfold.model.losses import ca_lddt
@@ -210,9 +209,3 @@ def test_lddt_between_chains_is_of_pairs_of_different_chains() -> None:
     between, all_pairs = (float(ca_lddt(output, batch, which)) for which in (True, False))
     assert between < 1
     assert all_pairs == pytest.approx((32 * between + 24) / 56)  # the pairs within the chains did not move
-
-
-@pytest.mark.parametrize(("copies", "several"), [(None, False), (1, False), (2, True)])
-def test_a_pass_is_recorded_unless_the_host_decides_which_chain_is_which(copies: int | None, several: bool) -> None:
-    batch = {} if copies is None else {"copy_atom_positions": torch.zeros(copies, 5, 37, 3)}
-    assert (undecided(batch) is not None) == several

@@ -623,9 +623,8 @@ def record(
     update, collects = way[-1].update, [one.collect for one in way]
     if graphs:
         early, apart = _replayed(early, job, plan, 2) if early else early, plan.axial * plan.branch > 1
-        if model.multimer is None:  # of a complex the host decides which of equal chains is which
-            last = _replayed(last, job, plan, 1)
-            collects = [one.collect if apart or one.backward else _in_graph(one.collect) for one in way]
+        last = _replayed(last, job, plan, 1)
+        collects = [one.collect if apart or one.backward else _in_graph(one.collect) for one in way]
         if plan.data == 1 and not apart:
             update = _replayed(update, job, plan, 0)
     examples_ = [[*_with_gradients(last, one.backward), *collect] for one, collect in zip(way, collects)]

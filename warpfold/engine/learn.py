@@ -18,7 +18,7 @@ from warpfold.engine.optim import Optimizer
 from warpfold.engine.trunk import FrozenTrunk
 from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.losses import LossConfig, Terms, ca_lddt, total_loss
-from warpfold.model.permutation import COPIES, with_truth
+from warpfold.model.permutation import with_truth
 from warpfold.ops.dispatch import widen
 from warpfold.parallel.reducer import row_checksums
 from warpfold.parallel.team import Team
@@ -90,7 +90,7 @@ class Learner:
         # Then what follows the backward pass waits for others, or goes to a sum of its own: no graph holds it.
         shared = self.optimizer.mesh.model.size > 1
         apart = shared or self.optimizer.sends or self.optimizer.witnessed or self.optimizer.is_aside
-        found = model.execution.call(model, self._backward if apart else self._last_pass, inputs, undecided(features))
+        found = model.execution.call(model, self._backward if apart else self._last_pass, inputs)
         if apart:
             found |= self._add(found)
         self.optimizer.end_example()
@@ -156,12 +156,6 @@ class Learner:
 
     def _update(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"rate": self.optimizer.update()}  # Adam; the moving average
-
-
-def undecided(batch: Batch) -> str | None:
-    """Say why a pass with a loss cannot be recorded, if so: the host decides which of equal chains is which."""
-    several = COPIES in batch and batch[COPIES].shape[-len(FEATURES[COPIES].axes)] > 1
-    return "equal chains, of which the host decides which is which" if several else None
 
 
 def unstack(batch: Batch) -> list[Batch]:

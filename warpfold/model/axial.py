@@ -116,13 +116,8 @@ class PlainExecution:
         factors = layer.dropout_factors(x.shape, x) if residual else None
         return layer.update(read, mask, shared, x if residual else None, factors)
 
-    def call(
-        self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], reason: str | None = None
-    ) -> Named:
-        """Call a function of tensors that runs the model; another execution may replay its graph.
-
-        reason: why it cannot be recorded.
-        """
+    def call(self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor]) -> Named:
+        """Call a function of tensors that runs the model; another execution may replay its graph."""
         return function(inputs)
 
     def rows(self, count: int) -> list[slice]:

@@ -5,7 +5,8 @@ is laid over the truth by one chain, the anchor; then every chain takes a copy t
 anchor and a copy are tried, and the one that brings all chains nearest to their copies decides.
 
 Nothing of this has a gradient.  It is done on the host, where numbers are few: residues are summed once, to moments of
-every chain with every copy, and what is tried after that costs the same for chains of any length.
+every chain with every copy, and what is tried after that costs the same for chains of any length.  A graph leaves it to
+each replay.
 """
 
 import functools
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import Batch
+from warpfold.device import between
 from warpfold.geometry.labels import structure_labels
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.ops.torch_internals import without_modes
@@ -39,7 +41,10 @@ def with_truth(batch: Mapping[str, Tensor], atoms: Tensor) -> Batch:
         return dict(batch)
     positions, mask = batch[COPIES], batch["copy_atom_mask"]
     rest = {name: x for name, x in batch.items() if name not in (COPIES, "copy_atom_mask")}
-    copy = nearest_copies(atoms[:, CA], positions[:, :, CA], mask[:, :, CA], batch["asym_id"], batch["entity_id"])
+    copy = torch.zeros_like(batch["asym_id"])
+    if len(positions) > 1:
+        known = atoms[:, CA], positions[:, :, CA], mask[:, :, CA], batch["asym_id"], batch["entity_id"]
+        between(lambda: copy.copy_(nearest_copies(*known)))
     residues = torch.arange(len(copy), device=copy.device)
     positions, mask = positions[copy, residues], mask[copy, residues]
     labels = structure_labels(batch["aatype"], positions, mask)
@@ -53,8 +58,6 @@ def nearest_copies(points: Tensor, copies: Tensor, mask: Tensor, asym_id: Tensor
     whether it was seen; asym_id and entity_id [N]: of chains, of which no entity has more than C.  The chains of an
     entity get different copies.  Copies of which nothing was seen come last.
     """
-    if len(copies) == 1:
-        return torch.zeros_like(asym_id)
     asym, entity = asym_id.cpu(), entity_id.cpu()  # the host waits for the device here
     points, copies, mask = (x.detach().cpu().double() for x in (points, copies, mask))
     chains, chain = asym.unique(return_inverse=True)

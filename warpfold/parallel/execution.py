@@ -167,9 +167,7 @@ class Execution(PlainExecution):
             most = slice_numbers(self.plan.chunk, x.shape[COLS], self._channels or x.shape[-1])
             return layer_in_slices(layer, x, mask, other, most, self.plan.in_place, residual)
 
-    def call(
-        self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], reason: str | None = None
-    ) -> Named:
+    def call(self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor]) -> Named:
         """Call a function of tensors, or replay the graph of an earlier call with the same shapes.
 
         A graph serves while the model's parameters keep their memory.  The function sends nothing to other ranks,
@@ -177,8 +175,7 @@ class Execution(PlainExecution):
         """
         if not self.records:
             return function(inputs)
-        if self.plan.offload:
-            reason = self.plan.why_no_graphs("cuda")
+        reason = self.plan.why_no_graphs("cuda") if self.plan.offload else None
         memory = next(model.parameters()).data_ptr()
         packed = next((module.packed for module in model.modules() if isinstance(module, Linear)), None)
         if packed is not None:
