@@ -1,15 +1,20 @@
 """On a GPU: a step that was captured as a CUDA graph and is replayed equals the step; so does one that offloads."""
 
 import gc
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers import filled_model, tiny_config
-from tests.laws.test_graphs import CASES, LOSSES, sample
+from tests.helpers import as_multimer, filled_model, tiny_config
+from tests.laws.test_graphs import CASES, LOSSES, WORK, sample
+from tests.laws.test_plans import Work
+from tests.training.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold.data.load.loader import Sample
 from warpfold.device import Graphs, Named, Offload, between
 from warpfold.engine.learn import Learner, in_batches
@@ -17,19 +22,21 @@ from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
+from warpfold.settings import to_toml
 
 pytestmark = pytest.mark.gpu
 
 
-def steps(plan: Plan, config: OptimConfig, count: int = 4) -> tuple[list[Tensor], Graphs]:
+def steps(plan: Plan, config: OptimConfig, count: int = 4, work: Work = WORK) -> tuple[list[Tensor], Graphs]:
     """What some steps say of their examples, and the weights at their end."""
-    model = filled_model(tiny_config(recycles=2)).train().cuda()
+    settings = tiny_config(recycles=2)
+    model = filled_model(as_multimer(settings) if work.chains else settings).train().cuda()
     execution = Execution(plan)
     execution.bind(model)
     one, said = Learner(model, Optimizer(model, config, batch=plan.batch), LOSSES, 5, Team()), []
     for step in range(count):
         recycles = (2, 0, 1, 2)[step]
-        samples = [sample(step * config.accumulate + i, recycles) for i in range(config.accumulate)]
+        samples = [sample(step * config.accumulate + i, recycles, work) for i in range(config.accumulate)]
         there = [Sample(s.index, s.name, {k: x.cuda() for k, x in s.features.items()}) for s in samples]
         for batch in in_batches(there, plan.batch):
             said += [x for found in one.learn(batch, recycles) for x in (*found.losses.values(), found.norm)]
@@ -46,6 +53,37 @@ def test_a_replayed_step_is_the_step(name: str) -> None:
     assert not graphs.refused
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_each_replay_assigns_equal_chains_anew() -> None:
+    work = Work(chains=(3, 2, 3), sequences=3, extra=2, templates=1, residues=8, recycles=2)
+    expected, _ = steps(Plan(), OptimConfig(), work=work)
+    found, graphs = steps(Plan(graph=True), OptimConfig(), work=work)
+    assert graphs.recorded == 3
+    assert not graphs.refused
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("plan", [Plan(axial=2), Plan(axial=2, recompute="block", precision="bf16")], ids=str)
+def test_two_gpus_that_share_an_example_replay_their_messages(plan: Plan, tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    train_on_two(plan, tmp_path, "cuda")
+
+
+def train_on_two(plan: Plan, folder: Path, device: str) -> None:
+    """Train with graphs and without, on two ranks, and compare their rows and parameters to the bit."""
+    store = make_store(folder / "store")
+    for way, graph in (("plain", False), ("graphs", True)):
+        config = replace(tiny_run(steps=6, validation=0.0), plan=replace(plan, sizes=1, graph=graph))
+        (folder / f"{way}.toml").write_text(to_toml(config))
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "warpfold", "train",
+                   f"{folder / way}.toml", "--data", store.path, "--out", folder / way, "--device", device]  # fmt: skip
+        subprocess.run([sys.executable, *map(str, command)], check=True, timeout=300)
+    one, other = ([row for row in rows(folder / way) if row["kind"] == "step"] for way in ("graphs", "plain"))
+    assert one == other
+    assert equal_tensors(folder / "graphs/params.safetensors", folder / "plain/params.safetensors")
 
 
 def test_another_shape_takes_its_memory_from_the_pool_that_is_there() -> None:
