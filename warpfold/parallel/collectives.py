@@ -6,6 +6,7 @@ the exact transpose (that of an all-gather is a reduce-scatter): it starts when 
 known, and is awaited as late as possible, when autograd has nothing else to do.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -92,6 +93,24 @@ def _padded(flat: Tensor, width: int) -> Tensor:
     return flat if len(flat) == width else torch.cat([flat, flat.new_zeros(width - len(flat))])
 
 
+def _one_after_another(x: Tensor, sizes: Sequence[int], axis: int) -> Tensor:
+    """Return the parts of x along an axis, flat, one after another: x itself where they lie so, else one copy."""
+    if math.prod(x.shape[:axis]) == 1:
+        return x.contiguous().view(-1)
+    if len(set(sizes)) == 1:
+        at = axis % x.dim()
+        return x.unflatten(at, (len(sizes), sizes[0])).movedim(at, 0).reshape(-1)
+    return torch.cat([part.reshape(-1) for part in x.split(list(sizes), axis)])
+
+
+def _joined(flat: Tensor, shapes: Sequence[torch.Size], axis: int) -> Tensor:
+    """Return tensors of these shapes, which lie one after another, joined along an axis: a view where that is one."""
+    if math.prod(shapes[0][:axis]) == 1:
+        return flat.view(_with_size(shapes[0], axis, sum(shape[axis] for shape in shapes)))
+    parts = flat.split([shape.numel() for shape in shapes])
+    return torch.cat([part.view(shape) for part, shape in zip(parts, shapes)], axis)
+
+
 def all_gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pending:
     """Make x, sharded along `axis` with `length` rows in all, whole on every rank.
 
@@ -111,11 +130,16 @@ def all_gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pe
         return buffer, sent, work, (group.size - 1) * sent.nbytes
 
     def join(buffer: Tensor) -> Tensor:
+        if len(set(sizes)) == 1:
+            return _joined(buffer, shapes, axis)
         rows = zip(buffer.view(group.size, width), shapes)
         return torch.cat([row[: shape.numel()].view(shape) for row, shape in rows], axis)
 
     def reduce_scatter(x: Tensor) -> Started:
-        sent = torch.cat([_padded(part.reshape(-1), width) for part in x.split(sizes, axis)])
+        if len(set(sizes)) == 1:
+            sent = _one_after_another(x, sizes, axis)
+        else:
+            sent = torch.cat([_padded(part.reshape(-1), width) for part in x.split(sizes, axis)])
         buffer = sent.new_empty(width)
         work = reduce_scatter_flat(buffer, sent, group=group.handle, async_op=True)
         return buffer, sent, work, (group.size - 1) * buffer.nbytes
@@ -143,14 +167,10 @@ def all_to_all(x: Tensor, had: int, wanted: int, length: int, group: Group, name
         come = [_with_size(kept, had, size) for size in had_sizes]
 
         def start(x: Tensor) -> Started:
-            sent = torch.cat([part.reshape(-1) for part in x.split(wanted_sizes, wanted)])
+            sent = _one_after_another(x, wanted_sizes, wanted)
             return _exchange(sent, leave, [shape.numel() for shape in come], group)
 
-        def join(buffer: Tensor) -> Tensor:
-            parts = buffer.split([shape.numel() for shape in come])  # in the order of the ranks
-            return torch.cat([part.view(shape) for part, shape in zip(parts, come)], had)
-
-        return _Collective("all_to_all", name, start, join)
+        return _Collective("all_to_all", name, start, lambda buffer: _joined(buffer, come, had))
 
     own = shard_sizes(x.shape[wanted], group.size)[group.rank]
     there = _with_size(_with_size(x.shape, had, length), wanted, own)
@@ -246,13 +266,13 @@ _reserved = _Reserved()
 
 
 class _Start(Function):
-    """x -> a placeholder, a zero, whose gradient arrives when the gradient of x is in flight."""
+    """x -> a placeholder, whose gradient arrives when the gradient of x is in flight."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, collective: _Collective, call: _Call) -> Tensor:
         ctx.call = call
         call.forward = _send(collective, x, False)
-        return x.new_zeros(())
+        return _placeholder(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -279,7 +299,12 @@ class _Wait(Function):
         # collectives of one rank's recomputation would meet those of another's backward pass.
         _ = ctx.saved_tensors
         ctx.call.backward = _send(ctx.back, grads[0], True)
-        return grads[0].new_zeros(()), None, None, None
+        return _placeholder(grads[0]), None, None, None
+
+
+def _placeholder(like: Tensor) -> Tensor:
+    """Return a number that nobody reads, but torch where it looks for NaN: to write one would be a kernel."""
+    return like.new_zeros(()) if torch.is_anomaly_enabled() else like.new_empty(())
 
 
 def tied(*tensors: Tensor) -> tuple[Tensor, ...]:
