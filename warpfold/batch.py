@@ -164,16 +164,20 @@ def passes(batch: Mapping[str, Tensor], start: int, count: int) -> Batch:
 def stack(examples: Sequence[Mapping[str, Tensor]]) -> Batch:
     """Return examples of the same features as a batch: one leading axis, each axis padded to its largest size.
 
-    The padding is zeros, which the masks leave out, and NO_ROW where rows are numbered.  Of complexes all need the same
+    The padding is zeros, which the masks leave out, or NO_ROW where rows are numbered.  Of complexes all need the same
     number of templates: a multimer takes the mean, also over those without atoms.
     """
     batch = {}
     for name in examples[0]:
         arrays = [example[name] for example in examples]
         largest = [max(sizes) for sizes in zip(*(x.shape for x in arrays))]
-        value = NO_ROW if name in ("centre_rows", "extra_rows") else 0
-        batch[name] = torch.stack([_padded(x, largest, value) for x in arrays])
+        batch[name] = torch.stack([_padded(x, largest, padding(name)) for x in arrays])
     return batch
+
+
+def padding(name: str) -> int:
+    """Return what a feature is padded with."""
+    return NO_ROW if name in ("centre_rows", "extra_rows") else 0
 
 
 def _padded(x: Tensor, sizes: Sequence[int], value: int) -> Tensor:

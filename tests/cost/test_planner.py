@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.helpers import as_multimer, tiny_config
+from tests.helpers import tiny_config
 from warpfold.cost import planner
 from warpfold.cost.example import ExampleSizes, Job
 from warpfold.cost.links import Cluster, Link
@@ -129,8 +129,6 @@ def test_on_a_gpu_examples_have_few_shapes_where_graphs_may_replay_their_passes(
     assert candidates(training(4), machine(), {"graph": False})[0].sizes == 0
     assert candidates(training(4), replace(machine(), kind="cpu"), {})[0].sizes == 0
     assert candidates(job(), machine(), {})[0].sizes == 0
-    complexes = replace(training(4), model=as_multimer(training(4).model))
-    assert candidates(complexes, machine(), {})[0].sizes == 0
 
 
 @pytest.mark.parametrize(

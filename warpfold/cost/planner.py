@@ -219,8 +219,8 @@ def candidates(
                 continue
             if examples_of(job) % (plan.data * plan.batch if plan.batch > 1 else 1):
                 continue
-            few = replace(plan, sizes=SIZES)  # of a complex's alignments no axis is padded
-            if "sizes" not in fixed and job.learns and job.model.multimer is None:
+            few = replace(plan, sizes=SIZES)
+            if "sizes" not in fixed and job.learns:
                 plan = few if few.why_no_graphs(machine.kind) is None else plan
             if plan in found:
                 continue

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.examples import example, templates
-from warpfold.batch import FEATURES, to_tensors
+from warpfold.batch import FEATURES, NO_ROW, to_tensors
 from warpfold.data.example.raw_example import from_sequence
 from warpfold.data.features.choose import SampleConfig, select
 from warpfold.data.features.make import few_sizes, make_features, pad_features, template_features, with_label
@@ -248,7 +248,9 @@ def test_few_sizes_of_every_axis() -> None:
     assert few_sizes(features, config, 4) == {"res": 6, "seq": 2, "extra": 9, "tmpl": 3}
     without = features | {"template_aatype": np.ones((0, 5), np.uint8)}
     assert few_sizes(without, config, 1)["tmpl"] == 0
-    assert few_sizes(features | {"alignment": np.ones((9, 5), np.uint8)}, config, 2) == {"res": 8}
+    joined = features | {"alignment": np.ones((9, 5), np.uint8), "centre_rows": np.zeros((1, 2), np.int64)}
+    assert few_sizes(joined, dataclasses.replace(config, chain_rows=14), 2) == {"res": 8, "seq": 3, "extra": 10, "row": 14}
+    assert pad_features(joined, {"seq": 3})["centre_rows"].tolist() == [[0, 0, NO_ROW]]
     assert "res" not in few_sizes(features, SampleConfig(), 2)  # whole chains
     padded = pad_features(features, few_sizes(features, config, 2))
     assert [padded[name].shape for name in shapes] == [(8,), (1, 3, 8), (1, 10, 8), (4, 8)]

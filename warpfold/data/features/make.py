@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from warpfold.batch import FEATURES, Arrays
+from warpfold.batch import FEATURES, Arrays, padding
 from warpfold.data.example.pairing import pair_rows
 from warpfold.data.example.raw_example import Assembly, Example, RawExample, Templates, profile_of
 from warpfold.data.features.choose import SampleConfig, choose_templates, delete_blocks, select, with_query
@@ -95,25 +95,26 @@ def padded_sizes(config: SampleConfig, length: int, train: bool) -> dict[str, in
 def few_sizes(features: Arrays, config: SampleConfig, count: int) -> dict[str, int]:
     """Return the sizes to which a training example is padded so that each axis has at most `count` sizes (not 0).
 
-    They are the multiples of a share of the largest: of the crop's residues, and in a monomer also of the rows of both
-    alignments and of the templates.  An example without templates stays so; whole chains (no crop) keep their length.
-    A complex keeps its rows, as each is a row of an alignment, and its templates, whose mean the model takes.
+    They are the multiples of a share of the largest: of the crop's residues, of the rows of both alignments, and in a
+    monomer of the templates.  An example without templates stays so; whole chains (no crop) keep their length.  A
+    complex keeps its templates, whose mean the model takes; the rows from which its own are drawn are padded likewise,
+    to shares of what a chain has at most, but more chains have more of them.
     """
-    most = {"res": config.crop or 0}
-    if "alignment" not in features:
-        most |= {"seq": config.max_msa, "extra": config.max_extra, "tmpl": config.max_templates}
+    most = {"res": config.crop or 0, "seq": config.max_msa, "extra": config.max_extra}
+    most |= {"row": config.chain_rows} if "alignment" in features else {"tmpl": config.max_templates}
     sizes = {str(axis): size for name, x in features.items() for axis, size in zip(FEATURES[name].axes, x.shape)}
     steps = {axis: -(-largest // count) for axis, largest in most.items() if largest}
     return {axis: -(-sizes[axis] // step) * step for axis, step in steps.items() if axis in sizes}
 
 
 def pad_features(features: Arrays, sizes: dict[str, int]) -> Arrays:
-    """Return the arrays with the axes named in `sizes` padded with zeros (masked) to at least those sizes."""
+    """Return the arrays with the axes named in `sizes` padded (masked) to at least those sizes."""
     padded = {}
     for name, array in features.items():
         axes = FEATURES[name].axes
         missing = [max(sizes.get(str(axis), 0) - size, 0) for axis, size in zip(axes, array.shape)]
-        padded[name] = np.pad(array, [(0, m) for m in missing]) if any(missing) else array
+        widths = [(0, more) for more in missing]
+        padded[name] = np.pad(array, widths, constant_values=padding(name)) if any(missing) else array
     return padded
 
 
