@@ -93,32 +93,25 @@ class AttentionUpdate(AxialUpdate):
     def empty_shared(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         return empty_rows(like, *shape)
 
-    def prepare(self, read: Tensor, mask: Tensor) -> Tensors:
-        """Return the gate's logits, q, k and v, each [*, K, h d], columns exchanged with the rows if `by_column`."""
-        read = read.transpose(ROWS, COLS) if self.by_column else read
-        return project(read, self.norm, *self.attention.projections)
-
     def update(self, read: Read, mask: Tensor, shared: Shared, x: Tensor | None, factors: Factors | None) -> Tensor:
-        """Return x + factors * attention, gated and projected; one operation, or of what it prepared several."""
+        """Return x + factors * attention, gated and projected."""
+        assert isinstance(read, Tensor)
         norm, heads, out = self.norm, self.attention.heads, self.attention.out
         if shared is None and self.bias_transposed:  # on the way it would be made as x lies
-            assert isinstance(read, Tensor)
             shared = self.shared(read, mask)
         bias = None if shared is None else shared[0]
-        if isinstance(read, Tensor) and isinstance(norm, NoNorm):
-            read = self.prepare(read, mask)
         if self.by_column:
-            mask = mask.mT
+            read, mask = read.transpose(ROWS, COLS), mask.mT
             x = None if x is None else x.transpose(ROWS, COLS)
             factors = None if factors is None else factors.transpose(ROWS, COLS)
-        if isinstance(read, Tensor):  # all of it is one operation
-            read = read.transpose(ROWS, COLS) if self.by_column else read
+        if not isinstance(norm, NoNorm):  # all of it is one operation
             into = joined(read.dtype, *(self.projections if shared is None else self.attention.projections))
             out_of, mask, add = joined(read.dtype, out), mask.contiguous(), x is not None
             of_norm = norm.weight, norm.bias
             new = gated_attention(read, *of_norm, *into, *out_of, mask, bias, heads, factors, norm.eps, add)
         else:
-            g, q, k, v = read[0], *(t.unflatten(-1, (heads, -1)) for t in read[1:])
+            g, *qkv = project(read, norm, *self.attention.projections)
+            q, k, v = (t.unflatten(-1, (heads, -1)) for t in qkv)
             bias = None if bias is None else bias[..., None, :, :, :]  # the same for every row
             o = attention(q, k, v, mask, bias).flatten(-2)
             new = out(gate(o, g)) if x is None else gated_linear_residual(x, o, g, *joined(o.dtype, out), factors)
