@@ -92,6 +92,8 @@ _refused: Counter[str] = Counter()
 # Of each registered operation: the module below ops/cpu and ops/triton that computes it, and its operands' names.
 modules: dict[str, tuple[str, tuple[str, ...]]] = {}
 runs: dict[str, Callable[..., Any]] = {}  # of each registered operation: what checks its operands and computes it
+# Of each registered operation: its calls on a GPU, by the layout of its operands (ops/triton/recipe.py).
+recipes: dict[str, dict[Any, Any]] = {}
 _around: Any = None  # makes the calls of operations instead of themselves: see `observed`
 
 
@@ -715,11 +717,21 @@ class register:
         modules[name] = module, tuple(operands)
         qualified, shapes, check = f"warpfold::{name}", Shapes(self.shapes, list(operands)), self.check
 
+        known = recipes[name] = {}
+
+        def compute(args: Sequence[Any]) -> Any:
+            return implementation(name, args[0])(*args)
+
         def run(*args: Any) -> Any:
+            key = None
+            if backend(args[0]) == "triton" and repeats():
+                key = _module("triton", "recipe").layout(args)
+                if key is not None and (recipe := known.get(key)) is not None:
+                    return recipe.repeat(args)
             sizes = shapes.require(qualified, args)
             if check is not None:
                 check(qualified, sizes, Operands(**dict(zip(operands, args))))
-            return implementation(name, args[0])(*args)
+            return compute(args) if key is None else _module("triton", "recipe").record(known, key, compute, args)
 
         # torch reads the schema from a function's signature: give `run` the one that its operands make.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -249,7 +249,12 @@ def test_few_sizes_of_every_axis() -> None:
     without = features | {"template_aatype": np.ones((0, 5), np.uint8)}
     assert few_sizes(without, config, 1)["tmpl"] == 0
     joined = features | {"alignment": np.ones((9, 5), np.uint8), "centre_rows": np.zeros((1, 2), np.int64)}
-    assert few_sizes(joined, dataclasses.replace(config, chain_rows=14), 2) == {"res": 8, "seq": 3, "extra": 10, "row": 14}
+    assert few_sizes(joined, dataclasses.replace(config, chain_rows=14), 2) == {
+        "res": 8,
+        "seq": 3,
+        "extra": 10,
+        "row": 14,
+    }
     assert pad_features(joined, {"seq": 3})["centre_rows"].tolist() == [[0, 0, NO_ROW]]
     assert "res" not in few_sizes(features, SampleConfig(), 2)  # whole chains
     padded = pad_features(features, few_sizes(features, config, 2))

@@ -2,15 +2,16 @@
 
 Which kernels an operation launches, with which strides, tiles and grids, follows from shapes, strides, dtypes and
 numbers alone; to find it takes the host longer than the kernels take the device.  So `dispatch` keeps a recipe for each
-layout: what to allocate, to launch and to call, and where among arguments and allocations each pointer lies.  It serves
-where nobody looks on: without gradient, modes, profilers, and launches that a context has forced, noted or looked up.
+layout: what to allocate, to launch and to call, and where among arguments and allocations each pointer lies.  Without a
+gradient that is of an operation's whole call, with one of what torch calls forward and backward.  Recipes serve where
+nobody looks on: no modes, profilers, and launches that a context has forced, noted or looked up.
 
 An operation that decided by anything else, such as the values or the addresses of its tensors, would be repeated
 wrongly: `layout` says what it may decide by.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -46,6 +47,8 @@ def layout(given: Sequence[Any]) -> tuple[Any, ...] | None:
                 key.append(min(BEHIND, behind))
         elif t is None or kind in (int, float, bool, str):
             key.append(t)
+        elif kind is list and not t:  # the strides of dropout that is drawn: each layer draws its own, so none is
+            continue
         else:
             return None
     return tuple(key)
@@ -72,19 +75,30 @@ class _Place:
         return t if self.whole else t.as_strided(self.shape, self.stride, t.storage_offset() + self.offset)
 
 
+@dataclass(frozen=True)
+class _Empty:
+    """A tensor without elements, which lies nowhere: each time another, as no two results may be one."""
+
+    make: Callable[[], Tensor]
+
+    def of(self, memory: Memory) -> Tensor:
+        """Return the tensor."""
+        return self.make()
+
+
 class Recipe:
     """What a call did, to be done again with other arguments of the same layout.
 
     steps: each action, which works in memory, or makes what fills a slot; and the slots that none behind it uses.
     slots: how many there are beside the arguments.
-    result: where the result lies; None: there is none.
+    result: where the results lie, as the call returns them; None: there are none.
     """
 
     def __init__(
         self,
         steps: Sequence[tuple[Callable[..., Any], int | None, Sequence[int]]],
         slots: int,
-        result: _Place | None,
+        result: Any,
         device: torch.device,
     ) -> None:
         self._steps, self._slots, self._result, self._device = steps, [None] * slots, result, device
@@ -100,7 +114,7 @@ class Recipe:
                     memory[made] = action()
                 for slot in unused:
                     memory[slot] = None
-        return None if self._result is None else self._result.of(memory)
+        return _filled(self._result, memory)
 
 
 def record(
@@ -193,8 +207,7 @@ class _Recorder(DispatchMode):
         self._failed |= not (changes or isinstance(out, Tensor))
         slot = None if changes else len(self._slots)
         if func._opname in ALLOCATE:
-            how = {"dtype": out.dtype, "device": out.device}
-            self._note(functools.partial(torch.empty_strided, out.shape, out.stride(), **how), slot)
+            self._note(_allocation(out), slot)
         else:
             self._note(_call(func, map_tensors(self._place, list(args)), map_tensors(self._place, dict(given)), slot))
         if not changes:
@@ -204,8 +217,10 @@ class _Recorder(DispatchMode):
     def _note(self, action: Callable[..., Any], allocates: int | None = None) -> None:
         self._actions.append((action, allocates))
 
-    def _place(self, t: Tensor) -> _Place | None:
+    def _place(self, t: Tensor) -> "_Place | _Empty | None":
         """Return the place of a tensor that the next action uses."""
+        if not t.numel():
+            return _Empty(_allocation(t))
         for number in reversed(range(len(self._slots))):
             slot = self._slots[number]
             if slot is not None and (slot.begin <= t.data_ptr() < slot.end or slot.is_same(t)):
@@ -218,15 +233,32 @@ class _Recorder(DispatchMode):
 
     def _launched(self, kernel: TiledKernel, grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
         """Note a launch."""
-        pointers, fixed = [], {**kernel.config.options, **arguments}
+        pointers, nested, fixed = [], [], {**kernel.config.options, **arguments}
         for name, value in arguments.items():
-            kind = type(value)
-            tensor, *rest = (value, ()) if isinstance(value, Tensor) else value if isinstance(value, tuple) else (None,)
-            self._failed |= any(isinstance(leaf, Tensor) for leaf in tree_leaves(rest))  # as of `sum_partials`
-            if isinstance(tensor, Tensor) and (place := self._place(tensor)) is not None:
-                fixed[name] = None  # so that the recipe holds no memory
-                pointers.append((name, None if tensor is value else kind, place.slot, place.offset, rest))
-        self._note(_launch(kernel.kernel.function[grid], fixed, pointers))
+            tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+            if not tensors:
+                continue
+            fixed[name] = None  # so that the recipe holds no memory
+            tensor, *rest = (value, ()) if isinstance(value, Tensor) else value
+            if tensors[0] is not tensor or len(tensors) > 1 or not tensor.numel():  # several, as of `sum_partials`
+                nested.append((name, self._pointed(value)))
+            elif isinstance(place := self._place(tensor), _Place):
+                pointers.append((name, None if tensor is value else type(value), place.slot, place.offset, rest))
+        self._note(_launch(kernel.kernel.function[grid], fixed, pointers, nested))
+
+    def _pointed(self, value: Any) -> Any:
+        """Return an argument of a launch with the places of its tensors, of which only the addresses count."""
+        if isinstance(value, Tensor):
+            place = self._place(value)
+            if not isinstance(place, _Place):
+                return place
+            return _Place(place.slot, place.offset, ONE, ONE, not place.offset)
+        return _like(value, map(self._pointed, value)) if isinstance(value, tuple) else value
+
+
+def _allocation(t: Tensor) -> Callable[[], Tensor]:
+    """Return what allocates memory for another tensor like this one."""
+    return functools.partial(torch.empty_strided, t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
 def _is_copy(out: Any, given: Any) -> bool:
@@ -250,15 +282,33 @@ def _call(func: Any, args: Any, kwargs: Mapping[str, Any], slot: int | None) -> 
 
 def _filled(value: Any, memory: Memory) -> Any:
     """Return what an operation of torch's is given, with tensors for their places."""
-    if isinstance(value, _Place):
+    if isinstance(value, _Place | _Empty):
         return value.of(memory)
     return type(value)([_filled(each, memory) for each in value]) if isinstance(value, tuple | list) else value
 
 
+def _like(value: tuple[Any, ...], parts: Iterable[Any]) -> tuple[Any, ...]:
+    """Return a tuple, perhaps a named one, of other parts."""
+    return tuple.__new__(type(value), parts)
+
+
+def _pointing(value: Any, memory: Memory) -> Any:
+    """Return an argument of a launch with tensors for their places."""
+    if isinstance(value, _Place | _Empty):
+        return value.of(memory)
+    return _like(value, [_pointing(part, memory) for part in value]) if isinstance(value, tuple) else value
+
+
 def _launch(
-    launcher: Any, fixed: Mapping[str, Any], pointers: Sequence[tuple[str, Any, int, int, Any]]
+    launcher: Any,
+    fixed: Mapping[str, Any],
+    pointers: Sequence[tuple[str, Any, int, int, Any]],
+    nested: Sequence[tuple[str, Any]],
 ) -> Callable[[Memory], None]:
-    """Return the launch of a kernel, which is told of a tensor's dtype and address: the rest is numbers."""
+    """Return the launch of a kernel, which is told of a tensor's dtype and address: the rest is numbers.
+
+    pointers: arguments that are, or begin with, a tensor; nested: those with several.
+    """
 
     def action(memory: Memory) -> None:
         arguments = dict(fixed)
@@ -267,6 +317,8 @@ def _launch(
             if offset:
                 t = t.as_strided(ONE, ONE, t.storage_offset() + offset)
             arguments[name] = t if kind is None else tuple.__new__(kind, (t, *rest))
+        for name, value in nested:
+            arguments[name] = _pointing(value, memory)
         launcher(**arguments)
 
     return action

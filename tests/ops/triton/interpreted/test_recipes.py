@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.cases import CASES, made
+from warpfold.ops import dispatch
 from warpfold.ops.triton import launch
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # of what pads rows
@@ -36,6 +37,35 @@ def test_what_is_repeated_is_what_was_worked_out(monkeypatch: pytest.MonkeyPatch
     assert any(recipe is not None for recipe in recipes.values()) == (name in REPEATED)
     assert len(recipes) <= 1
     recipes.clear()
+
+
+WITH_GRADIENT = [
+    "layer_norm 20, turned", "norm_linear 384 to 3, planes", "gated_linear_residual odd", "triangle_factor many axes",
+    "transition 40, SwiGLU, a batch", "outer_product odd", "outer_product_mean added last, turned",
+    "triangle_multiplication incoming, rows that are padded", "gated_attention row of an alignment",
+    "gated_attention batch, given bias", "attention two slabs",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENT)
+def test_what_is_repeated_with_a_gradient_is_what_was_worked_out(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(launch, "state", lambda: 0)
+    first, second = made(name, torch.bfloat16), made(name, torch.bfloat16)
+    both = [dispatch.recipes[each] for each in (first.op.name, f"{first.op.name}_backward")]
+    for known in both:
+        known.clear()
+    right = {of: (t.clone(), t.stride()) for of, t in first.answers(first.op.fast).items()}
+    with torch.no_grad():
+        for t in (first.grad, *first.given.values()):
+            if isinstance(t, Tensor):
+                t.zero_()
+    found = second.answers(second.op.fast)
+    for of, (t, stride) in right.items():
+        assert torch.equal(found[of].nan_to_num(), t.nan_to_num()), of
+        assert found[of].stride() == stride
+    for known in both:
+        assert [recipe is not None for recipe in known.values()] == [True]
+        known.clear()
 
 
 def test_every_operation_is_repeated() -> None:
