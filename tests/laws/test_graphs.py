@@ -149,8 +149,10 @@ def test_data_ranks_record_their_passes_and_send_what_they_would(name: str, reco
     assert run_ranks(on_a_rank, 2) == [True, True]
 
 
+COMPLEX = Work(chains=(3, 2, 3), sequences=3, extra=2, templates=1, residues=8, recycles=2)
 SHARED = {  # of ranks that share an example
     "axial": (Plan(axial=2), OptimConfig(accumulate=2)),
+    "axial, equal chains": (Plan(axial=2), OptimConfig()),
     "axial, recomputed, bf16": (Plan(axial=2, recompute="block", precision="bf16"), OptimConfig()),
     "branches": (Plan(branch=2), OptimConfig()),
     "axial, data, sharded state": (
@@ -163,8 +165,10 @@ SHARED = {  # of ranks that share an example
 
 @pytest.mark.parametrize("name", SHARED)
 def test_ranks_that_share_an_example_record_their_messages(name: str, recorder: OperationRecorder) -> None:
-    """All are begun and awaited within a recording: a capture ends with no message under way."""
+    """All are begun and awaited within a recording, before and after what the host does between its parts: a capture
+    ends with no message under way."""
     plan, config = SHARED[name]
+    work, nearest = COMPLEX if "chains" in name else WORK, permutation.nearest_copies
     messages: list[int] = []
 
     def on_a_rank() -> bool:
@@ -181,11 +185,16 @@ def test_ranks_that_share_an_example_record_their_messages(name: str, recorder: 
             messages.append(recorder.messages)
             return found
 
+        def between_parts(*given: torch.Tensor) -> torch.Tensor:
+            assert not under_way
+            return nearest(*given)
+
         recorder.record = noted  # type: ignore[method-assign]
         mesh = make_mesh(plan.data, plan.axial, plan.branch)
-        expected, weights, _ = steps(replace(plan, graph=False), config, mesh=mesh)
+        expected, weights, _ = steps(replace(plan, graph=False), config, work, mesh=mesh)
+        permutation.nearest_copies = between_parts
         with watched(note):
-            found, replayed, graphs = steps(replace(plan, graph=True), config, mesh=mesh)
+            found, replayed, graphs = steps(replace(plan, graph=True), config, work, mesh=mesh)
         assert found == expected
         for key in weights:
             assert torch.equal(replayed[key], weights[key]), key
@@ -245,8 +254,7 @@ def test_weights_that_are_loaded_between_replays_are_those_that_a_graph_reads() 
 
 def test_each_replay_assigns_equal_chains_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of examples whose copies lie in one order or the other; the host decides between the parts of a pass."""
-    work, chosen = Work(chains=(3, 2, 3), sequences=3, extra=2, templates=1, residues=8, recycles=2), list[list[int]]()
-    nearest = permutation.nearest_copies
+    nearest, chosen = permutation.nearest_copies, list[list[int]]()
 
     def noted(*given: torch.Tensor) -> torch.Tensor:
         found = nearest(*given)
@@ -255,8 +263,8 @@ def test_each_replay_assigns_equal_chains_anew(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(permutation, "nearest_copies", noted)
     plan, config = Plan(), OptimConfig()
-    expected, weights, _ = steps(plan, config, work)
-    found, replayed, graphs = steps(replace(plan, graph=True), config, work)
+    expected, weights, _ = steps(plan, config, COMPLEX)
+    found, replayed, graphs = steps(replace(plan, graph=True), config, COMPLEX)
     assert found == expected
     assert all(torch.equal(replayed[key], weights[key]) for key in weights)
     assert chosen[: len(chosen) // 2] == chosen[len(chosen) // 2 :]
@@ -367,8 +375,8 @@ def test_where_graphs_are_recorded_unless_it_is_said() -> None:
     for changes, kind, why in (
         ({}, "cpu", "a cpu has no graphs"),
         ({"graph": False}, "cuda", "plan.graph is false"),
-        ({"axial": 2}, "cuda", "messages of ranks that share an example; plan.graph = true"),
-        ({"branch": 2}, "cuda", "messages of ranks that share an example; plan.graph = true"),
+        ({"axial": 2}, "cuda", "messages of ranks that share an example (plan.graph = true"),
+        ({"branch": 2}, "cuda", "messages of ranks that share an example (plan.graph = true"),
         ({"offload": True}, "cuda", "the copies of plan.offload"),
         ({"sizes": 0}, "cuda", "too many shapes; plan.sizes"),
     ):

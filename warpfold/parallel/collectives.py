@@ -303,7 +303,7 @@ class _Wait(Function):
 
 
 def _placeholder(like: Tensor) -> Tensor:
-    """Return a number that nobody reads, but torch where it looks for NaN: to write one would be a kernel."""
+    """Return a number that nobody reads.  It is not written, which would be a kernel, unless torch looks for NaN."""
     return like.new_zeros(()) if torch.is_anomaly_enabled() else like.new_empty(())
 
 

@@ -140,7 +140,7 @@ class Plan:
         if self.offload:
             return "the copies of plan.offload are not recorded"
         if self.graph == "auto" and self.axial * self.branch > 1:
-            return "no GPUs have run graphs with the messages of ranks that share an example; plan.graph = true does"
+            return "no GPUs have run graphs that hold messages of ranks that share an example (plan.graph = true does)"
         if self.graph == "auto" and not self.sizes:
             return "examples have too many shapes; plan.sizes pads them to few"
         return None
