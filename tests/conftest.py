@@ -1,5 +1,6 @@
 """What tests of several rooms share."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put long files first, in the order of `LONG`."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage less often, and not in what is loaded, which stays: in each process of the suite these are some
+    millions of objects, and looking through them took up to a fifth of a file's time, and copied them in each fork."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="session")
