@@ -1,5 +1,6 @@
 """What tests of several rooms share."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from warpfold.model.weights.files import save_params
 # at the end of a suite of which each process takes the next file.
 LONG = (
     *("test_team", "test_plans", "test_interpreted", "test_front_end", "test_compile", "test_spare", "test_elastic"),
-    *("test_train_ranks", "test_slicing", "test_planned", "test_predict_ranks", "test_resume", "test_train"),
+    *("test_train_ranks", "test_slicing", "test_planned", "test_predict_ranks", "test_train"),
 )
 
 
@@ -22,6 +23,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put long files first, in the order of `LONG`."""
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage less often, and not in what is loaded, which stays: in each process of the suite these are some
+    millions of objects, and looking through them took up to a fifth of a file's time, and copied them in each fork."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="session")

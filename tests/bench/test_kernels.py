@@ -6,6 +6,7 @@ Times are made up, since there is no GPU; what runs kernels on one is tested in 
 import json
 import random
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.bench.deadly import always_kills, kills
 from tests.test_cli import refused, run
+from warpfold import bulk
 from warpfold.bench import kernels as tuning
 from warpfold.bench.kernels import (
     CHECKED,
@@ -273,7 +275,10 @@ def test_tuning_by_made_up_times_gives_a_table_that_is_used(gpu: torch.device, t
 def test_a_candidate_that_breaks_the_device_is_out_and_the_others_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     (task, *_) = tuning_tasks(workloads(["gate"], quick=True), quick=True)
     three = task.candidates[:3]
-    monkeypatch.setattr(TuningTask, "candidates", three)  # a process begins again for each that breaks it
+    monkeypatch.setattr(TuningTask, "candidates", three)  # a process begins again for each that breaks it:
+    context = get_context("forkserver")  # in seconds if each loads torch
+    context.set_forkserver_preload([kills.__module__])
+    monkeypatch.setattr(bulk, "get_context", lambda method: context)
     first, second, *rest = task.candidates
     with IsolatedProcess() as process:
         seconds, out = IsolatedBench(torch.device("cpu"), process, kills).time(task)

@@ -18,14 +18,20 @@ def trees(folder: str = "warpfold") -> dict[Path, ast.Module]:
     }
 
 
+@cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """Every node of a file, which many laws look at: to walk through all files once takes seconds."""
+    return list(ast.walk(tree))
+
+
 def room(path: Path) -> str:
     """The part of the package that a file belongs to: warpfold/model/heads.py -> model."""
     return path.parts[1].removesuffix(".py")
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+def imports(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Every module imported anywhere in a file, with its line; `from a import b` gives a and a.b."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -38,20 +44,27 @@ def loaded_at_import(tree: ast.Module) -> set[str]:
     """Modules imported outside functions: what importing the file itself loads."""
     inside = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for inner in ast.walk(node)
         if inner is not node
     }
-    kept = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in inside]
+    kept = [node for node in nodes(tree) if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in inside]
     return {name for node in kept for name, _ in imports(ast.Module([node], []))}
 
 
-def calls(tree: ast.AST) -> Iterator[ast.Call]:
+def text(node: ast.expr) -> str:
+    """The text of an expression; of a dotted name in a tenth of the time that `unparse` takes."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{text(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)
+
+
+def calls(tree: ast.Module) -> Iterator[ast.Call]:
     """Every call in a file."""
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    return (node for node in nodes(tree) if isinstance(node, ast.Call))
 
 
-def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Every function and method in a file."""
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in nodes(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from laws_source import ROOT, calls, functions, imports, loaded_at_import, room, trees
+from laws_source import ROOT, calls, functions, imports, loaded_at_import, nodes, room, text, trees
 
 NETWORK = {"urllib", "requests", "httpx", "aiohttp", "socket", "http", "ftplib", "wget", "boto3", "paramiko"}
 PICKLES = {"pickle", "cPickle", "dill", "joblib", "shelve", "marshal", "cloudpickle"}
@@ -70,9 +70,7 @@ def _imported(files: dict[Path, ast.Module], packages: set[str]) -> list[str]:
 @cache
 def _calls() -> list[tuple[str, str, ast.Call]]:
     return [
-        (f"{path}:{call.lineno}", ast.unparse(call.func), call)
-        for path, tree in _everything().items()
-        for call in calls(tree)
+        (f"{path}:{call.lineno}", text(call.func), call) for path, tree in _everything().items() for call in calls(tree)
     ]
 
 
@@ -111,8 +109,8 @@ def test_environment_is_read_at_the_top_only() -> None:
         f"{path}:{node.lineno}"
         for path, tree in trees().items()
         if room(path) not in READS_ENVIRONMENT and path not in READS_ENVIRONMENT_TOO
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
+        for node in nodes(tree)
+        if isinstance(node, ast.Attribute) and text(node) in ("os.environ", "os.getenv")
     ]
     assert not readers
 
@@ -120,7 +118,7 @@ def test_environment_is_read_at_the_top_only() -> None:
 def test_errors_are_caught_by_name() -> None:
     broad = []
     for path, tree in trees().items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ExceptHandler):
                 caught = re.findall(r"\w+", ast.unparse(node.type) if node.type else "BaseException")
                 if {"Exception", "BaseException"} & set(caught):
@@ -148,11 +146,12 @@ def test_public_names_say_what_they_are() -> None:
     assert not silent
 
 
+@cache
 def _of_ours() -> set[str]:
     """Every name that the package defines or assigns."""
     found = set()
     for tree in trees().values():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 found.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -164,10 +163,10 @@ def _of_ours() -> set[str]:
 
 def _private(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """Every private name that a file takes from something: an attribute, by `getattr` and the like, or by import."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr, node.lineno
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and text(node.func) in ("getattr", "hasattr", "setattr"):
             yield ast.literal_eval(node.args[1]) if isinstance(node.args[1], ast.Constant) else "", node.lineno
     for name, line in imports(tree):
         yield from ((part, line) for part in name.split(".") if name.startswith("torch."))
@@ -192,7 +191,7 @@ def _may_fail(fn: ast.AST) -> bool:
         isinstance(node, ast.Assert)
         or (
             isinstance(node, ast.Call)
-            and re.search(r"assert|raises|check|expect|warns|fail", ast.unparse(node.func), re.IGNORECASE)
+            and re.search(r"assert|raises|check|expect|warns|fail", text(node.func), re.IGNORECASE)
         )
         for node in ast.walk(fn)
     )

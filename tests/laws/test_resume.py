@@ -2,24 +2,35 @@
 
 import random
 import signal
-import subprocess
-import sys
 import time
+from multiprocessing import forkserver, get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.training.runs import equal_tensors, make_store, rows, tiny_run
+from warpfold.data.store.store import Store
 from warpfold.training.train import train
 
-ROOT = Path(__file__).parents[2]
 STEPS = 12
 
 
-def begin(store: Path, out: Path, workers: int, window: int = 0) -> subprocess.Popen:
-    arguments = [store, out, STEPS, torch.get_num_threads(), workers, window]
-    return subprocess.Popen([sys.executable, "-m", "tests.training.runs", *map(str, arguments)], cwd=ROOT)
+def begin(store: Path, out: Path, workers: int, window: int = 0) -> BaseProcess:
+    """A run in a process of its own, to be killed: forked, as loading torch takes longer than the run."""
+
+    def run() -> None:
+        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        server._forkserver_pid = server._forkserver_alive_fd = server._forkserver_address = None  # the parent's
+        torch.set_num_threads(threads)
+        train(tiny_run(steps=STEPS, workers=workers, window=window), Store(store), out)
+
+    threads = torch.get_num_threads()
+    process = get_context("fork").Process(target=run)
+    process.start()
+    return process
 
 
 def descendants(pid: int | str) -> list[Path]:
@@ -36,19 +47,25 @@ def alive(entry: Path) -> bool:
         return False
 
 
-def kill(process: subprocess.Popen, log: Path, rows_then: int, seconds: float) -> None:
+def kill(process: BaseProcess, log: Path, rows_then: int, seconds: float) -> None:
     """SIGKILL a run so many seconds after its log has so many rows; its processes go with it."""
-    while process.poll() is None and (not log.exists() or log.read_bytes().count(b"\n") < rows_then):
+    while process.is_alive() and (not log.exists() or log.read_bytes().count(b"\n") < rows_then):
         time.sleep(0.01)
     time.sleep(seconds)
-    helpers = descendants(process.pid)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the run ended before it could be killed"
+    helpers = descendants(process.pid or 0)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL, "the run ended before it could be killed"
     for _ in range(300):
         if not any(alive(helper) for helper in helpers):
             return
         time.sleep(0.01)
     pytest.fail("a loader process outlived its run")
+
+
+def finish(process: BaseProcess) -> None:
+    process.join()
+    assert process.exitcode == 0
 
 
 def moments() -> list[tuple[int, float]]:
@@ -65,7 +82,7 @@ def test_killed_at_random_moments_a_run_is_the_same_to_the_bit(tmp_path: Path) -
     out = tmp_path / "killed"
     for workers, moment in enumerate(moments()):  # how examples are prepared may change on the way
         kill(begin(store.path, out, workers), out / "metrics.jsonl", *moment)
-    assert begin(store.path, out, workers=0).wait() == 0
+    finish(begin(store.path, out, workers=0))
 
     assert rows(out) == rows(tmp_path / "unbroken")
     for name in ("params.safetensors", f"checkpoints/step-{STEPS:08d}/state.safetensors"):
@@ -83,7 +100,7 @@ def test_examples_that_passed_each_other_pass_each_other_again(tmp_path: Path) -
         for row in rows(out, whole=whole):
             if row["kind"] == "step":
                 assert seen.setdefault(row["step"], row) == row
-    assert begin(store.path, out, workers=2, window=6).wait() == 0
+    finish(begin(store.path, out, workers=2, window=6))
     done = [row for row in rows(out) if row["kind"] == "step"]
     assert [seen.get(row["step"], row) for row in done] == done
 

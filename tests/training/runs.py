@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import sys
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from warpfold.model.alphafold import HeadsConfig
 from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.template import TemplateConfig
 from warpfold.training.config import RunConfig, TrainConfig
-from warpfold.training.train import train
 
 # A residue of a helix about the z axis, turned by 100 degrees and raised by 1.5 angstrom for the next.
 HELIX = {
@@ -126,9 +124,3 @@ def equal_tensors(a: Path, b: Path) -> bool:
     """Whether two safetensors files hold the same tensors, to the bit."""
     one, other = load_file(a), load_file(b)
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-if __name__ == "__main__":  # a run in a process of its own, to be killed: STORE OUT STEPS THREADS WORKERS WINDOW
-    steps, threads, workers, window = map(int, sys.argv[3:])
-    torch.set_num_threads(threads)
-    train(tiny_run(steps=steps, workers=workers, window=window), Store(sys.argv[1]), sys.argv[2])

@@ -4,8 +4,11 @@ A program costs the same whatever its size, so tiles are large; tests that ask f
 default.json, which a GPU gets.
 """
 
+import math
 import os
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -46,12 +49,35 @@ if INTERPRETING:
     _builder.create_dot, _builder.cast_impl = _exact_dot, _exact_cast
     _call = interpreter.InterpretedFunction.__call__
 
+    _patched: set[str] = set()
+
     def _quick_call(self, *args, **kwargs):
-        """Each call of a function within a kernel patches triton.language anew: for ours, the kernel's launch has."""
-        ours = self.fn.__module__.startswith("warpfold.")
-        return self.rewrite()(*args, **kwargs) if ours else _call(self, *args, **kwargs)
+        """Each call of a function within a kernel patches triton.language anew: for ours, the kernel's launch has; for
+        Triton's own, their first call, which is not undone."""
+        if self.fn.__module__.startswith("warpfold.") or self.fn.__module__ in _patched:
+            return self.rewrite()(*args, **kwargs)
+        _patched.add(self.fn.__module__)
+        return _call(self, *args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = _quick_call
+    _np_dtype, _np_dtype_of_numbers = interpreter._get_np_dtype, cache(interpreter._get_np_dtype)
+
+    def _quick_np_dtype(to):
+        """The interpreter makes a table of all dtypes each time."""
+        return _np_dtype(to) if to.scalar.is_ptr() else _np_dtype_of_numbers(to.scalar)
+
+    interpreter._get_np_dtype = _quick_np_dtype
+    # Every sum and product of 32 bits is computed in 64 bits, too, and then not looked at unless `debug` is on.
+    _options = interpreter.interpreter_builder.options
+    interpreter.interpreter_builder.options = replace(_options, sanitize_overflow=_options.debug)
+    _sizes = cache(lambda shape: (_tl.constexpr(math.prod(shape)), _tl.tuple([_tl.constexpr(size) for size in shape])))
+
+    def _begin_tensor(self, handle, type):
+        """What `tensor` does when it is made, but that tensors of one shape have one tuple of its sizes."""
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = _sizes(tuple(type.shape) if type.is_block() else ())
+
+    _tl.tensor.__init__ = _begin_tensor
     _patch_tensor = interpreter._patch_lang_tensor
 
     def _patch_tensor_anew(tensor, scope):
