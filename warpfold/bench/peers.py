@@ -17,6 +17,7 @@ from torch import Tensor
 from warpfold.bench.timing import Subject
 from warpfold.check.cases import BENCHED, OPS, PROFILES
 from warpfold.check.op_profile import Argument, OpInputs
+from warpfold.memory import free_memory
 from warpfold.parallel.execution import cpp_compiler
 
 PER_LOGIT = 20  # bytes that the definition has at its peak, forward and backward, in fp32 and bf16 alike
@@ -181,15 +182,6 @@ PEERS = (
 WAYS: Mapping[str, tuple[Way, ...]] = {
     op: (DEFINITION, COMPILED, *(way for way in PEERS if way.name in PROFILES[op].peers), OURS) for op in BENCHED
 }
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that can still be allocated there."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo", encoding="ascii") as file:
-        lines = dict(line.split(":") for line in file)
-    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def too_large(way: Way, given: OpInputs) -> str | None:

@@ -159,7 +159,7 @@ class EvaluateCommand(Checked):
         from warpfold.evaluation import evaluate as evaluating
         from warpfold.evaluation.page import evaluation_page
         from warpfold.evaluation.parts import IS_PART
-        from warpfold.evaluation.tables import as_csv
+        from warpfold.evaluation.tables import table_of
         from warpfold.files import check_new, refuse_foreign, update_file, write_atomically, writing
         from warpfold.report.report import write_report
         from warpfold.scoring.manifest import read_suite
@@ -193,7 +193,7 @@ class EvaluateCommand(Checked):
         if isinstance(sets, dict):
             return sets
         found = evaluating.report(sets, Path(self.truth), suite, self.seed)
-        rows = as_csv(evaluating.rows_of(sets))
+        rows = table_of(evaluating.rows_of(sets))
         if out is not None:
             with writing(out):
                 out.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,6 @@
 A step is a function of the state before it, so a run that was killed ends with the same files, bit for bit.
 """
 
-import csv
-import io
 import json
 import re
 from collections.abc import Mapping
@@ -26,7 +24,7 @@ from warpfold.design.page import design_page
 from warpfold.design.settings import DesignSettings, StepSettings, fixed_letters
 from warpfold.design.state import StartState, read_rows
 from warpfold.errors import UserError
-from warpfold.files import lock_file, refuse_foreign, remove_own, sha256, write_atomically, writing
+from warpfold.files import as_csv, lock_file, refuse_foreign, remove_own, sha256, write_atomically, writing
 from warpfold.geometry.residue import RESTYPES
 from warpfold.keyed import keyed_rng
 from warpfold.model.soft import AMINO_ACIDS, FREE, SoftChain, soft_chains
@@ -299,14 +297,9 @@ def _summarise(out: Path, about: Mapping[str, Any], starts: int, problem: Proble
     designs.sort(key=lambda one: (one["loss"], one["name"]))
     summary = {**about, "starts": starts, "designs": designs}
     write_atomically(out / FASTA, "".join(f">{one['name']}\n{one['sequence']}\n" for one in designs))
-    text = io.StringIO()
     names = ["name", "loss", "mean_plddt", "ptm", "iptm", *(f"loss.{term}" for term in designs[0]["terms"]), "sequence"]
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    for one in designs:
-        row = {name: one[name] for name in names if name in one}
-        writer.writerow(row | {f"loss.{term}": value for term, value in one["terms"].items()})
-    write_atomically(out / TABLE, text.getvalue())
+    rows = (one | {f"loss.{term}": value for term, value in one["terms"].items()} for one in designs)
+    write_atomically(out / TABLE, as_csv(names, rows))
     write_atomically(out / SUMMARY, json.dumps(summary, indent=1, allow_nan=False) + "\n")
     write_report(out / PAGE, design_page(out, summary, problem.free))
     return summary
