@@ -177,7 +177,7 @@ class EvaluateCommand(Checked):
             check_new(listed)
         suite = None if self.suite is None else read_suite(Path(self.suite))
         folders = [Path(self.predictions), *paths("against", self.against)]
-        sets = evaluating.evaluate(
+        sets, running = evaluating.evaluate(
             folders,
             Path(self.truth),
             suite=suite,
@@ -190,8 +190,8 @@ class EvaluateCommand(Checked):
             out=out,
             progress=tell,
         )
-        if isinstance(sets, dict):
-            return sets
+        if running:
+            return running
         found = evaluating.report(sets, Path(self.truth), suite, self.seed)
         rows = table_of(evaluating.rows_of(sets))
         if out is not None:
