@@ -4,14 +4,13 @@ To hold `estimate_memory` against.
 """
 
 import gc
-import json
-import tempfile
+import os
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from warpfold import settings
 from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
@@ -73,13 +72,29 @@ def most_allocated(run: Callable[[], object], device: torch.device | str = "cpu"
         torch.cuda.reset_peak_memory_stats(device)
         run()
         return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=False) as found:
+    with without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profile:
         run()
+    results = profile.kineto_results
     now = most = 0
-    for _, size in sorted(_changes(found)):
-        now += size
-        most = max(most, now)
+    for event in sorted(results.events() if results else (), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+            now += event.nbytes()
+            most = max(most, now)
     return most
+
+
+@contextmanager
+def without_stderr() -> Iterator[None]:
+    """Suppress the lines that torch 2.13's profiler writes to file descriptor 2: what it does, and what it missed."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 @dataclass(frozen=True)
@@ -106,14 +121,3 @@ def check_memory(device: torch.device, plan: Plan | None = None) -> MemoryCheck:
     sizes = ExampleSizes(residues=64, sequences=16, extra=32, templates=0)
     job = Job(model=shortened(model, 2), sizes=sizes, recycles=1)
     return MemoryCheck(device.type, estimate_memory(job, given, device.type).peak, measured_memory(job, given, device))
-
-
-def _changes(found: profile) -> Iterator[tuple[float, int]]:
-    """Yield when the CPU's allocator gave bytes, or took them back (negative), as the profiler's trace has it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        found.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    for event in events:
-        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0:  # a CPU
-            yield event["ts"], event["args"]["Bytes"]

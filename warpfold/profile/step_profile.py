@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from warpfold.bench.timing import without_stderr
 from warpfold.cost.example import ModelBench, TrainingStep
 from warpfold.cost.machine import describe
+from warpfold.cost.measured_memory import without_stderr
 from warpfold.cost.observe import MODEL, Place, Spans
 from warpfold.cost.rates import Ceilings, ceilings
 from warpfold.model.alphafold import AlphaFold, ModelConfig
