@@ -7,20 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from warpfold import arguments
-from warpfold.arguments import (
-    Checked,
-    Cluster,
-    PathLike,
-    Paths,
-    Shard,
-    Workers,
-    argument,
-    decides,
-    function,
-    reads,
-    runs,
-    writes,
-)
+from warpfold.arguments import Checked, Cluster, PathLike, Paths, Shard, Workers, argument, decides, reads, runs, writes
 from warpfold.bulk import JobPart
 from warpfold.cli.common import Answer, command, plans_said, warn
 from warpfold.errors import UserError
@@ -126,7 +113,7 @@ class SearchCommand(Checked):
         )  # fmt: skip
 
 
-search = function(SearchCommand)
+search = arguments.function(SearchCommand)
 
 
 @command(

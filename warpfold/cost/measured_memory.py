@@ -13,16 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from warpfold import settings
+from warpfold.cost import memory
 from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
-from warpfold.cost.memory import (
-    MARGIN,
-    TRUTH,
-    estimate_memory,
-    gradient_of_example,
-    kind_of,
-    predict_example,
-    train_on_example,
-)
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.model.alphafold import AlphaFold, ModelConfig
@@ -35,7 +27,7 @@ def work(job: Job, plan: Plan, device: torch.device | str = "cpu") -> None:
     ensemble = job.model.ensemble
     batch = random_example(job.model, job.sizes, device, (job.recycles + 1) * ensemble)
     if not job.learns:
-        batch = {name: x for name, x in batch.items() if name not in TRUTH}
+        batch = {name: x for name, x in batch.items() if name not in memory.TRUTH}
     torch.manual_seed(0)
     model = AlphaFold(job.model).to(device).train(job.learns)
     Execution(plan).bind(model)
@@ -43,15 +35,15 @@ def work(job: Job, plan: Plan, device: torch.device | str = "cpu") -> None:
     if job.loss is None:
         packed = PackedWeights(model.requires_grad_(job.gradient is None), DTYPES[plan.precision])
         if job.gradient is not None:
-            gradient_of_example(model, batch, job.recycles, job.gradient)
+            memory.gradient_of_example(model, batch, job.recycles, job.gradient)
         else:
             with torch.no_grad():
-                predict_example(model, batch, job.recycles)
+                memory.predict_example(model, batch, job.recycles)
         del packed
         return
     scaling = plan.precision == "fp16"
     optimizer = Optimizer(model, job.optim or OptimConfig(), dtype=DTYPES[plan.precision], scaling=scaling)
-    train_on_example(model, batch, job.recycles, job.loss)
+    memory.train_on_example(model, batch, job.recycles, job.loss)
     optimizer.collect()
     optimizer.step(0)
 
@@ -107,7 +99,7 @@ class MemoryCheck:
 
     def says(self) -> str:
         """ "memory: estimated 15.7 MB, measured 15.6 MB; a plan leaves 5 % and 268 MB more free"."""
-        share, fixed = MARGIN[kind_of(self.device)]
+        share, fixed = memory.MARGIN[memory.kind_of(self.device)]
         return (
             f"memory: estimated {self.estimated / 1e6:.1f} MB, measured {self.measured / 1e6:.1f} MB; "
             f"a plan leaves {share:.0%} and {fixed / 1e6:.0f} MB more free"
@@ -120,4 +112,6 @@ def check_memory(device: torch.device, plan: Plan | None = None) -> MemoryCheck:
     model = settings.build(ModelConfig, settings.load("tiny").get("model", {}), "tiny")
     sizes = ExampleSizes(residues=64, sequences=16, extra=32, templates=0)
     job = Job(model=shortened(model, 2), sizes=sizes, recycles=1)
-    return MemoryCheck(device.type, estimate_memory(job, given, device.type).peak, measured_memory(job, given, device))
+    return MemoryCheck(
+        device.type, memory.estimate_memory(job, given, device.type).peak, measured_memory(job, given, device)
+    )
