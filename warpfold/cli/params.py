@@ -50,8 +50,7 @@ TAR = "DeepMind's come in a tar of 5.6 GB, which is fetched whole and then remov
     "To have some:  warpfold params fetch",
 )
 def params_in_shell(
-    given: dict[str, Any],
-    toml: Annotated[bool, writes("Print its settings as a file that `train` takes.")] = False,
+    given: dict[str, Any], toml: Annotated[bool, writes("Print its settings as a file that `train` takes.")] = False
 ) -> Answer:
     """Print what the file is."""
     found = params(**given)

@@ -119,8 +119,7 @@ class PredictCommand(PredictOptions):
     cluster: Cluster = None
     shard: Shard = None
     relax: Annotated[
-        WhichRelaxed,
-        decides("Relax all predictions, or of each query the best one, with OpenMM: docs/relax.md."),
+        WhichRelaxed, decides("Relax all predictions, or of each query the best one, with OpenMM: docs/relax.md.")
     ] = "none"
     progress: Progress | None = None
     team: "Team | None" = None

@@ -247,8 +247,7 @@ class ValidateCommand(Checked):
 
     run: Annotated[PathLike, argument("Folder of `warpfold train`, its --out.")]
     data: Annotated[
-        StoreLike | Sequence[StoreLike],
-        reads("The stores that it trains on: STORE or STORE=WEIGHT.", shell=list[str]),
+        StoreLike | Sequence[StoreLike], reads("The stores that it trains on: STORE or STORE=WEIGHT.", shell=list[str])
     ]
     _: KW_ONLY
     follow: Annotated[bool, runs("Wait for further checkpoints, until that of the last step.")] = False

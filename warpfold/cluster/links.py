@@ -289,11 +289,7 @@ def measure_links(
 
 
 def measure_rounds(
-    nodes: Nodes,
-    schedule: Sequence[Sequence[Pair]],
-    team: Team,
-    device: torch.device,
-    clock: Clock = time.perf_counter,
+    nodes: Nodes, schedule: Sequence[Sequence[Pair]], team: Team, device: torch.device, clock: Clock = time.perf_counter
 ) -> MeasuredLinks:
     """Measure the pairs of a schedule's rounds, then what is left to each rank and node when all send at once.
 

@@ -57,10 +57,7 @@ def sizes_of(values: Mapping[str, Any], source: str) -> ExampleSizes:
     data = {key: value for key, value in values.get("data", {}).items() if key in DataSizes.__dataclass_fields__}
     found = settings.build(DataSizes, data, source)
     return ExampleSizes(
-        residues=found.crop or UNCROPPED,
-        sequences=found.max_msa,
-        extra=found.max_extra,
-        templates=found.max_templates,
+        residues=found.crop or UNCROPPED, sequences=found.max_msa, extra=found.max_extra, templates=found.max_templates
     )
 
 

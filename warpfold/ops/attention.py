@@ -307,9 +307,7 @@ def batched(t: Tensor, axes: int) -> Tensor:
     unsupported=_unsupported_layer,
     # Decided by the projections; the backward pass has more to do for each row.
     prefer_definition=lambda t: faster_on_cpu(
-        t.x,
-        t.x.numel() // max(1, t.x.shape[-1]) * t.weight.shape[0],
-        3 * 2**20 if torch.is_grad_enabled() else 2**19,
+        t.x, t.x.numel() // max(1, t.x.shape[-1]) * t.weight.shape[0], 3 * 2**20 if torch.is_grad_enabled() else 2**19
     ),
 )
 def gated_attention(

@@ -264,10 +264,7 @@ PASSES = (("forward", False), ("backward", True))
 
 
 SUMMED = ("ms", "forward_ms", "backward_ms", "host_ms", "calls", "launches", "flops", "bytes", "limit_ms")
-HEADS = {
-    "layers": ("layer", "of them", "forward ms", "backward ms"),
-    "operations": ("operation", "pass", "calls", ""),
-}
+HEADS = {"layers": ("layer", "of them", "forward ms", "backward ms"), "operations": ("operation", "pass", "calls", "")}
 FIGURES = ("ms", "of all", "GFLOP", "TFLOP/s", "MB", "GB/s", "launches", "of limit")
 
 
