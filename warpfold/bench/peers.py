@@ -74,10 +74,6 @@ def _heads_first(given: OpInputs) -> tuple[Tensor, ...]:
     return q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
 
 
-def _back(given: OpInputs, out: Tensor) -> Tensor:
-    return out[..., 0, :, :] if given.case.op == "global_attention" else out.transpose(-2, -3)
-
-
 def _sdpa(given: OpInputs, materialised: bool) -> Subject:
     """Bind SDPA with a bias that the rows share; without a mask, as the bench masks nothing.
 
@@ -94,7 +90,8 @@ def _sdpa(given: OpInputs, materialised: bool) -> Subject:
             attn_mask = logits.to(q.dtype).expand(*q.shape[:-1], k.shape[-2]).contiguous()
         elif bias is not None:
             attn_mask = bias.contiguous().expand(*q.shape[:-1], k.shape[-2])
-        return _back(given, F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+        return out[..., 0, :, :] if given.case.op == "global_attention" else out.transpose(-2, -3)
 
     return Subject("sdpa-materialised" if materialised else "sdpa", forward, given.wanted, given.grad)
 

@@ -67,7 +67,6 @@ class Whole:
 
     @property
     def runs(self) -> Runs:
-        """All of it."""
         return {"whole": {"whole": self.run}}
 
 

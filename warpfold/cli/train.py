@@ -32,7 +32,7 @@ from warpfold.cli.common import (
     this_process,
     warn,
 )
-from warpfold.errors import UserError
+from warpfold.errors import UserError, listed
 
 if TYPE_CHECKING:
     from warpfold.data.load.order import Source
@@ -225,8 +225,7 @@ def train_in_shell(
         found = train(settings, device=where, watch=watcher, team=team, **given)
     if team.is_rank_zero:
         if found.quarantined:
-            names = ", ".join(found.quarantined[:3]) + (" ..." if len(found.quarantined) > 3 else "")
-            reasons = given["out"] / "quarantine.jsonl"
+            names, reasons = listed(found.quarantined, 3), given["out"] / "quarantine.jsonl"
             warn(f"entries that could not be used: {len(found.quarantined)} ({names}); {reasons} has the reasons")
         say_refused(found.refused)
         for reason, count in found.unrecorded.items():

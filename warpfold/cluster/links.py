@@ -170,12 +170,10 @@ class MeasuredLinks:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
         return sum(map(len, self.nodes))
 
     @property
     def node_of(self) -> list[int]:
-        """The node of each rank."""
         return [number for number, node in enumerate(self.nodes) for _ in node]
 
     def of_kind(self, where: Where) -> list[PairLink]:

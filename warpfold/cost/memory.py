@@ -163,8 +163,8 @@ class Watch:
 
         def leave(_module: nn.Module, _args: Any, out: Any) -> None:
             self._pop()
-            if label:
-                self._relabel(out, label)
+            if label and isinstance(out, Tensor) and self.memory and (piece := self.memory.piece_of(out)) is not None:
+                piece.place = piece.place._replace(owner=label)
 
         module.register_forward_pre_hook(lambda *_: self._push(place))
         module.register_forward_hook(leave)
@@ -218,10 +218,6 @@ class Watch:
             assert self.memory is not None
             self._block = place.block
             self.begun[place.block] = self.memory.moment
-
-    def _relabel(self, out: Any, owner: str) -> None:
-        if isinstance(out, Tensor) and self.memory is not None and (piece := self.memory.piece_of(out)) is not None:
-            piece.place = piece.place._replace(owner=owner)
 
 
 Device = Literal["cpu", "cuda", "mps"]

@@ -169,7 +169,8 @@ def _run_start(
         if step in shown:
             state.logos[step] = _shares(problem, state.logits, now)
         found = _gradient(predictor, problem, settings, state.logits, now, seed, name)
-        letters = _letters(problem, found)
+        spans, sequence = found.prediction.spans, found.prediction.sequence
+        letters = {key: sequence[spans[key.split(",")[0].strip()]] for key in problem.free}
         if now.hard == 1.0 and (state.best is None or found.loss < state.best):
             state.best, state.letters = found.loss, letters
         row: dict[str, Any] = {key: value for key, value in vars(now).items() if key != "weights"}
@@ -233,12 +234,6 @@ def _shares(problem: Problem, logits: Mapping[str, np.ndarray], now: StepSetting
     """Return the softmax of the free chains' logits, one below another, [N, 20]."""
     each = [one.enter(1.0, now.temperature, now.hard).detach() for one in _chains(problem, logits).values()]
     return np.concatenate([x.numpy()[:, :AMINO_ACIDS] for x in each]).astype(np.float32)
-
-
-def _letters(problem: Problem, found: Gradient) -> dict[str, str]:
-    """Return the hard sequence of each key of the logits."""
-    spans = found.prediction.spans
-    return {key: found.prediction.sequence[spans[key.split(",")[0].strip()]] for key in problem.free}
 
 
 def _finish(

@@ -94,7 +94,7 @@ class PredictionSet:
             "failures": [{"target": name, "error": error} for name, error in self.failures.items()],
             "without_truth": self.without_truth,
             "without_prediction": self.without_prediction,
-            "rows": [_without_sequences(one.row) for one in self.measured],
+            "rows": [{key: value for key, value in one.row.items() if key != "sequences"} for one in self.measured],
         }
 
 
@@ -240,7 +240,3 @@ def as_suite(one: PredictionSet, title: str) -> str:
         released = date.fromisoformat(row["released"]) if row["released"] else None
         targets[truth.name] = Entry(released, row["truth_sha256"], tuple(row["truth_chains"]))
     return write_suite(title, targets)
-
-
-def _without_sequences(row: Row) -> Row:
-    return {key: value for key, value in row.items() if key != "sequences"}

@@ -84,7 +84,6 @@ class Gradient:
     prediction: Prediction
 
     def __repr__(self) -> str:
-        """Return it in one line."""
         return f"<Gradient: loss {self.loss:.4g}, {self.prediction!r}>"
 
 
@@ -97,7 +96,6 @@ class FoldResult:
     error: str = ""
 
     def __repr__(self) -> str:
-        """Return it in one line."""
         return f"<FoldResult {self.name}: {self.error or self.prediction!r}>"
 
 
@@ -165,7 +163,6 @@ class Predictor:
         return self
 
     def __repr__(self) -> str:
-        """Return it in one line."""
         kind = "single chains" if self.model.config.multimer is None else "complexes"
         count = sum(p.numel() for p in self.model.parameters())
         return f"<Predictor of {kind}: {count:,} parameters, {self.precision} on {self.device}>"

@@ -402,7 +402,6 @@ class Store:
             raise UserError(f"{self.path}: an empty store; pack it again")
 
     def __repr__(self) -> str:
-        """Return it in one line."""
         return f"<Store {self.name}: {len(self)} entries>"
 
     def __len__(self) -> int:
