@@ -340,8 +340,13 @@ def _digest_of_tensors(header: Mapping[str, Any]) -> "hashlib.blake2b":
     return hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
 
 
+def digest_of(data: bytes | memoryview) -> str:
+    """Return the BLAKE2b digest of bytes, 128 bits in hexadecimal."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def checksum(path: Path) -> str:
-    """Return the BLAKE2b digest of a file's bytes, 128 bits in hexadecimal."""
+    """Return `digest_of` a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
@@ -355,7 +360,7 @@ def sha256(path: Path) -> str:
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON object with its own checksum: one that was read and is equal to this is as it was written."""
     plain = {key: one for key, one in value.items() if key != "checksum"}
-    return plain | {"checksum": hashlib.blake2b(json.dumps(plain).encode(), digest_size=16).hexdigest()}
+    return plain | {"checksum": digest_of(json.dumps(plain).encode())}
 
 
 def as_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], header: bool = True) -> str:
