@@ -4,10 +4,12 @@ Colours are safe for the colour-blind and get lighter in the order of what they 
 """
 
 import io
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -94,6 +96,19 @@ def draw_curves(
     _legend(axes)
     _grid(axes)
     return _svg(figure, f"{y_label} over {x_label}s")
+
+
+def draw_training(log: Path, other: str) -> tuple[str, str]:
+    """Draw lDDT-Cα and the loss over the steps of a run, from its metrics.jsonl; other: what is validated on."""
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if row["kind"] == "step" and row["loss"] is not None]
+    validations = [row for row in rows if row["kind"] == "validation"]
+
+    def curves(key: str) -> list[Curve]:
+        parts = (("training", steps, False), (other, validations, True))
+        return [Curve(name, [r["step"] for r in some], [r[key] for r in some], points) for name, some, points in parts]
+
+    return draw_curves(curves("lddt_ca"), "lDDT-Cα", (0, 1)), draw_curves(curves("loss"), "loss")
 
 
 @mpl.rc_context(STYLE)
