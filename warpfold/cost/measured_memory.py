@@ -106,12 +106,10 @@ class MemoryCheck:
         )
 
 
-def check_memory(device: torch.device, plan: Plan | None = None) -> MemoryCheck:
+def check_memory(device: torch.device) -> MemoryCheck:
     """Fold a small random example with the tiny preset on a device, and compare what it takes with the estimate."""
-    given = plan or Plan()
     model = settings.build(ModelConfig, settings.load("tiny").get("model", {}), "tiny")
     sizes = ExampleSizes(residues=64, sequences=16, extra=32, templates=0)
     job = Job(model=shortened(model, 2), sizes=sizes, recycles=1)
-    return MemoryCheck(
-        device.type, memory.estimate_memory(job, given, device.type).peak, measured_memory(job, given, device)
-    )
+    estimated = memory.estimate_memory(job, Plan(), device.type).peak
+    return MemoryCheck(device.type, estimated, measured_memory(job, Plan(), device))

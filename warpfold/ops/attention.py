@@ -194,11 +194,11 @@ def global_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.einsum("...hk,...ke->...he", weights.to(v.dtype), v)
 
 
-def masked_mean(x: Tensor, mask: Tensor, axis: int, eps: float = 1e-10) -> Tensor:
+def masked_mean(x: Tensor, mask: Tensor, axis: int) -> Tensor:
     """Return the mean of x over `axis` where mask, broadcast against x, is 1; 0 where it is 0 throughout."""
     full = upcast_half(x)
     mask = mask.to(full.dtype)
-    return ((full * mask).sum(axis) / (mask.sum(axis) + eps)).to(x.dtype)
+    return ((full * mask).sum(axis) / (mask.sum(axis) + 1e-10)).to(x.dtype)
 
 
 def empty_rows(x: Tensor, channels: int) -> Tensor:

@@ -501,16 +501,16 @@ def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def _legend(axes: Axes, above: float = 1.0) -> None:
+def _legend(axes: Axes) -> None:
     """Put the key above the plot, where it covers nothing, in so many columns that it is no wider than the plot.
 
     A key that is large all the same makes the figure larger, not the plot smaller: one without room is not laid out.
     """
-    figure, place = axes.figure, (-0.01, above)
+    figure = axes.figure
     assert isinstance(figure, Figure)
     for columns in (3, 2, 1):
         key = axes.legend(
-            fontsize=8.5, ncols=columns, frameon=False, loc="lower left", bbox_to_anchor=place, borderaxespad=0.2
+            fontsize=8.5, ncols=columns, frameon=False, loc="lower left", bbox_to_anchor=(-0.01, 1.0), borderaxespad=0.2
         )
         box = key.get_window_extent()
         if box.width / figure.dpi + BESIDE < figure.get_figwidth():
