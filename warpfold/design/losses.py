@@ -199,10 +199,7 @@ class _Terms:
 
     def radius_of_gyration(self) -> Tensor:
         found = []
-        for residues in self.chains:
-            if not self.seen.designed[residues[0]]:
-                continue
-            ca = self.ca[residues]
+        for ca in (self.ca[residues] for residues in self.chains if self.seen.designed[residues[0]]):
             radius = ((ca - ca.mean(0)).square().sum(-1).mean() + TINY).sqrt()
             found.append(F.elu(radius - 2.38 * len(ca) ** 0.365))
         return torch.stack(found).mean()
