@@ -414,15 +414,12 @@ def in_order(
                 if death == DEATHS:
                     raise
                 executor.submit(_version)  # when it returns, all processes of that pool have ended
-                died = [place for place, (_, future) in enumerate(waiting) if _has_died(future)]
+                ended = [place for place, (_, future) in enumerate(waiting) if future.done()]
+                died = [place for place in ended if isinstance(waiting[place][1].exception(), BrokenProcessPool)]
                 for place, job in zip(died, again([waiting[place][0] for place in died])):
                     waiting[place] = job, executor.submit(function, job)
         waiting.popleft()
         yield result
-
-
-def _has_died(future: Future[Any]) -> bool:
-    return future.done() and isinstance(future.exception(), BrokenProcessPool)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """What a demo measures and shows: proteins or dimers before and after training, on one page."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,14 +121,7 @@ def demo_report(
 def _training(
     log: Path, result: Mapping[str, Any], measured: Mapping[str, Sequence[Measured]], subject: DemoSubject
 ) -> Section:
-    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    steps = [row for row in rows if row["kind"] == "step" and row["loss"] is not None]
-    validations = [row for row in rows if row["kind"] == "validation"]
-    x = [row["step"] for row in steps]
-    lddt = [
-        figures.Curve("training", x, [row["lddt_ca"] for row in steps]),
-        figures.Curve("held out", [v["step"] for v in validations], [v["lddt_ca"] for v in validations], points=True),
-    ]
+    lddt, loss = figures.draw_training(log, "held out")
     first = subject.measures[0]
     trained, held_out = first.means(measured["training"]), first.means(measured["held_out"])
     return Section(
@@ -139,13 +131,7 @@ def _training(
         f"training set ({trained['untrained']:.2f} before) and {held_out['trained']:.2f} on "
         f"{len(measured['held_out'])} held out ({held_out['untrained']:.2f} before).",
         [
-            (
-                figures.draw_curves(lddt, "lDDT-Cα", (0, 1)),
-                "Held out: with the averaged weights. Training: of each step's crops, before its update.",
-            ),
-            (
-                figures.draw_curves([figures.Curve("training loss", x, [row["loss"] for row in steps])], "loss"),
-                "AlphaFold2's loss: frames, torsions, distances, masked alignment, confidence.",
-            ),
+            (lddt, "Held out: with the averaged weights. Training: of each step's crops, before its update."),
+            (loss, "AlphaFold2's loss: frames, torsions, distances, masked alignment, confidence."),
         ],
     )

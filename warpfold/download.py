@@ -117,26 +117,23 @@ def download(
     source: str | Path,
     path: Path,
     *,
-    size: int | None = None,
     sha256: str | None = None,
     most: int = 20 * 10**9,
     limits: DownloadLimits = DownloadLimits(),
     progress: Progress = no_progress,
-    wait: Callable[[float], None] = time.sleep,
 ) -> Downloaded:
     """Fetch a file from an http(s) address, or copy it, checked while it comes; it appears whole or not at all.
 
     A file that is there already is checked and kept, and nothing is asked.
-    size: bytes that it must have.  sha256: that it must have.  most: bytes that it may have where `size` is unknown.
-    progress: told megabytes.  wait: sleeps for some seconds.
-    Errors: NotThere; DownloadFailed where the network or the server fails; UserError for a file of another size or
-    hash, which is not kept, a bad address, and where nothing can be written.
+    sha256: that it must have.  most: bytes that it may have.  progress: told megabytes.
+    Errors: NotThere; DownloadFailed where the network or the server fails; UserError for a file that is too large, or
+    of another hash, which is not kept, a bad address, and where nothing can be written.
     """
     if isinstance(source, str):
         check_address(source, "address")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    wanted = _Wanted(path, str(source), size, sha256, most)
+    wanted = _Wanted(path, str(source), sha256, most)
     if path.exists():
         return wanted.there()
     with writing(wanted.part), lock_file(wanted.part, UserError(f"{path}: another process is fetching it")):
@@ -152,7 +149,7 @@ def download(
                     come.take(stream.read)
                 address = str(source)
             else:
-                address = _fetch(come, limits, wait)
+                address = _fetch(come, limits)
             return come.finish(address)
 
 
@@ -162,7 +159,6 @@ class _Wanted:
 
     path: Path
     source: str
-    size: int | None
     sha256: str | None
     most: int
 
@@ -179,17 +175,13 @@ class _Wanted:
         with opened(self.path, unpack=False) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
             size = file.tell()
-        if wrong := self.differs(size, digest):
+        if wrong := self.differs(digest):
             raise UserError(f"{self.path}: is there, and is another file: {wrong}; move it away, or remove it")
         return Downloaded(self.path, str(self.path), size, digest, was_there=True)
 
-    def differs(self, size: int, digest: str) -> str:
+    def differs(self, digest: str) -> str:
         """Return how a whole file differs from what is asked for, or nothing."""
-        if self.size not in (None, size):
-            return f"it has {size:,} bytes, not {self.size:,}"
-        if self.sha256 not in (None, digest):
-            return f"its SHA-256 is {digest}, not {self.sha256}"
-        return ""
+        return "" if self.sha256 in (None, digest) else f"its SHA-256 is {digest}, not {self.sha256}"
 
 
 @dataclass
@@ -242,13 +234,11 @@ class _Come:
         write_atomically(self.wanted.note, json.dumps(note), sync=False)
 
     def check_sizes(self) -> None:
-        """Raise UserError if the size that is named is not the one to be, too large, or more than the disk has."""
+        """Raise UserError if the size that is named is too large, or more than the disk has."""
         w = self.wanted
-        if w.size is not None and self.total not in (None, w.size):
-            self.forget(f"has {self.total:,} bytes, not {w.size:,}: it is another file")
         if (self.total or self.size) > w.most:
             self.forget(f"has more than {w.most / 1e9:g} GB")
-        left = (self.total or w.size or self.size) - self.size
+        left = (self.total or self.size) - self.size
         if left > (free := shutil.disk_usage(w.part.parent).free):
             raise UserError(f"{w.path}: {left / 1e9:.2f} GB are to come, and the disk has {free / 1e9:.2f} GB free")
 
@@ -256,7 +246,7 @@ class _Come:
         """Append what `read` gives, up to its end, or the size that the file has to have."""
         self.check_sizes()
         self.began = time.monotonic(), self.size
-        end = self.total or self.wanted.size or self.wanted.most
+        end = self.total or self.wanted.most
         while piece := read(_PIECE):
             with writing(self.wanted.part):
                 self.file.write(piece)
@@ -272,7 +262,7 @@ class _Come:
         when, size = self.began
         speed = (self.size - size) / max(time.monotonic() - when, 1e-3) / 1e6
         done = self.size / 1e6
-        total = (self.total or self.wanted.size or self.size) / 1e6
+        total = (self.total or self.size) / 1e6
         self.progress(done, max(1, round(total)), f"{self.wanted.path.name}, {what or f'MB, {speed:.1f} MB/s'}")
 
     def forget(self, why: str) -> NoReturn:
@@ -284,7 +274,7 @@ class _Come:
     def finish(self, address: str) -> Downloaded:
         """Check the whole and give it its name."""
         digest = self.digest.hexdigest()
-        if wrong := self.wanted.differs(self.size, digest):
+        if wrong := self.wanted.differs(digest):
             self.forget(f"is not the published file: {wrong}")
         self.file.flush()
         os.fsync(self.file.fileno())
@@ -293,7 +283,7 @@ class _Come:
         return Downloaded(self.wanted.path, address, self.size, digest)
 
 
-def _fetch(come: _Come, limits: DownloadLimits, wait: Callable[[float], None]) -> str:
+def _fetch(come: _Come, limits: DownloadLimits) -> str:
     """Ask until the whole file has come; return its address, after redirections.
 
     Errors: as of `download`.
@@ -325,7 +315,7 @@ def _fetch(come: _Come, limits: DownloadLimits, wait: Callable[[float], None]) -
                 "behind a proxy set HTTPS_PROXY, from a mirror or a folder give --from"
             )
         come.tell(f"{why}, asked again in {pause_now:.0f} s")
-        wait(pause_now)
+        time.sleep(pause_now)
         pause = min(2 * pause, most)
 
 
@@ -334,7 +324,7 @@ def _ask(come: _Come, limits: DownloadLimits, end: float) -> str:
     request = urllib.request.Request(come.wanted.source, headers={**AGENT, "Accept-Encoding": "identity"})
     for name, value in (rest := come.resume()).items():
         request.add_header(name, value)
-    most = (come.wanted.size or come.wanted.most) + _HEADERS
+    most = come.wanted.most + _HEADERS
     bounds = Bounded(most, limits.idle, lambda said: DownloadFailed(f"{come.wanted.source}: {said}"))
     opener = urllib.request.build_opener(_NeverLessSafe, bounds)
     try:
@@ -363,7 +353,7 @@ def _ask(come: _Come, limits: DownloadLimits, end: float) -> str:
                 window = time.monotonic(), size
 
         come.take(answer.read1, fast_enough)
-        if come.size < (whole := come.total or come.wanted.size or 0):
+        if come.size < (whole := come.total or 0):
             raise _TryAgain(f"ended after {come.size:,} of {whole:,} bytes")
         return str(answer.url)
 
@@ -388,7 +378,7 @@ def _heed(come: _Come, answer: Any, rest: dict[str, str]) -> None:
     elif answer.status == 200:
         come.restart()
         come.total = total
-        if total is None and not answer.chunked and come.wanted.size is None and come.wanted.sha256 is None:
+        if total is None and not answer.chunked and come.wanted.sha256 is None:
             raise DownloadFailed(f"{source}: does not say how long the file is: nobody could tell whether it was whole")
     else:
         raise DownloadFailed(f"{source}: answers {answer.status}, which is no file")

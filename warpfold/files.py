@@ -1,10 +1,12 @@
 """Files and folders: portable names, safe reading, and writing that leaves a whole file or none."""
 
 import contextlib
+import csv
 import errno
 import fcntl
 import gzip
 import hashlib
+import io
 import json
 import logging
 import os
@@ -15,7 +17,7 @@ import stat
 import time
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from tokenize import TokenError
 from typing import Any, BinaryIO, TextIO, cast
@@ -338,8 +340,13 @@ def _digest_of_tensors(header: Mapping[str, Any]) -> "hashlib.blake2b":
     return hashlib.blake2b(json.dumps(header, sort_keys=True).encode(), digest_size=16)
 
 
+def digest_of(data: bytes | memoryview) -> str:
+    """Return the BLAKE2b digest of bytes, 128 bits in hexadecimal."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
 def checksum(path: Path) -> str:
-    """Return the BLAKE2b digest of a file's bytes, 128 bits in hexadecimal."""
+    """Return `digest_of` a file's bytes."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
@@ -353,7 +360,17 @@ def sha256(path: Path) -> str:
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
     """Return a JSON object with its own checksum: one that was read and is equal to this is as it was written."""
     plain = {key: one for key, one in value.items() if key != "checksum"}
-    return plain | {"checksum": hashlib.blake2b(json.dumps(plain).encode(), digest_size=16).hexdigest()}
+    return plain | {"checksum": digest_of(json.dumps(plain).encode())}
+
+
+def as_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]], header: bool = True) -> str:
+    """Write rows as CSV: what a row lacks is empty, and what else it has is left out."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
+    if header:
+        writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 @contextlib.contextmanager

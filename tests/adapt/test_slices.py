@@ -13,7 +13,7 @@ from tests.adapt.stand_in import KNOWN, TheirModel, inputs
 from warpfold.adapt import accelerate as subject
 from warpfold.adapt import slices
 from warpfold.adapt.adapter import Adapter
-from warpfold.bench.timing import CpuTimer
+from warpfold.cost.measured_memory import most_allocated
 from warpfold.memory import memory_in_use
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def test_a_model_runs_within_half_of_what_it_needs(which: str, monkeypatch: pyte
     torch.manual_seed(0)
     model = TheirModel(blocks=2, c=16, heads=4, hidden=16)
     x, mask = inputs(N)
-    need = CpuTimer().peak(passes(model, x, mask)[which])
+    need = most_allocated(passes(model, x, mask)[which])
     want = passes(model, x, mask)[which]()
     model = warpfold.accelerate(model, memory="24GB")
     limited = [m._warpfold_layer.execution for m in model.modules() if "_warpfold_layer" in vars(m)]
@@ -53,7 +53,7 @@ def test_a_model_runs_within_half_of_what_it_needs(which: str, monkeypatch: pyte
     # What a process has in use beside these tensors is not theirs: here z, and in the backward pass its gradient.
     z = N * N * 16 * 4
     monkeypatch.setattr(slices, "memory_in_use", lambda device: 2 * z)
-    held["most"] = CpuTimer().peak(passes(model, x, mask)[which])
+    held["most"] = most_allocated(passes(model, x, mask)[which])
     assert held["most"] <= need / 2
     got = passes(model, x, mask)[which]()
     for a, b in zip(want, got):
@@ -69,7 +69,7 @@ def test_what_a_layer_needs_is_what_it_takes() -> None:
         for rows in (None, 8):
             with torch.no_grad():
                 said = layer.execution.needed(z, mask, None, False, rows)
-                took = CpuTimer().peak(lambda: slices._run(layer, z, mask, None, False, rows))  # noqa: B023
+                took = most_allocated(lambda: slices._run(layer, z, mask, None, False, rows))  # noqa: B023
             assert said == pytest.approx(took, rel=0.05), (type(layer).__name__, rows)
 
 

@@ -140,10 +140,7 @@ WAYS = (
     ModelWay(name="openfold", of=("block",), unsupported_reason=_openfold_unsupported, make=_openfold),
     ModelWay(name="ours", changes={"kernels": "fast"}),
     ModelWay(
-        name="graph",
-        changes={"kernels": "fast", "graph": True},
-        of=("step",),
-        unsupported_reason=_graph_unsupported,
+        name="graph", changes={"kernels": "fast", "graph": True}, of=("step",), unsupported_reason=_graph_unsupported
     ),
     ModelWay(name="kept", changes=KEPT, of=("step",), left_out=MAY_NOT_FIT),
     ModelWay(

@@ -3,7 +3,6 @@
 Rows are dictionaries, which become a table, a CSV file, JSON or a picture.
 """
 
-import csv
 import datetime
 import io
 import math
@@ -22,7 +21,7 @@ from warpfold.check.sizes import shapes
 from warpfold.cost.machine import describe
 from warpfold.cost.rates import Ceilings, Pass, ceilings, cost
 from warpfold.errors import UserError
-from warpfold.files import write_atomically
+from warpfold.files import as_csv, write_atomically
 from warpfold.progress import Progress, no_progress
 
 LARGEST = {"cpu": 2**28, "cuda": 2**36}  # the most logits of a shape that is timed without being named
@@ -148,11 +147,8 @@ def write_csv(found: dict[str, Any], path: Path, columns: Iterable[str] = COLUMN
     Errors: UserError when it cannot be written.
     """
     machine = "; ".join(f"{key} {value}" for key, value in found["machine"].items())
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, (*columns, "date", "machine"), restval="", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(row | {"date": found["date"], "machine": machine} for row in found["rows"])
-    write_atomically(path, text.getvalue())
+    rows = (row | {"date": found["date"], "machine": machine} for row in found["rows"])
+    write_atomically(path, as_csv((*columns, "date", "machine"), rows))
 
 
 # Okabe and Ito's colours, which the colour-blind can tell apart; the markers serve prints without colour.

@@ -17,6 +17,7 @@ from torch import Tensor
 from warpfold.bench.timing import Subject
 from warpfold.check.cases import BENCHED, OPS, PROFILES
 from warpfold.check.op_profile import Argument, OpInputs
+from warpfold.memory import free_memory
 from warpfold.parallel.execution import cpp_compiler
 
 PER_LOGIT = 20  # bytes that the definition has at its peak, forward and backward, in fp32 and bf16 alike
@@ -73,10 +74,6 @@ def _heads_first(given: OpInputs) -> tuple[Tensor, ...]:
     return q.transpose(-2, -3), k.transpose(-2, -3), v.transpose(-2, -3)
 
 
-def _back(given: OpInputs, out: Tensor) -> Tensor:
-    return out[..., 0, :, :] if given.case.op == "global_attention" else out.transpose(-2, -3)
-
-
 def _sdpa(given: OpInputs, materialised: bool) -> Subject:
     """Bind SDPA with a bias that the rows share; without a mask, as the bench masks nothing.
 
@@ -93,7 +90,8 @@ def _sdpa(given: OpInputs, materialised: bool) -> Subject:
             attn_mask = logits.to(q.dtype).expand(*q.shape[:-1], k.shape[-2]).contiguous()
         elif bias is not None:
             attn_mask = bias.contiguous().expand(*q.shape[:-1], k.shape[-2])
-        return _back(given, F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+        return out[..., 0, :, :] if given.case.op == "global_attention" else out.transpose(-2, -3)
 
     return Subject("sdpa-materialised" if materialised else "sdpa", forward, given.wanted, given.grad)
 
@@ -181,15 +179,6 @@ PEERS = (
 WAYS: Mapping[str, tuple[Way, ...]] = {
     op: (DEFINITION, COMPILED, *(way for way in PEERS if way.name in PROFILES[op].peers), OURS) for op in BENCHED
 }
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that can still be allocated there."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    with open("/proc/meminfo", encoding="ascii") as file:
-        lines = dict(line.split(":") for line in file)
-    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def too_large(way: Way, given: OpInputs) -> str | None:

@@ -5,18 +5,16 @@ so that only the device's own time counts; and once more by the process's clock 
 the process's clock.
 """
 
-import os
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from warpfold.cost.measured_memory import most_allocated
 from warpfold.errors import UserError
 from warpfold.ops.torch_internals import device_sleep
 
@@ -69,7 +67,6 @@ class Whole:
 
     @property
     def runs(self) -> Runs:
-        """All of it."""
         return {"whole": {"whole": self.run}}
 
 
@@ -134,7 +131,7 @@ def measure(
             times.warm_peak = torch.cuda.max_memory_allocated(device) - before if cuda else 0
             for name, parts in subject.runs.items() if peaks else ():
                 subject.prepare()
-                times.peaks[name] = timer.peak(lambda: [run() for run in parts.values()])  # noqa: B023, called here
+                times.peaks[name] = most_allocated(lambda: [run() for run in parts.values()], device)  # noqa: B023, called here
             left[subject.name] = max(1, int(min(repeats, budget / max(took, 1e-9))))
         except (RuntimeError, ValueError, TypeError, UserError) as error:  # torch's own out-of-memory is a RuntimeError
             text = str(error).strip()
@@ -163,21 +160,9 @@ class CpuTimer:
                 times.seconds.setdefault(part, []).append(end - begin)
             times.wall.setdefault(name, []).append(marks[-1] - marks[0])
 
-    def peak(self, run: Callable[[], object]) -> int:
-        """Measure the peak of what torch's CPU allocator held while `run` ran, above what it held before."""
-        with without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profile:
-            run()
-        results = profile.kineto_results
-        held = peak = 0
-        for event in sorted(results.events() if results else (), key=lambda e: e.start_ns()):
-            if event.name() == "[memory]":
-                held += event.nbytes()
-                peak = max(peak, held)
-        return peak
-
 
 class CudaTimer(CpuTimer):
-    """Time by the device's clock, and measure memory as torch's allocator counts it."""
+    """Time by the device's clock."""
 
     def __init__(self, device: torch.device, walls: bool = False) -> None:
         self.device, self.walls = device, walls
@@ -234,15 +219,6 @@ class CudaTimer(CpuTimer):
                 times.wall.setdefault(name, []).append(time.perf_counter() - began)
         times.late += late
 
-    def peak(self, run: Callable[[], object]) -> int:
-        """Measure the peak of the device's memory while `run` ran, above what was allocated before."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
-        run()
-        torch.cuda.synchronize(self.device)
-        return torch.cuda.max_memory_allocated(self.device) - before
-
 
 def kernels_launched(run: Callable[[], object], device: torch.device) -> int:
     """Count the kernels, copies and fills that ran on a CUDA device, as the profiler saw them.
@@ -260,17 +236,3 @@ def kernels_launched(run: Callable[[], object], device: torch.device) -> int:
     if count == 0:
         raise RuntimeError("the profiler saw no kernel on the device: launches cannot be counted here")
     return count
-
-
-@contextmanager
-def without_stderr() -> Iterator[None]:
-    """Suppress the lines that torch 2.13's profiler writes to file descriptor 2: what it does, and what it missed."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    try:
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)

@@ -24,15 +24,18 @@ class DataSizes:
     max_templates: int = 4
 
 
-def of_settings(model: ModelConfig, data: DataSizes, whole: int = 256) -> list[OpCase]:
-    """Return every call of an operation in the trunk, at those sizes; `whole`: residues of what is not cropped."""
-    found = (profile.case(layer) for layer in layers(model, data, whole) for profile in PROFILES.values())
+UNCROPPED = 256  # residues, where the settings crop nothing
+
+
+def of_settings(model: ModelConfig, data: DataSizes) -> list[OpCase]:
+    """Return every call of an operation in the trunk, at those sizes."""
+    found = (profile.case(layer) for layer in layers(model, data) for profile in PROFILES.values())
     return [case for case in found if case is not None]
 
 
-def layers(model: ModelConfig, data: DataSizes, whole: int = 256) -> Iterator[LayerSizes]:
-    """Yield each kind of layer once, at those sizes; `whole`: residues of what is not cropped."""
-    r = data.crop or whole
+def layers(model: ModelConfig, data: DataSizes) -> Iterator[LayerSizes]:
+    """Yield each kind of layer once, at those sizes."""
+    r = data.crop or UNCROPPED
     t = model.templates
     templates = data.max_templates if t.enabled else 0
     rows = data.max_msa + (templates if t.torsion_rows else 0)

@@ -5,24 +5,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from warpfold.arguments import (
-    Changes,
-    Checked,
-    Device,
-    Force,
-    Memory,
-    PathLike,
-    Seed,
-    argument,
-    changes_of,
-    decides,
-    function,
-    path,
-    path_or_none,
-    progress_of,
-    reads,
-    writes,
-)
+from warpfold import arguments
+from warpfold.arguments import Changes, Checked, Device, Force, Memory, PathLike, Seed, argument, decides, reads, writes
 from warpfold.cli.common import Answer, command, plans_said, table, this_process
 from warpfold.errors import UserError
 from warpfold.prediction.fold_options import ChainGap, TrunkPrecision
@@ -70,19 +54,18 @@ class DesignCommand(Checked):
         from warpfold.files import sha256
         from warpfold.prediction.predictor import load
 
-        changes, target = changes_of("set", self.set), path_or_none("target", self.target)
+        changes, target = arguments.changes_of("set", self.set), arguments.path_or_none("target", self.target)
         if target is not None:
             changes = [*changes, f"target={target}"]
-        settings = load_design(path("settings", self.settings), changes)
-        params = path("params", self.params)
+        settings = load_design(arguments.path("settings", self.settings), changes)
+        params = arguments.path("params", self.params)
         predictor = load(params, self.device, precision=self.precision, memory=self.memory, chain_gap=self.chain_gap)
-        tell = progress_of(self.progress)
-        return run_design(
-            predictor, settings, path("out", self.out), self.starts, self.seed, sha256(params), self.force, tell
-        )
+        tell = arguments.progress_of(self.progress)
+        out = arguments.path("out", self.out)
+        return run_design(predictor, settings, out, self.starts, self.seed, sha256(params), self.force, tell)
 
 
-design = function(DesignCommand)
+design = arguments.function(DesignCommand)
 
 
 @command(

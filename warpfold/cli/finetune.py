@@ -7,26 +7,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from warpfold.arguments import (
-    Changes,
-    Checked,
-    Device,
-    Force,
-    Memory,
-    PathLike,
-    Paths,
-    Seed,
-    Workers,
-    changes_of,
-    decides,
-    function,
-    path_or_none,
-    paths,
-    progress_of,
-    reads,
-    runs,
-    writes,
-)
+from warpfold import arguments
+from warpfold.arguments import Checked, Device, Force, Memory, PathLike, Seed, Workers, decides, reads, runs, writes
 from warpfold.cli.common import Answer, command, plans_said
 from warpfold.errors import UserError
 from warpfold.progress import Progress, progress_bar
@@ -40,13 +22,17 @@ class FinetuneCommand(Checked):
     parameters before and after, and writes report.html and card.md.
     """
 
-    structures: Annotated[Paths, reads("mmCIF or PDB files, or folders of them; gz or not.", shell=list[Path])]
+    structures: Annotated[
+        arguments.Paths, reads("mmCIF or PDB files, or folders of them; gz or not.", shell=list[Path])
+    ]
     init: Annotated[PathLike, reads("Parameters to start from: WarpFold's, DeepMind's .npz or OpenFold's .pt.")]
     out: Annotated[PathLike, writes("Folder of the report and all else; the same command continues a stopped run.")]
     _: KW_ONLY
-    msas: Annotated[Paths | None, reads("A3M or Stockholm files of their alignments, or folders of them.")] = None
+    msas: Annotated[
+        arguments.Paths | None, reads("A3M or Stockholm files of their alignments, or folders of them.")
+    ] = None
     search: Annotated[
-        Paths | Mapping[str, PathLike] | None,
+        arguments.Paths | Mapping[str, PathLike] | None,
         reads("Databases to find alignments in, FILE or NAME=FILE, as for `warpfold search`.", shell=list[str] | None),
     ] = None
     rehearse: Annotated[
@@ -67,7 +53,7 @@ class FinetuneCommand(Checked):
         None
     )
     set: Annotated[
-        Changes | None, decides("Settings over those that are chosen, KEY=VALUE.", shell=list[str] | None)
+        arguments.Changes | None, decides("Settings over those that are chosen, KEY=VALUE.", shell=list[str] | None)
     ] = None
     seed: Seed = 0
     force: Force = False
@@ -97,32 +83,32 @@ class FinetuneCommand(Checked):
         if isinstance(self.search, Mapping):
             databases = [f"{name}={file}" for name, file in self.search.items()]
         else:
-            databases = [str(file) for file in paths("search", self.search)]
+            databases = [str(file) for file in arguments.paths("search", self.search)]
         where = device.device_of(self.device)
         options = FinetuneOptions(
-            structures=paths("structures", self.structures),
+            structures=arguments.paths("structures", self.structures),
             init=Path(self.init),
-            msas=paths("msas", self.msas),
+            msas=arguments.paths("msas", self.msas),
             search=databases,
             rehearse=general,
-            labels=path_or_none("labels", self.labels),
-            split=path_or_none("split", self.split),
+            labels=arguments.path_or_none("labels", self.labels),
+            split=arguments.path_or_none("split", self.split),
             one_family=self.one_family,
             trainable=[name.strip() for name in (self.trainable or "").split(",") if name.strip()],
             adapters=self.adapters,
             steps=self.steps,
-            changes=changes_of("set", self.set),
+            changes=arguments.changes_of("set", self.set),
             seed=self.seed,
             workers=self.workers,
             processes=self.processes or (torch.cuda.device_count() if where == "cuda" else 1),
             memory=None if self.memory is None else parse_memory(self.memory),
         )
-        tell = progress_of(self.progress)
+        tell = arguments.progress_of(self.progress)
         said = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["finetune"] else ""
         return finetune(options, Path(self.out), force=self.force, device=where, command=said, progress=tell)
 
 
-finetune = function(FinetuneCommand)
+finetune = arguments.function(FinetuneCommand)
 
 
 @command(

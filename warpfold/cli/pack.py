@@ -5,20 +5,8 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from warpfold.arguments import (
-    Cluster,
-    PathLike,
-    Paths,
-    Workers,
-    function,
-    of_panel,
-    path_or_none,
-    paths,
-    progress_of,
-    reads,
-    runs,
-    writes,
-)
+from warpfold import arguments
+from warpfold.arguments import Cluster, PathLike, Paths, Workers, function, of_panel, progress_of, reads, runs, writes
 from warpfold.bulk import JobPart
 from warpfold.cli.common import Answer, StoppedByUser, command, on_sigterm, warn
 from warpfold.data.pack.options import PackOptions
@@ -87,16 +75,16 @@ class PackCommand(PackOptions):
         if sum(one is not None for one in (self.structures, self.predicted, self.merge)) != 1:
             raise UserError("pack: give structures, or predicted ones, or parts to merge, and only one of these")
         out, tell = place_of(self.out), progress_of(self.progress)
-        scratch = path_or_none("scratch", self.scratch)
+        scratch = arguments.path_or_none("scratch", self.scratch)
         part = JobPart.parse(self.shard) if self.shard else None
         if self.merge is not None:
-            parts = [part for given in paths("merge", self.merge) for part in parts_of(place_of(given))]
+            parts = [part for given in arguments.paths("merge", self.merge) for part in parts_of(place_of(given))]
             return packing.merge(parts, out, self.workers, self.cluster, self.update, scratch, tell)
         return packing.pack(
-            paths("structures", self.structures) or paths("predicted", self.predicted), paths("msas", self.msas), out,
-            self.only(PackOptions), predicted=self.predicted is not None,
-            hits=paths("hits", self.hits), clusters=path_or_none("clusters", self.clusters),
-            template_structures=paths("template_structures", self.template_structures),
+            arguments.paths("structures", self.structures) or arguments.paths("predicted", self.predicted),
+            arguments.paths("msas", self.msas), out, self.only(PackOptions), predicted=self.predicted is not None,
+            hits=arguments.paths("hits", self.hits), clusters=arguments.path_or_none("clusters", self.clusters),
+            template_structures=arguments.paths("template_structures", self.template_structures),
             workers=self.workers, cluster=self.cluster, part=part, update=self.update, scratch=scratch, progress=tell,
         )  # fmt: skip
 

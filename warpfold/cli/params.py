@@ -3,18 +3,8 @@
 from dataclasses import KW_ONLY, asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from warpfold.arguments import (
-    Checked,
-    PathLike,
-    argument,
-    decides,
-    function,
-    path,
-    path_or_none,
-    progress_of,
-    reads,
-    writes,
-)
+from warpfold import arguments
+from warpfold.arguments import Checked, PathLike, argument, decides, function, path_or_none, progress_of, reads, writes
 from warpfold.cli.common import Answer, command, table, warn
 from warpfold.errors import UserError
 from warpfold.progress import Progress, progress_bar
@@ -46,7 +36,7 @@ class ParamsCommand(Checked):
         """
         from warpfold.prediction.params import inspect_params
 
-        return inspect_params(path("file", self.file), self.check, path_or_none("out", self.out))
+        return inspect_params(arguments.path("file", self.file), self.check, path_or_none("out", self.out))
 
 
 params = function(ParamsCommand)
@@ -60,8 +50,7 @@ TAR = "DeepMind's come in a tar of 5.6 GB, which is fetched whole and then remov
     "To have some:  warpfold params fetch",
 )
 def params_in_shell(
-    given: dict[str, Any],
-    toml: Annotated[bool, writes("Print its settings as a file that `train` takes.")] = False,
+    given: dict[str, Any], toml: Annotated[bool, writes("Print its settings as a file that `train` takes.")] = False
 ) -> Answer:
     """Print what the file is."""
     found = params(**given)
@@ -95,7 +84,7 @@ class FetchParamsCommand(Checked):
 
         if self.name is None:
             raise UserError("fetch_params: name is missing; `warpfold params fetch` lists what there is")
-        return fetching(self.name, path("out", self.out), self.source, progress_of(self.progress))
+        return fetching(self.name, arguments.path("out", self.out), self.source, progress_of(self.progress))
 
 
 fetch_params = function(FetchParamsCommand)

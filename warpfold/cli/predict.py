@@ -9,23 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from warpfold.arguments import (
-    Cluster,
-    Device,
-    PathLike,
-    Paths,
-    Shard,
-    Workers,
-    argument,
-    decides,
-    function,
-    path_or_none,
-    paths,
-    progress_of,
-    queries,
-    reads,
-    writes,
-)
+from warpfold import arguments
+from warpfold.arguments import Cluster, Device, PathLike, Paths, Shard, Workers, argument, decides, paths, reads, writes
 from warpfold.bulk import JobPart
 from warpfold.cli.common import (
     Answer,
@@ -134,8 +119,7 @@ class PredictCommand(PredictOptions):
     cluster: Cluster = None
     shard: Shard = None
     relax: Annotated[
-        WhichRelaxed,
-        decides("Relax all predictions, or of each query the best one, with OpenMM: docs/relax.md."),
+        WhichRelaxed, decides("Relax all predictions, or of each query the best one, with OpenMM: docs/relax.md.")
     ] = "none"
     progress: Progress | None = None
     team: "Team | None" = None
@@ -156,25 +140,24 @@ class PredictCommand(PredictOptions):
         from warpfold.prediction.templates import TemplateSources
 
         _check_relax(self.relax)
-        team, tell, out = team_of(self.team), progress_of(self.progress), Path(self.out)
+        team, tell, out = team_of(self.team), arguments.progress_of(self.progress), Path(self.out)
         sources = TemplateSources(
             files=[str(one) for one in paths("template", self.template)],
             hits=paths("hits", self.hits),
-            structures=path_or_none("template_structures", self.template_structures),
+            structures=arguments.path_or_none("template_structures", self.template_structures),
             max_date=self.max_template_date,
         )
         part = JobPart.parse(self.shard) if self.shard else JobPart(1, 1)
         share = Share(part=part, workers=self.workers, cluster=self.cluster)
-        asked, parameters = queries("query", self.query), paths("params", self.params)
+        asked, parameters = arguments.queries("query", self.query), paths("params", self.params)
         for name, found in (("query", asked), ("params", parameters)):
             if not found:
                 what = "what to fold" if name == "query" else "files of parameters"
                 raise UserError(f"{name}: is empty; name {what}")
         options = replace(self.only(PredictOptions), device=device_of(self.device))
         server = server_of(self.msa_server, self.msa_cache, out / "alignments")
-        guess = (
-            self.initial_guess if self.initial_guess == "self" else path_or_none("initial_guess", self.initial_guess)
-        )
+        guess = self.initial_guess
+        guess = guess if guess == "self" else arguments.path_or_none("initial_guess", guess)
         summary = fold_all(
             asked, paths("msa", self.msa), parameters, out, options, tell, sources, team, share, server,
             guess, fixed_chains(self.fixed_chains),
@@ -206,7 +189,7 @@ def relax_predictions(
     return written | {"failures": [*written["failures"], *failed]}
 
 
-predict = function(PredictCommand)
+predict = arguments.function(PredictCommand)
 
 
 class Predict(Lists):

@@ -8,24 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import warpfold
-from warpfold.arguments import (
-    Checked,
-    Cluster,
-    PathLike,
-    Paths,
-    Seed,
-    Shard,
-    Workers,
-    argument,
-    function,
-    path,
-    path_or_none,
-    paths,
-    progress_of,
-    reads,
-    shown,
-    writes,
-)
+from warpfold import arguments
+from warpfold.arguments import Checked, Cluster, PathLike, Paths, Seed, Shard, Workers, argument, reads, writes
 from warpfold.bulk import JobPart
 from warpfold.cli.common import Answer, command, table, warn
 from warpfold.errors import UserError, listed
@@ -64,9 +48,9 @@ class ScoreCommand(Checked):
 
         named = chain_pairs(self.chains) if isinstance(self.chains, str) else self.chains
         if named is not None and not isinstance(named, Mapping):
-            raise UserError(f'chains = {shown(named)}: expected pairs, {{"A": "B"}} or "A:B"')
+            raise UserError(f'chains = {arguments.shown(named)}: expected pairs, {{"A": "B"}} or "A:B"')
         ours, theirs = (
-            path(what, given) if not hasattr(given, "structure") else given.structure()
+            arguments.path(what, given) if not hasattr(given, "structure") else given.structure()
             for what, given in (("predicted", self.predicted), ("reference", self.reference))
         )
         return scoring.score_files(ours, theirs, named, self.assembly)
@@ -83,7 +67,7 @@ def chain_pairs(text: str) -> dict[str, str]:
     return named
 
 
-score = function(ScoreCommand)
+score = arguments.function(ScoreCommand)
 
 
 @command(ScoreCommand, example="Example:  warpfold score predicted.cif 1ubq.cif.gz")
@@ -159,14 +143,14 @@ class EvaluateCommand(Checked):
         from warpfold.evaluation import evaluate as evaluating
         from warpfold.evaluation.page import evaluation_page
         from warpfold.evaluation.parts import IS_PART
-        from warpfold.evaluation.tables import as_csv
+        from warpfold.evaluation.tables import table_of
         from warpfold.files import check_new, refuse_foreign, update_file, write_atomically, writing
         from warpfold.report.report import write_report
         from warpfold.scoring.manifest import read_suite
 
         tell, out, csv, listed = (
-            progress_of(self.progress),
-            *(path_or_none(name, getattr(self, name)) for name in ("out", "csv", "write_suite")),
+            arguments.progress_of(self.progress),
+            *(arguments.path_or_none(name, getattr(self, name)) for name in ("out", "csv", "write_suite")),
         )
         if out is not None:
             refuse_foreign(out, lambda name: name in {REPORT, PAGE, TABLE} or IS_PART(name))
@@ -176,12 +160,12 @@ class EvaluateCommand(Checked):
         if listed is not None:
             check_new(listed)
         suite = None if self.suite is None else read_suite(Path(self.suite))
-        folders = [Path(self.predictions), *paths("against", self.against)]
-        sets = evaluating.evaluate(
+        folders = [Path(self.predictions), *arguments.paths("against", self.against)]
+        sets, running = evaluating.evaluate(
             folders,
             Path(self.truth),
             suite=suite,
-            train_sequences=path_or_none("train_sequences", self.train_sequences),
+            train_sequences=arguments.path_or_none("train_sequences", self.train_sequences),
             all_models=self.all_models,
             assembly=self.assembly,
             workers=self.workers,
@@ -190,10 +174,10 @@ class EvaluateCommand(Checked):
             out=out,
             progress=tell,
         )
-        if isinstance(sets, dict):
-            return sets
+        if running:
+            return running
         found = evaluating.report(sets, Path(self.truth), suite, self.seed)
-        rows = as_csv(evaluating.rows_of(sets))
+        rows = table_of(evaluating.rows_of(sets))
         if out is not None:
             with writing(out):
                 out.mkdir(parents=True, exist_ok=True)
@@ -209,7 +193,7 @@ class EvaluateCommand(Checked):
         return found
 
 
-evaluate = function(EvaluateCommand)
+evaluate = arguments.function(EvaluateCommand)
 
 
 @command(

@@ -7,23 +7,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from warpfold import arguments
-from warpfold.arguments import (
-    Checked,
-    Cluster,
-    PathLike,
-    Paths,
-    Shard,
-    Workers,
-    argument,
-    decides,
-    function,
-    reads,
-    runs,
-    writes,
-)
+from warpfold.arguments import Checked, Cluster, PathLike, Paths, Shard, Workers, argument, decides, reads, runs, writes
 from warpfold.bulk import JobPart
 from warpfold.cli.common import Answer, command, plans_said, warn
-from warpfold.errors import UserError
+from warpfold.errors import UserError, listed
 from warpfold.prediction.fold_options import MsaServer
 from warpfold.progress import Progress, progress_bar
 
@@ -126,7 +113,7 @@ class SearchCommand(Checked):
         )  # fmt: skip
 
 
-search = function(SearchCommand)
+search = arguments.function(SearchCommand)
 
 
 @command(
@@ -146,8 +133,7 @@ def search_in_shell(given: dict[str, Any]) -> Answer:
     lines.append(f"{given['out']}: {len(report['proteins'])} proteins, {report['seconds']:.0f} s")
     found_in = [(one["name"], one["databases"].values()) for one in report["proteins"]]
     if alone := [name for name, each in found_in if not any(e["hits"] for e in each if e["file"].endswith(".a3m"))]:
-        some = ", ".join(alone[:5]) + (" ..." if len(alone) > 5 else "")
-        warn(f"warning: no hit in any database, an alignment of one row: {some}")
+        warn(f"warning: no hit in any database, an alignment of one row: {listed(alone)}")
     for failure in report["failures"]:
         where = f" in {failure['database']}" if "database" in failure else ""
         warn(f"failed {failure['name']}{where}: {failure['error']}")

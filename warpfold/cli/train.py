@@ -16,24 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Union
 
 import typer
 
-from warpfold.arguments import (
-    Changes,
-    Checked,
-    Device,
-    Memory,
-    PathLike,
-    Strict,
-    argument,
-    changes_of,
-    decides,
-    function,
-    is_list,
-    path,
-    path_or_none,
-    reads,
-    runs,
-    writes,
-)
+from warpfold import arguments
+from warpfold.arguments import Checked, Device, Memory, PathLike, Strict, argument, decides, reads, runs, writes
 from warpfold.cli.common import (
     Answer,
     AsJson,
@@ -48,7 +32,7 @@ from warpfold.cli.common import (
     this_process,
     warn,
 )
-from warpfold.errors import UserError
+from warpfold.errors import UserError, listed
 
 if TYPE_CHECKING:
     from warpfold.data.load.order import Source
@@ -81,7 +65,8 @@ class TrainCommand(Checked):
     ] = None
     replay: Annotated[PathLike | None, reads("order.txt of a run of the same data and seed, to follow.")] = None
     set: Annotated[
-        Changes | None, decides("Settings that override those of the file, KEY=VALUE.", shell=list[str] | None)
+        arguments.Changes | None,
+        decides("Settings that override those of the file, KEY=VALUE.", shell=list[str] | None),
     ] = None
     device: Device = None
     memory: Memory = None
@@ -114,16 +99,18 @@ class TrainCommand(Checked):
         from warpfold.training.planning import graphs_in_words, plan_training
 
         team = team_of(self.team)
-        changes = [*changes_of("set", self.set), *(['plan.kernels="strict"'] if self.strict else [])]
+        changes = [*arguments.changes_of("set", self.set), *(['plan.kernels="strict"'] if self.strict else [])]
         given = load_settings(self.settings, changes)
-        where, out, init = device.device_of(self.device), Path(self.out), path_or_none("init", self.init)
+        where, out, init = device.device_of(self.device), Path(self.out), arguments.path_or_none("init", self.init)
         memory = None if self.memory is None else parse_memory(self.memory)
         told = as_watchers(self.watch)
         stores = sources_of(self.data, given.config().model.multimer is not None, out)
         joined = None if self.cluster is None else read_cluster(Path(self.cluster))
         labels = None
         if self.labels is not None:
-            given, labels = learn_labels(read_labels(path("labels", self.labels)), given, entries_of(stores, given))
+            given, labels = learn_labels(
+                read_labels(arguments.path("labels", self.labels)), given, entries_of(stores, given)
+            )
         first = given.config()
         if init is not None or first.train.moments:  # before minutes of planning, by one process: files may be large
             wrong = ""
@@ -150,7 +137,7 @@ class TrainCommand(Checked):
             log.info("graphs: %s", graphs)
         for caveat in device.caveats(config.plan.precision, where) if team.is_rank_zero else ():
             log.warning("%s", caveat)
-        replay = path_or_none("replay", self.replay)
+        replay = arguments.path_or_none("replay", self.replay)
         typed = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""
         more: dict[str, Any] = {"device": where, "watch": told, "team": team, "command": typed}
         return training.train(config, stores, out, init=init, replay=replay, labels=labels, **more)
@@ -169,7 +156,7 @@ def sources_of(
     from warpfold.data.store.store import Store
     from warpfold.training.examples import noted_versions
 
-    several: Sequence[Any] = data if is_list(data) else [data]  # type: ignore[assignment]
+    several: Sequence[Any] = data if arguments.is_list(data) else [data]  # type: ignore[assignment]
     if not several:
         raise UserError("data: is empty; name a store that `warpfold pack` made")
     found = []
@@ -180,7 +167,7 @@ def sources_of(
             continue
         weight = "1"
         if not isinstance(one, Store):
-            folder, equals, weight = str(path("data", one)).rpartition("=")
+            folder, equals, weight = str(arguments.path("data", one)).rpartition("=")
             if not equals or Path(one).exists():
                 folder, weight = str(one), "1"
         try:
@@ -203,7 +190,7 @@ def entries_of(sources: "Sequence[Source]", given: "GivenSettings") -> set[str]:
     return own.union(*(source.keys for source in sources))
 
 
-train = function(TrainCommand)
+train = arguments.function(TrainCommand)
 
 
 @command(
@@ -238,8 +225,7 @@ def train_in_shell(
         found = train(settings, device=where, watch=watcher, team=team, **given)
     if team.is_rank_zero:
         if found.quarantined:
-            names = ", ".join(found.quarantined[:3]) + (" ..." if len(found.quarantined) > 3 else "")
-            reasons = given["out"] / "quarantine.jsonl"
+            names, reasons = listed(found.quarantined, 3), given["out"] / "quarantine.jsonl"
             warn(f"entries that could not be used: {len(found.quarantined)} ({names}); {reasons} has the reasons")
         say_refused(found.refused)
         for reason, count in found.unrecorded.items():
@@ -260,8 +246,7 @@ class ValidateCommand(Checked):
 
     run: Annotated[PathLike, argument("Folder of `warpfold train`, its --out.")]
     data: Annotated[
-        StoreLike | Sequence[StoreLike],
-        reads("The stores that it trains on: STORE or STORE=WEIGHT.", shell=list[str]),
+        StoreLike | Sequence[StoreLike], reads("The stores that it trains on: STORE or STORE=WEIGHT.", shell=list[str])
     ]
     _: KW_ONLY
     follow: Annotated[bool, runs("Wait for further checkpoints, until that of the last step.")] = False
@@ -282,7 +267,7 @@ class ValidateCommand(Checked):
         return validating.validate(folder, stores, follow=self.follow, device=device_of(self.device), watch=self.watch)
 
 
-validate = function(ValidateCommand)
+validate = arguments.function(ValidateCommand)
 
 
 @command(ValidateCommand, example="Example:  warpfold validate run --data store --follow")

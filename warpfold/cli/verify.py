@@ -65,9 +65,9 @@ class VerifyCommand(PredictOptions):
         import torch
 
         from warpfold.cost import machine
-        from warpfold.files import refuse_foreign, update_file, write_atomically
+        from warpfold.files import as_csv, refuse_foreign, update_file, write_atomically
         from warpfold.scoring.manifest import fetch_structures, read_manifest, read_truths
-        from warpfold.scoring.verify import alignments_of, as_csv, report, score_targets
+        from warpfold.scoring.verify import alignments_of, report, score_targets
 
         if isinstance(self.selection, Selection):
             raise UserError(f"--keep {self.keep}: every structure is scored; give a number, or leave it out")
@@ -110,7 +110,8 @@ class VerifyCommand(PredictOptions):
         summary["device"] = machine.name(torch.device(summary["device"]))
         found = report(manifest, summary, *score_targets(out / PREDICTIONS, summary, truths, alignments, tell))
         write_atomically(out / REPORT, json.dumps(found, indent=2, allow_nan=False) + "\n")
-        write_atomically(out / TABLE, as_csv(found["targets"]))
+        rows = found["targets"]
+        write_atomically(out / TABLE, as_csv([*rows[0]] if rows else [], rows))
         return found
 
 

@@ -46,7 +46,6 @@ class Examined:
 
     @property
     def wrong(self) -> list[ClusterFinding]:
-        """What is wrong."""
         return [one for one in self.findings if one.outcome == "wrong"]
 
     def as_json(self) -> dict[str, Any]:

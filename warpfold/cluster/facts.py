@@ -22,22 +22,10 @@ from warpfold.cost.machine import name, version
 from warpfold.ops.triton.launch import table_for
 from warpfold.parallel.team import ProcessInfo
 
-FAMILIES = (
-    "CUDA_",
-    "NVIDIA_",
-    "NCCL_",
-    "GLOO_",
-    "OMP_",
-    "GOMP_",
-    "MKL_",
-    "KMP_",
-    "TORCH_",
-    "TORCHDYNAMO_",
-    "PYTORCH_",
-    "TRITON_",
-    "UCX_",
-    "MALLOC_CHECK_",
-)  # fmt: skip; of the variables that are read
+FAMILIES = (  # of the variables that are read
+    "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "OMP_", "GOMP_", "MKL_", "KMP_", "TORCH_", "TORCHDYNAMO_", "PYTORCH_",
+    "TRITON_", "UCX_", "MALLOC_CHECK_",
+)  # fmt: skip
 IPC_LOCK = 14  # the bit of this capability: capabilities(7)
 NO_GID = {"", "0000:0000:0000:0000:0000:0000:0000:0000", "fe80:0000:0000:0000:0000:0000:0000:0000"}
 ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")

@@ -19,6 +19,7 @@ from torch import Tensor
 from warpfold.cluster.facts import text_of
 from warpfold.cluster.findings import NOTE, Facts
 from warpfold.cost.links import Cluster, Kind, Link, Placement, collective_seconds
+from warpfold.cost.rates import finish
 from warpfold.ops.torch_internals import all_gather_flat, reduce_scatter_flat
 from warpfold.parallel.team import Team
 from warpfold.parallel.waits import waiting
@@ -169,12 +170,10 @@ class MeasuredLinks:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
         return sum(map(len, self.nodes))
 
     @property
     def node_of(self) -> list[int]:
-        """The node of each rank."""
         return [number for number, node in enumerate(self.nodes) for _ in node]
 
     def of_kind(self, where: Where) -> list[PairLink]:
@@ -288,11 +287,7 @@ def measure_links(
 
 
 def measure_rounds(
-    nodes: Nodes,
-    schedule: Sequence[Sequence[Pair]],
-    team: Team,
-    device: torch.device,
-    clock: Clock = time.perf_counter,
+    nodes: Nodes, schedule: Sequence[Sequence[Pair]], team: Team, device: torch.device, clock: Clock = time.perf_counter
 ) -> MeasuredLinks:
     """Measure the pairs of a schedule's rounds, then what is left to each rank and node when all send at once.
 
@@ -349,7 +344,7 @@ def _together(x: Tensor, *operations: tuple[Callable[..., object], Tensor, int])
     """Send and receive at once, and wait for the end; each: `dist.isend` or `irecv`, a tensor, the other rank."""
     for work in dist.batch_isend_irecv([dist.P2POp(*one) for one in operations]):
         work.wait()
-    _finish(x.device)
+    finish(x.device)
 
 
 def _send(x: Tensor, other: int) -> None:
@@ -358,11 +353,6 @@ def _send(x: Tensor, other: int) -> None:
 
 def _receive(x: Tensor, other: int) -> None:
     _together(x, (dist.irecv, x, other))
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _lead(rank: int, other: int, device: torch.device, clock: Clock) -> PairLink:
@@ -500,10 +490,10 @@ def _collective(kind: Kind, numbers: int, repeats: int, team: Team, device: torc
     for _ in range(repeats + 1):
         with waiting(f"the {kind} that is timed"):
             dist.all_reduce(together, group=group.handle)
-            _finish(device)
+            finish(device)
             begin = clock()
             calls[kind]()
-            _finish(device)
+            finish(device)
             spent.append(clock() - begin)
     every = team.all_gather_object(spent[1:], f"the time of {kind}")  # the first connects them
     return min(map(max, zip(*every)))

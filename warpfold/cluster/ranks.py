@@ -17,6 +17,7 @@ import torch
 
 from warpfold.cluster.facts import text_of
 from warpfold.cluster.findings import NOTE, WRONG, ClusterFinding, Facts, Fault, Fine, graded, judge, of_usual
+from warpfold.cost.rates import finish
 
 Clock = Callable[[], float]
 
@@ -91,19 +92,14 @@ def sustained(
     run: Callable[[], object], device: torch.device, seconds: float, clock: Clock
 ) -> tuple[float, list[float]]:
     """Call a function for so many seconds; return its calls per second, over all of them and in each `WINDOW`."""
-
-    def finish() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
     run()
-    finish()
+    finish(device)
     windows, first = [], clock()
     begin, calls, in_all, at_once = first, 0, 0, 1
     while True:
         for _ in range(at_once):
             run()
-        finish()
+        finish(device)
         now, calls, in_all = clock(), calls + at_once, in_all + at_once
         if now - begin >= WINDOW:
             windows.append(calls / (now - begin))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from warpfold import settings
 from warpfold.batch import FEATURES, Batch
-from warpfold.check.sizes import DataSizes
+from warpfold.check.sizes import UNCROPPED, DataSizes
 from warpfold.data.load.loader import Sample
 from warpfold.engine.gradient import Through
 from warpfold.engine.learn import DeviceResult, Learner
@@ -32,7 +32,6 @@ from warpfold.parallel.team import Team
 
 SECTIONS = ("model", "loss", "data", "optim", "plan", "train", "finetune")  # of a settings file
 T = TypeVar("T")
-UNCROPPED = 256  # residues, where the settings crop nothing
 STEP = 3.8  # angstrom between neighbouring residues
 ROWS = 2  # alignment rows of a complex beyond those that are used
 
@@ -57,10 +56,7 @@ def sizes_of(values: Mapping[str, Any], source: str) -> ExampleSizes:
     data = {key: value for key, value in values.get("data", {}).items() if key in DataSizes.__dataclass_fields__}
     found = settings.build(DataSizes, data, source)
     return ExampleSizes(
-        residues=found.crop or UNCROPPED,
-        sequences=found.max_msa,
-        extra=found.max_extra,
-        templates=found.max_templates,
+        residues=found.crop or UNCROPPED, sequences=found.max_msa, extra=found.max_extra, templates=found.max_templates
     )
 
 

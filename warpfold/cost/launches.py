@@ -46,15 +46,10 @@ class LaunchCount:
         return f"{self.total}: {self.triton.total()} of Triton, {self.torch.total()} of torch"
 
 
-def launches(func: Any, given: Any, out: Any, on_cpu: bool = False) -> bool:
-    """Return whether one of torch's operations launches a kernel: neither a view of what it was given nor memory.
-
-    on_cpu: on a CPU it would, as everything is there.
-    """
+def launches(func: Any, given: Any, out: Any) -> bool:
+    """Return whether one of torch's operations launches a kernel: neither a view of what it was given nor memory."""
     made = given if out is None else out  # what changes lists of tensors returns nothing
-    results = [
-        t for t in tree_leaves(made) if isinstance(t, Tensor) and (on_cpu or not t.is_cpu)
-    ]  # numbers of the host: nothing
+    results = [t for t in tree_leaves(made) if isinstance(t, Tensor) and not t.is_cpu]  # numbers of the host: nothing
     if func._opname in ALLOCATE or not results:
         return False
     if func._schema.is_mutable:

@@ -18,23 +18,13 @@ from warpfold.arguments import whole
 from warpfold.cost.links import LINKS, Cluster, network
 from warpfold.cost.measured_rates import measured
 from warpfold.cost.memory import Device, kind_of
-from warpfold.cost.rates import SHEETS, Rates, of_gpu
+from warpfold.cost.rates import SHEETS, Rates, of_gpu, sheet_of
 from warpfold.device import device_meant, sysctl
 from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory
 from warpfold.ops.triton.launch import table_for
 
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-# Of the makers' data sheets, as in cost/rates.py: bytes of a device; an A100 and an L4 or A10 also come with less.
-SOLD_WITH = {
-    "A100": 80 * 10**9,
-    "H100": 80 * 10**9,
-    "H200": 141 * 10**9,
-    "B200": 180 * 10**9,
-    "RTX 4090": 24 * 10**9,
-    "A10": 24 * 10**9,
-    "L4": 24 * 10**9,
-}
 NODE, BETWEEN = 8, "ib400"  # devices of a node and its link to others, where nothing else is said: as of a DGX H100
 HOST_SHARE = 0.8  # of the host's free memory that a run may fill with what it takes off the device
 
@@ -65,9 +55,7 @@ class Machine:
         """
         if self.here and self.name and self.kind != "mps":
             return measured(self.kind, dtype, tell=tell)
-        if any(name.lower() in self.name.lower() for name in SHEETS):
-            return of_gpu(self.name)
-        return None
+        return of_gpu(self.name) if sheet_of(self.name) else None
 
     def __str__(self) -> str:
         """ "4 x H100, 80.0 GB each (data sheet)"."""
@@ -111,16 +99,15 @@ def planned_machine(device: str | None, memory: int | None, devices: int) -> Mac
         if memory is None:
             raise UserError(f"--device {device}: this machine has none; say what it has: --memory 24GB")
         return Machine(kind=kind_of(device), free=memory, devices=devices)
-    if of_sheet(device) is None:
+    if not (sheet := sheet_of(device)):
         if meant := device_meant(device):
             raise UserError(f"--device {device}: not known; give {meant}")
         raise UserError(
             f"--device {device}: not known; give cpu, cuda or one of {', '.join(SHEETS)}; for another GPU, "
             "--device cuda --memory 24GB"
         )
-    sheet = of_gpu(device).name
     how = "data sheet" if memory is None else "given"
-    return Machine(kind="cuda", free=memory or SOLD_WITH[sheet], devices=devices, name=sheet, how=how)
+    return Machine(kind="cuda", free=memory or int(SHEETS[sheet].memory), devices=devices, name=sheet, how=how)
 
 
 def planned_cluster(machine: Machine, per_node: int | None = None, link: str | None = None) -> Cluster:
@@ -129,7 +116,7 @@ def planned_cluster(machine: Machine, per_node: int | None = None, link: str | N
     link: between nodes, as of `network`.  Errors: UserError for a link that is not known.
     """
     within = LINKS["gloo" if machine.kind == "cpu" else "NVLink 4"]
-    if of_sheet(machine.name):
+    if sheet_of(machine.name):
         within = of_gpu(machine.name).link
     each = min(per_node or NODE, machine.devices)
     between = network(link or BETWEEN, each)
@@ -138,7 +125,7 @@ def planned_cluster(machine: Machine, per_node: int | None = None, link: str | N
 
 def of_sheet(device: str) -> str | None:
     """Return a device's name if its data sheet is known, else None."""
-    return device if any(known.lower() in device.lower() for known in SHEETS) else None
+    return device if sheet_of(device) else None
 
 
 def parse_memory(text: str | int) -> int:

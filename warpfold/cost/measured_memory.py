@@ -4,26 +4,17 @@ To hold `estimate_memory` against.
 """
 
 import gc
-import json
-import tempfile
+import os
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from warpfold import settings
+from warpfold.cost import memory
 from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
-from warpfold.cost.memory import (
-    MARGIN,
-    TRUTH,
-    estimate_memory,
-    gradient_of_example,
-    kind_of,
-    predict_example,
-    train_on_example,
-)
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
 from warpfold.model.alphafold import AlphaFold, ModelConfig
@@ -36,7 +27,7 @@ def work(job: Job, plan: Plan, device: torch.device | str = "cpu") -> None:
     ensemble = job.model.ensemble
     batch = random_example(job.model, job.sizes, device, (job.recycles + 1) * ensemble)
     if not job.learns:
-        batch = {name: x for name, x in batch.items() if name not in TRUTH}
+        batch = {name: x for name, x in batch.items() if name not in memory.TRUTH}
     torch.manual_seed(0)
     model = AlphaFold(job.model).to(device).train(job.learns)
     Execution(plan).bind(model)
@@ -44,15 +35,15 @@ def work(job: Job, plan: Plan, device: torch.device | str = "cpu") -> None:
     if job.loss is None:
         packed = PackedWeights(model.requires_grad_(job.gradient is None), DTYPES[plan.precision])
         if job.gradient is not None:
-            gradient_of_example(model, batch, job.recycles, job.gradient)
+            memory.gradient_of_example(model, batch, job.recycles, job.gradient)
         else:
             with torch.no_grad():
-                predict_example(model, batch, job.recycles)
+                memory.predict_example(model, batch, job.recycles)
         del packed
         return
     scaling = plan.precision == "fp16"
     optimizer = Optimizer(model, job.optim or OptimConfig(), dtype=DTYPES[plan.precision], scaling=scaling)
-    train_on_example(model, batch, job.recycles, job.loss)
+    memory.train_on_example(model, batch, job.recycles, job.loss)
     optimizer.collect()
     optimizer.step(0)
 
@@ -73,13 +64,29 @@ def most_allocated(run: Callable[[], object], device: torch.device | str = "cpu"
         torch.cuda.reset_peak_memory_stats(device)
         run()
         return torch.cuda.max_memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=False) as found:
+    with without_stderr(), torch.autograd.profiler.profile(profile_memory=True) as profile:
         run()
+    results = profile.kineto_results
     now = most = 0
-    for _, size in sorted(_changes(found)):
-        now += size
-        most = max(most, now)
+    for event in sorted(results.events() if results else (), key=lambda e: e.start_ns()):
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+            now += event.nbytes()
+            most = max(most, now)
     return most
+
+
+@contextmanager
+def without_stderr() -> Iterator[None]:
+    """Suppress the lines that torch 2.13's profiler writes to file descriptor 2: what it does, and what it missed."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 @dataclass(frozen=True)
@@ -92,28 +99,17 @@ class MemoryCheck:
 
     def says(self) -> str:
         """ "memory: estimated 15.7 MB, measured 15.6 MB; a plan leaves 5 % and 268 MB more free"."""
-        share, fixed = MARGIN[kind_of(self.device)]
+        share, fixed = memory.MARGIN[memory.kind_of(self.device)]
         return (
             f"memory: estimated {self.estimated / 1e6:.1f} MB, measured {self.measured / 1e6:.1f} MB; "
             f"a plan leaves {share:.0%} and {fixed / 1e6:.0f} MB more free"
         )
 
 
-def check_memory(device: torch.device, plan: Plan | None = None) -> MemoryCheck:
+def check_memory(device: torch.device) -> MemoryCheck:
     """Fold a small random example with the tiny preset on a device, and compare what it takes with the estimate."""
-    given = plan or Plan()
     model = settings.build(ModelConfig, settings.load("tiny").get("model", {}), "tiny")
     sizes = ExampleSizes(residues=64, sequences=16, extra=32, templates=0)
     job = Job(model=shortened(model, 2), sizes=sizes, recycles=1)
-    return MemoryCheck(device.type, estimate_memory(job, given, device.type).peak, measured_memory(job, given, device))
-
-
-def _changes(found: profile) -> Iterator[tuple[float, int]]:
-    """Yield when the CPU's allocator gave bytes, or took them back (negative), as the profiler's trace has it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        found.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    for event in events:
-        if event.get("name") == "[memory]" and event["args"]["Device Type"] == 0:  # a CPU
-            yield event["ts"], event["args"]["Bytes"]
+    estimated = memory.estimate_memory(job, Plan(), device.type).peak
+    return MemoryCheck(device.type, estimated, measured_memory(job, Plan(), device))

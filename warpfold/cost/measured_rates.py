@@ -22,7 +22,7 @@ from warpfold.check.sizes import DataSizes, of_settings
 from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
 from warpfold.cost.links import LINKS
 from warpfold.cost.memory import predict_example
-from warpfold.cost.rates import HOST, NEAR, TORCH, PassName, Rate, RateKey, Rates
+from warpfold.cost.rates import HOST, NEAR, TORCH, PassName, Rate, RateKey, Rates, finish
 from warpfold.cost.record import IN_PARTS, Operation, record
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.model.losses import LossConfig, total_loss
@@ -264,15 +264,12 @@ class _Timer:
     def _once(self, run: Callable[[], object]) -> tuple[float, float]:
         """Run it; return the seconds that this took, and those in which the device was busy with it."""
         self.others.add_(1)
-        cuda = self.device.type == "cuda"
-        if cuda:
-            torch.cuda.synchronize(self.device)
+        finish(self.device)
         start, busy = self.clock(), self.busy()
         run()
-        if cuda:
-            torch.cuda.synchronize(self.device)
+        finish(self.device)
         busy, taken = self.busy() - busy, self.clock() - start
-        return taken, taken if cuda else busy
+        return taken, taken if self.device.type == "cuda" else busy
 
     @cached_property
     def others(self) -> torch.Tensor:

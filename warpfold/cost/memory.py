@@ -8,7 +8,6 @@ backward pass, each of those that are left out keeps, too.
 """
 
 import math
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from warpfold.batch import FEATURES, Batch, stack
 from warpfold.cost.example import Job, left_out
 from warpfold.cost.fake import META, Memory, MemoryPiece, fake_batch, fake_mesh, uncollected
+from warpfold.cost.observe import MODEL, MadeAt
 from warpfold.engine.gradient import Seen, Through, gradient_by_shares, loss_of_every_output
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.engine.packed import PackedWeights
@@ -35,7 +35,7 @@ from warpfold.model.soft import CLASSES, QueryPlace
 from warpfold.model.structure import StructureOutput
 from warpfold.ops import dispatch
 from warpfold.ops.dispatch import Op
-from warpfold.ops.torch_internals import current_node, in_backward, next_node_number, node_number
+from warpfold.ops.torch_internals import in_backward
 from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh
@@ -50,7 +50,6 @@ WHOSE = {
     "extra": "extra",
     "structure": "structure",
 }
-MODEL = "model"
 
 
 class RunPlace(NamedTuple):
@@ -89,8 +88,7 @@ class Watch:
         self.backward_from: int | None = None
         self._stack: list[RunPlace] = []
         self._block: tuple[str, int] | None = None
-        self._numbers: list[int] = []  # of autograd's nodes: from which on they were made at
-        self._places: list[RunPlace] = []
+        self._made_at = MadeAt[RunPlace]()
         for name, module in model.named_modules():
             if isinstance(module, BlockStack):
                 self._watch_stack(name, module)
@@ -135,11 +133,9 @@ class Watch:
         return found
 
     def _of_node(self) -> RunPlace:
-        node = current_node()
-        index = -1 if node is None else bisect_right(self._numbers, node_number(node)) - 1
-        if index < 0 or index >= len(self._places):
+        found = self._made_at.of_current()
+        if found is None:
             return RunPlace("backward", "gradients", backward=True)
-        found = self._places[index]
         return RunPlace(f"{found.name} backward", "gradients", found.block, True)
 
     def _note(self, place: RunPlace) -> None:
@@ -150,11 +146,9 @@ class Watch:
 
     def _entered(self, place: RunPlace) -> None:
         """Note that the run has come to a place, or back to it."""
-        backward = in_backward()
-        self._note(place._replace(name=f"{place.name} again") if backward else place)
-        if not backward and torch.is_grad_enabled():
-            self._numbers.append(next_node_number())
-            self._places.append(place)
+        self._note(place._replace(name=f"{place.name} again") if in_backward() else place)
+        if torch.is_grad_enabled():
+            self._made_at.now(place)
 
     def _push(self, place: RunPlace) -> None:
         self._stack.append(place)
@@ -169,8 +163,8 @@ class Watch:
 
         def leave(_module: nn.Module, _args: Any, out: Any) -> None:
             self._pop()
-            if label:
-                self._relabel(out, label)
+            if label and isinstance(out, Tensor) and self.memory and (piece := self.memory.piece_of(out)) is not None:
+                piece.place = piece.place._replace(owner=label)
 
         module.register_forward_pre_hook(lambda *_: self._push(place))
         module.register_forward_hook(leave)
@@ -224,10 +218,6 @@ class Watch:
             assert self.memory is not None
             self._block = place.block
             self.begun[place.block] = self.memory.moment
-
-    def _relabel(self, out: Any, owner: str) -> None:
-        if isinstance(out, Tensor) and self.memory is not None and (piece := self.memory.piece_of(out)) is not None:
-            piece.place = piece.place._replace(owner=owner)
 
 
 Device = Literal["cpu", "cuda", "mps"]

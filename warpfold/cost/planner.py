@@ -78,12 +78,10 @@ class Choice:
 
     @property
     def plan(self) -> Plan:
-        """The plan that was chosen."""
         return self.chosen.plan
 
     @property
     def memory(self) -> MemoryEstimate:
-        """What it needs."""
         assert self.chosen.memory is not None
         return self.chosen.memory
 

@@ -19,8 +19,6 @@ from warpfold.errors import UserError
 Pass = Literal["forward", "backward"]
 
 EXPS_PER_CLOCK = 16  # by a multiprocessor's special function units, on NVIDIA GPUs from Volta to Blackwell
-# Boost clock in GHz where torch does not know it, by part of the GPU's name (the vendor's data sheets).
-CLOCKS = {"A100": 1.41, "H100": 1.98, "H200": 1.98, "GH200": 1.98, "B200": 1.965}
 
 
 @dataclass(frozen=True)
@@ -67,25 +65,29 @@ def ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
 def _gpu_exps(device: torch.device) -> tuple[float | None, str]:
     found = torch.cuda.get_device_properties(device)
     told = getattr(found, "clock_rate", None)  # kHz; only newer torch has it
-    clock = told / 1e6 if told else next((c for name, c in CLOCKS.items() if name in found.name), None)
-    if clock is None or torch.version.hip is not None:
+    sheet = sheet_of(found.name)
+    if torch.version.hip is not None or not (told or sheet):
         return None, "the rate of exponentials is not known, so they count as free"
+    clock, source = (1e3 * told, "as torch says") if told else (SHEETS[sheet].clock, "by the data sheet")
     units = found.multi_processor_count
-    source = "as torch says" if told else "by the data sheet"
-    rate = units * EXPS_PER_CLOCK * clock * 1e9
-    return rate, f"exp modelled: {units} x {EXPS_PER_CLOCK} per clock at {clock:.2f} GHz, {source}"
+    how = f"exp modelled: {units} x {EXPS_PER_CLOCK} per clock at {clock / 1e9:.2f} GHz, {source}"
+    return units * EXPS_PER_CLOCK * clock, how
+
+
+def finish(device: torch.device) -> None:
+    """Wait until a GPU has done all that it was asked for; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 8) -> float:
     """Return the shortest time after two warm-up runs: a ceiling is what the device does when nothing disturbs it."""
     taken = []
     for _ in range(repeats + 2):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        finish(device)
         start = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        finish(device)
         taken.append(time.perf_counter() - start)
     return min(taken[2:])
 
@@ -181,12 +183,12 @@ class Rates:
 
 
 class Sheet(NamedTuple):
-    """What a maker states: dense products per second by dtype, memory, multiprocessors, clock, links."""
+    """What a maker states: dense products per second by dtype, memory, multiprocessors, boost clock, links."""
 
     fp32: float
-    tf32: float
     half: float  # bf16 and fp16, summed in fp32
-    bytes: float
+    memory: float  # bytes; an A100 and an L4 or A10 also come with less
+    bytes: float  # of it, per second
     units: int
     clock: float
     link: str
@@ -199,16 +201,15 @@ class Sheet(NamedTuple):
 
 
 # Of the makers' data sheets and architecture papers: NVIDIA A100 (SXM 80 GB), H100 (SXM), H200 (SXM), B200 (HGX, half
-# of a GB200's two), GeForce RTX 4090 (Ada architecture, appendix A), A10, L4.  TFLOP/s without sparsity; the
-# exponentials' clock is the boost clock.
+# of a GB200's two), GeForce RTX 4090 (Ada architecture, appendix A), A10, L4.  TFLOP/s without sparsity.
 SHEETS = {
-    "A100": Sheet(19.5e12, 156e12, 312e12, 2.04e12, 108, 1.41e9, "NVLink 3", 25e9),
-    "H100": Sheet(67e12, 494e12, 989e12, 3.35e12, 132, 1.98e9, "NVLink 4", 50e9),
-    "H200": Sheet(67e12, 494e12, 989e12, 4.8e12, 132, 1.98e9, "NVLink 4", 50e9),
-    "B200": Sheet(75e12, 1.1e15, 2.25e15, 8e12, 148, 1.965e9, "NVLink 4", 50e9),
-    "RTX 4090": Sheet(82.6e12, 82.6e12, 165e12, 1.01e12, 128, 2.52e9, "PCIe 4", 25e9),
-    "A10": Sheet(31.2e12, 62.5e12, 125e12, 0.6e12, 72, 1.695e9, "PCIe 4", 25e9),
-    "L4": Sheet(30.3e12, 60e12, 121e12, 0.3e12, 58, 2.04e9, "PCIe 4", 25e9),
+    "A100": Sheet(19.5e12, 312e12, 80e9, 2.04e12, 108, 1.41e9, "NVLink 3", 25e9),
+    "H100": Sheet(67e12, 989e12, 80e9, 3.35e12, 132, 1.98e9, "NVLink 4", 50e9),
+    "H200": Sheet(67e12, 989e12, 141e9, 4.8e12, 132, 1.98e9, "NVLink 4", 50e9),
+    "B200": Sheet(75e12, 2.25e15, 180e9, 8e12, 148, 1.965e9, "NVLink 4", 50e9),
+    "RTX 4090": Sheet(82.6e12, 165e12, 24e9, 1.01e12, 128, 2.52e9, "PCIe 4", 25e9),
+    "A10": Sheet(31.2e12, 125e12, 24e9, 0.6e12, 72, 1.695e9, "PCIe 4", 25e9),
+    "L4": Sheet(30.3e12, 121e12, 24e9, 0.3e12, 58, 2.04e9, "PCIe 4", 25e9),
 }
 KERNEL = 2e-6  # seconds that a kernel takes however little it does: until all its programs run, and until they end
 LAUNCH = 8e-6  # seconds until one more operation of torch's has begun, from Python
@@ -217,13 +218,18 @@ LAUNCH = 8e-6  # seconds until one more operation of torch's has begun, from Pyt
 OURS, OURS_WITHOUT_GRADIENT = 250e-6, 180e-6
 
 
+def sheet_of(name: str) -> str:
+    """Return which of `SHEETS` a GPU's is, by its name, "A100" or "NVIDIA H100 80GB HBM3"; "" where none is known."""
+    return next((key for key in sorted(SHEETS, key=len, reverse=True) if key.lower() in name.lower()), "")
+
+
 def of_gpu(name: str) -> Rates:
-    """Return the rates of a GPU by its name, "A100" or "NVIDIA H100 80GB HBM3", modelled from the data sheet.
+    """Return the rates of a GPU by its name, as of `sheet_of`, modelled from the data sheet.
 
     Errors: UserError for one that is not known.
     """
-    found = next((key for key in sorted(SHEETS, key=len, reverse=True) if key.lower() in name.lower()), None)
-    if found is None:
+    found = sheet_of(name)
+    if not found:
         raise UserError(f"{name}: how fast this GPU is, is not known; known are {', '.join(SHEETS)}")
     sheet = SHEETS[found]
     products = {torch.float32: sheet.fp32, torch.bfloat16: sheet.half, torch.float16: sheet.half}

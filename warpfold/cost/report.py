@@ -111,7 +111,7 @@ def job_report(
         return about | {"refused": str(error), "plans": plans}
     except ValueError as error:
         raise UserError(f"{name}: {error}") from error
-    found = sorted(choice.considered, key=lambda one: bool(one.reason)) if job.training else list(choice.considered)
+    found = list(choice.considered)
     if job.training:
         found.sort(key=lambda one: (bool(one.reason), one.time.total if one.time else 0.0))
     shown = found[:SHOWN] if choice.chosen in found[:SHOWN] else [choice.chosen, *found[: SHOWN - 1]]

@@ -5,7 +5,7 @@
 another function than theirs, settings/design/hallucination.toml says so.  Lengths are in angstrom.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -199,8 +199,7 @@ class _Terms:
 
     def radius_of_gyration(self) -> Tensor:
         found = []
-        for residues in self._designed_chains():
-            ca = self.ca[residues]
+        for ca in (self.ca[residues] for residues in self.chains if self.seen.designed[residues[0]]):
             radius = ((ca - ca.mean(0)).square().sum(-1).mean() + TINY).sqrt()
             found.append(F.elu(radius - 2.38 * len(ca) ** 0.365))
         return torch.stack(found).mean()
@@ -276,9 +275,6 @@ class _Terms:
         best = losses.masked_fill(~pairs, torch.inf)[rows].topk(min(number, losses.shape[-1]), largest=False).values
         there = best.isfinite()
         return (torch.where(there, best, 0).sum(-1) / there.sum(-1)).mean()
-
-    def _designed_chains(self) -> Iterator[Tensor]:
-        return (residues for residues in self.chains if bool(self.seen.designed[residues[0]]))
 
 
 def soft_ipsae(errors: Tensor, shape: LossShape) -> Tensor:

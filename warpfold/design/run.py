@@ -9,8 +9,6 @@
 A step is a function of the state before it, so a run that was killed ends with the same files, bit for bit.
 """
 
-import csv
-import io
 import json
 import re
 from collections.abc import Mapping
@@ -26,7 +24,7 @@ from warpfold.design.page import design_page
 from warpfold.design.settings import DesignSettings, StepSettings, fixed_letters
 from warpfold.design.state import StartState, read_rows
 from warpfold.errors import UserError
-from warpfold.files import lock_file, refuse_foreign, remove_own, sha256, write_atomically, writing
+from warpfold.files import as_csv, lock_file, refuse_foreign, remove_own, sha256, write_atomically, writing
 from warpfold.geometry.residue import RESTYPES
 from warpfold.keyed import keyed_rng
 from warpfold.model.soft import AMINO_ACIDS, FREE, SoftChain, soft_chains
@@ -171,7 +169,8 @@ def _run_start(
         if step in shown:
             state.logos[step] = _shares(problem, state.logits, now)
         found = _gradient(predictor, problem, settings, state.logits, now, seed, name)
-        letters = _letters(problem, found)
+        spans, sequence = found.prediction.spans, found.prediction.sequence
+        letters = {key: sequence[spans[key.split(",")[0].strip()]] for key in problem.free}
         if now.hard == 1.0 and (state.best is None or found.loss < state.best):
             state.best, state.letters = found.loss, letters
         row: dict[str, Any] = {key: value for key, value in vars(now).items() if key != "weights"}
@@ -237,12 +236,6 @@ def _shares(problem: Problem, logits: Mapping[str, np.ndarray], now: StepSetting
     return np.concatenate([x.numpy()[:, :AMINO_ACIDS] for x in each]).astype(np.float32)
 
 
-def _letters(problem: Problem, found: Gradient) -> dict[str, str]:
-    """Return the hard sequence of each key of the logits."""
-    spans = found.prediction.spans
-    return {key: found.prediction.sequence[spans[key.split(",")[0].strip()]] for key in problem.free}
-
-
 def _finish(
     predictor: Predictor, problem: Problem, settings: DesignSettings, state: StartState, out: Path, name: str, seed: int
 ) -> None:
@@ -299,14 +292,9 @@ def _summarise(out: Path, about: Mapping[str, Any], starts: int, problem: Proble
     designs.sort(key=lambda one: (one["loss"], one["name"]))
     summary = {**about, "starts": starts, "designs": designs}
     write_atomically(out / FASTA, "".join(f">{one['name']}\n{one['sequence']}\n" for one in designs))
-    text = io.StringIO()
     names = ["name", "loss", "mean_plddt", "ptm", "iptm", *(f"loss.{term}" for term in designs[0]["terms"]), "sequence"]
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    for one in designs:
-        row = {name: one[name] for name in names if name in one}
-        writer.writerow(row | {f"loss.{term}": value for term, value in one["terms"].items()})
-    write_atomically(out / TABLE, text.getvalue())
+    rows = (one | {f"loss.{term}": value for term, value in one["terms"].items()} for one in designs)
+    write_atomically(out / TABLE, as_csv(names, rows))
     write_atomically(out / SUMMARY, json.dumps(summary, indent=1, allow_nan=False) + "\n")
     write_report(out / PAGE, design_page(out, summary, problem.free))
     return summary

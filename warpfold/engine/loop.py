@@ -58,7 +58,6 @@ class Log:
         self.step, self.steps = step, steps  # done, and of the whole run
         self.finished = False  # whether the watchers are to be told so at the end
         self.on_all = False  # whether others than rank 0 have watchers, so that all ranks need whole rows
-        self.phase_name: PhaseName = "starting"
 
     def __enter__(self) -> "Log":
         for watcher in self.watchers:
@@ -81,7 +80,6 @@ class Log:
 
     def phase(self, name: PhaseName, done: int = 0, total: int = 0, left: float | None = None) -> None:
         """Tell the watchers what the run does now.  left: seconds until it ends."""
-        self.phase_name = name
         found = Phase(name=name, step=self.step, steps=self.steps, done=done, total=total, left=left)
         for watcher in self.watchers:
             watcher.on_phase(found)

@@ -5,7 +5,7 @@ exchange of gradients and checkpoints see the trained parameters alone.
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import lru_cache
@@ -146,7 +146,8 @@ def _matching(patterns: Sequence[str], names: Sequence[str], setting: str, what:
                 ".".join(name.split(".")[:n]) for name in names for n in range(1, name.count(".") + 1)
             )
             near = difflib.get_close_matches(pattern, [*modules, *names], n=3, cutoff=0.5)
-            cure = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(_tops(names))}"
+            tops = dict.fromkeys(name.split(".")[0] for name in names)
+            cure = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(tops)}"
             raise UserError(f'{setting}: "{pattern}" is not the name of {what} of this model; {cure}')
         found |= some
     return [name for name in names if name in found]
@@ -156,10 +157,6 @@ def _within(name: str, pattern: str) -> bool:
     """Return whether a name begins with the parts of a pattern."""
     count = pattern.count(".") + 1
     return name.count(".") >= count and fnmatchcase(".".join(name.split(".")[:count]), pattern)
-
-
-def _tops(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(name.split(".")[0] for name in names))
 
 
 @lru_cache(maxsize=16)

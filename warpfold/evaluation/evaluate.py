@@ -94,7 +94,7 @@ class PredictionSet:
             "failures": [{"target": name, "error": error} for name, error in self.failures.items()],
             "without_truth": self.without_truth,
             "without_prediction": self.without_prediction,
-            "rows": [_without_sequences(one.row) for one in self.measured],
+            "rows": [{key: value for key, value in one.row.items() if key != "sequences"} for one in self.measured],
         }
 
 
@@ -111,11 +111,11 @@ def evaluate(
     part: JobPart | None = None,
     out: Path | None = None,
     progress: Progress,
-) -> list[PredictionSet] | dict[str, Any]:
-    """Score each folder's predictions; the first is compared with the others.
+) -> tuple[list[PredictionSet], dict[str, Any]]:
+    """Score each folder's predictions, the first of which is compared with the others; return them, and what is left.
 
-    workers, cluster: as for `bulk.pool`.  part: score only these, and keep them in the folder `out`; then, as long as
-    others have parts to score, what is returned is how far they are.
+    workers, cluster: as for `bulk.pool`.  part: score only these, and keep them in the folder `out`; as long as others
+    have parts to score, the second says how far they are, and the sets are without scores.
     Errors: UserError for folders that are not there or have nothing in common, and a suite of other files.
     """
     truths = Truths(truth)
@@ -143,7 +143,7 @@ def evaluate(
         found |= read_parts(out, run, jobs)  # others may have ended meanwhile
         if left := [place for place in range(len(jobs)) if place not in found]:
             outcomes = [(jobs[place].prediction.target, found[place].error) for place in own]
-            return {
+            return sets, {
                 "format": FORMAT,
                 "status": "running",
                 "part": str(part),
@@ -163,7 +163,7 @@ def evaluate(
             first = f"none of {len(failed)} targets could be scored: {failed[0]}"
             raise UserError(f"{one.predictions.folder}: {first}" if len(failed) > 1 else failed[0])
     _add_similarity(sets, train_sequences, workers)
-    return sets
+    return sets, {}
 
 
 def _assign(one: PredictionSet, truths: Truths, assembly: bool) -> None:
@@ -240,7 +240,3 @@ def as_suite(one: PredictionSet, title: str) -> str:
         released = date.fromisoformat(row["released"]) if row["released"] else None
         targets[truth.name] = Entry(released, row["truth_sha256"], tuple(row["truth_chains"]))
     return write_suite(title, targets)
-
-
-def _without_sequences(row: Row) -> Row:
-    return {key: value for key, value in row.items() if key != "sequences"}

@@ -1,14 +1,13 @@
 """Sum up what was measured: means over targets with their intervals, groups of targets, and sets compared."""
 
-import csv
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from warpfold.evaluation.measure import Row
+from warpfold.files import as_csv
 from warpfold.scoring.bootstrap import interval, paired_bootstrap
 
 
@@ -120,13 +119,11 @@ def compare(a: Mapping[str, Row], b: Mapping[str, Row], seed: int = 0) -> dict[s
     return {"common": len(both), "metrics": found}
 
 
-def as_csv(rows: Sequence[Row]) -> str:
+def table_of(rows: Iterable[Row]) -> str:
     """Write rows as CSV, one for each prediction of each set, and for each that could not be scored."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, CSV, restval="", extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
+    flat = []
     for row in rows:
         chains = " ".join(f"{p}:{r}" for p, r in row.get("chains", {}).items())
         notes, interfaces = "; ".join(row.get("notes", ())), len(row.get("interfaces", ()))
-        writer.writerow(row | {"chains": chains, "notes": notes, "interfaces": interfaces})
-    return text.getvalue()
+        flat.append(row | {"chains": chains, "notes": notes, "interfaces": interfaces})
+    return as_csv(CSV, flat)

@@ -189,11 +189,7 @@ def finetune(
         "status": "complete",
         "seed": options.seed,
         "init": {"file": options.init.name, "sha256": sha256(options.init)},
-        "params": {
-            "file": "params.safetensors",
-            "sha256": sha256(out / "params.safetensors"),
-            "step": summary.best,
-        },
+        "params": {"file": "params.safetensors", "sha256": sha256(out / "params.safetensors"), "step": summary.best},
         "entries": {name: len(part) for name, part in split.parts.items()},
         "split_by": split.by,
         "dropped": {one.name or one.file: one.reason for one in packed.dropped},

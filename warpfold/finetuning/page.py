@@ -1,6 +1,5 @@
 """The page of a fine-tuning: is it better, where, and what was it trained on."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,36 +108,14 @@ def report_page(
 
 
 def _training(log: Path, result: Mapping[str, Any]) -> Section:
-    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
-    steps = [row for row in rows if row["kind"] == "step" and row["loss"] is not None]
-    held_out = [row for row in rows if row["kind"] == "validation"]
-    x, at = [row["step"] for row in steps], [row["step"] for row in held_out]
+    lddt, loss = figures.draw_training(log, "validation")
     best = result["params"]["step"]
     return Section(
         "Training",
         f"{result['entries']['training']} proteins were trained on. {result['entries']['validation']} others, of which "
         f"none is in the test, chose the parameters: those of step {best:,} of {result['steps']:,}.",
         [
-            (
-                figures.draw_curves(
-                    [
-                        figures.Curve("training", x, [row["lddt_ca"] for row in steps]),
-                        figures.Curve("validation", at, [row["lddt_ca"] for row in held_out], points=True),
-                    ],
-                    "lDDT-Cα",
-                    (0, 1),
-                ),
-                "Validation: with the averaged weights. Training: of each step's crops, before its update.",
-            ),
-            (
-                figures.draw_curves(
-                    [
-                        figures.Curve("training", x, [row["loss"] for row in steps]),
-                        figures.Curve("validation", at, [row["loss"] for row in held_out], points=True),
-                    ],
-                    "loss",
-                ),
-                "Where validation rises while training falls, the run remembers its proteins.",
-            ),
+            (lddt, "Validation: with the averaged weights. Training: of each step's crops, before its update."),
+            (loss, "Where validation rises while training falls, the run remembers its proteins."),
         ],
     )

@@ -361,8 +361,7 @@ class AlphaFold(Executable):
         z_mask = self.residues.local_shard(seq_mask, -1)[..., :, None] * seq_mask[..., None, :]
         beta = pseudo_beta(batch["aatype"], recycled.positions)
         z = self.renew_rows(
-            recycled.pair,
-            lambda rows, old: self.input.pair(batch, dtype, rows) + self.recycling.pair(old, beta, rows),
+            recycled.pair, lambda rows, old: self.input.pair(batch, dtype, rows) + self.recycling.pair(old, beta, rows)
         )
         if self.templates is not None:
             z = self.templates(z, z_mask, batch)

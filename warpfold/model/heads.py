@@ -15,14 +15,14 @@ from warpfold.model.layers import LayerNorm, Linear
 from warpfold.ops.dispatch import upcast_half
 
 
-def distogram_breaks(bins: int = 64, first: float = 2.3125, last: float = 21.6875) -> Tensor:
+def distogram_breaks(bins: int = 64) -> Tensor:
     """Return the inner edges [bins - 1] of the distogram's distance bins, angstrom, fp32 (Supp. 1.9.8)."""
-    return torch.linspace(first, last, bins - 1)
+    return torch.linspace(2.3125, 21.6875, bins - 1)
 
 
-def pae_breaks(bins: int = 64, max_error: float = 31.0) -> Tensor:
+def pae_breaks(bins: int = 64) -> Tensor:
     """Return the inner edges [bins - 1] of the aligned-error bins, angstrom, fp32; the last is open (Supp. 1.9.7)."""
-    return torch.linspace(0.0, max_error, bins - 1)
+    return torch.linspace(0.0, 31.0, bins - 1)
 
 
 class DistogramHead(Executable):

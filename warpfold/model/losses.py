@@ -147,11 +147,7 @@ class LossConfig:
 
 
 def total_loss(
-    output: "Output",
-    batch: Mapping[str, Tensor],
-    config: LossConfig,
-    pass_index: int = -1,
-    residues: Residues = ALL,
+    output: "Output", batch: Mapping[str, Tensor], config: LossConfig, pass_index: int = -1, residues: Residues = ALL
 ) -> tuple[Tensor, Terms]:
     """Return the weighted sum of all losses of one example, and the terms by name (Supp. 1.9, eq. 7).
 

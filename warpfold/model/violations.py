@@ -179,9 +179,7 @@ def clash_violations(
     found = overlaps(atoms.flatten(0, 1), radius, exists, index, order, chain, slot, overlap_tolerance)
     error, _, looked_at = found.sum(-1).unbind()  # each pair at both of its atoms
     return AtomViolations(
-        per_atom_loss=found[0].view(n, 14),
-        per_atom_pairs=found[1].view(n, 14),
-        mean_loss=error / (2e-6 + looked_at),
+        per_atom_loss=found[0].view(n, 14), per_atom_pairs=found[1].view(n, 14), mean_loss=error / (2e-6 + looked_at)
     )
 
 
@@ -196,11 +194,7 @@ def _bounds(
 
 
 def within_residue_violations(
-    atoms: Tensor,
-    atom_mask: Tensor,
-    aatype: Tensor,
-    tolerance_factor: float = 12.0,
-    overlap_tolerance: float = 1.5,
+    atoms: Tensor, atom_mask: Tensor, aatype: Tensor, tolerance_factor: float = 12.0, overlap_tolerance: float = 1.5
 ) -> AtomViolations:
     """Find distances within residues outside what bond lengths, angles and radii allow (Supp. 1.9.11)."""
     lower, upper = (bound[aatype] for bound in _bounds(overlap_tolerance, tolerance_factor, atoms.dtype, atoms.device))

@@ -194,11 +194,11 @@ def global_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.einsum("...hk,...ke->...he", weights.to(v.dtype), v)
 
 
-def masked_mean(x: Tensor, mask: Tensor, axis: int, eps: float = 1e-10) -> Tensor:
+def masked_mean(x: Tensor, mask: Tensor, axis: int) -> Tensor:
     """Return the mean of x over `axis` where mask, broadcast against x, is 1; 0 where it is 0 throughout."""
     full = upcast_half(x)
     mask = mask.to(full.dtype)
-    return ((full * mask).sum(axis) / (mask.sum(axis) + eps)).to(x.dtype)
+    return ((full * mask).sum(axis) / (mask.sum(axis) + 1e-10)).to(x.dtype)
 
 
 def empty_rows(x: Tensor, channels: int) -> Tensor:
@@ -307,9 +307,7 @@ def batched(t: Tensor, axes: int) -> Tensor:
     unsupported=_unsupported_layer,
     # Decided by the projections; the backward pass has more to do for each row.
     prefer_definition=lambda t: faster_on_cpu(
-        t.x,
-        t.x.numel() // max(1, t.x.shape[-1]) * t.weight.shape[0],
-        3 * 2**20 if torch.is_grad_enabled() else 2**19,
+        t.x, t.x.numel() // max(1, t.x.shape[-1]) * t.weight.shape[0], 3 * 2**20 if torch.is_grad_enabled() else 2**19
     ),
 )
 def gated_attention(

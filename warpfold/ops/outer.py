@@ -69,11 +69,7 @@ def _empty_product(t: Operands) -> tuple[Tensor, Tensor]:
     keeps="a b weight bias share bias_divided",
     gradients="a b weight bias",
     residual="z",
-    empty_gradients=lambda t: (
-        t.a.new_empty(t.a.shape),
-        t.b.new_empty(t.b.shape),
-        *empty_parameters(t.weight, t.bias),
-    ),
+    empty_gradients=lambda t: (t.a.new_empty(t.a.shape), t.b.new_empty(t.b.shape), *empty_parameters(t.weight, t.bias)),
     same_dtype="a b",
     caller_shapes="a [*, s, i, c], b [*, s, j, d], weight [p, c d], bias [p], a_mask [*, s, i], b_mask [*, s, j], "
     "z [*, i, j, p]",

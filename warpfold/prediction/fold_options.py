@@ -95,8 +95,7 @@ MaxRecycles = Annotated[
 ]
 Ensemble = Annotated[int | None, decides("Samples of the alignment that each pass averages over.", min=1)]
 Dropout = Annotated[
-    bool,
-    decides("Drop parts of the trunk's updates as in training, drawn by the seed: seeds then differ more."),
+    bool, decides("Drop parts of the trunk's updates as in training, drawn by the seed: seeds then differ more.")
 ]
 MaxMsa = Annotated[int | None, decides("Cluster centres of the alignment; default: as trained.", min=1)]
 MaxExtra = Annotated[int | None, decides("Rows of the extra alignment; default: as trained.", min=0)]
@@ -136,8 +135,7 @@ Offload = Annotated[
     runs("Whether the pair representation lies in host memory; default: where nothing else fits.", show_default=False),
 ]
 ReplayGraphs = Annotated[
-    bool,
-    runs("Record passes as CUDA graphs where sizes repeat, as those of designs do; not yet run on a GPU."),
+    bool, runs("Record passes as CUDA graphs where sizes repeat, as those of designs do; not yet run on a GPU.")
 ]
 TrunkPrecision = Annotated[
     Literal["fp32", "bf16", "bf16_all", "fp16"],
@@ -145,10 +143,7 @@ TrunkPrecision = Annotated[
 ]
 Batch = Annotated[
     int | str,
-    runs(
-        "Short proteins that share a pass of the model, at most; auto: where that was measured to help.",
-        shell=str,
-    ),
+    runs("Short proteins that share a pass of the model, at most; auto: where that was measured to help.", shell=str),
 ]
 
 

@@ -26,21 +26,8 @@ from warpfold.bulk import JobPart
 from warpfold.data.store.store import Store, StoreWriter
 from warpfold.errors import UserError
 from warpfold.files import NO_LOCKS, file_name, lock_file, sealed, write_atomically, writing
+from warpfold.prediction import outputs
 from warpfold.prediction.folding import FoldItem, FoldOutcome, Group, Key, part_of
-from warpfold.prediction.outputs import (
-    checksums_of,
-    claim_folder,
-    clear_damaged,
-    damaged_files,
-    drop_prediction,
-    file_names,
-    read_record,
-    refuse_links,
-    remove_drafts,
-    remove_prediction,
-    thin_prediction,
-    write_summary,
-)
 from warpfold.prediction.pages import prediction_report
 from warpfold.report.report import write_report
 from warpfold.scoring.score_table import ScoreTables, check_tables, remove_tables, row_of
@@ -110,13 +97,13 @@ class PredictionFolder:
         """
         own = part_of(groups, self.part)
         self.own = {item.key for group in own for item in group}
-        claim_folder(self.out, self.new["format"], self.run, force)  # before anything is written there
+        outputs.claim_folder(self.out, self.new["format"], self.run, force)  # before anything is written there
         if self.store is not None:
             self.store.check()
         for item in (item for group in own for item in group):
-            refuse_links(self.out, f"{file_name(item.query.name)}/{item.below if self.is_several else ''}")
+            outputs.refuse_links(self.out, f"{file_name(item.query.name)}/{item.below if self.is_several else ''}")
         with alone(self.out):
-            earlier = claim_folder(self.out, self.new["format"], self.run, force) or {}
+            earlier = outputs.claim_folder(self.out, self.new["format"], self.run, force) or {}
             same = earlier.get("run") == self.run
             for other in workers_at_work(self.out):
                 if not same or other == str(self.part) or JobPart.parse(other).count != self.part.count:
@@ -126,19 +113,19 @@ class PredictionFolder:
                 rows = read_journals(self.out, str(earlier.get("run")))
                 for entry in [*earlier.get("predictions", []), *(row["entry"] for row in rows if "entry" in row)]:
                     if all(part == file_name(part) for part in Path(entry["folder"]).parts):
-                        remove_prediction(self.out / entry["folder"], entry["name"])
+                        outputs.remove_prediction(self.out / entry["folder"], entry["name"])
                         remove_copies(self.out, entry)
                 remove_tables(self.out, earlier.get("tables", ()))
-                write_summary(self.out, self.new)
+                outputs.write_summary(self.out, self.new)
             self.journal = Journal(self.out, self.run, self.part, tables=self.tables, shortlist=self.shortlist())
             named = {} if self.tables is None else {"tables": sorted({*earlier.get("tables", []), *self.tables.names})}
             if same and earlier != (running := earlier | {"status": "running"} | named):
-                write_summary(self.out, running)
+                outputs.write_summary(self.out, running)
             done = self._done()
         lost = set()
         for key in self.own & done.entries.keys():  # reading thousands takes minutes, for which no other part waits
-            if damaged := damaged_files(self.out, done.entries[key]):
-                clear_damaged(self.out, done.entries.pop(key), damaged)
+            if damaged := outputs.damaged_files(self.out, done.entries[key]):
+                outputs.clear_damaged(self.out, done.entries.pop(key), damaged)
                 logger.warning("%s: missing, or not what was written; it is predicted again", damaged[0])
                 lost.add(key)
         if self.tables is not None:
@@ -149,7 +136,9 @@ class PredictionFolder:
         if same:
             several = self.is_several
             every = (item for group in left for item in group)
-            remove_drafts(self.out / file_name(item.query.name) / (item.below if several else "") for item in every)
+            outputs.remove_drafts(
+                self.out / file_name(item.query.name) / (item.below if several else "") for item in every
+            )
         return [[item.key for item in group] for group in left if group]
 
     def finish(self, process: Mapping[str, Any], refused: Mapping[str, int]) -> dict[str, Any]:
@@ -163,7 +152,9 @@ class PredictionFolder:
             self.journal.close()
             done = self._done()
             done.entries = {
-                key: one for key, one in done.entries.items() if not damaged_files(self.out, one, thorough=False)
+                key: one
+                for key, one in done.entries.items()
+                if not outputs.damaged_files(self.out, one, thorough=False)
             }
             lacking = {item.key for item in self.items} - done.entries.keys() - done.failures.keys()
             whole = not lacking and not workers_at_work(self.out)
@@ -175,11 +166,11 @@ class PredictionFolder:
                     if place in kept:
                         continue
                     if isinstance(self.keep, Selection):
-                        entry |= drop_prediction(self.out, entry)
+                        entry |= outputs.drop_prediction(self.out, entry)
                     elif not entry.get("thinned"):
                         below = self.out / entry["folder"]
-                        files = thin_prediction(below, entry["name"], entry["files"])
-                        entry |= {"files": files, "checksums": checksums_of(below, files), "thinned": True}
+                        files = outputs.thin_prediction(below, entry["name"], entry["files"])
+                        entry |= {"files": files, "checksums": outputs.checksums_of(below, files), "thinned": True}
                 if self.store is not None:
                     self.store.write(self.out, entries)
                     entries = [as_stored(entry) if is_stored(entry) else entry for entry in entries]
@@ -187,7 +178,7 @@ class PredictionFolder:
                 if self.tables is not None:
                     summary["tables"] = self.tables.rebuild(summary["predictions"], finished=True)
                 write_report(self.out / "report.html", prediction_report(self.out, summary))
-                summary = write_summary(self.out, summary)
+                summary = outputs.write_summary(self.out, summary)
                 remove_journals(self.out)
                 if self.store is not None:
                     self.store.remove_records(self.out, entries)
@@ -230,7 +221,7 @@ class PredictionFolder:
     def _done(self) -> Done:
         """Collect the results of this run from the summary and the journals; an entry outranks any failure."""
         rows = list(read_journals(self.out, self.run))  # before the summary, in which they end
-        earlier = claim_folder(self.out, self.new["format"], self.run) or self.new
+        earlier = outputs.claim_folder(self.out, self.new["format"], self.run) or self.new
         done, first = Done(), self.items[0]
         for entry in earlier["predictions"]:
             done.entries[entry["name"], entry.get("model", first.model.name), entry["seed"]] = entry
@@ -306,7 +297,7 @@ class RepresentationStore:
                 if before is not None and key in held:
                     record = before.packed(key)
                 else:
-                    record = read_record(_record_path(out, entry))
+                    record = outputs.read_record(_record_path(out, entry))
                 writer.add(key, record, {name: entry[name] for name in _COLUMNS})
             writer.finish({"sources.json": json.dumps({"warpfold": __version__, "run": self.run}, indent=1) + "\n"})
         if held:
@@ -350,7 +341,7 @@ def as_stored(entry: Entry) -> Entry:
 
 
 def _record_path(out: Path, entry: Entry) -> Path:
-    return out / entry["folder"] / file_names(entry["name"])["representations"]
+    return out / entry["folder"] / outputs.file_names(entry["name"])["representations"]
 
 
 def key_of(of: Sequence[Any]) -> Key:
@@ -399,7 +390,7 @@ class Journal:
         if self.shortlist is not None and not outcome.entry.get("dropped"):
             for key, beaten in self.shortlist.add(row_of(outcome.entry), (outcome.item.key, outcome.entry)):
                 self.write({"of": key, "entry": beaten | {"files": {}, "checksums": {}, "dropped": True}})
-                drop_prediction(self.out, beaten)
+                outputs.drop_prediction(self.out, beaten)
 
     def close(self) -> None:
         """Give up the file, and its lock."""

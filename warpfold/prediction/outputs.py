@@ -24,7 +24,7 @@ import torch
 from warpfold.data.example.templates import TemplateOutcome, count_refusals
 from warpfold.data.store.store import Packed, pack_record
 from warpfold.data.structure.chain import Chain, Structure
-from warpfold.errors import UserError
+from warpfold.errors import UserError, listed
 from warpfold.files import checksum, file_name, read_file, sealed, write_atomically, writing
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model import confidence
@@ -110,7 +110,6 @@ class Prediction:
     )
 
     def __repr__(self) -> str:
-        """Return it in one line, without the arrays."""
         chains = f" in {len(self.chain_ids)} chains" if len(self.chain_ids) > 1 else ""
         known = ("ipTM", self.iptm), ("pTM", self.ptm)
         scores = "".join(f", {title} {score:.2f}" for title, score in known if score is not None)
@@ -426,8 +425,7 @@ def _input_notices(prediction: Prediction, files: Mapping[str, str]) -> Iterator
         if letter == "X"
     ]
     if places:
-        some = ", ".join(places[:5]) + (" ..." if len(places) > 5 else "")
-        yield Notice("unknown_residues", {"count": len(places), "detail": f"X at {some}"})
+        yield Notice("unknown_residues", {"count": len(places), "detail": f"X at {listed(places)}"})
     if files and "pdb" not in files:
         try:
             prediction.pdb()

@@ -158,7 +158,6 @@ class ParamsFile:
     written: Path | None = None
 
     def __repr__(self) -> str:
-        """Return it in one line."""
         return f"<ParamsFile {self.path}: {self.format}, {self.model}, {self.parameters:,} parameters>"
 
     def rows(self) -> Iterator[tuple[str, str]]:

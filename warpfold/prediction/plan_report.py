@@ -34,10 +34,7 @@ def sizes_of_query(query: Query, model: ModelConfig, sample: SampleConfig, whole
     sequences = min(query.rows, sample.max_msa)
     extra = max(1, min(query.rows - sequences, sample.max_extra))
     return ExampleSizes(
-        residues=query.residues,
-        sequences=sequences,
-        extra=extra,
-        templates=min(query.templates, sample.max_templates),
+        residues=query.residues, sequences=sequences, extra=extra, templates=min(query.templates, sample.max_templates)
     )
 
 

@@ -28,14 +28,7 @@ from warpfold.files import file_name, is_given_pipe
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.team import Team
 from warpfold.prediction.fold_options import PredictOptions, batch_of
-from warpfold.prediction.folder import (
-    WHOLE,
-    Journal,
-    PredictionFolder,
-    RepresentationStore,
-    key_of,
-    read_journals,
-)
+from warpfold.prediction.folder import WHOLE, Journal, PredictionFolder, RepresentationStore, key_of, read_journals
 from warpfold.prediction.folding import (
     Clock,
     FoldItem,
@@ -374,11 +367,7 @@ class ModelInMemory:
 
 
 def _fold(
-    memory: ModelInMemory,
-    groups: Sequence[Group],
-    folder: PredictionFolder,
-    share: Share,
-    tell: Progress,
+    memory: ModelInMemory, groups: Sequence[Group], folder: PredictionFolder, share: Share, tell: Progress
 ) -> tuple[Clock, dict[str, int]]:
     """Fold groups into a folder; return the seconds of all who did, and why fast operations were not used.
 

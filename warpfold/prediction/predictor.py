@@ -34,34 +34,7 @@ from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.parallel.team import Team, team_of
-from warpfold.prediction.fold_options import (
-    Asked,
-    Batch,
-    ChainGap,
-    Chunk,
-    Distogram,
-    Dropout,
-    Ensemble,
-    FixedChains,
-    Hits,
-    InitialGuess,
-    Logits,
-    MaxExtra,
-    MaxMsa,
-    MaxRecycles,
-    MaxTemplateDate,
-    MsaCache,
-    MsaServer,
-    Offload,
-    Recycles,
-    RecycleTolerance,
-    Recycling,
-    ReplayGraphs,
-    Representations,
-    SaveRecycles,
-    TemplateStructures,
-    batch_of,
-)  # fmt: skip
+from warpfold.prediction import fold_options
 from warpfold.prediction.folding import FoldItem, FoldOutcome, fold_groups, in_groups
 from warpfold.prediction.outputs import PassStructure, Prediction
 from warpfold.prediction.params import MULTIMERS, Params
@@ -91,8 +64,8 @@ if TYPE_CHECKING:
     from warpfold.data.search.server import AlignmentServer
 
 log = logging.getLogger("warpfold")
-ASKED = Asked()
-NOTHING_MORE = Asked(representations=False)
+ASKED = fold_options.Asked()
+NOTHING_MORE = fold_options.Asked(representations=False)
 KEY = ("predict",)  # of what is drawn for a prediction's features
 CHECKED = arguments.checked(msa="alignment", template="templates", fixed_chains="fixed", strict='kernels="strict"')
 
@@ -111,7 +84,6 @@ class Gradient:
     prediction: Prediction
 
     def __repr__(self) -> str:
-        """Return it in one line."""
         return f"<Gradient: loss {self.loss:.4g}, {self.prediction!r}>"
 
 
@@ -124,7 +96,6 @@ class FoldResult:
     error: str = ""
 
     def __repr__(self) -> str:
-        """Return it in one line."""
         return f"<FoldResult {self.name}: {self.error or self.prediction!r}>"
 
 
@@ -145,14 +116,14 @@ class Predictor:
         self,
         model: AlphaFold,
         device: str | torch.device = "cpu",
-        chunk: Chunk = None,
+        chunk: fold_options.Chunk = None,
         precision: Precision = "fp32",
         sample: SampleConfig | None = None,
         team: Team | None = None,
         kernels: Kernels = "fast",
-        offload: Offload = None,
+        offload: fold_options.Offload = None,
         memory: Memory = None,
-        graphs: ReplayGraphs = False,
+        graphs: fold_options.ReplayGraphs = False,
     ) -> None:
         if not isinstance(model, AlphaFold):
             what = arguments.shown(model)
@@ -171,7 +142,7 @@ class Predictor:
         self._fixed, self._memory, self._graphs, self.precision = fixed, size, graphs, precision
         self.model = model
         self.sample = sample or SampleConfig()
-        self.recycling = Recycling()
+        self.recycling = fold_options.Recycling()
         self.dropout = False  # of the trunk, as in training, drawn by a prediction's seed
         self.chain_gap: int | None = None  # with which a model of single chains folds complexes
         self.msa_server: AlignmentServer | None = None
@@ -192,7 +163,6 @@ class Predictor:
         return self
 
     def __repr__(self) -> str:
-        """Return it in one line."""
         kind = "single chains" if self.model.config.multimer is None else "complexes"
         count = sum(p.numel() for p in self.model.parameters())
         return f"<Predictor of {kind}: {count:,} parameters, {self.precision} on {self.device}>"
@@ -206,19 +176,19 @@ class Predictor:
         *,
         name: str = "query",
         seed: Seed = 0,
-        recycles: Recycles = None,
-        ensemble: Ensemble = None,
-        representations: Representations = True,
-        distogram: Distogram = False,
-        logits: Logits = False,
-        save_recycles: SaveRecycles = False,
-        hits: Hits = None,
-        template_structures: TemplateStructures = None,
-        max_template_date: MaxTemplateDate = None,
-        msa_server: MsaServer = None,
-        msa_cache: MsaCache = None,
-        initial_guess: InitialGuess = None,
-        fixed: FixedChains = None,
+        recycles: fold_options.Recycles = None,
+        ensemble: fold_options.Ensemble = None,
+        representations: fold_options.Representations = True,
+        distogram: fold_options.Distogram = False,
+        logits: fold_options.Logits = False,
+        save_recycles: fold_options.SaveRecycles = False,
+        hits: fold_options.Hits = None,
+        template_structures: fold_options.TemplateStructures = None,
+        max_template_date: fold_options.MaxTemplateDate = None,
+        msa_server: fold_options.MsaServer = None,
+        msa_cache: fold_options.MsaCache = None,
+        initial_guess: fold_options.InitialGuess = None,
+        fixed: fold_options.FixedChains = None,
     ) -> Prediction:
         """Fold `sequence` (one letter per residue), given an alignment of it: rows as in A3M, a file, an `Alignment`.
 
@@ -241,7 +211,7 @@ class Predictor:
         be used, or more of them than the model takes, an initial guess of other chains; and for arguments of another
         kind.
         """
-        asked = Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
+        asked = fold_options.Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
         fetch = self._fetching(msa_server, msa_cache)
         chosen = fixed_chains(fixed)
         check_guess(initial_guess, chosen, [self.as_params])
@@ -258,7 +228,7 @@ class Predictor:
         )
         return with_warnings(query, self.compute(prepared, asked))
 
-    def _fetching(self, server: MsaServer, cache: MsaCache) -> FetchAlignments | None:
+    def _fetching(self, server: fold_options.MsaServer, cache: fold_options.MsaCache) -> FetchAlignments | None:
         """Return a fetcher of alignments from the server named here or in `load`; None without one."""
         named = server_of(server, cache, Path("alignments")) or self.msa_server
         return None if named is None else fetching(named, self.check)
@@ -267,9 +237,9 @@ class Predictor:
         self,
         query: Query,
         templates: TemplatesLike = None,
-        hits: Hits = None,
-        template_structures: TemplateStructures = None,
-        max_template_date: MaxTemplateDate = None,
+        hits: fold_options.Hits = None,
+        template_structures: fold_options.TemplateStructures = None,
+        max_template_date: fold_options.MaxTemplateDate = None,
     ) -> Query:
         """Return a query with its templates.  Errors: UserError as of `fold`, and for what the model cannot fold."""
         if query.is_complex:
@@ -284,17 +254,17 @@ class Predictor:
         templates: Any = (),
         *,
         seed: Seed = 0,
-        recycles: Recycles = None,
-        ensemble: Ensemble = None,
-        representations: Representations = False,
-        distogram: Distogram = False,
-        logits: Logits = False,
-        save_recycles: SaveRecycles = False,
-        batch: Batch = "auto",
-        msa_server: MsaServer = None,
-        msa_cache: MsaCache = None,
+        recycles: fold_options.Recycles = None,
+        ensemble: fold_options.Ensemble = None,
+        representations: fold_options.Representations = False,
+        distogram: fold_options.Distogram = False,
+        logits: fold_options.Logits = False,
+        save_recycles: fold_options.SaveRecycles = False,
+        batch: fold_options.Batch = "auto",
+        msa_server: fold_options.MsaServer = None,
+        msa_cache: fold_options.MsaCache = None,
         initial_guess: Any = None,
-        fixed: FixedChains = None,
+        fixed: fold_options.FixedChains = None,
         progress: Progress | None = None,
     ) -> list[FoldResult]:
         """Fold many proteins and complexes; return a result for each, in their order, also for those that failed.
@@ -308,7 +278,7 @@ class Predictor:
         number that is done, the number of all, and what is at work.
         Errors: UserError for arguments of a wrong kind; what is wrong with one protein is in its result.
         """
-        asked = Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
+        asked = fold_options.Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
         fetch = self._fetching(msa_server, msa_cache)
         given = self._queries(sequences, alignments, templates, fetch, initial_guess, fixed)
         results: dict[str, FoldResult] = {}
@@ -327,13 +297,13 @@ class Predictor:
         templates: Any = (),
         *,
         seed: Seed = 0,
-        recycles: Recycles = None,
-        ensemble: Ensemble = None,
-        batch: Batch = "auto",
-        msa_server: MsaServer = None,
-        msa_cache: MsaCache = None,
+        recycles: fold_options.Recycles = None,
+        ensemble: fold_options.Ensemble = None,
+        batch: fold_options.Batch = "auto",
+        msa_server: fold_options.MsaServer = None,
+        msa_cache: fold_options.MsaCache = None,
         initial_guess: Any = None,
-        fixed: FixedChains = None,
+        fixed: fold_options.FixedChains = None,
         progress: Progress | None = None,
     ) -> list[dict[str, Any]]:
         """Fold designs, and return a row of scores of each, in their order; no structure is kept.
@@ -357,7 +327,7 @@ class Predictor:
                     known["scores"] = prediction.design_scores(design.fixed, design.designed)
             rows[name] = row_of(known) | {"error": error}
 
-        self._fold_each(given, Asked(recycles, ensemble, False), seed, batch, record, progress)
+        self._fold_each(given, fold_options.Asked(recycles, ensemble, False), seed, batch, record, progress)
         return [rows[name] for name in given]
 
     def _queries(
@@ -367,7 +337,7 @@ class Predictor:
         templates: Any,
         fetch: FetchAlignments | None,
         initial_guess: Any,
-        fixed: FixedChains,
+        fixed: fold_options.FixedChains,
     ) -> dict[str, Query | UserError]:
         """Return the queries of `fold_many`, by name, and of those that cannot be folded why.
 
@@ -382,14 +352,14 @@ class Predictor:
     def _fold_each(
         self,
         given: Mapping[str, Query | UserError],
-        asked: Asked,
+        asked: fold_options.Asked,
         seed: int,
         batch: int | str,
         record: Callable[[str, Prediction | None, str], None],
         progress: Progress | None,
     ) -> None:
         """Fold queries, and tell of each by its name what has become of it, as they come: a prediction, or an error."""
-        most, tell, done = batch_of(batch), arguments.progress_of(progress), 0
+        most, tell, done = fold_options.batch_of(batch), arguments.progress_of(progress), 0
         items = [FoldItem(self.as_params, one, seed) for one in given.values() if not isinstance(one, UserError)]
         for name, one in given.items():
             if isinstance(one, UserError):
@@ -417,11 +387,11 @@ class Predictor:
         fixed: str | Mapping[str, str] | None = None,
         alignment: Alignments = (),
         templates: TemplatesLike = None,
-        initial_guess: InitialGuess = None,
+        initial_guess: fold_options.InitialGuess = None,
         soft: Annotated[float, decides("Share of the softmax; the rest is the logits themselves.", min=0, max=1)] = 1.0,
         temperature: Annotated[float, decides("Of the softmax.", above=0)] = 1.0,
         hard: Annotated[float, decides("Share of the most likely letters, straight through.", min=0, max=1)] = 0.0,
-        recycles: Recycles = None,
+        recycles: fold_options.Recycles = None,
         through: Through = "last",
         seed: Seed = 0,
         name: str = "design",
@@ -501,12 +471,12 @@ class Predictor:
         assembly: Assembly,
         *,
         seed: Seed = 0,
-        recycles: Recycles = None,
-        ensemble: Ensemble = None,
-        representations: Representations = True,
-        distogram: Distogram = False,
-        logits: Logits = False,
-        save_recycles: SaveRecycles = False,
+        recycles: fold_options.Recycles = None,
+        ensemble: fold_options.Ensemble = None,
+        representations: fold_options.Representations = True,
+        distogram: fold_options.Distogram = False,
+        logits: fold_options.Logits = False,
+        save_recycles: fold_options.SaveRecycles = False,
         initial_guess: GuessLike = None,
         fixed: Sequence[str] = (),
     ) -> Prediction:
@@ -515,15 +485,17 @@ class Predictor:
         prepared = self.prepare(
             assembly, seed=seed, recycles=recycles, ensemble=ensemble, initial_guess=initial_guess, fixed=fixed
         )
-        return self.compute(prepared, Asked(recycles, ensemble, representations, distogram, logits, save_recycles))
+        return self.compute(
+            prepared, fold_options.Asked(recycles, ensemble, representations, distogram, logits, save_recycles)
+        )
 
     def prepare(
         self,
         assembly: Assembly,
         *,
         seed: Seed = 0,
-        recycles: Recycles = None,
-        ensemble: Ensemble = None,
+        recycles: fold_options.Recycles = None,
+        ensemble: fold_options.Ensemble = None,
         initial_guess: GuessLike = None,
         fixed: Sequence[str] = (),
     ) -> Prepared:
@@ -563,7 +535,7 @@ class Predictor:
         coverage = coverage_of(seen_rows(batch), assembly)
         return Prepared(assembly, batch, seed, recycles, ensemble, seconds, coverage, positions)
 
-    def compute(self, prepared: Prepared, asked: Asked = ASKED) -> Prediction:
+    def compute(self, prepared: Prepared, asked: fold_options.Asked = ASKED) -> Prediction:
         """Run the model on features as the plan says, and say how sure it is.
 
         Where memory runs out, the next tighter plan is tried.
@@ -580,7 +552,7 @@ class Predictor:
         details = self._details(prepared, recycles, time.perf_counter() - start) | {"plan": dict(planned.details)}
         return replace(prediction, details=details)
 
-    def compute_together(self, several: Sequence[Prepared], asked: Asked = ASKED) -> list[Prediction]:
+    def compute_together(self, several: Sequence[Prepared], asked: fold_options.Asked = ASKED) -> list[Prediction]:
         """Run the model once on several proteins, padded to the largest; each has the result that it has alone.
 
         To rounding: products of other sizes may sum in another order.
@@ -615,7 +587,7 @@ class Predictor:
         found = details_of(prepared, recycles, seconds, None if self.model.templates is None else self.sample)
         return found | ({"dropout": True} if self.dropout else {})
 
-    def _fold(self, prepared: Prepared, plan: Plan, asked: Asked) -> tuple[int, Prediction]:
+    def _fold(self, prepared: Prepared, plan: Plan, asked: fold_options.Asked) -> tuple[int, Prediction]:
         recycled: list[PassStructure] = []
 
         def watch(handed_on: Recycled, activations: torch.Tensor) -> None:
@@ -661,7 +633,7 @@ class Predictor:
             model.config = settings
             model.eval()
 
-    def plan(self, prepared: Prepared, representations: Representations = True) -> FoldPlan:
+    def plan(self, prepared: Prepared, representations: fold_options.Representations = True) -> FoldPlan:
         """Choose a plan for the memory that is free now.  Errors: UserError where nothing fits, saying what would."""
         sizes = sizes_of_batch(prepared.batch)
         return self.planner.choose(sizes, prepared.recycles, prepared.ensemble, representations)
@@ -693,23 +665,23 @@ def with_warnings(query: Query, prediction: Prediction) -> Prediction:
 def load(
     params: PathLike,
     device: str | torch.device | None = None,
-    chunk: Chunk = None,
+    chunk: fold_options.Chunk = None,
     precision: Precision = "fp32",
     sample: SampleConfig | None = None,
     team: Team | None = None,
     kernels: Kernels = "fast",
-    offload: Offload = None,
+    offload: fold_options.Offload = None,
     memory: Memory = None,
     *,
-    max_msa: MaxMsa = None,
-    max_extra: MaxExtra = None,
-    recycle_tolerance: RecycleTolerance = None,
-    max_recycles: MaxRecycles = None,
-    dropout: Dropout = False,
-    chain_gap: ChainGap = None,
-    graphs: ReplayGraphs = False,
-    msa_server: MsaServer = None,
-    msa_cache: MsaCache = None,
+    max_msa: fold_options.MaxMsa = None,
+    max_extra: fold_options.MaxExtra = None,
+    recycle_tolerance: fold_options.RecycleTolerance = None,
+    max_recycles: fold_options.MaxRecycles = None,
+    dropout: fold_options.Dropout = False,
+    chain_gap: fold_options.ChainGap = None,
+    graphs: fold_options.ReplayGraphs = False,
+    msa_server: fold_options.MsaServer = None,
+    msa_cache: fold_options.MsaCache = None,
 ) -> Predictor:
     """Load parameters from a file: WarpFold's safetensors, DeepMind's params_model_*.npz, or OpenFold's .pt.
 
@@ -723,7 +695,7 @@ def load(
     Errors: UserError for a file that is none of these, or whose arrays do not fit, and for wrong arguments.
     """
     path, where = arguments.path("params", params), device_of(device)
-    recycling = Recycling.of(recycle_tolerance, max_recycles)
+    recycling = fold_options.Recycling.of(recycle_tolerance, max_recycles)
     server = server_of(msa_server, msa_cache, Path("alignments"))
     if sample is not None and not isinstance(sample, SampleConfig):
         raise arguments.WrongArgument(f"sample = {arguments.shown(sample)}: a SampleConfig is needed")

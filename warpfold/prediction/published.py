@@ -110,10 +110,7 @@ _OPENFOLD = {
     "finetuning_ptm_1": ("with PAE and pTM", "11b641d4c90440b945197892f8b048f9dd8ba6224a31960682847f6c07dd7075"),
     "finetuning_ptm_2": ("with PAE and pTM", "aff88a4534f500bcd4509584c2a6ce824417b31f4efaa5b17d19b4c97a8aaa49"),
     "finetuning_no_templ_1": ("without templates", None),
-    "finetuning_no_templ_2": (
-        "without templates",
-        "400e1d95a41203633925b0d009e91371617a7123107acceb3ca07e278c3ee634",
-    ),
+    "finetuning_no_templ_2": ("without templates", "400e1d95a41203633925b0d009e91371617a7123107acceb3ca07e278c3ee634"),
     "finetuning_no_templ_ptm_1": (
         "without templates, with PAE and pTM",
         "1a179937a6f61143c41f8b6a0b763ac1f4762c9dc63d2fb151240930c110bee1",

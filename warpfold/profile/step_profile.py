@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, record_function
 
-from warpfold.bench.timing import without_stderr
 from warpfold.cost.example import ModelBench, TrainingStep
 from warpfold.cost.machine import describe
+from warpfold.cost.measured_memory import without_stderr
 from warpfold.cost.observe import MODEL, Place, Spans
-from warpfold.cost.rates import Ceilings, ceilings
+from warpfold.cost.rates import Ceilings, ceilings, finish
 from warpfold.model.alphafold import AlphaFold, ModelConfig
 from warpfold.ops.dispatch import refusals
 from warpfold.parallel.plan import DTYPES
@@ -133,7 +133,7 @@ def _seconds(run: Callable[[Spans], None], device: torch.device) -> float:
     """Return the seconds of one run without the profiler."""
     start = time.perf_counter()
     run(Spans())
-    _wait(device)
+    finish(device)
     return time.perf_counter() - start
 
 
@@ -150,7 +150,7 @@ def _profiled(
         stack.enter_context(record_function(WHOLE))
         start = time.perf_counter()
         run(spans)
-        _wait(device)
+        finish(device)
         seconds = time.perf_counter() - start
     if trace is not None:
         with without_stderr():
@@ -159,11 +159,6 @@ def _profiled(
     if cuda and not on_device:
         raise RuntimeError("the profiler saw no kernel on the device: there is nothing to report")
     return attribute(events, spans, on_device), seconds
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _blocks(model: ModelConfig) -> str:
@@ -269,10 +264,7 @@ PASSES = (("forward", False), ("backward", True))
 
 
 SUMMED = ("ms", "forward_ms", "backward_ms", "host_ms", "calls", "launches", "flops", "bytes", "limit_ms")
-HEADS = {
-    "layers": ("layer", "of them", "forward ms", "backward ms"),
-    "operations": ("operation", "pass", "calls", ""),
-}
+HEADS = {"layers": ("layer", "of them", "forward ms", "backward ms"), "operations": ("operation", "pass", "calls", "")}
 FIGURES = ("ms", "of all", "GFLOP", "TFLOP/s", "MB", "GB/s", "launches", "of limit")
 
 

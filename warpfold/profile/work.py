@@ -8,7 +8,7 @@ reads and writes what it is given.  What is computed again in a backward pass is
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,20 +44,17 @@ class CountedWork:
         return Cost(self.flops, self.exps, self.bytes)
 
 
-def work_of(
-    model: nn.Module, run: Callable[[Spans], object], device: Literal["meta", "cpu"] = "meta"
-) -> dict[WorkKey, CountedWork]:
-    """Count what `run` does with a model on a device, which must be bound to its definitions.
+def work_of(model: nn.Module, run: Callable[[Spans], object]) -> dict[WorkKey, CountedWork]:
+    """Count what `run` does with a model on "meta", which must be bound to its definitions.
 
-    run: is given the spans, to open some of its own.  device: "meta", where sizes cost nothing, or "cpu", where tiny
-    ones are counted ten times as fast; there numbers of the host cannot be told from tensors, and count.
+    run: is given the spans, to open some of its own.
     """
     spans, found = Spans(), defaultdict[WorkKey, CountedWork](CountedWork)
 
     def seen(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Add what one operation costs to its place."""
         flops = products(func, args, kwargs, out)
-        if not (flops or launches(func, (args, kwargs), out, device == "cpu")):
+        if not (flops or launches(func, (args, kwargs), out)):
             return
         place, backward = spans.now()
         one = found[WorkKey(place.layer, place.op or func._opname, place.shape, backward)]
@@ -77,7 +74,7 @@ def work_of(
             one.calls += 1
 
     spans.on_call = called
-    with torch.device(device), spans.watching(model), Operations(seen):
+    with torch.device("meta"), spans.watching(model), Operations(seen):
         run(spans)
     for key, one in list(found.items()):
         if key.backward:  # an ideal backward pass takes its exponentials again, rather than keep them

@@ -63,13 +63,11 @@ class Relaxation:
     seconds: float
 
 
-def relax_chains(
-    chains: Sequence[Chain], device: str = "cpu", max_rounds: int = MAX_ROUNDS
-) -> tuple[list[Chain], Relaxation]:
+def relax_chains(chains: Sequence[Chain], device: str = "cpu") -> tuple[list[Chain], Relaxation]:
     """Minimise the energy of a structure and return its chains, with all heavy atoms, and what was done.
 
     In a round, springs hold the heavy atoms where the round began.  Residues that violate chemistry after it have no
-    springs in the next rounds.  It ends with the first round without violations, or after `max_rounds`; the last round
+    springs in the next rounds.  It ends with the first round without violations, or after `MAX_ROUNDS`; the last round
     is kept, as AlphaFold keeps it.
 
     Residues are bonded if they follow one another in the sequence, however far apart they are; X, and residues without
@@ -85,7 +83,7 @@ def relax_chains(
     energy_before, flaws_before = amber.energy(), find_flaws(residues)
     free = np.zeros(len(residues.sequence), bool)
     rounds, flaws, relaxed = 0, flaws_before, residues
-    while rounds == 0 or (rounds < max_rounds and flaws.any.any()):
+    while rounds == 0 or (rounds < MAX_ROUNDS and flaws.any.any()):
         rounds += 1
         amber.minimise(free)
         positions = np.where(moving[..., None], amber.positions(), residues.positions)

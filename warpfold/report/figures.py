@@ -4,10 +4,12 @@ Colours are safe for the colour-blind and get lighter in the order of what they 
 """
 
 import io
+import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
@@ -94,6 +96,19 @@ def draw_curves(
     _legend(axes)
     _grid(axes)
     return _svg(figure, f"{y_label} over {x_label}s")
+
+
+def draw_training(log: Path, other: str) -> tuple[str, str]:
+    """Draw lDDT-Cα and the loss over the steps of a run, from its metrics.jsonl; other: what is validated on."""
+    rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if row["kind"] == "step" and row["loss"] is not None]
+    validations = [row for row in rows if row["kind"] == "validation"]
+
+    def curves(key: str) -> list[Curve]:
+        parts = (("training", steps, False), (other, validations, True))
+        return [Curve(name, [r["step"] for r in some], [r[key] for r in some], points) for name, some, points in parts]
+
+    return draw_curves(curves("lddt_ca"), "lDDT-Cα", (0, 1)), draw_curves(curves("loss"), "loss")
 
 
 @mpl.rc_context(STYLE)
@@ -486,16 +501,16 @@ def _canvas(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.add_subplot()
 
 
-def _legend(axes: Axes, above: float = 1.0) -> None:
+def _legend(axes: Axes) -> None:
     """Put the key above the plot, where it covers nothing, in so many columns that it is no wider than the plot.
 
     A key that is large all the same makes the figure larger, not the plot smaller: one without room is not laid out.
     """
-    figure, place = axes.figure, (-0.01, above)
+    figure = axes.figure
     assert isinstance(figure, Figure)
     for columns in (3, 2, 1):
         key = axes.legend(
-            fontsize=8.5, ncols=columns, frameon=False, loc="lower left", bbox_to_anchor=place, borderaxespad=0.2
+            fontsize=8.5, ncols=columns, frameon=False, loc="lower left", bbox_to_anchor=(-0.01, 1.0), borderaxespad=0.2
         )
         box = key.get_window_extent()
         if box.width / figure.dpi + BESIDE < figure.get_figwidth():

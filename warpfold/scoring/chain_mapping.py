@@ -85,10 +85,7 @@ def similar_chains(predicted: Chains, reference: Chains) -> dict[Pair, Array]:
 
 
 def named_chains(
-    predicted: Chains,
-    reference: Chains,
-    chains: Mapping[str, str],
-    called: Pair = ("the prediction", "the reference"),
+    predicted: Chains, reference: Chains, chains: Mapping[str, str], called: Pair = ("the prediction", "the reference")
 ) -> dict[Pair, Array]:
     """Return the paired residues of chains that a user named, predicted -> reference.
 

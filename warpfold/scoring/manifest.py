@@ -132,9 +132,9 @@ def read_suite(path: Path) -> Suite:
     return Suite(path, digest, read.title, read.source, read.targets)
 
 
-def write_suite(title: str, targets: Mapping[str, Entry], source: str = "") -> str:
+def write_suite(title: str, targets: Mapping[str, Entry]) -> str:
     """Return a list of targets as `read_suite` and, where they are chains of the PDB, `read_manifest` read it."""
-    lines = [f"title = {toml_value(title)}", f"source = {toml_value(source)}", "", "[targets]"]
+    lines = [f"title = {toml_value(title)}", 'source = ""', "", "[targets]"]
     for name, entry in targets.items():
         told = {"released": entry.released, "sha256": entry.sha256, "chains": entry.chains}
         lines.append(toml_value({name: {key: value for key, value in told.items() if value}})[1:-1])

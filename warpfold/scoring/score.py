@@ -48,7 +48,6 @@ class Score:
     complex: ComplexScore | None  # None for a reference of one chain, and where one of the two has only Ca
 
     def __repr__(self) -> str:
-        """Return it in one line."""
         over = f"{self.paired} of {self.residues} residues"
         return f"<Score: lDDT-Ca {self.lddt_ca:.4f}, TM {self.tm:.4f}, RMSD {self.rmsd:.3f} over {over}>"
 

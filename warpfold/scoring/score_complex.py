@@ -101,7 +101,8 @@ def compare_interfaces(
     similar: (predicted, reference) -> paired residues [K, 2].  ilddt: for each two chains of the reference, how many
     pairs of atoms are preserved, and how many there are [2] (`interface_lddt`); empty where they are not compared.
     """
-    found = _predicted_pairs(docking, mapping)
+    stands = {r: p for p, r in mapping.items()}
+    found = {(a, b): (stands[a], stands[b]) for a, b in docking.native if a in stands and b in stands}
     interfaces = tuple(_interface(docking, pair, found.get(pair), ilddt) for pair in docking.native)
     present = [one.dockq for one in interfaces if one.predicted]
     numbers = _Residues(docking, similar, mapping)
@@ -140,12 +141,6 @@ def interface_lddt(
         )
         counts[a, b] = np.array([kept.sum(), pairs.sum()])
     return counts
-
-
-def _predicted_pairs(docking: Docking, mapping: Mapping[str, str]) -> dict[Pair, Pair]:
-    """Return for each interface the predicted chains that stand for its two, where there are both."""
-    stands = {r: p for p, r in mapping.items()}
-    return {(a, b): (stands[a], stands[b]) for a, b in docking.native if a in stands and b in stands}
 
 
 def _interface(docking: Docking, pair: Pair, predicted: Pair | None, ilddt: Mapping[Pair, Array]) -> InterfaceScore:

@@ -1,6 +1,5 @@
 """The table of a run's scores, one row per prediction: what stands in it, and how it stays whole while it grows."""
 
-import csv
 import io
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +11,7 @@ import numpy as np
 
 from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
-from warpfold.files import write_atomically, writing
+from warpfold.files import as_csv, write_atomically, writing
 from warpfold.scoring.interface import PairScore, rmsd_to_given
 from warpfold.scoring.selection import MORE_IS_BETTER
 
@@ -111,7 +110,7 @@ class ScoreTables:
                 whole = size - len(tail) + tail.rfind(b"\n") + 1
                 file.truncate(whole)
                 file.seek(whole)
-                file.write(_csv(columns, rows, header=whole == 0).encode())
+                file.write(as_csv(columns, rows, header=whole == 0).encode())
 
     def rebuild(self, entries: Iterable[Mapping[str, Any]], finished: bool = False) -> list[str]:
         """Write the files anew, with a row of each entry; return their names.
@@ -121,7 +120,7 @@ class ScoreTables:
         every = list(entries)
         parts = self._parts(every)
         for name, columns, rows in parts:
-            write_atomically(self.out / name, _csv(columns, rows, header=True))
+            write_atomically(self.out / name, as_csv(columns, rows))
         return [*self.names, *([PARQUET] if finished and _write_parquet(self.out / PARQUET, parts[0][2]) else [])]
 
     def _parts(self, entries: Sequence[Mapping[str, Any]]) -> list[tuple[str, Sequence[str], list[Row]]]:
@@ -143,15 +142,6 @@ def remove_tables(out: Path, names: Iterable[str]) -> None:
     for name in {SCORES, PAIRS, PARQUET}.intersection(names):
         with writing(out / name):
             (out / name).unlink(missing_ok=True)
-
-
-def _csv(columns: Sequence[str], rows: Iterable[Row], header: bool) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    if header:
-        writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def _write_parquet(path: Path, rows: Sequence[Row]) -> bool:

@@ -1,8 +1,6 @@
 """Score what `predict` has made of a list of targets, beside what others have published (`warpfold verify`)."""
 
-import csv
 import hashlib
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,12 +156,3 @@ def verdict(found: Mapping[str, Any], published: Published, targets: int) -> str
     if found["without_alignment"]:
         but.append(f"{found['without_alignment']} were folded without an alignment")
     return said + (f"; NOT comparable: {', '.join(but)}" if but else "")
-
-
-def as_csv(rows: Sequence[Row]) -> str:
-    """Write the rows as CSV."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [*rows[0]] if rows else [], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()

@@ -32,7 +32,7 @@ class Ledger:
     def __init__(
         self, folder: Path, data: str, place: int, state: State, replay: Path | None = None, team: Team | None = None
     ) -> None:
-        self._team = team = team or Team()
+        team = team or Team()
         ranks = team.mesh.data
         self._path = folder / ("order.txt" if ranks.size == 1 else f"order-{ranks.rank}-of-{ranks.size}.txt")
         self._place = place

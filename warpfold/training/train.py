@@ -53,14 +53,7 @@ from warpfold.training.examples import (
 )
 from warpfold.training.first_weights import start_from, take_moments
 from warpfold.training.ranks import begin_end_step, end_step, next_examples, stop_requested
-from warpfold.training.results import (
-    ExampleResult,
-    SkippedExamples,
-    begin_results,
-    rate_taken,
-    read_results,
-    step_row,
-)
+from warpfold.training.results import ExampleResult, SkippedExamples, begin_results, rate_taken, read_results, step_row
 from warpfold.training.validation import Validation
 
 BEST = "params_best.safetensors"

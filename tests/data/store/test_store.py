@@ -20,9 +20,10 @@ from hypothesis.extra import numpy as hnp
 from tests.data.store.old_store import write_old
 from warpfold.data.store import storage
 from warpfold.data.store.index import WHERE, Index, encode_index
-from warpfold.data.store.storage import digest_of, is_local
+from warpfold.data.store.storage import is_local
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.errors import UserError
+from warpfold.files import digest_of
 
 ROOT = Path(__file__).parents[3]
 

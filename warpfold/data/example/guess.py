@@ -21,7 +21,7 @@ from warpfold.data.structure.assemblies import apply_operator
 from warpfold.data.structure.chain import Chain, Structure
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError, listed
-from warpfold.files import file_name, read_file
+from warpfold.files import digest_of, file_name, read_file
 from warpfold.geometry.residue import ATOM_ORDER
 
 CA, CB = ATOM_ORDER["CA"], ATOM_ORDER["CB"]
@@ -87,7 +87,7 @@ GuessLike = PathLike | Mapping[str, Any] | None  # a file; a GuessStructure, or 
 def guess_of_structure(structure: Structure, data: bytes, path: Path | None, source: str) -> GuessStructure:
     """Return a structure that was read from `data` as a guess.  path: of its file; None: it cannot be read again."""
     chains = _placed(structure)
-    return _guess(source if path is None else str(path.absolute()), chains, _digest(data), held=path is None)
+    return _guess(source if path is None else str(path.absolute()), chains, digest_of(data), held=path is None)
 
 
 def _guess(source: str, chains: Mapping[str, Chain], digest: str, held: bool) -> GuessStructure:
@@ -96,10 +96,6 @@ def _guess(source: str, chains: Mapping[str, Chain], digest: str, held: bool) ->
     return GuessStructure(
         source, tuple(chains), tuple(one.sequence for one in every), seen, digest, every if held else None
     )
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _placed(structure: Structure) -> dict[str, Chain]:
@@ -116,7 +112,7 @@ def _placed(structure: Structure) -> dict[str, Chain]:
 def _chains_of(source: str, digest: str) -> tuple[Chain, ...]:
     """Read the chains of a file again.  Errors: UserError where it is gone, or another one."""
     data = read_file(source)
-    if _digest(data) != digest:
+    if digest_of(data) != digest:
         raise UserError(f"{source}: is another file than when the run began; put the first one back, or start anew")
     return tuple(_placed(parse_structure(data, source)).values())
 

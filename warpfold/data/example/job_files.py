@@ -408,7 +408,7 @@ def _shown(value: Any) -> str:
     return repr(value[:60] if isinstance(value, str) else value)[:70]
 
 
-def _listed(names: Sequence[str], most: int = 8) -> str:
+def _listed(names: Sequence[str]) -> str:
     """Return names in one line, not all if there are many; what cannot be printed is ?."""
-    short = ["".join(c if c.isprintable() else "?" for c in name[:60]) for name in names[:most]]
-    return ", ".join(short) + (" ..." if len(names) > most else "")
+    short = ["".join(c if c.isprintable() else "?" for c in name[:60]) for name in names[:8]]
+    return ", ".join(short) + (" ..." if len(names) > 8 else "")

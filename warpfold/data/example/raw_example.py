@@ -244,10 +244,7 @@ def as_slice(residues: np.ndarray) -> slice | np.ndarray:
 
 
 def from_sequence(
-    sequence: str,
-    alignments: Sequence[Alignment] = (),
-    name: str = "query",
-    pairing: bool = False,
+    sequence: str, alignments: Sequence[Alignment] = (), name: str = "query", pairing: bool = False
 ) -> RawExample:
     """Make an example to predict from a sequence of letters and any number of alignments of it (none: just itself).
 

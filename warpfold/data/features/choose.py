@@ -208,7 +208,7 @@ def predicted_cost(length: int, depth: int, config: SampleConfig, passes: int = 
     return _cost(length, kept, used, passes, config)  # rows left out lie in the same blobs as those used
 
 
-def predicted_assembly_cost(entities: Sequence[tuple[int, int]], config: SampleConfig, passes: int = 1) -> float:
+def predicted_assembly_cost(entities: Sequence[tuple[int, int]], config: SampleConfig) -> float:
     """Return the cost of making one training example of an assembly, in the same measure as `predicted_cost`.
 
     entities: of each, the residues of all its copies, and the rows of its alignment.
@@ -220,7 +220,7 @@ def predicted_assembly_cost(entities: Sequence[tuple[int, int]], config: SampleC
     paired = sum(rows for _, rows in entities) if config.pairing and len(entities) > 1 else 0
     centres = min(rows, config.max_msa)
     written = crop * (centres * COST_CENTRE + min(rows - centres, config.max_extra) * COST_EXTRA)
-    return COST_EXAMPLE + read * COST_READ + paired * COST_PAIR + crop * rows * COST_COUNT + passes * written
+    return COST_EXAMPLE + read * COST_READ + paired * COST_PAIR + crop * rows * COST_COUNT + written
 
 
 def _cost(length: int, read: float, rows: float, passes: int, config: SampleConfig) -> float:

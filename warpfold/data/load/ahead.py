@@ -31,11 +31,7 @@ class Ahead(Generic[P]):
     """
 
     def __init__(
-        self,
-        workers: Workers | None,
-        job: Callable[[P], Sequence[Any]],
-        mended: Callable[[P, Failed], P],
-        window: int,
+        self, workers: Workers | None, job: Callable[[P], Sequence[Any]], mended: Callable[[P, Failed], P], window: int
     ) -> None:
         self._workers, self._job, self._mended, self._window = workers, job, mended, window
         self._planned: dict[int, P] = {}  # by place, ascending: planned, and not taken yet

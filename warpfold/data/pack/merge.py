@@ -186,7 +186,7 @@ def _clusters(
         if found["made_of"] == made_of.hexdigest() and len(found["clusters"]) == len(keys):
             return [keys[index] for index in found["clusters"]], found["program"]
     program = clustered_by(sequences)
-    clusters = cluster_sequences(sequences, identity, executor, threads)
+    clusters = cluster_sequences(sequences, identity, executor, threads, program)
     made = {"made_of": made_of.hexdigest(), "program": program, "clusters": clusters}
     storage.write(CLUSTERS, json.dumps(made).encode())
     return [keys[index] for index in clusters], program

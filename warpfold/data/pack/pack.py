@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 from warpfold import __version__
 from warpfold.bulk import AHEAD, JobPart, pool
@@ -40,6 +39,7 @@ from warpfold.data.pack.versions import updated_report
 from warpfold.data.store.objects import storage_of
 from warpfold.data.store.storage import ObjectPath, Place, is_there, local_place
 from warpfold.errors import UserError
+from warpfold.files import digest_of
 from warpfold.progress import Progress, no_progress
 
 CLUSTER_AHEAD = 1024  # files handed to a cluster at a time: enough for some 500 cores, and 1 GB here at the most
@@ -297,7 +297,7 @@ class StructureJobs:
     def __init__(self, runner: JobRunner, matcher: Matcher, options: PackOptions, inputs: PackInputs) -> None:
         self.runner, self.matcher, self.options, self.folders = runner, matcher, options, inputs.folders
         self.predicted, self.experiments = inputs.predicted, inputs.experiments
-        self._inputs = _digest(runner.writer.manifest["inputs"])
+        self._inputs = digest_of(json.dumps(runner.writer.manifest["inputs"]).encode())
 
     def is_done(self, job: str, file: InputFile) -> bool:
         """Return whether a file has a result, and doing the job again would give the same."""
@@ -370,8 +370,4 @@ class StructureJobs:
 def _match_digest(jobs: Sequence[ChainJob]) -> str:
     """Return a fingerprint of what is matched to some chains."""
     found = [(job.chain, [a.version for a in job.alignments], [h.version for h in job.hits], job.note) for job in jobs]
-    return _digest(found)
-
-
-def _digest(value: Any) -> str:
-    return blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+    return digest_of(json.dumps(found).encode())

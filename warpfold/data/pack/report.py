@@ -88,7 +88,6 @@ class PackReport:
         self.entries.sort(key=lambda entry: (entry.file, entry.name))
 
     def __repr__(self) -> str:
-        """Return it in one line."""
         return f"<PackReport: {self.summary()}>"
 
     @property

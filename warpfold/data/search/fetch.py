@@ -15,7 +15,7 @@ from warpfold import __version__
 from warpfold.data.example.query_files import Complex, Given, read_complexes, search_names
 from warpfold.data.search.database import REPORT_FORMAT, check_output, unsearchable_reason
 from warpfold.data.search.server import MSA, PAIR, AlignmentServer, NoAnswer, ServerGone
-from warpfold.errors import UserError
+from warpfold.errors import UserError, listed
 from warpfold.files import update_file
 from warpfold.progress import Progress, no_progress
 
@@ -65,8 +65,7 @@ def fetch(server: AlignmentServer, wanted: Sequence[Wanted], progress: Progress 
     if first := list(dict.fromkeys(own[0] for _, own, _ in unknown)):  # said before they leave this machine
         count = len({sequence for _, _, sequences in unknown for sequence in sequences})
         what = "1 sequence" if count == 1 else f"{count} sequences"
-        some = ", ".join(first[:5]) + (" ..." if len(first) > 5 else "")
-        server.say(f"sending {what} to {server.url} ({some}); answers are kept in {server.cache}")
+        server.say(f"sending {what} to {server.url} ({listed(first)}); answers are kept in {server.cache}")
     for done, (endpoint, own, sequences) in enumerate(asked):
         progress(done, len(asked), f"asking {server.url} for {own[0]}")
         try:

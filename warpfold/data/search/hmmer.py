@@ -15,15 +15,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import pyhmmer
-from pyhmmer.easel import (
-    AA,
-    Alphabet,
-    DigitalMSA,
-    DigitalSequenceBlock,
-    MSAFile,
-    SequenceFile,
-    TextSequence,
-)
+from pyhmmer.easel import AA, Alphabet, DigitalMSA, DigitalSequenceBlock, MSAFile, SequenceFile, TextSequence
 from pyhmmer.errors import EaselError
 from pyhmmer.plan7 import HMM, Background, Builder, Pipeline, TopHits, Trace
 

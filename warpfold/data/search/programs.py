@@ -53,14 +53,8 @@ class MMseqs2(Engine):
             run_program(["mmseqs", "createdb", str(where / "queries.fasta"), query, *quiet])
             search = ["mmseqs", "search", query, str(path), hits, str(where / "work"), "-a", "1"]
             search += ["--num-iterations", str(self.iterations), "-s", str(self.sensitivity)]
-            search += [
-                "-e",
-                str(self.e_value),
-                "--e-profile",
-                str(self.e_value),
-                "--max-seqs",
-                str(max_rows or MMSEQS_ROWS),
-            ]
+            search += ["-e", str(self.e_value), "--e-profile", str(self.e_value)]
+            search += ["--max-seqs", str(max_rows or MMSEQS_ROWS)]
             run_program([*search, *parallel, *quiet])
             # 6: A3M, its headers with E-value and ranges
             run_program(

@@ -5,7 +5,6 @@ from there.  So a stopped run continues, and nothing is searched for twice.
 """
 
 import glob
-import hashlib
 import json
 import platform
 import re
@@ -36,7 +35,7 @@ from warpfold.data.search.hmmer import LONGEST, Hmmsearch, Jackhmmer
 from warpfold.data.search.programs import HHblits, MMseqs2
 from warpfold.device import cores
 from warpfold.errors import UserError
-from warpfold.files import update_file
+from warpfold.files import digest_of, update_file
 from warpfold.progress import Progress, no_progress
 
 TEMPLATES = "templates"  # the name of the database of template hits
@@ -136,7 +135,7 @@ class Cache:
         path = database.path
         files = sorted(path.parent.glob(f"{glob.escape(path.name)}*"))
         states = [(str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        key = digest_of("survey", engine.name, states)
+        key = key_of("survey", engine.name, states)
         if (known := self.get(key)) is not None:
             return Survey(**json.loads(known))
         found = engine.survey(path, lambda done, total: progress(done, total, f"reading {database.name}"))
@@ -144,9 +143,9 @@ class Cache:
         return found
 
 
-def digest_of(*parts: Any) -> str:
+def key_of(*parts: Any) -> str:
     """Return a hash of plain data: 32 hexadecimal digits."""
-    return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return digest_of(json.dumps(parts, sort_keys=True).encode())
 
 
 @dataclass(frozen=True)
@@ -164,7 +163,7 @@ class DatabaseSearch:
 
     def key(self, query: SearchQuery) -> str:
         """Return the key of a result in the cache: a hash of everything that the result depends on."""
-        return digest_of(query.sequence, query.rows, self.survey.digest, self.identity, self.database.max_rows)
+        return key_of(query.sequence, query.rows, self.survey.digest, self.identity, self.database.max_rows)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ An id is a hash of q and mode, so that asking twice costs the server nothing.
 
 import contextlib
 import fcntl
-import hashlib
 import http.client
 import json
 import re
@@ -30,7 +29,7 @@ from typing import IO, Any, TypeVar
 from warpfold.data.search.answer import DamagedAnswer, read_pairs, read_rows, unpacked
 from warpfold.download import AGENT, Bounded, check_address, reason_of, retry_after
 from warpfold.errors import UserError, printable
-from warpfold.files import NO_LOCKS, write_atomically, writing
+from warpfold.files import NO_LOCKS, digest_of, write_atomically, writing
 
 FIRST = 101  # the number of the first record in q
 MSA, PAIR = "ticket/msa", "ticket/pair"
@@ -104,7 +103,7 @@ class AlignmentServer:
 
     def _folder(self, endpoint: str, sequences: Sequence[str]) -> Path:
         text = json.dumps([self.url, endpoint, MODES[endpoint], *sequences])
-        return self.cache / hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return self.cache / digest_of(text.encode())
 
     def _answer(self, endpoint: str, sequences: Sequence[str]) -> list[Path]:
         if (found := self.known(endpoint, sequences)) is not None:

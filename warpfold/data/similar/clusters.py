@@ -45,7 +45,11 @@ _LETTER_CODES[[ord(letter) for letter in LETTERS]] = list(LETTERS.values())
 
 
 def cluster_sequences(
-    sequences: Sequence[str], min_identity: float = 0.4, executor: Executor | None = None, threads: int = 1
+    sequences: Sequence[str],
+    min_identity: float = 0.4,
+    executor: Executor | None = None,
+    threads: int = 1,
+    program: str | None = None,
 ) -> list[int]:
     """Return the index of each sequence's cluster representative (of equal sequences, the first).
 
@@ -53,14 +57,14 @@ def cluster_sequences(
     similar to (min_identity: share of identical aligned pairs, 0 to 1), or becomes one.  Candidates are the
     representatives that share most words on one diagonal.  Many sequences are clustered by MMseqs2 (`clustered_by`).
     The clusters depend on the set of sequences alone: not on their order, the number of copies, the executor, or the
-    threads (of MMseqs2).
+    threads (of MMseqs2).  program: what `clustered_by` has returned, where it was asked before.
     Errors: UserError as of `clustered_by`, and if MMseqs2 fails or does not say of each sequence where it belongs.
     """
     first: dict[str, int] = {}
     for index, sequence in enumerate(sequences):
         first.setdefault(sequence, index)
     order = sorted(first, key=lambda sequence: (-len(sequence), sequence))
-    if clustered_by(sequences):
+    if clustered_by(sequences) if program is None else program:
         by_mmseqs = dict(zip(order, _join_by_mmseqs(order, min_identity, threads)))
         return [first[order[by_mmseqs[sequence]]] for sequence in sequences]
     representative: dict[str, str] = {}

@@ -95,7 +95,6 @@ class Column(_Made[Any]):
         self.texts = Texts(arrays["starts"], arrays["texts"]) if kind in ("text", "list") else None
 
     def __repr__(self) -> str:
-        """Return it in one line."""
         return f"<Column of {len(self)}: {self.kind}>"
 
     def __len__(self) -> int:
@@ -275,7 +274,6 @@ class Keys(_Made[str]):
         return np.arange(len(self.whole)) if self._rows is None else self._rows
 
     def __repr__(self) -> str:
-        """Return it in one line."""
         return f"<{len(self)} keys>"
 
     def __len__(self) -> int:

@@ -4,7 +4,6 @@ A store needs no more than this: read ranges of a named object, or all of a smal
 whole; and view an object of numbers (the index) in memory that all processes of a machine share.  Nothing is listed.
 """
 
-import hashlib
 import mmap
 import os
 import re
@@ -18,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from warpfold.errors import UserError
-from warpfold.files import open_regular, pread, sync_path, write_atomically, writing
+from warpfold.files import digest_of, open_regular, pread, sync_path, write_atomically, writing
 
 # Of Linux: file systems on this machine alone.  A mapped file of any other is a risk: where a server is slow or gone,
 # or another machine has changed the file, touching its memory waits without end or kills the process (SIGBUS), while
@@ -126,11 +125,6 @@ class Storage(Protocol):
     def close(self) -> None:
         """Let go of what is open; it is opened again when needed."""
         ...
-
-
-def digest_of(data: bytes | memoryview) -> str:
-    """Return the BLAKE2b digest of bytes, 128 bits in hexadecimal."""
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class _OpenFile:

@@ -32,9 +32,18 @@ import numpy as np
 
 from warpfold.data.store.index import WHERE, Column, Index, Keys, encode_index
 from warpfold.data.store.objects import Objects, storage_of
-from warpfold.data.store.storage import Folder, ObjectPath, Place, Storage, digest_of, local_place, place_of
+from warpfold.data.store.storage import Folder, ObjectPath, Place, Storage, local_place, place_of
 from warpfold.errors import StorageError, UserError, listed
-from warpfold.files import LARGEST, lock_folder, refuse_foreign, remove_own, sync_path, write_atomically, writing
+from warpfold.files import (
+    LARGEST,
+    digest_of,
+    lock_folder,
+    refuse_foreign,
+    remove_own,
+    sync_path,
+    write_atomically,
+    writing,
+)
 
 FORMAT, VERSION = "warpfold-store", 4
 OLDEST = 2  # the format that is still read: it and 3, of stores with assemblies, have an index in each shard
@@ -402,7 +411,6 @@ class Store:
             raise UserError(f"{self.path}: an empty store; pack it again")
 
     def __repr__(self) -> str:
-        """Return it in one line."""
         return f"<Store {self.name}: {len(self)} entries>"
 
     def __len__(self) -> int:

@@ -24,15 +24,7 @@ from warpfold.data.structure.assemblies import AssemblyTable
 from warpfold.data.structure.chain import Chain, Structure, parse_date
 from warpfold.errors import UserError, listed
 from warpfold.files import LARGEST, read_file
-from warpfold.geometry.residue import (
-    ATOM37_MASK,
-    ATOM_ORDER,
-    ATOM_TYPES,
-    RESTYPE_3,
-    RESTYPE_ORDER,
-    RESTYPES,
-    UNKNOWN,
-)
+from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, ATOM_TYPES, RESTYPE_3, RESTYPE_ORDER, RESTYPES, UNKNOWN
 
 ABSENT = (".", "?")  # mmCIF's two marks for a missing value
 

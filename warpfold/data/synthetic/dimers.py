@@ -9,14 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from warpfold.data.formats.alignment import Alignment
-from warpfold.data.synthetic.backbone import (
-    BACKBONE_POLAR,
-    CONTACT,
-    MIN_DISTANCE,
-    MIN_POLAR,
-    Floats,
-    distances,
-)
+from warpfold.data.synthetic.backbone import BACKBONE_POLAR, CONTACT, MIN_DISTANCE, MIN_POLAR, Floats, distances
 from warpfold.data.synthetic.folds import FOLDS, Blueprint
 from warpfold.data.synthetic.proteins import LONGEST, SHORTEST, Protein, draw_backbones, draw_query, no_fold
 from warpfold.data.synthetic.sequence import Sites, evolve, model_sites

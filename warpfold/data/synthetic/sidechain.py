@@ -176,13 +176,7 @@ def _choose_rotamers(
 
 
 def _overlap_backbone(
-    atoms: Floats,
-    owner: Integers,
-    polar: Flags,
-    depth: Integers,
-    proline: Flags,
-    backbone: Floats,
-    place: Integers,
+    atoms: Floats, owner: Integers, polar: Flags, depth: Integers, proline: Flags, backbone: Floats, place: Integers
 ) -> Floats:
     """Return by how much side-chain atoms come too close to N, CA, C, O, CB of any residue [M, 5 N], SOFT included."""
     length = len(backbone)

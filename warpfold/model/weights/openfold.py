@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from warpfold.errors import UserError
+from warpfold.errors import UserError, listed
 from warpfold.model.alphafold import HeadsConfig, ModelConfig
 from warpfold.model.evoformer import EvoformerConfig, PairConfig
 from warpfold.model.structure import StructureConfig
@@ -163,8 +163,8 @@ def read_openfold(path: Path) -> dict[str, Tensor]:
             if min((one.header_offset for one in file.infolist()), default=0):  # torch would read what comes first
                 raise ValueError("it begins with something else")
         if wanted := torch.serialization.get_unsafe_globals_in_checkpoint(str(path)):
-            some = ", ".join(sorted(wanted)[:3]) + (" ..." if len(wanted) > 3 else "")
-            raise UserError(f"{path}: holds more than tensors ({some}), which is not executed; {cure}")
+            what = listed(sorted(wanted), 3)
+            raise UserError(f"{path}: holds more than tensors ({what}), which is not executed; {cure}")
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (*damaged, zipfile.BadZipFile, zlib.error, torch.serialization.pickle.UnpicklingError) as error:
         what = " ".join(str(error).split())[:120]

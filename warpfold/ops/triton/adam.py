@@ -30,27 +30,12 @@ def _unbias(time: tl.tensor, log: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _adam_step(
-    weights: tl.tensor,
-    gradient: tl.tensor,
-    moment1: tl.tensor,
-    moment2: tl.tensor,
-    average: tl.tensor,
-    packed: tl.tensor,
-    used: tl.tensor,
-    scale: tl.tensor,
-    rate: tl.tensor,
-    steps: tl.tensor,
-    keep1: tl.tensor,
-    take1: tl.tensor,
-    keep2: tl.tensor,
-    take2: tl.tensor,
-    log1: tl.tensor,
-    log2: tl.tensor,
-    eps: tl.tensor,
-    take: tl.tensor,
-    numbers: tl.tensor,
+    weights: tl.tensor, gradient: tl.tensor, moment1: tl.tensor, moment2: tl.tensor, average: tl.tensor,
+    packed: tl.tensor, used: tl.tensor, scale: tl.tensor, rate: tl.tensor, steps: tl.tensor, keep1: tl.tensor,
+    take1: tl.tensor, keep2: tl.tensor, take2: tl.tensor, log1: tl.tensor, log2: tl.tensor, eps: tl.tensor,
+    take: tl.tensor, numbers: tl.tensor,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Take the step for BLOCK numbers; keep, take and log: beta, 1 - beta and log(beta) of each moment."""
     if tl.load(used) != 0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -133,15 +133,9 @@ def program_tile(tiles: tl.tensor, heads: tl.tensor, groups: tl.tensor) -> tl.te
 
 @triton.jit
 def load_tile(
-    x: tl.tuple,
-    batch: tl.tensor,
-    row: tl.tensor,
-    head: tl.tensor,
-    index: tl.tensor,
-    count: tl.tensor,
-    WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr = False,
-) -> tl.tensor:
+    x: tl.tuple, batch: tl.tensor, row: tl.tensor, head: tl.tensor, index: tl.tensor, count: tl.tensor,
+    WIDTH: tl.constexpr, WHOLE: tl.constexpr = False,
+) -> tl.tensor:  # fmt: skip
     """Load vectors [index, WIDTH], of which there are `count` (WHOLE: no index is past them), padded with 0."""
     start = vectors_of(x, batch, row, head)
     across = tl.arange(0, padded_width(WIDTH))
@@ -156,15 +150,9 @@ def load_tile(
 
 @triton.jit
 def store_tile(
-    x: tl.tuple,
-    batch: tl.tensor,
-    row: tl.tensor,
-    head: tl.tensor,
-    tile: tl.tensor,
-    index: tl.tensor,
-    count: tl.tensor,
+    x: tl.tuple, batch: tl.tensor, row: tl.tensor, head: tl.tensor, tile: tl.tensor, index: tl.tensor, count: tl.tensor,
     WIDTH: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Store vectors, as `load_tile` loads them."""
     start = vectors_of(x, batch, row, head)
     across = tl.arange(0, padded_width(WIDTH))
@@ -234,23 +222,10 @@ LOWEST_FP32 = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _attend(
-    state: tl.tuple,
-    q_tiles: tl.tuple,
-    bias: tl.tuple,
-    bias_start: tl.tensor,
-    k: tl.tuple,
-    v: tl.tuple,
-    mask: tl.tuple,
-    i: tl.tensor,
-    where: tl.tuple,
-    sizes: tl.tuple,
-    begin: tl.tensor,
-    end: tl.tensor,
-    MASKED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tl.tensor:
+    state: tl.tuple, q_tiles: tl.tuple, bias: tl.tuple, bias_start: tl.tensor, k: tl.tuple, v: tl.tuple, mask: tl.tuple,
+    i: tl.tensor, where: tl.tuple, sizes: tl.tuple, begin: tl.tensor, end: tl.tensor,
+    MASKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return the state, m_i, l_i and acc of each row, after the keys from begin to end.
 
     where: batch, first row, head.
@@ -287,20 +262,10 @@ def _attend(
 
 @triton.jit
 def _forward_tile(
-    q: tl.tuple,
-    k: tl.tuple,
-    v: tl.tuple,
-    mask: tl.tuple,
-    bias: tl.tuple,
-    out: tl.tuple,
-    lse: tl.tensor,
-    sizes: tl.tuple,
-    where: tl.tuple,
-    WIDTH: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
+    q: tl.tuple, k: tl.tuple, v: tl.tuple, mask: tl.tuple, bias: tl.tuple, out: tl.tuple, lse: tl.tensor,
+    sizes: tl.tuple, where: tl.tuple,
+    WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the output and lse of BLOCK_Q queries; where: the first of them, batch, first row, head."""
     rows, queries, keys, heads, _ = sizes
     first, batch, first_row, head = where
@@ -339,20 +304,10 @@ def _forward_tile(
 
 @triton.jit
 def _attention_forward(
-    q: tl.tuple,
-    k: tl.tuple,
-    v: tl.tuple,
-    mask: tl.tuple,
-    bias: tl.tuple,
-    out: tl.tuple,
-    lse: tl.tensor,
+    q: tl.tuple, k: tl.tuple, v: tl.tuple, mask: tl.tuple, bias: tl.tuple, out: tl.tuple, lse: tl.tensor,
     sizes: tl.tuple,
-    WIDTH: tl.constexpr,
-    TAIL_Q: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
+    WIDTH: tl.constexpr, TAIL_Q: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the output, and the logarithm lse [B, R, h, Q] of each query's sum of weights.
 
     TAIL_Q: queries of the last tile, where they are that few; else 0.
@@ -388,23 +343,10 @@ FORWARD = register_by_precision("attention_forward", _attention_forward, ROW_TIL
 
 @triton.jit
 def _add_dq(
-    acc: tl.tuple,
-    own: tl.tuple,
-    bias: tl.tuple,
-    bias_start: tl.tensor,
-    k: tl.tuple,
-    v: tl.tuple,
-    mask: tl.tuple,
-    i: tl.tensor,
-    where: tl.tuple,
-    sizes: tl.tuple,
-    begin: tl.tensor,
-    end: tl.tensor,
-    MASKED: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tl.tensor:
+    acc: tl.tuple, own: tl.tuple, bias: tl.tuple, bias_start: tl.tensor, k: tl.tuple, v: tl.tuple, mask: tl.tuple,
+    i: tl.tensor, where: tl.tuple, sizes: tl.tuple, begin: tl.tensor, end: tl.tensor,
+    MASKED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return acc (ds k of each row) after the keys from begin to end.
 
     own: q, do, lse and delta of each row; where: batch, first row, head.
@@ -435,23 +377,10 @@ def _add_dq(
 
 @triton.jit
 def _attention_dq(
-    grad: tl.tuple,
-    q: tl.tuple,
-    k: tl.tuple,
-    v: tl.tuple,
-    mask: tl.tuple,
-    bias: tl.tuple,
-    out: tl.tuple,
-    lse: tl.tensor,
-    delta: tl.tensor,
-    firsts: tl.tensor,
-    dq: tl.tuple,
-    sizes: tl.tuple,
-    WIDTH: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
+    grad: tl.tuple, q: tl.tuple, k: tl.tuple, v: tl.tuple, mask: tl.tuple, bias: tl.tuple, out: tl.tuple,
+    lse: tl.tensor, delta: tl.tensor, firsts: tl.tensor, dq: tl.tuple, sizes: tl.tuple,
+    WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
     """Store dq, and what the other two need: delta [B, R, h, Q]; firsts [B, R], the first masked key of each row."""
     rows, queries, keys, heads, _ = sizes
     tile, head, group, batch = program_tile(tl.cdiv(queries, BLOCK_Q), heads, tl.cdiv(rows, ROWS))
@@ -505,17 +434,10 @@ def some_fully_masked(lse: tl.tensor, queries: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def uniform_dv(
-    grad: tl.tuple,
-    lse: tl.tensor,
-    mask: tl.tuple,
-    batch: tl.tensor,
-    row: tl.tensor,
-    head: tl.tensor,
-    queries: tl.tensor,
-    keys: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-) -> tl.tensor:
+    grad: tl.tuple, lse: tl.tensor, mask: tl.tuple, batch: tl.tensor, row: tl.tensor, head: tl.tensor,
+    queries: tl.tensor, keys: tl.tensor,
+    WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return the part of dv of each masked key from queries that weigh a row's masked keys alike, [1, WIDTH]; and how
     many masked keys there are."""
     hidden = tl.zeros([SCAN], tl.int32)
@@ -534,22 +456,10 @@ def uniform_dv(
 
 @triton.jit
 def _attention_dkdv(
-    grad: tl.tuple,
-    q: tl.tuple,
-    k: tl.tuple,
-    v: tl.tuple,
-    mask: tl.tuple,
-    bias: tl.tuple,
-    lse: tl.tensor,
-    delta: tl.tensor,
-    dk: tl.tuple,
-    dv: tl.tuple,
-    sizes: tl.tuple,
-    WIDTH: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
+    grad: tl.tuple, q: tl.tuple, k: tl.tuple, v: tl.tuple, mask: tl.tuple, bias: tl.tuple, lse: tl.tensor,
+    delta: tl.tensor, dk: tl.tuple, dv: tl.tuple, sizes: tl.tuple,
+    WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
     """Store dk and dv of a tile of keys.  Masked keys are computed like others and set right at the end."""
     rows, queries, keys, heads, bias_keys = sizes
     tile, head, group, batch = program_tile(tl.cdiv(keys, BLOCK_K), heads, tl.cdiv(rows, ROWS))
@@ -603,23 +513,10 @@ def _attention_dkdv(
 
 @triton.jit
 def _attention_dbias(
-    grad: tl.tuple,
-    q: tl.tuple,
-    k: tl.tuple,
-    v: tl.tuple,
-    mask: tl.tuple,
-    bias: tl.tuple,
-    lse: tl.tensor,
-    delta: tl.tensor,
-    firsts: tl.tensor,
-    dbias: tl.tuple,
-    sizes: tl.tuple,
-    slab: tl.tensor,
-    batches: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
+    grad: tl.tuple, q: tl.tuple, k: tl.tuple, v: tl.tuple, mask: tl.tuple, bias: tl.tuple, lse: tl.tensor,
+    delta: tl.tensor, firsts: tl.tensor, dbias: tl.tuple, sizes: tl.tuple, slab: tl.tensor, batches: tl.tensor,
+    WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the gradient of the bias over the rows of one slab, `slab` of them: dbias [slabs, B, h, Q, K]."""
     rows, queries, keys, heads, bias_keys = sizes
     program = tl.program_id(0)
@@ -705,15 +602,9 @@ def _store_near(
 
 @triton.jit
 def _store_deltas(
-    grad: tl.tuple,
-    grad_start: tl.tensor,
-    out: tl.tuple,
-    out_start: tl.tensor,
-    delta: tl.tensor,
-    queries: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-) -> None:
+    grad: tl.tuple, grad_start: tl.tensor, out: tl.tuple, out_start: tl.tensor, delta: tl.tensor, queries: tl.tensor,
+    WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr,
+) -> None:  # fmt: skip
     """Store delta of every query of a row, and wait until all threads of the program can read it."""
     for start in range(0, queries, BLOCK_Q):
         i = start + tl.arange(0, BLOCK_Q)
@@ -725,19 +616,10 @@ def _store_deltas(
 
 @triton.jit
 def _short_tile(
-    first: tl.tensor,
-    tensors: tl.tuple,
-    bias: tl.tuple,
-    bias_start: tl.tensor,
-    partial: tl.tensor,
-    starts: tl.tuple,
-    where: tl.tuple,
-    hidden_dv: tl.tuple,
-    sizes: tl.tuple,
-    WIDTH: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
+    first: tl.tensor, tensors: tl.tuple, bias: tl.tuple, bias_start: tl.tensor, partial: tl.tensor, starts: tl.tuple,
+    where: tl.tuple, hidden_dv: tl.tuple, sizes: tl.tuple,
+    WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """Store dk and dv of BLOCK_K keys from `first` on, and add to dq of all queries what they make of it.
 
     tensors, starts, where: as `_attention_short` has them; hidden_dv: dv of masked keys, and what is added to others.
@@ -787,26 +669,11 @@ def _short_tile(
 
 @triton.jit
 def _attention_short(
-    grad: tl.tuple,
-    q: tl.tuple,
-    k: tl.tuple,
-    v: tl.tuple,
-    mask: tl.tuple,
-    bias: tl.tuple,
-    out: tl.tuple,
-    lse: tl.tensor,
-    delta: tl.tensor,
-    firsts: tl.tensor,
-    partial: tl.tensor,
-    dq: tl.tuple,
-    dk: tl.tuple,
-    dv: tl.tuple,
+    grad: tl.tuple, q: tl.tuple, k: tl.tuple, v: tl.tuple, mask: tl.tuple, bias: tl.tuple, out: tl.tuple,
+    lse: tl.tensor, delta: tl.tensor, firsts: tl.tensor, partial: tl.tensor, dq: tl.tuple, dk: tl.tuple, dv: tl.tuple,
     sizes: tl.tuple,
-    WIDTH: tl.constexpr,
-    TAIL_K: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
+    WIDTH: tl.constexpr, TAIL_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """Store dq, dk and dv of one head of one row; and delta and, unless it is None, firsts as `_attention_dq` does.
 
     partial [programs, Q, padded WIDTH], in fp32: for dq, where there are several tiles of keys; else None.
@@ -894,19 +761,10 @@ def _store_each(
 
 @triton.jit
 def _pointwise_forward(
-    q: tl.tuple,
-    k: tl.tuple,
-    v: tl.tuple,
-    mask: tl.tuple,
-    out: tl.tuple,
-    lse: tl.tensor,
-    rows: tl.tensor,
-    keys: tl.tensor,
-    heads: tl.tensor,
-    count: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    q: tl.tuple, k: tl.tuple, v: tl.tuple, mask: tl.tuple, out: tl.tuple, lse: tl.tensor, rows: tl.tensor,
+    keys: tl.tensor, heads: tl.tensor, count: tl.tensor,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the output and lse; count: of (batch, row, head).  Strides are (batch, row, query or key, head)."""
     item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = item < count
@@ -941,23 +799,10 @@ def _pointwise_forward(
 
 @triton.jit
 def _pointwise_backward(
-    grad: tl.tuple,
-    q: tl.tuple,
-    k: tl.tuple,
-    v: tl.tuple,
-    mask: tl.tuple,
-    out: tl.tuple,
-    lse: tl.tensor,
-    dq: tl.tuple,
-    dk: tl.tuple,
-    dv: tl.tuple,
-    rows: tl.tensor,
-    keys: tl.tensor,
-    heads: tl.tensor,
-    count: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    grad: tl.tuple, q: tl.tuple, k: tl.tuple, v: tl.tuple, mask: tl.tuple, out: tl.tuple, lse: tl.tensor, dq: tl.tuple,
+    dk: tl.tuple, dv: tl.tuple, rows: tl.tensor, keys: tl.tensor, heads: tl.tensor, count: tl.tensor,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """Store dq, dk and dv; each (batch, row, head) has its own keys, so every gradient is written once."""
     item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = item < count

@@ -88,18 +88,10 @@ PROGRAMS = 1024  # at most, of the backward kernel: eight on each core of a larg
 
 @triton.jit
 def _layer_norm(
-    x: tl.tuple,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    y: tl.tuple,
-    mean: tl.tuple,
-    rstd: tl.tensor,
-    axes: tl.tuple,
+    x: tl.tuple, weight: tl.tensor, bias: tl.tensor, y: tl.tuple, mean: tl.tuple, rstd: tl.tensor, axes: tl.tuple,
     eps: tl.tensor,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-) -> None:
+    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
+) -> None:  # fmt: skip
     """Store y = layer_norm(x) * weight + bias, and the statistics of the positions."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
@@ -116,18 +108,10 @@ def _layer_norm(
 
 @triton.jit
 def _layer_norm_backward(
-    grad: tl.tuple,
-    x: tl.tuple,
-    weight: tl.tensor,
-    mean: tl.tuple,
-    rstd: tl.tensor,
-    dx: tl.tuple,
-    partials: tl.tensor,
+    grad: tl.tuple, x: tl.tuple, weight: tl.tensor, mean: tl.tuple, rstd: tl.tensor, dx: tl.tuple, partials: tl.tensor,
     axes: tl.tuple,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-) -> None:
+    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
+) -> None:  # fmt: skip
     """Store dx; and in partials [programs, 2 C] what this program's positions add to the gradients of weight and bias.
 
     With x_hat the normalised channels and dn = dy weight: dx = (dn - c2 - x_hat c1) rstd, c1 and c2 the means over the
@@ -212,29 +196,11 @@ WIDEST = 256  # channels of 16 bits that a program of the projection holds
 
 @triton.jit
 def _norm_linear(
-    x: tl.tuple,
-    norm_weight: tl.tensor,
-    norm_bias: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    mask: tl.tuple,
-    y: tl.tuple,
-    planes: tl.tuple,
-    mean: tl.tuple,
-    rstd: tl.tensor,
-    axes: tl.tuple,
-    eps: tl.tensor,
-    C: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BIASED: tl.constexpr,
-    PADDED: tl.constexpr,
-    FIRST_PLANE: tl.constexpr,
-    PLANES: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-) -> None:
+    x: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, weight: tl.tensor, bias: tl.tensor, mask: tl.tuple,
+    y: tl.tuple, planes: tl.tuple, mean: tl.tuple, rstd: tl.tensor, axes: tl.tuple, eps: tl.tensor,
+    C: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, FIRST_PLANE: tl.constexpr,
+    PLANES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
+) -> None:  # fmt: skip
     """Store y = layer_norm(x) weight^T + bias, times the mask of a position, if there is one, and the statistics: of
     BLOCK_M positions, the first OUTPUTS.
 
@@ -276,28 +242,11 @@ def _norm_linear(
 
 @triton.jit
 def _norm_linear_wide(
-    x: tl.tuple,
-    norm_weight: tl.tensor,
-    norm_bias: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    mask: tl.tuple,
-    y: tl.tuple,
-    planes: tl.tuple,
-    mean: tl.tuple,
-    rstd: tl.tensor,
-    axes: tl.tuple,
-    eps: tl.tensor,
-    C: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BIASED: tl.constexpr,
-    PADDED: tl.constexpr,
-    FIRST_PLANE: tl.constexpr,
-    PLANES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
+    x: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, weight: tl.tensor, bias: tl.tensor, mask: tl.tuple,
+    y: tl.tuple, planes: tl.tuple, mean: tl.tuple, rstd: tl.tensor, axes: tl.tuple, eps: tl.tensor,
+    C: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, FIRST_PLANE: tl.constexpr,
+    PLANES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the same, BLOCK_O of all outputs, of BLOCK_M positions; BLOCK_K channels at a time, first for the
     statistics."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -348,27 +297,12 @@ def _norm_linear_wide(
 
 @triton.jit
 def _norm_linear_backward(
-    grad: tl.tuple,
-    x: tl.tuple,
-    norm_weight: tl.tensor,
-    weight: tl.tensor,
-    mean: tl.tuple,
-    rstd: tl.tensor,
-    slabs: tl.tuple,
-    residual: tl.tuple,
-    dx: tl.tuple,
-    partials: tl.tensor,
-    axes: tl.tuple,
-    apart: tl.tensor,
+    grad: tl.tuple, x: tl.tuple, norm_weight: tl.tensor, weight: tl.tensor, mean: tl.tuple, rstd: tl.tensor,
+    slabs: tl.tuple, residual: tl.tuple, dx: tl.tuple, partials: tl.tensor, axes: tl.tuple, apart: tl.tensor,
     count: tl.tensor,
-    C: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    PLANES: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-) -> None:
+    C: tl.constexpr, OUTPUTS: tl.constexpr, PLANES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
+) -> None:  # fmt: skip
     """Store dx, through the projection and then the norm, plus residual if there is one; and partials [programs, 2 C].
 
     Both as `_layer_norm_backward`.  One block of positions a program: a loop over blocks costs 60 registers, and with
@@ -423,21 +357,11 @@ def _norm_linear_backward(
 
 @triton.jit
 def _norm_linear_weight(
-    grad: tl.tuple,
-    x: tl.tuple,
-    norm_weight: tl.tensor,
-    norm_bias: tl.tensor,
-    mean: tl.tuple,
-    rstd: tl.tensor,
-    partials: tl.tensor,
-    axes: tl.tuple,
-    C: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
+    grad: tl.tuple, x: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, mean: tl.tuple, rstd: tl.tensor,
+    partials: tl.tensor, axes: tl.tuple,
+    C: tl.constexpr, OUTPUTS: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_C: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Store in partials [programs, OUTPUTS C + BIASED] a tile of dy^T layer_norm(x), and the sum of dy, of a span."""
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -617,15 +541,9 @@ def norm_linear_backward(
 
 @triton.jit
 def gate_kernel(
-    x: tl.tuple,
-    g: tl.tuple,
-    mask: tl.tuple,
-    y: tl.tuple,
-    axes: tl.tuple,
-    C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-) -> None:
+    x: tl.tuple, g: tl.tuple, mask: tl.tuple, y: tl.tuple, axes: tl.tuple,
+    C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+) -> None:  # fmt: skip
     """Store y = x * sigmoid(g), times the mask of the position where there is one."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -640,17 +558,9 @@ def gate_kernel(
 
 @triton.jit
 def gate_backward_kernel(
-    grad: tl.tuple,
-    x: tl.tuple,
-    g: tl.tuple,
-    mask: tl.tuple,
-    dx: tl.tuple,
-    dg: tl.tuple,
-    axes: tl.tuple,
-    C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-) -> None:
+    grad: tl.tuple, x: tl.tuple, g: tl.tuple, mask: tl.tuple, dx: tl.tuple, dg: tl.tuple, axes: tl.tuple,
+    C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+) -> None:  # fmt: skip
     """Store dx = grad * sigmoid(g) and dg = grad * x * sigmoid'(g), with the mask where there is one."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -726,25 +636,10 @@ def _innermost_last(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @triton.jit(do_not_specialize=SCALARS)
 def _gated_linear_residual(
-    x: tl.tuple,
-    o: tl.tuple,
-    g: tl.tuple,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    factors: tl.tuple,
-    key: tl.tensor,
-    y: tl.tuple,
-    axes: tl.tuple,
-    number: tl.tensor,
-    word: tl.tensor,
-    rate: tl.tensor,
-    scale: tl.tensor,
-    C: tl.constexpr,
-    INPUTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
+    x: tl.tuple, o: tl.tuple, g: tl.tuple, weight: tl.tensor, bias: tl.tensor, factors: tl.tuple, key: tl.tensor,
+    y: tl.tuple, axes: tl.tuple, number: tl.tensor, word: tl.tensor, rate: tl.tensor, scale: tl.tensor,
+    C: tl.constexpr, INPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """Store y = x + factors * ((o * sigmoid(g)) weight^T + bias): BLOCK_C channels of BLOCK_M positions.
 
     x: None, of an update alone.
@@ -775,25 +670,10 @@ def _gated_linear_residual(
 
 @triton.jit(do_not_specialize=SCALARS)
 def _gated_linear_residual_backward(
-    grad: tl.tuple,
-    o: tl.tuple,
-    g: tl.tuple,
-    weight: tl.tensor,
-    factors: tl.tuple,
-    key: tl.tensor,
-    do: tl.tuple,
-    dg: tl.tuple,
-    axes: tl.tuple,
-    number: tl.tensor,
-    word: tl.tensor,
-    rate: tl.tensor,
-    scale: tl.tensor,
-    C: tl.constexpr,
-    INPUTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
+    grad: tl.tuple, o: tl.tuple, g: tl.tuple, weight: tl.tensor, factors: tl.tuple, key: tl.tensor, do: tl.tuple,
+    dg: tl.tuple, axes: tl.tuple, number: tl.tensor, word: tl.tensor, rate: tl.tensor, scale: tl.tensor,
+    C: tl.constexpr, INPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """Store do and dg, from dh = (grad * factors) weight: BLOCK_I inputs of BLOCK_M positions."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
@@ -823,24 +703,11 @@ def _gated_linear_residual_backward(
 
 @triton.jit(do_not_specialize=SCALARS)
 def _gated_linear_residual_weight(
-    grad: tl.tuple,
-    o: tl.tuple,
-    g: tl.tuple,
-    factors: tl.tuple,
-    key: tl.tensor,
-    partials: tl.tensor,
-    axes: tl.tuple,
-    number: tl.tensor,
-    word: tl.tensor,
-    rate: tl.tensor,
-    scale: tl.tensor,
-    C: tl.constexpr,
-    INPUTS: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    grad: tl.tuple, o: tl.tuple, g: tl.tuple, factors: tl.tuple, key: tl.tensor, partials: tl.tensor, axes: tl.tuple,
+    number: tl.tensor, word: tl.tensor, rate: tl.tensor, scale: tl.tensor,
+    C: tl.constexpr, INPUTS: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
     BLOCK_I: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Store in partials [programs, C INPUTS + BIASED] a tile of dz^T h, and of the sum of dz, of a span of positions.
 
     BIASED: C, or 0 without a bias.

@@ -40,15 +40,9 @@ def drawn(key: tl.tensor, numbers: tl.tensor, word: tl.tensor, rate: tl.tensor, 
 
 @triton.jit
 def dropout_tile(
-    factors: tl.tuple,
-    at: tl.tensor,
-    valid: tl.tensor,
-    key: tl.tensor,
-    number: tl.tensor,
-    word: tl.tensor,
-    rate: tl.tensor,
-    scale: tl.tensor,
-) -> tl.tensor:
+    factors: tl.tuple, at: tl.tensor, valid: tl.tensor, key: tl.tensor, number: tl.tensor, word: tl.tensor,
+    rate: tl.tensor, scale: tl.tensor,
+) -> tl.tensor:  # fmt: skip
     """Return dropout factors in fp32: loaded at these offsets; or, with a key, drawn for the elements number + at."""
     if key is not None:
         return drawn(key, number + at, word, rate, scale)
@@ -58,16 +52,10 @@ def dropout_tile(
 
 @triton.jit(do_not_specialize=SCALARS)
 def _keep(
-    key: tl.tensor,
-    out: tl.tuple,
-    numbers: tl.tuple,
-    axes: tl.tuple,
-    number: tl.tensor,
-    word: tl.tensor,
-    rate: tl.tensor,
-    scale: tl.tensor,
+    key: tl.tensor, out: tl.tuple, numbers: tl.tuple, axes: tl.tuple, number: tl.tensor, word: tl.tensor,
+    rate: tl.tensor, scale: tl.tensor,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Store BLOCK factors; number: that of the tensor's first element."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     kept = drawn(key, number + offsets(numbers, i, axes), word, rate, scale)

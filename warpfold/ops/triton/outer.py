@@ -100,32 +100,12 @@ def _shares(
 
 @triton.jit
 def _outer_product(
-    a: tl.tensor,
-    b: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    a_mask: tl.tensor,
-    b_mask: tl.tensor,
-    pair: tl.tensor,
-    out: tl.tensor,
-    share: tl.tensor,
-    pitch: tl.tensor,
-    added: tl.tensor,
-    least: tl.tensor,
-    S: tl.tensor,
-    I: tl.tensor,
-    J: tl.tensor,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    Z: tl.constexpr,
-    BIAS_DIVIDED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE_I: tl.constexpr,
-    TILE_J: tl.constexpr,
-    TILE_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_Z: tl.constexpr,
-) -> None:
+    a: tl.tensor, b: tl.tensor, weight: tl.tensor, bias: tl.tensor, a_mask: tl.tensor, b_mask: tl.tensor,
+    pair: tl.tensor, out: tl.tensor, share: tl.tensor, pitch: tl.tensor, added: tl.tensor, least: tl.tensor,
+    S: tl.tensor, I: tl.tensor, J: tl.tensor,
+    C: tl.constexpr, D: tl.constexpr, Z: tl.constexpr, BIAS_DIVIDED: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE_I: tl.constexpr, TILE_J: tl.constexpr, TILE_C: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Z: tl.constexpr,
+) -> None:  # fmt: skip
     """Store BLOCK_Z channels of TILE_I x TILE_J positions of out [batch, i, j, z], and their share.
 
     BIAS_DIVIDED: the bias is added before the division by the count, else after it.  pair: what is added last, or None.
@@ -175,32 +155,12 @@ def _gradient(
 
 @triton.jit
 def _factor(
-    grad: tl.tensor,
-    share: tl.tensor,
-    weight: tl.tensor,
-    other: tl.tensor,
-    mask: tl.tensor,
-    result: tl.tensor,
-    pitch: tl.tensor,
-    result_pitch: tl.tensor,
-    S: tl.tensor,
-    I: tl.tensor,
-    J: tl.tensor,
-    stride_i: tl.tensor,
-    stride_j: tl.tensor,
-    stride_c: tl.tensor,
-    stride_d: tl.tensor,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    Z: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TAIL_S: tl.constexpr,
-    TILE_I: tl.constexpr,
-    TILE_J: tl.constexpr,
-    TILE_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_Z: tl.constexpr,
-) -> None:
+    grad: tl.tensor, share: tl.tensor, weight: tl.tensor, other: tl.tensor, mask: tl.tensor, result: tl.tensor,
+    pitch: tl.tensor, result_pitch: tl.tensor, S: tl.tensor, I: tl.tensor, J: tl.tensor, stride_i: tl.tensor,
+    stride_j: tl.tensor, stride_c: tl.tensor, stride_d: tl.tensor,
+    C: tl.constexpr, D: tl.constexpr, Z: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_S: tl.constexpr,
+    TILE_I: tl.constexpr, TILE_J: tl.constexpr, TILE_C: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Z: tl.constexpr,
+) -> None:  # fmt: skip
     """Store TILE_C channels of the gradient of a factor, result [batch, s, i, c], at BLOCK_S x TILE_I positions.
 
     TAIL_S: where so few sequences are left over, the last program takes them too, as a tile beside its own: a program
@@ -283,27 +243,11 @@ def _store_factor(
 
 @triton.jit
 def _weight(
-    grad: tl.tensor,
-    share: tl.tensor,
-    a: tl.tensor,
-    b: tl.tensor,
-    partials: tl.tensor,
-    pitch: tl.tensor,
-    tiles: tl.tensor,
-    S: tl.tensor,
-    I: tl.tensor,
-    J: tl.tensor,
-    C: tl.constexpr,
-    D: tl.constexpr,
-    Z: tl.constexpr,
-    BIAS_DIVIDED: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE_I: tl.constexpr,
-    TILE_J: tl.constexpr,
-    TILE_C: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_Z: tl.constexpr,
-) -> None:
+    grad: tl.tensor, share: tl.tensor, a: tl.tensor, b: tl.tensor, partials: tl.tensor, pitch: tl.tensor,
+    tiles: tl.tensor, S: tl.tensor, I: tl.tensor, J: tl.tensor,
+    C: tl.constexpr, D: tl.constexpr, Z: tl.constexpr, BIAS_DIVIDED: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE_I: tl.constexpr, TILE_J: tl.constexpr, TILE_C: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_Z: tl.constexpr,
+) -> None:  # fmt: skip
     """Store in partials [programs, Z C D + Z] a part of the gradients of weight and bias, from a span of the tiles."""
     first = tl.program_id(0) * TILE_C
     z = tl.program_id(1) * BLOCK_Z + tl.arange(0, BLOCK_Z)

@@ -55,14 +55,9 @@ def _from(points: tl.tensor, p: tl.tensor, there: tl.tensor, origin: tl.tuple) -
 
 @triton.jit
 def _weights(
-    frame_mask: tl.tensor,
-    point_mask: tl.tensor,
-    pair_mask: tl.tensor,
-    f: tl.tensor,
-    p: tl.tensor,
-    F: tl.tensor,
+    frame_mask: tl.tensor, point_mask: tl.tensor, pair_mask: tl.tensor, f: tl.tensor, p: tl.tensor, F: tl.tensor,
     P: tl.tensor,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Return the weight of each pair, 0 beyond the last."""
     weight = _number(frame_mask + f, f < F)[:, None] * _number(point_mask + p, p < P)[None, :]
     if pair_mask is not None:
@@ -79,22 +74,11 @@ def _squares(a: tl.tensor, b: tl.tensor, c: tl.tensor, added: tl.tensor) -> tl.t
 
 @triton.jit
 def aligned_errors_kernel(
-    frames: tl.tensor,
-    points: tl.tensor,
-    true_frames: tl.tensor,
-    true_points: tl.tensor,
-    frame_mask: tl.tensor,
-    point_mask: tl.tensor,
-    pair_mask: tl.tensor,
-    sums: tl.tensor,
-    F: tl.tensor,
-    P: tl.tensor,
-    clamp: tl.tensor,
-    added: tl.tensor,
-    least: tl.tensor,
-    BLOCK_F: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-) -> None:
+    frames: tl.tensor, points: tl.tensor, true_frames: tl.tensor, true_points: tl.tensor, frame_mask: tl.tensor,
+    point_mask: tl.tensor, pair_mask: tl.tensor, sums: tl.tensor, F: tl.tensor, P: tl.tensor, clamp: tl.tensor,
+    added: tl.tensor, least: tl.tensor,
+    BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the two sums of a tile, sums [leading, tiles of frames, tiles of points, 2]."""
     leading = tl.program_id(2).to(tl.int64)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -124,23 +108,11 @@ def _slope(squares: tl.tensor, weight: tl.tensor, grad: tl.tensor, clamp: tl.ten
 
 @triton.jit
 def aligned_errors_frames_kernel(
-    grad: tl.tensor,
-    frames: tl.tensor,
-    points: tl.tensor,
-    true_frames: tl.tensor,
-    true_points: tl.tensor,
-    frame_mask: tl.tensor,
-    point_mask: tl.tensor,
-    pair_mask: tl.tensor,
-    dframes: tl.tensor,
-    F: tl.tensor,
-    P: tl.tensor,
-    clamp: tl.tensor,
-    added: tl.tensor,
-    least: tl.tensor,
-    BLOCK_F: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-) -> None:
+    grad: tl.tensor, frames: tl.tensor, points: tl.tensor, true_frames: tl.tensor, true_points: tl.tensor,
+    frame_mask: tl.tensor, point_mask: tl.tensor, pair_mask: tl.tensor, dframes: tl.tensor, F: tl.tensor, P: tl.tensor,
+    clamp: tl.tensor, added: tl.tensor, least: tl.tensor,
+    BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the gradients of frames."""
     leading = tl.program_id(1).to(tl.int64)
     f = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
@@ -180,23 +152,11 @@ def aligned_errors_frames_kernel(
 
 @triton.jit
 def aligned_errors_points_kernel(
-    grad: tl.tensor,
-    frames: tl.tensor,
-    points: tl.tensor,
-    true_frames: tl.tensor,
-    true_points: tl.tensor,
-    frame_mask: tl.tensor,
-    point_mask: tl.tensor,
-    pair_mask: tl.tensor,
-    dpoints: tl.tensor,
-    F: tl.tensor,
-    P: tl.tensor,
-    clamp: tl.tensor,
-    added: tl.tensor,
-    least: tl.tensor,
-    BLOCK_F: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-) -> None:
+    grad: tl.tensor, frames: tl.tensor, points: tl.tensor, true_frames: tl.tensor, true_points: tl.tensor,
+    frame_mask: tl.tensor, point_mask: tl.tensor, pair_mask: tl.tensor, dpoints: tl.tensor, F: tl.tensor, P: tl.tensor,
+    clamp: tl.tensor, added: tl.tensor, least: tl.tensor,
+    BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the gradients of points."""
     leading = tl.program_id(1).to(tl.int64)
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -279,14 +239,8 @@ def _atoms(atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, a: tl.tensor,
 
 @triton.jit
 def _numbers(
-    index: tl.tensor,
-    after: tl.tensor,
-    order: tl.tensor,
-    chain: tl.tensor,
-    slot: tl.tensor,
-    a: tl.tensor,
-    n: tl.tensor,
-) -> tl.tuple:
+    index: tl.tensor, after: tl.tensor, order: tl.tensor, chain: tl.tensor, slot: tl.tensor, a: tl.tensor, n: tl.tensor,
+) -> tl.tuple:  # fmt: skip
     """Return index, order, chain and slot of atoms, and the index that follows."""
     there = a < n
     i, o = tl.load(index + a, mask=there, other=0), tl.load(order + a, mask=there, other=0)
@@ -313,20 +267,10 @@ def _pairs(one: tl.tuple, other: tl.tuple, ids: tl.tuple, other_ids: tl.tuple, t
 
 @triton.jit
 def overlaps_kernel(
-    atoms: tl.tensor,
-    radius: tl.tensor,
-    exists: tl.tensor,
-    index: tl.tensor,
-    after: tl.tensor,
-    order: tl.tensor,
-    chain: tl.tensor,
-    slot: tl.tensor,
-    out: tl.tensor,
-    n: tl.tensor,
-    tolerance: tl.tensor,
-    BLOCK_F: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-) -> None:
+    atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, index: tl.tensor, after: tl.tensor, order: tl.tensor,
+    chain: tl.tensor, slot: tl.tensor, out: tl.tensor, n: tl.tensor, tolerance: tl.tensor,
+    BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the overlaps of BLOCK_F atoms, how many, and with how many they were compared."""
     a = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     one, ids = _atoms(atoms, radius, exists, a, n), _numbers(index, after, order, chain, slot, a, n)
@@ -346,22 +290,11 @@ def overlaps_kernel(
 
 @triton.jit
 def overlaps_backward_kernel(
-    grad: tl.tensor,
-    atoms: tl.tensor,
-    radius: tl.tensor,
-    exists: tl.tensor,
-    index: tl.tensor,
-    after: tl.tensor,
-    order: tl.tensor,
-    chain: tl.tensor,
-    slot: tl.tensor,
-    datoms: tl.tensor,
-    dradius: tl.tensor,
-    n: tl.tensor,
+    grad: tl.tensor, atoms: tl.tensor, radius: tl.tensor, exists: tl.tensor, index: tl.tensor, after: tl.tensor,
+    order: tl.tensor, chain: tl.tensor, slot: tl.tensor, datoms: tl.tensor, dradius: tl.tensor, n: tl.tensor,
     tolerance: tl.tensor,
-    BLOCK_F: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-) -> None:
+    BLOCK_F: tl.constexpr, BLOCK_P: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the gradients of BLOCK_F atoms and their radii."""
     a = tl.program_id(0) * BLOCK_F + tl.arange(0, BLOCK_F)
     one, ids = _atoms(atoms, radius, exists, a, n), _numbers(index, after, order, chain, slot, a, n)

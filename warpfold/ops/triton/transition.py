@@ -126,16 +126,9 @@ def rows_at_once(rows: int, channels: int) -> int:
 
 @triton.jit
 def _normalise(
-    x: tl.tuple,
-    norm_weight: tl.tensor,
-    norm_bias: tl.tensor,
-    n: tl.tuple,
-    axes: tl.tuple,
-    eps: tl.tensor,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-) -> None:
+    x: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, n: tl.tuple, axes: tl.tuple, eps: tl.tensor,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
+) -> None:  # fmt: skip
     """Store in n the normalised x of BLOCK_M positions, and wait until all threads of the program can read it.
 
     Some positions at a time: a whole tile in fp32, with what is wanted beside it, would not fit the registers.
@@ -218,25 +211,11 @@ def _of_up(
 
 @triton.jit
 def _transition(
-    x: tl.tuple,
-    norm_weight: tl.tensor,
-    norm_bias: tl.tensor,
-    up: tl.tensor,
-    up_bias: tl.tensor,
-    down: tl.tensor,
-    down_bias: tl.tensor,
-    y: tl.tuple,
-    axes: tl.tuple,
-    eps: tl.tensor,
-    C: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
+    x: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, up: tl.tensor, up_bias: tl.tensor, down: tl.tensor,
+    down_bias: tl.tensor, y: tl.tuple, axes: tl.tuple, eps: tl.tensor,
+    C: tl.constexpr, HIDDEN: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """Store y of BLOCK_M positions; GATED: silu of one half of the outputs of `up` times the other, else their relu."""
     _normalise(x, norm_weight, norm_bias, y, axes, eps, C, BLOCK_C, BLOCK_M)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -273,18 +252,10 @@ def _transition(
 
 @triton.jit
 def _through_norm(
-    grad: tl.tuple,
-    x: tl.tuple,
-    norm_weight: tl.tensor,
-    dx: tl.tuple,
-    partials: tl.tensor,
-    axes: tl.tuple,
+    grad: tl.tuple, x: tl.tuple, norm_weight: tl.tensor, dx: tl.tuple, partials: tl.tensor, axes: tl.tuple,
     eps: tl.tensor,
-    C: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-) -> None:
+    C: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr,
+) -> None:  # fmt: skip
     """Replace dx, which is the gradient of the normalised x at BLOCK_M positions, by that of x; and store the partials.
 
     As `_layer_norm_backward`, some positions at a time, as `_normalise`.
@@ -321,28 +292,12 @@ def _through_norm(
 
 @triton.jit
 def _transition_backward(
-    grad: tl.tuple,
-    x: tl.tuple,
-    norm_weight: tl.tensor,
-    norm_bias: tl.tensor,
-    up: tl.tensor,
-    up_bias: tl.tensor,
-    down: tl.tensor,
-    dx: tl.tuple,
-    normalised: tl.tuple,
-    inner: tl.tuple,
-    partials: tl.tensor,
-    axes: tl.tuple,
+    grad: tl.tuple, x: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, up: tl.tensor, up_bias: tl.tensor,
+    down: tl.tensor, dx: tl.tuple, normalised: tl.tuple, inner: tl.tuple, partials: tl.tensor, axes: tl.tuple,
     eps: tl.tensor,
-    C: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    GATED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
+    C: tl.constexpr, HIDDEN: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """Store dx and the normalised x of BLOCK_M positions; and in partials [programs, 3 C] what they add to the
     gradients of the norm's weight and bias, as in `_layer_norm_backward`, and of the bias of `down`.
 
@@ -400,20 +355,11 @@ def _span(axes: tl.tuple, along: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tupl
 
 @triton.jit
 def _transition_weight(
-    normalised: tl.tuple,
-    grad: tl.tuple,
-    up: tl.tensor,
-    up_bias: tl.tensor,
-    down: tl.tensor,
-    partials: tl.tensor,
+    normalised: tl.tuple, grad: tl.tuple, up: tl.tensor, up_bias: tl.tensor, down: tl.tensor, partials: tl.tensor,
     axes: tl.tuple,
-    C: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    C: tl.constexpr, HIDDEN: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_K: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Store in partials [programs, ...], of BLOCK_H numbers of the hidden layer and a span of positions, what is added
     to the gradients of `up` [HIDDEN, C], of its bias [HIDDEN] and of `down` [C, HIDDEN], which follow each other.
 
@@ -477,18 +423,10 @@ def _product_over_positions(
 
 @triton.jit
 def _transition_weight_kept(
-    normalised: tl.tuple,
-    grad: tl.tuple,
-    inner: tl.tuple,
-    partials: tl.tensor,
-    axes: tl.tuple,
-    C: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
+    normalised: tl.tuple, grad: tl.tuple, inner: tl.tuple, partials: tl.tensor, axes: tl.tuple,
+    C: tl.constexpr, HIDDEN: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
     BLOCK_C: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Store the same as `_transition_weight`, of BLOCK_O outputs of `up` or numbers of the hidden layer and BLOCK_C
     channels, from the hidden layer and its gradient as `_transition_backward` stored them."""
     tile = tl.program_id(0)

@@ -99,20 +99,10 @@ def in_memory(m: tl.tensor, c: tl.tensor, axes: tl.tuple, C: tl.constexpr) -> tl
 
 @triton.jit
 def load_normed(
-    x: tl.tuple,
-    readable: tl.tensor,
-    norm_weight: tl.tensor,
-    norm_bias: tl.tensor,
-    mean: tl.tensor,
-    rstd: tl.tensor,
-    at: tl.tensor,
-    m: tl.tensor,
-    present: tl.tensor,
-    axes: tl.tuple,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    AGAIN: tl.constexpr = False,
-) -> tl.tuple:
+    x: tl.tuple, readable: tl.tensor, norm_weight: tl.tensor, norm_bias: tl.tensor, mean: tl.tensor, rstd: tl.tensor,
+    at: tl.tensor, m: tl.tensor, present: tl.tensor, axes: tl.tuple,
+    C: tl.constexpr, BLOCK_C: tl.constexpr, AGAIN: tl.constexpr = False,
+) -> tl.tuple:  # fmt: skip
     """Return the normalised channels of positions [m, c], in fp32 before weight and bias, in the dtype of x after them.
 
     at: where the statistics of these positions lie.  readable: which elements of x may be read.  AGAIN: they were read
@@ -130,14 +120,9 @@ def load_normed(
 
 @triton.jit
 def rows_of(
-    weight: tl.tensor,
-    first: tl.tensor,
-    o: tl.tensor,
-    c: tl.tensor,
-    dtype: tl.constexpr,
-    ROWS: tl.constexpr,
-    C: tl.constexpr,
-) -> tl.tensor:
+    weight: tl.tensor, first: tl.tensor, o: tl.tensor, c: tl.tensor,
+    dtype: tl.constexpr, ROWS: tl.constexpr, C: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Load rows first + o of a weight [., C], of those with o < ROWS, transposed: [c, o]."""
     known = (c < C)[:, None] & (o < ROWS)[None, :]
     return tl.load(weight + first * C + o[None, :] * C + c[:, None], mask=known, other=0).to(dtype)
@@ -145,13 +130,9 @@ def rows_of(
 
 @triton.jit
 def biased(
-    y: tl.tensor,
-    bias: tl.tensor,
-    first: tl.tensor,
-    o: tl.tensor,
-    ROWS: tl.constexpr,
-    BIASED: tl.constexpr,
-) -> tl.tensor:
+    y: tl.tensor, bias: tl.tensor, first: tl.tensor, o: tl.tensor,
+    ROWS: tl.constexpr, BIASED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return y [m, o] with elements first + o of a bias, which BIASED outputs have."""
     if bias is not None:
         known = (o < ROWS) & (first + o < BIASED)
@@ -162,14 +143,9 @@ def biased(
 
 @triton.jit
 def norm_backward(
-    dn: tl.tensor,
-    x_hat: tl.tensor,
-    norm_weight: tl.tensor,
-    r: tl.tensor,
-    partials: tl.tensor,
-    C: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-) -> tl.tensor:
+    dn: tl.tensor, x_hat: tl.tensor, norm_weight: tl.tensor, r: tl.tensor, partials: tl.tensor,
+    C: tl.constexpr, BLOCK_C: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return the gradient of what was normalised, given that of the result; store this program's part of the norm's.
 
     partials: [programs, 2 C], of the norm's weight and of its bias.
@@ -186,21 +162,10 @@ def norm_backward(
 
 @triton.jit
 def _store_factor(
-    plane: tl.tuple,
-    n1: tl.tensor,
-    kept: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    m: tl.tensor,
-    axes: tl.tuple,
-    VALUES: tl.constexpr,
-    GATES: tl.constexpr,
-    C: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-) -> None:
+    plane: tl.tuple, n1: tl.tensor, kept: tl.tensor, weight: tl.tensor, bias: tl.tensor, m: tl.tensor, axes: tl.tuple,
+    VALUES: tl.constexpr, GATES: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_O: tl.constexpr,
+) -> None:  # fmt: skip
     """Store a factor; the rows of the weight that make it begin at VALUES, those that make its gate at GATES."""
     c = tl.arange(0, BLOCK_C)
     for start in range(0, HIDDEN, BLOCK_O):
@@ -215,28 +180,11 @@ def _store_factor(
 
 @triton.jit
 def _factors_forward(
-    x: tl.tuple,
-    mask: tl.tuple,
-    norm_weight: tl.tensor,
-    norm_bias: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    a: tl.tuple,
-    b: tl.tuple,
-    mean: tl.tuple,
-    rstd: tl.tensor,
-    axes: tl.tuple,
-    n: tl.tensor,
-    eps: tl.tensor,
-    C: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BIASED: tl.constexpr,
-    FUSED: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-) -> None:
+    x: tl.tuple, mask: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, weight: tl.tensor, bias: tl.tensor,
+    a: tl.tuple, b: tl.tuple, mean: tl.tuple, rstd: tl.tensor, axes: tl.tuple, n: tl.tensor, eps: tl.tensor,
+    C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr, FUSED: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
+) -> None:  # fmt: skip
     """Store both factors and the statistics of x: all channels of BLOCK_M positions."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.arange(0, BLOCK_C)
@@ -258,40 +206,13 @@ def _factors_forward(
 
 @triton.jit(do_not_specialize=SCALARS)
 def _out_forward(
-    x: tl.tuple,
-    product: tl.tuple,
-    norm_weight: tl.tensor,
-    norm_bias: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out_norm_weight: tl.tensor,
-    out_norm_bias: tl.tensor,
-    out_weight: tl.tensor,
-    out_bias: tl.tensor,
-    factors: tl.tuple,
-    key: tl.tensor,
-    y: tl.tuple,
-    mean: tl.tuple,
-    rstd: tl.tensor,
-    out_mean: tl.tensor,
-    out_rstd: tl.tensor,
-    axes: tl.tuple,
-    n: tl.tensor,
-    eps: tl.tensor,
-    number: tl.tensor,
-    word: tl.tensor,
-    rate: tl.tensor,
-    scale: tl.tensor,
-    C: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BIASED: tl.constexpr,
-    PADDED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-) -> None:
+    x: tl.tuple, product: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, weight: tl.tensor, bias: tl.tensor,
+    out_norm_weight: tl.tensor, out_norm_bias: tl.tensor, out_weight: tl.tensor, out_bias: tl.tensor, factors: tl.tuple,
+    key: tl.tensor, y: tl.tuple, mean: tl.tuple, rstd: tl.tensor, out_mean: tl.tensor, out_rstd: tl.tensor,
+    axes: tl.tuple, n: tl.tensor, eps: tl.tensor, number: tl.tensor, word: tl.tensor, rate: tl.tensor, scale: tl.tensor,
+    C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, RESIDUAL: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
+) -> None:  # fmt: skip
     """Store y = x + factors * (linear(norm(product)) * sigmoid(gate of x)), and the statistics of the product.
 
     RESIDUAL: with x, or without it.
@@ -338,42 +259,14 @@ OUT = register("triangle_out", _out_forward, _FORWARD)
 
 @triton.jit(do_not_specialize=SCALARS)
 def _out_backward(
-    grad: tl.tuple,
-    x: tl.tuple,
-    product: tl.tuple,
-    norm_weight: tl.tensor,
-    norm_bias: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out_norm_weight: tl.tensor,
-    out_norm_bias: tl.tensor,
-    out_weight: tl.tensor,
-    out_bias: tl.tensor,
-    factors: tl.tuple,
-    key: tl.tensor,
-    mean: tl.tuple,
-    rstd: tl.tensor,
-    out_mean: tl.tensor,
-    out_rstd: tl.tensor,
-    dproduct: tl.tuple,
-    dprojected: tl.tuple,
-    dgate: tl.tuple,
-    partials: tl.tensor,
-    axes: tl.tuple,
-    n: tl.tensor,
-    number: tl.tensor,
-    word: tl.tensor,
-    rate: tl.tensor,
-    scale: tl.tensor,
-    C: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BIASED: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-) -> None:
+    grad: tl.tuple, x: tl.tuple, product: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, weight: tl.tensor,
+    bias: tl.tensor, out_norm_weight: tl.tensor, out_norm_bias: tl.tensor, out_weight: tl.tensor, out_bias: tl.tensor,
+    factors: tl.tuple, key: tl.tensor, mean: tl.tuple, rstd: tl.tensor, out_mean: tl.tensor, out_rstd: tl.tensor,
+    dproduct: tl.tuple, dprojected: tl.tuple, dgate: tl.tuple, partials: tl.tensor, axes: tl.tuple, n: tl.tensor,
+    number: tl.tensor, word: tl.tensor, rate: tl.tensor, scale: tl.tensor,
+    C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
+) -> None:  # fmt: skip
     """Store the gradients of the product, of what it is projected to and of its gate's logits; and partials of the
     second norm's."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -416,21 +309,10 @@ def _out_backward(
 
 @triton.jit
 def of_factor(
-    plane: tl.tensor,
-    like: tl.tuple,
-    n1: tl.tensor,
-    kept: tl.tensor,
-    value_rows: tl.tensor,
-    gate_rows: tl.tensor,
-    bias: tl.tensor,
-    values: tl.tensor,
-    gates: tl.tensor,
-    m: tl.tensor,
-    o: tl.tensor,
-    axes: tl.tuple,
-    HIDDEN: tl.constexpr,
-    BIASED: tl.constexpr,
-) -> tl.tuple:
+    plane: tl.tensor, like: tl.tuple, n1: tl.tensor, kept: tl.tensor, value_rows: tl.tensor, gate_rows: tl.tensor,
+    bias: tl.tensor, values: tl.tensor, gates: tl.tensor, m: tl.tensor, o: tl.tensor, axes: tl.tuple,
+    HIDDEN: tl.constexpr, BIASED: tl.constexpr,
+) -> tl.tuple:  # fmt: skip
     """Return the gradients of a factor's projection and of its gate's logits, [m, o] in the dtype of n1.
 
     plane: where the factor's gradient begins, with the strides of `like`.  value_rows, gate_rows [c, o]: the rows of
@@ -447,23 +329,11 @@ def of_factor(
 
 @triton.jit
 def _add_factor(
-    dn: tl.tensor,
-    plane: tl.tensor,
-    like: tl.tuple,
-    n1: tl.tensor,
-    kept: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    m: tl.tensor,
-    axes: tl.tuple,
-    VALUES: tl.constexpr,
-    GATES: tl.constexpr,
-    C: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-) -> tl.tensor:
+    dn: tl.tensor, plane: tl.tensor, like: tl.tuple, n1: tl.tensor, kept: tl.tensor, weight: tl.tensor, bias: tl.tensor,
+    m: tl.tensor, axes: tl.tuple,
+    VALUES: tl.constexpr, GATES: tl.constexpr, C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_O: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Return dn, and what a factor adds to it: the gradient of the normalised x."""
     c = tl.arange(0, BLOCK_C)
     for start in range(0, HIDDEN, BLOCK_O):
@@ -480,32 +350,12 @@ def _add_factor(
 
 @triton.jit
 def _factors_backward(
-    grad: tl.tuple,
-    x: tl.tuple,
-    mask: tl.tuple,
-    norm_weight: tl.tensor,
-    norm_bias: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    mean: tl.tuple,
-    rstd: tl.tensor,
-    dfactors: tl.tuple,
-    dgate: tl.tuple,
-    dx: tl.tuple,
-    partials: tl.tensor,
-    axes: tl.tuple,
-    n: tl.tensor,
-    apart: tl.tensor,
-    C: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BIASED: tl.constexpr,
-    FUSED: tl.constexpr,
-    PADDED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-) -> None:
+    grad: tl.tuple, x: tl.tuple, mask: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, weight: tl.tensor,
+    bias: tl.tensor, mean: tl.tuple, rstd: tl.tensor, dfactors: tl.tuple, dgate: tl.tuple, dx: tl.tuple,
+    partials: tl.tensor, axes: tl.tuple, n: tl.tensor, apart: tl.tensor,
+    C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr, FUSED: tl.constexpr, PADDED: tl.constexpr,
+    RESIDUAL: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
+) -> None:  # fmt: skip
     """Store dx, with the gradient of the residual if there is one; and partials of the first norm's.
 
     dfactors: the gradient of a and, `apart` elements on, that of b.
@@ -560,28 +410,12 @@ def _span(axes: tl.tuple, BLOCK_M: tl.constexpr) -> tl.tuple:
 
 @triton.jit
 def _factors_weight(
-    x: tl.tuple,
-    mask: tl.tuple,
-    norm_weight: tl.tensor,
-    norm_bias: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    mean: tl.tuple,
-    rstd: tl.tensor,
-    dfactors: tl.tuple,
-    partials: tl.tensor,
-    axes: tl.tuple,
-    n: tl.tensor,
+    x: tl.tuple, mask: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, weight: tl.tensor, bias: tl.tensor,
+    mean: tl.tuple, rstd: tl.tensor, dfactors: tl.tuple, partials: tl.tensor, axes: tl.tuple, n: tl.tensor,
     apart: tl.tensor,
-    C: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BIASED: tl.constexpr,
-    FUSED: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-) -> None:
+    C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr, FUSED: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
+) -> None:  # fmt: skip
     """Store what a span adds to the gradients of BLOCK_O channels of a factor and of their gates."""
     CHUNKS: tl.constexpr = (HIDDEN + BLOCK_O - 1) // BLOCK_O
     half = tl.program_id(0) // CHUNKS  # of a, or of b
@@ -637,31 +471,12 @@ def _factors_weight(
 
 @triton.jit
 def _out_weight(
-    x: tl.tuple,
-    product: tl.tuple,
-    norm_weight: tl.tensor,
-    norm_bias: tl.tensor,
-    out_norm_weight: tl.tensor,
-    out_norm_bias: tl.tensor,
-    out_bias: tl.tensor,
-    mean: tl.tuple,
-    rstd: tl.tensor,
-    out_mean: tl.tensor,
-    out_rstd: tl.tensor,
-    dprojected: tl.tuple,
-    dgate: tl.tuple,
-    partials: tl.tensor,
-    axes: tl.tuple,
-    n: tl.tensor,
-    C: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    BIASED: tl.constexpr,
-    PADDED: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-) -> None:
+    x: tl.tuple, product: tl.tuple, norm_weight: tl.tensor, norm_bias: tl.tensor, out_norm_weight: tl.tensor,
+    out_norm_bias: tl.tensor, out_bias: tl.tensor, mean: tl.tuple, rstd: tl.tensor, out_mean: tl.tensor,
+    out_rstd: tl.tensor, dprojected: tl.tuple, dgate: tl.tuple, partials: tl.tensor, axes: tl.tuple, n: tl.tensor,
+    C: tl.constexpr, HIDDEN: tl.constexpr, BIASED: tl.constexpr, PADDED: tl.constexpr, BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_O: tl.constexpr,
+) -> None:  # fmt: skip
     """Store what a span adds to the gradients of BLOCK_O channels of the output and of their gates."""
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     c, h = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_H)
