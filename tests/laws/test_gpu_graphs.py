@@ -69,21 +69,16 @@ def test_each_replay_assigns_equal_chains_anew() -> None:
 def test_two_gpus_that_share_an_example_replay_their_messages(plan: Plan, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    train_on_two(plan, tmp_path, "cuda")
-
-
-def train_on_two(plan: Plan, folder: Path, device: str) -> None:
-    """Train with graphs and without, on two ranks, and compare their rows and parameters to the bit."""
-    store = make_store(folder / "store")
+    store = make_store(tmp_path / "store")
     for way, graph in (("plain", False), ("graphs", True)):
         config = replace(tiny_run(steps=6, validation=0.0), plan=replace(plan, sizes=1, graph=graph))
-        (folder / f"{way}.toml").write_text(to_toml(config))
+        (tmp_path / f"{way}.toml").write_text(to_toml(config))
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "warpfold", "train",
-                   f"{folder / way}.toml", "--data", store.path, "--out", folder / way, "--device", device]  # fmt: skip
+                   f"{tmp_path / way}.toml", "--data", store.path, "--out", tmp_path / way]  # fmt: skip
         subprocess.run([sys.executable, *map(str, command)], check=True, timeout=300)
-    one, other = ([row for row in rows(folder / way) if row["kind"] == "step"] for way in ("graphs", "plain"))
+    one, other = ([row for row in rows(tmp_path / way) if row["kind"] == "step"] for way in ("graphs", "plain"))
     assert one == other
-    assert equal_tensors(folder / "graphs/params.safetensors", folder / "plain/params.safetensors")
+    assert equal_tensors(tmp_path / "graphs/params.safetensors", tmp_path / "plain/params.safetensors")
 
 
 def test_another_shape_takes_its_memory_from_the_pool_that_is_there() -> None:

@@ -723,6 +723,7 @@ class register:
             return implementation(name, args[0])(*args)
 
         def run(*args: Any) -> Any:
+            """Check the operands and compute the operation, or repeat what it did with others of their layout."""
             key = None
             if backend(args[0]) == "triton" and repeats():
                 key = _module("triton", "recipe").layout(args)

@@ -311,6 +311,7 @@ def _launch(
     """
 
     def action(memory: Memory) -> None:
+        """Launch it, with tensors of this memory."""
         arguments = dict(fixed)
         for name, kind, slot, offset, rest in pointers:
             t = memory[slot]
