@@ -370,7 +370,7 @@ def cutting(cut: Callable[[Callable[[], object]], None]) -> Iterator[None]:
 
 
 class CUDARecorder:
-    """CUDA graphs.  They share one pool of memory, as no two of them run at the same time and results are cloned."""
+    """CUDA graphs.  They share one pool of memory, as no two of them run at the same time and none keeps anything."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
@@ -496,7 +496,9 @@ class Graphs:
         self._agreed = agreed
         self.replayed = 0
         self._recorder: Recorder | None = None
-        self._inputs = torch.empty(0, dtype=torch.uint8)
+        # What graphs are given and return lies in two buffers that serve one after another: of each graph it would be
+        # as large as z.
+        self._buffers = {"inputs": torch.empty(0, dtype=torch.uint8), "results": torch.empty(0, dtype=torch.uint8)}
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: called once
         # Not replayed any more.  A pool whose last graph is gone cannot be recorded into again (torch 2.11: "use_count
         # > 0" of its pinned memory).
@@ -533,6 +535,7 @@ class Graphs:
                 self._dropped += [graph for graph in self._graphs.values() if graph is not None]
                 self._graphs = dict.fromkeys(self._graphs)
             self._graphs[called] = None
+            self._place(results, "results")  # no buffer can grow in a recording
             return results
         graph = self._graphs[called]
         if graph is None:
@@ -542,23 +545,30 @@ class Graphs:
 
     def _record(self, name: str, function: Function, inputs: Mapping[str, Tensor]) -> _Graph:
         assert self._recorder is not None
-        own = self._place(inputs)
+        own = self._place(inputs, "inputs")
         _copy_all(own, inputs)
+
+        def call() -> Named:
+            found = function(own)
+            results = self._place(found, "results")
+            _copy_all(results, found)
+            return results
+
         try:
-            results, replay = self._recorder.record(lambda: function(own))
+            results, replay = self._recorder.record(call)
         except (torch.OutOfMemoryError, LostError):
             raise
         except RuntimeError as error:
             raise UserError(f"plan.graph: {name} cannot be recorded ({error}); set plan.graph = false") from error
         return _Graph(own, results, replay)
 
-    def _place(self, like: Mapping[str, Tensor]) -> Named:
-        """Return memory for inputs of these shapes, in a buffer that serves one graph after another."""
+    def _place(self, like: Mapping[str, Tensor], what: str) -> Named:
+        """Return memory for tensors of these shapes, in the buffer of inputs or results."""
         sizes = [-(-x.nbytes // ALIGNED) * ALIGNED for x in like.values()]
-        if sum(sizes) > len(self._inputs):  # graphs that were recorded before keep the smaller one
+        if sum(sizes) > len(self._buffers[what]):  # graphs that were recorded before keep the smaller one
             device = next(x.device for x in like.values())
-            self._inputs = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        parts = zip(like.items(), self._inputs[: sum(sizes)].split(sizes))
+            self._buffers[what] = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        parts = zip(like.items(), self._buffers[what][: sum(sizes)].split(sizes))
         return {name: part[: x.nbytes].view(x.dtype).view(x.shape) for (name, x), part in parts}
 
     def _refuse(self, reason: str) -> None:

@@ -101,6 +101,22 @@ def test_another_shape_takes_its_memory_from_the_pool_that_is_there() -> None:
     assert graphs.recorded == 3
 
 
+def test_graphs_of_many_shapes_keep_no_results_of_their_own() -> None:
+    def twice(inputs: Mapping[str, Tensor]) -> Named:
+        return {"twice": inputs["x"] * 2}
+
+    gc.collect()
+    torch.cuda.empty_cache()
+    graphs, sizes = Graphs(), [2**26 - 2**20 * i for i in range(6)]
+    for size in sizes:
+        x = torch.ones(size, device="cuda")
+        found = [float(graphs.call(twice, {"x": x})["twice"].sum()) for _ in range(3)]
+        assert found == [2 * size] * 3
+        del x
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < 5 * 4 * sizes[0]  # inputs, results, the pool, and what is at hand
+
+
 def test_no_replay_writes_over_what_a_first_call_made() -> None:
     """Neither its results nor what it keeps for later calls: both may lie where an earlier graph has its scratch."""
     tables: dict[int, Tensor] = {}

@@ -315,13 +315,14 @@ def test_what_the_host_does_between_is_done_in_each_replay() -> None:
     assert graphs.replayed == 3
 
 
-def test_graphs_of_many_shapes_share_the_memory_of_their_inputs() -> None:
+def test_graphs_of_many_shapes_share_the_memory_of_their_inputs_and_results() -> None:
     graphs = Graphs()
     for _ in range(3):
         for size in (1000, 10, 500):
             given = {"x": torch.ones(size), "mask": torch.zeros(size, dtype=torch.bool), "none": torch.ones(0, 3)}
             assert torch.equal(graphs.call(double, given)["twice"], given["x"] * 2)
-    assert len(graphs._inputs) == 4096 + 1024  # of the largest, in steps of 512 bytes
+    assert len(graphs._buffers["inputs"]) == 4096 + 1024  # of the largest, in steps of 512 bytes
+    assert len(graphs._buffers["results"]) == 4096
     assert graphs.recorded == 3
 
 
