@@ -462,7 +462,7 @@ class ShardedStack:
             taken = [x.only(x.present if axis is None else axis) for x, axis in enters]
             run = partial(self._block, block, layout, by_channels, mask)
             if index < recomputed and torch.is_grad_enabled():
-                keeps = self.plan.graph is not True  # as of `Execution.stack`
+                keeps = self.plan.graph is not True  # as of `Execution._recomputed`
                 new = checkpoint(run, *taken, use_reentrant=False, preserve_rng_state=keeps)
             else:
                 new = run(*taken)
