@@ -616,13 +616,13 @@ def record(
     tell(1, 2, "the gradients' way")
     share = replace(job.optim, accumulate=plan.data * plan.batch * min(turns, 2),
                     clip="step" if plan.batch > 1 else job.optim.clip)  # fmt: skip
-    graphs = plan.why_no_graphs("cuda" if gpu else "cpu") is None
+    graphs, apart = plan.why_no_graphs("cuda" if gpu else "cpu") is None, plan.axial * plan.branch > 1
     ranks = replace(alone, data=plan.data, sync=plan.sync, recompute=None, offload=False, chunk=None, in_place=False,
                     graph=graphs)  # fmt: skip
     way = _exchange(model, share, ranks, min(turns, 2), per_node, branch, job.finetune)
     update, collects = way[-1].update, [one.collect for one in way]
     if graphs:
-        early, apart = _replayed(early, job, plan, 2) if early else early, plan.axial * plan.branch > 1
+        early = _replayed(early, job, plan, 2) if early else early
         last = _replayed(last, job, plan, 1)
         collects = [one.collect if apart or one.backward else _in_graph(one.collect) for one in way]
         if plan.data == 1 and not apart:

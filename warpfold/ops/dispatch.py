@@ -142,20 +142,14 @@ class Op(Generic[P, R]):
             return self.definition(*args, **kwargs)
         # This runs at every call on a GPU, beside kernels of a few microseconds: no step that can be left out.
         given = self.arguments(*args, **kwargs)
-        key = None
-        if not torch.is_grad_enabled() and backend(given[0]) == "triton" and repeats():
-            key = _module("triton", "recipe").layout(given)
-            if key is not None and (known := self._recipes.get(key)) is not None:
-                return known.repeat(given)
+        key, known = (None, None) if torch.is_grad_enabled() else _recalled(self._recipes, given)
+        if known is not None:
+            return known.repeat(given)
         if self.prefer_definition is not None and not _choice.always_fast and self.prefer_definition(given):
             return self.definition(*args, **kwargs)
         reason = self._unsupported(given)
         if reason is None:
-            return (
-                self._fast(given)
-                if key is None
-                else _module("triton", "recipe").record(self._recipes, key, self._fast, given)
-            )
+            return _noted(self._recipes, key, self._fast, given)
         if reason != EMPTY:
             report_refusal(f"{self.name}: {reason}")
         return self.definition(*args, **kwargs)
@@ -392,6 +386,19 @@ def backend(x: Tensor) -> Literal["cpu", "triton"]:
 def repeats() -> bool:
     """Return whether operations on a GPU may be repeated by recipe: ops/triton/recipe.py."""
     return TRITON and not torch.compiler.is_compiling() and not is_observed()
+
+
+def _recalled(recipes: Mapping[Any, Any], given: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the layout of a call's arguments and its recipe; None for what there is not, or does not serve here."""
+    if not (given[0].is_cuda or _interpreting) or not repeats():  # as `backend`, one call less at every operation
+        return None, None
+    key = _module("triton", "recipe").layout(given)
+    return key, recipes.get(key)
+
+
+def _noted(recipes: dict[Any, Any], key: Any, call: Callable[[Any], Any], given: Sequence[Any]) -> Any:
+    """Make a call, and note its recipe under the layout of its arguments, where there is one."""
+    return call(given) if key is None else _module("triton", "recipe").record(recipes, key, call, given)
 
 
 def implementation(name: str, x: Tensor) -> Callable[..., Any]:
@@ -717,22 +724,20 @@ class register:
         modules[name] = module, tuple(operands)
         qualified, shapes, check = f"warpfold::{name}", Shapes(self.shapes, list(operands)), self.check
 
-        known = recipes[name] = {}
+        recipes[name] = {}
 
         def compute(args: Sequence[Any]) -> Any:
             return implementation(name, args[0])(*args)
 
         def run(*args: Any) -> Any:
             """Check the operands and compute the operation, or repeat what it did with others of their layout."""
-            key = None
-            if backend(args[0]) == "triton" and repeats():
-                key = _module("triton", "recipe").layout(args)
-                if key is not None and (recipe := known.get(key)) is not None:
-                    return recipe.repeat(args)
+            key, known = _recalled(recipes[name], args)
+            if known is not None:
+                return known.repeat(args)
             sizes = shapes.require(qualified, args)
             if check is not None:
                 check(qualified, sizes, Operands(**dict(zip(operands, args))))
-            return compute(args) if key is None else _module("triton", "recipe").record(known, key, compute, args)
+            return _noted(recipes[name], key, compute, args)
 
         # torch reads the schema from a function's signature: give `run` the one that its operands make.
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD

@@ -121,7 +121,7 @@ def all_gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pe
         return Pending(x)
     sizes = shard_sizes(length, group.size)
     shapes = [_with_size(x.shape, axis, size) for size in sizes]
-    own, width = shapes[group.rank], max(shape.numel() for shape in shapes)
+    own, width, even = shapes[group.rank], max(shape.numel() for shape in shapes), len(set(sizes)) == 1
 
     def gather(x: Tensor) -> Started:
         sent = _padded(x.contiguous().view(-1), width)
@@ -130,13 +130,13 @@ def all_gather(x: Tensor, axis: int, length: int, group: Group, name: str) -> Pe
         return buffer, sent, work, (group.size - 1) * sent.nbytes
 
     def join(buffer: Tensor) -> Tensor:
-        if len(set(sizes)) == 1:
+        if even:
             return _joined(buffer, shapes, axis)
         rows = zip(buffer.view(group.size, width), shapes)
         return torch.cat([row[: shape.numel()].view(shape) for row, shape in rows], axis)
 
     def reduce_scatter(x: Tensor) -> Started:
-        if len(set(sizes)) == 1:
+        if even:
             sent = _one_after_another(x, sizes, axis)
         else:
             sent = torch.cat([_padded(part.reshape(-1), width) for part in x.split(sizes, axis)])
