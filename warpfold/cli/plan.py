@@ -156,7 +156,8 @@ class PlanCommand:
         Errors: UserError for what contradicts itself, is not known, or is not a cluster.
         """
         from warpfold.cost.links import read_cluster
-        from warpfold.cost.machine import of_sheet, parse_memory, planned_cluster, planned_machine
+        from warpfold.cost.machine import parse_memory, planned_cluster, planned_machine
+        from warpfold.cost.rates import sheet_of
 
         for name, value in (("--devices", self.devices), ("--node", self.node), ("--link", self.link)):
             if self.cluster is not None and value is not None:
@@ -164,7 +165,7 @@ class PlanCommand:
         there = None if self.cluster is None else read_cluster(self.cluster)
         device, devices = self.device, self.devices or 1
         if there is not None:
-            device, devices = device or of_sheet(there.device), there.ranks
+            device, devices = device or sheet_of(there.device) or None, there.ranks
         machine = planned_machine(device, None if self.memory is None else parse_memory(self.memory), devices)
         if there is None and devices > 1:
             there = planned_cluster(machine, self.node, self.link)
@@ -344,10 +345,10 @@ class SimulateCommand:
         """
         import torch
 
-        from warpfold.cost.machine import of_sheet, planned_machine
+        from warpfold.cost.machine import planned_machine
         from warpfold.cost.measured_rates import measured
         from warpfold.cost.planner import CHOSEN_IN_TRAINING, choose
-        from warpfold.cost.rates import SHEETS, of_gpu
+        from warpfold.cost.rates import of_gpu, sheet_of
         from warpfold.cost.replay import ranks_of
         from warpfold.cost.report import choice_in_words
         from warpfold.cost.simulation import Chance, Interruptions, Scenario
@@ -359,14 +360,14 @@ class SimulateCommand:
         config = given.config()
         job, train = training_job(given, config), config.train
         job = job if self.recycles is None else replace(job, recycles=self.recycles)
-        if any(name.lower() in cluster.device.lower() for name in SHEETS):
+        if sheet := sheet_of(cluster.device):
             rates = of_gpu(cluster.device)
         else:
             rates = measured("cuda" if torch.cuda.is_available() else "cpu", DTYPES[config.plan.precision])
         asked: dict[str, Any] = _given(data=self.data, axial=self.axial, branch=self.branch)
         if given.auto:
             fixed, sync = given.fixed_on_ranks(CHOSEN_IN_TRAINING)
-            machine = planned_machine(of_sheet(cluster.device), None, cluster.ranks)
+            machine = planned_machine(sheet or None, None, cluster.ranks)
             try:
                 choice = choose(job, machine, {**fixed, **asked}, sync, cluster, rates, tell=tell)
             except ValueError as error:

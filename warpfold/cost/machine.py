@@ -123,11 +123,6 @@ def planned_cluster(machine: Machine, per_node: int | None = None, link: str | N
     return Cluster(ranks=machine.devices, per_node=each, within=within, between=between, device=machine.name)
 
 
-def of_sheet(device: str) -> str | None:
-    """Return a device's name if its data sheet is known, else None."""
-    return device if sheet_of(device) else None
-
-
 def parse_memory(text: str | int) -> int:
     """Return the bytes of "24GB", "24 GiB" or "24000MB"; a number is bytes already.
 
