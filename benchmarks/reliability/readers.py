@@ -23,8 +23,6 @@ import torch
 from benchmarks.reliability.small import DESIGN, training, write_small
 from tests.data.example.test_hits import QUERY, hhr, random_rows
 from tests.data.search.alignment_server import msa_files, packed
-from tests.data.structure.released import boltz, openfold3, residues_of
-from tests.data.structure.released import packed as packed_arrays
 from tests.helpers import tiny_config, tiny_model
 from tests.model.test_openfold_files import as_openfold
 from tests.model.torch_files import save as save_torch
@@ -42,7 +40,6 @@ from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.part import PartFolder
 from warpfold.data.pack.predicted import divergences, read_distogram
-from warpfold.data.pack.records import find_experiments
 from warpfold.data.search.answer import DamagedAnswer, read_rows, unpacked
 from warpfold.data.search.database import survey_fasta
 from warpfold.data.similar.clusters import read_clusters
@@ -314,13 +311,6 @@ def real(pattern: str, most: int = 3) -> list[bytes]:
     return [text for text in texts if len(text) <= LARGEST][:most]
 
 
-def plain_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Write an .npz that is not compressed, so that damage meets the arrays themselves."""
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)  # type: ignore[arg-type]  # a key might be called allow_pickle
-    return buffer.getvalue()
-
-
 def json_of(value: Any) -> bytes:
     return json.dumps(value).encode()
 
@@ -457,11 +447,6 @@ def make_readers(work: Path) -> list[Reader]:
     reference = rng.dirichlet(np.ones(8), 128)
     answers = packed(msa_files([query]))
 
-    others = [("A", 0, 1, residues_of(chains[0])), ("B", 0, 2, residues_of(chains[1]))]
-    about = {"resolution": 2.0, "method": "x-ray diffraction", "released": "1998-04-08"}
-    records = [{"id": name, "structure": about, "chains": []} for name in ("1aaa", "1abc", "1abd")]
-    entries = {"1abc": {"release_date": "1998-04-08", "resolution": 2.0, "chains": {"1": {"entity_id": 1}}}}
-
     def kept_by(folder: Path) -> Any:
         text = (folder / "keep.txt").read_bytes().decode("utf-8", "replace")
         found = keep_of(text)
@@ -505,27 +490,6 @@ def make_readers(work: Path) -> list[Reader]:
             lambda at: of_structure(read_structure(at / "x.pdb")),
             packed=True,
             weight=4,
-        ),
-        Reader(
-            "structures in .npz",
-            [{"x.npz": packed_arrays(boltz(others, version))} for version in (1, 2)]
-            + [{"x.npz": packed_arrays(openfold3(others))}, {"x.npz": plain_arrays(boltz(others))}],
-            lambda at: of_structure(read_structure(at / "x.npz")),
-            text=False,
-            packed=True,
-            sealed=True,
-            ends=True,
-            weight=3,
-        ),
-        Reader(
-            "others' records of structures",
-            [
-                {"manifest.json": json_of(records), "structures/1abc.npz": b"PK"},
-                {"metadata.json": json_of({"structure_data": entries}), "structures/1abc/1abc.npz": b"PK"},
-            ],
-            lambda at: list(find_experiments(find([at / "structures"], (".npz",), "structures"))[0].values()),
-            damaged=".json",
-            ends=True,
         ),
         Reader(
             "A3M",

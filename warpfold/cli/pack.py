@@ -27,9 +27,7 @@ instead = of_panel("In place of packing")
 class PackCommand(PackOptions):
     """Make the store that `train` reads from structures, alignments and template hits, and report on every entry."""
 
-    structures: Annotated[
-        Paths | None, reads("mmCIF or PDB files, Boltz's or OpenFold3's .npz, or folders of them; gz or not.")
-    ] = None
+    structures: Annotated[Paths | None, reads("mmCIF or PDB files, or folders of them; gz or not.")] = None
     msas: Annotated[
         Paths | None,
         reads("A3M or Stockholm files, their folders (OpenProteinSet's too), or the .index of an alignment database."),

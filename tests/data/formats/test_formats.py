@@ -1,8 +1,10 @@
 """FASTA, A3M, A2M, Stockholm and plain rows: what they mean, what is refused, and that writing and reading agree."""
 
 import gzip
+import pickle
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from warpfold.data.formats.alignment import (
     write_a3m,
     write_fasta,
 )
+from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
 from warpfold.geometry.residue import GAP, RESTYPES, UNKNOWN
 
@@ -243,3 +246,25 @@ def test_deep_alignments_are_quick() -> None:
     start = time.process_time()
     assert parse_a3m(text).rows.shape == (16_001, 250)
     assert time.process_time() - start < 1.0
+
+
+class Trap:
+    """An object whose pickle creates a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return open, (str(self.path), "w")
+
+
+def test_no_pickle_and_no_archive_of_arrays_is_read(tmp_path: Path) -> None:
+    trap = Trap(tmp_path / "executed")
+    np.savez(tmp_path / "objects.npz", sequences=np.array([trap], object), allow_pickle=True)
+    documents = [(tmp_path / "objects.npz").read_bytes(), *(pickle.dumps(trap, protocol) for protocol in range(2, 6))]
+    for data in documents:
+        kind = "a zip archive" if data.startswith(b"PK") else "a pickle, which may execute anything"
+        for parse, remedy in ((parse_alignment, "give these as plain text"), (parse_structure, "give mmCIF or PDB")):
+            with pytest.raises(UserError, match=f"^features: is {kind}.*{remedy}$"):
+                parse(data, "features")
+    assert not trap.path.exists()

@@ -1,7 +1,5 @@
 """Read and write sequences and alignments: FASTA, A3M, A2M, aligned FASTA, Stockholm, one sequence per line.
 
-Also those that Boltz has processed, arrays in an .npz.  A pickle is never read, since it may execute anything.
-
 All alignments become an `Alignment`: rows of residue codes on the query's residues, and for each residue the number of
 residues that the row inserts before it (AlphaFold2's `deletion_matrix`).  No loop runs over characters.
 
@@ -14,9 +12,8 @@ import csv
 import hashlib
 import io
 import re
-import zipfile
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from warpfold.errors import UserError
-from warpfold.files import DAMAGED_ARRAYS, LARGEST, read_file
+from warpfold.files import read_file
 from warpfold.geometry.residue import GAP, RESTYPES, UNKNOWN
 
 # The meaning of a letter in a row of an alignment is HHblits' (`HHBLITS_AA_TO_ID` in the official
@@ -181,9 +178,6 @@ _DOCUMENTS = {
     b"<html": "a web page",
     **{bytes((0x80, protocol)): "a pickle, which may execute anything when it is read" for protocol in range(2, 6)},
 }
-_ZIP = b"PK\x03\x04"
-# Boltz's tokens: padding, the gap, amino acids, unknown; what follows is of nucleic acids (boltz/data/const.py).
-_BOLTZ = np.array([GAP, GAP, *range(len(RESTYPES)), UNKNOWN], np.uint8)
 
 
 def document_kind(data: bytes) -> str | None:
@@ -309,9 +303,7 @@ def read_alignment(path: str | Path, query: str | None = None) -> Alignment:
 
 
 def parse_alignment(data: bytes | str, source: str = "<alignment>", query: str | None = None) -> Alignment:
-    """Parse text in memory as `read_alignment` does, or an .npz; `source` is its name in errors."""
-    if isinstance(data, bytes) and is_npz(data):
-        return parse_boltz(data, source).check_query(query, source)
+    """Parse text in memory as `read_alignment` does; `source` is its name in errors."""
     data = plain_text(data, source).lstrip(b"\n")
     if not data.strip(b"\0" + _BLANKS):
         raise UserError(f"{source}: is empty; give an alignment with at least the query's row")
@@ -356,67 +348,6 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
             raise UserError(f"{source}: its first row, the query, has gaps; put the query's own sequence first")
         alignment = _project(alignment, alignment.rows[0] != GAP)
     return alignment.check_query(query, source)
-
-
-def is_npz(data: bytes) -> bool:
-    """Tell whether these are NumPy's arrays in an archive, all of it or its begin."""
-    return data.startswith(_ZIP) and b".npy" in data[:1024]
-
-
-def parse_boltz(data: bytes, source: str) -> Alignment:
-    """Parse an alignment as Boltz has processed it, an .npz (its `MSA` in boltz/data/types.py).
-
-    Row i of `sequences` has its residues, as tokens, in [res_start, res_end) of `residues`, and in [del_start, del_end)
-    of `deletions` before which columns how many residues are deleted.  What the organism in the header was is its
-    number, `taxonomy`; the headers themselves are gone, and letters such as B and U are unknown residues.
-    Errors: UserError for any other .npz, and for Python objects in it, which nothing reads but a pickle.
-    """
-    try:
-        check_archive(data, source, "the alignment that it was made of (A3M, Stockholm)")
-        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            sequences, tokens, deletions = arrays["sequences"], arrays["residues"]["res_type"], arrays["deletions"]
-        starts, stops = sequences["res_start"].astype(np.int64), sequences["res_end"].astype(np.int64)
-        spans = list(zip(sequences["del_start"].tolist(), sequences["del_end"].tolist()))
-        width = int(stops[0] - starts[0])
-        if width < 1 or (stops - starts != width).any() or starts.min() < 0 or stops.max() > len(tokens):
-            raise ValueError("rows of different length, or of none")
-        codes = tokens[starts[:, None] + np.arange(width)]
-        if codes.min() < 0 or codes.max() >= len(_BOLTZ):
-            raise ValueError("residues that are no amino acids")
-        if (_BOLTZ[codes[0]] == GAP).any():
-            raise ValueError("its first row, the query, has gaps")
-        rows = np.repeat(np.arange(len(spans)), [end - begin for begin, end in spans])
-        places = np.concatenate([np.arange(begin, end) for begin, end in spans])
-        counts = np.zeros(codes.shape, np.int32)
-        counts[rows, deletions["res_idx"][places].astype(np.uint16)] = deletions["deletion"][places]
-        taxa = sequences["taxonomy"].tolist()
-    except (*DAMAGED_ARRAYS, KeyError, IndexError, TypeError) as error:
-        why = " ".join(str(error).split())
-        raise UserError(
-            f"{source}: is no alignment of Boltz, or damaged ({why}); fetch it again, or give A3M or Stockholm"
-        ) from None
-    names = [f"row {i}" + (f" TaxID={taxon}" if taxon > 0 else "") for i, taxon in enumerate(taxa, 1)]
-    return Alignment(_BOLTZ[codes], counts, names)
-
-
-def check_archive(data: bytes, source: str, instead: str, arrays: Collection[str] | None = None) -> None:
-    """Raise UserError for an archive that unpacks to too much, or holds Python objects.
-
-    instead: what to give then.  arrays: the names of those that are read, all by default.
-    Errors: as of `DAMAGED_ARRAYS`.
-    """
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        if sum(member.file_size for member in archive.infolist()) > LARGEST:
-            raise UserError(f"{source}: has more than {LARGEST / 1e9:g} GB when unpacked; leave it out")
-        for member in archive.infolist():
-            with archive.open(member) as file:  # of all, which tells where a name in the list of members is damaged
-                head = file.read(128)
-            is_read = arrays is None or member.filename.removesuffix(".npy") in arrays
-            if is_read and b"'descr': '|O'" in head:
-                raise UserError(
-                    f"{source}: {member.filename} holds Python objects, and reading them would execute a pickle, which "
-                    f"may do anything; give {instead}"
-                )
 
 
 def is_complex(data: bytes) -> bool:

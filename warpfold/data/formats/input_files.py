@@ -23,7 +23,6 @@ from warpfold.data.formats.alignment import (
     Alignment,
     as_row,
     is_complex,
-    is_npz,
     parse_alignment,
     parse_chain_alignments,
     parse_complex_a3m,
@@ -33,8 +32,6 @@ from warpfold.files import LARGEST, open_regular, opened, pread, read_file
 
 STRUCTURES = (".cif", ".mmcif", ".pdb", ".ent")
 ALIGNMENTS = (".a3m", ".a2m", ".sto", ".stk", ".stockholm", ".aln", ".afa")  # .fasta only if named itself
-# Alignments and structures of Boltz, structures of OpenFold3; where others are looked for, .npz are much else.
-PROCESSED = (".npz",)
 HITS = (".hhr", ".sto", ".a3m")
 DATABASE = ".index"
 _FARTHEST = 10**30  # bytes; a larger number is damage, and may be too large to be printed or divided
@@ -162,14 +159,14 @@ class InputFile:
             raise self._named(error) from None
 
     def read_head(self, limit: int) -> bytes:
-        """Read its first records, among them the query, or all of a Stockholm file or archive.
+        """Read its first records, among them the query, or all of a Stockholm file.
 
         Errors: as in `read_bytes`.
         """
         head = b""
         try:
             with nullcontext() if self.shard else opened(self.path) as file:
-                while len(head) <= min(_MOST, limit) and (_is_whole(head) or _end(head) is None):
+                while len(head) <= min(_MOST, limit) and (_is_stockholm(head) or _end(head) is None):
                     size = max(_HEAD, len(head))
                     if not (more := file.read(size) if file else self._read_member(len(head), size)):
                         break
@@ -395,7 +392,7 @@ def read_query(source: InputFile, limit: int = LARGEST) -> str:
     head = source.read_head(limit)
     if _is_stockholm(head):  # interleaved, its first row may continue to the end
         head = _first_row(head)
-    head = head if is_npz(head) else head[: _end(head)]
+    head = head[: _end(head)]
     if is_complex(head):
         return ":".join(chain[0].query for chain in parse_complex_a3m(head, source.name))
     return parse_alignment(head, source.name).query
@@ -403,11 +400,6 @@ def read_query(source: InputFile, limit: int = LARGEST) -> str:
 
 def _is_stockholm(head: bytes) -> bool:
     return head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"# STOCKHOLM")
-
-
-def _is_whole(head: bytes) -> bool:
-    """Return whether a file that begins so tells its query only when it is read to the end."""
-    return _is_stockholm(head) or is_npz(head)
 
 
 def _end(head: bytes) -> int | None:

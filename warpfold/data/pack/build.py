@@ -16,7 +16,6 @@ from warpfold.data.formats.alignment import Alignment, is_complex, parse_alignme
 from warpfold.data.formats.input_files import InputFile, as_alphafold_reads, read_query
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.predicted import PredictedFile, with_confidence
-from warpfold.data.pack.records import Experiment
 from warpfold.data.pack.report import PackEntry
 from warpfold.data.similar.pairwise import column_map
 from warpfold.data.store.store import Packed, pack_record
@@ -96,19 +95,17 @@ def read_queries(job: tuple[Sequence[InputFile], int]) -> list[tuple[str, str]]:
     return found
 
 
-def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | Experiment | None]) -> ReadChains:
-    """Read a structure file, and drop the chains that the options exclude.  The third: what files beside it say."""
-    file, options, beside = job
+def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | None]) -> ReadChains:
+    """Read a structure file, and drop the chains that the options exclude."""
+    file, options, predicted = job
     confidence: dict[str, dict[str, float]] = {}
-    if isinstance(beside, PredictedFile) and beside.why_not:
-        return ReadChains(None, [PackEntry(file.title, file.name, False, beside.why_not)])
+    if predicted is not None and predicted.why_not:
+        return ReadChains(None, [PackEntry(file.title, file.name, False, predicted.why_not)])
     try:
         with within_memory(file.name):
             structure = parse_structure(file.read_bytes(options.limit), file.name)
-            if isinstance(beside, PredictedFile):
-                structure, confidence = with_confidence(structure, file, beside, options)
-            elif beside is not None:
-                structure = replace(structure, **vars(beside))
+            if predicted is not None:
+                structure, confidence = with_confidence(structure, file, predicted, options)
     except UserError as error:
         return ReadChains(None, [PackEntry(file.title, file.name, False, str(error))])
     dropped = [PackEntry(f"{structure.id}_{name}", file.name, False, why) for name, why in structure.dropped.items()]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from warpfold import __version__
 from warpfold.bulk import AHEAD, JobPart, pool
-from warpfold.data.formats.input_files import ALIGNMENTS, HITS, PROCESSED, STRUCTURES, InputFile, digest, find
+from warpfold.data.formats.input_files import ALIGNMENTS, HITS, STRUCTURES, InputFile, digest, find
 from warpfold.data.pack.build import BuildJob, BuiltChains, ChainJob, ReadChains, build, read_chains, template_library
 from warpfold.data.pack.jobs import DIED, Call, JobRunner, PackJob
 from warpfold.data.pack.match import Matcher, Queries
@@ -33,7 +33,6 @@ from warpfold.data.pack.part import (
     upload_part,
 )
 from warpfold.data.pack.predicted import LATER, SAME, PredictedFile, files_beside, find_predictions
-from warpfold.data.pack.records import Experiment, find_experiments
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.pack.versions import updated_report
 from warpfold.data.store.objects import storage_of
@@ -57,16 +56,12 @@ class PackInputs:
     folders: tuple[Path, ...]  # where the templates' structures are looked for
     clusters: Path | None
     predicted: dict[str, PredictedFile] = field(default_factory=dict)  # what each structure's file is a prediction of
-    experiments: dict[str, Experiment] = field(default_factory=dict)  # of structures whose files do not say them
-    records: list[InputFile] = field(default_factory=list)  # files that say them
 
     def manifest(self, options: PackOptions, part: JobPart) -> Manifest:
         """Return the inputs and options that decide the result."""
         kinds = {name: getattr(self, name) for name in ("structures", "alignments", "hits", "library")}
         if self.predicted:
             kinds["predicted"] = [*kinds.pop("structures"), *files_beside(self.predicted)]
-        if self.records:
-            kinds["records"] = self.records
         kinds["clusters"] = find([self.clusters], (), "clusters") if self.clusters else []
         return {
             "part": str(part),
@@ -118,10 +113,8 @@ def find_inputs(
     min_kl: where the structures are predictions, as of `PackOptions`.
     Errors: UserError for a path that does not exist, or where nothing is found.
     """
-    # Beside predictions .npz are their arrays, and no structures.
-    found = find(structures, (*STRUCTURES, *(PROCESSED if min_kl is None else ())), "structures")
-    experiments, records = find_experiments(found)
-    aligned = find(msas, (*ALIGNMENTS, *HITS, *PROCESSED), "alignments") if msas else []
+    found = find(structures, STRUCTURES, "structures")
+    aligned = find(msas, (*ALIGNMENTS, *HITS), "alignments") if msas else []
     alignments = [one for one in aligned if not one.is_hits]
     taken = {one.identity for one in alignments}
     all_hits = [one for one in find(hits, HITS, "template hits") if one.identity not in taken] if hits else []
@@ -137,8 +130,6 @@ def find_inputs(
         folders=tuple(dict.fromkeys(folder.absolute() for folder in folders)) if hits else (),
         clusters=clusters,
         predicted={} if min_kl is None else find_predictions(found, min_kl),
-        experiments=experiments,
-        records=records,
     )
 
 
@@ -296,7 +287,7 @@ class StructureJobs:
 
     def __init__(self, runner: JobRunner, matcher: Matcher, options: PackOptions, inputs: PackInputs) -> None:
         self.runner, self.matcher, self.options, self.folders = runner, matcher, options, inputs.folders
-        self.predicted, self.experiments = inputs.predicted, inputs.experiments
+        self.predicted = inputs.predicted
         self._inputs = digest_of(json.dumps(runner.writer.manifest["inputs"]).encode())
 
     def is_done(self, job: str, file: InputFile) -> bool:
@@ -318,11 +309,8 @@ class StructureJobs:
 
     def _version(self, file: InputFile) -> str:
         """Return what tells whether what lies beside a structure's file has changed; "" where nothing does."""
-        beside = self._beside(file)
-        return beside.version if isinstance(beside, PredictedFile) else "" if beside is None else repr(beside)
-
-    def _beside(self, file: InputFile) -> PredictedFile | Experiment | None:
-        return self.predicted.get(file.name) or self.experiments.get(file.name)
+        prediction = self.predicted.get(file.name)
+        return "" if prediction is None else prediction.version
 
     def run(self, files: dict[str, InputFile]) -> Iterator[str]:
         """Yield each job when its result is kept.  files: by the names of their jobs."""
@@ -344,7 +332,8 @@ class StructureJobs:
             return build, BuildJob(files[name], structure, matched, self.options, self.folders)
 
         jobs = (
-            PackJob((name,), (read_chains, (file, self.options, self._beside(file)))) for name, file in files.items()
+            PackJob((name,), (read_chains, (file, self.options, self.predicted.get(file.name))))
+            for name, file in files.items()
         )
         for job, result in self.runner.run(jobs, build_next):
             (name,) = job.names

@@ -1,8 +1,7 @@
-"""Read structures: mmCIF, PDB, .npz -> chains of atom37 positions on their SEQRES (Supp. 1.2.1).
+"""Read structures: mmCIF, PDB -> chains of atom37 positions on their SEQRES (Supp. 1.2.1).
 
 gemmi reads the syntax; the meaning is read here.  Atoms are taken from mmCIF columns, of the first model only, so that
-an NMR entry of twenty models costs one.  PDB files and files without SEQRES come here through `pdb.py`, others' arrays
-through `npz.py`.
+an NMR entry of twenty models costs one.  PDB files and files without SEQRES come here through `pdb.py`.
 """
 
 import itertools
@@ -18,8 +17,8 @@ import gemmi
 import numpy as np
 from gemmi import cif
 
-from warpfold.data.formats.alignment import document_kind, is_npz
-from warpfold.data.structure import npz, pdb
+from warpfold.data.formats.alignment import document_kind
+from warpfold.data.structure import pdb
 from warpfold.data.structure.assemblies import AssemblyTable
 from warpfold.data.structure.chain import Chain, Structure, parse_date
 from warpfold.errors import UserError, listed
@@ -55,7 +54,7 @@ class Polymer:
 
 
 def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST) -> Structure:
-    """Return the protein chains of an mmCIF or PDB file, or an .npz of Boltz or OpenFold3 (told by content), gz or not.
+    """Return the protein chains of an mmCIF or PDB file (told by content), gz or not.
 
     limit: bytes that it may have.
 
@@ -76,9 +75,7 @@ def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST
 def parse_structure(data: bytes | str, source: str = "<structure>", ca_only: bool = False) -> Structure:
     """Parse text in memory as `read_structure` does; `source` is its name in errors."""
     data = data.encode() if isinstance(data, str) else data
-    if is_npz(data):
-        read = npz.read
-    elif what := document_kind(data):
+    if what := document_kind(data):
         raise UserError(f"{source}: is {what}, and no structure; give mmCIF or PDB")
     elif b"_atom_site." not in data and re.search(rb"^(ATOM  |HETATM|HEADER    )", data, re.MULTILINE):
         read = pdb.read
