@@ -1,11 +1,6 @@
 """The commands of bulk work: whoever does the jobs, and whoever of them dies, the files have the same bytes."""
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +14,6 @@ from tests.evaluation.folders import sets
 from tests.helpers import save_uneven_params
 from tests.killers import DiesTwice
 from tests.test_cli import run
-
-ROOT = Path(__file__).parents[1]
 
 
 def fold_inputs(folder: Path) -> None:
@@ -88,51 +81,12 @@ COMMANDS = {
 }  # fmt: skip
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def dask() -> Iterator[str]:
     """The address of a Dask cluster of two workers."""
     distributed = pytest.importorskip("distributed", reason="Dask is not installed: pip install 'warpfold[cluster]'")
     with distributed.LocalCluster(2, processes=True, threads_per_worker=1, dashboard_address=None) as cluster:
         yield cluster.scheduler_address
-
-
-@pytest.fixture(scope="module")
-def ray() -> Iterator[str]:
-    """A Ray cluster of two cores, which RAY_ADDRESS names."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'warpfold[ray]'")
-    address = f"127.0.0.1:{free_port()}"
-    options = f"--head --block --num-cpus 2 --node-ip-address 127.0.0.1 --port {address.partition(':')[2]}"
-    options += f" --ray-client-server-port {free_port()} --min-worker-port 0 --max-worker-port 0"
-    options += " --include-dashboard false --object-store-memory 90000000 --disable-usage-stats"
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    started = subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", "start", *options.split()],
-        env={**os.environ, "PYTHONPATH": paths},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        assert started.stdout is not None
-        said = []
-        for line in started.stdout:
-            said.append(line)
-            if "block forever" in line:
-                break
-        else:
-            pytest.fail("".join(said))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("RAY_ADDRESS", address)
-            yield "ray"
-    finally:
-        started.send_signal(signal.SIGTERM)
-        started.wait()
 
 
 @pytest.fixture
@@ -154,7 +108,7 @@ def command(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
 FOLDING = ("predict", "distill")
 CASES = [
     pytest.param(name, kind, marks=[pytest.mark.slow] if kind != "processes" or name in FOLDING else [])
-    for kind in ("processes", "dask", "ray")
+    for kind in ("processes", "dask")
     for name in COMMANDS
 ]
 

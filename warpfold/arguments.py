@@ -83,10 +83,7 @@ Memory = Annotated[
 ]
 Strict = Annotated[bool, runs("Fail if an operation has no fast kernel here, instead of running slower.")]
 Force = Annotated[bool, writes("Replace an earlier run of this command in the folder; other files stay.")]
-Cluster = Annotated[
-    str | None,
-    runs("Of Dask: tcp://host:8786, its scheduler; of Ray: ray://host:10001, or ray for the one that runs here."),
-]
+Cluster = Annotated[str | None, runs("Address of a Dask scheduler: tcp://host:8786.")]
 
 
 def declaration(hint: Any) -> tuple[Any, Option | None]:

@@ -1,4 +1,4 @@
-"""Bulk work through `concurrent.futures.Executor`: in this process, in others here, on a Dask or a Ray cluster.
+"""Bulk work through `concurrent.futures.Executor`: in this process, in worker processes, or on a Dask cluster.
 
 A job is a picklable argument of a module-level function that returns plain data, the same whenever it is done.  Results
 come in the order of the jobs, so that the files made from them have the same bytes for any number of workers.
@@ -16,13 +16,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from threading import Thread, current_thread, main_thread
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from warpfold import __version__
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 DEATHS = 3  # of local processes one after another, without a result between them, before a run gives up
 AHEAD = 64  # jobs handed out at a time, including finished ones that wait for a slow one before them
 SHOWN = 3  # last lines of a failed program's output
-ANSWERS_WITHIN = 120  # seconds in which a node of a Ray cluster has started a process
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -47,18 +45,16 @@ class WorkerPool(Executor):
 
 
 @contextmanager
-def pool(workers: int = 1, cluster: str | None = None, gpus: bool = False) -> Iterator[WorkerPool | None]:
+def pool(workers: int = 1, cluster: str | None = None) -> Iterator[WorkerPool | None]:
     """Yield an executor for the jobs: processes, or a cluster; None for one worker: this process does them.
 
-    cluster: the address of a Dask scheduler, "tcp://host:8786", or of a Ray cluster, "ray://host:10001", or "ray" for
-    the one that runs here (or that RAY_ADDRESS names); `workers` is then ignored.
-    gpus: each job needs one.  Processes see to that themselves (`worker_number`), and so does who starts Dask's
-    workers; Ray gives each job one.
+    cluster: the address of a Dask scheduler, "tcp://host:8786"; `workers` is then ignored.
+    Each process of this machine chooses its own GPU (`worker_number`).  The user assigns GPUs to Dask's workers.
     An exception drops the jobs that are still waiting.
     Errors: UserError if the cluster cannot be reached or its package is not installed, or if a worker process died.
     """
     if cluster is not None:
-        with _ray(cluster, gpus) if _is_ray(cluster) else _dask(cluster) as executor:
+        with _dask(cluster) as executor:
             yield executor
     elif workers <= 1:
         yield None
@@ -167,12 +163,8 @@ def deaths_on_cluster() -> tuple[type[Exception], ...]:
     So a cluster tries a job again itself.  A process pool does not: all futures that wait or run fail then with
     `BrokenProcessPool`.
     """
-    found: list[type[Exception]] = []
-    if dask := sys.modules.get("distributed.scheduler"):
-        found.append(dask.KilledWorker)
-    if ray := sys.modules.get("ray.exceptions"):
-        found += [ray.WorkerCrashedError, ray.NodeDiedError, ray.OutOfMemoryError]
-    return tuple(found)
+    dask = sys.modules.get("distributed.scheduler")
+    return (dask.KilledWorker,) if dask else ()
 
 
 def end_with_parent() -> None:
@@ -188,15 +180,11 @@ def end_with_parent() -> None:
 
 
 def require_cluster(address: str) -> None:
-    """Raise UserError where what talks to such a cluster is not installed."""
+    """Raise UserError if Dask is not installed."""
     try:
-        if _is_ray(address):
-            import ray.exceptions  # noqa: F401
-        else:
-            import distributed.scheduler  # noqa: F401
+        import distributed.scheduler  # noqa: F401
     except ImportError:
-        name, extra = ("Ray", "ray") if _is_ray(address) else ("Dask", "cluster")
-        raise UserError(f"--cluster {address}: needs {name}; pip install 'warpfold[{extra}]'") from None
+        raise UserError(f"--cluster {address}: needs Dask; pip install 'warpfold[cluster]'") from None
 
 
 class DaskPool(WorkerPool):
@@ -239,104 +227,6 @@ def _versions_on_dask(client: "Client") -> Iterator[tuple[str, object]]:
     yield from client.run(_version, on_error="return").items()
 
 
-class RayPool(WorkerPool):
-    """The workers of the Ray cluster that this process is connected to; it tries a job again whose worker died.
-
-    A job gets one core, and with `gpus` one GPU, if the cluster has any, in a process that is ended after it: as Ray
-    does it, since the next job may get another GPU.
-    """
-
-    def __init__(self, gpus: bool) -> None:
-        import ray
-
-        resources = ray.cluster_resources()
-        gpus = gpus and resources.get("GPU", 0) > 0
-        self.size = max(1, int(resources.get("GPU" if gpus else "CPU", 1)))
-        self._cancel, self._call = ray.cancel, ray.remote(num_gpus=int(gpus))(_call)
-        self._running: dict[Future[Any], Any] = {}
-
-    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        """Hand out one job."""
-        future: Future[Result] = Future()
-        self._running[future] = reference = self._call.remote(fn, args, kwargs)
-        reference.future().add_done_callback(partial(self._settle, future))
-        return future
-
-    def _settle(self, future: Future[Any], done: Future[Any]) -> None:
-        """Pass on what came of a job; what it raised itself is Ray's `cause`, and Ray's text the cause of that."""
-        from ray.exceptions import RayTaskError
-
-        del self._running[future]
-        error = done.exception()
-        if isinstance(error, RayTaskError):
-            error.cause.__cause__ = error
-            error = error.cause
-        if error is None:
-            future.set_result(done.result())
-        else:
-            future.set_exception(error)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Drop the jobs that wait, and interrupt those that run."""
-        for reference in list(self._running.values()):
-            self._cancel(reference)
-
-
-def _call(function: Callable[..., Result], args: Any, kwargs: Any) -> Result:
-    return function(*args, **kwargs)
-
-
-def _is_ray(address: str) -> bool:
-    return address == "ray" or address.startswith("ray:")
-
-
-@contextmanager
-def _ray(address: str, gpus: bool) -> Iterator[WorkerPool]:
-    require_cluster(address)
-    import ray
-    from ray.exceptions import RayError
-
-    with ExitStack() as ending:
-        if not ray.is_initialized():
-            on_sigterm = signal.getsignal(signal.SIGTERM)
-            ending.enter_context(redirect_stdout(sys.stderr))  # Ray prints there which of its workers died
-            try:
-                ray.init("auto" if address == "ray" else address, log_to_driver=False, logging_level="ERROR")
-            except (RayError, OSError, RuntimeError, ValueError, AssertionError) as error:
-                raise UserError(f"--cluster {address}: no Ray cluster answers there ({_reason(error)})") from None
-            finally:
-                if current_thread() is main_thread():
-                    signal.signal(signal.SIGTERM, on_sigterm)  # Ray has put its own there
-            ending.callback(ray.shutdown)
-        try:
-            _check_versions(address, _versions_on_ray())
-            executor = RayPool(gpus)
-            ending.callback(executor.shutdown)
-            yield executor
-        except RayError as error:
-            died = "a job's workers died again and again" if isinstance(error, deaths_on_cluster()) else "Ray failed"
-            raise UserError(f"--cluster {address}: {died} ({_reason(error)})") from None
-
-
-def _versions_on_ray() -> Iterator[tuple[str, object]]:
-    """Yield which WarpFold each node of a Ray cluster has that may get jobs, or why none."""
-    import ray
-    from ray.exceptions import RayError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    ask = ray.remote(num_cpus=0, max_retries=0)(_version)  # no core: it need not wait for other people's jobs
-    asked = []
-    for node in ray.nodes():
-        if node["Alive"] and node["Resources"].get("CPU"):
-            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            asked.append((node["NodeManagerAddress"], ask.options(scheduling_strategy=there).remote()))
-    for where, reference in asked:
-        try:
-            yield where, ray.get(reference, timeout=ANSWERS_WITHIN)
-        except RayError as error:
-            yield where, _reason(error)
-
-
 def _check_versions(address: str, found: Iterable[tuple[str, object]]) -> None:
     """Raise UserError unless every place runs this version of WarpFold."""
     for where, version in found:
@@ -345,9 +235,8 @@ def _check_versions(address: str, found: Iterable[tuple[str, object]]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of what an error says, or the last where a traceback comes before it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1 if any("Traceback" in line for line in lines) else 0]
+    """Return the first line of an error's message, or the name of its type if the message is empty."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _version() -> str:

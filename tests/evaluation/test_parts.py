@@ -96,7 +96,7 @@ def test_parts_of_something_else_are_not_used(
     [
         (["--shard", "1/2"], "--shard: needs --out, a folder that all parts share"),
         (["--shard", "3/2", "--out", "parts"], "--shard 3/2: expected I/N"),
-        (["--cluster", "ray:nonsense", "--out", "parts"], "--cluster ray:nonsense: "),
+        (["--cluster", "tcp//nonsense", "--out", "parts"], "--cluster tcp//nonsense: "),
     ],
 )
 def test_bad_options_are_one_line(options: list[str], said: str, words: tuple[str, ...], capsys: Capture) -> None:

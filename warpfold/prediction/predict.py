@@ -1,6 +1,6 @@
 """Fold queries with each of the parameters and seeds, into a folder that is never half-written (docs/outputs.md).
 
-This process folds, or ranks that each take some, processes of their own, or a cluster of Dask or Ray.
+This process folds, or ranks that each take some, processes of their own, or a Dask cluster.
 """
 
 import hashlib
@@ -403,8 +403,7 @@ def _fold(
         groups = [[tuple(item for item in group if item.key not in done) for group in job.groups] for job in some]
         return [replace(job, groups=[group for group in own if group]) for job, own in zip(some, groups)]
 
-    gpus = options.device is not None and options.device.startswith("cuda")
-    with pool(share.workers, share.cluster, gpus) as executor:
+    with pool(share.workers, share.cluster) as executor:
         assert executor is not None
         jobs = [
             FoldJob(some, out, folder.run, folder.part, folder.is_several, options, workers, tables, folder.keep)
