@@ -5,13 +5,12 @@ kills     kill -9 at random moments, and compare the continued run with one that
 soak      train and predict for hours: memory, descriptors, threads and step time as slopes
 inputs    damaged files for every reader: tracebacks, hangs, and what is accepted in silence
 disk      full disks, jumping clocks, read-only folders, two runs in one folder
-witness   planted flips of bits, and how many of them a witness finds
 """
 
 import importlib
 import sys
 
-COMMANDS = ("mutate", "kills", "soak", "inputs", "disk", "witness")
+COMMANDS = ("mutate", "kills", "soak", "inputs", "disk")
 
 if __name__ == "__main__":
     if sys.argv[1:2] in ([], ["--help"], ["-h"]):

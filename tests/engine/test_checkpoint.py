@@ -188,29 +188,6 @@ def test_where_all_are_damaged_nothing_is_touched(tmp_path: Path) -> None:
         assert run.steps() == [1, 2]
 
 
-@pytest.mark.parametrize(
-    ("since", "aside", "said"),
-    [
-        (None, [], ""),
-        (3, [], ""),
-        (1, [2, 3], "; checkpoints after step 1 may hold it, and were set aside: damaged-step-00000002, "),
-        (0, [], "; all checkpoints are from after step 0, and may hold it"),
-    ],
-)
-def test_checkpoints_that_may_hold_a_corruption_are_set_aside_unless_all_do(
-    tmp_path: Path, since: int | None, aside: list[int], said: str
-) -> None:
-    with RunFolder(tmp_path / "run") as run:
-        for step in (1, 2, 3):
-            run.save(checkpoint(step), keep=9)
-        found = run.note_corruption({"step": 3}, since)
-        assert run.steps() == [step for step in (1, 2, 3) if step not in aside]
-    assert found.partition("has all of it")[2].startswith(said)
-    assert said or found.endswith("has all of it")
-    row = json.loads((tmp_path / "run/corruption.jsonl").read_text())
-    assert row == {"step": 3, "set_aside": [f"damaged-step-0000000{step}" for step in aside]}
-
-
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[tuple[str, bool]] = []
     with RunFolder(tmp_path) as run:

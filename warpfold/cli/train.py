@@ -2,7 +2,6 @@
 
 import logging
 import os
-import platform
 import shlex
 import signal
 import sys
@@ -206,12 +205,10 @@ def train_in_shell(
     as_json: AsJson = False,
 ) -> None:
     """Train with all processes under a line of progress, and say how the run ended."""
-    from warpfold.engine.checkpoint import RunFolder
     from warpfold.parallel.team import distributed_context
     from warpfold.training.config import load_settings
     from warpfold.training.watching import training_progress
 
-    RunFolder(given["out"], writes=False).refuse_host(platform.node())  # before others wait for it
     chosen = {"plan.data": examples, "plan.axial": axial, "plan.branch": branch}
     changes = [*(given.pop("set") or []), *(f"{key}={value}" for key, value in chosen.items() if value is not None)]
     changes += ['plan.kernels="strict"'] if given.pop("strict") else []

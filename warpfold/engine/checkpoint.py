@@ -9,7 +9,6 @@
     DIR/card.md                       of a finished run: what whoever gets its parameters must know (engine/card.py)
     DIR/frozen.safetensors            the parameters that are not trained, which checkpoints do not hold
     DIR/failures/example-00000042/    what reproduces a loss or gradient that was not finite
-    DIR/corruption.jsonl              what a witness found (parallel/witness.py), and which hosts are excluded for it
 
 Of several processes that run together, rank 0 locks the folder and writes; only failures are saved by the process that
 had them.  Every file is written under another name, synced, and renamed into its place.
@@ -34,7 +33,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from warpfold.errors import UserError, listed
+from warpfold.errors import UserError
 from warpfold.files import cannot_write, checksum, error_number, sync_path, wait_for_lock
 from warpfold.parallel.waits import saving
 
@@ -44,7 +43,6 @@ STEP_FOLDER = re.compile(r"step-(\d{8})")
 STATE = ("state.safetensors", "state.json")
 CHECKSUMS = "checksums.json"
 FROZEN = "frozen.safetensors"
-CORRUPTION = "corruption.jsonl"
 
 
 class DamagedCheckpoint(UserError):
@@ -357,42 +355,6 @@ class RunFolder(StepFolders):
             save_file(dict(tensors), folder / "state.safetensors")
             (folder / "failure.json").write_text(json.dumps(finite(notes), indent=1) + "\n", encoding="utf-8")
         return folder
-
-    # Corruption
-
-    def note_corruption(self, row: Mapping[str, Any], since: int | None) -> str:
-        """Append what a witness found to corruption.jsonl, and set checkpoints after `since` aside; say what was done.
-
-        since: the last step at which all was well; None: checkpoints are not in doubt.  Without one from before, all
-        stay: they are all that there is.
-        """
-        self.wait_for_writing()
-        doubtful = [] if since is None else [step for step in self.steps() if step > since]
-        safe = not doubtful or len(doubtful) < len(self.steps())
-        aside = [self.set_aside(step) for step in doubtful] if safe else []
-        file = AppendedFile(self.path / CORRUPTION)
-        file.write(json.dumps({**row, "set_aside": aside}) + "\n")
-        file.close()
-        said = f"{self.path / CORRUPTION} has all of it"
-        if aside:
-            return f"{said}; checkpoints after step {since} may hold it, and were set aside: {listed(aside, 3)}"
-        return said if safe else f"{said}; all checkpoints are from after step {since}, and may hold it"
-
-    def refuse_host(self, host: str) -> None:
-        """Raise UserError if this host was excluded when a witness found it to be wrong."""
-        path = self.path / CORRUPTION
-        try:
-            found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            excluded = {name for row in found for name in row["excluded"]}
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: damaged ({error}); remove it, and no host is excluded") from error
-        if host in excluded:
-            raise UserError(
-                f"{path}: host {host} computed wrongly and is excluded; run on others, or remove its line once it has "
-                "been tested"
-            )
 
     # Log
 

@@ -4,10 +4,10 @@ What the device does here is written as functions of tensors, which the model's 
 (`plan.graph`).  The host decides beforehand how many passes there are, what dropout draws, and the learning rate.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +20,7 @@ from warpfold.model.alphafold import AlphaFold, Output
 from warpfold.model.losses import LossConfig, Terms, ca_lddt, total_loss
 from warpfold.model.permutation import with_truth
 from warpfold.ops.dispatch import widen
-from warpfold.parallel.reducer import row_checksums
 from warpfold.parallel.team import Team
-from warpfold.parallel.witness import Sums
 
 T = TypeVar("T")
 
@@ -60,7 +58,24 @@ class Learner:
 
     def learn(self, examples: Sequence[Sample], recycles: int) -> list[DeviceResult]:
         """Add the gradient of a batch to the step's; several examples go through the model together."""
-        found = self._learn(examples, recycles)
+        model, alone = self.model, len(examples) == 1
+        keys = [(self.seed, example.index) for example in examples]
+        if self.trunk is None:
+            features = examples[0].features if alone else stack([example.features for example in examples])
+            model.noise.seed(*keys[0]) if alone else model.noise.seed_batch(keys)  # of dropout
+            recycled, done = model.recycle(features, recycles)  # Algorithms 30 and 31: these passes have no gradient
+            inputs = model.inputs_of_pass(features, done, recycled)
+        else:
+            inputs = features = self.trunk.inputs(examples)
+            model.noise.seed(*keys[0]) if alone else model.noise.seed_batch(keys)  # that of the trunk was by the draw
+            inputs = inputs | {"key": model.noise.key}
+        if self.optimizer.mesh.model.size > 1 or self.optimizer.sends:
+            # Adding the gradient waits for other ranks here, which no graph can hold.
+            found = model.execution.call(model, self._backward, inputs)
+            found |= self._add(found)
+        else:
+            found = model.execution.call(model, self._last_pass, inputs)
+        self.optimizer.end_example()
         losses = {name.removeprefix("loss:"): x for name, x in found.items() if name.startswith("loss:")}
         return [
             DeviceResult(
@@ -74,45 +89,10 @@ class Learner:
             for i, example in enumerate(examples)
         ]
 
-    def _learn(self, examples: Sequence[Sample], recycles: int) -> dict[str, Tensor]:
-        """Bring a batch through the model and its gradient to the step's; return what `_backward` and `_add` do."""
-        model, alone = self.model, len(examples) == 1
-        keys = [(self.seed, example.index) for example in examples]
-        if self.trunk is None:
-            features = examples[0].features if alone else stack([example.features for example in examples])
-            model.noise.seed(*keys[0]) if alone else model.noise.seed_batch(keys)  # of dropout
-            recycled, done = model.recycle(features, recycles)  # Algorithms 30 and 31: these passes have no gradient
-            inputs = model.inputs_of_pass(features, done, recycled)
-        else:
-            inputs = features = self.trunk.inputs(examples)
-            model.noise.seed(*keys[0]) if alone else model.noise.seed_batch(keys)  # that of the trunk was by the draw
-            inputs = inputs | {"key": model.noise.key}
-        # Then what follows the backward pass waits for others, or goes to a sum of its own: no graph holds it.
-        shared = self.optimizer.mesh.model.size > 1
-        apart = shared or self.optimizer.sends or self.optimizer.witnessed or self.optimizer.is_aside
-        found = model.execution.call(model, self._backward if apart else self._last_pass, inputs)
-        if apart:
-            found |= self._add(found)
-        self.optimizer.end_example()
-        return found
-
-    def again(self, make: Callable[..., Sample], recycles: int, work: Sequence[Sequence[Any]]) -> Sums:
-        """Compute the work of a step once more, this rank's or another's; return its checksums, and change nothing.
-
-        make: an example from what `work` has for it (`Loader.again`).  work: batches of examples.
-        """
-        with self.optimizer.aside():
-            return self.checksums([self._learn([make(*one) for one in batch], recycles)["loss:"] for batch in work])
-
-    def checksums(self, losses: Sequence[Tensor]) -> Sums:
-        """Return checksums of the step's sum of clipped gradients so far, and of its examples' losses, in order."""
-        return {"gradient": self.optimizer.sum_checksums(), "loss": row_checksums(torch.hstack([*losses])[None])}
-
     def step(self, step: int) -> Tensor:
         """Apply the mean over the step's examples to the weights; return the learning rate, 0 where nothing changed."""
         call, rate = self.model.execution.call, {"rate": self.optimizer.rate}
-        # What ranks exchange here is not recorded, nor an update that is made twice.
-        if self.optimizer.mesh.world.size > 1 or self.optimizer.witnessed:
+        if self.optimizer.mesh.world.size > 1:  # exchanges are not recorded
             return self.optimizer.step(step)
         return self.optimizer.step(step, lambda: call(self.model, self._update, rate)["rate"])
 

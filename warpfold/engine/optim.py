@@ -23,8 +23,7 @@ from warpfold.ops.dispatch import widen
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import ALIGN, Segment, SyncConfig
 from warpfold.parallel.mesh import Mesh
-from warpfold.parallel.reducer import Reducer, check_replicas, checksums
-from warpfold.parallel.witness import Sums
+from warpfold.parallel.reducer import Reducer, check_replicas
 
 FIRST_SCALE = 2.0**16  # of a loss in fp16
 MOST_SCALE = 2.0**24
@@ -374,9 +373,6 @@ class Optimizer:
         self.rule = RULES[config.name](
             config, self.owned, segments, list(self.layout.places), self.reducer.sum_of_shards
         )
-        self._own = segments
-        self.witnessed = self.is_aside = False
-        self.updates: list[Sums] = []  # of a step that is witnessed: checksums after its update, made twice
         self._prepare(self.most - self.share)
 
     def _clear_counts(self) -> None:
@@ -396,7 +392,7 @@ class Optimizer:
         alone = self.most == self.batch
         weighed_late = alone and self.reducer.exchange.late_factors
         early = examples == self.most - self.batch and (self.config.clip == "step" or weighed_late)
-        self.reducer.begin(early and not self.witnessed, add_to=None if alone else self.total)
+        self.reducer.begin(early, add_to=None if alone else self.total)
 
     @property
     def sends(self) -> bool:
@@ -457,9 +453,6 @@ class Optimizer:
 
     def end_example(self) -> None:
         """Do the rest of `collect`, on the host: after a step's last example its exchange may begin."""
-        if self.is_aside:
-            self._prepare(self.examples)
-            return
         self._prepare(self.examples + self.batch)
         if self.examples == self.most:
             self.reducer.count(self.used)
@@ -498,17 +491,9 @@ class Optimizer:
             scale = scale * self._factor(norm)
             good = (used == self.config.accumulate) & norm.isfinite()
         alone = self.owned is self.weights
-        changing = [gradient, self.owned, *self._sharded().values(), *self.rule.replicated.values()]
-        kept, self.updates = [x.clone() for x in changing] if self.witnessed else [], []
-        for again in (False, True)[: 1 + self.witnessed]:
-            if again:
-                for x, old in zip(changing, kept):
-                    x.copy_(old)
-            self.rule.take(gradient, scale, good, self.rate, self.average, self.packed.copy if alone else None)
-            if self.config.average == "uniform":  # weights that a step left as they were count once more
-                self.average.lerp_(self.owned, self.newest)
-            if self.witnessed:
-                self.updates.append(self._own_checksums())
+        self.rule.take(gradient, scale, good, self.rate, self.average, self.packed.copy if alone else None)
+        if self.config.average == "uniform":  # weights that a step left as they were count once more
+            self.average.lerp_(self.owned, self.newest)
         if not alone:
             self.reducer.all_gather(self.owned, self.weights)
             self.packed.refresh()
@@ -517,66 +502,6 @@ class Optimizer:
         self.total.zero_()
         self._clear_counts()
         return torch.where(good, self.rate, 0)
-
-    # For a witness (parallel/witness.py)
-
-    def witness(self, on: bool) -> None:
-        """Have the step that begins be one that is witnessed, or not.
-
-        If so, the data ranks exchange nothing before a rank's sum is complete, and its update is made twice.  The
-        result is the same to the bit; but with sums in bf16, where a gradient that is clipped before is rounded once.
-        """
-        self.witnessed = on
-        self._prepare(self.examples)
-
-    def checksums(self) -> Sums:
-        """Return checksums of all that stays from step to step: weights, their average, moments, counts."""
-        found = self._own_checksums()
-        if self.owned is not self.weights:
-            found["whole weights"] = checksums(self.weights, self.layout.places.values())
-        scale = {} if self.loss_scale is None else self.loss_scale.state()
-        counts = [x.view(-1) for x in (*self.rule.replicated.values(), *scale.values())]
-        return found | {"counts": torch.cat([checksums(x, [slice(0, len(x))]) for x in counts])}
-
-    def _own_checksums(self) -> Sums:
-        places = [segment.where for segment in self._own]
-        return {name: checksums(x, places) for name, x in {"weights": self.owned, **self._sharded()}.items()}
-
-    def sum_checksums(self) -> Tensor:
-        """Return checksums of the sum of this step's clipped gradients, by parameter."""
-        return checksums(self.total, (segment.where for segment in self._of_sum))
-
-    @property
-    def _of_sum(self) -> list[Segment]:
-        return self.layout.segments(self.mesh.model.size, self.mesh.model.rank)
-
-    def parts(self, what: str) -> tuple[int, list[str]]:
-        """Say of a kind of `checksums`, or of the "gradient", which shard it is of and what each number is of.
-
-        Ranks with the same shard have the same; -1: all have.
-        """
-        if what == "gradient":
-            return self.mesh.model.rank, [segment.name for segment in self._of_sum]
-        if what == "whole weights":
-            return -1, list(self.layout.places)
-        if what == "counts":
-            return -1, [*self.rule.replicated, *({} if self.loss_scale is None else self.loss_scale.state())]
-        return self.reducer.shard_index, [segment.name for segment in self._own]
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Have what is collected within the block go to a sum of its own, which is forgotten then.
-
-        For when all examples of the step have been collected.  Nothing is exchanged between data ranks.
-        """
-        total, used, overflows = self.total, self.used.clone(), self.overflows.clone()
-        self.total, self.is_aside = torch.zeros_like(total), True
-        try:
-            yield
-        finally:
-            self.total, self.is_aside = total, False
-            self.used.copy_(used)
-            self.overflows.copy_(overflows)
 
     def _factor(self, norm: Tensor) -> Tensor:
         """Return the factor that brings a gradient of this norm within clip_norm, at most 1; widened."""

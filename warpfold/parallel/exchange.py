@@ -9,10 +9,9 @@ would wait, so that many buckets are in flight at once; `finish` runs them in on
 """
 
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -147,31 +146,6 @@ class SyncConfig:
         return max(self.bucket * 2**20, least)
 
 
-class Follower(Protocol):
-    """What is shown what wires carry, and what was computed of it (parallel/witness.py)."""
-
-    def carried(self, group: Group, x: Tensor, out: Tensor, work: Work) -> Work:
-        """See x that this rank sends, and return the work by which `out` arrives, which may look at it then."""
-        ...
-
-    def computed(self, result: Tensor, again: Tensor) -> None:
-        """See a sum over ranks, made twice from the same pieces."""
-        ...
-
-
-_followers: list[Follower] = []
-
-
-@contextmanager
-def followed(follower: Follower) -> Iterator[None]:
-    """Show `follower` the all-to-alls and all-gathers of this process's wires, as long as the context lasts."""
-    _followers.append(follower)
-    try:
-        yield
-    finally:
-        _followers.remove(follower)
-
-
 @dataclass(frozen=True)
 class Wire:
     """The collectives of one group on flat buffers, asynchronous, each told as an event."""
@@ -181,12 +155,12 @@ class Wire:
     def all_to_all(self, out: Tensor, x: Tensor) -> Work:
         """Send piece r of x to rank r; `out` gets the pieces of all ranks, in their order."""
         name = self._note("all_to_all", x.nbytes * (self.group.size - 1) // self.group.size)
-        return self._shown(x, out, Work(dist.all_to_all_single(out, x, group=self.group.handle, async_op=True), name))
+        return Work(dist.all_to_all_single(out, x, group=self.group.handle, async_op=True), name)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         """Fill `out` with every rank's x, in the order of the ranks."""
         name = self._note("all_gather", x.nbytes * (self.group.size - 1))
-        return self._shown(x, out, Work(all_gather_flat(out, x, group=self.group.handle, async_op=True), name))
+        return Work(all_gather_flat(out, x, group=self.group.handle, async_op=True), name)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
         """Fill `out` with this rank's piece of the sum of all x."""
@@ -209,11 +183,6 @@ class Wire:
         (piece,) = finish([Plain(self).reduce_scatter(padded)])
         finish([Plain(self).all_gather(piece.div_(self.group.size), padded)])
         return padded[: len(x)]
-
-    def _shown(self, x: Tensor, out: Tensor, work: Work) -> Work:
-        for follower in _followers:
-            work = follower.carried(self.group, x, out, work)
-        return work
 
     def _note(self, kind: str, size: int) -> str:
         """Tell the watchers that a collective starts, and return its name."""
@@ -264,10 +233,7 @@ class Plain:
         pieces = received.view(self.wire.group.size, -1).to(x.dtype)
         if factors is not None and (factor := factors()) is not None:
             pieces.masked_fill_((factor == 0)[:, None], 0).mul_(factor[:, None].to(pieces.dtype))  # 0 x NaN is NaN
-        total = pieces.sum(0)
-        for follower in _followers:
-            follower.computed(total, pieces.sum(0))
-        return total
+        return pieces.sum(0)
 
     def all_gather(self, piece: Tensor, out: Tensor, exact: bool = False) -> Stages[None]:
         """Join every rank's piece into `out`.  exact: without rounding."""

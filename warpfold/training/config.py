@@ -43,9 +43,6 @@ class TrainConfig:
     moments: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is not finite
     max_skipped: int = 10  # examples of any 1,000 in a row that "skip" may leave out before the run stops
-    witness: float = 0.0  # share of the steps that are computed twice, to find devices and memory that change bits
-    # What to do when it finds one: stop; or stop, and refuse that host when the same command is given again.
-    on_corruption: Literal["stop", "exclude"] = "stop"
     workers: int | None = None  # processes that prepare examples, 0: this one; None: up to 8 per GPU, 0 on a CPU
     ahead: int = 4  # examples per worker that are prepared ahead
     window: int = 0  # positions by which a ready example may come early, or a slow one late; 0: in order
@@ -65,8 +62,6 @@ class TrainConfig:
         not_negative = "workers", "window", "max_skipped", "report_every", "idle", "patience"
         if self.ahead < 1 or min(getattr(self, name) or 0 for name in not_negative) < 0:
             raise ValueError(f"ahead must be at least 1; {', '.join(not_negative)} must not be negative")
-        if not 0 <= self.witness <= 1:
-            raise ValueError("witness is a share of the steps: between 0 and 1")
         if not 0 <= self.quarantine <= 1:
             raise ValueError("quarantine must lie between 0 and 1")
 

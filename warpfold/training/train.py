@@ -6,8 +6,6 @@ from its last checkpoint and is, to the bit, the run that was not.
 
 import json
 import logging
-import platform
-import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -40,7 +38,6 @@ from warpfold.ops.dispatch import refusals
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES
 from warpfold.parallel.team import Team
-from warpfold.parallel.witness import Finding, Witness
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import (
     STORES,
@@ -96,7 +93,6 @@ def train(
     same run, for its card.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
-    RunFolder(out, writes=False).refuse_host(platform.node())
     team, (sources, held_out), before, watch = team or Team(), hold_out(data, config), refusals(), as_watchers(watch)
     origin = fingerprint_origin(sources, init, team)
     if labels is not None:
@@ -130,8 +126,6 @@ def train(
         examples = stack.enter_context(load(config, sources, state, ledger, log, device, team, store, labels))
         validation = Validation(model, optimizer, held_out, config, state, log, signals, team, labels)
         step, timer = state.step, validation.timer
-        tell = partial(note_corruption, run, config, team)
-        witness = Witness(config.train.witness, config.train.seed, team, device, optimizer, step, tell)
         stop = stop_requested(signals, team) or validation.catch_up(step)
         ended = keep_best(run, model, optimizer, step, config, team)
         slow_first = plan.compile or torch.device(device).type == "cuda"  # minutes: layers or kernels are compiled
@@ -139,21 +133,15 @@ def train(
         while step < config.train.steps and not stop and not ended:
             recycles = draw_recycles(config, step)  # the same on every rank
             on_device: list[DeviceResult] = []
-            witnessed = witness.begin(step)
             for batch in in_batches(next_examples(examples, optimizer.share, timer, team), config.plan.batch):
                 on_device += learner.learn(batch, recycles)  # forward, losses, backward; clipped, added
-            own = partial(learner.checksums, [one.losses[""] for one in on_device])
-            again = partial(learner.again, examples.again, recycles)
-            witness.check_work(step, work_of(on_device, plan.batch), own, again)
             copied, weights = begin_results(on_device), optimizer.weights if stops else optimizer.weights.clone()
             learner.step(step)  # the mean over the examples; Adam; the moving average
-            witness.check_update(step)
             results = read_results(on_device, copied)  # here the host waits for the device, and nowhere before
             save_failures(run, config, optimizer, weights, on_device, results, step, recycles, team)
             end = begin_end_step(step + 1, results, timer, ledger, signals, team, log.on_all, optimizer.most)
             results, stop = end_step(end, timer, examples, ledger, team)  # those of all ranks, on rank 0
-            row = step_row(step + 1, results, rate_taken(config.optim, step, results), recycles, timer)
-            log(row | {"witnessed": True} if witnessed else row)
+            log(step_row(step + 1, results, rate_taken(config.optim, step, results), recycles, timer))
             skipped.add(step := step + 1, results, config.optim.accumulate)
             stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
             rounds = 0 if stop else validation.rounds_at(step)
@@ -389,30 +377,6 @@ def keep_best(
 
 
 # What goes wrong
-
-
-def work_of(results: Sequence[DeviceResult], batch: int) -> list[list[tuple[int, str, int, str]]]:
-    """Return the batches of a step's examples, by what `Loader.again` makes them from."""
-    return [
-        [(x.index, x.name, x.source, x.key) for x in some] for some in in_batches((r.example for r in results), batch)
-    ]
-
-
-def note_corruption(
-    run: RunFolder, config: RunConfig, team: Team, step: int, finding: Finding, hosts: Sequence[Sequence[str]]
-) -> str:
-    """Write down what a witness found, on rank 0, and say what was done about it, on all.
-
-    hosts: of the finding's ranks, with their devices.
-    """
-    excludes = config.train.on_corruption == "exclude" and finding.decided
-    excluded = sorted({host for host, _ in hosts}) if excludes else []
-    row = {**asdict(finding), "step": step, "hosts": hosts, "excluded": excluded, "time": round(time.time(), 3)}
-    said = run.note_corruption(row, finding.since) if team.is_rank_zero else ""
-    said = team.broadcast(said, "what a witness found")
-    if excludes:
-        return f"{said}; the same command refuses {listed(excluded)} from now on"
-    return f"{said}; have that device tested before the run continues"
 
 
 def save_failures(

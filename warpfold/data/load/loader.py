@@ -192,14 +192,6 @@ class Loader:
         entry = planned.entry
         return Sample(planned.draw.number, entry.name, features, entry.source, entry.key)
 
-    def again(self, index: int, name: str, source: int, key: str) -> Sample:
-        """Make an example of the present step once more, of this rank or of another: the same, to the bit.
-
-        Errors: UserError for an entry that cannot be read (any more).
-        """
-        passes = self._passes((self._given - 1) // self.schedule.share)
-        return Sample(index, name, to_tensors(self._make(source, key, index, passes), self._device), source, key)
-
     def exchanged(self) -> tuple[list[int], list[int]]:
         """Return the examples that this rank was to have used by now and has not, and those that it has used early."""
         waiting = [*self._ahead, *([self._next[0]] if self._next else [])]
