@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -20,7 +19,6 @@ import pytest
 import torch
 import typer
 
-from tests.report.test_curves import make_run
 from tests.training.runs import make_store, rows, tiny_run
 from warpfold import __version__, cli, settings
 from warpfold.cli import common
@@ -330,8 +328,6 @@ REFUSED = [
     ("simulate tiny --link wifi", "not a network"),
     ("simulate tiny --device 'GTX 480'", "is not known"),
     ("simulate tiny --figure a.pdf", "ends in .png or .svg"),
-    ("watch nowhere", "no such folder"),
-    ("watch .", "not the folder of a training run"),
 ]
 
 
@@ -451,7 +447,7 @@ def test_a_stopped_command_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) ->
     assert common.how_to_go_on() == "the same command continues"
 
 
-# ---- train, watch, simulate
+# ---- train, simulate
 
 
 @pytest.fixture(scope="module")
@@ -522,39 +518,6 @@ def test_many_processes_connect_when_they_first_send(
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
     assert this_process().ranks == ranks
     assert os.environ.get("TORCH_GLOO_LAZY_INIT") == lazy
-
-
-def test_curves_as_text_and_as_a_page(capsys: Capture, tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run")
-    code, out, err = run(capsys, "watch", folder)  # no terminal: once
-    assert (code, err) == (0, "")
-    assert out.startswith("run  step 40 of 100  no news for")
-    assert "held-out lDDT-Cα 0.400" in out
-    code, out, _ = run(capsys, "watch", folder, "--html", tmp_path / "page.html", "--once")
-    assert (code, out) == (0, f"{tmp_path / 'page.html'}: open it in a browser\n")
-    assert "<svg" in (tmp_path / "page.html").read_text()
-
-
-@pytest.mark.parametrize("end", ["the run's", "Ctrl-C"])
-def test_a_page_follows_a_run_until_one_of_them_ends(capsys: Capture, tmp_path: Path, end: str) -> None:
-    folder, page = make_run(tmp_path / "run", steps=39, of=40), tmp_path / "page.html"
-    (folder / "settings.toml").write_text("[train]\nsteps = 40\nvalidation = 0.0\n")
-
-    def finish() -> None:
-        while not page.exists():  # it is watching from then on
-            time.sleep(0.01)
-        time.sleep(0.1)
-        if end == "Ctrl-C":
-            os.kill(os.getpid(), signal.SIGINT)
-            return
-        with open(folder / "metrics.jsonl", "a") as file:
-            file.write('{"kind": "step", "step": 40, "loss": 1.0, "samples_per_second": 1.0, "waiting_so_far": 0.0}\n')
-
-    thread = threading.Thread(target=finish)
-    thread.start()
-    assert run(capsys, "watch", folder, "--html", page, "--every", "0.5")[0] == 0
-    thread.join()
-    assert ("40 of 40" in page.read_text()) == (end != "Ctrl-C")
 
 
 def test_a_step_and_a_training_are_said_and_drawn(capsys: Capture, tmp_path: Path) -> None:

@@ -26,7 +26,6 @@ from warpfold.errors import UserError
 from warpfold.finetuning.split import read_split
 from warpfold.model.weights.files import load_model, save_params
 from warpfold.ops.triton import launch
-from warpfold.report.curves import RunLog
 from warpfold.training.ledger import Ledger
 from warpfold.training.train import train
 from warpfold.training.validate import settings_of
@@ -103,7 +102,7 @@ def test_a_head_of_an_array_that_does_not_end(tmp_path: Path) -> None:
 DEEP = "[" * 100_000 + "\n"
 READERS: dict[str, Callable[[Path], object]] = {
     "checksums.json": lambda path: StepFolders(path.parents[1]).load(2),
-    "settings.toml": lambda path: [settings_of(path.parent), RunLog(path.parent)],
+    "settings.toml": lambda path: settings_of(path.parent),
     "quarantine.jsonl": lambda path: Ledger(path.parent, "x", 0, State()),
     "store.json": lambda path: Store(path.parent),
     "split.toml": lambda path: read_split(path, None),  # type: ignore[arg-type]  # it does not come so far

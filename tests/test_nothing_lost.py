@@ -13,7 +13,6 @@ import pytest
 
 import warpfold
 from tests.helpers import tiny_model
-from tests.report.test_curves import make_run
 from tests.test_cli import SEQUENCE, run, structure
 from tests.training.runs import make_store, tiny_run
 from warpfold.bench import kernels
@@ -192,21 +191,19 @@ COMMANDS = [
     "bench --block --settings tiny --device cpu --rows OUT",
     "bench data --store IN/store --out OUT",
     "profile tiny --device cpu --out OUT",
-    "watch IN/run --html OUT --once",
 ]
 KINDS = ("folder", "file", "link", "link to a file", "link to nothing")
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A structure, a query, a database, parameters, a store, a training run."""
+    """A structure, a query, a database, parameters, a store."""
     folder = tmp_path_factory.mktemp("inputs")
     structure(folder)
     (folder / "query.fasta").write_text(f">query\n{SEQUENCE}\n")
     (folder / "database.fasta").write_text(f">a\n{SEQUENCE}\n>b\n{SEQUENCE[::-1]}\n")
     save_params(folder / "tiny.safetensors", tiny_model())
     make_store(folder / "store", proteins=3)
-    make_run(folder / "run")
     return folder
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from warpfold.engine.comm_hook import CompressionState, compression_hook
     from warpfold.engine.ready import Ready
     from warpfold.engine.resume import Checkpoints
-    from warpfold.engine.watch import CsvFile, Phase, TensorBoard, Watcher, WeightsAndBiases
+    from warpfold.engine.watch import Phase, TensorBoard, Watcher, WeightsAndBiases
     from warpfold.errors import UserError
     from warpfold.prediction.outputs import Prediction
     from warpfold.prediction.params import ParamsFile
@@ -33,7 +33,6 @@ __all__ = [
     "Acceleration",
     "Checkpoints",
     "CompressionState",
-    "CsvFile",
     "FoldResult",
     "Gradient",
     "ParamsFile",
@@ -94,7 +93,7 @@ _MODULES = {
     "sample": "warpfold.cli.demo",
     "Checkpoints": "warpfold.engine.resume",
     **dict.fromkeys(("CompressionState", "compression_hook"), "warpfold.engine.comm_hook"),
-    **dict.fromkeys(("CsvFile", "Phase", "TensorBoard", "Watcher", "WeightsAndBiases"), "warpfold.engine.watch"),
+    **dict.fromkeys(("Phase", "TensorBoard", "Watcher", "WeightsAndBiases"), "warpfold.engine.watch"),
     "ParamsFile": "warpfold.prediction.params",
     "Prediction": "warpfold.prediction.outputs",
     "Ready": "warpfold.engine.ready",

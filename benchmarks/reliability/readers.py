@@ -70,7 +70,6 @@ from warpfold.prediction.folder import Journal, read_journals
 from warpfold.prediction.outputs import claim_folder, damaged_files
 from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import load
-from warpfold.report.curves import RunLog
 from warpfold.scoring.manifest import read_suite
 from warpfold.scoring.selection import NUMBERS, Selection, keep_of
 from warpfold.training.config import load_settings
@@ -382,7 +381,7 @@ def make_readers(work: Path) -> list[Reader]:
     trained, folded, designed = work / "run", work / "folded", work / "designed"
     store = Store(small / "store")
     if not (trained / "card.md").exists():
-        train(training(steps=4, save_every=2, validate_every=2, csv=True), store, trained)
+        train(training(steps=4, save_every=2, validate_every=2), store, trained)
     run = tree(trained)
     if not (folded / "report.html").exists():
         wanted = PredictOptions(device="cpu", recycles=0)
@@ -474,7 +473,6 @@ def make_readers(work: Path) -> list[Reader]:
     aside = under(
         "run", {"order.txt": run["order.txt"], "quarantine.jsonl": b'{"name": "a", "example": 3, "reason": "x"}\n' * 2}
     )
-    steps = {"run/" + name: data for name, data in run.items() if name in ("metrics.jsonl", "settings.toml")}
     files: list[Reader] = [
         Reader(
             "mmCIF",
@@ -719,12 +717,6 @@ def make_readers(work: Path) -> list[Reader]:
             lambda at: of_run(at / "run"),
             damaged="metrics.jsonl",
             weight=1,
-        ),
-        Reader(
-            "log of a run (watch)",
-            [steps],
-            lambda at: [len(RunLog(at / "run").rows), len(RunLog(at / "run").validations)],
-            weight=3,
         ),
         Reader("order and quarantine of a run", [aside], ledger, weight=2),
         Reader(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -45,6 +46,35 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path: Path) -> None:
         run.save(checkpoint(5), keep=2)
         assert run.steps() == [2, 4, 5]
         assert run.latest() == 5
+
+
+def test_a_log_with_damaged_lines_is_continued(tmp_path: Path) -> None:
+    """Lines that are not rows, rows with values of wrong types, and random changes of bytes."""
+    validation = {"kind": "validation", "step": 3, "lddt_ca": 0.4, "examples": {"a": 0.4}, "of": 1, "seconds": 1.0}
+    step = {"kind": "step", "step": 4, "loss": 1.5, "terms": {"fape": 0.5}, "examples": ["a"], "time": 1.7e9}
+    whole = b"".join(json.dumps(row).encode() + b"\n" for row in (validation, step))
+    cases = [b"", b"\xff\n", b"[" * 100_000 + b"\n", whole + b"\0\n", whole[:-5]]
+    for row in (validation, step):
+        for key in row:
+            wrong_values = [None, -1, 10**400, 1e308, "x", [], {"a": {}}]
+            cases += [whole + json.dumps({**row, key: value}).encode() + b"\n" for value in wrong_values]
+            cases.append(whole + json.dumps({name: row[name] for name in row if name != key}).encode() + b"\n")
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        data = bytearray(whole)
+        for position in rng.integers(len(data), size=5):
+            noise = rng.integers(256, size=int(rng.integers(5)), dtype=np.uint8).tobytes()
+            data[position : position + int(rng.integers(5))] = noise
+        cases.append(bytes(data))
+    with RunFolder(tmp_path):
+        pass
+    for case in cases:
+        (tmp_path / "metrics.jsonl").write_bytes(case)
+        with RunFolder(tmp_path, score="lddt_ca") as run:
+            last = run.open_log(4)
+        assert last is None or last["step"] <= 4
+        for line in (tmp_path / "metrics.jsonl").read_bytes().splitlines():
+            assert json.loads(line)["step"] <= 4
 
 
 def test_examples_skipped_do_not_rotate_the_good_ones_out(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """Watchers: who may listen, and what the ready-made ones write."""
 
-import csv
 import importlib.util
-import math
 import sys
 import types
 from pathlib import Path
@@ -12,7 +10,7 @@ import pytest
 
 from warpfold.engine.checkpoint import RunFolder
 from warpfold.engine.loop import Log
-from warpfold.engine.watch import CsvFile, TensorBoard, Watcher, WeightsAndBiases, as_watchers
+from warpfold.engine.watch import TensorBoard, Watcher, WeightsAndBiases, as_watchers
 from warpfold.errors import UserError
 
 
@@ -61,50 +59,6 @@ def test_a_log_tells_its_watchers_from_beginning_to_end(tmp_path: Path) -> None:
         raise KeyError
     assert noted.seen[-1] == ("end", False)
     assert '"time": ' in (tmp_path / "metrics.jsonl").read_text()
-
-
-def lines(path: Path) -> list[dict[str, str]]:
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def test_a_csv_file_has_a_line_for_each_row_and_a_column_for_each_number(tmp_path: Path) -> None:
-    table = CsvFile(tmp_path / "metrics.csv")
-    table.on_begin(0)
-    table.on_metrics(validation(0, 0.25))
-    table.on_metrics(step(1, math.nan))
-    table.on_metrics({"kind": "quarantine", "step": 1, "example": "b", "reason": "damaged"})
-    table.on_metrics(step(2, 1.25, fape=0.5))
-    table.on_end(True)
-    found = lines(tmp_path / "metrics.csv")
-    assert [(row["kind"], row["step"], row["loss"], row["fape"], row["lddt_ca"]) for row in found] == [
-        ("validation", "0", "", "", "0.25"),
-        ("step", "1", "", "", ""),
-        ("step", "2", "1.25", "0.5", ""),
-    ]
-
-
-def test_it_is_continued_after_the_last_checkpoint_and_leaves_other_files_alone(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.csv"
-    for begins, steps in ((0, (1, 2, 3)), (2, (3, 4)), (0, (1,))):
-        table = CsvFile(path)
-        table.on_begin(begins)
-        for number in steps:
-            table.on_metrics(step(number, float(begins)))
-        table.on_end(False)
-        if begins:
-            assert [(row["step"], row["loss"]) for row in lines(path)] == [
-                ("1", "0.0"), ("2", "0.0"), ("3", "2.0"), ("4", "2.0")
-            ]  # fmt: skip
-    assert [row["step"] for row in lines(path)] == ["1"]
-    with open(path, "a") as file:
-        file.write("step,2,17")  # a kill came while it was written
-    CsvFile(path).on_begin(1)
-    assert [row["step"] for row in lines(path)] == ["1"]
-    path.write_text("years,of,work\n")
-    with pytest.raises(UserError, match="holds something else, which is left alone; name another file"):
-        CsvFile(path)
-    assert path.read_text() == "years,of,work\n"
 
 
 def test_tensorboard_is_optional(tmp_path: Path) -> None:

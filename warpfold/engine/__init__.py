@@ -7,5 +7,5 @@ ready       batches of any dataset, made ahead (ready_maker)
 resume      checkpoints of what any loop has: models, optimizers, loaders, random numbers (nested)
 checkpoint  a run's folder: settings, checkpoints, log; whole after a `kill -9` at any moment
 loop        the surroundings of a loop: its timer, its log, its stop signals
-watch       who is told of a run: TensorBoard, Weights & Biases, a CSV file, or whatever a user gives
+watch       who is told of a run: TensorBoard, Weights & Biases, or whatever a user gives
 """

@@ -1,17 +1,12 @@
-"""Watch a training run: the interface of watchers, and TensorBoard, Weights & Biases and CSV files as watchers."""
+"""Watch a training run: the interface of watchers, and TensorBoard and Weights & Biases as watchers."""
 
-import csv
 import importlib
-import io
-import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from uuid import uuid4
 
-from warpfold.engine.checkpoint import AppendedFile
 from warpfold.errors import UserError
 from warpfold.files import write_atomically
 
@@ -157,75 +152,3 @@ class WeightsAndBiases(Watcher):
     def on_end(self, finished: bool) -> None:
         if self._run is not None:
             self._run.finish(exit_code=0 if finished else 1)
-
-
-class CsvFile(Watcher):
-    """Writes steps and validations as a table: a line for each row, a column for each number."""
-
-    FIRST = ("kind", "step", "time")
-
-    def __init__(self, path: Path | str) -> None:
-        """path: of the file; one that this class wrote is continued.  Errors: UserError for a file of anybody else."""
-        self.path = Path(path)
-        self._file: AppendedFile | None = None
-        self._columns: list[str] = []
-        self._begin = ",".join(self.FIRST)
-        there = self.path.read_text(encoding="utf-8", errors="replace") if self.path.is_file() else ""
-        if there and not there.startswith(self._begin):
-            raise UserError(f"{self.path}: holds something else, which is left alone; name another file")
-
-    def on_begin(self, step: int) -> None:
-        """Keep the lines of the first steps alone."""
-        rows = self._rows()
-        kept = [row for row in rows[1:] if _number(row[1]) < step or (_number(row[1]) == step and step)]
-        if rows:
-            self._write([rows[0], *kept])
-        self._file = AppendedFile(self.path)
-
-    def on_metrics(self, row: Row) -> None:
-        """Write a line, and where the row has numbers that none had before, a column for each."""
-        if row["kind"] in ("quarantine", "end"):
-            return
-        if self._file is None:
-            self.on_begin(0)
-        found = {name: row.get(name, "") for name in self.FIRST} | dict(numbers_of(row))
-        if new := [name for name in found if name not in self._columns]:  # the first row, or a term that was not finite
-            rows = self._rows()
-            self._columns += new
-            self._write([self._columns, *(row + [""] * (len(self._columns) - len(row)) for row in rows[1:])])
-            self._file = AppendedFile(self.path)
-        assert self._file is not None
-        self._file.write(_line([found.get(name, "") for name in self._columns]))
-
-    def on_end(self, finished: bool) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _rows(self) -> list[list[str]]:
-        """Return the lines that are there and whole, the header first."""
-        if not self.path.is_file():
-            return []
-        whole = self.path.read_text(encoding="utf-8").rpartition("\n")[0]
-        found = [row for row in csv.reader(io.StringIO(whole)) if row]
-        self._columns = found[0] if found else []
-        return found
-
-    def _write(self, rows: Sequence[Sequence[Any]]) -> None:
-        if self._file is not None:
-            self._file.close()
-        write_atomically(self.path, "".join(map(_line, rows)))
-
-
-def _line(values: Sequence[Any]) -> str:
-    """Return a line of a CSV file; empty where a number is not finite."""
-    text = io.StringIO()
-    blank = ("" if isinstance(value, float) and not math.isfinite(value) else value for value in values)
-    csv.writer(text, lineterminator="\n").writerow(blank)
-    return text.getvalue()
-
-
-def _number(text: str) -> float:
-    try:
-        return float(json.loads(text))
-    except ValueError:
-        return math.inf

@@ -97,7 +97,7 @@ class ReportPage:
     """Everything on the page; `facts` are the few numbers at its head, `footer` the lines at its foot.
 
     warnings: what must be known before the facts are read; what they are about are targets.
-    made_by: the command.  reload: seconds until a browser reads the page again.
+    made_by: the command.
     """
 
     title: str
@@ -108,7 +108,6 @@ class ReportPage:
     footer: Sequence[str] = field(default_factory=tuple)
     warnings: Sequence[Warned] = ()
     made_by: str = "warpfold"
-    reload: int | None = None
 
 
 def write_report(path: Path, report: ReportPage) -> None:
@@ -133,7 +132,6 @@ def render(report: ReportPage) -> str:
     return string.Template(_part("report.html")).substitute(
         title=_text(report.title),
         made_by=report.made_by,
-        reload=f'<meta http-equiv="refresh" content="{report.reload}">' if report.reload else "",
         lead=_text(report.lead),
         style=_part("report.css"),
         warnings=_warnings(report.warnings, anchors),

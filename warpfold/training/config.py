@@ -49,7 +49,6 @@ class TrainConfig:
     quarantine: float = 0.01  # share of the data that may turn out unusable before the run stops
     tensorboard: bool = False  # curves in the run's folder, for TensorBoard
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases: in the folder; or as W&B is set up
-    csv: bool = False  # metrics.csv in the run's folder
     report_every: float = 30.0  # seconds between lines of progress, where there is no terminal
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ from warpfold.engine.loop import Log, StopSignals
 from warpfold.engine.optim import Optimizer
 from warpfold.engine.trainable import adapters_state, freeze, frozen_state, merged_state, trained_parts
 from warpfold.engine.trunk import FrozenTrunk, TrunkStore, largest_store
-from warpfold.engine.watch import CsvFile, TensorBoard, Watching, WeightsAndBiases, as_watchers
+from warpfold.engine.watch import TensorBoard, Watching, WeightsAndBiases, as_watchers
 from warpfold.errors import UserError, listed
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.files import load_model, save_params
@@ -280,7 +280,6 @@ def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watchi
     train = config.train
     if team.is_rank_zero:
         watchers += [TensorBoard(run.path / "tensorboard")] if train.tensorboard else []
-        watchers += [CsvFile(run.path / "metrics.csv")] if train.csv else []
         if train.wandb != "off":
             told = settings.to_dict(config)
             watchers.append(WeightsAndBiases(run.path, online=train.wandb == "online", settings=told))
