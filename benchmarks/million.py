@@ -6,8 +6,7 @@ The entries are generated: the record of each has a few bytes, its name, sizes, 
 So all figures are of what grows with the number of entries: results of jobs, the report, the index, the order.
 
 * part: the results of as many jobs are kept (`PartWriter`), as the workers of `warpfold pack` hand them in.
-* merge: the store is made of the part, in place; with the clusters, by equal sequences, and the report.
-* add: the same store gets a version with a thousand more.
+* merge: the store is made of the part; with the clusters, by equal sequences, and the report.
 * open: by a first process (checks the index), and by 4 more as workers of the loader do; what each holds alone.
 * epoch: the entries of one epoch of "uniform"; weights: those of "paper"; held out: clusters drawn for validation;
   costs: of making each example.
@@ -25,7 +24,6 @@ import sys
 import tempfile
 import time
 from datetime import date
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +34,9 @@ from warpfold.data.load.order import Order, Source, making_costs, paper_weights,
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import merge
 from warpfold.data.pack.part import PartWriter
-from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.data.store.store import Store, pack_record
 
-STAGES = ("part", "merge", "open", "order", "add")
+STAGES = ("part", "merge", "open", "order")
 LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 
 
@@ -78,7 +76,7 @@ def make_part(folder: Path, entries: int) -> dict[str, float]:
 def merged(folder: Path) -> dict[str, float]:
     """Make the store."""
     report = merge([folder / "part"], folder / "store")
-    index = (folder / "store/index-00001.wfi").stat().st_size
+    index = (folder / "store/index.wfi").stat().st_size
     return {"entries": len(report.kept), "index, MB": round(index / 1e6, 1)}
 
 
@@ -89,7 +87,7 @@ def opened(folder: Path) -> dict[str, float]:
     found = {"wall": time.perf_counter() - began, "checked": time.process_time() - cpu}
     code = (
         "import time; from benchmarks.million import *; before = private(); cpu = time.process_time();"
-        f"store = Store({str(store.path)!r}, {store.number}, True); row = store.index.row('0000007_A');"
+        f"store = Store({str(store.path)!r}, True); row = store.index.row('0000007_A');"
         "print(time.process_time() - cpu, private() - before); sys.stdout.flush(); sys.stdin.read()"
     )
     run = [sys.executable, "-c", code]
@@ -121,18 +119,6 @@ def ordered(folder: Path) -> dict[str, float]:
     return found
 
 
-def added(folder: Path) -> dict[str, float]:
-    """Add a thousand entries."""
-    record = pack_record({}, {})
-    with StoreWriter(folder / "store", grow=True) as writer:
-        names = writer.base.columns
-        meta = {name: next(iter(islice(writer.base.column(name), 1))) for name in names}
-        for number in range(1000):
-            writer.add(f"new{number}", record, meta)
-        writer.finish()
-    return {"version": Store(folder / "store").number}
-
-
 def stage(name: str, folder: Path, entries: int) -> dict[str, float]:
     """Run one of `STAGES` in this process."""
     cpu = time.process_time()
@@ -141,7 +127,6 @@ def stage(name: str, folder: Path, entries: int) -> dict[str, float]:
         "merge": lambda: merged(folder),
         "open": lambda: opened(folder),
         "order": lambda: ordered(folder),
-        "add": lambda: added(folder),
     }
     found = work[name]()
     found["seconds"] = round(time.process_time() - cpu, 2)

@@ -46,11 +46,25 @@ class ObjectServer:
     def fail(self, kind: str, count: int = 1, method: str = "GET", having: str = "") -> None:
         self.faults.append(Fault(kind, count, method, having))
 
-    def publish(self) -> None:
-        """Let everybody read all that was written."""
+    def client(self) -> Any:
         import boto3
 
-        client = boto3.client("s3", endpoint_url=self.address)
+        return boto3.client("s3", endpoint_url=self.address)
+
+    def put(self, key: str, data: bytes) -> None:
+        self.client().put_object(Bucket=self.bucket, Key=key, Body=data)
+
+    def delete(self, key: str) -> None:
+        self.client().delete_object(Bucket=self.bucket, Key=key)
+
+    def upload(self, folder: Path, name: str) -> None:
+        """Copy a folder into the bucket, as `aws s3 cp --recursive` does."""
+        for file in folder.iterdir():
+            self.put(f"{name}/{file.name}", file.read_bytes())
+
+    def publish(self) -> None:
+        """Let everybody read all that was written."""
+        client = self.client()
         for found in client.list_objects_v2(Bucket=self.bucket)["Contents"]:
             client.put_object_acl(Bucket=self.bucket, Key=found["Key"], ACL="public-read")
 

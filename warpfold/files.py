@@ -396,9 +396,22 @@ def lock_folder(folder: Path, what: PurePath) -> TextIO:
 
     Errors: UserError, about `what`, if another process holds the lock or the folder cannot be written.
     """
+    path, taken = folder / "lock", UserError(f"{what}: another process is writing this store; wait for it")
     with writing(what):
-        folder.mkdir(parents=True, exist_ok=True)
-        return lock_file(folder / "lock", UserError(f"{what}: another process is writing this store; wait for it"))
+        while True:
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                file = lock_file(path, taken)
+            except FileNotFoundError:
+                # Another process has renamed or removed the folder since.  A link to nowhere never works.
+                if path.is_symlink():
+                    raise
+                continue
+            # The folder may have been renamed or removed after its file was opened: then the lock is of no use here.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    return file
+            file.close()
 
 
 def refuse_foreign(folder: Path, is_own: Callable[[str], object]) -> None:
@@ -413,9 +426,12 @@ def refuse_foreign(folder: Path, is_own: Callable[[str], object]) -> None:
 
 
 def remove_own(folder: Path, is_own: Callable[[str], object]) -> None:
-    """Remove the writer's own files from `folder`, and the folder if that empties it; keep what cannot be removed."""
+    """Remove the writer's own files from `folder`, and the folder if that empties it; keep what cannot be removed.
+
+    Its lock is removed last, because the next writer may begin as soon as it is gone.
+    """
     with contextlib.suppress(OSError):
-        for name in filter(is_own, os.listdir(folder)):
+        for name in sorted(filter(is_own, os.listdir(folder)), key=lambda name: name == "lock"):
             with contextlib.suppress(OSError):
                 (folder / name).unlink()
         folder.rmdir()

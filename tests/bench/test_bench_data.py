@@ -71,11 +71,10 @@ def test_sources_of_another_store_are_refused(packed: tuple[Store, Path], tmp_pa
         source_files(packed[0], tmp_path, packed[0].keys[:1])
 
 
-def test_the_sources_of_a_store_that_has_grown_are_those_of_all_its_versions(tmp_path: Path) -> None:
+def test_the_sources_of_a_store_are_found_by_its_report(tmp_path: Path) -> None:
     generate(tmp_path / "proteins", 2, seed=1)
     files = sorted((tmp_path / "proteins").rglob("*.cif"))
-    for number, file in enumerate(files):
-        pack([file], [], tmp_path / "store", update=number > 0)
+    pack(files, [], tmp_path / "store")
     store = Store(tmp_path / "store")
     found = source_files(store, tmp_path / "proteins", store.keys)
     assert [structure for structure, _ in found.values()] == files

@@ -17,12 +17,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.runs import equal_tensors, helix, make_store, poison, rows, scored, steps, tiny_run
+from tests.training.runs import equal_tensors, make_store, poison, rows, scored, steps, tiny_run
 from warpfold import settings
 from warpfold.cli import train as command
 from warpfold.data.load.order import Source
-from warpfold.data.store.store import Store, StoreWriter, pack_record
-from warpfold.data.store.stored_example import example_arrays, example_notes
+from warpfold.data.store.store import Store
 from warpfold.engine import checkpoint, optim
 from warpfold.engine.loop import StepTimer
 from warpfold.engine.optim import OptimConfig
@@ -54,29 +53,6 @@ def test_what_a_run_leaves(unbroken: Path) -> None:
     assert timed[0]["waiting_so_far"] == timed[0]["waiting"]
     assert {p.name for p in (unbroken / "checkpoints").iterdir()} >= {"step-00000004", "step-00000006"}
     assert settings.build(RunConfig, settings.load(unbroken / "settings.toml")) == tiny_run()
-
-
-def test_a_run_goes_on_with_the_version_of_the_store_that_it_began_with(
-    store: Store, unbroken: Path, tmp_path: Path
-) -> None:
-    path = tmp_path / "store"
-    shutil.copytree(store.path, path)
-    first = {"steps": 2, "validation": 0.3}
-    command.train(tiny_run(**first), path, tmp_path / "run")
-    with StoreWriter(path, grow=True) as writer:
-        raw = helix("later", 12, seed=9)
-        meta = {"length": 12, "depth": 6, "cluster": "later"}
-        writer.add("later", pack_record(example_arrays(raw), example_notes(raw)), meta)
-        writer.finish()
-    command.train(tiny_run(**first | {"steps": 6}), path, tmp_path / "run")
-    assert [row["examples"] for row in steps(tmp_path / "run")] == [row["examples"] for row in steps(unbroken)]
-    assert "version 1, checksum of its index" in (tmp_path / "run/card.md").read_text()
-    command.train(tiny_run(**first), path, tmp_path / "new")
-    for run, version in (("run", 1), ("new", 2)):
-        assert json.loads((tmp_path / run / "stores.json").read_text()) == [{"store": str(path), "version": version}]
-    with pytest.raises(UserError, match="began with another store"):
-        command.train(tiny_run(**first | {"steps": 6}), f"{path}@2", tmp_path / "run")
-    assert command.sources_of(f"{path}@1=0.5", run=tmp_path / "new")[0].store.number == 1
 
 
 def test_a_finished_run_has_its_card(store: Store, unbroken: Path, tmp_path: Path) -> None:

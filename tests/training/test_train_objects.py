@@ -8,9 +8,7 @@ import pytest
 from tests.object_server import ObjectServer, objects
 from tests.training.runs import equal_tensors, steps, tiny_run
 from warpfold.cli.train import train
-from warpfold.data.pack.versions import compact
 from warpfold.data.store import objects as room
-from warpfold.data.store.storage import place_of
 from warpfold.data.store.store import Store
 from warpfold.errors import StorageError
 
@@ -21,7 +19,7 @@ __all__ = ["objects"]  # a fixture
 def test_a_run_from_an_address_is_that_from_a_folder(
     store: Store, objects: ObjectServer, tmp_path: Path, workers: int
 ) -> None:
-    compact(store, place_of(f"{objects.url}/store"), scratch=tmp_path)
+    objects.upload(Path(store.path), "store")
     config = tiny_run(steps=3, workers=workers)
     objects.fail("busy", 2, "GET", "shard")
     objects.fail("torn", 2, "GET", "shard")
@@ -40,7 +38,7 @@ def test_an_outage_stops_a_run_and_blames_no_entry(
 ) -> None:
     monkeypatch.setattr(room, "AT_ONCE", timedelta(seconds=0.1))
     monkeypatch.setattr(room, "PATIENCE", 0.2)
-    compact(store, place_of(f"{objects.url}/store"), scratch=tmp_path)
+    objects.upload(Path(store.path), "store")
     opened = Store(f"{objects.url}/store")
     objects.fail("expired", 10_000, "GET", "shard")
     with pytest.raises(StorageError, match=r"shard-00000.wfs: ExpiredToken: .*get new ones"):

@@ -31,7 +31,7 @@ from warpfold.data.formats.alignment import read_alignment
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.order import Order, Source
 from warpfold.data.load.schedule import Schedule, State
-from warpfold.data.pack.versions import whole_report
+from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import StoredExample, chain_keys
 from warpfold.errors import UserError
@@ -119,12 +119,17 @@ def spread_out(store: Store, entries: int) -> list[str]:
     return [ranked[index][1] for index in chosen]
 
 
+def kept_entries(store: Store) -> list[PackEntry]:
+    """Return the entries of a store's report."""
+    return PackReport.from_json(json.loads(store.file("pack.json") or "{}")).kept
+
+
 def source_files(store: Store, folder: Path, keys: Sequence[str]) -> dict[str, tuple[Path, list[Path]]]:
     """Return the structure file and the alignment files of each entry, as the store's reports name them.
 
     Errors: UserError if one of them is not there.
     """
-    entries = {entry.name: entry for entry in whole_report(store).kept}
+    entries = {entry.name: entry for entry in kept_entries(store)}
     found = {}
     for key in keys:
         paths = [folder / name for name in (entries[key].file, *entries[key].alignments)]
@@ -222,7 +227,7 @@ def packing(store: Store, folder: Path) -> dict[str, float]:
     """Return the seconds to pack the store's sources again, with one, two and one process for each core."""
     from warpfold.data.pack.pack import pack
 
-    kept = whole_report(store).kept
+    kept = kept_entries(store)
     structures = sorted({folder / entry.file for entry in kept})
     alignments = sorted({folder / name for entry in kept for name in entry.alignments})
     cores = os.cpu_count() or 1

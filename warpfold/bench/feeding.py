@@ -85,14 +85,14 @@ class SlowFolder(Folder):
 class SlowStore(Store):
     """A store on an emulated storage, also in the processes that it is sent to.  Errors: as of `Store`."""
 
-    def __init__(self, path: Place, emulation: Emulation, number: int | None = None, checked: bool = False) -> None:
+    def __init__(self, path: Place, emulation: Emulation, checked: bool = False) -> None:
         if isinstance(place_of(path), ObjectPath):
             raise UserError(f"{place_of(path)}: --storage is for a folder of this machine; leave it out")
-        super().__init__(path, number, checked)
+        super().__init__(path, checked)
         self.emulation, self.storage = emulation, SlowFolder(Path(self.path), emulation)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SlowStore, (self.path, self.emulation, self.number, True)
+        return SlowStore, (self.path, self.emulation, True)
 
 
 class _Watched:

@@ -11,7 +11,6 @@ from warpfold.bulk import JobPart
 from warpfold.cli.common import Answer, StoppedByUser, command, on_sigterm, warn
 from warpfold.data.pack.options import PackOptions
 from warpfold.errors import UserError
-from warpfold.files import read_file
 from warpfold.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
@@ -50,13 +49,6 @@ class PackCommand(PackOptions):
     cluster: Cluster = None
     shard: Annotated[str | None, runs("I/N: only the I-th of N parts, for job arrays; then --merge joins them.")] = None
     merge: Annotated[Paths | None, instead("Join the parts that --shard made into the store --out.")] = None
-    update: Annotated[
-        bool, runs("Add to the finished store --out, in place of entries of the same name: a new version of it.")
-    ] = False
-    scratch: Annotated[
-        PathLike | None,
-        runs("Folder of this machine for what is not uploaded yet, where --out is an address (s3:// ...)."),
-    ] = None
     progress: Progress | None = None
 
     def __call__(self) -> "PackReport":
@@ -65,25 +57,24 @@ class PackCommand(PackOptions):
         Errors: UserError for bad arguments and paths, where nothing is kept, and for an `out` that is something else.
         """
         from warpfold.data.pack import pack as packing
-        from warpfold.data.pack.part import parts_of
-        from warpfold.data.store.storage import place_of
+        from warpfold.data.store.storage import ObjectPath, place_of
 
         if self.out is None:
             raise UserError("pack: --out is missing; name the store to make")
         if sum(one is not None for one in (self.structures, self.predicted, self.merge)) != 1:
             raise UserError("pack: give structures, or predicted ones, or parts to merge, and only one of these")
         out, tell = place_of(self.out), progress_of(self.progress)
-        scratch = arguments.path_or_none("scratch", self.scratch)
+        if isinstance(out, ObjectPath):
+            raise UserError(f"--out {out}: a store is written to a folder. Give a folder, and copy the finished store.")
         part = JobPart.parse(self.shard) if self.shard else None
         if self.merge is not None:
-            parts = [part for given in arguments.paths("merge", self.merge) for part in parts_of(place_of(given))]
-            return packing.merge(parts, out, self.workers, self.cluster, self.update, scratch, tell)
+            return packing.merge(arguments.paths("merge", self.merge), out, self.workers, self.cluster, tell)
         return packing.pack(
             arguments.paths("structures", self.structures) or arguments.paths("predicted", self.predicted),
             arguments.paths("msas", self.msas), out, self.only(PackOptions), predicted=self.predicted is not None,
             hits=arguments.paths("hits", self.hits), clusters=arguments.path_or_none("clusters", self.clusters),
             template_structures=arguments.paths("template_structures", self.template_structures),
-            workers=self.workers, cluster=self.cluster, part=part, update=self.update, scratch=scratch, progress=tell,
+            workers=self.workers, cluster=self.cluster, part=part, progress=tell,
         )  # fmt: skip
 
 
@@ -98,20 +89,14 @@ pack = function(PackCommand)
 def pack_in_shell(
     given: dict[str, Any],
     verify: Annotated[Path | None, instead("Check every byte of a store.")] = None,
-    info: Annotated[Path | None, instead("Show what is in a store; STORE@2: in its second version.")] = None,
-    remove: Annotated[
-        list[str] | None, instead("Make a version of the store --out without these entries; @FILE: the names in it.")
-    ] = None,
-    compact: Annotated[
-        Path | None, instead("Write --out, a store of what this one, or its version STORE@2, has now.")
-    ] = None,
+    info: Annotated[Path | None, instead("Show what is in a store.")] = None,
 ) -> Answer:
     """Make a store under a progress bar, or look at one."""
     from warpfold.data.pack.report import store_summary_text, summarize_store
     from warpfold.data.store.store import Store
 
     modes = {f"--{name}": given[name] for name in ("structures", "predicted", "merge")}
-    modes |= {"--verify": verify, "--info": info, "--remove": remove, "--compact": compact}
+    modes |= {"--verify": verify, "--info": info}
     chosen = [name for name, value in modes.items() if value]
     if len(chosen) != 1:
         raise UserError(f"pack: give one of {', '.join(modes)}, not {' and '.join(chosen) or 'none'}; see --help")
@@ -120,19 +105,14 @@ def pack_in_shell(
     if info is not None:
         found = summarize_store(Store(info))
         return Answer(found, [store_summary_text(found)])
-    if remove or compact is not None:
-        return _changed(given["out"], remove, compact, given["scratch"])
     # Without an answer to SIGTERM the files that are being read would be blamed for the death of the process.
     with on_sigterm(StoppedByUser(143)), progress_bar() as bar:
         report = pack(**given, progress=bar)
     part = JobPart.parse(given["shard"]) if given["shard"] and not given["merge"] else None
-    return Answer(report.to_json, _lines(report, given["out"], part))
+    return Answer(report.to_json, _lines(report, Path(given["out"]), part))
 
 
-def _lines(report: "PackReport", path: Path, part: JobPart | None) -> Iterator[str]:
-    from warpfold.data.store.storage import ObjectPath, place_of
-
-    out = place_of(path)
+def _lines(report: "PackReport", out: Path, part: JobPart | None) -> Iterator[str]:
     lines = [f"dropped {entry.name or entry.file}: {entry.reason}" for entry in report.dropped]
     lines += [f"unused {file}: {why}" for file, why in (report.unused | report.unused_hits).items()]
     yield from (" ".join(line.split()) for line in lines[:SHOWN])  # names may hold line ends
@@ -145,39 +125,10 @@ def _lines(report: "PackReport", path: Path, part: JobPart | None) -> Iterator[s
 
         pattern = part_path(out, part).name.replace(f"part-{part.number}-", "part-*-")
         yield f"{part_path(out, part)}: part {part}, {report.summary()}"
-        named = (
-            f"'{out.with_name(pattern)}' --scratch FOLDER" if isinstance(out, ObjectPath) else out.with_name(pattern)
-        )
-        yield f"when all are there: warpfold pack --merge {named} --out {out}"
+        yield f"when all are there: warpfold pack --merge {out.with_name(pattern)} --out {out}"
     else:
         before = "was finished before, from the same inputs and options: " if report.finished_before else ""
         yield f"{out}: {before}{report.summary()}"
-
-
-def _changed(path: Path | None, removed: list[str] | None, compacted: Path | None, scratch: Path | None) -> Answer:
-    """Remove entries from a store, or write one without what is gone."""
-    from warpfold.data.pack.versions import compact, remove
-    from warpfold.data.store.storage import place_of
-    from warpfold.data.store.store import Store
-
-    if path is None:
-        raise UserError("pack: --out is missing; name the store " + ("to make" if compacted else "that changes"))
-    out = place_of(path)
-    with progress_bar() as bar:
-        if compacted is not None:
-            store = compact(Store(compacted), out, bar, scratch)
-        else:
-            names = [name for one in removed or () for name in _names(one)]
-            store = remove(out, names, scratch)
-    found = {"path": str(out), "version": store.number, "entries": len(store)}
-    return Answer(found, [f"{out}: version {store.number}, {len(store)} entries"])
-
-
-def _names(given: str) -> list[str]:
-    """Return the names that @FILE holds, one a line; anything else is a name."""
-    if not given.startswith("@"):
-        return [given]
-    return read_file(given[1:]).decode("utf-8", "replace").split()
 
 
 def _verified(given: Path) -> Answer:

@@ -101,7 +101,7 @@ class TrainCommand(Checked):
         where, out, init = device.device_of(self.device), Path(self.out), arguments.path_or_none("init", self.init)
         memory = None if self.memory is None else parse_memory(self.memory)
         told = as_watchers(self.watch)
-        stores = sources_of(self.data, given.config().model.multimer is not None, out)
+        stores = sources_of(self.data, given.config().model.multimer is not None)
         joined = None if self.cluster is None else read_cluster(Path(self.cluster))
         labels = None
         if self.labels is not None:
@@ -140,25 +140,20 @@ class TrainCommand(Checked):
         return training.train(config, stores, out, init=init, replay=replay, labels=labels, **more)
 
 
-def sources_of(
-    data: StoreLike | Sequence[StoreLike], assemblies: bool = False, run: Path | None = None
-) -> "list[Source]":
+def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) -> "list[Source]":
     """Return stores with their weights: of "pdb=0.25" 0.25, of one without any 1.
 
-    assemblies: to draw complexes from, where a store has any, not chains.  run: a folder; the run that is there goes on
-    with the versions of the stores that it began with.
+    assemblies: to draw complexes from, where a store has any, not chains.
     Errors: UserError for what is no store.
     """
     from warpfold.data.load.order import Source
     from warpfold.data.store.store import Store
-    from warpfold.training.examples import noted_versions
 
     several: Sequence[Any] = data if arguments.is_list(data) else [data]  # type: ignore[assignment]
     if not several:
         raise UserError("data: is empty; name a store that `warpfold pack` made")
     found = []
-    versions = [None] * len(several) if run is None else noted_versions(run, len(several))
-    for one, version in zip(several, versions):
+    for one in several:
         if isinstance(one, Source):
             found.append(one)
             continue
@@ -168,7 +163,7 @@ def sources_of(
             if not equals or Path(one).exists():
                 folder, weight = str(one), "1"
         try:
-            store = one if isinstance(one, Store) else Store(folder, version)
+            store = one if isinstance(one, Store) else Store(folder)
             found.append(Source(store, weight=float(weight), assemblies=assemblies))
         except ValueError:
             raise UserError(f"--data {one}: {weight!r} is not a number; expected STORE or STORE=WEIGHT") from None

@@ -77,10 +77,7 @@ def run_card(
     ]
     for source in sources:
         where = f"`{source.store.path.name}`, {len(source.keys)} entries, {source.weight / total:.0%} of the examples"
-        whole = f"checksum of `store.json` `{source.store.checksum}`"
-        if len(source.store.versions) > 1:  # store.json changes with each
-            whole = f"version {source.store.number}, checksum of its index `{source.store.versioned['blake2b']}`"
-        facts += [("data", f"{where}, {whole}")]
+        facts += [("data", f"{where}, checksum of `store.json` `{source.store.checksum}`")]
     on = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else str(device)
     seconds = sum(len(row["examples"]) / row["samples_per_second"] for row in steps)
     mean = math.fsum(row["waiting"] for row in steps) / max(1, len(steps))

@@ -1,7 +1,6 @@
 """Choose the examples of a run: which are held out, which it has used, and which come next."""
 
 import hashlib
-import json
 import math
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,15 +32,13 @@ from warpfold.parallel.team import Team
 from warpfold.training.config import RunConfig
 from warpfold.training.ledger import Ledger
 
-STORES = "stores.json"  # in the folder of a run: the stores that it reads, and their versions
-
 
 def fingerprint_origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str, str]:
-    """Return fingerprints of the data and of the first weights; a store's `origin` holds checksums of its contents.
+    """Return fingerprints of the data and of the first weights; a store's `checksum` covers its contents.
 
     Rank 0 alone reads `init`.
     """
-    data = b"".join(source.store.origin for source in sources)
+    data = b"".join(source.store.checksum.encode() for source in sources)
     if len(sources) > 1:
         total = sum(source.weight for source in sources)
         data += repr([source.weight / total for source in sources]).encode()
@@ -50,15 +47,6 @@ def fingerprint_origin(sources: Sequence[Source], init: Path | None, team: Team)
         with opened(init, unpack=False) as file:
             first = fingerprint(file.read())
     return {"store": fingerprint(data), "init": team.broadcast(first, "the first parameters")}
-
-
-def noted_versions(run: Path, stores: int) -> list[int | None]:
-    """Return the version of each store that the run in a folder reads; None where it has not said so."""
-    try:
-        noted = [int(one["version"]) or None for one in json.loads((run / STORES).read_text(encoding="utf-8"))]
-    except (OSError, ValueError, KeyError, TypeError):  # a new run, or one of an earlier version
-        noted = []
-    return noted if len(noted) == stores else [None] * stores
 
 
 def fingerprint(data: bytes) -> str:

@@ -40,7 +40,6 @@ from warpfold.parallel.plan import DTYPES
 from warpfold.parallel.team import Team
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import (
-    STORES,
     draw_recycles,
     fingerprint,
     fingerprint_origin,
@@ -110,7 +109,7 @@ def train(
     with ExitStack() as stack:
         run = stack.enter_context(RunFolder(out, team.is_rank_zero, "lddt_ca"))
         signals = stack.enter_context(StopSignals())
-        claim(run, config, sources, origin, team)
+        claim(run, config, origin, team)
         state = restore(run, optimizer, origin, team)
         if config.train.moments and not state.step:
             take_moments(optimizer, init, team)
@@ -171,16 +170,13 @@ def train(
 # The beginning of a run
 
 
-def claim(run: RunFolder, config: RunConfig, sources: Sequence[Source], origin: Mapping[str, str], team: Team) -> None:
-    """Write the resolved settings into the folder, on rank 0, and which version of each store it reads.
+def claim(run: RunFolder, config: RunConfig, origin: Mapping[str, str], team: Team) -> None:
+    """Write the resolved settings into the folder, on rank 0.
 
     Errors: UserError if it holds another run, with the keys that differ, or if the ranks do not see the same.
     """
     own = identity(settings.to_dict(config))
     if team.is_rank_zero:
-        if run.latest() is None:  # a run goes on with the versions that its first checkpoint is of
-            read = json.dumps([{"store": str(one.store.path), "version": one.store.number} for one in sources])
-            run.replace_file(STORES, lambda path: path.write_text(read + "\n", encoding="utf-8"))
         text = run.settings_text()
         try:
             # A run of an earlier version lacks settings that are new: their defaults are what it had.

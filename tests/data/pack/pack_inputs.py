@@ -13,8 +13,6 @@ from warpfold.data.formats.alignment import write_fasta
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.part import PartWriter, part_path
 from warpfold.data.pack.report import PackReport
-from warpfold.data.pack.versions import compact
-from warpfold.data.store.store import Store
 from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import write_mmcif
 from warpfold.geometry.residue import ATOM37_MASK, RESTYPE_ORDER
@@ -83,13 +81,6 @@ def packed(files: Path, name: str = "store", **options: Any) -> PackReport:
 def contents(store: Path) -> dict[str, bytes]:
     """Return the contents of every file of a store."""
     return {file.name: file.read_bytes() for file in store.iterdir()}
-
-
-def compacted(store: Path) -> dict[str, bytes]:
-    """Return the contents of a store after `pack --compact`."""
-    out = store.with_name(f"{store.name}, compacted")
-    compact(Store(store), out)
-    return contents(out)
 
 
 def stopped(files: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.data.pack.pack_inputs import compacted, contents, refused, run
+from tests.data.pack.pack_inputs import contents, refused, run
 from warpfold.data.pack import pack as packing
 from warpfold.data.pack.part import PartFolder
 
@@ -26,7 +26,7 @@ def test_parts_are_packed_and_merged(capsys: pytest.CaptureFixture[str], files: 
     code, out, _ = run(capsys, "pack", "--merge", *parts, "--out", files / "store")
     assert code == 0
     assert "store: 6 chains kept" in out
-    assert compacted(files / "store") == contents(files / "whole")
+    assert contents(files / "store") == contents(files / "whole")
     assert "store: was finished before" in run(capsys, "pack", "--merge", *parts, "--out", files / "store")[1]
     assert "2 is missing" in refused(run(capsys, "pack", "--merge", parts[0], "--out", files / "other"))
 
@@ -64,15 +64,11 @@ GOOD = "--structures structures --out o"
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ("--out o", "give one of --structures, --predicted, --merge, --verify, --info, --remove, --compact, not none"),
+        ("--out o", "give one of --structures, --predicted, --merge, --verify, --info, not none"),
         ("--structures structures --verify o", "not --structures and --verify"),
         ("--structures structures", "--out is missing"),
         ("--structures structures --out .", "no name for a store"),
-        ("--remove 1one_A", "--out is missing; name the store that changes"),
-        ("--compact structures --out o", "structures: not a store"),
-        ("--remove 1one_A --out o", "o: not a store"),
-        (f"{GOOD} --update", "o: not a store"),
-        (f"{GOOD} --update --shard 1/2", "--update goes with --merge, not with --shard"),
+        ("--structures structures --out s3://bucket/o", "--out s3://bucket/o: a store is written to a folder. Give a"),
         (f"{GOOD} --shard 9/8", "--shard 9/8"),
         (f"{GOOD} --released-after May", "--released-after May: is not a date"),
         (f"{GOOD} --hits nowhere", "nowhere: no such file"),

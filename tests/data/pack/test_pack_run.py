@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.data.pack.killers import Here
-from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, compacted, contents, packed, stopped, structure
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, packed, stopped, structure
 from warpfold.bulk import JobPart
 from warpfold.data.pack import jobs as pack_jobs
 from warpfold.data.pack import merge as merging
@@ -23,7 +23,6 @@ from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import merge, pack
 from warpfold.data.pack.part import PartFolder, PartWriter, part_path
 from warpfold.data.pack.report import store_summary_text, summarize_store
-from warpfold.data.pack.versions import compact, remove
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 
@@ -54,7 +53,7 @@ def test_parts_make_the_same_store_and_report_what_they_did(files: Path, whole: 
     for count in (2, 3):
         parts = parts_of(files, count, f"store{count}")
         report = merge(parts[::-1], files / f"store{count}")
-        assert compacted(files / f"store{count}") == whole
+        assert contents(files / f"store{count}") == whole
         assert all(part.exists() for part in parts)
         again = merge(parts, files / f"store{count}")
         assert (report.finished_before, again.finished_before) == (False, True)
@@ -207,10 +206,7 @@ def test_clusters_are_made_once_however_often_a_merge_is_killed(
     store = Store(files / "store")
     assert made == {"whole": [6], "damaged": [6, 6], "of other sequences": [6, 7]}[left]
     assert set(store.column("cluster")) == {store.keys[0]}
-    compact(remove(files / "store", store.keys[-1:]), files / "small")
-    for number, path in enumerate((files / "store", files / "store", files / "small")):
-        one = Store(path, number % 2 + 1)
-        assert json.loads(one.file("sources.json") or "")["clustered"] == "MMseqs2 14"
+    assert json.loads(store.file("sources.json") or "")["clustered"] == "MMseqs2 14"
     assert "clusters by     MMseqs2 14" in store_summary_text(summarize_store(Store(files / "store")))
 
 
@@ -334,7 +330,7 @@ def test_a_finished_part_continues_with_other_inputs(files: Path) -> None:
     packed(files, part=two[0])
     merge(parts, files / "store")
     packed(files, "fresh")
-    assert compacted(files / "store") == contents(files / "fresh")
+    assert contents(files / "store") == contents(files / "fresh")
 
 
 # ---- what parts share
@@ -374,7 +370,7 @@ def test_a_task_of_a_job_array_reads_its_share_of_the_alignments(tmp_path: Path,
         assert read[0] <= total + share[0] + overhead
         assert all(by <= own + overhead for own, by in zip(share[1:], read[1:])), (share, read)
     merge([part_path(tmp_path / "store", JobPart(n, count)) for n in range(1, count + 1)], tmp_path / "store")
-    assert compacted(tmp_path / "store") == contents(tmp_path / "whole")
+    assert contents(tmp_path / "store") == contents(tmp_path / "whole")
 
 
 def test_queries_of_parts_with_other_options_are_not_taken(files: Path, whole: dict[str, bytes]) -> None:
@@ -384,7 +380,7 @@ def test_queries_of_parts_with_other_options_are_not_taken(files: Path, whole: d
     shutil.rmtree(part)
     packed(files, part=JobPart(1, 2))
     merge([part, part_path(files / "store", JobPart(2, 2))], files / "store")
-    assert compacted(files / "store") == whole
+    assert contents(files / "store") == whole
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in Linux's /proc")

@@ -8,17 +8,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from warpfold import __version__
-from warpfold.data.pack.part import CLUSTERS, RECORDS, Manifest, PartFolder, differences
+from warpfold.data.pack.part import CLUSTERS, Manifest, PartFolder, differences
 from warpfold.data.pack.report import PackEntry, PackReport
-from warpfold.data.pack.versions import origin_text
 from warpfold.data.similar.clusters import cluster_sequences, clustered_by, read_clusters
-from warpfold.data.store.objects import storage_of
-from warpfold.data.store.storage import Place, Storage, is_there
-from warpfold.data.store.store import Packed, Store, StoreWriter
-from warpfold.data.store.stored_example import CHAINS, StoredExample, chain_keys
+from warpfold.data.store.store import Packed, StoreWriter
+from warpfold.data.store.stored_example import CHAINS
 from warpfold.errors import UserError
+from warpfold.files import read_file, write_atomically
 from warpfold.progress import Progress
 
 META = ("length", "depth", "templates", "resolution", "release_date", "method")  # columns of the index, of `PackEntry`
@@ -34,24 +33,23 @@ class Together:
     records: "tuple[array[int], ...]"
 
 
-def finished_report(out: Place, manifest: Manifest) -> PackReport | None:
+def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
     """Return the report of the store `out`; None if nothing has that name yet.
 
     Errors: UserError if it is something else, or a store of other inputs or options.
     """
-    storage = storage_of(out)
-    if not (out.exists() if isinstance(out, Path) else is_there(storage, "store.json")):
+    if not out.exists():
         return None
     try:
-        origin = json.loads(storage.whole("sources.json"))
-        report = PackReport.from_json(json.loads(storage.whole("pack.json")))
+        origin = json.loads(read_file(out / "sources.json"))
+        report = PackReport.from_json(json.loads(read_file(out / "pack.json")))
         found = differences(origin, manifest)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (UserError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UserError(f"{out}: exists already; remove it, or choose another name") from None
     if found:
         raise UserError(
-            f"{out}: exists already, packed from other inputs or options ({', '.join(found)}); remove it, choose "
-            "another name, or add to it with --update"
+            f"{out}: exists already, packed from other inputs or options ({', '.join(found)}); remove it, or "
+            "choose another name"
         )
     return report
 
@@ -63,22 +61,17 @@ def report_part(part: PartFolder) -> PackReport:
 
 def merge_parts(
     parts: Sequence[PartFolder],
-    out: Place,
+    out: Path,
     executor: Executor | None,
     progress: Progress,
-    in_place: bool = False,
-    update: bool = False,
-    scratch: Path | None = None,
     threads: int = 1,
 ) -> PackReport:
     """Write the store `out` from parts that belong together and are finished, unless there is no chain to keep.
 
-    If two files have a chain with the same name, the first file (by name) counts.
-    in_place: the files of the parts' records become shards as they are, and no record moves; otherwise the records are
-    copied, in the order of the files' names.  update: `out` is a store, which gets another version.  scratch: as of
-    `StoreWriter`.  threads: of the program that makes clusters of many sequences.
-    Errors: UserError if `out` exists, or to update is no store; if it cannot be written, for the file of clusters, and
-    as of `cluster_sequences`.
+    If two files have a chain with the same name, the first file (by name) counts.  The records are copied in the order
+    of the files' names, so that the store is the same for any number of parts.
+    threads: of the program that makes clusters of many sequences.
+    Errors: UserError if `out` exists or cannot be written, for the file of clusters, and as of `cluster_sequences`.
     """
     together, manifest = _drop_duplicates(parts), parts[0].manifest
     report = PackReport(list(together.entries), {})
@@ -89,29 +82,21 @@ def merge_parts(
     chains = [entry for entry in kept if not entry.chains]
     with_assemblies = "assemblies" in manifest["options"]
     columns = (*META, *(("plddt",) if "predicted" in manifest["inputs"] else ()))
-    with StoreWriter(out, grow=update, scratch=scratch) as writer:
+    with StoreWriter(out) as writer:
         progress(0, 1, "clustering")
-        old = _old_chains(writer.base, {entry.name for entry in report.kept}) if update else []
-        clusters, program = _clusters([*old, *chains], manifest, executor, threads, parts[0].storage)
-        for entry, cluster in zip([*old, *chains], clusters):
+        clusters, program = _clusters(chains, manifest, executor, threads, parts[0].path)
+        for entry, cluster in zip(chains, clusters):
             entry.cluster, entry.sequence = cluster, ""  # which is no longer needed
-        if update:
-            now = {entry.name: entry.cluster for entry in old}
-            column = writer.base.column("cluster")
-            writer.revise("cluster", [now.get(key, before) for key, before in zip(writer.base.keys, column)])
-        shards = [writer.adopt(part.path / RECORDS) for part in parts] if in_place else []
         for done, (entry, number, at, size, header, crc) in enumerate(zip(kept, *together.records), 1):
             meta = {name: getattr(entry, name) for name in columns}
             meta |= {CHAINS: list(entry.chains) or None} if with_assemblies else {}
             meta |= {"cluster": entry.cluster}
-            if in_place:
-                record = Packed(b"", header, crc, entry.shares)
-                writer.locate(entry.name, shards[number], at, size, record, meta)
-            else:
-                writer.add(entry.name, Packed(parts[number].record(at, size), header, crc, entry.shares), meta)
+            writer.add(entry.name, Packed(parts[number].record(at, size), header, crc, entry.shares), meta)
             progress(done, len(kept), "writing")
-        origin = origin_text(manifest | {"clustered": program})
-        writer.finish({"pack.json": report.text(), "pack.tsv": report.table(), "sources.json": origin})
+        origin: dict[str, Any] = {name: manifest[name] for name in ("warpfold", "options", "inputs")}
+        origin |= {"clustered": program} if program else {}
+        sources = json.dumps(origin, indent=1) + "\n"
+        writer.finish({"pack.json": report.text(), "pack.tsv": report.table(), "sources.json": sources})
     return report
 
 
@@ -152,23 +137,13 @@ def _drop_duplicates(parts: Sequence[PartFolder]) -> Together:
     return found
 
 
-def _old_chains(store: Store, replaced: set[str]) -> list[PackEntry]:
-    """Return the chains of a store that stay, with the sequences and the clusters that they have."""
-    column, found = store.column("cluster"), []
-    for key in chain_keys(store):
-        if key not in replaced:
-            sequence, cluster = StoredExample(store, key).sequence, column[store.index.row(key)]
-            found.append(PackEntry(key, "", True, sequence=sequence, cluster=cluster))
-    return found
-
-
 def _clusters(
-    chains: Sequence[PackEntry], manifest: Manifest, executor: Executor | None, threads: int, storage: Storage
+    chains: Sequence[PackEntry], manifest: Manifest, executor: Executor | None, threads: int, folder: Path
 ) -> tuple[list[str], str]:
     """Return the name of each chain's cluster: from a file, or that of the cluster's representative; and the program
     that made them, "" for none but this.
 
-    storage: where they are kept.  A merge that is killed later finds them there, on whichever machine it goes on.
+    folder: where they are kept.  A merge that is killed later finds them there, on whichever machine it goes on.
     """
     keys, sequences = [chain.name for chain in chains], [chain.sequence for chain in chains]
     first = dict(zip(reversed(sequences), reversed(keys)))
@@ -182,13 +157,13 @@ def _clusters(
     for sequence in sequences:
         made_of.update(b"\n" + sequence.encode())
     with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads(storage.whole(CLUSTERS))
+        found = json.loads((folder / CLUSTERS).read_bytes())
         if found["made_of"] == made_of.hexdigest() and len(found["clusters"]) == len(keys):
             return [keys[index] for index in found["clusters"]], found["program"]
     program = clustered_by(sequences)
     clusters = cluster_sequences(sequences, identity, executor, threads, program)
     made = {"made_of": made_of.hexdigest(), "program": program, "clusters": clusters}
-    storage.write(CLUSTERS, json.dumps(made).encode())
+    write_atomically(folder / CLUSTERS, json.dumps(made))
     return [keys[index] for index in clusters], program
 
 

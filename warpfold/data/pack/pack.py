@@ -27,16 +27,11 @@ from warpfold.data.pack.part import (
     PartFolder,
     PartWriter,
     check_parts,
-    differences,
     part_path,
     remove_part,
-    upload_part,
 )
 from warpfold.data.pack.predicted import LATER, SAME, PredictedFile, files_beside, find_predictions
 from warpfold.data.pack.report import PackEntry, PackReport
-from warpfold.data.pack.versions import updated_report
-from warpfold.data.store.objects import storage_of
-from warpfold.data.store.storage import ObjectPath, Place, is_there, local_place
 from warpfold.errors import UserError
 from warpfold.files import digest_of
 from warpfold.progress import Progress, no_progress
@@ -136,7 +131,7 @@ def find_inputs(
 def pack(
     structures: Sequence[Path],
     msas: Sequence[Path],
-    out: Place,
+    out: Path,
     options: PackOptions | None = None,
     *,
     hits: Sequence[Path] = (),
@@ -146,8 +141,6 @@ def pack(
     cluster: str | None = None,
     part: JobPart | None = None,
     predicted: bool = False,
-    update: bool = False,
-    scratch: Path | None = None,
     progress: Progress = no_progress,
 ) -> PackReport:
     """Make the store `out` from files of structures, alignments and template hits, or folders of them.
@@ -157,9 +150,6 @@ def pack(
     workers, cluster: as for `bulk.pool`; MMseqs2 gets as many threads, where it makes the clusters.  part: pack only
     these, into a folder beside `out` (`part_path`), for `merge`; then the report is of this part.
     predicted: the structures are predictions (`data/pack/predicted.py`).
-    update: `out` is a finished store, of which another version is made: with these entries too, in place of those of
-    the same name.  All chains are put into clusters again, those that were there before too.  scratch: a folder of this
-    machine, for what is not uploaded yet where `out` is an address; a part is uploaded whole when it is finished.
     A stopped run continues; a finished store of the same inputs and options is left as it is.
     Errors: UserError if a path does not exist; `out` is something else, or of other inputs or options; another
     process is writing it; nothing is kept (then there is no store).  The report says what is wrong with single files.
@@ -168,39 +158,24 @@ def pack(
     options = options or PackOptions()
     if predicted and hits and not template_structures:
         raise UserError("pack: --hits with --predicted needs --template-structures; a prediction is no template")
-    if update and part is not None:
-        raise UserError("pack: --update goes with --merge, not with --shard; the parts are made in the same way")
     min_kl = options.min_kl if predicted else None
     inputs = find_inputs(structures, msas, hits, template_structures, clusters, min_kl)
     manifest = inputs.manifest(options, own)
-    local = local_place(out, scratch)
-    folder = part_path(local, own)
-    finished = updated_report if update else finished_report
-    if part is None and (report := finished(out, manifest)) is not None:
+    folder = part_path(out, own)
+    if part is None and (report := finished_report(out, manifest)) is not None:
         remove_part(folder)  # left by a run that was killed just before its end
         return report
-    elsewhere = part_path(out, own) if part is not None and isinstance(out, ObjectPath) else None
-    if elsewhere is not None and is_there(storage_of(elsewhere), "plan.json"):
-        uploaded = PartFolder(elsewhere, check=False)
-        if found := differences(uploaded.manifest, manifest):
-            raise UserError(f"{elsewhere}: a part of other inputs or options ({', '.join(found)}); remove it")
-        remove_part(folder)
-        return report_part(uploaded)
     template_library.cache_clear()  # of an earlier run of this process: files may have come and gone
     with pool(workers, cluster) as executor:
         writer = PartWriter(folder, manifest)
         try:
             if not writer.finished:
                 ahead = max(AHEAD, 4 * workers) if cluster is None else CLUSTER_AHEAD
-                _fill(JobRunner(writer, executor, ahead), inputs, options, own, local, progress)
+                _fill(JobRunner(writer, executor, ahead), inputs, options, own, out, progress)
                 writer.finish()
             if part is not None:
-                if elsewhere is not None:
-                    progress(0, 1, "uploading")
-                    upload_part(writer, elsewhere)
-                    remove_part(folder)
                 return report_part(writer)
-            report = merge_parts([writer], out, executor, progress, update=update, scratch=scratch, threads=workers)
+            report = merge_parts([writer], out, executor, progress, threads=workers)
             remove_part(folder)
         finally:  # before the workers finish their jobs: a stop that cannot wait for them must not look like a crash
             if not writer.results:
@@ -210,34 +185,27 @@ def pack(
 
 
 def merge(
-    parts: Sequence[Place],
-    out: Place,
+    parts: Sequence[Path],
+    out: Path,
     workers: int = 1,
     cluster: str | None = None,
-    update: bool = False,
-    scratch: Path | None = None,
     progress: Progress = no_progress,
 ) -> PackReport:
     """Merge the parts of a store, packed with `part`, into the store `out`, with what one run would have made.
 
-    No record is moved: the files of the parts' records become its shards, by a second name where the file system has
-    hard links, or by a copy that an object store makes.  The parts stay where they are.  update, scratch: as for
-    `pack`.
+    The parts stay as they are.
     Errors: UserError if they do not belong together, or one is missing, unfinished or given twice; `out` as in `pack`.
     """
     opened = [PartFolder(path, check=False) for path in parts]
     check_parts(opened)
-    finished = updated_report if update else finished_report
-    if (report := finished(out, opened[0].manifest)) is not None:
+    if (report := finished_report(out, opened[0].manifest)) is not None:
         return report
     with pool(workers, cluster) as executor:
-        report = merge_parts(
-            opened, out, executor, progress, in_place=True, update=update, scratch=scratch, threads=workers
-        )
+        report = merge_parts(opened, out, executor, progress, threads=workers)
     return _with_content(report, out)
 
 
-def _with_content(report: PackReport, out: Place) -> PackReport:
+def _with_content(report: PackReport, out: Path) -> PackReport:
     """Return the report; raise UserError if nothing was kept, so that no store was written."""
     if report.kept:
         return report

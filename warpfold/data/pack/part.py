@@ -7,35 +7,30 @@ it, and what the queries of alignments are: the other parts of the store read th
 clusters that a merge has made, for one that follows it.
 """
 
-import io
 import json
 import os
 import re
-import shutil
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 from warpfold.bulk import JobPart
-from warpfold.data.store.objects import storage_of
-from warpfold.data.store.storage import ObjectPath, Place, Storage
-from warpfold.errors import StorageError, UserError
-from warpfold.files import lock_folder, refuse_foreign, remove_own, writing
+from warpfold.errors import UserError
+from warpfold.files import lock_folder, pread, refuse_foreign, remove_own, writing
 
 FORMAT, VERSION = "warpfold-part", 4
 _END = "end"  # the last job; its result is the inputs that were done
 _BEGUN, _STOPPED, _FORGOTTEN, _QUERIES = "begun", "stopped", "forgotten", "queries"  # lines about several jobs
 RECORDS, CLUSTERS = "records", "clusters.json"
-_OWN = re.compile(rf"(plan\.json|{RECORDS})(\.new)?|journal|lock|clusters\.json|\.clusters\.json\.[0-9a-f]{{8}}")
+_OWN = re.compile(rf"plan\.json(\.new)?|{RECORDS}|journal|lock|clusters\.json|\.clusters\.json\.[0-9a-f]{{8}}")
 _PIECE = 1 << 24  # bytes of the records that are checked at a time
 
 FileVersion = tuple[str, int, int]  # of an alignment: name, bytes, nanoseconds since 1970
 QueryOrError = tuple[str, str]  # an alignment's query, and what is wrong with it: one of them is empty
-P = TypeVar("P", Path, ObjectPath, Place)
 
 Manifest = dict[str, Any]  # "part", "warpfold" (version), "options", "inputs", as JSON can hold them
 
@@ -58,7 +53,7 @@ class JobResult:
         return self.at + sum(self.sizes[:number]), self.sizes[number]
 
 
-def part_path(out: P, part: JobPart) -> P:
+def part_path(out: Path, part: JobPart) -> Path:
     """Return where a part of the store `out` is made.
 
     Errors: UserError for a path that does not end in a name, such as ".".
@@ -74,14 +69,6 @@ def part_paths(out: Path, count: int) -> list[Path]:
     return [out.with_name(name) for name in os.listdir(out.parent) if name.startswith(begin) and name.endswith(end)]
 
 
-def parts_of(given: Place) -> list[Place]:
-    """Return a part; of an address like s3://bucket/pdb.part-*-of-8, which no shell expands, all of them."""
-    found = re.fullmatch(r"(.*\.part-)\*(-of-(\d+))", given.name)
-    if found is None or not isinstance(given, ObjectPath):
-        return [given]
-    return [given.with_name(f"{found[1]}{number}{found[2]}") for number in range(1, int(found[3]) + 1)]
-
-
 def query_job(version: FileVersion) -> str:
     """Name the job that reads an alignment's query; a later file of the same name has another one."""
     return " ".join(map(str, ("query", *version)))
@@ -95,7 +82,7 @@ def queries_of_part(path: Path, manifest: Manifest, at: int) -> tuple[dict[FileV
     found: dict[FileVersion, QueryOrError] = {}
     if at == 0:
         try:
-            other = _read_manifest(path, storage_of(path))
+            other = _read_manifest(path)
         except UserError:
             return found, 0
         if (other["warpfold"], other["options"]) != (manifest["warpfold"], manifest["options"]):
@@ -125,31 +112,28 @@ def differences(one: Manifest, other: Manifest) -> list[str]:
 class PartFolder:
     """A part, open for reading: its manifest, the results of its jobs by name, and the queries that it has read.
 
-    path: its folder, or its address, where `upload_part` has put it.
     check: read all records and compare them with their checksums, as is needed where a run may have been killed.  What
     a finished part has of records is known without; damage is found when one is read.
     Errors: UserError for a folder that is not a part.
     """
 
-    def __init__(self, path: Place, check: bool = True) -> None:
-        self.path, self.storage = path, storage_of(path)
-        self.manifest = _read_manifest(path, self.storage)
+    def __init__(self, path: Path, check: bool = True) -> None:
+        self.path = path
+        self.manifest = _read_manifest(path)
         self.part = JobPart.parse(self.manifest["part"])
         self.results: dict[str, JobResult] = {}
         self.queries: dict[FileVersion, QueryOrError] = {}
         self.tried: Counter[str] = Counter()  # how often each job without a result was begun
         self._whole = 0, 0  # bytes of the journal and of the records that are whole
-        written = self.storage.size(RECORDS)
-        local = isinstance(path, Path)
-        with open(path / "journal", "rb") if local else io.BytesIO(self.storage.whole("journal")) as file:
-            for text, length in _whole_lines(file):
+        with open(path / "journal", "rb") as lines, open(path / RECORDS, "rb") as records:
+            written = os.fstat(records.fileno()).st_size
+            for text, length in _whole_lines(lines):
                 job, _, sizes, crc = json.loads(text)
                 journal, at = self._whole
-                if (check and _crc(self.storage, sum(sizes), at) != crc) or at + sum(sizes) > written:
+                if (check and _crc(records.fileno(), sum(sizes), at) != crc) or at + sum(sizes) > written:
                     break
                 self._take(job, JobResult(text, at, tuple(sizes)))
                 self._whole = journal + length, at + sum(sizes)
-        self.storage.close()
 
     @property
     def finished(self) -> bool:
@@ -162,9 +146,8 @@ class PartFolder:
 
     def record(self, at: int, size: int) -> bytes:
         """Read one of the records.  No file stays open: a merge may have thousands of parts."""
-        (record,) = self.storage.read(RECORDS, [(at, at + size)])
-        self.storage.close()
-        return record
+        with open(self.path / RECORDS, "rb", buffering=0) as file:
+            return pread(file.fileno(), size, at)
 
     def _take(self, job: str, result: JobResult) -> list[str]:
         """Do what a line of the journal says, and return the jobs that no longer run."""
@@ -188,11 +171,11 @@ class PartFolder:
         return ended
 
 
-def _crc(storage: Storage, size: int, at: int) -> int | None:
+def _crc(records: int, size: int, at: int) -> int | None:
     """Return the checksum of `size` bytes of the records at `at`, read in pieces; None if there are fewer."""
     crc = 0
     for start in range(at, at + size, _PIECE):
-        (piece,) = storage.read(RECORDS, [(start, min(start + _PIECE, at + size))])
+        piece = pread(records, min(_PIECE, at + size - start), start)
         if len(piece) < min(_PIECE, at + size - start):
             return None
         crc = zlib.crc32(piece, crc)
@@ -208,13 +191,6 @@ def _whole_lines(lines: BinaryIO) -> Iterator[tuple[bytes, int]]:
         yield text, len(line)
 
 
-def upload_part(part: PartFolder, place: ObjectPath) -> None:
-    """Copy a finished part to an address, its manifest last: until then there is no part."""
-    storage = storage_of(place)
-    for name in (RECORDS, "journal", "plan.json"):
-        storage.adopt(name, part.path / name)
-
-
 class PartWriter(PartFolder):
     """A part, open for writing by this process alone; continues one that was begun with the same options.
 
@@ -223,15 +199,13 @@ class PartWriter(PartFolder):
     folder holds files that are not a part's, or if it cannot be written.
     """
 
-    path: Path
-
     def __init__(self, path: Path, manifest: Manifest) -> None:
         refuse_foreign(path, _OWN.fullmatch)
         self._lock = lock_folder(path, path)
         manifest = {"format": FORMAT, "version": VERSION, **manifest}
         file, journal, records = (path / name for name in ("plan.json", "journal", "records"))
         is_begun = file.exists() and journal.exists() and journal.stat().st_size
-        begun = _read_manifest(path, storage_of(path)) if is_begun else None
+        begun = _read_manifest(path) if is_begun else None
         if begun is not None:
             _check_same_run(path, begun, manifest)
         if begun != manifest:
@@ -240,10 +214,6 @@ class PartWriter(PartFolder):
             fresh.rename(file)
         journal.touch()
         records.touch()
-        if records.stat().st_nlink > 1:  # a shard of a store that was merged in place: it must not change
-            own = path / f"{RECORDS}.new"
-            shutil.copyfile(records, own)
-            own.rename(records)
         super().__init__(path)
         self._begun: set[str] = set()  # by this process, and not ended
         self._journal_file = open(journal, "r+b")  # noqa: SIM115 (open until the end)
@@ -307,14 +277,12 @@ def remove_part(path: Path) -> None:
     remove_own(path, _OWN.fullmatch)
 
 
-def _read_manifest(path: Place, storage: Storage) -> Manifest:
+def _read_manifest(path: Path) -> Manifest:
     try:
-        manifest = json.loads(storage.whole("plan.json"))
+        manifest = json.loads((path / "plan.json").read_bytes())
         JobPart.parse(manifest["part"])
         known = (manifest["format"], manifest["version"]) == (FORMAT, VERSION)
-        whole = {"part", "warpfold", "options", "inputs"} <= manifest.keys() and storage.size(RECORDS) >= 0
-    except StorageError:
-        raise
+        whole = {"part", "warpfold", "options", "inputs"} <= manifest.keys() and (path / RECORDS).exists()
     except (OSError, ValueError, KeyError, TypeError, RecursionError, UserError):
         whole = known = False
     if not whole:

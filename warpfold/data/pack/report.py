@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from warpfold.data.store.store import Store
+from warpfold.data.store.store import VERSION, Store
 from warpfold.data.store.stored_example import members
 from warpfold.data.structure.chain import parse_date
 
@@ -223,7 +223,7 @@ def summarize_store(store: Store) -> dict[str, Any]:
     origin = store.file("sources.json")
     return {
         "path": str(store.path),
-        "format": store.version,
+        "format": VERSION,
         "bytes": store.nbytes,
         "shards": len(store.index.shards),
         "entries": len(chains),

@@ -17,8 +17,8 @@ MAGIC, INDEX_VERSION = b"WARPFIDX", 1
 HEAD = struct.Struct("<8sIIQ")  # magic, version, bytes of the table, bytes of the file
 ALIGN = 64  # bytes, at whose multiples arrays begin
 NONE = -(2**63)  # in a column of whole numbers: None
-# Where each record lies: which shard, from which byte on, bytes, bytes and crc of its header; the row of the record
-# that holds what it shares, -1 for none.  Rows after those of the keys are of records that are only shared.
+# The place of each record: its shard, its first byte there, its bytes, the bytes and the crc of its header; and the row
+# of the record that holds what it shares, -1 for none.
 WHERE = {"shard": "<u4", "offset": "<u8", "size": "<u8", "header": "<u4", "crc": "<u4", "holder": "<i4"}
 
 Arrays = dict[str, np.ndarray]
@@ -58,6 +58,16 @@ class Texts(_Made[str]):
 
     def _value(self, place: int) -> str:
         return self.encoded(place).decode("utf-8", "surrogatepass")
+
+    def check(self) -> None:
+        """Raise ValueError for bytes that are not texts one after another (UnicodeDecodeError is one)."""
+        starts = self.starts.astype(np.int64)
+        if not len(starts) or starts[0] != 0 or starts[-1] != len(self.data) or (np.diff(starts) < 0).any():
+            raise ValueError("texts that do not follow one another")
+        self.data.tobytes().decode("utf-8", "surrogatepass")
+        # UTF-8's continuation bytes are 10xxxxxx: no text begins with one.
+        if (self.data[starts[starts < len(self.data)]] & 0xC0 == 0x80).any():
+            raise ValueError("texts that begin within a letter")
 
     def ranks(self) -> np.ndarray:
         """Return the place of each text in their sorted order, which is that of their bytes too."""
@@ -138,6 +148,22 @@ class Column(_Made[Any]):
             codes = codes[np.repeat(first, counts) + _within(counts)]
         return counts, self._arrays["keys"][codes].astype(np.int64)
 
+    def check(self, rows: int) -> None:
+        """Raise ValueError for a column that is not one of `rows` values."""
+        values = self._arrays["values"]
+        if len(self) != rows:
+            raise ValueError("columns of different length")
+        if self.texts is not None:
+            self.texts.check()
+            if (values >= len(self.texts)).any() or (values < (0 if self.kind == "list" else -1)).any():
+                raise ValueError("texts that are not there")
+        if self.kind == "list":
+            begins, keys = self._arrays["begins"], self._arrays["keys"]
+            if begins[0] != 0 or begins[-1] != len(values) or (np.diff(begins) < 0).any():
+                raise ValueError("lists that do not follow one another")
+            if len(keys) != len(self._arrays["starts"]) - 1 or (keys < -1).any() or (keys >= rows).any():
+                raise ValueError("rows that are not there")
+
     def take(self, places: np.ndarray) -> "Column":
         """Return the values of some records."""
         return Column(self.kind, self._arrays, places if self._places is None else self._places[places])
@@ -182,7 +208,7 @@ def encode_index(
     meta: Mapping[str, Sequence[Any]],
     shards: Sequence[tuple[str, int]],
 ) -> bytes:
-    """Return an index as bytes.  where: the columns of `WHERE`, of the keys' records and then of those only shared.
+    """Return an index as bytes.  where: the columns of `WHERE`, of the keys' records.
 
     shards: their names, and their bytes.  The same records give the same bytes.
     """
@@ -245,6 +271,22 @@ class Index:
 
     def __len__(self) -> int:
         return len(self.texts)
+
+    def check(self) -> None:
+        """Raise ValueError for numbers that contradict each other, so that later reads stay within files and arrays."""
+        rows, sizes = len(self), np.array([size for _, size in self.shards], np.uint64)
+        if any("/" in name or name.startswith(".") for name, _ in self.shards):
+            raise ValueError("a shard outside its folder")
+        if any(len(column) != rows for column in (*self.where.values(), self._hashes, self._rows)):
+            raise ValueError("columns of different length")
+        shard, offset, size, header, _, holder = (self.where[name] for name in WHERE)
+        if (shard >= len(sizes)).any() or (self._rows >= rows).any() or (holder < -1).any() or (holder >= rows).any():
+            raise ValueError("rows or shards that are not there")
+        if (size > sizes[shard]).any() or (offset > sizes[shard] - size).any() or (header > size).any():
+            raise ValueError("records outside their shards")
+        self.texts.check()
+        for column in self.columns.values():
+            column.check(rows)
 
     def row(self, key: object) -> int:
         """Return the row of a key, -1 if there is none."""

@@ -1,4 +1,4 @@
-"""Objects behind s3://, gs://, az:// and https://: read in blocks, which a folder of this machine keeps; written whole.
+"""Objects behind s3://, gs://, az:// and https://: read in blocks, which a folder of this machine keeps.
 
 The library obstore speaks with the services, and tries again for minutes what fails for a moment.  Credentials and
 regions come from where each service's own tools look for them (docs/object_stores.md).
@@ -91,44 +91,9 @@ class Objects:
     def size(self, name: str) -> int:
         return self._known(name)[0]
 
-    def write(self, name: str, data: bytes | bytearray) -> None:
-        self._ask(name, lambda: self._api.put(self._client, name, data))
-
-    def create(self, name: str, data: bytes, instead: Mapping[str, Any] | None = None) -> bool:
-        """Write an object unless there is one of this name; return whether it was written.
-
-        instead: what `head` says of the one that may be replaced.
-        """
-        mode = {tag: instead[tag] for tag in ("e_tag", "version") if instead[tag]} if instead else "create"
-        try:
-            self._ask(name, lambda: self._api.put(self._client, name, data, mode=mode, use_multipart=False))
-        except (self._api.exceptions.AlreadyExistsError, self._api.exceptions.PreconditionError):
-            return False
-        return True
-
     def head(self, name: str) -> Mapping[str, Any]:
         """Ask for size, `e_tag` and `version` of an object as it is now."""
         return self._ask(name, lambda: self._api.head(self._client, name))
-
-    def adopt(self, name: str, file: Place) -> None:
-        """Upload a file, or have the service copy an object, which it does where both are in one bucket."""
-        if isinstance(file, Path):
-            self._ask(name, lambda: self._api.put(self._client, name, file))
-            size = file.stat().st_size
-        else:
-            if file.parts[:2] != self.path.parts[:2]:
-                raise UserError(f"{file}: is in another bucket than {self.path}; copy it there first")
-            top = Objects(ObjectPath(*self.path.parts[:2]))
-            to = "/".join((*self.path.parts[2:], name))
-            self._ask(name, lambda: self._api.copy(top._client, "/".join(file.parts[2:]), to))
-            size = int(top.head("/".join(file.parts[2:]))["size"])
-        if (found := int(self.head(name)["size"])) != size:
-            raise UserError(f"{self.path / name}: {found} bytes there, {size} were sent; repeat the command")
-
-    def remove(self, name: str) -> None:
-        """Remove an object, if there is one."""
-        with contextlib.suppress(FileNotFoundError):
-            self._ask(name, lambda: self._api.delete(self._client, name))
 
     def forget(self, name: str, begin: int, end: int) -> bool:
         tag = self._known(name)[1]
@@ -213,8 +178,6 @@ class Objects:
                     bucket = self.path.parts[1]
                     raise StorageError(f"{self.path / name}: there is no bucket {bucket}; mend the address") from None
                 raise FileNotFoundError(errno.ENOENT, "no such object", str(self.path / name)) from None
-            except (exceptions.AlreadyExistsError, exceptions.PreconditionError):
-                raise
             except (exceptions.BaseError, OSError, ValueError) as error:
                 reason, may_pass = _reason(error)
                 if not may_pass or not self._answered or time.monotonic() - begun > PATIENCE:

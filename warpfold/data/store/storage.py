@@ -1,13 +1,12 @@
 """Where a store's objects lie: a few operations, which a folder has and an object store has (objects.py).
 
-A store needs no more than this: read ranges of a named object, or all of a small one; ask for its size; write one
-whole; and view an object of numbers (the index) in memory that all processes of a machine share.  Nothing is listed.
+A store needs no more than this: read ranges of a named object, or all of a small one; ask for its size; and view an
+object of numbers (the index) in memory that all processes of a machine share.  Nothing is listed.
 """
 
 import mmap
 import os
 import re
-import shutil
 import stat
 import tempfile
 import threading
@@ -17,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from warpfold.errors import UserError
-from warpfold.files import digest_of, open_regular, pread, sync_path, write_atomically, writing
+from warpfold.files import digest_of, open_regular, pread, write_atomically, writing
 
 # Of Linux: file systems on this machine alone.  A mapped file of any other is a risk: where a server is slow or gone,
 # or another machine has changed the file, touching its memory waits without end or kills the process (SIGBUS), while
@@ -63,18 +62,6 @@ def place_of(path: "str | os.PathLike[str]") -> Place:
     return place
 
 
-def local_place(out: Place, scratch: Path | None) -> Path:
-    """Return what a store would be called if it were made on this machine: itself, or in `scratch`.
-
-    Errors: UserError for an address without `scratch`.
-    """
-    if isinstance(out, Path):
-        return out
-    if scratch is None:
-        raise UserError(f"{out}: needs a folder of this machine for what is not uploaded yet; give --scratch")
-    return scratch / out.name
-
-
 def is_there(storage: "Storage", name: str) -> bool:
     """Say whether there is an object of this name."""
     try:
@@ -96,14 +83,6 @@ class Storage(Protocol):
 
     def size(self, name: str) -> int:
         """Return how many bytes an object has."""
-        ...
-
-    def write(self, name: str, data: bytes | bytearray) -> None:
-        """Write an object whole, in place of another one of this name; or leave that as it is."""
-        ...
-
-    def adopt(self, name: str, file: Place) -> None:
-        """Make the finished file or object at `file`, which nobody may change later, an object: copied if need be."""
         ...
 
     def forget(self, name: str, begin: int, end: int) -> bool:
@@ -156,21 +135,6 @@ class Folder:
 
     def size(self, name: str) -> int:
         return os.stat(self.path / name).st_size
-
-    def write(self, name: str, data: bytes | bytearray) -> None:
-        write_atomically(self.path / name, data)
-
-    def adopt(self, name: str, file: Place) -> None:
-        """Give the file a second name; it is copied on a file system without hard links, and from another one."""
-        if isinstance(file, ObjectPath):
-            raise UserError(f"{file}: is not on this machine; make the store at an address of the same bucket")
-        path = self.path / name
-        path.unlink(missing_ok=True)  # left by a writer that was killed
-        try:
-            os.link(file, path)
-        except OSError:
-            shutil.copyfile(file, path)
-            sync_path(path)
 
     def forget(self, name: str, begin: int, end: int) -> bool:
         return False

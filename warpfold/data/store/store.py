@@ -1,13 +1,11 @@
-"""The packed store: records of named arrays, compressed in blocks, checked, read where they lie (docs/formats.md).
+"""The packed store: records of named arrays, compressed in blocks, checked, read in place (docs/formats.md).
 
-A store is a folder of shards, an index for each of its versions, and a `store.json`.  A shard holds records one after
-another; the index says where, and has the sizes that sampling needs, so that opening reads no record.  A record
-begins with a small header that says where its blobs lie, so that any array, or any block of its rows, is read without
-the rest.
+A store is a folder of shards, an index and a `store.json`.  A shard holds records one after another; the index holds
+their places and the sizes that sampling needs, so that opening a store reads no record.  A record begins with a small
+header that holds the places of its blobs, so that any array, or any block of its rows, is read without the others.
 An array that two records share is stored once.  A checksum covers every byte.  The same records give the same bytes.
 
-A finished store grows by versions: new shards, a new index, and `store.json` in place of the one before.  No shard and
-no index is ever changed, so what reads an earlier version goes on.
+A finished store never changes.  Users add data with a second store.
 """
 
 import array as arrays_of_numbers
@@ -15,25 +13,21 @@ import contextlib
 import json
 import math
 import os
-import platform
 import re
-import secrets
 import struct
 import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
-from itertools import compress, pairwise
-from pathlib import Path
+from itertools import pairwise
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from warpfold.data.store.index import WHERE, Column, Index, Keys, encode_index
-from warpfold.data.store.objects import Objects, storage_of
-from warpfold.data.store.storage import Folder, ObjectPath, Place, Storage, local_place, place_of
-from warpfold.errors import StorageError, UserError, listed
+from warpfold.data.store.objects import storage_of
+from warpfold.data.store.storage import ObjectPath, Place, place_of
+from warpfold.errors import StorageError, UserError
 from warpfold.files import (
     LARGEST,
     digest_of,
@@ -45,19 +39,14 @@ from warpfold.files import (
     writing,
 )
 
-FORMAT, VERSION = "warpfold-store", 4
-OLDEST = 2  # the format that is still read: it and 3, of stores with assemblies, have an index in each shard
-MAGIC = b"WARPFOLD"  # of a shard of formats 2 and 3
-CLAIM = "writing.json"  # the object that says who writes a store at an address
-HEAD = struct.Struct("<8sII")  # magic, version, 0
-FOOT = struct.Struct("<QQII8s")  # index: offset, size, crc32; records; magic
+FORMAT, VERSION = "warpfold-store", 5
+INDEX = "index.wfi"
 BLOCK = 1 << 17  # bytes of an array per blob, before compression: as much is read for a single row
 SHARD = 1 << 30  # bytes after which the next shard begins
-# What a writer makes, and the drafts of it that one leaves which is killed.
-_DRAFT = re.compile(r"\.(store|index|pack|sources)[\w.-]*\.[0-9a-f]{8}")
+# The files of a writer, and the drafts that a killed writer leaves.
 _OWN = re.compile(
-    rf"{_DRAFT.pattern}|"
-    r"lock|claim|store\.json|(pack|sources)(-\d+)?\.json|pack(-\d+)?\.tsv|shard-\d{5,}\.wfs|index-\d{5,}\.wfi"
+    r"lock|store\.json|(pack|sources)\.json|pack\.tsv|shard-\d{5,}\.wfs|index\.wfi|"
+    r"\.(store|index|pack|sources)\.\w+\.[0-9a-f]{8}"
 )
 _THREAD = threading.local()  # what each thread has for itself
 LEVEL = 1  # of zstd: higher levels hardly compress residues better
@@ -101,139 +90,53 @@ def pack_record(
 
 
 class StoreWriter:
-    """A writer into `path.partial/`, renamed to `path` when done, so that no half-written store is ever found there.
+    """A writer into `path.partial/`, renamed to `path` when done, so that `path` is a whole store or does not exist.
 
-    grow: the finished store `path` gets another version, with its records and those that are added, in place of those
-    with the same key.  Then all is written beside what is there, and `store.json` last.
-    At an address (`place_of`) each shard is uploaded when it is whole, and `store.json` last; until then it lies in
-    `scratch`, a folder of this machine.
-    Use as a context manager: an exception removes what was written.  After a kill, the next writer starts over.
-    Errors: UserError if `path` exists, or to grow is no store; another process is writing it, or it cannot be written.
+    Use as a context manager: an exception removes the written files.  After a kill, the next writer starts over.
+    Errors: UserError if `path` exists or is an address, if another process is writing it, or if it cannot be written.
     """
 
-    def __init__(
-        self, path: Place | str, shard_bytes: int = SHARD, grow: bool = False, scratch: Path | None = None
-    ) -> None:
-        self.path = place_of(path)
-        self.shard_bytes = shard_bytes
-        self._remote: Objects | None = None
-        self._replaced: Mapping[str, Any] | None = None  # what is said of the store.json in whose place one comes
+    def __init__(self, path: Place | str, shard_bytes: int = SHARD) -> None:
+        place = place_of(path)
+        if isinstance(place, ObjectPath):
+            raise UserError(f"{place}: a store is written to a folder. Give a folder, and copy the finished store.")
+        self.path, self.shard_bytes = place, shard_bytes
         self._file: BinaryIO | None = None
         self._rows: dict[str, int] = {}  # of each key
         self._holders: dict[int, str] = {}  # of rows that share arrays
         self._where = {name: arrays_of_numbers.array("Q") for name in WHERE if name != "holder"}
         self._meta: dict[str, list[Any]] = {}
-        self._shards: list[tuple[str, int]] = []  # that this writer makes
-        self._base: Store | None = None
-        self._revised: dict[str, Sequence[Any]] = {}
+        self._shards: list[tuple[str, int]] = []
         taken = UserError(f"{self.path}: exists already; remove it, or choose another name")
-        if isinstance(self.path, ObjectPath):
-            self._claim(self.path, scratch, taken, grow)
-            return
-        if grow:
-            self._open_base()
-            return
         if self.path.exists():
             raise taken
         self.folder = self.path.with_name(self.path.name + ".partial")
         refuse_foreign(self.folder, _OWN.fullmatch)
         self._lock = lock_folder(self.folder, self.path)
-        self.storage: Storage = Folder(self.folder)
         if self.path.exists():  # another process has finished it in the meantime
             self.abort()
             raise taken
-        for left in self.folder.iterdir():  # left by a writer that was killed
+        for left in self.folder.iterdir():  # by a writer that was killed
             if left.name != "lock":
                 left.unlink()
-
-    def _claim(self, path: ObjectPath, scratch: Path | None, taken: UserError, grow: bool) -> None:
-        """Say at the address that this process writes there, unless another does; read the version that is to grow."""
-        local = local_place(path, scratch)
-        if path.scheme.startswith("http"):
-            raise UserError(f"{path}: can be read, not written; give an address of s3://, gs:// or az://")
-        self._remote = self.storage = Objects(path)
-        self.folder = local.with_name(f"{local.name}.partial")
-        refuse_foreign(self.folder, _OWN.fullmatch)
-        self._lock = lock_folder(self.folder, path)
-        with contextlib.ExitStack() as unless_open:
-            unless_open.callback(self._lock.close)
-            token = self.folder / "claim"  # by it a process knows a claim of one before it that was killed
-            if not token.exists():
-                write_atomically(token, secrets.token_hex(8))
-            claim = {"token": token.read_text(), "host": platform.node(), "since": f"{datetime.now():%Y-%m-%d %H:%M}"}
-            if not self._remote.create(CLAIM, _json(claim)):
-                found = json.loads(self._remote.whole(CLAIM))
-                if found.get("token") != claim["token"]:
-                    raise UserError(
-                        f"{path}: {found.get('host')} writes it since {found.get('since')}; if that process is gone, "
-                        f"remove {path / CLAIM}"
-                    )
-            unless_open.callback(self.abort)
-            with contextlib.suppress(FileNotFoundError):
-                self._replaced = self._remote.head("store.json")
-            if self._replaced is not None and not grow:
-                raise taken
-            if grow:
-                self._read_base()
-            unless_open.pop_all()
-
-    def _open_base(self) -> None:
-        """Lock the store, and read its newest version."""
-        Store(self.path)  # or there is nothing to lock
-        assert isinstance(self.path, Path)
-        self.folder = self.path
-        self._lock = lock_folder(self.path, self.path)
-        self.storage = Folder(self.folder)
-        with contextlib.ExitStack() as unless_open:
-            unless_open.callback(self._lock.close)
-            self._read_base()
-            with writing(self.path):
-                for left in filter(_DRAFT.fullmatch, os.listdir(self.path)):
-                    (self.path / left).unlink()
-            unless_open.pop_all()
-
-    def _read_base(self) -> None:
-        self._base = Store(self.path)  # now no other process makes a version
-        if self._base.version < VERSION:
-            raise UserError(
-                f"{self.path}: a store of format {self._base.version} does not grow; make one of format "
-                f"{VERSION} of it first: warpfold pack --compact {self.path} --out NEW"
-            )
-
-    @property
-    def base(self) -> "Store":
-        """Return the version that grows."""
-        assert self._base is not None
-        return self._base
 
     def add(self, key: str, record: Packed, meta: Mapping[str, Any]) -> None:
         """Append a record.  meta: numbers, texts, None, or lists, kept in the index; the same names for every record.
 
         Errors: ValueError for a key that was added before or other names in `meta`; UserError if it cannot be written.
         """
+        if key in self._rows:
+            raise ValueError(f"{key}: twice in one store")
         with writing(self.path):
             if self._file is not None and self._file.tell() + len(record.data) > self.shard_bytes:
                 self._end_shard()
             if self._file is None:
-                shard = self.folder / self._next_shard()
-                # One that a killed writer has left may be a second name of a part's file.
-                shard.unlink(missing_ok=True)
-                self._file = open(shard, "xb")  # noqa: SIM115
+                self._file = open(self.folder / self._next_shard(), "xb")  # noqa: SIM115
             offset = self._file.tell()
             self._file.write(record.data)
-        self.locate(key, len(self._shards), offset, len(record.data), record, meta)
-
-    def locate(self, key: str, shard: int, offset: int, size: int, record: Packed, meta: Mapping[str, Any]) -> None:
-        """Add a record that lies in a shard of this writer (`adopt`) already; of `record` the data are not looked at.
-
-        Errors: ValueError as of `add`.
-        """
-        if key in self._rows:
-            raise ValueError(f"{key}: twice in one store")
         row = self._rows[key] = len(self._rows)
-        shard += len(self._base.index.shards) if self._base is not None else 0
-        entry = {"shard": shard, "offset": offset, "size": size, "header": record.header, "crc": record.crc}
-        for name, value in entry.items():
+        where = {"shard": len(self._shards), "offset": offset, "size": len(record.data)}
+        for name, value in (where | {"header": record.header, "crc": record.crc}).items():
             self._where[name].append(value)
         for name, value in meta.items():
             self._meta.setdefault(name, []).append(value)
@@ -242,121 +145,47 @@ class StoreWriter:
         if record.holder:
             self._holders[row] = record.holder
 
-    def revise(self, name: str, values: Sequence[Any]) -> None:
-        """Give the entries of the version that grows other values of a column, in the order of its keys."""
-        self._revised[name] = values
+    def finish(self, files: Mapping[str, str | Iterable[str]] | None = None) -> None:
+        """Write the index, any text `files`, whole or in pieces, and `store.json`; then give the store its name.
 
-    def adopt(self, file: Place) -> int:
-        """Make a finished file of records a shard, and return its number for `locate`: a second name of the same bytes.
-
-        It is copied where it cannot have one (`Storage.adopt`).  Nobody may change it later.
-        """
-        with writing(self.path):
-            self._end_shard()
-            name = self._next_shard()
-            self.storage.adopt(name, file)
-            self._shards.append((name, self.storage.size(name)))
-        return len(self._shards) - 1
-
-    def finish(self, files: Mapping[str, str | Iterable[str]] | None = None, without: Sequence[str] = ()) -> None:
-        """Write the index, any text `files`, whole or in pieces, and `store.json`; a new store then gets its name.
-
-        without: keys of a store that grows which the new version does not have.
         Errors: UserError for a store without records, or if it cannot be written.
         """
-        versions: list[dict[str, Any]] = [] if self._base is None else self._base.versions
-        keys, where, meta = self._joined(set(without))
-        if not keys:
+        if not self._rows:
             raise UserError(f"{self.path}: nothing to store")
+        where = {name: np.array(column, np.int64) for name, column in self._where.items()}
+        where["holder"] = np.full(len(self._rows), -1)
+        for row, key in self._holders.items():
+            where["holder"][row] = self._rows[key]
         with writing(self.path):
             self._end_shard()
-            number = len(versions) + 1
-            shards = [*(self._base.index.shards if self._base is not None else ()), *self._shards]
-            index = encode_index(keys, where, meta, shards)
-            name = f"index-{number:05d}.wfi"
-            checksums: dict[str, int] = {}
-            entry = {"index": name, "bytes": len(index), "blake2b": digest_of(index), "records": len(keys)}
-            top = {"format": FORMAT, "version": VERSION, "versions": [*versions, entry | {"files": checksums}]}
-            self.storage.write(name, index)
+            index = encode_index(list(self._rows), where, self._meta, self._shards)
+            top: dict[str, Any] = {"format": FORMAT, "version": VERSION, "records": len(self._rows)}
+            top |= {"index": {"bytes": len(index), "blake2b": digest_of(index)}, "files": {}}
+            write_atomically(self.folder / INDEX, index)
             del index  # of a million entries it has 100 MB, and the report has 300
             for name, text in (files or {}).items():
                 data = bytearray()
                 for piece in (text,) if isinstance(text, str) else text:
                     data += piece.encode()
-                checksums[_of_version(name, number)] = zlib.crc32(data)
-                self.storage.write(_of_version(name, number), data)
-            whole = (json.dumps(top, indent=1) + "\n").encode()
-            if self._remote is not None:
-                if not self._remote.create("store.json", whole, self._replaced):
-                    raise UserError(f"{self.path}: another process has written it meanwhile; choose another name")
-                self._remote.remove(CLAIM)
-                remove_own(self.folder, _OWN.fullmatch)
-            else:
-                sync_path(self.folder)
-                self.storage.write("store.json", whole)
-                if self._base is None:
-                    (self.folder / "lock").unlink()
-                sync_path(self.folder)
-                if self._base is None:
-                    assert isinstance(self.path, Path)
-                    self.folder.rename(self.path)
-                    sync_path(self.path.parent)
+                top["files"][name] = zlib.crc32(data)
+                write_atomically(self.folder / name, data)
+            write_atomically(self.folder / "store.json", json.dumps(top, indent=1) + "\n")
+            sync_path(self.folder)
+            # The lock is held until the store has its name.  Otherwise another writer could lock the folder in between,
+            # take it for one that a kill has left, and empty it.
+            self.folder.rename(self.path)
+            (self.path / "lock").unlink()
+            sync_path(self.path.parent)
         self._lock.close()
 
-    def _joined(self, without: set[str]) -> tuple[list[str], dict[str, np.ndarray], dict[str, list[Any]]]:
-        """Return keys, places and columns of the new version: those of the base, replaced in place, then new ones."""
-        own = list(self._rows)
-        where = {name: np.array(column, np.int64) for name, column in self._where.items()}
-        if self._base is None:
-            where["holder"] = np.full(len(own), -1)
-            for row, key in self._holders.items():
-                where["holder"][row] = self._rows[key]
-            return own, where, self._meta
-        base = self._base.index
-        if self._meta and list(self._meta) != list(base.columns):
-            columns = listed(sorted(set(self._meta) ^ set(base.columns)), 3)
-            raise UserError(f"{self.path}: has other columns ({columns}); pack with the options of the store")
-        before = len(base.where["shard"])  # its rows; those of the new records come after them
-        where = {name: np.concatenate([base.where[name].astype(np.int64), where[name]]) for name in where}
-        where["holder"] = np.concatenate([base.where["holder"], np.full(len(own), -1)])
-        for row, key in self._holders.items():
-            where["holder"][before + row] = before + self._rows[key] if key in self._rows else base.row(key)
-        keys, places = list(base.texts), list(range(len(base)))
-        for key, row in self._rows.items():
-            if (at := base.row(key)) >= 0:
-                places[at] = before + row
-            else:
-                keys.append(key)
-                places.append(before + row)
-        kept = [key not in without for key in keys]
-        keys, chosen = list(compress(keys, kept)), np.array(list(compress(places, kept)), np.int64)
-        held = where["holder"][chosen]
-        hidden = np.setdiff1d(held[held >= 0], chosen)  # replaced or removed, and still needed
-        rows = np.concatenate([chosen, hidden])
-        new = np.full(before + len(own), -1)
-        new[rows] = np.arange(len(rows))
-        where = {name: column[rows] for name, column in where.items()}
-        where["holder"] = np.where(where["holder"] < 0, -1, new[where["holder"]])
-        meta = {}
-        for name, column in base.columns.items():
-            values = [*self._revised.get(name, column), *[None] * (before - len(base)), *self._meta.get(name, ())]
-            meta[name] = [values[row] for row in chosen.tolist()]
-        return keys, where, meta
-
     def abort(self) -> None:
-        """Remove what was written; `path`, and what it held before, is never touched."""
+        """Remove the written files; `path` is never touched."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # closing writes what is buffered, which may not fit on a full disk
                 self._file.close()
             self._file = None
-        if self._remote is not None:
-            with contextlib.suppress(StorageError):  # the next writer overwrites it
-                for name, _ in self._shards:
-                    self._remote.remove(name)
-                self._remote.remove(CLAIM)
-        if self._base is None or self._remote is not None:
-            remove_own(self.folder, _OWN.fullmatch)
-        self._lock.close()  # what a version that is not there left is overwritten by the next one
+        remove_own(self.folder, _OWN.fullmatch)
+        self._lock.close()
 
     def __enter__(self) -> "StoreWriter":
         return self
@@ -366,52 +195,39 @@ class StoreWriter:
             self.abort()
 
     def _next_shard(self) -> str:
-        return _shard_name(len(self._shards) + (len(self._base.index.shards) if self._base is not None else 0))
+        return f"shard-{len(self._shards):05d}.wfs"
 
     def _end_shard(self) -> None:
         if self._file is None:
             return
         self._file.flush()
         os.fsync(self._file.fileno())
-        name = self._next_shard()
-        self._shards.append((name, self._file.tell()))
+        self._shards.append((self._next_shard(), self._file.tell()))
         self._file.close()
         self._file = None
-        if self._remote is not None:
-            self._remote.adopt(name, self.folder / name)
-            (self.folder / name).unlink()
 
 
 class Store:
     """A store, open for reading; safe to share between threads and forks, and cheap to pickle (it reopens by path).
 
-    path: its folder, or its address (`place_of`); "FOLDER@3" is its third version.  number: the version where the path
-    says none; default: the newest.
-    Errors: UserError for a folder that is not a store, a version that it does not have, another format, or a truncated
-    or damaged file (which, and where), when the store is opened or when the damaged part is read.
+    path: its folder, or its address (`place_of`).  checked: another process of this machine has checked the index.
+    Errors: UserError for a folder that is not a store, another format, or a truncated or damaged file (which, and
+    where), when the store is opened or when the damaged part is read.
     """
 
-    def __init__(self, path: Place | str, number: int | None = None, checked: bool = False) -> None:
+    def __init__(self, path: Place | str, checked: bool = False) -> None:
         self.path = place_of(path)
-        folder, at, wanted = str(self.path).rpartition("@")
-        if at and folder and wanted.isdecimal() and not (isinstance(self.path, Path) and self.path.exists()):
-            self.path, number = place_of(folder), int(wanted)
-        self.version = VERSION  # of the format
-        self.number = 0  # of the store's version; 0 in formats 2 and 3, which have one
         self.storage = storage_of(self.path)
-        self.versions: list[dict[str, Any]] = []
-        self._checksums: dict[str, int] = {}  # of the small files beside the shards
-        top = self._read_top()
         with contextlib.ExitStack() as unless_open:
             unless_open.callback(self.close)
-            self.index = self._old_index(top["shards"]) if self.version < VERSION else self._index(number, checked)
+            self._checksums, self.index = self._open(checked)
             unless_open.pop_all()
         self.keys = Keys(self.index)  # in the order of writing
         if not self.keys:
             raise UserError(f"{self.path}: an empty store; pack it again")
 
     def __repr__(self) -> str:
-        return f"<Store {self.name}: {len(self)} entries>"
+        return f"<Store {self.path}: {len(self)} entries>"
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -419,38 +235,21 @@ class Store:
     def __contains__(self, key: object) -> bool:
         return self.index.row(key) >= 0
 
-    def __reduce__(self) -> tuple[type["Store"], tuple[Place, int, bool]]:
-        return Store, (self.path, self.number, True)
+    def __reduce__(self) -> tuple[type["Store"], tuple[Place, bool]]:
+        return Store, (self.path, True)
 
     def close(self) -> None:
         self.storage.close()
 
     @property
-    def name(self) -> str:
-        """Return its path, with the version if it has several."""
-        return f"{self.path}@{self.number}" if len(self.versions) > 1 else str(self.path)
-
-    @property
-    def origin(self) -> bytes:
-        """Return what tells it from other stores and other versions: it holds checksums of all contents."""
-        if self.version < VERSION:
-            return self.storage.whole("store.json")
-        return _json(self.versioned)
-
-    @property
     def checksum(self) -> str:
-        """Return the BLAKE2b digest of store.json, 128 bits in hexadecimal."""
+        """Return the BLAKE2b digest of store.json, 128 bits in hexadecimal; it covers all contents."""
         return digest_of(self.storage.whole("store.json"))
 
     @property
     def nbytes(self) -> int:
-        """Return how many bytes its shards and the indexes of its versions have."""
-        return sum(size for _, size in self.index.shards) + sum(int(one["bytes"]) for one in self.versions)
-
-    @property
-    def versioned(self) -> dict[str, Any]:
-        """Return what store.json says of this version."""
-        return self.versions[self.number - 1]
+        """Return the bytes of its shards and its index."""
+        return sum(size for _, size in self.index.shards) + self.storage.size(INDEX)
 
     @property
     def columns(self) -> list[str]:
@@ -462,8 +261,7 @@ class Store:
         return self.index.columns[name]
 
     def file(self, name: str) -> str | None:
-        """Return one of the small text files that this version was written with; None if there is none."""
-        name = _of_version(name, self.number)
+        """Return one of the small text files of the store; None if there is none."""
         return self.storage.whole(name).decode() if name in self._checksums else None
 
     def record(self, key: str) -> "Record":
@@ -473,20 +271,18 @@ class Store:
             raise KeyError(key)
         notes, arrays, shared = self._header(row, key)
         if shared:
-            (holder,) = set(shared.values())
-            at = int(self.index.where["holder"][row])
-            held = self._header(self.index.row(holder) if at < 0 else at, holder)[1]
+            holder, at = next(iter(shared.values())), int(self.index.where["holder"][row])
+            held = self._header(at, holder)[1] if at >= 0 else {}
+            if missing := [name for name in shared if name not in held]:
+                raise UserError(f"{self.path}: {key}: {missing[0]} is not in {holder}; copy or pack the store again")
             arrays |= {name: held[name] for name in shared}
         return Record(self, key, notes, arrays)
 
     def packed(self, key: str) -> Packed:
-        """Return a record as it can be written into another store, with what it shares if its holder is not a key."""
+        """Read a record whole, as it can be written into another store."""
         row = self.index.row(key)
         _, arrays, shared = self._header(row, key)
-        shard, offset, _, header, crc, at = (int(self.index.where[name][row]) for name in WHERE)
-        if at >= len(self) or any(at >= 0 and self.keys[at] != holder for holder in shared.values()):
-            record = self.record(key)
-            return pack_record({name: record.read(name) for name in record.arrays}, record.notes)
+        shard, offset, _, header, crc, _ = (int(self.index.where[name][row]) for name in WHERE)
         places: list[_Place] = [(offset, offset + header, crc, f"{self._shard(shard)}: {key}")]  # there are no gaps
         places += [array.place(number) for array in arrays.values() for number in range(len(array.crcs))]
         return Packed(b"".join(self._read(shard, places)), header, crc, next(iter(shared.values()), ""))
@@ -500,9 +296,7 @@ class Store:
                 whole = False
             if not whole:
                 yield f"{self.path / name}: damaged or gone; copy or pack the store again"
-        rows = len(self.index.where["shard"])
-        for row in range(rows):
-            key = self.keys[row] if row < len(self) else "a record that others share"
+        for row, key in enumerate(self.keys):
             try:
                 for array in self._header(row, key)[1].values():  # shared arrays are checked with their record
                     for number in range(len(array.crcs)):  # one by one: a record may be larger than the memory
@@ -512,7 +306,7 @@ class Store:
             except UserError as error:
                 yield str(error)
             if progress is not None:
-                progress(row + 1, rows)
+                progress(row + 1, len(self))
 
     def _header(self, row: int, key: str) -> tuple[dict[str, Any], dict[str, "StoredArray"], dict[str, str]]:
         """Return notes, own arrays, and the keys of the records that hold the others."""
@@ -528,15 +322,12 @@ class Store:
             offset = starts[-1]
         return fields["notes"], arrays, fields["shared"]
 
-    def _read_top(self) -> dict[str, Any]:
+    def _open(self, checked: bool) -> tuple[dict[str, int], Index]:
+        """Return the checksums of the text files, and the index."""
         file = self.path / "store.json"
         try:
             top = json.loads(self.storage.whole("store.json"))
             known, version = top["format"] == FORMAT, int(top["version"])
-            if version == VERSION:
-                self.versions = list(top["versions"])
-            elif version < VERSION:
-                self._checksums = dict(top.get("files", {}))
         except OSError as error:
             raise UserError(
                 f"{self.path}: not a store (store.json: {error.strerror}); `warpfold pack` makes one"
@@ -545,35 +336,24 @@ class Store:
             raise UserError(f"{file}: damaged, or not a store's; pack it again") from error
         if not known:
             raise UserError(f"{file}: not a WarpFold store's")
-        if not OLDEST <= version <= VERSION:
+        if version != VERSION:
             cure = "update WarpFold" if version > VERSION else "pack it again"
-            raise UserError(f"{self.path}: format {version}, this WarpFold reads {OLDEST} to {VERSION}; {cure}")
-        self.version = version
-        return dict(top)
-
-    def _index(self, number: int | None, checked: bool) -> Index:
-        """Return the index of a version.  checked: another process has done so; then it and the shards are trusted."""
-        self.number = len(self.versions) if number is None else number
-        if not 0 < self.number <= len(self.versions):
-            raise UserError(
-                f"{self.path}: has no version {self.number}; it has 1 to {len(self.versions)}: "
-                f"{self.path}@{len(self.versions)}"
-            )
-        file = self.path / "store.json"
+            raise UserError(f"{self.path}: a store of format {version}, this WarpFold reads {VERSION}; {cure}")
         try:
-            entry = self.versions[self.number - 1]
-            name, size, digest = entry["index"], int(entry["bytes"]), entry["blake2b"]
-            self._checksums = dict(entry["files"])
-        except (KeyError, TypeError, ValueError) as error:
+            size, digest = int(top["index"]["bytes"]), str(top["index"]["blake2b"])
+            checksums = {str(name): int(crc) for name, crc in top["files"].items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(f"{file}: damaged; copy the store again") from error
-        file = self.path / name
+        file = self.path / INDEX
         try:
-            index = Index(self.storage.view(name, size, digest, checked))
+            index = Index(self.storage.view(INDEX, size, digest, checked))
+            if not checked:
+                index.check()
         except OSError as error:
             raise UserError(f"{file}: cannot be read: {error.strerror}; copy the store again") from error
         except NotImplementedError as error:
             raise UserError(f"{file}: an index of version {error}, newer than this WarpFold; update WarpFold") from None
-        except (ValueError, KeyError, TypeError, struct.error) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError, struct.error) as error:
             raise UserError(f"{file}: damaged ({error}); copy the store again") from error
         for shard, expected in () if checked else index.shards:
             try:
@@ -586,49 +366,7 @@ class Store:
                     f"{self.path / shard}: {found} bytes, {expected} expected: truncated or not this store's; copy the "
                     "store again"
                 )
-        return index
-
-    def _old_index(self, shards: Sequence[Mapping[str, int]]) -> Index:
-        """Return an index of what the shards of formats 2 and 3 have at their ends."""
-        keys: list[str] = []
-        where: dict[str, list[int]] = {name: [] for name in WHERE}
-        meta: dict[str, list[Any]] = {}
-        for number, shard in enumerate(shards):
-            index = self._old_shard(_shard_name(number), shard)
-            keys += index["key"]
-            for name in ("offset", "size", "header", "crc"):
-                where[name] += index[name]
-            where["shard"] += [number] * len(index["key"])
-            for name in index:
-                if name.startswith("meta."):
-                    meta.setdefault(name.removeprefix("meta."), []).extend(index[name])
-        where["holder"] = [-1] * len(keys)  # its key is in the header
-        columns = {name: np.array(values, np.int64) for name, values in where.items()}
-        return Index(encode_index(keys, columns, meta, [(_shard_name(n), s["bytes"]) for n, s in enumerate(shards)]))
-
-    def _old_shard(self, name: str, shard: Mapping[str, int]) -> dict[str, list[Any]]:
-        path = self.path / name
-        try:
-            size = self.storage.size(name)
-            head, foot = self.storage.read(name, [(0, HEAD.size), (max(size - FOOT.size, 0), size)])
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}; copy the store again") from error
-        if size != shard.get("bytes"):
-            raise UserError(f"{path}: {size} bytes, {shard.get('bytes')} expected: truncated or not this store's")
-        damaged = UserError(f"{path}: damaged at its begin or end; copy or pack the store again")
-        if size < HEAD.size + FOOT.size:
-            raise damaged
-        magic, version, zero = HEAD.unpack(head)
-        offset, length, crc, records, magic_end = FOOT.unpack(foot)
-        if magic != MAGIC or magic_end != MAGIC or zero or version != self.version or records != shard.get("records"):
-            raise damaged
-        if offset + length + FOOT.size != size or crc != shard.get("crc"):
-            raise damaged
-        what = f"{path}: its index"
-        (data,) = self.storage.read(name, [(offset, offset + length)])
-        if zlib.crc32(data) != crc:
-            raise UserError(f"{what}: damaged (checksum at byte {offset}); copy or pack the store again")
-        return dict(json.loads(_decompress(data, what)))
+        return checksums, index
 
     def _shard(self, number: int) -> Place:
         return self.path / self.index.shards[number][0]
@@ -746,13 +484,3 @@ def _is_whole(data: bytes, begin: int, end: int, crc: int | None) -> bool:
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _shard_name(number: int) -> str:
-    return f"shard-{number:05d}.wfs"
-
-
-def _of_version(name: str, number: int) -> str:
-    """Return the name of a text file of a version: pack.json, pack-2.json, ..."""
-    stem, dot, suffix = name.rpartition(".")
-    return f"{stem}-{number}{dot}{suffix}" if number > 1 else name
