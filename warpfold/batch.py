@@ -74,8 +74,6 @@ FEATURES: dict[str, Feature] = {
     # which atoms a residue type has
     **_table("float32", "res 14", "atom14_atom_exists"),
     **_table("float32", "res 37", "atom37_atom_exists"),
-    # what a table says of the whole example (training/labels.py): a class's number or a standardised value; and whether
-    **_table("float32", "", "label label_mask"),
     # the truth, and what follows from it (geometry/labels.py)
     # of an assembly: the residue in each copy of its entity (copy c has sym_id c + 1), masked where there is no such
     # copy; which copy is whose truth is decided under the prediction, and the rest of this table follows from that

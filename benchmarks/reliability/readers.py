@@ -73,7 +73,6 @@ from warpfold.prediction.predictor import load
 from warpfold.scoring.manifest import read_suite
 from warpfold.scoring.selection import NUMBERS, Selection, keep_of
 from warpfold.training.config import load_settings
-from warpfold.training.labels import read_labels
 from warpfold.training.ledger import Ledger
 from warpfold.training.train import train
 from warpfold.training.validate import settings_of
@@ -432,10 +431,6 @@ def make_readers(work: Path) -> list[Reader]:
     each = {"training": tuple(keys[:4]), "validation": tuple(keys[4:6]), "test": tuple(keys[6:])}
     Split(by="chain", **each).write(work / "split.toml")
     suite = b'title = "made"\n[targets]\nT1 = {}\nT2 = {released = 2020-01-02, chains = ["A"]}\n'
-    labels = [
-        b"entry,value\n" + b"".join(f"p{i}_A,{i * 1.5}\n".encode() for i in range(8)),
-        b"entry,class,note\n" + b"".join(f"p{i}_A,{'ab'[i % 2]},x\n".encode() for i in range(8)),
-    ]
     clusters = b"1abc_A 2abc_B\n3abc_A\n4abc_C 5abc_A 6abc_A\n"
     expressions = [b"ipsae > 0.6 and rmsd < 2", b"best:100:ipsae", b"not (mean_plddt <= 70 or 0.5 < iptm < 0.9)", b"12"]
     rows = [{name: 0.5 for name in NUMBERS} | {"name": "x", "model": "m", "seed": 1}]
@@ -674,13 +669,6 @@ def make_readers(work: Path) -> list[Reader]:
             weight=5,
         ),
         Reader("settings of a design", [{"x.toml": DESIGN.encode()}], lambda at: load_design(at / "x.toml"), weight=3),
-        Reader(
-            "labels",
-            [{"x.csv": one} for one in labels],
-            lambda at: [read_labels(at / "x.csv").values, read_labels(at / "x.csv").classes],
-            packed=True,
-            weight=2,
-        ),
         Reader(
             "clusters",
             [{"x.txt": clusters}],

@@ -2,9 +2,7 @@
 
 import json
 import shutil
-import tomllib
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
@@ -111,34 +109,6 @@ def test_a_general_store_is_rehearsed(done: tuple[Path, dict[str, Any]], given: 
     assert result["compared"]["general"]["lddt_ca"]["targets"] == 1
 
 
-@pytest.mark.parametrize("kind", ["value", "class"])
-def test_labels_are_learnt_beside_the_structures(given: dict[str, Any], tmp_path: Path, kind: str) -> None:
-    names = [f"sample{i:05d}_A" for i in range(14)]
-    labels = [str(i / 7) if kind == "value" else "ab"[i % 2] for i in range(14)]
-    table = tmp_path / "labels.csv"
-    table.write_text(f"entry,{kind}\n" + "".join(f"{name},{label}\n" for name, label in zip(names, labels)))
-    result = warpfold.finetune(out=tmp_path / "tuned", device="cpu", labels=table, **{**given, "steps": 2})
-    found, test = result["labels"], result["entries"]["test"]
-    assert (found["kind"], found["targets"]) == (kind, test)
-    assert "Labels of the test" in (tmp_path / "tuned/report.html").read_text()
-    rows = [json.loads(line) for line in (tmp_path / "tuned/run/metrics.jsonl").read_text().splitlines()]
-    assert all("label" in row["terms"] for row in rows if row["kind"] == "step")
-    if kind == "value":  # what the head calls 0 and 1 is of the training's values alone
-        split = tomllib.loads((tmp_path / "tuned/split.toml").read_text())
-        mean = fmean(float(labels[names.index(key)]) for key in split["training"])
-        assert result["settings"]["model"]["heads"]["labels"]["mean"] == pytest.approx(mean)
-
-
-def test_values_that_are_alike_where_it_trains_are_refused(
-    done: tuple[Path, dict[str, Any]], given: dict[str, Any], tmp_path: Path
-) -> None:
-    held_out = tomllib.loads((done[0] / "split.toml").read_text())["test"]
-    rows = "".join(f"sample{i:05d}_A,{float(f'sample{i:05d}_A' in held_out)}\n" for i in range(14))
-    (tmp_path / "labels.csv").write_text("entry,value\n" + rows)
-    with pytest.raises(UserError, match="the labels of what is trained on are all alike"):
-        warpfold.finetune(out=tmp_path / "tuned", device="cpu", labels=tmp_path / "labels.csv", **given)
-
-
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -151,7 +121,6 @@ def test_values_that_are_alike_where_it_trains_are_refused(
         ({"adapters": 2, "set": {"finetune.adapters.on": ["nowhere"]}}, "nowhere"),
         ({"split": "split.toml", "one_family": True}, "leave one of them out"),
         ({"rehearse": "general=2"}, "general"),
-        ({"labels": "labels.csv"}, "stranger"),
     ],
 )
 def test_bad_input(
@@ -164,7 +133,6 @@ def test_bad_input(
     (tmp_path / "strangers").mkdir()
     (tmp_path / "strangers" / "other.a3m").write_text(">other\nMKVLAAGIVGLLLAAGCQWPFWEK\n")
     (tmp_path / "split.toml").write_text("")
-    (tmp_path / "labels.csv").write_text("entry,value\nstranger,1\nsample00000_A,2\n")
     with pytest.raises(UserError, match=says) as error:
         warpfold.finetune(out=tmp_path / "tuned", device="cpu", **{**given, **change})
     assert "\n" not in str(error.value)

@@ -24,7 +24,6 @@ from warpfold.geometry.labels import structure_labels
 from warpfold.model import losses
 from warpfold.model.alphafold import AlphaFold, HeadsConfig, Output
 from warpfold.model.evoformer import EvoformerConfig, PairConfig
-from warpfold.model.heads import LabelsConfig
 from warpfold.model.layers import AdaptedLinear
 from warpfold.model.losses import LossConfig, total_loss
 from warpfold.ops.noise import Noise
@@ -74,7 +73,6 @@ def example(work: Work, index: int) -> Batch:
     batch["all_atom_positions"] = 4 * torch.randn(n, 37, 3, generator=g) + 1.5 * torch.arange(n)[:, None, None]
     batch["all_atom_mask"] = batch["atom37_atom_exists"] * (torch.rand(n, 37, generator=g) > 0.1)
     batch["resolution"], batch["use_clamped_fape"] = torch.tensor(2.0), torch.tensor(1.0)
-    batch["label"], batch["label_mask"] = torch.tensor(float(index % 3)), torch.tensor(1.0)
     if work.padded:
         for name in ("seq_mask", "all_atom_mask", "atom37_atom_exists", "atom14_atom_exists"):
             batch[name][-work.padded :] = 0
@@ -100,7 +98,7 @@ def model_for(work: Work) -> AlphaFold:
         templates=replace(base, enabled=work.templates is not None, blocks=work.template_blocks),
         ensemble=work.ensemble,
         recycle_tolerance=work.tolerance,
-        heads=HeadsConfig(plddt_c=8, pae=True, labels=LabelsConfig(classes=("a", "b", "c"), c=6)),
+        heads=HeadsConfig(plddt_c=8, pae=True),
     )
     return filled_model(as_multimer(config, work.fused) if work.chains else config)
 

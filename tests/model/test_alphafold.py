@@ -55,7 +55,7 @@ def test_the_defaults_are_those_of_alphafold2():
         | {"outer": "middle", "pair": pair | {"c_triangle": 128, "order": "multiplication_first"}},
         "templates": templates | {"unit_vectors": False, "pair": of_templates},
         "structure": structure | {"dropout": 0.1},
-        "heads": heads | {"labels": None},
+        "heads": heads,
     }
     assert MSARowAttention(8, 8).dropout_rate == 0.15
     assert PLDDTHead(8).act_0.weight.shape[0] == 128

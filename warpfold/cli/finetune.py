@@ -38,10 +38,6 @@ class FinetuneCommand(Checked):
     rehearse: Annotated[
         str | None, reads("STORE=SHARE: of a general store, so large a share of the examples, against forgetting.")
     ] = None
-    labels: Annotated[
-        PathLike | None,
-        reads("CSV with the columns entry and value or class: what a head learns beside the structures."),
-    ] = None
     split: Annotated[PathLike | None, reads("A split.toml of an earlier run, to be split alike.")] = None
     one_family: Annotated[bool, decides("Split by chain, where all are relatives; the report says so.")] = False
     trainable: Annotated[
@@ -91,7 +87,6 @@ class FinetuneCommand(Checked):
             msas=arguments.paths("msas", self.msas),
             search=databases,
             rehearse=general,
-            labels=arguments.path_or_none("labels", self.labels),
             split=arguments.path_or_none("split", self.split),
             one_family=self.one_family,
             trainable=[name.strip() for name in (self.trainable or "").split(",") if name.strip()],

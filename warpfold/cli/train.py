@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from warpfold.data.store.store import Store
     from warpfold.engine.watch import Watching
     from warpfold.parallel.team import Team
-    from warpfold.training.config import GivenSettings, SettingsLike
+    from warpfold.training.config import SettingsLike
     from warpfold.training.train import Summary
 
 StoreLike = Union[PathLike, "Store", "Source"]  # a path may end in =WEIGHT
@@ -57,9 +57,6 @@ class TrainCommand(Checked):
     out: Annotated[PathLike, writes("Folder of the run; the same command continues a stopped run, bit for bit.")]
     _: KW_ONLY
     init: Annotated[PathLike | None, reads("Parameters to start from; default: random ones.")] = None
-    labels: Annotated[
-        PathLike | None, reads("CSV: entry, and value or class; a head learns them beside the structures.")
-    ] = None
     replay: Annotated[PathLike | None, reads("order.txt of a run of the same data and seed, to follow.")] = None
     set: Annotated[
         arguments.Changes | None,
@@ -92,7 +89,6 @@ class TrainCommand(Checked):
         from warpfold.training import train as training
         from warpfold.training.config import load_settings
         from warpfold.training.first_weights import check_first, check_moments
-        from warpfold.training.labels import learn_labels, read_labels
         from warpfold.training.planning import graphs_in_words, plan_training
 
         team = team_of(self.team)
@@ -103,11 +99,6 @@ class TrainCommand(Checked):
         told = as_watchers(self.watch)
         stores = sources_of(self.data, given.config().model.multimer is not None)
         joined = None if self.cluster is None else read_cluster(Path(self.cluster))
-        labels = None
-        if self.labels is not None:
-            given, labels = learn_labels(
-                read_labels(arguments.path("labels", self.labels)), given, entries_of(stores, given)
-            )
         first = given.config()
         if init is not None or first.train.moments:  # before minutes of planning, by one process: files may be large
             wrong = ""
@@ -137,7 +128,7 @@ class TrainCommand(Checked):
         replay = arguments.path_or_none("replay", self.replay)
         typed = shlex.join(["warpfold", *sys.argv[1:]]) if sys.argv[1:2] == ["train"] else ""
         more: dict[str, Any] = {"device": where, "watch": told, "team": team, "command": typed}
-        return training.train(config, stores, out, init=init, replay=replay, labels=labels, **more)
+        return training.train(config, stores, out, init=init, replay=replay, **more)
 
 
 def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) -> "list[Source]":
@@ -168,18 +159,6 @@ def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) 
         except ValueError:
             raise UserError(f"--data {one}: {weight!r} is not a number; expected STORE or STORE=WEIGHT") from None
     return found
-
-
-def entries_of(sources: "Sequence[Source]", given: "GivenSettings") -> set[str]:
-    """Return the keys of what is trained on, and of what is held out in a store of its own."""
-    from warpfold.data.store.store import Store
-    from warpfold.data.store.stored_example import entry_keys
-
-    config = given.config()
-    held_out = config.train.validation
-    others = [Store(held_out)] if isinstance(held_out, str) else []
-    own = {key for store in others for key in entry_keys(store, config.model.multimer is not None)}
-    return own.union(*(source.keys for source in sources))
 
 
 train = arguments.function(TrainCommand)

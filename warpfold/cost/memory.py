@@ -45,7 +45,7 @@ from warpfold.parallel.team import Team
 PARTS = ("prepare", "update")  # of a layer, that work on a slice; the rest makes factors
 # Of a model's parts, whose what they make is.
 WHOSE = {
-    **dict.fromkeys(("distogram", "masked_msa", "plddt", "resolved", "pae", "labels"), "heads"),
+    **dict.fromkeys(("distogram", "masked_msa", "plddt", "resolved", "pae"), "heads"),
     "templates": "templates",
     "extra": "extra",
     "structure": "structure",

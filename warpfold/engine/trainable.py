@@ -27,7 +27,6 @@ HEADS = {
     "plddt": "plddt",
     "resolved": "experimentally_resolved",
     "pae": "predicted_aligned_error",
-    "labels": "label",
 }
 BEHIND_TRUNK = ("structure", *HEADS)  # modules of a model that the trunk does not need
 ADAPTER = ("adapter_a", "adapter_b")  # parameters

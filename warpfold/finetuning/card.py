@@ -5,7 +5,7 @@ from typing import Any
 
 from warpfold.data.store.store import Store
 from warpfold.engine.card import LICENCE, card_page
-from warpfold.finetuning.page import PARTS, labels_in_words, verdict
+from warpfold.finetuning.page import PARTS, verdict
 from warpfold.finetuning.split import Split
 
 
@@ -41,6 +41,4 @@ def card(result: Mapping[str, Any], store: Store, split: Split) -> str:
                 f"| {low:+.4f} to {high:+.4f} | {one['wins']} / {one['losses']} / {one['targets']} |"
             )
         lines.append("")
-    if result["labels"]:
-        lines += ["## Labels of the test", "", labels_in_words(result["labels"]), ""]
     return card_page("Fine-tuned parameters", verdict(result), facts, lines, values, result["command"])

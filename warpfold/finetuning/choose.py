@@ -13,7 +13,6 @@ from warpfold.errors import UserError
 from warpfold.finetuning.split import Split
 from warpfold.model.weights.files import data_settings, load_config
 from warpfold.training.config import RunConfig, load_settings
-from warpfold.training.labels import LabelTable, learn_labels
 from warpfold.training.planning import plan_training
 
 EPOCHS = 20  # over the training set, if validation does not end the run before
@@ -96,18 +95,6 @@ def chosen_settings(
         tuned |= {"draws": DRAWS, "trunk": "auto"}
     chosen["finetune"] = tuned
     return settings.merge(first, chosen)
-
-
-def with_labels(
-    values: settings.Mapped, table: LabelTable, entries: Sequence[str], split: Split
-) -> tuple[settings.Mapped, dict[str, float]]:
-    """Return settings with a head for labels, which begins at random, and the labels without those of the test.
-
-    Errors: UserError as of `learn_labels`.
-    """
-    given, labels = learn_labels(table, load_settings(values), entries, split.training)
-    known = {key: value for key, value in labels.items() if key not in split.test}
-    return settings.merge(given.values, {"train": {"new_heads": True}}), known
 
 
 def planned(

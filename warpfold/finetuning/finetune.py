@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from warpfold import __version__, settings
@@ -40,7 +39,7 @@ from warpfold.errors import UserError, listed
 from warpfold.evaluation.before_after import DOCKQ, INTERFACE_LDDT, LDDT, Measure, Measured, fold_before_after
 from warpfold.files import checksum, file_name, sha256, write_atomically
 from warpfold.finetuning.card import card
-from warpfold.finetuning.choose import chosen_settings, first_settings, planned, with_labels
+from warpfold.finetuning.choose import chosen_settings, first_settings, planned
 from warpfold.finetuning.page import report_page
 from warpfold.finetuning.split import Split, make_split, read_split
 from warpfold.model.weights.files import load_config
@@ -50,7 +49,6 @@ from warpfold.progress import Progress, no_progress
 from warpfold.report.report import write_report
 from warpfold.scoring.bootstrap import paired_bootstrap
 from warpfold.training.config import RunConfig
-from warpfold.training.labels import LabelTable, read_labels
 from warpfold.training.processes import train_here
 
 FORMAT = "warpfold-finetune-1"
@@ -74,7 +72,6 @@ class FinetuneOptions:
     msas: Sequence[Path] = ()
     search: Sequence[str] = ()
     rehearse: Source | None = None
-    labels: Path | None = None
     split: Path | None = None
     one_family: bool = False
     trainable: Sequence[str] = ()
@@ -90,10 +87,9 @@ class FinetuneOptions:
         """Return a digest of all that decides the result."""
         rehearsed = self.rehearse and [str(self.rehearse.store.path), self.rehearse.weight]
         inputs = [[str(path) for path in paths] for paths in (self.structures, self.msas)]
-        split, labels = (file and checksum(file) for file in (self.split, self.labels))
+        split = self.split and checksum(self.split)
         decides = [*inputs, list(self.search), rehearsed, split, self.one_family, self.adapters, self.steps]
-        decides += [list(self.trainable), labels]
-        decides += [list(self.changes), self.seed, checksum(self.init), __version__]
+        decides += [list(self.trainable), list(self.changes), self.seed, checksum(self.init), __version__]
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
 
@@ -144,10 +140,6 @@ def finetune(
     general, forgotten = _rehearsal(options, assemblies)
     values = chosen_settings(first, split, options.steps, options.trainable, options.adapters)
     values["train"] |= {"seed": options.seed, "test": [*split.test, *forgotten]}
-    table = labels = None
-    if options.labels is not None:
-        table = read_labels(options.labels)
-        values, labels = with_labels(values, table, entry_keys(store, assemblies), split)
     config, said = planned(values, options.changes, out / "run", device, options.memory)
     log.info("%s", said_of(config, split, said))
     sources = [Source(store, weight=1.0 - (general.weight if general else 0.0), assemblies=assemblies)]
@@ -159,9 +151,7 @@ def finetune(
 
     ranks = min(options.processes, config.optim.accumulate)
     shared = replace(config, plan=replace(config.plan, data=ranks))
-    summary = train_here(
-        ranks, shared, sources, out / "run", init=options.init, labels=labels, device=str(device), watch=watch
-    )
+    summary = train_here(ranks, shared, sources, out / "run", init=options.init, device=str(device), watch=watch)
     if not summary.finished:
         raise KeyboardInterrupt
     write_atomically(out / "params.safetensors", (out / "run" / "params_best.safetensors").read_bytes())
@@ -195,7 +185,6 @@ def finetune(
         "dropped": {one.name or one.file: one.reason for one in packed.dropped},
         "steps": summary.steps,
         "settings": settings.to_dict(config),
-        "labels": None if table is None else labels_of_test(table, measured["test"]),
         "compared": {kind: compared_scores(found, measures, options.seed) for kind, found in measured.items()},
         "predictions": entries[1 : 2 * len(split.test) : 2],  # after, of the test
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
@@ -217,29 +206,6 @@ def said_of(config: RunConfig, split: Split, plan: str) -> str:
         f"{parts} (by {split.by}); {config.train.steps} steps of {optim.accumulate}, rate {optim.learning_rate:g}"
         + (f"; {plan}" if plan else "")
     )
-
-
-def labels_of_test(table: LabelTable, measured: Sequence[Measured]) -> dict[str, Any]:
-    """Return how well labels of the test are predicted; of classes the accuracy, of values correlation and error.
-
-    And what one gets who knows nothing of an example: the accuracy of its commonest class, the error of the mean.
-    """
-    known = {one.assembly.name: one.trained.label for one in measured}
-    if table.classes:
-        true = {name: table.classes[name] for name in known if name in table.classes}
-        right = [
-            max(found, key=found.__getitem__) == true[name] for name, found in known.items() if name in true and found
-        ]
-        commonest = max(map(list(true.values()).count, true.values()), default=0)
-        found = {"accuracy": sum(right) / len(right), "commonest": commonest / len(right)} if right else {}
-        return {"kind": "class", "targets": len(right), **found}
-    pairs = [(table.values[name], found["value"]) for name, found in known.items() if name in table.values and found]
-    if len(pairs) < 3:
-        return {"kind": "value", "targets": len(pairs)}
-    a, b = np.array(pairs).T
-    error, plain = np.abs(a - b).mean(), np.abs(a - np.mean(list(table.values.values()))).mean()
-    r = float(np.corrcoef(a, b)[0, 1]) if a.std() and b.std() else 0.0
-    return {"kind": "value", "targets": len(pairs), "correlation": r, "error": float(error), "of_mean": float(plain)}
 
 
 def compared_scores(measured: Sequence[Measured], measures: Sequence[Measure], seed: int) -> dict[str, Any]:

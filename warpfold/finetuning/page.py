@@ -28,21 +28,6 @@ def verdict(result: Mapping[str, Any]) -> str:
     return f"No clear difference: lDDT-Cα of proteins that training never saw changed by {between}."
 
 
-def labels_in_words(found: Mapping[str, Any]) -> str:
-    """Say in a sentence how well the labels of the test are predicted."""
-    if found.get("accuracy") is not None:
-        return (
-            f"{found['accuracy']:.0%} of {found['targets']} classes are right; of the commonest class are "
-            f"{found['commonest']:.0%}."
-        )
-    if found.get("correlation") is not None:
-        return (
-            f"Over {found['targets']} proteins, values and predictions correlate by {found['correlation']:.2f}. "
-            f"Its mean error is {found['error']:.3g}; that of the mean value is {found['of_mean']:.3g}."
-        )
-    return f"{found['targets']} proteins of the test have a label, too few to say anything."
-
-
 def table_of(scores: Mapping[str, Any], measures: Sequence[Measure]) -> ReportTable:
     """Return the measures of a set: before, after, and the difference with its interval."""
     rows = []
@@ -78,8 +63,6 @@ def report_page(
         )
         for kind in measured
     ]
-    if result["labels"]:
-        sections.append(Section("Labels of the test", labels_in_words(result["labels"])))
     shown = [measures[0], next(one for one in measures if one.key == "tm")]
     sections.append(compared("Each protein of the test", "protein", test, shown))
     sections.append(_training(out / "run" / "metrics.jsonl", result))

@@ -15,7 +15,7 @@ from warpfold.model.axial import ALL, Executable, Residues
 from warpfold.model.clusters import cluster_features
 from warpfold.model.embed import ExtraMSAEmbedder, InputEmbedder, MultimerConfig, RecyclingEmbedder
 from warpfold.model.evoformer import Evoformer, EvoformerConfig
-from warpfold.model.heads import DistogramHead, LabelsConfig, LabelsHead, LogitsHead, PLDDTHead
+from warpfold.model.heads import DistogramHead, LogitsHead, PLDDTHead
 from warpfold.model.layers import DrawsNoise, Linear
 from warpfold.model.structure import StructureConfig, StructureModule, StructureOutput
 from warpfold.model.template import ChainTemplateEmbedder, TemplateConfig, TemplateEmbedder
@@ -32,9 +32,6 @@ class HeadsConfig:
     plddt_bins: int = 50
     pae: bool = False  # the "ptm" models
     pae_bins: int = 64
-    labels: LabelsConfig | None = (
-        None  # what `warpfold train --labels` teaches: a value or a class of the whole example
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +127,6 @@ class Output:
     plddt_logits: Tensor  # [*, r, 50]
     resolved_logits: Tensor  # [*, r, 37]
     pae_logits: Tensor | None  # [*, r, r, 64]
-    label_logits: Tensor | None = None  # [*, classes], or [*, 1] for a value
     recycles: int = 0  # passes before this one, of a whole `forward`
 
     def unbind(self) -> list["Output"]:
@@ -180,7 +176,6 @@ class AlphaFold(Executable):
         self.plddt = PLDDTHead(c.structure.c, c.heads.plddt_c, c.heads.plddt_bins)
         self.resolved = LogitsHead(c.c_s, 37)  # atoms
         self.pae = LogitsHead(c.c_z, c.heads.pae_bins) if c.heads.pae else None
-        self.labels = None if c.heads.labels is None else LabelsHead(c.c_s, c.c_z, c.heads.labels)
         self.frozen_trunk = False  # nothing of it is trained: then no pass keeps anything of it
         self.noise = Noise()
         # All layers draw from one source of dropout noise, each from streams of its own.
@@ -198,8 +193,7 @@ class AlphaFold(Executable):
         Errors: ValueError where the number of passes does not fit.
         """
         folded = self.fold(batch, recycles, start=start)
-        mask = batch["seq_mask"].to(self.device)
-        return replace(self.output(folded.representations, folded.structure, mask), recycles=folded.recycles)
+        return replace(self.output(folded.representations, folded.structure), recycles=folded.recycles)
 
     def fold(
         self,
@@ -262,14 +256,14 @@ class AlphaFold(Executable):
         inputs: `inputs_of_pass`; or what `trunk_pass` found, with the features of the residues and the labels.
         """
         if "single" not in inputs:
-            return self.output(*self.one_pass(inputs), inputs["seq_mask"])
+            return self.output(*self.one_pass(inputs))
         self.noise.key, single = inputs["key"], inputs["single"]
         with self.computing():
             structure = self.structure(single, inputs["pair"], inputs["aatype"], inputs["seq_mask"])
         # Of an alignment whose logits are there no row was kept.
         msa = inputs.get("msa", single.new_empty(*single.shape[:-2], 0, *inputs["msa_first_row"].shape[-2:]))
         found = Representations(msa, inputs["pair"], single, inputs["msa_first_row"])
-        return self.output(found, structure, inputs["seq_mask"], inputs.get("masked_msa_logits"))
+        return self.output(found, structure, inputs.get("masked_msa_logits"))
 
     def trunk_pass(self, inputs: Mapping[str, Tensor], msa: bool = False) -> dict[str, Tensor]:
         """Run a pass of the trunk alone; return what the structure module and the heads read of it, for `last_pass`.
@@ -386,12 +380,11 @@ class AlphaFold(Executable):
         self,
         representations: Representations,
         structure: StructureOutput,
-        seq_mask: Tensor,
         masked_msa_logits: Tensor | None = None,
     ) -> Output:
         """Run the heads (Supp. 1.9), in fp32, on the result of a pass.
 
-        seq_mask [*, r]: of all residues.  masked_msa_logits: where they are known.
+        masked_msa_logits: where they are known.
         """
         r = representations
         return Output(
@@ -405,7 +398,6 @@ class AlphaFold(Executable):
             plddt_logits=self.plddt(structure.single),
             resolved_logits=self.resolved(r.single),
             pae_logits=None if self.pae is None else self.pae(r.pair),
-            label_logits=None if self.labels is None else self.labels(r.single, r.pair, seq_mask),
         )
 
     def first_recycled(self, batch: Batch, guess: Tensor | None = None) -> Recycled:

@@ -4,7 +4,6 @@ Each is a small module from one representation to logits in fp32, named part by 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -60,61 +59,6 @@ def _cut(span: slice, number: int) -> list[slice]:
     each, more = divmod(span.stop - span.start, number)
     ends = [span.start + each * k + min(k, more) for k in range(number + 1)]
     return [slice(*pair) for pair in pairwise(ends)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LabelsConfig:
-    """The settings of the head for labels; `warpfold train --labels` finds those that are not given in its table."""
-
-    classes: tuple[str, ...] = ()  # their names; none: the label is a value
-    c: int = 64  # hidden channels
-    mean: float = 0.0  # of the values in training, and their deviation: the head predicts (value - mean) / scale
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if len(self.classes) == 1 or len(set(self.classes)) < len(self.classes):
-            raise ValueError(f"classes = {list(self.classes)}: at least two different ones are needed, or none")
-        if self.c < 1 or not self.scale > 0:
-            raise ValueError(f"c = {self.c}, scale = {self.scale}: at least 1, and above 0, are needed")
-
-
-class LabelsHead(Executable):
-    """Single and pair -> what a table says of the whole example: s [*, N, c_s], z [*, N, N, c_z] -> [*, outputs].
-
-    Ours, not the paper's: the means of the normalised single and pair representations over residues and pairs of them,
-    and one hidden layer.  Outputs: logits of the classes, or a standardised value.  z may be a shard of rows; the
-    result is whole on every process.
-    """
-
-    def __init__(self, c_s: int, c_z: int, config: LabelsConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.single_norm = LayerNorm(c_s)
-        self.pair_norm = LayerNorm(c_z)
-        self.hidden = Linear(c_s + c_z, config.c, init="relu")
-        self.logits = Linear(config.c, len(config.classes) or 1, init="final")
-
-    def forward(self, s: Tensor, z: Tensor, mask: Tensor) -> Tensor:
-        """Return the outputs; mask [*, N]: of all residues."""
-        s = self.single_norm(self.around_trunk(s))
-        weights = (mask / mask.sum(-1, keepdim=True).clamp(min=1)).to(s.dtype)  # [*, N]
-
-        def mean_of_rows(rows: slice) -> Tensor:
-            some = self.pair_norm(self.around_trunk(self.execution.fetch(z, rows)))
-            return (weights[..., None, None, :] @ some)[..., 0, :]
-
-        own = self.by_rows(mean_of_rows, z.shape[-3], -2)  # of this process's rows
-        pooled = [
-            (weights[..., None, :] @ x)[..., 0, :] for x in (s, self.residues.all_gather(own, -2, mask.shape[-1]))
-        ]
-        logits: Tensor = self.logits(upcast_half(self.hidden(torch.cat(pooled, -1)).relu()))
-        return logits
-
-    def said(self, logits: Tensor) -> dict[str, float]:
-        """Return what the outputs [outputs] of one example mean: {"value": ...}, or the probability of each class."""
-        if not self.config.classes:
-            return {"value": float(logits[0]) * self.config.scale + self.config.mean}
-        return dict(zip(self.config.classes, logits.softmax(-1).tolist()))
 
 
 class LogitsHead(nn.Module):

@@ -124,7 +124,6 @@ class LossConfig:
     plddt: float = 0.01  # eq. 7
     experimentally_resolved: float = 0.0  # eq. 7; 0.01 in fine-tuning
     predicted_aligned_error: float = 0.0  # code; 0.1 in the pTM models (Supp. 1.9.7)
-    label: float = 1.0  # ours: of a model with a head for labels; that of a whole example, it is not scaled by length
     center_of_mass: float = 0.0  # Multimer, equation 1: 1.0, in the weights after v1; keeps chains apart
     fape_clamp: float = 10.0  # angstrom; Algorithm 28; of complexes within the chains
     interface_clamp: float = 30.0  # angstrom, of backbone FAPE between chains; Multimer: 30, code: 1000
@@ -142,7 +141,7 @@ class LossConfig:
 
     def __post_init__(self) -> None:
         weights = [getattr(self, name) for name in WEIGHTED]
-        if min(*weights, self.label) < 0 or max(weights) == 0:
+        if min(weights) < 0 or max(weights) == 0:
             raise ValueError(f"the weights of the losses are {weights}: none may be negative, and not all may be 0")
 
 
@@ -157,7 +156,7 @@ def total_loss(
     residues: the model's.  Where they are sharded over processes, loss and terms are this one's parts of sums.
     Terms: "structure_module" and its parts "fape", "sidechain_fape", "chi_loss", "angle_norm_loss", "violation", of
     complexes "interface_fape" and "center_of_mass"; "distogram", "masked_msa", "plddt", "experimentally_resolved",
-    "predicted_aligned_error", and "label" of a batch with labels.  Of a complex "fape" is that within the chains.
+    "predicted_aligned_error".  Of a complex "fape" is that within the chains.
     Which copy of an entity is whose truth is decided here, if the batch leaves it open (`with_truth`).
     Errors: KeyError for a label that is missing; ValueError when a model without PAE head has a weight for it.
     """
@@ -175,16 +174,11 @@ def total_loss(
         msa = at_pass(batch, pass_index, ("true_msa", "bert_mask"))
         terms["masked_msa"] = masked_msa_loss(output.masked_msa_logits, msa["true_msa"], msa["bert_mask"], residues)
     terms |= _confidence_losses(output, batch, config, residues)
-    if config.label and "label" in batch and output.label_logits is not None:
-        label = label_loss(output.label_logits, batch["label"], batch["label_mask"])
-        terms |= _divided({"label": label}, residues.shards)
 
     terms = _divided(terms, residues.replicas)
     total = torch.stack([getattr(config, name) * terms[name] for name in WEIGHTED if name in terms]).sum()
     if config.scale_by_length:
         total = total * batch["seq_mask"].sum().sqrt()
-    if "label" in terms:
-        total = total + config.label * terms["label"]
     return total, {name: term.detach() for name, term in terms.items()}
 
 
@@ -404,18 +398,6 @@ def predicted_aligned_error_loss(
         )
         target = _bin(epsilon + (local - true_local).square().sum(-1), breaks)
     return _mean_of_pairs(_cross_entropy(logits, target), mask, 1e-8, residues)
-
-
-def label_loss(logits: Tensor, label: Tensor, mask: Tensor) -> Tensor:
-    """Return the error of an example's label: cross-entropy, or the squared error of a standardised value.
-
-    logits [classes] or, for a value, [1]; label: a class's number, or the value; mask: 0 where there is none, as is
-    then the loss.
-    """
-    logits = upcast_half(logits)
-    if len(logits) == 1:
-        return (logits[0] - label.to(logits.dtype)).square() * mask
-    return _cross_entropy(logits[None], label.long()[None])[0] * mask
 
 
 def lddt(

@@ -105,9 +105,6 @@ class Prediction:
     # and, if there is that head, pae [N, N, 64]; the last two may lie in temporary files.
     logits: Mapping[str, np.ndarray] = field(default_factory=dict)
     recycled: Sequence[PassStructure] = ()  # of the passes before the last, where asked for
-    label: Mapping[str, float] | None = (
-        None  # of a model with a head for labels: the value, or each class's probability
-    )
 
     def __repr__(self) -> str:
         chains = f" in {len(self.chain_ids)} chains" if len(self.chain_ids) > 1 else ""
@@ -299,7 +296,7 @@ class Prediction:
                 (draft / names[kind]).write_text(text, encoding="utf-8")
             if self.pae is not None and self.max_pae is not None:
                 write_pae(draft / names["pae"], self.pae, self.max_pae)
-            scores = self.plddt, self.pae, self.ptm, self.iptm, self.chain_pair_iptm, self.label
+            scores = self.plddt, self.pae, self.ptm, self.iptm, self.chain_pair_iptm
             write_scores(draft / names["scores"], *scores, pair_records(self.pair_scores))
             if self.distogram is not None:
                 np.save(draft / names["distogram"], self.distogram, allow_pickle=False)
@@ -350,7 +347,6 @@ def write_prediction(
         "ptm": scores["ptm"],
         **chains,
         "ranking_confidence": scores["ranking_confidence"],
-        **({} if prediction.label is None else {"label": rounded_label(prediction.label)}),
         **details,
         **({"recycled": [one.scores() for one in prediction.recycled]} if prediction.recycled else {}),
         "templates_unused": sum(not outcome.used for outcome in outcomes),
@@ -464,13 +460,12 @@ def write_scores(
     ptm: float | None,
     iptm: float | None = None,
     chain_pair_iptm: np.ndarray | None = None,
-    label: Mapping[str, float] | None = None,
     pair_scores: Sequence[Mapping[str, Any]] = (),
 ) -> None:
     """Write pLDDT [N], PAE [N, N], pTM and ipTM in the layout of ColabFold's `*_scores_*.json`: two decimals.
 
     `max_pae` is the largest error in `pae`.  What is None has no key, as there.  chain_pair_iptm [K, K] of a complex,
-    and the pTM of its chains on the diagonal, have AlphaFold 3's keys.  label: as of `Prediction`, four decimals.
+    and the pTM of its chains on the diagonal, have AlphaFold 3's keys.
     pair_scores: as of `pair_records`.
     """
     head: dict[str, Any] = {"plddt": [round(float(value), 2) for value in plddt]}
@@ -481,8 +476,6 @@ def write_scores(
     if chain_pair_iptm is not None:
         pairs = chain_pair_iptm.astype(float).round(2)
         tail |= {"chain_ptm": pairs.diagonal().tolist(), "chain_pair_iptm": pairs.tolist()}
-    if label is not None:
-        tail["label"] = rounded_label(label)
     if pair_scores:
         tail["pair_scores"] = pair_scores
     with path.open("w", encoding="utf-8") as file:
@@ -492,11 +485,6 @@ def write_scores(
             file.writelines(_rows(pae, 100))
             file.write("]")
         file.write(", " * bool(tail) + json.dumps(tail)[1:])
-
-
-def rounded_label(label: Mapping[str, float]) -> dict[str, float]:
-    """Return a predicted label as files have it: with four digits after the point, of small values as many as count."""
-    return {name: float(f"{value:.4f}" if abs(value) >= 0.1 else f"{value:.3g}") for name, value in label.items()}
 
 
 def _rows(values: np.ndarray, parts: int) -> Iterator[str]:

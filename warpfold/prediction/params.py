@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -252,15 +252,10 @@ def _write(model: AlphaFold, sample: dict[str, Any], target: Path) -> list[str]:
     if target.suffix == ".safetensors":
         write_new(target, lambda draft: save_params(draft, model, sample))
         return []
-    notes = []
-    if model.labels is not None:
-        notes = [f"{target}: is without the head for labels, for which DeepMind's arrays have no place"]
-        model.config = replace(model.config, heads=replace(model.config.heads, labels=None))
-        model.labels = None
     arrays = to_deepmind(model, PREFIX)
     write_new(target, lambda draft: np.savez(draft, **arrays))  # type: ignore[arg-type]
     lost = differences(to_dict(model.config), to_dict(config_from_deepmind(arrays, str(target))), "model.")
     head = ("model.evoformer.pair.head_width", "model.templates.pair.head_width")
     if lost := [one for one in lost if not one.startswith((*head, "model.structure.dropout")) and ".rate:" not in one]:
-        notes += [f"{target}: DeepMind's arrays do not say {listed(lost, between='; ')}: a reader takes the latter"]
-    return notes
+        return [f"{target}: DeepMind's arrays do not say {listed(lost, between='; ')}: a reader takes the latter"]
+    return []

@@ -57,10 +57,6 @@ class ReadOut:
             if model.pae is not None:
                 errors = confidence.predicted_errors(model.pae, r.pair, model.execution, asym_id)
             distances = self._distances(r.pair, length, asked)
-            label = None
-            if model.labels is not None:
-                mask = prepared.batch["seq_mask"].to(model.device)
-                label = model.labels.said(model.labels(r.single, r.pair, mask))
             if asked.logits:
                 logits = {"plddt": _numpy(of_plddt), "resolved": _numpy(model.resolved(r.single))}
                 logits["masked_msa"] = self._whole(model.masked_msa(r.msa), -2, length)
@@ -91,7 +87,6 @@ class ReadOut:
             chain_pair_iptm=None if pairs is None else _numpy(pairs),
             coverage=prepared.coverage,
             logits={name: array for name, array in logits.items() if array is not None},
-            label=label,
             **distances,
         )
 

@@ -14,7 +14,7 @@ from warpfold.batch import Arrays
 from warpfold.bulk import in_order
 from warpfold.data.example.raw_example import Assembly, RawExample
 from warpfold.data.features.crop import fixed_crop
-from warpfold.data.features.make import make_features, with_label
+from warpfold.data.features.make import make_features
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.order import Order, Source, costs, split_keys
 from warpfold.data.load.schedule import Schedule, State, share_of
@@ -114,12 +114,10 @@ class HeldOut:
     reason: str = ""  # why there are no features: the entry is damaged, or too large for the memory
 
 
-def held_out_features(
-    held_out: Sequence[tuple[Store, str]], config: RunConfig, labels: Mapping[str, float] | None = None
-) -> Generator[HeldOut, None, None]:
+def held_out_features(held_out: Sequence[tuple[Store, str]], config: RunConfig) -> Generator[HeldOut, None, None]:
     """Yield the held-out examples: of a long chain the first residues, of a large assembly those around an interface.
 
-    One that cannot be made has the reason, and no other takes its place.  labels: as of `make.with_label`.
+    One that cannot be made has the reason, and no other takes its place.
     A thread makes the features of the next one while the caller uses these.
     """
     passes, most = (config.model.recycles + 1) * config.model.ensemble, config.train.validation_residues
@@ -144,7 +142,7 @@ def held_out_features(
             part = part.take(slice(most))
         drawn = config.train.seed, (key, "validation")
         features = make_features(part, config.data, *drawn, passes, crops=crops)
-        return HeldOut(key, with_label(features, key, labels), whole)
+        return HeldOut(key, features, whole)
 
     with ThreadPoolExecutor(1, "held-out") as thread:
         try:
@@ -184,11 +182,10 @@ def load(
     device: torch.device | str,
     team: Team,
     store: TrunkStore | None = None,
-    labels: Mapping[str, float] | None = None,
 ) -> Loader:
     """Return this rank's examples of the steps that remain, on the device; ranks that share them make the same.
 
-    store: of what a trunk that is not trained has made of them.  labels: as of `make.with_label`.
+    store: of what a trunk that is not trained has made of them.
     """
     order = Order(sources, config.train.seed, config.train.order)
     ranks, steps = team.mesh.data, max(0, config.train.steps - state.step)
@@ -217,7 +214,6 @@ def load(
         config.train.seed,
         assemblies=config.model.multimer is not None,
         sizes=config.plan.sizes,
-        labels=labels,
     )
     return Loader(
         order,

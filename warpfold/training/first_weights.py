@@ -20,7 +20,7 @@ log = logging.getLogger("warpfold")
 # Settings of a model that no parameter depends on: those that change what it computes with them, and the others.
 COMPUTES = {"layers", "position_scale", "order", "outer", "unit_vectors", "activation"}
 FREE = {"recycles", "recycle_tolerance", "ensemble", "rate", "dropout", *COMPUTES}
-HEADS = ("distogram", "masked_msa", "plddt", "resolved", "pae", "labels")
+HEADS = ("distogram", "masked_msa", "plddt", "resolved", "pae")
 
 
 def check_first(config: ModelConfig, init: Path, new_heads: bool = False) -> None:
@@ -45,8 +45,7 @@ def _in_common(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool)
     own, found = model.state_dict(), given.state_dict()
     missing = [head for head in _heads(model) if head not in _heads(given)]
     surplus = [head for head in _heads(given) if head not in _heads(model)]
-    # A head for labels is asked for by its table: no file of structures' parameters has it.
-    if (missing or surplus) and (new_heads or (missing == ["labels"] and not surplus)):
+    if (missing or surplus) and new_heads:
         ours = {name: tensor for name, tensor in own.items() if name.split(".")[0] in missing}
         found = {name: tensor for name, tensor in found.items() if name.split(".")[0] not in surplus} | ours
         missing, surplus = [], []
@@ -60,11 +59,8 @@ def _in_common(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool)
     if missing or surplus:
         said = [f"lacks the head {head}, which the settings have" for head in missing]
         said += [f"has the head {head}, which the settings lack" for head in surplus]
-        changes = [
-            f"--set model.heads.{head}={'true' if head in surplus else 'false'}"
-            for head in (*missing, *surplus)
-            if head != "labels"
-        ] or ["--labels"]
+        changes = [f"--set model.heads.{head}=false" for head in missing]
+        changes += [f"--set model.heads.{head}=true" for head in surplus]
         new = "begins it at random" if missing else "leaves it out"
         raise UserError(
             f"{source}: {' and '.join(said)}; {' '.join(changes)} follows the file, --set train.new_heads=true {new}"

@@ -1,7 +1,7 @@
 """Train on several processes of this machine, of which this one is the first and starts the others."""
 
 import multiprocessing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,6 @@ class _Job:
     sources: Sequence[tuple[Store, np.ndarray, float]]  # the rows of the keys
     out: Path
     init: Path | None
-    labels: Mapping[str, float] | None
     device: str
 
     def run(self, process: ProcessInfo, watch: Watching | None = None) -> Summary:
@@ -41,7 +40,6 @@ class _Job:
                 sources,
                 self.out,
                 init=self.init,
-                labels=self.labels,
                 device=device,
                 watch=watch,
                 team=team,
@@ -55,7 +53,6 @@ def train_here(
     out: Path,
     *,
     init: Path | None = None,
-    labels: Mapping[str, float] | None = None,
     device: str = "cpu",
     watch: Watching | None = None,
 ) -> Summary:
@@ -65,9 +62,9 @@ def train_here(
     under `if __name__ == "__main__"`: the others import it.
     """
     if ranks == 1:
-        return train(config, sources, out, init=init, labels=labels, device=device, watch=watch)
+        return train(config, sources, out, init=init, device=device, watch=watch)
     first = ProcessInfo(ranks=ranks, ranks_per_node=ranks, address="127.0.0.1", port=free_port())
-    job = _Job(config, [(one.store, one.keys.rows, one.weight) for one in sources], out, init, labels, device)
+    job = _Job(config, [(one.store, one.keys.rows, one.weight) for one in sources], out, init, device)
     context = multiprocessing.get_context("spawn")
     others = [replace(first, rank=rank, local_rank=rank) for rank in range(1, ranks)]
     started = [context.Process(target=job.run, args=(one,), daemon=True) for one in others]

@@ -78,7 +78,6 @@ def train(
     *,
     init: Path | None = None,
     replay: Path | None = None,
-    labels: Mapping[str, float] | None = None,
     device: torch.device | str = "cpu",
     watch: Watching | None = None,
     team: Team | None = None,
@@ -87,15 +86,12 @@ def train(
     """Train on a store, or on a mixture of several, into the folder `out`, or continue the run that is there.
 
     Examples are held out of the first source.  init: parameters to start from, in any format that is read.  replay:
-    order.txt of a run of the same data and seed.  labels: of entries, as the model's head predicts them
-    (training/labels.py).  watch: who is told (engine/watch.py).  team: all ranks call this.  command: that gives the
-    same run, for its card.
+    order.txt of a run of the same data and seed.  watch: who is told (engine/watch.py).  team: all ranks call this.
+    command: that gives the same run, for its card.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
     team, (sources, held_out), before, watch = team or Team(), hold_out(data, config), refusals(), as_watchers(watch)
     origin = fingerprint_origin(sources, init, team)
-    if labels is not None:
-        origin["labels"] = fingerprint(repr(sorted(labels.items())).encode())
     execution = Execution(config.plan, team.mesh)
     model = execution.bind(initial_model(config, init, team).to(device))
     plan, ranks_per_node = config.plan, team.process.ranks_per_node
@@ -122,8 +118,8 @@ def train(
         store = keep_trunk(run, config, sources, origin, team)
         if trunk is not None:
             trunk.store = store
-        examples = stack.enter_context(load(config, sources, state, ledger, log, device, team, store, labels))
-        validation = Validation(model, optimizer, held_out, config, state, log, signals, team, labels)
+        examples = stack.enter_context(load(config, sources, state, ledger, log, device, team, store))
+        validation = Validation(model, optimizer, held_out, config, state, log, signals, team)
         step, timer = state.step, validation.timer
         stop = stop_requested(signals, team) or validation.catch_up(step)
         ended = keep_best(run, model, optimizer, step, config, team)

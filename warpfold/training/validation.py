@@ -81,9 +81,7 @@ class Validation:
         log: Log,
         signals: StopSignals,
         team: Team,
-        labels: Mapping[str, float] | None = None,
     ) -> None:
-        self.labels = labels
         self.model, self.optimizer, self.held_out, self.config = model, optimizer, held_out, config
         self.log, self.signals, self.team = log, signals, team
         self.timer = StepTimer()
@@ -170,7 +168,7 @@ class Validation:
         found: dict[str, Scores] = {}
         device = self.optimizer.weights.device
         judge, left, known = Judge(self.model, self.config, device, self._check), self.left(step), bool(self._round)
-        features = held_out_features(self.held_out[rank::ranks], self.config, self.labels)
+        features = held_out_features(self.held_out[rank::ranks], self.config)
         done = 0
         while done < rounds and not stop_requested(self.signals, self.team):
             self.log.phase("validating", done * ranks, min(rounds * ranks, len(self.held_out)), left)

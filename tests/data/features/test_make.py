@@ -15,7 +15,7 @@ from tests.data.examples import example, templates
 from warpfold.batch import FEATURES, NO_ROW, to_tensors
 from warpfold.data.example.raw_example import from_sequence
 from warpfold.data.features.choose import SampleConfig, select
-from warpfold.data.features.make import few_sizes, make_features, pad_features, template_features, with_label
+from warpfold.data.features.make import few_sizes, make_features, pad_features, template_features
 from warpfold.data.features.msa import msa_features
 from warpfold.geometry.residue import GAP
 from warpfold.keyed import keyed_rng
@@ -224,19 +224,6 @@ def test_the_loss_is_clamped_in_as_many_examples_as_the_settings_say(share: floa
         features = make_features(example(), config, 0, ("x", 0), train=train)
         assert features["use_clamped_fape"] == (share == 0 or not train)
     assert "use_clamped_fape" not in make_features(example(labels=False), config, 0, ("x", 0), train=True)
-
-
-def test_an_entry_without_a_label_is_masked() -> None:
-    features = {"aatype": np.zeros(3, np.uint8)}
-    labels = {"x": 2.5, "z": 0.0}
-    found = {key: with_label(features, key, labels) for key in "xyz"}
-    assert {key: (float(one["label"]), float(one["label_mask"])) for key, one in found.items()} == {
-        "x": (2.5, 1),
-        "y": (0, 0),
-        "z": (0, 1),
-    }
-    assert all(one["aatype"] is features["aatype"] for one in found.values())
-    assert with_label(features, "x", None) is features
 
 
 def test_few_sizes_of_every_axis() -> None:

@@ -5,7 +5,7 @@ then the rows of each entity that stand alone, with gaps under the other entitie
 is random is drawn here; the clusters of an assembly are made in the model (model/clusters.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -75,14 +75,6 @@ def make_features(
         features["resolution"] = np.array(raw.resolution or 0.0, np.float32)  # 0: AlphaFold2's value for none (NMR)
         features["use_clamped_fape"] = np.array(chosen.clamped, np.float32)
     return pad_features(features, sizes)
-
-
-def with_label(features: Arrays, key: str, labels: Mapping[str, float] | None) -> Arrays:
-    """Return the features of entry `key` with its label, masked where there is none; labels None: as they are."""
-    if labels is None:
-        return features
-    label, mask = np.array(labels.get(key, 0.0), np.float32), np.array(key in labels, np.float32)
-    return features | {"label": label, "label_mask": mask}
 
 
 def padded_sizes(config: SampleConfig, length: int, train: bool) -> dict[str, int]:

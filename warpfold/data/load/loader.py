@@ -5,7 +5,7 @@ epochs; an example that is ready may overtake a slow one, within a window; the n
 the present step computes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ import torch
 
 from warpfold.batch import Arrays, Batch, to_tensors
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.features.make import few_sizes, make_features, pad_features, with_label
+from warpfold.data.features.make import few_sizes, make_features, pad_features
 from warpfold.data.load.ahead import Ahead
 from warpfold.data.load.blocks import Layout, view
 from warpfold.data.load.order import Order, SourceEntry
@@ -30,8 +30,7 @@ class Maker:
     """Make the features of examples: what each worker gets, the stores and settings.
 
     assemblies: for a model of complexes, to which a chain is an assembly of one (`stored_example.open_entry`).
-    sizes: pad each axis to one of so many sizes (`make.few_sizes`); 0: none is padded.  labels: as of
-    `make.with_label`.
+    sizes: pad each axis to one of so many sizes (`make.few_sizes`); 0: none is padded.
     """
 
     stores: tuple[Store, ...]
@@ -40,7 +39,6 @@ class Maker:
     train: bool = True
     assemblies: bool = False
     sizes: int = 0
-    labels: Mapping[str, float] | None = None
 
     def __call__(self, source: int, key: str, index: int, passes: int) -> Arrays:
         """Return the features of a store's entry `key`, drawn for example `index`: arrays of the feature table.
@@ -49,7 +47,6 @@ class Maker:
         """
         example = open_entry(self.stores[source], key, self.assemblies)
         features = make_features(example, self.config, self.seed, (key, index), passes, self.train)
-        features = with_label(features, key, self.labels)
         if not self.sizes:
             return features
         return pad_features(features, few_sizes(features, self.config, self.sizes))
