@@ -16,7 +16,7 @@ from torch import Tensor
 from warpfold.device import Upload
 from warpfold.errors import UserError
 from warpfold.ops.dispatch import backend
-from warpfold.ops.torch_internals import no_torch_function, wrapper_tensor
+from warpfold.ops.torch_internals import wrapper_tensor
 
 ROWS = -3  # of z [*, i, j, c]
 SEGMENT = 2**28  # bytes allocated at once: torch rounds pinned memory up to a power of two
@@ -35,8 +35,6 @@ class HostTensor(Tensor):
     No operation but `fetch` and `store` takes it: each would bring all of it to the device.
     Errors: UserError where the folder has not as much space.
     """
-
-    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, tile: int) -> "HostTensor":

@@ -184,10 +184,8 @@ def test_what_is_missing_is_said_with_its_cure(machine: dict[str, Any], monkeypa
     monkeypatch.setattr(doctor, "LITTLE_SHARED", 10**18)
     monkeypatch.setattr(Path, "is_dir", lambda self: True)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 * 10**6}))
-    monkeypatch.setattr(doctor, "missing", lambda: {"torch._C._of_today": "something is slower"})
     said = "\n".join(of_machine(GPU)[1:])
     for words in (
-        "torch._C._of_today; something is slower",
         "pip install triton",
         "1.0 GB of memory is free",
         "host memory",

@@ -9,7 +9,6 @@ import torch
 from warpfold.bench import timing
 from warpfold.bench.timing import CudaTimer, Subject, Times, Whole, kernels_launched, measure
 from warpfold.cost.measured_memory import most_allocated
-from warpfold.ops import torch_internals
 
 
 @pytest.fixture
@@ -34,6 +33,7 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     stand_ins = {
         "Event": Event,
+        "_sleep": lambda cycles: done.append(f"busy {cycles}"),
         "current_stream": lambda device: None,
         "synchronize": lambda device: done.append("wait"),
         "reset_peak_memory_stats": lambda device: None,
@@ -42,7 +42,6 @@ def queue(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     }
     for name, function in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, function)
-    monkeypatch.setitem(torch_internals._found, "_sleep", lambda cycles: done.append(f"busy {cycles}"))
     monkeypatch.setattr(timing, "FLUSH", 16)
     return done
 

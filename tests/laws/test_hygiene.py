@@ -173,7 +173,7 @@ def _private(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def test_private_parts_of_torch_are_in_one_file() -> None:
-    """Another torch may lack them: warpfold/ops/torch_internals.py says what happens then."""
+    """A later torch may lack them: warpfold/ops/torch_internals.py is the one file to look at then."""
     allowed = OF_TORCH | OF_OTHERS | _of_ours()
     assert not [
         f"{path}:{line} {name}"

@@ -106,9 +106,9 @@ def test_a_group_gives_up_in_time_and_nccl_s_watchdog_comes_after(nccl: bool, mo
     handle = Mock()
     handle._get_backend.side_effect = lambda device: backends[device.type]
     set_timeouts(handle, 5.0)
-    assert backends["cpu"]._set_default_timeout.call_args == call(timedelta(seconds=5))
+    assert backends["cpu"].set_timeout.call_args == call(timedelta(seconds=5))
     if nccl:
-        assert backends["cuda"]._set_default_timeout.call_args == call(timedelta(seconds=5 + WATCHDOG))
+        assert backends["cuda"].set_timeout.call_args == call(timedelta(seconds=5 + WATCHDOG))
         assert heartbeat.GRACE * 2 < WATCHDOG
 
 

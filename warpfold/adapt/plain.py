@@ -21,7 +21,6 @@ from warpfold.model.axial import Executable
 from warpfold.model.evoformer import Transition
 from warpfold.ops.attention import attention
 from warpfold.ops.linear import norm_linear
-from warpfold.ops.torch_internals import without_torch_functions
 
 
 class LoneNorm(Executable):
@@ -243,10 +242,9 @@ def scaled_dot_product_attention(
     """
     wants = attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled()
     if not wants or dropout_p or is_causal or enable_gqa or query.dim() != 4 or attn_mask is None:
-        with without_torch_functions():
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     if scale is not None:
         query = query * (scale * query.shape[-1] ** 0.5)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))

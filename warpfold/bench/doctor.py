@@ -31,7 +31,6 @@ from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory
 from warpfold.model.alphafold import ModelConfig
 from warpfold.ops.dispatch import TRITON
-from warpfold.ops.torch_internals import missing
 from warpfold.progress import Progress, no_progress
 
 LOGITS = {"cpu": 2**21, "cuda": 2**27}  # the most logits, or numbers in keys, of a case: it gets fewer rows
@@ -208,7 +207,7 @@ def of_machine(device: torch.device) -> list[str]:
     for package, (purpose, cure) in OPTIONAL.items():
         if importlib.util.find_spec(package) is None:
             said.append(f"Not here: {purpose}, because {package} is not installed; {cure}")
-    return [*said, *(f"Not in this torch: {path}; {without}" for path, without in missing().items())]
+    return said
 
 
 def of_findings(findings: Sequence[Finding], source: str, device: torch.device) -> list[str]:

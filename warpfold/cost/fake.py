@@ -27,7 +27,6 @@ from warpfold.ops.torch_internals import (
     fake_process_group,
     is_composite,
     without_modes,
-    without_torch_functions,
 )
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.mesh import Mesh, make_mesh
@@ -173,7 +172,7 @@ class Memory(DispatchMode):
                 return self.run(func, dispatch.implementation(func._opname, args[0]), args, kwargs)
         kind = _kind(func)
         if kind is Kind.COMPOSITE:  # below autograd torch does not take these apart by itself
-            with self, without_torch_functions():  # else modes of functions get the whole again
+            with self:
                 return func.decompose(*args, **kwargs)
         if kind is Kind.IN_PLACE and args[0].is_meta and type(args[0]) in PLAIN:
             return args[0]

@@ -48,7 +48,6 @@ from warpfold.ops.torch_internals import (
     is_composite,
     next_node_number,
     node_number,
-    without_torch_functions,
 )
 from warpfold.ops.triton.launch import unlaunched
 from warpfold.parallel.exchange import SyncConfig
@@ -442,7 +441,7 @@ class _Recorder(DispatchMode):
                 owner.launches += len(self.kernels) - before
             return out
         if _composite(func):
-            with self, without_torch_functions():
+            with self:
                 return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         changed = out is None and func._schema.is_mutable  # lists of tensors, the first of what is given

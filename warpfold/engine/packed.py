@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from warpfold.model.layers import AdaptedLinear, Linear, Projection
-from warpfold.ops.torch_internals import allow_grad_dtype, call_after_backward
+from warpfold.ops.torch_internals import call_after_backward
 from warpfold.parallel.exchange import Layout, make_layout
 
 Joined = tuple[Tensor, Tensor | None]
@@ -66,7 +66,7 @@ class PackedWeights:
         self.gradient = torch.zeros_like(self.weights) if trained else None
         self._waiting: list[Tensor] = []  # gradients, and the places to which they are to be added
         self._into: list[Tensor] = []
-        self._pass: int | None = -1  # of autograd, in which the last of them arrived
+        self._pass = -1  # of autograd, in which the last of them arrived
         self.places: dict[int, Tensor] = {}  # to which the gradient of each leaf is added, by the leaf's id
         self._arrived: dict[int, Tensor] = {}  # the leaves that have a grad, though gradients arrive there
         self._released: set[int] = set()  # and those that have none, so that they take what comes
@@ -176,7 +176,7 @@ class PackedWeights:
         self._into.append(place)
         self._released.discard(id(leaf))
         leaf.grad = place
-        if len(self._waiting) == WAITING or self._pass is None:
+        if len(self._waiting) == WAITING:
             self.settle()
 
     def joined(self, dtype: torch.dtype, projections: tuple[Projection, ...]) -> Joined | None:
@@ -214,10 +214,7 @@ class PackedWeights:
         joined = [[getattr(linear, key) for linear, key in some] for some in (weights, biases) if some]
         if not all(map(self._adjacent, joined)):
             return None
-        leaves = [leaf for leaf in (self._leaf(dtype, parameters) for parameters in joined) if leaf is not None]
-        if len(leaves) < len(joined):
-            return None
-        weight, *bias = leaves
+        weight, *bias = (self._leaf(dtype, parameters) for parameters in joined)
         return [_Source(self, *where) for where in weights + biases], (weight, bias[0] if bias else None)
 
     def _adjacent(self, parameters: list[Tensor]) -> bool:
@@ -237,7 +234,7 @@ class PackedWeights:
                 self.layout.view(self.compute, source.name).copy_(p)
 
     @torch.inference_mode(False)  # as above
-    def _leaf(self, dtype: torch.dtype, parameters: list[Tensor]) -> Tensor | None:
+    def _leaf(self, dtype: torch.dtype, parameters: list[Tensor]) -> Tensor:
         """Return parameters [o, ...] that lie one after another as one tensor, joined along their first axis."""
         names = [self.names[id(p)] for p in parameters]
         places = [self.layout.places[name] for name in names]
@@ -252,8 +249,8 @@ class PackedWeights:
         leaf = flat.new_empty(0).set_(flat[where].view(-1, *rest))  # type: ignore[call-overload]
         if self.gradient is not None:
             leaf.requires_grad_()
-            if not allow_grad_dtype(leaf, self.gradient.dtype):
-                return None
+            # Gradients of bf16 weights are accumulated in fp32.
+            leaf.grad_dtype = self.gradient.dtype
             self._receive(leaf, self.gradient[where].view(-1, *rest))
             if self.watch is not None:
                 self.watch(names[0], leaf)

@@ -25,7 +25,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from warpfold.ops import torch_internals
 from warpfold.ops.dispatch import (
     EMPTY,
     Operands,
@@ -264,7 +263,7 @@ def _unsupported_layer(t: Any) -> str | None:
     if wrong := _wrong_layer(t):
         return wrong
     if backend(t.x) == "cpu":
-        return torch_internals.NO_FLASH_ATTENTION if torch_internals.flash_attention_cpu is None else None
+        return None
     inner, batch = t.out_weight.shape[1], range(1, t.x.dim() - 3)
     if any(t.x.stride(axis - 1) != t.x.shape[axis] * t.x.stride(axis) for axis in batch):
         return "the batch axes of x are not one"

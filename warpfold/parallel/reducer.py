@@ -144,8 +144,6 @@ class Reducer:
             if self.records:
                 nodes = [[get_gradient_edge(leaf).node for leaf in leaves] for leaves in self._leaves]
             self._due = taking_part(nodes)
-        if self._due is None:
-            return  # `finish` sends all of it
         self._due[bucket] -= 1
         while self.sent_buckets < len(self._due) and not self._due[self.sent_buckets]:
             self._send()
