@@ -23,7 +23,7 @@ from tests.training.runs import make_store, rows, tiny_run
 from warpfold import __version__, cli, settings
 from warpfold.cli import common
 from warpfold.cli.common import speaking, this_process
-from warpfold.cli.plan import PlanCommand, SimulateCommand
+from warpfold.cli.plan import PlanCommand
 from warpfold.cli.train import sources_of
 from warpfold.cost.planner import joined
 from warpfold.data.store.store import Store
@@ -285,7 +285,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, tiny_params: Path) -> Path:
 
 
 FOLD = "predict q.fasta --params tiny.safetensors --out out"
-SHARED = "simulate tiny --devices 8"
+SHARED = "plan tiny --device H100 --devices 8"
 REFUSED = [
     ("predict", "missing argument"),
     ("predict q.fasta --out out", "--params"),
@@ -323,11 +323,18 @@ REFUSED = [
     ("train wrong.toml --data none --out out", "model.c_mm is not a setting; did you mean model.c_m?"),
     ("train none --data none --out out", "no such settings file"),
     ("train right.toml --data none --out out", "none"),
-    (f"{SHARED} --set plan.auto=false --plan.data 3", "does not fill 8"),
-    (f"{SHARED} --plan.data 3", "cannot share a step of 2 so"),
-    ("simulate tiny --link wifi", "not a network"),
-    ("simulate tiny --device 'GTX 480'", "is not known"),
-    ("simulate tiny --figure a.pdf", "ends in .png or .svg"),
+    (f"{SHARED} --set plan.data=3 --set optim.accumulate=3", "8 ranks cannot share a step of 3 so"),
+    (f"{SHARED} --link wifi", "not a network"),
+    ("plan tiny --device 'GTX 480'", "gtx 480: not known; give cpu"),
+    ("plan tiny --figure a.pdf", "ends in .png or .svg"),
+    *((f"{SHARED} --price={price}", f"--price {price}") for price in ("0", "-1", "nan", "inf")),
+    *((f"{SHARED} --node={nodes}", "--node") for nodes in ("0", "-1", "nan")),
+    *((f"{SHARED} --link={link}", f"{link}: not a network") for link in ("0", "eth0", "ib-400", "nan")),
+    # Sizes of tensors would overflow 64 bits.
+    *((f"plan tiny --residues={n}", "--residues") for n in ("0", "-1", "nan", "1000000000", "99999999999999999999999")),
+    ("plan tiny --residues 9 --max-msa 10000000000000", "--max-msa"),
+    ("plan tiny --residues 9 --max-extra 10000000000000", "--max-extra"),
+    ("plan tiny --residues 9 --templates 10000000000000", "--templates"),
 ]
 
 
@@ -447,7 +454,7 @@ def test_a_stopped_command_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) ->
     assert common.how_to_go_on() == "the same command continues"
 
 
-# ---- train, simulate
+# ---- train, plan
 
 
 @pytest.fixture(scope="module")
@@ -520,40 +527,21 @@ def test_many_processes_connect_when_they_first_send(
     assert os.environ.get("TORCH_GLOO_LAZY_INIT") == lazy
 
 
-def test_a_step_and_a_training_are_said_and_drawn(capsys: Capture, tmp_path: Path) -> None:
-    cluster = ("--devices", 4, "--node", 2, "--plan.axial", 2, "--link", "eth25", "--set", "optim.accumulate=4")
-    code, out, err = run(
-        capsys, "simulate", "tiny", *cluster, "--recycles", 1, "--failures-per-day", 5, "--price", 2, "--json",
-        "--figure", tmp_path / "timeline.svg",
-    )  # fmt: skip
+def test_devices_that_a_plan_leaves_idle_are_paid_for(capsys: Capture) -> None:
+    """As `train` would choose: an example by itself is not worth sharing over such a link."""
+    there = ("--device", "H100", "--devices", 4, "--link", "eth25")
+    code, out, err = run(capsys, "plan", "tiny", *there, "--price", 2, "--json")
     assert code == 0, err
-    found = json.loads(out)
-    assert found["why"].startswith("data 2 x axial 2, ")
-    assert found["plan"] | {"data": 2, "axial": 2, "branch": 1} == found["plan"]
-    step = found["step"]
-    assert sum(step["parts"].values()) == pytest.approx(step["mean"])
-    assert step["from"] <= step["median"] <= step["to"]
-    assert set(step["undisturbed"]) == {"0", "1"}
-    assert 0 < found["efficiency"] <= 1
-    assert found["cost"] == pytest.approx(2 * found["device_hours"])
-    assert found["device_hours"] == pytest.approx(4 * found["training"]["seconds"] / 3600)
-    assert found["training"]["failed"] > 0
-    assert (tmp_path / "timeline.svg").read_text(encoding="utf-8").startswith("<svg")
+    chosen = json.loads(out)["targets"][0]
+    assert "2 of 4 devices idle" in chosen["said"]  # its steps are of two examples
+    assert chosen["examples_per_second"] == pytest.approx(2 / chosen["seconds"])
+    assert chosen["device_hours_per_million"] == pytest.approx(4 * 1e6 / chosen["examples_per_second"] / 3600)
+    assert chosen["cost_per_million"] == pytest.approx(2 * chosen["device_hours_per_million"])
+    assert 0 < chosen["efficiency"] <= 0.5
 
 
-def test_a_simulated_training_may_leave_devices_idle(capsys: Capture) -> None:
-    """As `train` would: an example by itself is not worth sharing over such a link.  Idle devices are paid for, too."""
-    code, out, err = run(capsys, "simulate", "tiny", "--devices", 4, "--link", "eth25", "--price", 1, "--json")
-    assert code == 0, err
-    found = json.loads(out)
-    assert "2 of 4 devices idle" in found["why"]  # its steps are of two examples
-    assert found["ranks"] == 4
-    assert found["device_hours"] == pytest.approx(4 * found["training"]["seconds"] / 3600)
-
-
-def test_plan_and_simulate_take_devices_to_be_joined_alike() -> None:
+def test_devices_that_are_planned_for_are_on_nodes_of_eight() -> None:
     """`plan` once put 256 devices on one node."""
     _, there = PlanCommand(target="monomer", devices=256, device="H100").machine_and_cluster()
-    assert there == SimulateCommand(settings="monomer", devices=256).joined()
     assert there is not None
     assert joined(there).startswith("32 nodes of 8, 360 GB/s within and 320 GB/s between")

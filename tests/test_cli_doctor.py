@@ -219,7 +219,7 @@ def test_links_are_drawn_and_saved(capsys: pytest.CaptureFixture[str], tmp_path:
     assert json.loads(capsys.readouterr().out)["cluster"]["per_node"] == 4
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate", "train"])
+@pytest.mark.parametrize("command", ["plan", "train"])
 def test_what_an_option_takes_is_said(capsys: pytest.CaptureFixture[str], command: str) -> None:
     said = refused(run(capsys, command, "tiny", "--cluster"))
     assert "'--cluster' requires an argument: " in said

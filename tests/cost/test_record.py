@@ -1,4 +1,4 @@
-"""Records: they hold what is counted in a model that runs, in the code's order; plans and simulations read them."""
+"""Records contain the operations and messages that a running model makes, in the order of the code."""
 
 from collections import Counter
 from dataclasses import replace
@@ -7,15 +7,14 @@ from functools import cache
 import pytest
 
 from warpfold.cost import record as record_module
-from warpfold.cost import simulation
+from warpfold.cost import replay as replay_module
 from warpfold.cost.example import ExampleSizes, Job, ModelBench, shortened
 from warpfold.cost.fake import Memory
 from warpfold.cost.links import Cluster, Link
 from warpfold.cost.planner import parameters
 from warpfold.cost.rates import TORCH, of_gpu
 from warpfold.cost.record import Await, Begin, Operation, RecordedStep, record, traffic
-from warpfold.cost.replay import Pace, Span, replay, step_time
-from warpfold.cost.simulation import Scenario, simulate
+from warpfold.cost.replay import Pace, replay, step_time
 from warpfold.engine.optim import OptimConfig
 from warpfold.model.alphafold import ModelConfig
 from warpfold.model.evoformer import EvoformerConfig, PairConfig
@@ -167,13 +166,14 @@ def test_ways_to_run_an_example_compute_the_same_and_recompute_what_they_say() -
 
 
 @pytest.mark.parametrize("plan", [Plan(), Plan(data=2), Plan(axial=2, recompute="block"), Plan(data=2, batch=2)])
-def test_plan_and_simulate_say_the_same(plan: Plan) -> None:
+def test_the_time_of_a_plan_is_the_mean_over_recycling_passes(plan: Plan) -> None:
     link, ranks, rates = Link(1e-6, 1e9), plan.data * plan.axial, of_gpu("H100")
     cluster = Cluster(ranks=ranks, per_node=2, within=link, between=link)
     of = replace(job(), optim=OptimConfig(accumulate=4, clip="step"))
-    found = simulate(Scenario(job=of, plan=plan, cluster=cluster, rates=rates, examples=4, steps=9, drawn=9))
+    recorded, pace = record(of, plan, 4 // plan.data, 2, gpu=True), Pace.of(rates, cluster)
+    steps = [replay(recorded.step(passes), plan, pace).seconds for passes in range(of.recycles + 1)]
     planned = step_time(of, plan, rates, cluster)
-    assert planned.total == pytest.approx(sum(one.seconds for one in found.times.values()) / len(found.times))
+    assert planned.total == pytest.approx(sum(steps) / len(steps))
     assert planned.total == pytest.approx(sum(planned.by_part.values()))
 
 
@@ -214,28 +214,18 @@ def test_kernels_that_a_gpu_would_launch_are_counted() -> None:
 
 def test_progress_turns_with_each_recorded_part_and_each_step_is_replayed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[float, int, str]] = []
-    spans: list[Span] = []
     passes: list[int] = []
-    replayed = simulation.replay_longest
+    replayed = replay_module.replay_longest
 
     def counted(halves, recycles, *more):
         passes.append(recycles)
         return replayed(halves, recycles, *more)
 
-    monkeypatch.setattr(simulation, "replay_longest", counted)
+    monkeypatch.setattr(replay_module, "replay_longest", counted)
     link = Link(1e-6, 1e9)
     cluster = Cluster(ranks=2, per_node=2, within=link, between=link)
-    given = Scenario(job=job(), plan=Plan(data=2), cluster=cluster, rates=of_gpu("H100"), examples=4, steps=9, drawn=9)
-    simulate(given, lambda *now: said.append(now), spans.append)
-    assert [what for _, _, what in said] == [
-        *(
-            f"recording{where} {part}"
-            for where in ("", ", on one device:")
-            for part in ("an example", "the gradients' way")
-        ),
-        *(f"replaying a step with {recycles} recycling passes" for recycles in (0, 1)),
-    ]
+    step_time(job(), Plan(data=2), of_gpu("H100"), cluster, lambda *now: said.append(now))
+    assert [what for _, _, what in said] == ["an example", "the gradients' way"]
     assert [done for done, _, _ in said] == sorted({done for done, _, _ in said})
-    assert said[-1][0] < said[-1][1] == 3
+    assert said[-1][0] < said[-1][1] == 1
     assert passes == [0, 1]
-    assert spans

@@ -55,7 +55,7 @@ class WithoutFile(Lists):
         if rest:
             raise UserError(
                 f"{rest[0]}: the doctor reads no file; doctor --cluster --out FILE measures a cluster and writes one, "
-                "and plan, train, simulate and launch read it: --cluster FILE"
+                "and plan, train and launch read it: --cluster FILE"
             )
         return rest
 
@@ -87,9 +87,7 @@ class DoctorCommand:
     link: Annotated[
         str | None, reads("Of --cluster: what the network should be: ib400, roce100x2, eth25 (Gb/s, adapters).")
     ] = None
-    out: Annotated[
-        Path | None, writes("Of --cluster: file for the measured links, which plan, train, simulate read.")
-    ] = None
+    out: Annotated[Path | None, writes("Of --cluster: file for the measured links, which plan and train read.")] = None
     figure: Annotated[Path | None, writes("Of --cluster: file for a picture of all links: .png, .svg.")] = None
     device: Device = None
     as_json: AsJson = False
@@ -255,7 +253,7 @@ def cluster_report(found: "Examined", out: Path | None, figure: Path | None) -> 
         counts = [f"{sum(one.outcome == outcome for one in found.findings)} {outcome}" for outcome in SEVERITY]
         yield f"\n{', '.join(counts)}; {found.seconds:.0f} s"
         if out and found.cluster:
-            yield f"measured links: {out}; `plan`, `train` and `simulate` read it"
+            yield f"measured links: {out}; `plan` and `train` read it"
         elif out:
             warn(f"{out} was not written: there are no links, or nodes are not equal")
 

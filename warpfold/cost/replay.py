@@ -9,7 +9,7 @@ does, on average.
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import NormalDist
@@ -80,17 +80,6 @@ def _timed_as(entry: Operation) -> tuple[str, PassName]:
     return (TORCH, PASS[entry.phase]) if _is_torchs(entry) else (entry.op, entry.which)
 
 
-@dataclass(frozen=True)
-class Span:
-    """Something on the timeline, from `begin` to `end` in seconds; stream: "computing", or a wire."""
-
-    stream: str
-    name: str
-    phase: Phase
-    begin: float
-    end: float
-
-
 @dataclass
 class ReplayedStep:
     """How long a rank takes: compute + exposed + launch = seconds.
@@ -117,14 +106,9 @@ class ReplayedStep:
         return max(0.0, self.collectives - self.exposed)
 
 
-def replay(
-    entries: Iterable[Entry], plan: Plan, pace: Pace, seen: Callable[[Span], None] = lambda span: None
-) -> ReplayedStep:
-    """Return how long the entries take; `seen` is told of everything on the timeline.
-
-    plan: that the entries were recorded of.
-    """
-    timeline = _Timeline(plan, pace, seen)
+def replay(entries: Iterable[Entry], plan: Plan, pace: Pace) -> ReplayedStep:
+    """Compute how long the entries, recorded with this plan, take at this pace."""
+    timeline = _Timeline(plan, pace)
     for entry in entries:
         if isinstance(entry, Operation):
             timeline.compute(entry)
@@ -192,13 +176,7 @@ def record_rank(job: Job, plan: Plan, cluster: Cluster, gpu: bool, tell: Progres
     ]
 
 
-def replay_longest(
-    halves: Sequence[RecordedStep],
-    passes: float,
-    plan: Plan,
-    pace: Pace,
-    seen: Callable[[Span], None] = lambda span: None,
-) -> ReplayedStep:
+def replay_longest(halves: Sequence[RecordedStep], passes: float, plan: Plan, pace: Pace) -> ReplayedStep:
     """Return the step of the branch that takes longer, with so many passes without gradient.
 
     The other waits for it in every block.  halves: the recorded steps of a plan's branches; one where there is one.
@@ -206,14 +184,14 @@ def replay_longest(
     steps = [half.step(passes) for half in halves]
     if len(steps) > 1:
         steps.sort(key=lambda entries: replay(entries, plan, pace).seconds)
-    return replay(steps[-1], plan, pace, seen)
+    return replay(steps[-1], plan, pace)
 
 
 class _Timeline:
     """Until when the host launches, the device computes and the wires are busy, as entry follows entry."""
 
-    def __init__(self, plan: Plan, pace: Pace, seen: Callable[[Span], None]) -> None:
-        self.pace, self.seen, self.wires = pace, seen, _Wires(plan, pace)
+    def __init__(self, plan: Plan, pace: Pace) -> None:
+        self.pace, self.wires = pace, _Wires(plan, pace)
         self.found, self.host, self.free = ReplayedStep(), 0.0, 0.0
         # Of collectives under way: when they end, their group, and how much ranks varied when they began.
         self.under_way: dict[int, tuple[float, str, float]] = {}
@@ -239,7 +217,6 @@ class _Timeline:
         found.kernels += launches
         _add(found.by_op, entry.op, taken)
         _add(found.by_phase, entry.phase, taken)
-        self.seen(Span("computing", entry.op, entry.phase, end - taken, end))
         self.free = end
 
     def begin(self, entry: Begin) -> None:
@@ -254,7 +231,6 @@ class _Timeline:
         self.under_way[entry.number] = end, entry.group, self.variance
         self.found.collectives += seconds
         self.found.sent += 0 if entry.group == HOST else entry.times * entry.sent
-        self.seen(Span(stream, f"{entry.kind}, {entry.group}", entry.phase, begin, end))
         if not self.pace.overlap:
             self.wait(entry.number)
 

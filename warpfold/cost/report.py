@@ -132,6 +132,7 @@ def plan_row(one: Candidate, choice: Choice | None, machine: Machine, job: Job, 
     """Return a plan, what it needs and what it takes."""
     hours = None if choice is None or not job.training else choice.device_hours(one)
     time, memory = one.time, one.memory
+    speed = None if time is None or not job.training else examples_of(job) / time.total
     return {
         "title": describe_plan(one.plan, job.training) if choice is None else describe_used(choice, one),
         "plan": to_dict(one.plan),
@@ -142,6 +143,7 @@ def plan_row(one: Candidate, choice: Choice | None, machine: Machine, job: Job, 
         "seconds": None if time is None else time.total,
         "hidden_seconds": None if time is None else time.hidden,
         "sent_bytes": None if time is None else time.sent,
+        "examples_per_second": speed,
         "efficiency": None if choice is None else choice.efficiency(one),
         "device_hours_per_million": hours,
         "cost_per_million": None if price is None or hours is None else price * hours,

@@ -25,8 +25,6 @@ from matplotlib.textpath import TextPath
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from matplotlib.transforms import Affine2D
 
-from warpfold.cost.replay import Span
-from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 from warpfold.report import charts
 from warpfold.report.charts import GREY, INK, RULE, TRUTH
@@ -422,65 +420,6 @@ def draw_pairs(names: Sequence[str], matrices: Mapping[str, np.ndarray]) -> str:
         axes.set_title(title, fontsize=9.5)
         figure.colorbar(image, ax=axes, shrink=0.85)
     return _svg(figure, f"scores of each two of {len(names)} chains")
-
-
-# ---- the timeline of a step: what computes and what travels, a row for each stream
-
-ROWS = ("computing", "within a node", "between nodes")
-KINDS = {  # of a bar: colour, and how it is called
-    "forward": (BLUE, "forward"),
-    "recomputed": ("#8ab4d8", "recomputed"),
-    "backward": (INK, "backward"),
-    "update": (GREY, "update"),
-}
-GROUPS = {"axial": (AMBER, "slices of an example"), "branch": ("#e8b878", "halves of a block")}
-NEXT = 1e-3  # of what is drawn: bars that are nearer are drawn as one
-GRADIENTS = ("#7a4a9e", "gradients and weights")
-
-
-def of_a_block(spans: Sequence[Span], blocks: int, forward: bool) -> list[Span]:
-    """Return the spans of about one block: a 1/blocks share of that pass, from its middle on."""
-    passes = ("forward",) if forward else ("recomputed", "backward")
-    of_pass = [span for span in spans if span.phase in passes]
-    if not of_pass:
-        raise UserError("--figure: nothing is on the timeline")
-    first, last = min(span.begin for span in of_pass), max(span.end for span in of_pass)
-    middle, length = (first + last) / 2, (last - first) / max(1, blocks)
-    return [span for span in spans if span.end > middle and span.begin < middle + length]
-
-
-@mpl.rc_context(STYLE)
-def draw_timeline(spans: Sequence[Span], blocks: int, kind: str = "svg") -> bytes:
-    """Draw a block forward and backward; kind: "svg" or "png"."""
-    figure = Figure(figsize=(7.4, 3.4), layout="constrained")
-    for place, (title, forward) in enumerate((("forward", True), ("backward", False))):
-        axes = figure.add_subplot(2, 1, place + 1)
-        some = of_a_block(spans, blocks, forward)
-        rows = [row for row in ROWS if any(span.stream == row for span in spans)]
-        start = some[0].begin
-        bars: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-        for span in sorted(some, key=lambda span: span.begin):
-            if span.stream == "computing":
-                look = KINDS.get(span.phase, (BLUE, span.phase))
-            else:
-                look = GROUPS.get(span.name.split(", ")[-1], GRADIENTS)
-            of_look = bars.setdefault((span.stream, *look), [])
-            begin, end = 1e3 * (span.begin - start), 1e3 * (span.end - start)
-            if of_look and begin - of_look[-1][1] < NEXT * (some[-1].end - start) * 1e3:  # as one: a smaller file
-                begin, _ = of_look.pop()
-            of_look.append((begin, end))
-        named: set[str] = set()
-        for (stream, color, name), ends in bars.items():
-            widths = [(begin, end - begin) for begin, end in ends]
-            label = None if name in named else name
-            named.add(name)
-            axes.broken_barh(widths, (rows.index(stream) - 0.38, 0.76), color=color, linewidth=0, label=label)
-        axes.set_yticks(range(len(rows)), rows)
-        axes.set_ylim(len(rows) - 0.5, -0.5)
-        axes.set_title(title, loc="left", fontsize=9.5)
-        axes.legend(fontsize=7.5, frameon=False, ncols=len(named), loc="lower right", bbox_to_anchor=(1, 0.98))
-    axes.set_xlabel("ms")
-    return _as_file(figure, "timeline of a block", kind)
 
 
 def _as_file(figure: Figure, label: str, form: str) -> bytes:

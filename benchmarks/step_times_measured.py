@@ -1,11 +1,12 @@
-"""Steps of 1, 2 and 4 processes over emulated links, beside what the simulation says of them from rates measured here.
+"""Compare measured training steps of 1, 2 and 4 processes with the step times that `warpfold plan` would estimate.
 
-    sudo python benchmarks/simulated_here.py --out benchmarks/results/simulated-here-NAME.json     (some 20 minutes)
+    sudo python benchmarks/step_times_measured.py --out benchmarks/results/step-times-measured-NAME.json  (20 minutes)
 
-Rates are medians of some runs, so the median of some steps is compared; the least stands beside it.  The nodes are
-network namespaces (link.py), two processes on each where there are four.  Rates of operations are measured by all
-processes at the same time, between the steps; links as a run measures them.  A step is the slowest rank's.  The machine
-must be quiet, and have a core for each process or the figures are of processes that wait for each other.
+The processes are on emulated nodes, which are network namespaces (link.py); four processes are on two nodes.  All
+processes measure the rates of operations at the same time, between the steps, and links are measured as a run measures
+them.  The time of a step is that of the slowest rank.  Rates are medians, so the median of the steps is compared; the
+shortest step is noted, too.  The machine must be quiet and have a core for each process.  Otherwise the processes wait
+for each other, which no estimate knows.
 """
 
 import argparse
@@ -29,8 +30,8 @@ from warpfold.cost.example import ExampleSizes, Job, random_example, shortened
 from warpfold.cost.links import Cluster, one_node
 from warpfold.cost.measured_rates import measured
 from warpfold.cost.memory import train_on_example
-from warpfold.cost.record import Operation, RecordedStep, record
-from warpfold.cost.replay import Pace, replay
+from warpfold.cost.record import Operation, record
+from warpfold.cost.replay import Pace, step_time
 from warpfold.device import keep_memory
 from warpfold.engine.optim import Optimizer
 from warpfold.model.alphafold import AlphaFold
@@ -42,7 +43,7 @@ from warpfold.settings import plain
 from warpfold.training.config import load_settings
 from warpfold.training.planning import training_job
 
-BAR = 0.15  # of a measured step, by which the simulated one may be off
+BAR = 0.15  # largest relative error of an estimate that counts as met
 SHAPES = [Shape(10, 0.1), Shape(1, 0.1), Shape(1, 5)]
 PLANS = [Plan(), Plan(data=2), Plan(axial=2), Plan(data=4), Plan(data=2, axial=2), Plan(axial=4)]
 
@@ -79,33 +80,41 @@ def timed_steps(job: Job, plan: Plan) -> Iterator[float]:
         yield float(took)
 
 
-def simulated(schedule: RecordedStep, plan: Plan, cluster: Cluster) -> dict[str, Any]:
-    """Return what the simulation says of a step; all ranks measure the same rates at the same time."""
-    pace, asked = Pace.of(measured("cpu", DTYPES[plan.precision]), cluster), set[tuple[str, str, str]]()
-    for entry in schedule.step(0):
+def estimated(job: Job, plan: Plan, cluster: Cluster) -> dict[str, Any]:
+    """Estimate the seconds of a step, as `warpfold plan` does, and average the estimates of the ranks.
+
+    All ranks measure the same rates at the same time, so that they share the cores as they do in a step.
+    """
+    assert job.optim is not None
+    of_plan = replace(job, optim=replace(job.optim, accumulate=plan.data))
+    rates = measured("cpu", DTYPES[plan.precision])
+    pace, asked = Pace.of(rates, cluster), set[tuple[str, str, str]]()
+    for entry in record(of_plan, plan, 1, cluster.per_node, gpu=False).step(0):
         if isinstance(entry, Operation) and (key := (entry.op, entry.phase, str(entry.dtype))) not in asked:
             asked.add(key)
             dist.barrier()
             pace.seconds(entry)
-    found = replay(schedule.step(0), plan, pace)
-    # Of the ranks the mean: that the last of them is waited for is simulated.
-    mean = torch.tensor([found.seconds, found.compute, found.exposed]) / dist.get_world_size()
+    step = step_time(of_plan, plan, rates, cluster)
+    waiting = sum(seconds for name, seconds in step.by_part.items() if name.startswith("waiting for"))
+    # The replay adds the wait for the last of the ranks, so the mean of their estimates is the right one to compare.
+    mean = torch.tensor([step.total, step.total - waiting, waiting]) / dist.get_world_size()
     dist.all_reduce(mean)
-    return {**dict(zip(("seconds", "compute", "exposed"), mean.tolist())), "sent": found.sent}
+    return {**dict(zip(("seconds", "compute", "exposed"), mean.tolist())), "sent": step.sent}
 
 
 def figures(plan: Plan, job: Job, rounds: int, per_node: int) -> Iterator[dict[str, Any]]:
-    """Yield what is measured and what is simulated of one plan."""
+    """Measure the steps of one plan, and estimate them."""
     ranks = dist.get_world_size()
     team = Team(ProcessInfo(dist.get_rank(), ranks, ranks_per_node=per_node), make_mesh(data=ranks))
     cluster = measure_cluster(team, "cpu") if ranks > 1 else one_node(1)
-    schedule, steps = record(job, plan, 1, per_node, gpu=False), timed_steps(job, plan)
+    steps = timed_steps(job, plan)
     next(steps)
     before = list(islice(steps, rounds))
-    said = simulated(schedule, plan, cluster)
-    spent = [*before, *islice(steps, rounds)]  # other programs slow some of them: half before the rates, half after
+    estimate = estimated(job, plan, cluster)
+    # Other programs slow some steps: half of the steps run before the rates are measured, half after.
+    spent = [*before, *islice(steps, rounds)]
     middle, least = statistics.median(spent), min(spent)
-    yield {"measured": middle, "least": least, "simulated": said, "cluster": plain(cluster)}
+    yield {"measured": middle, "least": least, "estimated": estimate, "cluster": plain(cluster)}
 
 
 def main() -> None:
@@ -135,9 +144,9 @@ def main() -> None:
         ranks = plan.data * plan.axial * plan.branch
         per_node = ranks if shape is None else max(1, ranks // 2)
         (found,) = run_ranks(figures, ranks, shape, plan, job, arguments.rounds, per_node)
-        off = found["simulated"]["seconds"] / found["measured"] - 1
+        off = found["estimated"]["seconds"] / found["measured"] - 1
         report["rows"].append({"name": name, **found, "off": round(off, 3), "within": abs(off) <= BAR})
-        took = f"{found['measured']:8.3f} ({found['least']:.3f}) {found['simulated']['seconds']:8.3f}"
+        took = f"{found['measured']:8.3f} ({found['least']:.3f}) {found['estimated']['seconds']:8.3f}"
         print(f"{name:40} {took} {off:+7.1%}", flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,11 +1,11 @@
-"""Figures that others have published, beside what the simulation says of them: half is calibrated with, half predicted.
+"""Compare published step times of other code bases with the step times that `warpfold plan` would estimate.
 
-    python -m benchmarks.simulated --out benchmarks/results/simulated-DATE.json        (some ten minutes on two cores)
+    python -m benchmarks.step_times_published --out benchmarks/results/step-times-published-DATE.json  (some 10 minutes)
 
-The schedules are ours, recorded, with what others do differently switched on: messages awaited where they begin, whole
-factors gathered, no recomputation, graphs.  Of each code base two numbers are fitted to what it takes on one device or
-on few: the share of the data sheet's roofline that its operations reach, forward and backward, or that and seconds of
-each kernel.  Each row says which figures these were.  Where figures come from: `SOURCES`.
+The estimates replay our recorded schedules, as the planner does.  What a code base does differently is switched on:
+it waits for a message where the message begins, gathers whole factors, recomputes nothing, or replays graphs.  Two
+numbers are fitted to each code base, the shares of the data sheet's roofline that its operations reach forward and
+backward on one device or on a few.  The rows that were fitted say so.  `SOURCES` names the origin of each figure.
 """
 
 import argparse
@@ -54,22 +54,25 @@ class Peer(Pace):
 
 @dataclass(frozen=True)
 class Row:
-    """A figure: measured by its authors, and as the simulation has it; calibrated: it was fitted to."""
+    """A figure as its authors measured it and as we estimate it.
+
+    calibrated: the estimate was fitted to this figure.  why: the reason why an estimate is outside the bar.
+    """
 
     source: str
     what: str
     unit: str
     measured: float
-    simulated: float
+    estimated: float
     calibrated: bool = False
-    why: str = ""  # a prediction misses
+    why: str = ""
 
     @property
     def off(self) -> float:
-        """By what share of the measured figure the simulated one is off; of gains in speed, of the speeds."""
+        """The relative error of the estimate; for gains in speed, the relative error of the speed."""
         if self.unit == "% faster":
-            return (self.simulated - self.measured) / (100 + self.measured)
-        return self.simulated / self.measured - 1
+            return (self.estimated - self.measured) / (100 + self.measured)
+        return self.estimated / self.measured - 1
 
     def as_json(self) -> dict[str, Any]:
         """Return the row with whether it is within the bar."""
@@ -113,9 +116,9 @@ def block(sequences: int, residues: int, pace: Pace) -> tuple[float, float]:
     return forward, backward
 
 
-def fitted(measured: float, simulated: Callable[[float], float]) -> float:
+def fitted(measured: float, estimated: Callable[[float], float]) -> float:
     """Return the share of the roofline at which something has its measured value: it is linear in 1 / share."""
-    low, high = simulated(0.1), simulated(1.0)
+    low, high = estimated(0.1), estimated(1.0)
     slope = (low - high) / 9
     return slope / (measured - high + slope)
 
@@ -193,12 +196,12 @@ def scalefold() -> list[Row]:
     ]  # fmt: skip
     _, measured, plan, bare, _ = cases[0]
 
-    def simulated(plan: Plan, bare: Peer, share: float) -> float:
+    def estimated(plan: Plan, bare: Peer, share: float) -> float:
         return step(job, plan, replace(bare, forward=share, backward=share), (0, 3))  # linear between them
 
-    share = fitted(measured, lambda x: simulated(plan, bare, x))
+    share = fitted(measured, lambda x: estimated(plan, bare, x))
     return [
-        Row("ScaleFold", f"step, {name}", "s", known, simulated(plan, bare, share), name.startswith("872"), why)
+        Row("ScaleFold", f"step, {name}", "s", known, estimated(plan, bare, share), name.startswith("872"), why)
         for name, known, plan, bare, why in cases
     ]
 
@@ -285,7 +288,7 @@ def main() -> None:
             rows = [row for row in rows if row["source"] not in {one.source for one in found}]
             for row in found:
                 said = "fitted" if row.calibrated else "within" if abs(row.off) <= BAR else "MISSED"
-                figures = f"{row.measured:9.3f} {row.simulated:9.3f} {row.unit:9} {row.off:+7.1%}"
+                figures = f"{row.measured:9.3f} {row.estimated:9.3f} {row.unit:9} {row.off:+7.1%}"
                 print(f"{row.source:10} {row.what:44} {figures}  {said}", flush=True)
             rows += [row.as_json() for row in found]
     if arguments.out:
@@ -295,7 +298,7 @@ def main() -> None:
 def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return all rows for a file, and how many predictions are within the bar."""
     return {
-        "what": "published figures and the simulation's; modelled from data sheets, nothing was measured here",
+        "what": "published step times and our estimates, modelled from data sheets; nothing was measured here",
         "date": datetime.date.today().isoformat(),
         "bar": BAR,
         "within": sum(row["within"] is True for row in rows),

@@ -1,18 +1,18 @@
-"""The file of published figures: what it says follows from its rows, and the simulation still gives them."""
+"""The file of published step times: its counts follow from its rows, and the estimates are unchanged."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from benchmarks.simulated import BAR, SOURCES, Row, aiak
+from benchmarks.step_times_published import BAR, SOURCES, Row, aiak
 
-FILE = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("simulated-20*.json"))[-1]
+FILE = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("step-times-published-20*.json"))[-1]
 
 
 def test_the_file_says_what_its_rows_do() -> None:
     report = json.loads(FILE.read_text(encoding="utf-8"))
-    names = ("source", "what", "unit", "measured", "simulated", "calibrated", "why")
+    names = ("source", "what", "unit", "measured", "estimated", "calibrated", "why")
     rows = [Row(**{name: row[name] for name in names}) for row in report["rows"]]
     assert [row.as_json() for row in rows] == report["rows"]
     assert {row.source for row in rows} <= set(SOURCES)
@@ -25,7 +25,7 @@ def test_the_file_says_what_its_rows_do() -> None:
 
 def test_the_page_has_the_figures_of_the_file() -> None:
     report = json.loads(FILE.read_text(encoding="utf-8"))
-    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "time.md").read_text(encoding="utf-8")
     assert FILE.name in page
     for row in report["rows"]:
         (line,) = (line for line in page.splitlines() if line.startswith(f"| {row['source']} | {row['what']} |"))
@@ -33,7 +33,7 @@ def test_the_page_has_the_figures_of_the_file() -> None:
         assert ("fitted" in line) == row["calibrated"]
 
 
-def test_the_simulation_still_gives_the_gains_of_hierarchical_sums() -> None:
+def test_the_estimates_still_give_the_gains_of_hierarchical_sums() -> None:
     report = json.loads(FILE.read_text(encoding="utf-8"))
-    known = {row["what"]: row["simulated"] for row in report["rows"] if row["source"] == "AIAK"}
-    assert {row.what: row.simulated for row in aiak()} == pytest.approx(known, rel=1e-6)
+    known = {row["what"]: row["estimated"] for row in report["rows"] if row["source"] == "AIAK"}
+    assert {row.what: row.estimated for row in aiak()} == pytest.approx(known, rel=1e-6)
