@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,13 +23,14 @@ from warpfold import settings
 from warpfold.data.store.store import Store
 from warpfold.parallel.plan import Plan
 from warpfold.training.config import RunConfig
-from warpfold.training.launch import SOON, LaunchJob, torchrun_script
 from warpfold.training.train import train
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="the processes of a run are found in /proc, which is not here"
 )
 ROOT = Path(__file__).parents[2]
+SCRIPT = (ROOT / "docs" / "examples" / "torchrun.sh").read_text(encoding="utf-8")
+(RDZV_CONF,) = re.findall(r"--rdzv-conf (\S+)", SCRIPT)
 STEPS = 16
 TWO = config_for(Plan(data=2), accumulate=4, steps=STEPS, validate_every=0)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -134,7 +136,7 @@ def test_a_machine_is_lost_for_good_and_the_others_go_on(store: Store, tmp_path:
     text = re.sub(r"(?ms)^\[plan.*?(?=^\[(?!plan)|\Z)", "", settings.to_toml(config))  # no plan is asked for
     machines = []
     for host, log in enumerate(logs):
-        more = ["--rdzv-backend", "c10d", "--rdzv-conf", f"is_host={1 - host},{SOON}"]
+        more = ["--rdzv-backend", "c10d", "--rdzv-conf", f"is_host={1 - host},{RDZV_CONF}"]
         machines.append(begin(config, store, out, log, *options, *more, single=False, text=text))
     [lost] = ranks_of(machines[1], out, 5)
     for process in (machines[1].pid, lost):  # the one that does not keep torchrun's own store
@@ -150,13 +152,24 @@ def test_a_machine_is_lost_for_good_and_the_others_go_on(store: Store, tmp_path:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="scripts are bash's, which is not here")
 def test_another_machine_takes_the_place_of_a_lost_one(store: Store, unbroken: Path, tmp_path: Path) -> None:
-    """Each is started by the script that `warpfold launch --torchrun` writes."""
+    """docs/examples/torchrun.sh starts each machine, with another command, and without GPUs."""
     out, file, script = tmp_path / "run", tmp_path / "two.toml", tmp_path / "job.sh"
     file.write_text(settings.to_toml(TWO))
     port = dist.TCPStore("127.0.0.1", 0, None, True).port  # free again in a moment
     command = ("train", str(file), "--data", str(store.path), "--out", str(out), "--device", "cpu")
-    job = LaunchJob(command=command, nodes=2, cores=1, logs=str(tmp_path / "logs"))
-    script.write_text(torchrun_script(job, f"127.0.0.1:{port}"))
+    text = SCRIPT
+    for before, after in {
+        "RANKS_PER_NODE=8": "RANKS_PER_NODE=1",
+        "FIRST=node1:29500": f"FIRST=127.0.0.1:{port}",
+        "OMP_NUM_THREADS=4": "OMP_NUM_THREADS=1",
+        "exec torchrun ": f"exec {shlex.join(TORCHRUN)} ",
+        "    --numa-binding node \\\n": "",
+        "logs/$(hostname)": str(tmp_path / "logs"),
+        "train monomer --data store --out run": shlex.join(command),
+    }.items():
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    script.write_text(text)
 
     def start() -> subprocess.Popen:
         return subprocess.Popen(["bash", script], cwd=ROOT, env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"})

@@ -67,7 +67,7 @@ def test_what_torchrun_says() -> None:
 
 
 def test_torchrun_is_believed_first() -> None:
-    """One that srun starts on each node, as the scripts of `warpfold launch` do."""
+    """One that srun starts on each node, as scripts of other programs do."""
     ranks = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
     found = read({**task(1, 0, "1(x2)"), **ranks, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
     assert found == ProcessInfo(9, 16, 1, 8, "10.0.0.1", 29500)

@@ -1,7 +1,8 @@
-"""A real Slurm of two emulated nodes of this machine: the script of `warpfold launch`, and `srun` alone."""
+"""A real Slurm of two emulated nodes of this machine: docs/examples/slurm.sh, and `srun` for single commands."""
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -131,32 +132,49 @@ def ranks_of(store: Path) -> list[int]:
     return found
 
 
-def test_killed_and_queued_again_it_ends_the_same_to_the_bit(slurm: Slurm, tmp_path: Path) -> None:
+def test_killed_submitted_again_and_queued_again_it_ends_the_same_to_the_bit(slurm: Slurm, tmp_path: Path) -> None:
     store, out = make_store(tmp_path / "my store", proteins=7), tmp_path / "run"
     train_on_ranks(TWO, store, tmp_path / "unbroken")
     (tmp_path / "tiny.toml").write_text(settings.to_toml(TWO))
-    options = ["--slurm", "--nodes", "2", "--cores", "1", "--time", "1:00:00", "--submit", "--out", "job.sh"]
     command = ["train", "tiny.toml", "--data", str(store.path), "--out", "run", "--device", "cpu"]
-    said = slurm.ask(sys.executable, "-m", "warpfold", "launch", *options, "--", *command)
-    job = said.split()[-1]
+    text = (ROOT / "docs" / "examples" / "slurm.sh").read_text(encoding="utf-8")
+    for before, after in {
+        "--ntasks-per-node=8": "--ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=8\n": "",
+        "--cpus-per-task=8": "--cpus-per-task=1",
+        "OMP_NUM_THREADS=4": "OMP_NUM_THREADS=1",
+        # The nodes' names are known to Slurm alone.
+        "asked=\n": "asked=\nexport MASTER_ADDR=127.0.0.1\n",
+        "warpfold train monomer --data store --out run": shlex.join([sys.executable, "-m", "warpfold", *command]),
+    }.items():
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    (tmp_path / "job.sh").write_text(text)
 
-    def has(steps: int) -> bool:
-        assert slurm.state(job), (tmp_path / f"warpfold-{job}.out").read_text()
+    def submit() -> str:
+        return slurm.ask("sbatch", "--parsable", "job.sh").strip()
+
+    def output(job: str) -> str:
+        return (tmp_path / f"warpfold-{job}.out").read_text()
+
+    def has(job: str, steps: int) -> bool:
+        assert slurm.state(job), output(job)
         return (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").read_bytes().count(b"\n") >= steps
 
-    slurm.wait(lambda: has(6))
+    killed = submit()
+    slurm.wait(lambda: has(killed, 6))
     os.kill(ranks_of(store.path)[0], signal.SIGKILL)
-    slurm.wait(lambda: has(12))
+    slurm.wait(lambda: not slurm.state(killed))  # it fails, and is not queued again
+    job = submit()
+    slurm.wait(lambda: has(job, 12))
     slurm.ask("scancel", "--batch", "--signal=USR1", job)  # what Slurm does before the time is over
     slurm.wait(lambda: slurm.state(job) == "PENDING")
     assert len(rows(out)) < STEPS
     time.sleep(3)  # slurmd does not believe a job's credential of the second in which it was queued again
     slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # else in two minutes
     slurm.wait(lambda: not slurm.state(job) or slurm.state(job) == "COMPLETED")
-    assert rows(out) == rows(tmp_path / "unbroken"), (tmp_path / f"warpfold-{job}.out").read_text()
+    assert rows(out) == rows(tmp_path / "unbroken"), output(job)
     assert equal_tensors(out / "params.safetensors", tmp_path / "unbroken/params.safetensors")
-    logs = {path.relative_to(tmp_path / "logs").parts[:2] for path in (tmp_path / "logs").rglob("stdout.log")}
-    assert logs == {(f"{job}-{attempt}", f"node-{node}") for attempt in range(2) for node in range(2)}
 
 
 def test_tasks_of_srun_are_ranks_and_a_shell_is_none(slurm: Slurm, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class WithoutFile(Lists):
         if rest:
             raise UserError(
                 f"{rest[0]}: the doctor reads no file; doctor --cluster --out FILE measures a cluster and writes one, "
-                "and plan, train and launch read it: --cluster FILE"
+                "and plan and train read it: --cluster FILE"
             )
         return rest
 

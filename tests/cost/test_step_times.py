@@ -1,4 +1,4 @@
-"""The file of published step times: its counts follow from its rows, and the estimates are unchanged."""
+"""The files of published and of measured step times: counts follow from rows, and docs/time.md has their figures."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,11 @@ import pytest
 
 from benchmarks.step_times_published import BAR, SOURCES, Row, aiak
 
-FILE = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("step-times-published-20*.json"))[-1]
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+FILE = sorted(RESULTS.glob("step-times-published-*.json"))[-1]
+MEASURED = sorted(RESULTS.glob("step-times-measured-*.json"))[-1]
+PAGE = (ROOT / "docs" / "time.md").read_text(encoding="utf-8")
 
 
 def test_the_file_says_what_its_rows_do() -> None:
@@ -25,10 +29,10 @@ def test_the_file_says_what_its_rows_do() -> None:
 
 def test_the_page_has_the_figures_of_the_file() -> None:
     report = json.loads(FILE.read_text(encoding="utf-8"))
-    page = (Path(__file__).parents[2] / "docs" / "time.md").read_text(encoding="utf-8")
-    assert FILE.name in page
+    assert FILE.name in PAGE
+    assert f"{report['within']} of the {report['predicted']} predictions are within 20 %" in PAGE
     for row in report["rows"]:
-        (line,) = (line for line in page.splitlines() if line.startswith(f"| {row['source']} | {row['what']} |"))
+        (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {row['source']} | {row['what']} |"))
         assert ("missed" in line) == (row["within"] is False)
         assert ("fitted" in line) == row["calibrated"]
 
@@ -37,3 +41,17 @@ def test_the_estimates_still_give_the_gains_of_hierarchical_sums() -> None:
     report = json.loads(FILE.read_text(encoding="utf-8"))
     known = {row["what"]: row["estimated"] for row in report["rows"] if row["source"] == "AIAK"}
     assert {row.what: row.estimated for row in aiak()} == pytest.approx(known, rel=1e-6)
+
+
+def test_the_page_has_the_measured_steps() -> None:
+    rows = json.loads(MEASURED.read_text(encoding="utf-8"))["rows"]
+    assert MEASURED.name in PAGE
+    for row in rows:
+        off = row["estimated"]["seconds"] / row["measured"] - 1
+        assert off == pytest.approx(row["off"], abs=6e-4)
+        assert row["within"] == (abs(off) <= 0.15)
+        percent = round(100 * off)
+        sign = "−" if percent < 0 else "+" if percent else ""
+        assert f"{row['measured']:.2f} s, {sign}{abs(percent)} %" in PAGE
+    within = sum(row["within"] for row in rows)
+    assert f"{within} of the {len(rows)} cases are within 15 %" in PAGE
