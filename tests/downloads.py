@@ -23,6 +23,7 @@ class FileServer:
     faults: list[Fault] = field(default_factory=list)
     ranges: bool = True
     tags: bool = True  # or dates
+    if_range: bool = True  # heeds If-Range
     headers: dict[str, str] = field(default_factory=dict)  # of every answer, over its own
     asked: list[tuple[str, str]] = field(default_factory=list)  # path, Range
 
@@ -65,7 +66,8 @@ def serving(files: dict[str, bytes] | None = None) -> Iterator[FileServer]:
             tag = f'"{hashlib.sha256(data).hexdigest()[:8]}"'
             known = {"ETag": tag} if server.tags else {"Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
             start = int(re.sub(r"\D", "", self.headers["Range"] or "0"))
-            if not server.ranges or (self.headers["If-Range"] or tag) not in (tag, *known.values()):
+            changed = server.if_range and (self.headers["If-Range"] or tag) not in (tag, *known.values())
+            if not server.ranges or changed:
                 start = 0
             if start and start >= len(data):
                 self.head(416, {"Content-Range": f"bytes */{len(data)}"})

@@ -25,7 +25,9 @@ PACKAGE = Path(warpfold.__file__).parent
 OWN_DRAFT = "what it made itself, under a name that nobody else has"
 OWN_FOLDER = "in a folder that was claimed: it holds a run's own names, or was empty"
 SAFE = {
-    "download.py": "NAME.fetching and its note, of a name that others do not use, then renamed to where nothing was",
+    "download.py:fetch_file.write_draft": "pooch's temporary file, whose name is random",
+    "download.py:receive": "the caller's open, empty file",
+    "prediction/published.py:fetch_params": "damaged files that this call has downloaded, and their notes",
     "files.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
     "cli/common.py:speaking": "opens the null device",
     "bench/feeding.py:Emulation.of": "a file of 8 bytes in a temporary folder that the caller has made",
@@ -71,7 +73,6 @@ SAFE = {
     "training/train.py:save.write": "a run's own names; " + OWN_FOLDER,
     "report/figures.py:_svg": "into memory",
     "report/figures.py:_as_file": "into memory",
-    "prediction/published.py:_from_archive": "a tar that it has just fetched to where nothing was",
     "prediction/published.py:_unpack.copy": "a draft of `write_new`",
     "prediction/folder.py:Journal.__init__": "cuts off half a line of a journal of its own name",
     "prediction/folder.py:_appending": "adds to what is there",

@@ -1,78 +1,41 @@
-"""Fetch a file that the user has asked for by name from a public address, or from a folder, whole or not at all.
+"""HTTP for published parameters and the alignment server: sessions that retry, bounded bodies, resumed downloads.
 
-What has come stays beside the file as NAME.fetching, with what the server said of it in NAME.fetching.json, so that the
-same call goes on where the last one stopped.  Proxies are those of HTTPS_PROXY, HTTP_PROXY and NO_PROXY: urllib's.
+The user always names the source. Proxies and certificates follow the environment: HTTPS_PROXY, NO_PROXY,
+REQUESTS_CA_BUNDLE.
 """
 
-import hashlib
-import http.client
-import io
-import json
+import contextlib
+import logging
 import os
 import re
 import shutil
-import socket
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any
 
 from warpfold import __version__
 from warpfold.errors import UserError, printable
-from warpfold.files import lock_file, opened, write_atomically, writing
+from warpfold.files import opened, writing
 from warpfold.progress import Progress, no_progress
 
-AGENT = {"User-Agent": f"WarpFold/{__version__}"}
-_PIECE = 1 << 20
-_HEADERS = 1 << 20  # bytes that an answer may have beside the file: headers, and pages that redirect
+if TYPE_CHECKING:
+    from requests import Response, Session
+
+TIMEOUT = 60.0  # seconds without a byte
+CHUNK_BYTES = 1 << 20
+BACKOFF = (2.0, 60.0)  # seconds before a download's second attempt, and the longest pause
+MAX_BREAKS = 6  # broken connections in a row with hardly a new byte
+MAX_REDIRECTS = 10
+# Request timeout, too early, too many requests, and every error of the server may pass.
+BUSY = frozenset({408, 425, 429, *range(500, 600)})
 
 
 class DownloadFailed(UserError):
-    """The network or the server is at fault; what has come is kept, and the same call goes on."""
+    """The network or the server is at fault, not the user's input."""
 
     exit_code = 1
-
-
-class NotThere(DownloadFailed):
-    """The server has no such file."""
-
-
-class _TryAgain(Exception):
-    """An answer that another attempt may better; seconds: what the server asks to wait."""
-
-    def __init__(self, why: str, seconds: float | None = None) -> None:
-        super().__init__(why)
-        self.seconds = seconds
-
-
-@dataclass(frozen=True, kw_only=True)
-class DownloadLimits:
-    """How long to wait for a server, and how often to ask again; seconds and bytes per second."""
-
-    idle: float = 60.0  # without a byte, until a connection counts as lost
-    slowest: float = 1000.0  # bytes per second over `idle`; below, a connection counts as lost
-    total: float = 48 * 3600.0  # from the call to the last byte
-    retry: tuple[float, float] = (2.0, 120.0)  # after a failure: at first, doubled each time, at most
-    tries: int = 6  # in a row with hardly a new byte, until the server counts as gone
-    first_tries: int = 3  # for the first byte: the network may not be there at all
-
-
-@dataclass(frozen=True)
-class Downloaded:
-    """A file that is there and whole.
-
-    address: where it came from, after redirections, or the file that was copied.  was_there: nothing was fetched.
-    """
-
-    path: Path
-    address: str
-    size: int
-    sha256: str
-    was_there: bool = False
 
 
 def source_of(address: str, base: str | os.PathLike[str] | None) -> str | Path:
@@ -113,357 +76,234 @@ def check_address(address: str, option: str) -> str:
     return address
 
 
-def download(
-    source: str | Path,
-    path: Path,
-    *,
-    sha256: str | None = None,
-    most: int = 20 * 10**9,
-    limits: DownloadLimits = DownloadLimits(),
-    progress: Progress = no_progress,
-) -> Downloaded:
-    """Fetch a file from an http(s) address, or copy it, checked while it comes; it appears whole or not at all.
+def open_session(
+    tries: int,
+    connect_tries: int,
+    backoff: tuple[float, float],
+    tell: Callable[[str], None],
+    wait: Callable[[float], None] = time.sleep,
+) -> "Session":
+    """Open a session that repeats requests while the server is busy or out of reach.
 
-    A file that is there already is checked and kept, and nothing is asked.
-    sha256: that it must have.  most: bytes that it may have.  progress: told megabytes.
-    Errors: NotThere; DownloadFailed where the network or the server fails; UserError for a file that is too large, or
-    of another hash, which is not kept, a bad address, and where nothing can be written.
+    tries, connect_tries: attempts in all, and attempts without a connection.
+    backoff: seconds before the second attempt, doubled after each one, and the longest pause, Retry-After included.
+    tell: called with one line before each pause.  wait: sleeps.
     """
-    if isinstance(source, str):
-        check_address(source, "address")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    wanted = _Wanted(path, str(source), sha256, most)
-    if path.exists():
-        return wanted.there()
-    with writing(wanted.part), lock_file(wanted.part, UserError(f"{path}: another process is fetching it")):
-        if path.exists():  # that process has ended meanwhile
-            wanted.part.unlink()
-            return wanted.there()
-        with open(wanted.part, "r+b") as file:
-            come = _Come(wanted, file, progress)
-            if isinstance(source, Path):
-                come.restart()
-                with opened(source, unpack=False) as stream:
-                    come.total = os.fstat(stream.fileno()).st_size
-                    come.take(stream.read)
-                address = str(source)
-            else:
-                address = _fetch(come, limits)
-            return come.finish(address)
+    import requests
+    from requests.adapters import HTTPAdapter
+    from urllib3.exceptions import InvalidHeader
+    from urllib3.util import Retry
+
+    first, longest = backoff
+
+    class BoundedRetry(Retry):
+        def increment(self, method: Any = None, url: Any = None, response: Any = None, *rest: Any, **more: Any) -> Any:
+            # urllib3 would otherwise read the whole body of the error page, which may have no end.
+            if response is not None:
+                response.close()
+            return super().increment(method, url, response, *rest, **more)
+
+        def sleep(self, response: Any = None) -> None:
+            """Wait as long as the server asks, or twice as long as before, but never longer than `longest`."""
+            pause = first * 2 ** (len(self.history) - 1)
+            if response is not None:
+                with contextlib.suppress(InvalidHeader):
+                    pause = self.get_retry_after(response) or pause
+            pause, last = min(pause, longest), self.history[-1]
+            problem = f"answers {last.status}" if last.error is None else f"does not answer ({reason_of(last.error)})"
+            tell(f"{problem}, asking again in {pause:.0f} s")
+            wait(pause)
+
+    retry = BoundedRetry(
+        total=tries - 1, connect=connect_tries - 1, other=connect_tries - 1, allowed_methods=None,
+        status_forcelist=BUSY, raise_on_status=False,
+    )  # fmt: skip
+    session = requests.Session()
+    session.headers.update({"User-Agent": f"WarpFold/{__version__}", "Accept-Encoding": "identity"})
+    session.hooks["response"].append(_close_redirect)
+    session.mount("https://", HTTPAdapter(max_retries=retry))
+    session.mount("http://", HTTPAdapter(max_retries=retry))
+    return session
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """What is asked for."""
-
-    path: Path
-    source: str
-    sha256: str | None
-    most: int
-
-    @property
-    def part(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.fetching")
-
-    @property
-    def note(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.fetching.json")
-
-    def there(self) -> Downloaded:
-        """Return the file that is there already.  Errors: UserError if it is another one."""
-        with opened(self.path, unpack=False) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
-            size = file.tell()
-        if wrong := self.differs(digest):
-            raise UserError(f"{self.path}: is there, and is another file: {wrong}; move it away, or remove it")
-        return Downloaded(self.path, str(self.path), size, digest, was_there=True)
-
-    def differs(self, digest: str) -> str:
-        """Return how a whole file differs from what is asked for, or nothing."""
-        return "" if self.sha256 in (None, digest) else f"its SHA-256 is {digest}, not {self.sha256}"
+def _close_redirect(response: "Response", **_: Any) -> None:
+    """Close a redirect, whose whole body requests would otherwise read even if it does not follow it."""
+    if response.is_redirect:
+        response.close()
 
 
-@dataclass
-class _Come:
-    """What has come of a file: the bytes of the part, their hash, and what the server has said of the whole."""
-
-    wanted: _Wanted
-    file: IO[bytes]
-    progress: Progress
-    size: int = 0
-    total: int | None = None  # that the server has named
-    digest: Any = field(default_factory=hashlib.sha256)
-    began: tuple[float, int] = (0.0, 0)  # when this connection was opened, with how many bytes
-
-    def resume(self) -> dict[str, str]:
-        """Take up what an earlier call has left; return the headers that ask for the rest, or none to begin anew.
-
-        The rest fits only if it is of the same file: the server says so by its ETag or date, or the hash will.
-        """
-        try:
-            note = json.loads(self.wanted.note.read_text(encoding="utf-8"))
-            known = {name: str(note[name]) for name in ("source", "sha256", "validator")}
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            known = {}
-        same = known.get("source") == self.wanted.source and known["validator"]
-        by_hash = self.wanted.sha256 is not None and known.get("sha256") == self.wanted.sha256
-        if not (same or by_hash):
-            self.restart()
-            return {}
-        if not self.size:
-            self.file.seek(0)
-            while piece := self.file.read(_PIECE):
-                self.digest.update(piece)
-                self.size += len(piece)
-        if not self.size:
-            return {}
-        return {"Range": f"bytes={self.size}-"} | ({"If-Range": known["validator"]} if same else {})
-
-    def restart(self) -> None:
-        """Forget what has come."""
-        self.file.seek(0)
-        self.file.truncate()
-        self.size, self.total, self.digest = 0, None, hashlib.sha256()
-
-    def heard(self, headers: Any) -> None:
-        """Keep what the server says of the file: its ETag, unless it is a weak one, or its date."""
-        tag = headers.get("ETag") or ""
-        validator = tag if tag.startswith('"') else headers.get("Last-Modified") or ""
-        note = {"source": self.wanted.source, "sha256": self.wanted.sha256 or "", "validator": validator}
-        write_atomically(self.wanted.note, json.dumps(note), sync=False)
-
-    def check_sizes(self) -> None:
-        """Raise UserError if the size that is named is too large, or more than the disk has."""
-        w = self.wanted
-        if (self.total or self.size) > w.most:
-            self.forget(f"has more than {w.most / 1e9:g} GB")
-        left = (self.total or self.size) - self.size
-        if left > (free := shutil.disk_usage(w.part.parent).free):
-            raise UserError(f"{w.path}: {left / 1e9:.2f} GB are to come, and the disk has {free / 1e9:.2f} GB free")
-
-    def take(self, read: Callable[[int], bytes], check: Callable[[int], None] = lambda size: None) -> None:
-        """Append what `read` gives, up to its end, or the size that the file has to have."""
-        self.check_sizes()
-        self.began = time.monotonic(), self.size
-        end = self.total or self.wanted.most
-        while piece := read(_PIECE):
-            with writing(self.wanted.part):
-                self.file.write(piece)
-            self.digest.update(piece)
-            self.size += len(piece)
-            check(self.size)
-            self.tell()
-            if self.size > end:
-                self.forget(f"has more than the {end:,} bytes that it should have")
-
-    def tell(self, what: str | None = None) -> None:
-        """Report the progress, in megabytes, and the speed of this connection."""
-        when, size = self.began
-        speed = (self.size - size) / max(time.monotonic() - when, 1e-3) / 1e6
-        done = self.size / 1e6
-        total = (self.total or self.size) / 1e6
-        self.progress(done, max(1, round(total)), f"{self.wanted.path.name}, {what or f'MB, {speed:.1f} MB/s'}")
-
-    def forget(self, why: str) -> NoReturn:
-        """Remove what has come, which is of no use, and raise UserError."""
-        self.wanted.part.unlink(missing_ok=True)
-        self.wanted.note.unlink(missing_ok=True)
-        raise UserError(f"{self.wanted.source}: {why}; nothing of it is kept")
-
-    def finish(self, address: str) -> Downloaded:
-        """Check the whole and give it its name."""
-        digest = self.digest.hexdigest()
-        if wrong := self.wanted.differs(digest):
-            self.forget(f"is not the published file: {wrong}")
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        os.replace(self.wanted.part, self.wanted.path)
-        self.wanted.note.unlink(missing_ok=True)
-        return Downloaded(self.wanted.path, address, self.size, digest)
+def reason_of(error: BaseException) -> str:
+    """Return the innermost cause of a failed connection in a few words."""
+    for inner in (getattr(error, "reason", None), *error.args, error.__cause__):
+        if isinstance(inner, BaseException):
+            return reason_of(inner)
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return printable(" ".join(text.split())) or type(error).__name__
 
 
-def _fetch(come: _Come, limits: DownloadLimits) -> str:
-    """Ask until the whole file has come; return its address, after redirections.
+def read_body(response: "Response") -> Iterator[bytes]:
+    """Yield the body as it arrives, without waiting for full chunks.
 
-    Errors: as of `download`.
+    Errors: requests.ConnectionError where the connection breaks, or the body is shorter than it should be.
     """
-    source, end = come.wanted.source, time.monotonic() + limits.total
-    pause, most = limits.retry
-    failed, best = 0, 0  # in a row, with hardly a new byte; bytes that had come at most
-    while True:
-        try:
-            return _ask(come, limits, end)
-        except urllib.error.HTTPError as error:
-            with error:
-                why, after = f"answers {error.code} {printable(error.reason)}", retry_after(error)
-            if error.code in (404, 410):
-                raise NotThere(f"{source}: {why}; give another place with --from") from None
-            if error.code not in (408, 425, 429) and error.code < 500:
-                raise DownloadFailed(f"{source}: {why}; give another place with --from") from None
-        except _TryAgain as error:
-            why, after = str(error), error.seconds
-        except (OSError, http.client.HTTPException) as error:
-            why, after = f"does not answer ({reason_of(error)})", None
-        if come.size - best > limits.slowest * limits.idle:
-            failed, best, pause = 0, come.size, limits.retry[0]
-        failed += 1
-        pause_now = pause if after is None else max(after, pause)
-        if failed >= (limits.tries if come.size else limits.first_tries) or time.monotonic() + pause_now > end:
-            raise DownloadFailed(
-                f"{source}: {why}; {come.size / 1e6:.1f} MB are kept, and the same command goes on with them; "
-                "behind a proxy set HTTPS_PROXY, from a mirror or a folder give --from"
-            )
-        come.tell(f"{why}, asked again in {pause_now:.0f} s")
-        time.sleep(pause_now)
-        pause = min(2 * pause, most)
+    import requests
+    from urllib3.exceptions import HTTPError
 
-
-def _ask(come: _Come, limits: DownloadLimits, end: float) -> str:
-    """Ask once for what is missing, and take it; return the address that had it."""
-    request = urllib.request.Request(come.wanted.source, headers={**AGENT, "Accept-Encoding": "identity"})
-    for name, value in (rest := come.resume()).items():
-        request.add_header(name, value)
-    most = come.wanted.most + _HEADERS
-    bounds = Bounded(most, limits.idle, lambda said: DownloadFailed(f"{come.wanted.source}: {said}"))
-    opener = urllib.request.build_opener(_NeverLessSafe, bounds)
     try:
-        answer = opener.open(request, timeout=limits.idle)
-    except urllib.error.HTTPError as error:
-        if error.code != 416 or not rest:
-            raise
-        error.close()
-        if re.fullmatch(rf"bytes \*/{come.size}", error.headers.get("Content-Range") or ""):
-            return error.url or come.wanted.source  # all of it had come
-        come.restart()
-        raise _TryAgain("has another file by now") from None
-    except ValueError as error:  # of urllib and http.client: an address or a length that is none
-        raise http.client.HTTPException(f"is not HTTP: {error}") from None
-    with answer:
-        bounds.allow(end - time.monotonic())
-        _heed(come, answer, rest)
-        window = (time.monotonic(), come.size)
-
-        def fast_enough(size: int) -> None:
-            nonlocal window
-            when, had = window
-            if (passed := time.monotonic() - when) >= limits.idle:
-                if size - had < passed * limits.slowest:
-                    raise TimeoutError(f"{size - had} bytes in {passed:.0f} s")
-                window = time.monotonic(), size
-
-        come.take(answer.read1, fast_enough)
-        if come.size < (whole := come.total or 0):
-            raise _TryAgain(f"ended after {come.size:,} of {whole:,} bytes")
-        return str(answer.url)
+        while chunk := response.raw.read1(CHUNK_BYTES, decode_content=False):
+            yield chunk
+    except (HTTPError, ValueError) as error:  # ValueError: a chunk whose length is no number
+        raise requests.ConnectionError(error) from error
 
 
-def _heed(come: _Come, answer: Any, rest: dict[str, str]) -> None:
-    """Read what an answer's headers say; begin anew where it is not the rest that was asked for."""
-    headers, source = answer.headers, come.wanted.source
-    encoding, kind = headers.get("Content-Encoding") or "identity", headers.get_content_type()
-    if encoding != "identity":
-        raise DownloadFailed(f"{source}: answers with the encoding {printable(encoding)}, which nobody asked for")
-    if kind == "text/html" and not come.wanted.path.name.endswith((".html", ".htm")):
-        raise DownloadFailed(f"{source}: answers with a page, not with a file; is there a login between?")
-    length = headers.get("Content-Length")
-    total = int(length) if length and re.fullmatch(r"\d{1,15}", length) else None
-    if answer.status == 206 and rest:
-        found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", headers.get("Content-Range") or "")
-        if found is None or int(found[1]) != come.size:
-            come.restart()
-            raise _TryAgain("gives another part than was asked for")
-        come.total = None if found[3] == "*" else int(found[3])
-        come.file.seek(come.size)
-    elif answer.status == 200:
-        come.restart()
-        come.total = total
-        if total is None and not answer.chunked and come.wanted.sha256 is None:
-            raise DownloadFailed(f"{source}: does not say how long the file is: nobody could tell whether it was whole")
-    else:
-        raise DownloadFailed(f"{source}: answers {answer.status}, which is no file")
-    come.heard(headers)
+def fetch_file(
+    source: str | Path, path: Path, sha256: str | None, max_bytes: int, progress: Progress = no_progress
+) -> str:
+    """Download or copy a file to `path`, where nothing is yet; it appears complete and verified, or not at all.
 
-
-# ---- what every connection keeps to
-
-
-def retry_after(error: urllib.error.HTTPError) -> float | None:
-    """Return the seconds that a server asks to wait; None: it names none, or a time of day."""
-    text = (error.headers.get("Retry-After") or "").strip()
-    return float(text) if re.fullmatch(r"\d{1,9}", text) else None
-
-
-def reason_of(error: Exception) -> str:
-    """Return in some words why a connection failed."""
-    reason = getattr(error, "reason", None) or error
-    return printable(" ".join(str(reason).split())) or type(reason).__name__
-
-
-class Bounded(urllib.request.HTTPSHandler, urllib.request.HTTPHandler):
-    """Opens connections whose answers, headers and all, are no larger than `most` and there within `seconds` from now.
-
-    A socket's own timeout begins anew with every byte, and urllib reads the whole of a redirection.
-    too_large: the error of a larger one, made of what is said of it.
+    Returns the address after redirects.
+    Errors: as of `receive`; UserError for a file with another hash, and where nothing can be written.
     """
+    import pooch
 
-    def __init__(self, most: int, seconds: float, too_large: Callable[[str], Exception]) -> None:
-        super().__init__()
-        self.most, self.too_large = most, too_large
-        self.allow(seconds)
+    pooch.get_logger().setLevel(logging.WARNING)
+    address = str(source)
 
-    def allow(self, seconds: float) -> None:
-        """Have the answer be there within `seconds` from now."""
-        self.seconds, self.end = seconds, time.monotonic() + seconds
+    def write_draft(url: str, draft: str, _: Any) -> None:
+        nonlocal address
+        with open(draft, "wb") as file:
+            address = receive(source, file, path.name, max_bytes, progress)
+            # pooch's draft is readable by its owner alone; the file gets the permissions of any new file.
+            os.umask(mask := os.umask(0o077))
+            os.fchmod(file.fileno(), 0o666 & ~mask)
+            os.fsync(file.fileno())
 
-    def do_open(self, http_class: Any, req: Any, **more: Any) -> Any:
-        def connect(host: str, **options: Any) -> http.client.HTTPConnection:
-            connection: http.client.HTTPConnection = http_class(host, **options)
-            connection.response_class = self._response  # type: ignore[assignment]  # http.client only calls it
-            return connection
-
-        return super().do_open(connect, req, **more)
-
-    def _response(self, sock: socket.socket, *arguments: Any, **more: Any) -> http.client.HTTPResponse:
-        response = http.client.HTTPResponse(sock, *arguments, **more)
-        response.fp.close()
-        response.fp = io.BufferedReader(_Received(sock, self))
-        return response
-
-
-class _Received(io.RawIOBase):
-    """What a socket receives within the bounds of `Bounded`."""
-
-    def __init__(self, sock: socket.socket, bounds: Bounded) -> None:
-        super().__init__()
-        self._socket, self._bounds, self._idle, self._size = sock, bounds, sock.gettimeout(), 0
-        self._raw = sock.makefile("rb", buffering=0)  # keeps the socket open when the connection lets go of it
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        """Receive what there is, once."""
-        left = self._bounds.end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"not all of it within {self._bounds.seconds:g} s")
-        self._socket.settimeout(left if self._idle is None else min(left, self._idle))
-        count = self._raw.readinto(buffer)
-        self._size += count or 0
-        if self._size > self._bounds.most:
-            raise self._bounds.too_large(f"has more than {self._bounds.most / 1e6:g} MB")
-        return count
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
+    try:
+        with writing(path):
+            folder = os.path.abspath(path.parent)
+            pooch.retrieve(address, sha256 and f"sha256:{sha256}", path.name, folder, downloader=write_draft)
+    except ValueError:  # pooch's, where hashes differ
+        raise UserError(
+            f"{source}: is not the published file, whose SHA-256 is {sha256}. Try another source."
+        ) from None
+    return address
 
 
-class _NeverLessSafe(urllib.request.HTTPRedirectHandler):
-    """Follows redirections to any host, as publishers' stores have them, but from https to nothing else."""
+def receive(source: str | Path, file: IO[bytes], name: str, max_bytes: int, progress: Progress = no_progress) -> str:
+    """Download or copy a file into an open, empty one, and return the address after redirects.
 
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        old, new = urllib.parse.urlsplit(req.full_url).scheme, urllib.parse.urlsplit(newurl).scheme
-        if new != "https" and (old, new) != ("http", "http"):
-            raise DownloadFailed(f"{req.full_url}: leads to {printable(newurl[:100])}, which is not https")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+    If the connection breaks, only the remainder is requested.  The answer is used only if it continues the same file,
+    by its ETag or date and its total size; otherwise the download starts anew.
+    progress: receives megabytes.
+    Errors: DownloadFailed where the network or the server fails; UserError for a file of more than `max_bytes` or
+    without room on the disk.
+    """
+    if isinstance(source, Path):
+        with opened(source, unpack=False) as stream:
+            shutil.copyfileobj(stream, file, CHUNK_BYTES)
+        return str(source)
+    import requests
+
+    size, total, validator, breaks = 0, 0, "", 0
+
+    def tell(what: str) -> None:
+        progress(size / 1e6, max(1, round((total or size) / 1e6)), f"{name}, {what}")
+
+    with open_session(5, 3, BACKOFF, tell) as session:
+        while True:
+            headers = {"Range": f"bytes={size}-", "If-Range": validator} if size and total and validator else {}
+            before = size
+            try:
+                with _get(session, source, headers) as response:
+                    if response.status_code == 206 and headers:
+                        part = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
+                        same = part and int(part[1]) == size and part[2] in ("*", str(total))
+                        # An answer to If-Range must repeat the ETag, but may omit the date.
+                        found = _validator(response)
+                        if not same or (found != validator and (found or validator.startswith('"'))):
+                            size, total, validator = 0, 0, ""
+                            raise requests.ConnectionError("another file than before")
+                    elif response.status_code == 200:
+                        size, total, validator = 0, _length(response, source, name), _validator(response)
+                    else:
+                        raise DownloadFailed(
+                            f"{source}: answers {response.status_code} {printable(response.reason or '')}. "
+                            "Give another source with --from."
+                        )
+                    too_large = UserError(f"{source}: is larger than it should be. Give another source with --from.")
+                    if total > max_bytes:
+                        raise too_large
+                    file.seek(size)
+                    file.truncate()
+                    disk = os.fstatvfs(file.fileno())
+                    if total - size > (free := disk.f_bavail * disk.f_frsize):
+                        raise UserError(
+                            f"{name}: needs {(total - size) / 1e9:.2f} GB, and the disk has {free / 1e9:.2f} GB free. "
+                            "Make room, or choose another folder with --out."
+                        )
+                    began, before = time.monotonic(), size
+                    for chunk in read_body(response):
+                        file.write(chunk)
+                        size += len(chunk)
+                        if size > (total or max_bytes):
+                            raise too_large
+                        tell(f"MB, {(size - before) / max(time.monotonic() - began, 1e-3) / 1e6:.1f} MB/s")
+                    if size < total:
+                        raise requests.ConnectionError(f"{size:,} of {total:,} bytes")
+                    file.flush()
+                    return str(response.url)
+            except requests.RequestException as error:
+                breaks = 0 if size - before > CHUNK_BYTES else breaks + 1
+                # Before the first byte, the session has already tried again.
+                if breaks >= MAX_BREAKS or not (size or before):
+                    raise DownloadFailed(
+                        f"{source}: does not answer ({reason_of(error)}). Try later, set HTTPS_PROXY behind a proxy, "
+                        "or give a mirror or a folder with --from."
+                    ) from None
+                tell(f"connection lost ({reason_of(error)})")
+                time.sleep(min(BACKOFF[0] * breaks, BACKOFF[1]))
+
+
+def _get(session: "Session", address: str, headers: dict[str, str]) -> "Response":
+    """Request an address, and follow its redirects, but never from https to anything less safe."""
+    for _ in range(MAX_REDIRECTS):
+        try:
+            response = session.get(address, headers=headers, timeout=TIMEOUT, stream=True, allow_redirects=False)
+            if not response.is_redirect:
+                return response
+            target = urllib.parse.urljoin(address, response.headers["Location"])
+            scheme = urllib.parse.urlsplit(target).scheme
+        except ValueError as error:
+            raise DownloadFailed(f"{address}: redirects to no address ({error}). Give --from.") from None
+        safe = ("https",) if address.startswith("https:") else ("http", "https")
+        if scheme not in safe:
+            raise DownloadFailed(
+                f"{address}: redirects to {printable(target[:100])}, which is not {safe[-1]}. "
+                "Give another source with --from."
+            )
+        address = target
+    raise DownloadFailed(f"{address}: redirects more than {MAX_REDIRECTS} times. Give another source with --from.")
+
+
+def _validator(response: "Response") -> str:
+    """Return the ETag of a file, unless it is a weak one, or its date."""
+    tag = response.headers.get("ETag", "")
+    return tag if tag.startswith('"') else response.headers.get("Last-Modified", "")
+
+
+def _length(response: "Response", source: str, name: str) -> int:
+    """Return the size of a file by its headers; 0: it comes in chunks, whose end is marked.
+
+    Errors: DownloadFailed for a page instead of a file, a compressed file, and an unknown size.
+    """
+    headers = response.headers
+    if headers.get("Content-Encoding", "identity") != "identity":
+        raise DownloadFailed(f"{source}: is sent compressed, which was not requested. Give another source with --from.")
+    if headers.get("Content-Type", "").startswith("text/html"):
+        raise DownloadFailed(f"{source}: answers with a page, not with a file. Log in to the network, or give --from.")
+    length = headers.get("Content-Length", "")
+    if re.fullmatch(r"\d{1,15}", length):
+        return int(length)
+    if headers.get("Transfer-Encoding", "").lower() != "chunked":
+        raise DownloadFailed(f"{source}: does not state the file's size. Give another source with --from.")
+    return 0

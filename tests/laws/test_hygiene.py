@@ -9,7 +9,10 @@ from pathlib import Path
 
 from laws_source import ROOT, calls, functions, imports, loaded_at_import, nodes, room, text, trees
 
-NETWORK = {"urllib", "requests", "httpx", "aiohttp", "socket", "http", "ftplib", "wget", "boto3", "paramiko"}
+NETWORK = {
+    *("urllib", "urllib3", "requests", "pooch", "httpx", "aiohttp", "socket", "http", "ftplib", "wget", "boto3"),
+    "paramiko",
+}
 PICKLES = {"pickle", "cPickle", "dill", "joblib", "shelve", "marshal", "cloudpickle"}
 ASKS_A_SERVER = {Path("warpfold/download.py"), Path("warpfold/data/search/server.py")}
 READS_ENVIRONMENT = {"cli", "device", "parallel"}

@@ -4,7 +4,10 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -101,7 +104,6 @@ def test_files_that_are_there_stay(server: FileServer, tmp_path: Path) -> None:
     assert contents(tmp_path) == before
     warpfold.fetch_params("model_1_ptm", out=tmp_path, source=server.url)
     assert contents(tmp_path).items() > before.items()
-    assert not server.asked
     with open(tmp_path / "params_model_1_ptm.npz", "ab") as file:
         file.write(b"more")
     with pytest.raises(UserError, match="is another file than model_1_ptm: its SHA-256 is"):
@@ -121,7 +123,7 @@ def test_a_folder_or_the_tar_itself_stays(tar: bytes, tmp_path: Path) -> None:
 def test_openfolds_are_files_of_their_own(server: FileServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = write_like("finetuning_ptm_1", tmp_path).read_bytes()
     server.files["finetuning_ptm_1.pt"] = data
-    with pytest.raises(UserError, match="is not the published file: its SHA-256 is"):
+    with pytest.raises(UserError, match="is not the published file, whose SHA-256 is"):
         warpfold.fetch_params("finetuning_ptm_1", out=tmp_path / "out", source=server.url)
     assert os.listdir(tmp_path / "out") == []
     one = replace(PUBLISHED["finetuning_ptm_1"], sha256=None)
@@ -146,11 +148,23 @@ def packed(**members: bytes) -> bytes:
     return out.getvalue()
 
 
+def member(size: int, kind: bytes = tarfile.REGTYPE, pax: dict[str, str] | None = None) -> bytes:
+    """A tar of one member, which claims a size and has 512 bytes."""
+    made = tarfile.TarInfo("params_model_1.npz")
+    made.size, made.type, made.pax_headers = size, kind, pax or {}
+    return made.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT) + bytes(512)
+
+
 @pytest.mark.parametrize(
     ("data", "says"),
     [
         (b"no tar at all" * 100, "not a tar that can be read"),
-        (packed(), "has no params_model_1.npz; is it the published archive"),
+        (member(10**15, tarfile.GNUTYPE_LONGNAME), "not a tar that can be read"),
+        (member(-(10**15), tarfile.GNUTYPE_LONGNAME), "not a tar that can be read"),
+        (member(2**70), "not a tar that can be read"),
+        (member(1, pax={"size": "9" * 400}), "not a tar that can be read"),
+        (member(1, pax={"size": "9" * 5000}), "params_model_1.npz: not a readable .npz"),
+        (packed(), r"has no params_model_1\.npz\. Give the published archive"),
         (packed(**{"params_model_1.npz": bytes(50_000)})[:30_000], "not a tar that can be read"),
         (packed(**{"../../params_model_1.npz": b"no arrays"}), "params_model_1.npz: not a readable .npz"),
     ],
@@ -159,8 +173,18 @@ def test_a_tar_that_is_none_or_means_harm(tmp_path: Path, data: bytes, says: str
     (tmp_path / TAR).write_bytes(data)
     with pytest.raises(UserError, match=says):
         warpfold.fetch_params("model_1", out=tmp_path / "a" / "b", source=str(tmp_path / TAR))
-    assert {path.name for path in tmp_path.rglob("*.npz") if path.is_file()} <= {"params_model_1.npz"}
-    assert not list(tmp_path.glob("*.npz"))
+    assert contents(tmp_path) == {TAR: data}  # nothing is kept that the next run would take for the file
+
+
+def test_a_killed_download_leaves_no_archive(server: FileServer, tmp_path: Path) -> None:
+    """Such a file would take 5.6 GB, and the next run would take it for the user's."""
+    server.faults = ["slow"]
+    code = "import sys, warpfold; warpfold.fetch_params('model_1', out=sys.argv[1], source=sys.argv[2])"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out"), server.url]) as process:
+        while not server.asked:
+            time.sleep(0.02)
+        process.kill()
+    assert os.listdir(tmp_path / "out") == []
 
 
 def test_the_list_and_wrong_use(server: FileServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

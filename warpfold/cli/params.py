@@ -40,7 +40,7 @@ class ParamsCommand(Checked):
 
 
 params = function(ParamsCommand)
-TAR = "DeepMind's come in a tar of 5.6 GB, which is fetched whole and then removed; --from takes one that is there."
+TAR = "DeepMind's files come in a tar of 5.6 GB, which is downloaded completely and not kept; --from takes a tar."
 
 
 @command(
@@ -62,7 +62,7 @@ def params_in_shell(
 class FetchParamsCommand(Checked):
     """Fetch published parameters by name, DeepMind's or OpenFold's, into a folder; without a name, list them.
 
-    After Ctrl-C or a lost connection the same command goes on.  Proxies: HTTPS_PROXY and NO_PROXY.
+    After a lost connection the download goes on.  Proxies: HTTPS_PROXY and NO_PROXY.
     """
 
     name: Annotated[
@@ -95,7 +95,6 @@ fetch_params = function(FetchParamsCommand)
     name="params fetch",
     example="Example:  warpfold params fetch model_1_ptm --out params\n\n"
     "Without the published address:  warpfold params fetch ptm --from /data/alphafold_params_2022-12-06.tar",
-    continues=True,
 )
 def fetch_params_in_shell(given: dict[str, Any]) -> Answer:
     """Print what was fetched, or the list."""

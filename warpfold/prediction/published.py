@@ -19,20 +19,22 @@ import os
 import re
 import shutil
 import tarfile
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from warpfold.errors import UserError
-from warpfold.files import sha256, write_atomically, write_new, writing
+from warpfold.errors import UserError, printable
+from warpfold.files import opened, sha256, write_atomically, write_new, writing
 from warpfold.progress import Progress, no_progress
 
 if TYPE_CHECKING:
     from warpfold.prediction.params import ParamsFile
 
 LARGEST = 2 * 10**9  # bytes of a file of parameters
+LARGEST_ARCHIVE = 20 * 10**9
 
 
 @dataclass(frozen=True)
@@ -187,36 +189,57 @@ def published(name: str) -> list[PublishedParams]:
     raise UserError(f"{name}: no published parameters of this name; {hint}`warpfold params fetch` lists them")
 
 
-# ---- how they come
+# ---- downloads
 
 
 def fetch_params(name: str, out: Path, base: str | None = None, progress: Progress = no_progress) -> "list[ParamsFile]":
-    """Fetch the parameters of a name into the folder `out`, and inspect each, every number of it.
+    """Download the parameters of a name into the folder `out`, and inspect each file, every number of it.
 
-    A file that is there already is kept, if it is the published one or was fetched before.  Beside each stands
-    FILE.source.json: its address, SHA-256, licence and attribution.  A tar is fetched whole, and removed when what is
-    wanted was taken from it.
-    base: in place of the published address, that of a mirror, a folder, or the file itself, which stays.
-    Errors: as of `download`; UserError for an unknown name, a file that is there and is another one, and one that is
-    not what it should be.
+    An existing file is kept if it is the published one or was downloaded before. Each file gets a FILE.source.json with
+    its address, SHA-256, licence and attribution. An archive is held in a temporary file without a name.
+    base: a mirror's address, a folder, or the file itself, in place of the published address.
+    Errors: as of `warpfold.download.receive`; UserError for an unknown name, an existing file that is another one, and
+    a damaged file, which is not kept.
     """
-    from warpfold.download import download, source_of
+    from warpfold.download import fetch_file, receive, source_of
     from warpfold.prediction.params import inspect_params
 
     wanted = published(name)
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    fetched = list[Path]()
     for address in dict.fromkeys(one.address for one in wanted):
         missing = [one for one in wanted if one.address == address and not _is_there(out / one.file, one)]
-        if missing and missing[0].in_archive:
-            _from_archive(missing, out, base, progress)
+        if not missing:
             continue
-        for one in missing:
-            source = source_of(address, base)
-            come = download(source, out / one.file, sha256=one.sha256, most=LARGEST, progress=progress)
-            _write_note(come.path, one, come.address, come.sha256, come.size)
+        source = source_of(address, base)
+        fetched += [out / one.file for one in missing]
+        if not missing[0].in_archive:
+            for one in missing:
+                path = out / one.file
+                final = fetch_file(source, path, one.sha256, LARGEST, progress)
+                _write_note(path, one, final, sha256(path), path.stat().st_size)
+            continue
+        if isinstance(source, Path):
+            with opened(source, unpack=False) as file:
+                _unpack(file, missing, out, str(source), progress)
+            continue
+        # A file without a name leaves nothing on the disk, even if this process is killed.
+        with writing(out), tempfile.TemporaryFile(dir=out) as file:
+            final = receive(source, file, address.rpartition("/")[2], LARGEST_ARCHIVE, progress)
+            file.seek(0)
+            _unpack(file, missing, out, final, progress)
     found = []
     for done, one in enumerate(wanted):
         progress(done, len(wanted), f"checking {one.file}")
-        found.append(inspect_params(out / one.file, check=True))
+        try:
+            found.append(inspect_params(out / one.file, check=True))
+        except UserError:
+            # Otherwise the next run would keep the damaged file, by its note.
+            if (path := out / one.file) in fetched:
+                path.unlink()
+                _note(path).unlink()
+            raise
     return found
 
 
@@ -236,36 +259,19 @@ def _is_there(path: Path, one: PublishedParams) -> bool:
     return True
 
 
-def _from_archive(wanted: Sequence[PublishedParams], out: Path, base: str | None, progress: Progress) -> None:
-    """Fetch the tar that holds some files, take them from it, and remove it."""
-    from warpfold.download import download, source_of
+def _unpack(archive: IO[bytes], wanted: Sequence[PublishedParams], out: Path, address: str, progress: Progress) -> None:
+    """Extract some files from a tar, in whichever folder of the tar they are; nothing else of the tar is written.
 
-    source = source_of(wanted[0].address, base)
-    files = {one.file: one for one in wanted}
-    if isinstance(source, Path):
-        _unpack(source, files, out, str(source), progress)
-        return
-    come = download(source, out / wanted[0].address.rpartition("/")[2], progress=progress)
-    _unpack(come.path, files, out, come.address, progress)
-    if not come.was_there:  # otherwise it may be the user's own
-        come.path.unlink()
-
-
-def _unpack(archive: Path, wanted: dict[str, PublishedParams], out: Path, address: str, progress: Progress) -> None:
-    """Take some files from a tar, wherever they stand in it; nothing else of it is written, and under no other name.
-
-    Errors: UserError if it is damaged, or lacks one.
+    Errors: UserError if the tar is damaged, or lacks one of the files.
     """
-    with writing(out):
-        out.mkdir(parents=True, exist_ok=True)
-    left = dict(wanted)
+    missing = {one.file: one for one in wanted}
     try:
-        with tarfile.open(archive, "r:") as tar:
-            while left and (member := tar.next()) is not None:
-                one = left.get(member.name.rpartition("/")[2])
+        with tarfile.open(fileobj=archive, mode="r:") as tar:
+            while missing and (member := tar.next()) is not None:
+                one = missing.get(member.name.rpartition("/")[2])
                 if one is None or not member.isreg() or member.size > LARGEST:
                     continue
-                progress(len(wanted) - len(left), len(wanted), f"taking {one.file} from {archive.name}")
+                progress(len(wanted) - len(missing), len(wanted), f"extracting {one.file}")
                 path, content = out / one.file, cast(IO[bytes], tar.extractfile(member))
 
                 def copy(draft: Path, content: IO[bytes] = content, of: tuple[Path, Any] = (path, one)) -> None:
@@ -273,14 +279,18 @@ def _unpack(archive: Path, wanted: dict[str, PublishedParams], out: Path, addres
                         shutil.copyfileobj(content, file, 1 << 20)
                         file.seek(0)
                         digest = hashlib.file_digest(file, "sha256").hexdigest()
-                    _write_note(*of, address, digest, draft.stat().st_size)  # before the file: it is known when there
+                    # The note comes first: a file without one would be taken for the user's.
+                    _write_note(*of, address, digest, draft.stat().st_size)
 
                 write_new(path, copy)
-                del left[one.file]
-    except (tarfile.TarError, EOFError, OSError) as error:
-        raise UserError(f"{archive}: not a tar that can be read ({error}); remove it, and fetch it again") from None
-    if left:
-        raise UserError(f"{archive}: has no {', '.join(left)}; is it the published archive?")
+                del missing[one.file]
+    # tarfile raises the last three for absurd sizes and times in headers.
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, MemoryError) as error:
+        raise UserError(
+            f"{address}: is not a tar that can be read ({printable(str(error))}). Give another source with --from."
+        ) from None
+    if missing:
+        raise UserError(f"{address}: has no {', '.join(missing)}. Give the published archive.")
 
 
 def _write_note(path: Path, one: PublishedParams, address: str, digest: str, size: int) -> None:

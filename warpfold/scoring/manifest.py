@@ -178,9 +178,9 @@ def fetch_structures(manifest: Manifest, folder: Path, source: PathLike | None, 
     """Download the entries that a folder lacks; those that are not there are for `read_truths` to name.
 
     source: a mirror's address or a folder; None: the PDB.
-    Errors: UserError as of `download`.
+    Errors: UserError as of `fetch_file`.
     """
-    from warpfold.download import NotThere, download, source_of
+    from warpfold.download import DownloadFailed, fetch_file, source_of
 
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -188,8 +188,8 @@ def fetch_structures(manifest: Manifest, folder: Path, source: PathLike | None, 
     lacking = [one for one in dict.fromkeys(target.pdb_id for target in manifest.targets) if not library.has(one)]
     for done, pdb_id in enumerate(lacking):
         progress(done, len(lacking), f"fetching {pdb_id}")
-        with suppress(NotThere):
-            download(source_of(ENTRY.format(pdb_id), source), folder / f"{pdb_id}.cif.gz", most=MOST)
+        with suppress(DownloadFailed):
+            fetch_file(source_of(ENTRY.format(pdb_id), source), folder / f"{pdb_id}.cif.gz", None, MOST)
 
 
 def read_truths(manifest: Manifest, folder: Path, progress: Progress) -> list[Truth]:

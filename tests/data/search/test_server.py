@@ -67,9 +67,10 @@ def test_an_alignment_is_asked_for_once_and_kept(host: Server, tmp_path: Path) -
         ("ticket/msa", [(503, {}), (502, {})], [5.0, 10.0]),
         ("ticket/msa", ["drop", "RATELIMIT", "RATELIMIT"], [5.0, 5.0, 10.0]),
         ("ticket/msa", [(429, {"Retry-After": "77"}), (500, {"Retry-After": "never"})], [77.0, 10.0]),
-        ("ticket", ["drop", (504, {}), "<html>busy</html>"], [5.0, 10.0, 20.0]),
+        ("ticket/msa", [(429, {"Retry-After": "99999999"})], [300.0]),
+        ("ticket", ["drop", (504, {}), "<html>busy</html>"], [5.0, 10.0, 5.0]),
         ("ticket", ["RATELIMIT", "RUNNING"], [5.0, 4.0]),
-        ("download", ["cut", (500, {})], [5.0, 10.0]),
+        ("download", ["cut", (500, {})], [5.0, 5.0]),
         ("download", ["drop"], [5.0]),
     ],
 )
@@ -90,14 +91,13 @@ def test_what_passes_is_waited_for(
         ("ticket/msa", ["ERROR"], NoAnswer, "answers ERROR"),
         ("ticket", ["ERROR"], NoAnswer, "answers ERROR"),
         ("ticket", ["MAINTENANCE"], ServerGone, "maintenance"),
-        ("ticket/msa", [(403, {})], ServerGone, "answers 403 Forbidden to ticket; check the address"),
-        ("ticket/msa", [(404, {})], ServerGone, "answers 404 Not Found to ticket; check the address"),
-        ("ticket/msa", [(503, {})] * 4, ServerGone, "answers 503 Service Unavailable; try later"),
+        ("ticket/msa", [(403, {})], ServerGone, "answers 403 Forbidden to ticket. Check the address"),
+        ("ticket/msa", [(404, {})], ServerGone, "answers 404 Not Found to ticket. Check the address"),
+        ("ticket/msa", [(503, {})] * 4, ServerGone, "answers 503 Service Unavailable. Try later"),
         ("ticket/msa", ["drop"] * 4, ServerGone, "does not answer"),
-        ("ticket/msa", ["<html>hello</html>"] * 4, ServerGone, "is it an alignment server"),
+        ("ticket/msa", ["<html>hello</html>"] * 4, ServerGone, "Check that this is the address of an alignment server"),
         ("ticket/msa", ["PENDING"], ServerGone, "gives no ticket"),
-        ("ticket/msa", [(429, {"Retry-After": "99999999"})], ServerGone, "429"),
-        ("download", ["cut"] * 3, NoAnswer, "is no whole tar.gz"),
+        ("download", ["cut"] * 3, NoAnswer, "is cut short"),
     ],
 )
 def test_what_does_not_pass_is_one_line(
@@ -198,13 +198,10 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 @pytest.mark.parametrize(
     "slow",
     [
-        b"HTTP/1.1 200 " + b"O" * 200,
-        b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 25,
-        b"HTTP/1.1 100 Continue\r\n\r\n" * 8,
         http(b"{" + b" " * 200),
         CHUNKED + b"1\r\n{\r\n" * 25,
     ],
-    ids=["status", "headers", "continue", "body", "chunks"],
+    ids=["body", "chunks"],
 )
 def test_a_server_that_answers_byte_by_byte_is_given_up(
     before: tuple[bytes, ...], slow: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -212,7 +209,8 @@ def test_a_server_that_answers_byte_by_byte_is_given_up(
     """Every byte comes within the limit, but all of them do not."""
     monkeypatch.setenv("no_proxy", "*")
     limits = ServerLimits(between=0.0, request=0.5, download=0.5, tries=1)
-    with sending(*before, slow, pause=0.02) as url, pytest.raises(ServerGone, match=r"not all of it within|timed out"):
+    says = r"sends no complete answer within 0\.5 s"
+    with sending(*before, slow, pause=0.02) as url, pytest.raises(ServerGone, match=says):
         AlignmentServer(url, tmp_path, limits).alignments(ONE)
 
 
@@ -230,12 +228,12 @@ SPARSE = {"GNU.sparse.size": str(10**15), "GNU.sparse.map": "0,1", "GNU.sparse.n
     ("answers", "said"),
     [
         ([http(b"[" * 10**5)], "says nothing of a ticket"),
-        ([b"HTTP/1.1 302 Found\r\nLocation: http://[::1\r\n\r\n"], "is not HTTP"),
-        ([CHUNKED + b"-5\r\n{}"], "is not HTTP"),
+        ([b"HTTP/1.1 302 Found\r\nLocation: http://[::1\r\n\r\n"], "Invalid IPv6 URL"),
+        ([CHUNKED + b"-5\r\n{}"], "is cut short"),
         ([b"HTTP/1.1 403 \x1b[2Jgone\x07\r\n\r\n"], r"answers 403 \?\[2Jgone\? to ticket"),
         ([b"\x1b[31mhello\r\n\r\n"], r"does not answer \(\?\[31mhello"),
         ([http(b" " * (1 << 21))], "has more than 1.04858 MB"),
-        ([b"HTTP/1.1 302 Found\r\nLocation: /\r\n\r\n" + b" " * (1 << 21)], "has more than 1.04858 MB"),
+        ([b"HTTP/1.1 302 Found\r\nLocation: /\r\n\r\n" + b" " * (1 << 21)], "redirects to /"),
         ([COMPLETE, COMPLETE, tar("uniref.a3m", 10**15)], "no whole tar.gz"),
         ([COMPLETE, COMPLETE, tar("long", 10**15, tarfile.GNUTYPE_LONGNAME)], "no whole tar.gz"),
         ([COMPLETE, COMPLETE, tar("uniref.a3m", 1, pax=SPARSE)], "has no alignment"),
@@ -267,11 +265,11 @@ def test_pairs_are_of_all_chains_row_by_row(host: Server, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["localhost", "127.0.0.1"])
-def test_no_other_host_and_no_other_port_is_followed(host: Server, tmp_path: Path, name: str) -> None:
+def test_no_redirect_is_followed(host: Server, tmp_path: Path, name: str) -> None:
     with serving() as other:
         elsewhere = other.url.replace("127.0.0.1", name) + "/ticket/T0"
         host.faults["ticket"] = [(302, {"Location": elsewhere})]
-        with pytest.raises(ServerGone, match=f"leads to http://{name}"):
+        with pytest.raises(ServerGone, match=f"redirects to http://{name}"):
             Clock().client(host, tmp_path).alignments(ONE)
         assert other.asked == []
 

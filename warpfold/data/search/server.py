@@ -12,30 +12,27 @@ An id is a hash of q and mode, so that asking twice costs the server nothing.
 
 import contextlib
 import fcntl
-import http.client
 import json
 import re
-import shutil
 import tempfile
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from warpfold.data.search.answer import DamagedAnswer, read_pairs, read_rows, unpacked
-from warpfold.download import AGENT, Bounded, check_address, reason_of, retry_after
+from warpfold.download import BUSY, check_address, open_session, read_body, reason_of
 from warpfold.errors import UserError, printable
 from warpfold.files import NO_LOCKS, digest_of, write_atomically, writing
+
+if TYPE_CHECKING:
+    import requests
 
 FIRST = 101  # the number of the first record in q
 MSA, PAIR = "ticket/msa", "ticket/pair"
 MODES = {MSA: "env", PAIR: "pairgreedy"}  # ColabFold's defaults: environmental sequences, too; pairs of any chains
 _ID = re.compile(r"[\w=-]{1,200}", re.ASCII)  # it becomes part of an address
-_PIECE = 1 << 16
 
 Answer = TypeVar("Answer")
 
@@ -44,12 +41,15 @@ Answer = TypeVar("Answer")
 class ServerLimits:
     """How long to wait for a server, how often to ask, and how much to accept; seconds and bytes."""
 
-    request: float = 60.0  # a status, from asking to its last byte; an alignment, without a byte
-    download: float = 1800.0  # an alignment, from asking to its last byte
+    request: float = 60.0  # the body of a status, in all; without a byte
+    download: float = 1800.0  # the body of an alignment, in all
     ticket: float = 4 * 3600.0  # from asking for it to its end
     between: float = 1.0  # requests, at least
     poll: tuple[float, float] = (4.0, 40.0)  # between questions after a ticket: at first, and at most
-    retry: tuple[float, float] = (5.0, 300.0)  # after a failure: at first, doubled each time, at most
+    retry: tuple[float, float] = (
+        5.0,
+        300.0,
+    )  # after a failure: at first, doubled each time; at most, Retry-After too
     tries: int = 8  # of a request, until the server counts as gone
     first_tries: int = 3  # to reach it at all: the address may be wrong
     packed: int = 10**9  # of an answer
@@ -157,8 +157,7 @@ class AlignmentServer:
     def _submit(self, endpoint: str, sequences: Sequence[str], end: float) -> str:
         """Return the id of a new ticket."""
         fasta = "".join(f">{FIRST + place}\n{sequence}\n" for place, sequence in enumerate(sequences))
-        form = urllib.parse.urlencode({"q": fasta, "mode": MODES[endpoint]}).encode()
-        found = self._status(endpoint, form, end)
+        found = self._status(endpoint, {"q": fasta, "mode": MODES[endpoint]}, end)
         ticket = found.get("id")
         if not isinstance(ticket, str) or not _ID.fullmatch(ticket):
             raise ServerGone(f"{self.url}: gives no ticket ({str(found)[:100]}); is it an alignment server?")
@@ -180,7 +179,7 @@ class AlignmentServer:
                 "and the same command goes on asking for it"
             )
 
-    def _status(self, path: str, form: bytes | None, end: float) -> dict[str, Any]:
+    def _status(self, path: str, form: dict[str, str] | None, end: float) -> dict[str, Any]:
         """Ask for a ticket's status: PENDING, RUNNING, COMPLETE or UNKNOWN; wait while the server is too busy.
 
         Errors: NoAnswer for ERROR; ServerGone for MAINTENANCE, or if it stays too busy.
@@ -219,85 +218,81 @@ class AlignmentServer:
     def _ask(
         self,
         path: str,
-        form: bytes | None,
+        form: dict[str, str] | None,
         read: Callable[[IO[bytes]], Answer],
-        most: int,
+        max_bytes: int,
         seconds: float,
         tries: int | None = None,
     ) -> Answer | None:
-        """Ask again and again until there is an answer, of at most `most` bytes, and return it as `read` gives it.
+        """Send a request until there is an answer that `read` accepts, and return what `read` returns.
 
-        None: there is no such thing (404).  seconds: that the whole answer may take.
-        Errors: ServerGone if the server does not answer, or refuses; DamagedAnswer if `read` says so every time.
+        form: sent by POST.  max_bytes, seconds: bounds of the answer's body.
+        None: the server has no such thing (404).
+        Errors: ServerGone if the server does not answer, or refuses; DamagedAnswer if `read` refuses every answer.
         """
-        request = urllib.request.Request(f"{self.url}/{path}", form, AGENT)
-        pause, longest = self.limits.retry
-        last: Exception = ServerGone(self.url)
-        tries, end = tries or self.limits.tries, time.monotonic() + self.limits.ticket
-        for attempt in range(1, tries + 1):
-            self.wait(max(0.0, self._last + self.limits.between - time.monotonic()))
-            self._last = time.monotonic()
-            asked: float | None = None
-            try:
-                with tempfile.TemporaryFile() as file:
-                    self._receive(request, file, most, seconds)
-                    return read(file)
-            except urllib.error.HTTPError as error:
+        import requests
+
+        limits, tries = self.limits, tries or self.limits.tries
+        method, timeout = "GET" if form is None else "POST", min(seconds, limits.request)
+        connect_tries = limits.tries if self._is_there else limits.first_tries
+
+        def tell(line: str) -> None:
+            self.say(f"{self.url}: {line}")
+
+        with open_session(limits.tries, connect_tries, limits.retry, tell, self.wait) as session:
+            for attempt in range(1, tries + 1):
+                self.wait(max(0.0, self._last + limits.between - time.monotonic()))
+                self._last = time.monotonic()
+                try:
+                    response = session.request(
+                        method, f"{self.url}/{path}", data=form, stream=True, allow_redirects=False, timeout=timeout
+                    )
+                # ValueError: a redirect to what is no address.
+                except (requests.RequestException, ValueError) as error:
+                    raise self._gone(f"does not answer ({reason_of(error)})") from None
                 self._is_there = True
-                with error:
-                    why, asked = f"answers {error.code} {printable(error.reason)}", retry_after(error)
-                if error.code == 404 and form is None:
-                    return None
-                last = ServerGone(f"{self.url}: {why}; try later: what it answered before is kept")
-                if error.code not in (408, 425, 429) and error.code < 500:
-                    raise ServerGone(f"{self.url}: {why} to {path.partition('/')[0]}; check the address") from None
-            except (OSError, http.client.HTTPException) as error:
-                why = f"does not answer ({reason_of(error)})"
-                last = ServerGone(f"{self.url}: {why}; try later: what it answered before is kept")
-            except DamagedAnswer as error:
-                why, last = f"its answer {error}", error
-            pause_now = pause if asked is None else max(asked, self.limits.between)
-            unreachable = not self._is_there and attempt >= self.limits.first_tries
-            if attempt == tries or unreachable or time.monotonic() + pause_now > end:
-                break
-            self.say(f"{self.url}: {why}, asked again in {pause_now:.0f} s")
-            self.wait(pause_now)
-            pause = min(2 * pause, longest)
+                with response, tempfile.TemporaryFile() as file:
+                    if response.status_code == 404 and form is None:
+                        return None
+                    if response.status_code != 200:
+                        raise self._refusal(response, path)
+                    last: UserError | DamagedAnswer
+                    try:
+                        end = time.monotonic() + seconds
+                        for chunk in read_body(response):
+                            file.write(chunk)
+                            if file.tell() > max_bytes:
+                                raise DamagedAnswer(f"has more than {max_bytes / 1e6:g} MB")
+                            if time.monotonic() > end:
+                                raise requests.Timeout
+                        file.seek(0)
+                        return read(file)
+                    except requests.Timeout:
+                        last = self._gone(f"sends no complete answer within {seconds:g} s")
+                    except requests.RequestException as error:
+                        last = DamagedAnswer(f"is cut short ({reason_of(error)})")
+                    except DamagedAnswer as error:
+                        last = error
+                if attempt < tries:
+                    pause = min(limits.retry[0] * 2 ** (attempt - 1), limits.retry[1])
+                    tell(f"its answer cannot be used, asking again in {pause:.0f} s")
+                    self.wait(pause)
         if isinstance(last, DamagedAnswer) and not path.startswith("result"):
-            raise ServerGone(f"{self.url}: {last}; is it an alignment server?")
+            raise ServerGone(f"{self.url}: its answer {last}. Check that this is the address of an alignment server.")
         raise last
 
-    def _receive(self, request: urllib.request.Request, file: IO[bytes], most: int, seconds: float) -> None:
-        """Ask once, and copy the answer into a file, within `seconds` from now, redirections included.
+    def _gone(self, problem: str) -> ServerGone:
+        return ServerGone(f"{self.url}: {problem}. Try later: earlier answers are kept.")
 
-        Errors: DamagedAnswer for more than `most` bytes; OSError and HTTPException for a connection that fails.
-        """
-        opener = urllib.request.build_opener(_SameOrigin, Bounded(most, seconds, DamagedAnswer))
-        try:
-            with opener.open(request, timeout=min(seconds, self.limits.request)) as answer:
-                self._is_there = True
-                shutil.copyfileobj(answer, file, _PIECE)
-        except ValueError as error:  # of urllib and http.client: an address or a length that is none
-            raise http.client.HTTPException(f"is not HTTP: {error}") from None
-        file.seek(0)
-
-
-class _SameOrigin(urllib.request.HTTPRedirectHandler):
-    """Follows a redirection to the host and port that the user has named, and to no other."""
-
-    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
-        old, new = urllib.parse.urlsplit(req.full_url), urllib.parse.urlsplit(newurl)
-        upgraded = (old.scheme, _port(old), new.scheme, _port(new)) == ("http", 80, "https", 443)
-        if new.hostname != old.hostname or not ((new.scheme, _port(new)) == (old.scheme, _port(old)) or upgraded):
-            raise ServerGone(
-                f"{req.full_url}: leads to {printable(newurl[:100])}, which nobody has named; give that to --msa-server"
-            )
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _port(url: urllib.parse.SplitResult) -> int:
-    """Return the port that an address leads to."""
-    return url.port or {"http": 80, "https": 443}.get(url.scheme, 0)
+    def _refusal(self, response: "requests.Response", path: str) -> ServerGone:
+        """Return the error of a status that is neither success nor "no such thing"."""
+        if response.is_redirect:
+            target = printable(response.headers["Location"][:100])
+            return ServerGone(f"{self.url}: redirects to {target}. Give that server to --msa-server if you trust it.")
+        status = f"answers {response.status_code} {printable(response.reason or '')}"
+        if response.status_code in BUSY:
+            return self._gone(status)
+        return ServerGone(f"{self.url}: {status} to {path.partition('/')[0]}. Check the address.")
 
 
 def _read_status(file: IO[bytes]) -> dict[str, Any]:
