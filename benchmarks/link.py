@@ -8,7 +8,6 @@ this.)  Packets are of 64 KB, so that one core carries some Gb/s.
 import ctypes
 import fcntl
 import os
-import random
 import select
 import shutil
 import struct
@@ -36,12 +35,10 @@ BACKLOG = 1e-3  # seconds of packets that wait in the link; more wait at their s
 
 @dataclass(frozen=True)
 class Shape:
-    """Gb/s and one-way delay in milliseconds; of what is broken, the share of packets lost, and other Gb/s back."""
+    """The rate of a link in Gb/s, and its delay one way in milliseconds."""
 
     gigabits: float
     milliseconds: float
-    loss: float = 0.0
-    back: float | None = None
 
     def __str__(self) -> str:
         return f"{self.gigabits:g} Gb/s, {self.milliseconds:g} ms"
@@ -181,8 +178,8 @@ class _Way:
 def _carry(ends: Sequence[int], shape: Shape) -> None:
     """Carry packets until killed, before any other process: a real link does not wait for a processor."""
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    delay, chance = shape.milliseconds / 1e3, random.Random(0)
-    ways = [_Way(*ends, 8e-9 / shape.gigabits), _Way(*reversed(ends), 8e-9 / (shape.back or shape.gigabits))]
+    delay = shape.milliseconds / 1e3
+    ways = [_Way(*ends, 8e-9 / shape.gigabits), _Way(*reversed(ends), 8e-9 / shape.gigabits)]
     while True:
         now = time.monotonic()
         open_ways = [way for way in ways if way.free < now + BACKLOG]
@@ -195,8 +192,7 @@ def _carry(ends: Sequence[int], shape: Shape) -> None:
             if way.source in ready:
                 packet = os.read(way.source, MTU)
                 way.free = max(now, way.free) + len(packet) * way.per_byte
-                if chance.random() >= shape.loss:
-                    way.packets.append((way.free + delay, packet))
+                way.packets.append((way.free + delay, packet))
             while way.packets and way.packets[0][0] <= now:
                 with suppress(OSError):  # the other node is not up yet, or gone: a packet lost, as elsewhere
                     os.write(way.target, way.packets.popleft()[1])

@@ -18,11 +18,10 @@ from tests.test_cli import refused, run
 from warpfold.check import cases
 from warpfold.cli import bench
 from warpfold.cluster import doctor
-from warpfold.cluster.direct import free_port
-from warpfold.cluster.findings import ClusterFinding
+from warpfold.cluster.rules import ClusterFinding
 from warpfold.ops.attention import attention
 from warpfold.ops.linear import gate
-from warpfold.parallel.team import TeamError
+from warpfold.parallel.team import TeamError, free_port
 
 PARSERS = ("gemmi", "pyhmmer", "zstandard")  # machines that only compute may lack them
 CLUSTER = ("doctor", "--cluster", "--device", "cpu")
@@ -127,23 +126,23 @@ def test_one_process_checks_what_it_can(capsys: pytest.CaptureFixture[str], tmp_
     assert code == int(held["wrong"] > 0)
     assert (held["ranks"], held["cluster"], held["links"]) == (1, None, None)
     not_checked = {one["check"]: one["says"] for one in held["findings"] if one["outcome"] == "not checked"}
-    assert "there is one process; start as many as train" in not_checked["links"]
-    assert "no store was named" in not_checked["store"]
-    assert {"flock", "rename", "ECC errors"} <= set(not_checked)
-    assert "checking what each rank can do" in err
+    assert not_checked["bandwidth of a node"] == "there is one node"
+    assert {"locks", "rename", "ACS"} <= set(not_checked)
+    assert "checking folder" in err
 
 
 @pytest.mark.usefixtures("alone")
 def test_what_is_wrong_is_printed_with_its_cure(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ill = ClusterFinding("ranks", "memory", "wrong", "rank 0 is slow", "leave it out")
-    monkeypatch.setattr(doctor, "judge_ranks", lambda *args: [ill])
+    ill = ClusterFinding("limits", "threads", "wrong", "rank 0 has too many", "set OMP_NUM_THREADS=1")
+    missing = [ClusterFinding("rdma", check, "not checked", "no GPU") for check in ("ACS", "IOMMU")]
+    monkeypatch.setattr(doctor, "judge", lambda *args: [*missing, ill])
     code, out, _ = run(capsys, *CLUSTER)
     assert code == 1
-    assert "WRONG       ranks: memory: rank 0 is slow  -> leave it out" in out
-    monkeypatch.setattr(doctor, "judge_ranks", lambda *args: [])
-    monkeypatch.setattr(doctor, "judge_system", lambda *args: [])
+    assert "WRONG limits: threads: rank 0 has too many  -> set OMP_NUM_THREADS=1" in out
+    assert "not checked: ACS, IOMMU: no GPU\n" in out
+    monkeypatch.setattr(doctor, "judge", lambda *args: [])
     code, out, _ = run(capsys, *CLUSTER)
     assert code == 0
     assert "0 wrong" in out
@@ -154,8 +153,8 @@ def test_a_rank_that_is_lost_is_a_finding(capsys: pytest.CaptureFixture[str], mo
     def lost(*args: Any) -> None:
         raise TeamError("rank 0 waited for others at 'links'; rank 3 is dead or frozen")
 
-    monkeypatch.setattr(doctor, "measure_ranks", lost)
-    code, out, err = run(capsys, *CLUSTER, "--json")
+    monkeypatch.setattr(doctor, "try_folder", lost)
+    code, out, err = run(capsys, *CLUSTER, "--folder", ".", "--json")
     held = json.loads(out)
     assert code == 1
     (wrong,) = (one for one in held["findings"] if one["check"] == "all ranks answer")
@@ -186,8 +185,8 @@ def test_a_doctor_that_has_to_end_says_what_it_knows(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(doctor, "measure_ranks", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
-    code, out, _ = run(capsys, *CLUSTER, "--json")
+    monkeypatch.setattr(doctor, "try_folder", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    code, out, _ = run(capsys, *CLUSTER, "--folder", ".", "--json")
     held = json.loads(out)
     (wrong,) = (one for one in held["findings"] if one["outcome"] == "wrong")
     assert (code, wrong["check"]) == (1, "all ranks answer")
@@ -197,25 +196,20 @@ def test_a_doctor_that_has_to_end_says_what_it_knows(
 
 
 @pytest.mark.usefixtures("alone")
-def test_links_are_drawn_and_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    from tests.cluster.test_measured_links import healthy
+def test_links_are_saved(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from tests.cluster.test_cluster_links import healthy
     from warpfold.cli.common import show
     from warpfold.cli.doctor import cluster_report
-    from warpfold.cluster.judge_links import judge_links
-    from warpfold.cluster.links import cluster_of
     from warpfold.cost.links import read_cluster
 
     links = healthy(2, 4)
-    found = doctor.Examined(list(links.nodes), "H100", judge_links(links), links=links,
-                            cluster=cluster_of(links, "H100", 1e-4))  # fmt: skip
-    show(cluster_report(found, tmp_path / "cluster.toml", tmp_path / "links.svg"), as_json=False)
+    examined = doctor.Examined([[0, 1, 2, 3], [4, 5, 6, 7]], "H100", links=links, cluster=links.cluster("H100"))
+    show(cluster_report(examined, tmp_path / "cluster.toml"), as_json=False)
     out = capsys.readouterr().out
     assert "8 ranks on 2 nodes, H100" in out
-    assert "bandwidth from and to ranks, GB/s" in out
     assert "0 wrong" in out
     assert read_cluster(tmp_path / "cluster.toml").between.bandwidth == 8e9
-    assert (tmp_path / "links.svg").read_text().startswith("<svg")
-    show(cluster_report(found, None, None), as_json=True)
+    show(cluster_report(examined, None), as_json=True)
     assert json.loads(capsys.readouterr().out)["cluster"]["per_node"] == 4
 
 
@@ -245,9 +239,8 @@ REFUSED = [
     ("bench --quick data --store x", "options of `data` go behind it"),
     ("doctor --settings tiny", "--settings"),
     ("doctor --kernels --settings nowhere", "no such settings file"),
-    ("doctor --data .", "of --cluster; add it"),
+    ("doctor --folder .", "of --cluster; add it"),
     ("doctor --cluster --device cpu --link token-ring", "not a network"),
-    ("doctor --cluster --device cpu --figure links.gif", "ends in .png or .svg"),
     ("doctor --cluster --kernels", "--cluster goes without --kernels"),
     ("doctor --cluster --settings tiny", "--cluster goes without"),
     ("doctor --cluster --device cuda:77", "--device"),

@@ -1,11 +1,10 @@
-"""A cluster of two nodes with two GPUs each, in files: what `/sys` and `/proc` of a healthy one say, to be broken."""
+"""A healthy cluster of two nodes with two GPUs each, as files of `/sys` and `/proc` that tests can break."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from warpfold.cluster.facts import Facts, limit_facts, rdma_facts, software_facts, variable_facts
+from warpfold.cluster.facts import Facts, software_facts, system_facts
 
 NODES, PER_NODE = 2, 2
 # Of each GPU and the adapter at its switch: host bridge, root port, the switch's ports, and the two devices.
@@ -89,18 +88,11 @@ class FakeNode:
         (self.root / "dev/shm").mkdir(parents=True)
         for path, text in {
             "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu",
-            "proc/driver/nvidia/gpus/0000:19:00.0/information": "Model: NVIDIA H100",
-            "proc/driver/nvidia/gpus/0000:a3:00.0/information": "Model: NVIDIA H100",
             "proc/cpuinfo": "flags\t\t: fpu sse2",
             "proc/sys/kernel/osrelease": "5.15.0",
-            "proc/sys/kernel/numa_balancing": "0",
-            "proc/sys/vm/swappiness": "10",
             "proc/self/limits": "Max open files            65536                1048576              files\n"
             "Max locked memory         unlimited            unlimited            bytes",
             "proc/self/status": "CapEff:\t0000000000000000\nCpus_allowed_list:\t0-7",
-            "proc/meminfo": "MemTotal:  1000000 kB\nSwapTotal: 100000 kB\nSwapFree:  100000 kB",
-            "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
-            "sys/kernel/mm/transparent_hugepage/defrag": "always defer defer+madvise [madvise] never",
         }.items():
             self.write(path, text)
 
@@ -122,7 +114,7 @@ class FakeNode:
 
 
 class FakeCluster:
-    """Two nodes, and what their ranks have set; `facts()` reads all of it as ranks would."""
+    """Two nodes and the environment of their ranks; `facts()` reads everything as the ranks would."""
 
     def __init__(self, folder: Path, gpus: bool = True) -> None:
         self.nodes = [FakeNode(folder / f"gpu-{'ab'[i]}") for i in range(NODES)]
@@ -144,22 +136,19 @@ class FakeCluster:
 
     def _facts(self, rank: int) -> Facts:
         node, local = divmod(rank, PER_NODE)
-        at = self.nodes[node]
-        status = at.root / "proc/self/status"
-        kept = [line for line in status.read_text().splitlines() if not line.startswith("Cpus_allowed_list")]
-        status.write_text("\n".join([*kept, f"Cpus_allowed_list:\t{self.cores[rank]}"]) + "\n")
-        software: dict[str, Any] = software_facts(torch.device("cpu"), at.root)
-        if self.gpus:
-            software |= self.software[rank]
+        root = self.nodes[node].root
+        status = root / "proc/self/status"
+        lines = [line for line in status.read_text().splitlines() if not line.startswith("Cpus_allowed_list")]
+        status.write_text("\n".join([*lines, f"Cpus_allowed_list:\t{self.cores[rank]}"]) + "\n")
         return {
             "rank": rank,
             "node": node,
             "local_rank": local,
             "per_node": PER_NODE,
-            "host": at.root.name,
+            "host": root.name,
             "kind": "cuda" if self.gpus else "cpu",
-            "software": software,
-            "variables": {**variable_facts(self.environ[rank], at.root), "threads": self.threads},
-            "limits": limit_facts(at.root, lambda path: self.shared[node]),
-            "rdma": rdma_facts(self.gpu_of[rank] if self.gpus else None, at.root, whole_node=local == 0),
+            "software": software_facts(torch.device("cpu"), root) | (self.software[rank] if self.gpus else {}),
+            **system_facts(self.environ[rank], self.gpu_of[rank] if self.gpus else None, root, is_first=local == 0),
+            "threads": self.threads,
+            "shared": self.shared[node],
         }

@@ -1,4 +1,4 @@
-"""Processes that a doctor examines: ranks on made-up nodes, sound ones, ill ones, and ones that die."""
+"""Processes that a doctor examines: ranks on emulated nodes, some of which die."""
 
 import contextlib
 import json
@@ -13,26 +13,22 @@ import torch
 import torch._dynamo  # before the forks, which would each load it
 import torch.distributed as dist
 
-from warpfold.cluster import doctor, files, links, ranks
+from warpfold.cluster import folder, links
 from warpfold.parallel.team import ProcessInfo, Team, TeamError, distributed_context
 
 WAITED = 100.0  # seconds until a process counts as one that would not end
 
 QUICK: dict[Any, dict[str, Any]] = {
-    doctor: {"RATE_SECONDS": 0.12, "READ_SECONDS": 0.1, "TRIES": 1},
     links: {
-        "TRIES": 1,
-        "PINGS": 6, "PING_SECONDS": 0.05, "REPEATS": 2, "CARRY": 0.002, "MOST": {"cpu": 2**19},
-        "AT_ONCE": 0.002, "COLLECTIVE_REPEATS": 2, "COLLECTIVE_SECONDS": 0.002, "CALLS": 3,
+        "PINGS": 6, "REPEATS": 2, "PAIR_SECONDS": 0.002, "RING_SECONDS": 0.002, "MAX_BYTES": {"cpu": 2**19}, "CALLS": 3,
     },
-    ranks: {"SIDE": {"cpu": 64}, "BYTES": {"cpu": 2**20}, "WINDOW": 0.005},
-    files: {"TURNS": 0.1},
+    folder: {"REPLACE_SECONDS": 0.1, "VISIBLE_SECONDS": 0.3},
 }  # fmt: skip
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have a doctor measure for moments only: what it says of speeds is worth nothing."""
+    """Make the doctor measure for a moment only; its speeds are meaningless."""
     for module, values in QUICK.items():
         for name, value in values.items():
             monkeypatch.setattr(module, name, value)

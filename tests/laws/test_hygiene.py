@@ -29,7 +29,7 @@ OF_TORCH = {
     "_should_skip_dynamo",  # of modes, which define it: in a torch that does not ask it they are slower
 }
 OF_OTHERS = {  # private attributes of what is not torch's
-    *("_exit", "_run_exitfuncs", "_fields"),  # Python's
+    *("_exit", "_run_exitfuncs", "_fields", "_replace"),  # Python's
     "_pack_args",  # of Triton's JIT (ops/triton/compile.py)
     "_outgoing",  # of Protenix's layers (adapt/kinds.py)
 }

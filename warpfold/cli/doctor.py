@@ -25,7 +25,7 @@ from warpfold.cli.common import (
     warn,
 )
 from warpfold.errors import UserError
-from warpfold.files import row_file, write_atomically
+from warpfold.files import row_file
 from warpfold.progress import are_hidden, progress_bar
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from warpfold.bench.doctor import Finding
     from warpfold.cluster.doctor import Examined
+    from warpfold.cluster.rules import Outcome
 
 HINT = (
     "warpfold doctor --kernels checks every operation on this device against its definition; under torchrun or srun "
@@ -42,7 +43,7 @@ HINT = (
 RED, YELLOW, GREEN = typer.colors.RED, typer.colors.YELLOW, typer.colors.GREEN
 COLORS = dict.fromkeys(("WRONG", "wrong"), RED) | {"ok": GREEN}
 COLORS |= dict.fromkeys(("Slow", "Short", "Newer than tested", "Never tried", "note"), YELLOW)
-SEVERITY = ("wrong", "note", "not checked", "ok")
+SEVERITY: tuple["Outcome", ...] = ("wrong", "note", "not checked", "ok")
 
 
 class WithoutFile(Lists):
@@ -63,7 +64,7 @@ class WithoutFile(Lists):
 @command(
     cls=WithoutFile,
     example="Example:  warpfold doctor --kernels --settings monomer;  "
-    "torchrun --nproc-per-node 8 -m warpfold doctor --cluster --data store --folder runs --out cluster.toml",
+    "torchrun --nproc-per-node 8 -m warpfold doctor --cluster --folder runs --out cluster.toml",
 )
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand:
@@ -79,16 +80,14 @@ class DoctorCommand:
     rows: Annotated[
         Path | None, writes("Of --kernels: file for each finding as soon as it is there, a JSON object a line.")
     ] = None
-    cluster: Annotated[
-        bool, decides("Check all ranks, their links and files, started as training is; two minutes.")
-    ] = False
-    data: Annotated[list[Path] | None, reads("Of --cluster: stores that every rank reads from.")] = None
+    cluster: Annotated[bool, decides("Check all ranks, their links and a folder, started as training is; seconds.")] = (
+        False
+    )
     folder: Annotated[Path | None, reads("Of --cluster: a folder where runs will be written, to try it.")] = None
     link: Annotated[
         str | None, reads("Of --cluster: what the network should be: ib400, roce100x2, eth25 (Gb/s, adapters).")
     ] = None
     out: Annotated[Path | None, writes("Of --cluster: file for the measured links, which plan and train read.")] = None
-    figure: Annotated[Path | None, writes("Of --cluster: file for a picture of all links: .png, .svg.")] = None
     device: Device = None
     as_json: AsJson = False
 
@@ -102,8 +101,8 @@ class DoctorCommand:
                     "process"
                 )
             self._check_cluster()
-        if any([self.data, self.folder, self.link, self.out, self.figure]):
-            raise UserError("--data, --folder, --link, --out and --figure are of --cluster; add it")
+        if any([self.folder, self.link, self.out]):
+            raise UserError("--folder, --link and --out are of --cluster; add it")
         import torch
 
         from warpfold.bench.doctor import of_machine
@@ -156,8 +155,8 @@ class DoctorCommand:
         """Check the cluster with all processes, print from the first what was found, and exit on all: 1 if wrong."""
         import torch
 
-        from warpfold.cluster.doctor import LIMIT, Asked, Examined, examine_cluster
-        from warpfold.cluster.findings import ClusterFinding
+        from warpfold.cluster.doctor import LIMIT, Examined, examine_cluster
+        from warpfold.cluster.rules import ClusterFinding
         from warpfold.cost.links import network
         from warpfold.parallel.team import TeamError, distributed_context
 
@@ -168,7 +167,7 @@ class DoctorCommand:
         if self.link is not None:
             network(self.link, process.ranks_per_node)
         if process.rank == 0:
-            check_outputs(self.out, picture=self.figure)
+            check_outputs(self.out)
         each = process.ranks_per_node  # of the nodes, until they say it themselves
         nodes = [list(range(process.ranks))[start : start + each] for start in range(0, process.ranks, each)]
         latest = [Examined(nodes, where.type)]
@@ -185,16 +184,15 @@ class DoctorCommand:
         )
         try:
             with on_sigterm(ended), distributed_context(process, None, where, LIMIT) as team:
-                asked = Asked(self.data or [], self.folder, self.link)
-                found = examine_cluster(team, where, os.environ, asked, report)
+                found = examine_cluster(team, where, os.environ, self.folder, self.link, report)
                 if team.is_rank_zero:  # before the others may leave: torchrun ends all when one has
-                    show(cluster_report(found, self.out, self.figure), self.as_json)
+                    show(cluster_report(found, self.out), self.as_json)
         except TeamError as error:
             if process.rank == 0:
                 cure = "see what that process and its node say (its log, dmesg); leave the node out"
                 lost = ClusterFinding("ranks", "all ranks answer", "wrong", str(error), cure)
                 known = replace(latest[0], findings=[*latest[0].findings, lost], seconds=time.monotonic() - began)
-                show(cluster_report(known, self.out, self.figure), self.as_json)
+                show(cluster_report(known, self.out), self.as_json)
             raise
         raise typer.Exit(1 if found.wrong else 0)
 
@@ -220,41 +218,32 @@ def _findings(findings: "list[Finding]", kind: str, source: str) -> "Iterator[st
         yield "where rows were cut, speeds are those of the cut"
 
 
-def cluster_report(found: "Examined", out: Path | None, figure: Path | None) -> Answer:
-    """Report the findings of a cluster, and write the files that were asked for."""
-    from warpfold.cluster.judge_links import WIDEST, draw, link_rows, matrices
-    from warpfold.cluster.ranks import rank_table
+def cluster_report(examined: "Examined", out: Path | None) -> Answer:
+    """Report the findings of a cluster, and write its measured links to `out`."""
+    if out and examined.cluster:
+        examined.cluster.save(out)
 
-    if out and found.cluster:
-        found.cluster.save(out)
-    if figure and found.links:
-        from warpfold.report.figures import draw_links
-
-        write_atomically(figure, draw_links(matrices(found.links), figure.suffix[1:]))
-
-    def text() -> "Iterator[str | Table]":
+    def text() -> Iterator[str]:
         """Yield what is printed."""
-        ranks, nodes = sum(map(len, found.nodes)), len(found.nodes)
-        yield f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, {found.device}"
-        if found.links:
-            for matrix in matrices(found.links):
-                yield "\n" + "\n".join(draw(matrix))
-            yield ""
-            yield table(("links", "measured", "usual", "worst"), link_rows(found.links))
-        if found.rates:
-            yield ""
-            yield table(*rank_table(found.rates, found.nodes, WIDEST))
-        yield ""
-        for one in sorted(found.findings, key=lambda one: SEVERITY.index(one.outcome)):
-            cure = f"  -> {one.cure}" if one.cure else ""
-            outcome = f"{one.outcome.upper() if one.outcome == 'wrong' else one.outcome:11}"
-            outcome = typer.style(outcome, fg=COLORS.get(one.outcome))
-            yield f"{outcome} {one.topic}: {one.check}: {one.says}{cure}"
-        counts = [f"{sum(one.outcome == outcome for one in found.findings)} {outcome}" for outcome in SEVERITY]
-        yield f"\n{', '.join(counts)}; {found.seconds:.0f} s"
-        if out and found.cluster:
-            yield f"measured links: {out}; `plan` and `train` read it"
+        ranks, nodes = sum(map(len, examined.nodes)), len(examined.nodes)
+        yield f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, {examined.device}\n"
+        missing: dict[str, list[str]] = {}
+        for finding in sorted(examined.findings, key=lambda finding: SEVERITY.index(finding.outcome)):
+            if finding.outcome == "not checked":
+                missing.setdefault(finding.says, []).append(finding.check)
+                continue
+            cure = f"  -> {finding.cure}" if finding.cure else ""
+            outcome = f"{finding.outcome.upper() if finding.outcome == 'wrong' else finding.outcome:5}"
+            outcome = typer.style(outcome, fg=COLORS.get(finding.outcome))
+            yield f"{outcome} {finding.topic}: {finding.check}: {finding.says}{cure}"
+        for why, checks in missing.items():
+            yield f"not checked: {', '.join(checks)}: {why}"
+        outcomes = [finding.outcome for finding in examined.findings]
+        counts = [f"{outcomes.count(outcome)} {outcome}" for outcome in SEVERITY]
+        yield f"\n{', '.join(counts)}; {examined.seconds:.0f} s"
+        if out and examined.cluster:
+            yield f"measured links: {out}; `plan --cluster` and `train --cluster` read it"
         elif out:
-            warn(f"{out} was not written: there are no links, or nodes are not equal")
+            warn(f"{out} was not written: there are no links, or the nodes differ in size")
 
-    return Answer(found.as_json(), text(), bool(found.wrong))
+    return Answer(examined.as_json(), text(), bool(examined.wrong))

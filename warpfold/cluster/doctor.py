@@ -1,38 +1,30 @@
-"""Check a cluster as training would use it: what its ranks have, their links, what each can do, its files.
-
-`examine_cluster` measures with all ranks and judges what was measured: facts are plain dictionaries, which travel as
-JSON, and what is said of them stands in tables (findings.py) that can be given any.
-"""
+"""Check a cluster as training would use it: the systems of its ranks, their links, and the folder of the run."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from warpfold.cluster.direct import measure_direct
-from warpfold.cluster.facts import system_facts
-from warpfold.cluster.files import judge_folder, judge_store, read_store, try_folder
-from warpfold.cluster.findings import ClusterFinding, Facts
-from warpfold.cluster.judge_links import judge_links
-from warpfold.cluster.links import TRIES, MeasuredLinks, measure_links, nodes_of
-from warpfold.cluster.ranks import better, judge_ranks, measure_rates, seem_slow
-from warpfold.cluster.rules import judge_system
+from warpfold.cluster.facts import Facts, rank_facts
+from warpfold.cluster.folder import try_folder
+from warpfold.cluster.links import MeasuredLinks, measure_links, nodes_of
+from warpfold.cluster.rules import ClusterFinding, judge
+from warpfold.cluster.subjects import folder_subjects, link_subjects, subjects_of
 from warpfold.cost.links import Cluster, network
 from warpfold.cost.machine import name as name_device
 from warpfold.parallel.team import Team
 
 LIMIT = 60.0  # seconds that a rank may be waited for
-RATE_SECONDS, READ_SECONDS = 4.0, 3.0
 
 
 @dataclass(frozen=True)
 class Examined:
-    """What a doctor found: findings, and the figures that they were made of, by rank.
+    """The findings of a doctor, and the facts and measurements that they follow from.
 
-    cluster: as measured; None of one process, or where nodes are not equal.  seconds: that all of it took.
+    cluster: None for one process, or where the nodes differ in size.
     """
 
     nodes: list[list[int]]
@@ -40,89 +32,51 @@ class Examined:
     findings: list[ClusterFinding] = field(default_factory=list)
     facts: list[Facts] = field(default_factory=list)
     links: MeasuredLinks | None = None
-    rates: list[Facts] = field(default_factory=list)
     cluster: Cluster | None = None
     seconds: float = 0.0
 
     @property
     def wrong(self) -> list[ClusterFinding]:
-        return [one for one in self.findings if one.outcome == "wrong"]
+        """The findings that have to be cured before training."""
+        return [finding for finding in self.findings if finding.outcome == "wrong"]
 
     def as_json(self) -> dict[str, Any]:
-        """Convert all of it to what JSON can hold."""
-        ranks, each = sum(map(len, self.nodes)), max(map(len, self.nodes))
-        own = {name: value for name, value in asdict(self).items() if name != "nodes"}
-        return {"ranks": ranks, "per_node": each, **own, "seconds": round(self.seconds, 1), "wrong": len(self.wrong)}
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What to check beside the ranks: stores and a folder of runs; link: what the network should be, as "ib400"."""
-
-    stores: Sequence[Path] = ()
-    folder: Path | None = None
-    link: str | None = None
+        """Convert everything to what JSON can hold."""
+        ranks, per_node = sum(map(len, self.nodes)), max(map(len, self.nodes))
+        fields = {name: value for name, value in asdict(self).items() if name != "nodes"}
+        fields |= {"seconds": round(self.seconds, 1), "wrong": len(self.wrong)}
+        return {"ranks": ranks, "per_node": per_node, **fields}
 
 
 def examine_cluster(
     team: Team,
     device: torch.device,
     environ: Mapping[str, str],
-    asked: Asked,
+    folder: Path | None = None,
+    link: str | None = None,
     report: Callable[[Examined, str], None] = lambda so_far, what: None,
-    clock: Callable[[], float] = time.time,
 ) -> Examined:
-    """Check all ranks, which call this together, and return on all of them what was found.
+    """Check all ranks, which call this together; all of them return the same.
 
-    environ: this process's variables.  report: called with what is known so far and the name of what comes next.
-    clock: of this rank, as files and other ranks see it.
-    Errors: UserError for a network that is none; TeamError where a rank fails or does not come.
+    environ: the variables of this process.  folder: where runs will be written.  link: what the network should be, as
+    "ib400".  report: called with the results so far and the name of the next check.
+    Errors: UserError where `link` is no network; TeamError where a rank fails or does not come.
     """
     began = time.monotonic()
-    local = team.all_gather_object([team.process.local_rank, name_device(device)], "who is there")
-    nodes = nodes_of([number for number, _ in local])
-    promised = None if asked.link is None else network(asked.link, max(map(len, nodes)))
-    found = Examined(nodes, local[0][1])
-
-    def add(findings: Sequence[ClusterFinding], **figures: Any) -> None:
-        nonlocal found
-        found = replace(found, findings=[*found.findings, *findings], seconds=time.monotonic() - began, **figures)
-
-    report(found, "what all ranks have")
-    every = team.all_gather_object(system_facts(team.process, device, environ, nodes), "what all ranks have")
-    add(judge_system(every), facts=every)
-    add(measure_direct(team, device, environ, len(nodes)))
-    report(found, "links")
+    local_ranks = team.all_gather_object(team.process.local_rank, "the ranks of each node")
+    nodes = nodes_of(local_ranks)
+    promised = None if link is None else network(link, max(map(len, nodes)))
+    examined = Examined(nodes, name_device(device))
+    report(examined, "the systems of all ranks")
+    facts = team.all_gather_object(rank_facts(team.process, device, environ, nodes), "the systems of all ranks")
+    subjects = subjects_of(facts)
+    examined = replace(examined, facts=facts, findings=judge(subjects))
     if team.process.ranks > 1:
-        links, cluster = measure_links(nodes, team, device, found.device, clock)
-        add(judge_links(links, promised), links=links, cluster=cluster)
-    else:
-        says = "there is one process; start as many as train, with torchrun or srun (docs/howto/cluster.md)"
-        add([ClusterFinding("links", "links", "not checked", says)])
-    report(found, "what each rank can do")
-    rates = measure_ranks(team, device)
-    add(judge_ranks(rates, nodes, device.type), rates=rates)
-    for store in asked.stores:
-        report(found, f"store {store}")
-        own = read_store(store, READ_SECONDS, seed=team.process.rank)
-        add(judge_store(store, team.all_gather_object(own, f"reads of {store}"), nodes))
-    if not asked.stores:
-        add([ClusterFinding("files", "store", "not checked", "no store was named; --data STORE")])
-    if asked.folder is not None:
-        report(found, f"folder {asked.folder}")
-        add(judge_folder(asked.folder, try_folder(asked.folder, nodes, team, clock)))
-    else:
-        add([ClusterFinding("files", "folder", "not checked", "no folder was named; --folder DIR, where runs will be")])
-    return found
-
-
-def measure_ranks(team: Team, device: torch.device) -> list[Facts]:
-    """Measure what all ranks can do at the same time; again where one seems slow, and the best counts."""
-    best: list[Facts] = []
-    for _ in range(TRIES):
-        team.all_gather_object(None, "the rates of all ranks")
-        rates = team.all_gather_object(measure_rates(device, RATE_SECONDS), "what each rank can do")
-        best = [better(one, new) for one, new in zip(best, rates)] if best else rates
-        if not seem_slow(best, device.type):
-            break
-    return best
+        report(examined, "links")
+        links = measure_links(nodes, team, device)
+        subjects |= link_subjects(links, promised, [facts[node[0]]["host"] for node in nodes])
+        examined = replace(examined, links=links, cluster=links.cluster(examined.device), findings=judge(subjects))
+    if folder is not None:
+        report(examined, f"folder {folder}")
+        subjects |= folder_subjects(try_folder(folder, team))
+    return replace(examined, findings=judge(subjects), seconds=time.monotonic() - began)

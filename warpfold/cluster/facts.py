@@ -1,57 +1,51 @@
-"""Read what each rank's system says of itself: versions, variables, limits, PCI devices, network adapters.
+"""Read what a rank's system reports: versions, variables, limits, PCI devices and network adapters.
 
-A rank's facts are one message of a few kilobytes.  Offsets and bits of PCI's configuration spaces are those of the PCI
-Express base specification: the header (status, capability list), the PCI Express capability (0x10), and the extended
+The facts of a rank are one JSON message of a few kilobytes.  Offsets and bits of PCI configuration spaces follow the
+PCI Express base specification: the header (capability list), the PCI Express capability (0x10), and the extended
 capability Access Control Services (0x000D).
 """
 
-import functools
 import hashlib
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import warpfold
-from warpfold.cluster.findings import Facts, runs
 from warpfold.cost.machine import name, version
 from warpfold.ops.triton.launch import table_for
 from warpfold.parallel.team import ProcessInfo
 
-FAMILIES = (  # of the variables that are read
-    "CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "OMP_", "GOMP_", "MKL_", "KMP_", "TORCH_", "TORCHDYNAMO_", "PYTORCH_",
-    "TRITON_", "UCX_", "MALLOC_CHECK_",
-)  # fmt: skip
-IPC_LOCK = 14  # the bit of this capability: capabilities(7)
-NO_GID = {"", "0000:0000:0000:0000:0000:0000:0000:0000", "fe80:0000:0000:0000:0000:0000:0000:0000"}
-ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-HEADER = 64  # bytes of a configuration space that everybody may read
-CAPABILITY_LIST, EXPRESS, EXPRESS_CONTROL, RELAXED = 0x34, 0x10, 8, 1 << 4
+Facts = dict[str, Any]
+
+FAMILIES = ("CUDA_", "NVIDIA_", "NCCL_", "GLOO_", "OMP_", "GOMP_", "TORCH_", "UCX_")
+IPC_LOCK_BIT = 14  # in CapEff: capabilities(7)
+EMPTY_GIDS = {"", "0000:0000:0000:0000:0000:0000:0000:0000", "fe80:0000:0000:0000:0000:0000:0000:0000"}
+PCI_ADDRESS = re.compile(r"[0-9a-f]{4,}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+# Only root can read more than the header of a configuration space.
+HEADER_BYTES = 64
+CAPABILITY_LIST, EXPRESS, EXPRESS_CONTROL, RELAXED_BIT = 0x34, 0x10, 8, 1 << 4
 EXTENDED, ACS, ACS_CONTROL = 0x100, 0x000D, 6
-REDIRECTS = 1 << 2 | 1 << 3 | 1 << 4  # P2P request redirect, P2P completion redirect, upstream forwarding
+# P2P request redirect, P2P completion redirect, upstream forwarding.
+REDIRECT_BITS = 1 << 2 | 1 << 3 | 1 << 4
 
 
-def system_facts(
-    process: ProcessInfo,
-    device: torch.device,
-    environ: Mapping[str, str],
-    nodes: Sequence[Sequence[int]],
-    root: Path = Path("/"),
+def rank_facts(
+    process: ProcessInfo, device: torch.device, environ: Mapping[str, str], nodes: Sequence[Sequence[int]]
 ) -> Facts:
-    """Return the facts of this rank's system, JSON-able, for `judge_system`; a few kilobytes.
+    """Read the facts of this rank, JSON-able, for `judge`.
 
-    What belongs to a node is read by its first rank alone.  environ: this process's variables.
-    nodes: the ranks of each.  root: where `/proc`, `/sys` and `/dev` are.
+    environ: the variables of this process.  nodes: the ranks of each node.
     """
     node = next(number for number, ranks in enumerate(nodes) if process.rank in ranks)
-    address = None
+    gpu = None
     if device.type == "cuda":
-        of: Any = torch.cuda.get_device_properties(device)
-        address = f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
+        properties: Any = torch.cuda.get_device_properties(device)
+        gpu = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     return {
         "rank": process.rank,
         "local_rank": process.local_rank,
@@ -59,23 +53,175 @@ def system_facts(
         "node": node,
         "host": platform.node(),
         "kind": "cuda" if device.type == "cuda" else "cpu",
-        "software": software_facts(device, root),
-        "variables": variable_facts(environ, root),
-        "limits": limit_facts(root),
-        "rdma": rdma_facts(address, root, whole_node=process.local_rank == 0),
+        "software": software_facts(device),
+        **system_facts(environ, gpu, is_first=process.local_rank == 0),
     }
 
 
+def software_facts(device: torch.device, root: Path = Path("/")) -> dict[str, str]:
+    """Read the versions of the software, and checksums of the package and the launch table; "" where there is none."""
+    driver = re.search(r"Kernel Module.*?\s(\d[\d.]+)", text_of(root / "proc/driver/nvidia/version"))
+    versions = {
+        "Python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version("triton"),
+        "warpfold": f"{warpfold.__version__} {_checksum(sorted(Path(warpfold.__file__).parent.rglob('*.py')))}",
+        "CUDA": torch.version.cuda or "",
+        "NCCL": "",
+        "driver": driver[1] if driver else "",
+        "GPU": "",
+        "launch table": "",
+    }
+    if device.type == "cuda":
+        table = table_for(device)[0].path
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        versions["GPU"], versions["launch table"] = name(device), f"{table.name} {_checksum([table])}"
+    return versions
+
+
+def _checksum(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def system_facts(environ: Mapping[str, str], gpu: str | None, root: Path = Path("/"), is_first: bool = True) -> Facts:
+    """Read variables, limits, and the PCI devices of this rank.
+
+    gpu: PCI address of the rank's GPU, as "0000:17:00.0".  root: where `/proc`, `/sys` and `/dev` are.
+    is_first: whether to read what belongs to the whole node, which one rank of each node does.
+    """
+    status = dict(re.findall(r"^(\w+):\s*(.*)$", text_of(root / "proc/self/status"), re.MULTILINE))
+    limits = text_of(root / "proc/self/limits")
+    soft_limits: dict[str, str] = {}
+    for limit in ("Max open files", "Max locked memory"):
+        match = re.search(rf"^{limit} +(\w+)", limits, re.MULTILINE)
+        soft_limits[limit] = match[1] if match else "unlimited"
+    shared = root / "dev/shm"
+    devices, adapters = root / "sys/bus/pci/devices", root / "sys/class/infiniband"
+    card = pci_facts(devices / gpu) if gpu and (devices / gpu).exists() else None
+    if card:
+        cpulist = root / f"sys/devices/system/node/node{card['numa']}/cpulist"
+        card["cores"] = cores_of(text_of(cpulist)) if card["numa"] is not None else []
+    own = [adapter_facts(adapters / name) for name in names_in(adapters)]
+    bridges = {address for device in [*([card] if card else []), *(a["pci"] for a in own)]
+               for address in device["path"][:-1]}  # fmt: skip
+    facts = {
+        "variables": {name: environ[name] for name in sorted(environ) if name.startswith(FAMILIES)},
+        "cards": names_in(root / "sys/class/net"),
+        "threads": torch.get_num_threads(),
+        "cores": cores_of(status.get("Cpus_allowed_list", "")),
+        # None: unlimited, or not reported.
+        "open files": number_of(soft_limits["Max open files"]),
+        "locked": number_of(soft_limits["Max locked memory"]),
+        "can lock": bool(int(status.get("CapEff") or "0", 16) >> IPC_LOCK_BIT & 1),
+        "shared": shutil.disk_usage(shared).total if shared.is_dir() else 0,
+        "gpu": card,
+        # Whether ACS redirects at each bridge above these devices; None: only root can read it.
+        "bridges": {address: redirects(config_of(devices / address)) for address in sorted(bridges)},
+    }
+    if is_first:
+        driver = text_of(root / "proc/driver/nvidia/version")
+        flags = re.search(r"^flags.*", text_of(root / "proc/cpuinfo"), re.MULTILINE)
+        facts |= {
+            "adapters": own,
+            "peer memory": any((root / "sys/module" / name).exists() for name in ("nvidia_peermem", "nv_peer_mem")),
+            "open modules": "Open Kernel Module" in driver,
+            "linux": [int(number) for number in re.findall(r"\d+", text_of(root / "proc/sys/kernel/osrelease"))[:2]],
+            # The PCI tree of a virtual machine need not be that of the hardware.
+            "virtual": flags is not None and "hypervisor" in flags[0].split(),
+        }
+    return facts
+
+
+def adapter_facts(folder: Path) -> Facts:
+    """Read an InfiniBand or RoCE adapter and its ports, below /sys/class/infiniband."""
+    ports = []
+    for port in names_in(folder / "ports"):
+        at = folder / "ports" / port
+        gigabits = re.match(r"[\d.]+", text_of(at / "rate"))
+        kinds = {index: text_of(at / "gid_attrs/types" / index) for index in names_in(at / "gids")
+                 if text_of(at / "gids" / index) not in EMPTY_GIDS}  # fmt: skip
+        ports.append({
+            "state": text_of(at / "state").partition(":")[2].strip(),
+            "rate": float(gigabits[0]) if gigabits else 0.0,
+            "is ethernet": text_of(at / "link_layer") == "Ethernet",
+            "gids": {index: kind for index, kind in kinds.items() if kind},
+        })  # fmt: skip
+    cards = names_in(folder / "device/net")
+    mtu = number_of(text_of(folder / "device/net" / cards[0] / "mtu")) if cards else None
+    return {"name": folder.name, "pci": pci_facts(folder / "device"), "mtu": mtu or 0, "ports": ports}
+
+
+def pci_facts(folder: Path) -> Facts:
+    """Read where a PCI device is and what it reports; path: the addresses from the root port down to the device."""
+    real = folder.resolve()
+    numa = text_of(real / "numa_node")
+    return {
+        "address": real.name,
+        "path": [part for part in real.parts if PCI_ADDRESS.fullmatch(part)],
+        "host bridge": next((part for part in real.parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), ""),
+        "numa": int(numa) if numa.isdigit() else None,
+        "width": number_of(text_of(real / "current_link_width")) or 0,
+        "max width": number_of(text_of(real / "max_link_width")) or 0,
+        "speed": text_of(real / "current_link_speed"),
+        "max speed": text_of(real / "max_link_speed"),
+        "relaxed": relaxed_ordering(config_of(real)),
+        "iommu": text_of(real / "iommu_group/type"),
+    }
+
+
+def relaxed_ordering(config: bytes) -> bool | None:
+    """Tell whether a device may reorder its writes; None where its configuration cannot be read."""
+    at = config[CAPABILITY_LIST] & ~3 if len(config) > HEADER_BYTES else 0
+    # A damaged list may be circular; 48 capabilities fit into the space at most.
+    for _ in range(48):
+        if not HEADER_BYTES <= at <= len(config) - EXPRESS_CONTROL - 2:
+            return None
+        if config[at] == EXPRESS:
+            control = config[at + EXPRESS_CONTROL : at + EXPRESS_CONTROL + 2]
+            return bool(int.from_bytes(control, "little") & RELAXED_BIT)
+        at = config[at + 1] & ~3
+    return None
+
+
+def redirects(config: bytes) -> bool | None:
+    """Tell whether a bridge's ACS sends traffic between two devices below it up to the root; None: not readable."""
+    if len(config) <= EXTENDED + 8:
+        return None
+    at = EXTENDED
+    for _ in range(len(config) // 8):
+        head = int.from_bytes(config[at : at + 4], "little")
+        if head & 0xFFFF == ACS:
+            return bool(int.from_bytes(config[at + ACS_CONTROL : at + ACS_CONTROL + 2], "little") & REDIRECT_BITS)
+        at = head >> 20 & ~3
+        if not EXTENDED <= at <= len(config) - 8:
+            return False
+    return False
+
+
+# ---- small files of the system
+
+
 def text_of(path: Path) -> str:
-    """Read a small file of the system, stripped; "" where there is none, or it may not be read."""
+    """Read a file of the system, stripped; "" where there is none, or it may not be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
 
 
+def config_of(folder: Path) -> bytes:
+    """Read the configuration space of a device: all of it as root, else the header; b"" where there is none."""
+    try:
+        return (folder / "config").read_bytes()
+    except OSError:
+        return b""
+
+
 def names_in(path: Path) -> list[str]:
-    """Return the names in a folder, sorted; none where there is no such folder."""
+    """List the names in a folder, sorted; none where there is no such folder, or it may not be read."""
     try:
         return sorted(entry.name for entry in path.iterdir())
     except OSError:
@@ -84,239 +230,15 @@ def names_in(path: Path) -> list[str]:
 
 def number_of(text: str) -> int | None:
     """Return the first whole number in a text, None without one."""
-    found = re.search(r"\d+", text)
-    return int(found[0]) if found else None
+    match = re.search(r"\d+", text)
+    return int(match[0]) if match else None
 
 
 def cores_of(text: str) -> list[int]:
-    """Return the cores that the kernel writes as "0-3,8"."""
+    """Parse a list of cores, which the kernel writes as "0-3,8"."""
     cores: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.strip().partition("-")
+    for item in text.split(","):
+        first, _, last = item.strip().partition("-")
         if first.isdigit():
             cores += range(int(first), int(last or first) + 1)
-    return sorted(set(cores))
-
-
-def as_cores(cores: Iterable[int]) -> str:
-    """Return cores as the kernel writes them: "0-3,8"."""
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs(cores))
-
-
-# ---- software and variables
-
-
-def software_facts(device: torch.device, root: Path = Path("/")) -> Facts:
-    """Return versions, and a checksum of the launch table and of the package, as strings; "" for what is not here.
-
-    device: of this rank.  root: where `/proc` is looked for.
-    """
-    driver = text_of(root / "proc/driver/nvidia/version").split("Kernel Module")[-1].split()
-    found = {
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "warpfold": warpfold.__version__,
-        "warpfold's code": _package(),
-        "CUDA": torch.version.cuda or "",
-        "NCCL": "",
-        "driver": next((word for word in driver if word[0].isdigit()), ""),
-        "GPU": name(device) if device.type == "cuda" else "",
-        "launch table": "",
-        "kernel": platform.release(),
-    }
-    if device.type == "cuda":
-        nccl = torch.cuda.nccl.version()
-        found["NCCL"] = ".".join(map(str, nccl)) if isinstance(nccl, tuple) else str(nccl)
-        table = table_for(device)[0].path
-        found["launch table"] = f"{table.name} {_checksum([table])}"
-    return {**found, "GPUs of the driver": len(names_in(root / "proc/driver/nvidia/gpus"))}
-
-
-@functools.cache
-def _package() -> str:
-    """Return eight digits of the package's files."""
-    return _checksum(sorted(Path(warpfold.__file__).parent.rglob("*.py")))
-
-
-def _checksum(files: Sequence[Path]) -> str:
-    """Return eight digits that are others when a file is."""
-    made = hashlib.sha256()
-    for file in files:
-        made.update(file.name.encode() + b"\0" + file.read_bytes())
-    return made.hexdigest()[:8]
-
-
-def variable_facts(environ: Mapping[str, str], root: Path = Path("/")) -> Facts:
-    """Return the variables of `FAMILIES`, this process's threads, and the node's network cards."""
-    return {
-        "set": {name: environ[name] for name in sorted(environ) if name.startswith(FAMILIES)},
-        "threads": torch.get_num_threads(),
-        "cards": names_in(root / "sys/class/net"),
-    }
-
-
-# ---- limits
-
-
-def limit_facts(root: Path = Path("/"), disk: Callable[[Path], int] | None = None) -> Facts:
-    """Return the limits of this process, and what its node's memory and cores are like.
-
-    root: where `/proc` and `/sys` are.  disk: returns the bytes of the file system at a path.
-    """
-    status, memory = (
-        {name: value.strip() for name, _, value in (line.partition(":") for line in text_of(root / path).splitlines())}
-        for path in ("proc/self/status", "proc/meminfo")
-    )
-    kib = {name: number_of(memory.get(name, "")) or 0 for name in ("MemTotal", "SwapTotal", "SwapFree")}
-    limits, pages = text_of(root / "proc/self/limits"), root / "sys/kernel/mm/transparent_hugepage"
-    nodes = root / "sys/devices/system/node"
-    size = disk or (lambda path: shutil.disk_usage(path).total)
-    return {
-        "files": _limit(limits, "Max open files"),
-        "locked": _limit(limits, "Max locked memory"),
-        "may lock": bool(int(status.get("CapEff") or "0", 16) >> IPC_LOCK & 1),
-        "shared": size(root / "dev/shm") if (root / "dev/shm").is_dir() else None,
-        "huge pages": _chosen(text_of(pages / "enabled")),
-        "compacts": _chosen(text_of(pages / "defrag")),
-        "memory": 1024 * kib["MemTotal"],
-        "swap used": 1024 * (kib["SwapTotal"] - kib["SwapFree"]),
-        "balancing": text_of(root / "proc/sys/kernel/numa_balancing") not in ("", "0"),
-        "cores": cores_of(status.get("Cpus_allowed_list", "")),
-        "numa": {
-            str(number_of(name)): as_cores(cores_of(text_of(nodes / name / "cpulist")))
-            for name in names_in(nodes)
-            if re.fullmatch(r"node\d+", name)
-        },
-    }
-
-
-def _limit(limits: str, name: str) -> list[int | None] | None:
-    """Return the soft and the hard limit, each None where unlimited; None where the kernel does not say."""
-    found = re.search(rf"^{name} +(\w+) +(\w+)", limits, re.MULTILINE)
-    return [None if value == "unlimited" else int(value) for value in found.groups()] if found else None
-
-
-def _chosen(text: str) -> str:
-    """Return which of "always [madvise] never" is in brackets."""
-    found = re.search(r"\[(\w+)\]", text)
-    return found[1] if found else ""
-
-
-# ---- PCI devices and network adapters
-
-
-def rdma_facts(gpu: str | None, root: Path = Path("/"), whole_node: bool = True) -> Facts:
-    """Return the facts in `/sys` and `/proc` about this rank's GPU and, if asked for, of its node's adapters.
-
-    gpu: its PCI address, "0000:17:00.0"; None without one.
-    """
-    devices = root / "sys/bus/pci/devices"
-    known = gpu is not None and (devices / gpu).exists()
-    card = device_facts(devices / str(gpu)) if known else None
-    adapters = [_adapter(root / "sys/class/infiniband" / name) for name in names_in(root / "sys/class/infiniband")]
-    modules = [name for name in ("nvidia_peermem", "nv_peer_mem") if (root / "sys/module" / name).exists()]
-    is_open = "Open Kernel Module" in text_of(root / "proc/driver/nvidia/version")
-    flags = re.search(r"^flags.*", text_of(root / "proc/cpuinfo"), re.MULTILINE)
-    node = {
-        "modules": [*modules, *(["nvidia-open"] if is_open else [])],
-        "linux": text_of(root / "proc/sys/kernel/osrelease"),
-        "virtual": flags is not None and "hypervisor" in flags[0].split(),  # its PCI tree need not be the machine's
-    }
-    paths = [device["path"] for device in [*([card] if card else []), *(a["pci"] for a in adapters)]]
-    return {
-        "gpu": gpu,
-        "gpu numa": card["numa"] if card else None,
-        "card": card,
-        # Above these devices, whether ACS redirects there; None: not known without being root.
-        "bridges": {
-            address: redirects(config_of(devices / address))
-            for address in sorted({address for path in paths for address in path[:-1]})
-        },
-        "adapters": adapters if whole_node else [],
-        **(node if whole_node else {}),
-    }
-
-
-def _adapter(folder: Path) -> Facts:
-    device = folder / "device"
-    cards = names_in(device / "net")
-    return {
-        "name": folder.name,
-        "pci": device_facts(device),
-        "mtu": number_of(text_of(device / "net" / cards[0] / "mtu")) if cards else None,
-        "card": cards[0] if cards else "",
-        "ports": [_port(folder / "ports" / port) for port in names_in(folder / "ports")],
-    }
-
-
-def _port(folder: Path) -> Facts:
-    types, gids = folder / "gid_attrs/types", folder / "gids"
-    gigabits = re.match(r"[\d.]+", text_of(folder / "rate"))
-    return {
-        "port": folder.name,
-        "state": text_of(folder / "state").partition(":")[2].strip(),
-        "rate": float(gigabits[0]) if gigabits else None,
-        "layer": text_of(folder / "link_layer"),
-        "gids": {
-            index: text_of(types / index)
-            for index in names_in(gids)
-            if text_of(gids / index) not in NO_GID and text_of(types / index)
-        },
-    }
-
-
-def device_facts(folder: Path) -> Facts:
-    """Return where a PCI device is, and what it says of itself.
-
-    folder: that of `/sys/bus/pci/devices`, or a link to it.  path: the addresses from the root port down to the device.
-    """
-    real = folder.resolve()
-    numa = number_of(text_of(real / "numa_node").replace("-1", ""))
-    return {
-        "address": real.name,
-        "path": [part for part in real.parts if ADDRESS.fullmatch(part)],
-        "bridge": next((part for part in real.parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), ""),
-        "numa": numa,
-        "width": number_of(text_of(real / "current_link_width")),
-        "widest": number_of(text_of(real / "max_link_width")),
-        "speed": text_of(real / "current_link_speed"),
-        "fastest": text_of(real / "max_link_speed"),
-        "relaxed": relaxed_ordering(config_of(real)),
-        "iommu": text_of(real / "iommu_group/type"),
-    }
-
-
-def config_of(folder: Path) -> bytes:
-    """Return a device's configuration space: all of it for root, 64 bytes for others, none where there is none."""
-    try:
-        return (folder / "config").read_bytes()
-    except OSError:
-        return b""
-
-
-def relaxed_ordering(config: bytes) -> bool | None:
-    """Return whether a device may order its writes freely; None where its configuration cannot be read."""
-    at = config[CAPABILITY_LIST] & ~3 if len(config) > HEADER else 0
-    for _ in range(48):  # as many as fit; a list that goes round in circles ends
-        if not HEADER <= at <= len(config) - EXPRESS_CONTROL - 2:
-            return None
-        if config[at] == EXPRESS:
-            return bool(int.from_bytes(config[at + EXPRESS_CONTROL : at + EXPRESS_CONTROL + 2], "little") & RELAXED)
-        at = config[at + 1] & ~3
-    return None
-
-
-def redirects(config: bytes) -> bool | None:
-    """Return whether a bridge's ACS sends what two devices below it exchange up to the root; None: not readable."""
-    if len(config) <= EXTENDED + 8:
-        return None
-    at = EXTENDED
-    for _ in range(len(config) // 8):
-        head = int.from_bytes(config[at : at + 4], "little")
-        if head & 0xFFFF == ACS:
-            return bool(int.from_bytes(config[at + ACS_CONTROL : at + ACS_CONTROL + 2], "little") & REDIRECTS)
-        at = head >> 20 & ~3
-        if not EXTENDED <= at <= len(config) - 8:
-            return False
-    return False
+    return cores

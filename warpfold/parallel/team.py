@@ -459,6 +459,11 @@ def _answer(key: str) -> str:
     return f"{key}-answer"
 
 
+def free_port() -> int:
+    """Return a TCP port of this machine at which nothing listens now."""
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
+
+
 def allow_connections(ranks: int) -> None:
     """Raise this process's soft limit of open files, often 1,024, to what a connection to each of `ranks` ranks needs.
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -29,9 +29,6 @@ from warpfold.geometry.residue import RESTYPES
 from warpfold.report import charts
 from warpfold.report.charts import GREY, INK, RULE, TRUTH
 from warpfold.report.report import KEY, Target
-
-if TYPE_CHECKING:
-    from warpfold.cluster.judge_links import Matrix
 
 BLUE, AMBER = "#1f6fb4", "#d9820f"
 LOGO_RESIDUES, LEAST_SHARE = 120, 0.06  # of a logo: letters of a smaller share are not drawn
@@ -381,29 +378,6 @@ def draw_seconds(residues: Sequence[int], seconds: Mapping[str, Sequence[float]]
     _legend(axes)
     _grid(axes)
     return _svg(figure, "seconds of each protein against its residues")
-
-
-@mpl.rc_context(STYLE)
-def draw_links(matrices: Sequence["Matrix"], form: str = "svg") -> bytes:
-    """Draw quantities of each two ranks side by side, dark where they are slow; an SVG or a PNG.
-
-    A pair that was not measured, and a rank with itself, stay blank.
-    """
-    size = max(3.0, 0.12 * len(matrices[0].names))
-    figure = Figure(figsize=((size + 1.2) * len(matrices), size + 0.6), layout="constrained")
-    for number, matrix in enumerate(matrices):
-        axes = figure.add_subplot(1, len(matrices), number + 1)
-        values = np.asarray(matrix.values, float)
-        colors = "cividis_r" if matrix.slow_is_large else "cividis"
-        image = axes.imshow(values, cmap=colors, vmin=0, vmax=np.nanmax(values))
-        every = max(1, len(matrix.names) // 16)
-        ticks = range(0, len(matrix.names), every)
-        axes.set_xticks(ticks, matrix.names[::every])
-        axes.set_yticks(ticks, matrix.names[::every])
-        axes.set(title=matrix.title, xlabel="to", ylabel="from")
-        axes.title.set_fontsize(9.5)
-        figure.colorbar(image, ax=axes, shrink=0.85, label=matrix.unit)
-    return _as_file(figure, "links between ranks", form)
 
 
 @mpl.rc_context(STYLE)

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from warpfold.cluster.direct import free_port
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.device import device_of
 from warpfold.engine.watch import Watching
 from warpfold.parallel.process import ProcessInfo
-from warpfold.parallel.team import distributed_context
+from warpfold.parallel.team import distributed_context, free_port
 from warpfold.training.config import RunConfig
 from warpfold.training.train import Summary, train
 

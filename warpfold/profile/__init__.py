@@ -1,1 +1,0 @@
-"""Record where the time of a step goes."""
