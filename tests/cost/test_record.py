@@ -5,10 +5,12 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from warpfold.cost import record as record_module
 from warpfold.cost import replay as replay_module
-from warpfold.cost.example import ExampleSizes, Job, ModelBench, shortened
+from warpfold.cost.example import ExampleSizes, Job, ModelBench, TrainingStep, shortened
 from warpfold.cost.fake import Memory
 from warpfold.cost.links import Cluster, Link
 from warpfold.cost.planner import parameters
@@ -22,7 +24,6 @@ from warpfold.model.losses import LossConfig
 from warpfold.model.structure import StructureConfig
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.plan import Plan
-from warpfold.profile.step_profile import counted_work
 
 SIZES = ExampleSizes(residues=16, sequences=8, extra=8, templates=1)
 NARROW = replace(
@@ -143,8 +144,11 @@ def test_recorded_products_are_those_that_are_counted(blocks: int) -> None:
     """Forward, two blocks for all; backward, an operation that is fused computes some of it again."""
     whole = job(blocks, replace(NARROW, extra_blocks=3))
     bench = ModelBench(model=whole.model, loss=LossConfig(), optim=OptimConfig(), plan=Plan(), sizes=SIZES)
-    counted = sum(one.flops for key, one in counted_work(bench, training=True).items() if not key.backward)
-    assert flops(whole, Plan()) == pytest.approx(counted, rel=0.02)
+    step = TrainingStep(bench, "meta")
+    step.bind(Plan(kernels="definition"))
+    with torch.device("meta"), FlopCounterMode(display=False) as counted:
+        step.model(step.batch, 0)
+    assert flops(whole, Plan()) == pytest.approx(counted.get_total_flops(), rel=0.02)
 
 
 def flops(of: Job, plan: Plan, phase: str = "forward") -> float:

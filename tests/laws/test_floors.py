@@ -18,7 +18,7 @@ FLOORS = {
     **dict.fromkeys(("check", "scoring"), 5),
     "cost": 6,
     **dict.fromkeys(("bench", "cluster"), 7),
-    **dict.fromkeys(("adapt", "profile", "report", "training"), 8),
+    **dict.fromkeys(("adapt", "report", "training"), 8),
     "prediction": 9,
     **dict.fromkeys(("design", "evaluation", "relax"), 10),
     **dict.fromkeys(("demo", "demo_report", "finetuning"), 11),
@@ -147,7 +147,7 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-for room in ("ops", "model", "parallel", "engine", "check", "cost", "bench", "profile", "cluster"):
+for room in ("ops", "model", "parallel", "engine", "check", "cost", "bench", "cluster"):
     package = importlib.import_module(f"warpfold.{room}")
     for module in pkgutil.walk_packages(package.__path__, f"warpfold.{room}."):
         importlib.import_module(module.name)

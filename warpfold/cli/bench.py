@@ -60,7 +60,7 @@ Recycles = Annotated[int, decides("Passes without gradient before the one that c
 # A whole model on a CPU: at most these, so that the large settings take a minute or two.
 ON_CPU = {"residues": 64, "sequences": 32, "extra": 64, "templates": 1}
 BLOCKS_ON_CPU = 2
-LONGEST = 16  # rows of a profile's tables on the terminal; profile.json has all
+LONGEST = 30  # rows of a profile's table on the terminal; profile.json has all
 
 
 def measured(
@@ -412,29 +412,26 @@ def profile(
     recycles: Recycles = 0,
     device: Device = None,
 ) -> Answer:
-    """Say where the time of a training step goes: by layer and operation, forward and backward, on a CPU or a GPU.
+    """Measure where the time of a training step goes, by layer and operation, forward and backward.
 
     The example is random.  With fewer --blocks only those are run and shown: nothing is scaled up.  On a CPU large
     settings are measured at a small size unless the options name another.
     """
     import torch
 
-    from warpfold.profile.step_profile import in_words, profile_model
-    from warpfold.profile.step_profile import table as rows_of
+    from warpfold.bench.profile import HEADS, in_words, profile_model, table_rows
 
     check_outputs(out)
     sizes = {"residues": residues, "sequences": sequences, "extra": extra, "templates": templates}
     where = torch.device(timed_device(device))
-    given = measured(settings, change or [], sizes, blocks, recycles, on_cpu=where.type == "cpu")
+    bench = measured(settings, change or [], sizes, blocks, recycles, on_cpu=where.type == "cpu")
     if out is not None:
         out.mkdir()
     with progress_bar(narrate=True) as progress:
         trace = None if out is None else out / "trace.json.gz"
-        found = profile_model(given, where, trace, training=not forward, progress=progress)
-    text: list[Any] = [*in_words(found)]
-    for of in ("layers", "operations"):
-        text += ["", table(*rows_of(found, of, LONGEST))]
+        figures = profile_model(bench, where, trace, training=not forward, progress=progress)
+    text: list[Any] = [*in_words(figures), "", table(HEADS, table_rows(figures, LONGEST))]
     if out is not None:
-        write_atomically(out / "profile.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
-        text.append(f"\nwrote {out / 'profile.json'}, trace.json.gz: open it at ui.perfetto.dev")
-    return Answer(found, text)
+        write_atomically(out / "profile.json", json.dumps(figures, indent=1, allow_nan=False) + "\n")
+        text.append(f"\nwrote {out / 'profile.json'} and trace.json.gz: open it at ui.perfetto.dev")
+    return Answer(figures, text)
