@@ -115,7 +115,7 @@ def test_our_summary_says_what_is_what(tmp_path: Path) -> None:
     [
         (["metrics.jsonl", "settings.toml"], "is a training run; `warpfold validate` folds what it holds out"),
         (["notes.txt"], "has no predicted structures; their names end in .cif"),
-        (["a/x.cif", "b/X.cif"], "a/x.cif and b/X.cif are both of x; keep one of them"),
+        (["a/x.cif", "b/x.cif"], "a/x.cif and b/x.cif are both of x; keep one of them"),
         (["T1024TS427_1", "T1024TS403_1"], "has models of 2 groups of CASP (TS403, TS427); keep one's only"),
     ],
 )

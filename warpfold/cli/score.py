@@ -38,6 +38,7 @@ class ScoreCommand(Checked):
     assembly: Annotated[
         bool, reads("Compare with the first biological assembly of the reference, as predict folds it.")
     ] = False
+    allow_unplaced: Annotated[bool, reads("Score although residues of a file are in none of its chains.")] = False
 
     def __call__(self) -> "Score":
         """Return the scores.  Either structure may be a `Prediction`, and chains a mapping, predicted -> reference.
@@ -53,7 +54,7 @@ class ScoreCommand(Checked):
             arguments.path(what, given) if not hasattr(given, "structure") else given.structure()
             for what, given in (("predicted", self.predicted), ("reference", self.reference))
         )
-        return scoring.score_files(ours, theirs, named, self.assembly)
+        return scoring.score_files(ours, theirs, named, self.assembly, self.allow_unplaced)
 
 
 def chain_pairs(text: str) -> dict[str, str]:
@@ -122,6 +123,7 @@ class EvaluateCommand(Checked):
         PathLike | None, reads("What the model was trained on, a FASTA file or a store: for scores by similarity.")
     ] = None
     assembly: Annotated[bool, reads("Compare with the first biological assembly of each structure.")] = False
+    allow_unplaced: Annotated[bool, reads("Score although residues of a file are in none of its chains.")] = False
     all_models: Annotated[bool, reads("List all models of a target; the means are of the best ranked.")] = False
     out: Annotated[PathLike | None, writes("Folder for the page, the table and all numbers.")] = None
     csv: Annotated[PathLike | None, writes("File for the table of all targets.")] = None
@@ -168,6 +170,7 @@ class EvaluateCommand(Checked):
             train_sequences=arguments.path_or_none("train_sequences", self.train_sequences),
             all_models=self.all_models,
             assembly=self.assembly,
+            allow_unplaced=self.allow_unplaced,
             workers=self.workers,
             cluster=self.cluster,
             part=part,

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.design.losses import Losses, TargetStructure
 from warpfold.design.page import design_page
@@ -57,7 +58,11 @@ class Problem:
 
         Errors: UserError for a file that cannot be read, and chains or losses that do not fit.
         """
-        known = read_structure(Path(settings.target)).chains if settings.target else {}
+        known: Mapping[str, Chain] = {}
+        if settings.target:
+            structure = read_structure(Path(settings.target))
+            structure.check_placed(settings.target)
+            known = structure.chains
         given = settings.chains or {id: len(chain.sequence) for id, chain in known.items()}
         if not given:
             raise UserError("chains: there are none; give how many residues, such as --set chains.A=100, or a target")

@@ -2,6 +2,7 @@
 
 import functools
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
@@ -15,10 +16,10 @@ from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import StoredExample, entry_keys
 from warpfold.errors import UserError, listed
 from warpfold.evaluation import tables
-from warpfold.evaluation.layouts import Predictions, find_predictions
+from warpfold.evaluation.layouts import PredictedFile, Predictions, find_predictions
 from warpfold.evaluation.measure import Job, Measured, Row, measure
 from warpfold.evaluation.parts import parts_of, read_parts, run_of, write_part
-from warpfold.evaluation.truths import Truths
+from warpfold.evaluation.truths import Truths, target_key
 from warpfold.files import read_file
 from warpfold.progress import Progress
 from warpfold.scoring.manifest import Entry, Suite, write_suite
@@ -64,21 +65,18 @@ class PredictionSet:
         """Return what is in the means: each target's best model, by the ranking of its program."""
         first: dict[str, Measured] = {}
         for one in self.measured:
-            first.setdefault(one.job.truth.name.lower(), one)
+            first.setdefault(target_key(one.job.truth.name), one)
         return list(first.values())
 
     def by_target(self) -> dict[str, Row]:
         """Return the row of each target's best model."""
-        return {one.job.truth.name.lower(): one.row for one in self.best}
+        return {target_key(one.job.truth.name): one.row for one in self.best}
 
     def to_dict(self, seed: int) -> dict[str, Any]:
         """Return what is found of this set, as JSON can hold it."""
         best = self.best
         rows = [one.row for one in best]
         sums = {kind: [one for one in (getattr(m, kind) for m in best) if one is not None] for kind in ("plddt", "pae")}
-        several: dict[str, list[Row]] = {}
-        for one in self.measured:
-            several.setdefault(one.job.truth.name.lower(), []).append(one.row)
         return {
             "name": self.name,
             "folder": str(self.predictions.folder),
@@ -106,6 +104,7 @@ def evaluate(
     train_sequences: Path | None,
     all_models: bool,
     assembly: bool,
+    allow_unplaced: bool,
     workers: int,
     cluster: str | None = None,
     part: JobPart | None = None,
@@ -125,7 +124,7 @@ def evaluate(
     names = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders)]
     sets = [PredictionSet(name, find_predictions(folder, all_models)) for name, folder in zip(names, folders)]
     for one in sets:
-        _assign(one, truths, assembly)
+        _assign(one, truths, assembly, allow_unplaced)
     jobs = [job for one in sets for job in one.jobs]
     run = run_of(jobs)
     found = {} if out is None else read_parts(out, run, jobs)
@@ -154,10 +153,13 @@ def evaluate(
     places = iter(range(len(jobs)))
     for one in sets:
         for result in (found[next(places)] for _ in one.jobs):
-            if result.error is None:
+            target = result.job.prediction.target
+            if result.error is not None:
+                one.failures.setdefault(target, result.error)
+            elif target not in one.failures:
                 one.measured.append(result)
-            else:
-                one.failures[result.job.prediction.target] = result.error
+            # With all models of a target, its best rank comes first: where that cannot be scored, the target is a
+            # failure, and no other rank takes its place in the means.
         if not one.measured:
             failed = list(one.failures.values())
             first = f"none of {len(failed)} targets could be scored: {failed[0]}"
@@ -166,15 +168,20 @@ def evaluate(
     return sets, {}
 
 
-def _assign(one: PredictionSet, truths: Truths, assembly: bool) -> None:
+def _assign(one: PredictionSet, truths: Truths, assembly: bool, allow_unplaced: bool) -> None:
     """Find what each prediction of a set is compared with."""
     folder = one.predictions.folder
+    taken: dict[tuple[Path, tuple[str, ...]], PredictedFile] = {}
     for file in one.predictions.files:
         found = truths.find(file.names)
         if found is None:
             one.without_truth.append(file.target)
-        else:
-            one.jobs.append(Job(file, found, assembly))
+            continue
+        twin = taken.setdefault((found.path, found.chains), file)
+        if target_key(twin.target) != target_key(file.target):
+            both = f"{os.path.relpath(twin.path, folder)} and {os.path.relpath(file.path, folder)}"
+            raise UserError(f"{folder}: {both} are both of {found.name}; keep one of them")
+        one.jobs.append(Job(file, found, assembly, allow_unplaced))
     one.failures |= {name: error for name, error in one.predictions.failures.items() if truths.find([name])}
     if not one.jobs:
         ours = listed([file.target for file in one.predictions.files] or [*one.predictions.failures], 3)

@@ -12,6 +12,7 @@ from typing import Any
 from warpfold.data.formats.input_files import ALIGNMENTS, find, walk
 from warpfold.data.formats.predictions import CASP, STRUCTURE, first_of, is_pdb, read_name
 from warpfold.errors import UserError
+from warpfold.evaluation.truths import target_key
 from warpfold.files import read_file
 
 _RANKED = re.compile(r"ranked_(\d+)")
@@ -79,7 +80,7 @@ def find_predictions(folder: Path, all_models: bool = False) -> Predictions:
         raise UserError(f"{folder}: has no predicted structures; their names end in .cif, .pdb or .ent, or .gz")
     by_target: dict[str, list[PredictedFile]] = {}
     for file in files:
-        by_target.setdefault(file.target.lower(), []).append(file)
+        by_target.setdefault(target_key(file.target), []).append(file)
     kept = []
     for several in by_target.values():
         ranked: dict[int, list[PredictedFile]] = {}

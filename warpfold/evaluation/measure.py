@@ -12,7 +12,7 @@ from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError, listed
 from warpfold.evaluation.confidence import CA, Sums, alignment_rows, pae_sums, plddt_of, plddt_sums
 from warpfold.evaluation.layouts import PredictedFile
-from warpfold.evaluation.truths import Truth
+from warpfold.evaluation.truths import REMEDY, Truth
 from warpfold.files import read_file, within_memory
 from warpfold.prediction.sanity import check_geometry
 from warpfold.scoring.score import Paired, assembled, pair
@@ -22,11 +22,15 @@ Row = dict[str, Any]  # what is known of one prediction
 
 @dataclass(frozen=True)
 class Job:
-    """A prediction and what it is compared with.  assembly: with the first biological assembly of the truth."""
+    """A prediction and what it is compared with.
+
+    assembly: with the first biological assembly of the truth. allow_unplaced: although residues are in no chain.
+    """
 
     prediction: PredictedFile
     truth: Truth
     assembly: bool = False
+    allow_unplaced: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,9 @@ def read_pair(job: Job) -> tuple[Paired, str, str]:
     """
     data = read_file(job.prediction.path), read_file(job.truth.path)
     predicted = parse_structure(data[0], str(job.prediction.path), ca_only=True)
-    truth = job.truth.parse(data[1])
+    if not job.allow_unplaced:
+        predicted.check_placed(str(job.prediction.path), REMEDY)
+    truth = job.truth.parse(data[1], job.allow_unplaced)
     try:
         paired = pair(predicted, assembled(truth) if job.assembly else truth)
     except UserError as error:
@@ -70,7 +76,7 @@ def _measure(job: Job) -> Measured:
     predicted, score = paired.predicted, paired.score()
     if np.isnan(score.lddt_ca):
         raise UserError(f"{job.truth.path}: no two Ca of it are near enough to be scored")
-    notes, complex_score = notes_of(paired), score.complex
+    notes, complex_score = [*score.notes, *notes_of(paired)], score.complex
     plddt, why_not = plddt_of(predicted.chains, file.writes_plddt)
     notes += [f"no pLDDT: {why_not}"] if why_not else []
     chains, pae = predicted.chains.values(), None

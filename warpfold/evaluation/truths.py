@@ -1,17 +1,21 @@
 """Find which structure each prediction is compared with: files named by target, or by entry with a chain of it."""
 
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from warpfold.data.formats.input_files import STRUCTURES, find
 from warpfold.data.formats.predictions import STRUCTURE
-from warpfold.data.structure.chain import Structure
+from warpfold.data.structure.chain import Structure, normal_entry_id
 from warpfold.data.structure.mmcif import parse_structure, read_release_date
 from warpfold.errors import UserError, listed
 from warpfold.files import read_file
 from warpfold.scoring.manifest import Suite
+
+REMEDY = "correct the file, or pass --allow-unplaced to score without them"
+_PDB_ID = re.compile(r"[0-9][a-z0-9]{3}|pdb_[a-z0-9]{8}", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -22,12 +26,15 @@ class Truth:
     path: Path
     chains: tuple[str, ...] = ()
 
-    def parse(self, data: bytes) -> Structure:
+    def parse(self, data: bytes, allow_unplaced: bool = False) -> Structure:
         """Return the structure that a prediction is compared with, of what is in the file.
 
-        Errors: UserError for what cannot be read, and a chain that is not there.
+        Errors: UserError for what cannot be read, a chain that is not there, and unless `allow_unplaced` for residues
+        that are in no chain.
         """
         structure = parse_structure(data, str(self.path), ca_only=True)
+        if not allow_unplaced:
+            structure.check_placed(str(self.path), REMEDY)
         if not self.chains:
             return structure
         kept = {}
@@ -42,9 +49,21 @@ class Truth:
         return replace(structure, chains=kept, dropped={})
 
 
-class Truths:
-    """A folder of structures, and its subfolders; names are told apart whatever their case.
+def target_key(name: str) -> str:
+    """Return the spelling by which targets are compared: the PDB id in its normal form, the chain as it is.
 
+    Chains that differ only in case are different chains: every ribosome has an A and an a.
+    """
+    if _PDB_ID.fullmatch(name):
+        return normal_entry_id(name)
+    entry, _, chain = name.rpartition("_")
+    return f"{normal_entry_id(entry)}_{chain}" if _PDB_ID.fullmatch(entry) else name
+
+
+class Truths:
+    """A folder of structures, and its subfolders.
+
+    Names are compared as `target_key` spells them; a name in another case is found if it is the only one.
     Errors: UserError for a folder that is not there or has none.
     """
 
@@ -59,12 +78,14 @@ class Truths:
         for file in find([folder], STRUCTURES, "structures"):
             if match := STRUCTURE.fullmatch(file.path.name):
                 name = match[1].removeprefix("pdb") if len(match[1]) == 7 else match[1]  # pdb1abc.ent
-                self.by_name.setdefault(name.lower(), Truth(name, file.path))
+                self.by_name.setdefault(target_key(name), Truth(name, file.path))
         self._index()
 
     def _index(self) -> None:
         self._of_entry: dict[str, list[Truth]] = {}  # 1abc -> 1abc_A, 1abc_B
-        for truth in self.by_name.values():
+        self._in_lower_case: dict[str, list[Truth]] = {}
+        for key, truth in self.by_name.items():
+            self._in_lower_case.setdefault(key.lower(), []).append(truth)
             self._of_entry.setdefault(truth.name.lower().rpartition("_")[0], []).append(truth)
 
     def keep(self, suite: Suite) -> None:
@@ -82,7 +103,7 @@ class Truths:
                     raise UserError(f"{truth.path}: has SHA-256 {digest}, not what is listed; fetch the version meant")
                 if entry.released not in (None, released := read_release_date(truth.path)):
                     raise UserError(f"{truth.path}: was released on {released}, not on {entry.released} as listed")
-                kept[name.lower()] = replace(truth, name=name, chains=entry.chains or truth.chains)
+                kept[target_key(name)] = replace(truth, name=name, chains=entry.chains or truth.chains)
             except UserError as error:
                 wrong.append(f"{name}: {error}")
         if wrong:
@@ -94,19 +115,26 @@ class Truths:
     def find(self, names: Iterable[str]) -> Truth | None:
         """Return the truth of a target, by the first of its names that there is.
 
-        NAME is compared with NAME.cif; else NAME_CHAIN with that chain of NAME.cif; else NAME with NAME_CHAIN.cif, if
-        there is one only.
+        NAME is compared with NAME.cif, whose name may differ in case if there is only one; else NAME_CHAIN with that
+        chain of NAME.cif; else NAME with NAME_CHAIN.cif, if there is only one.
         """
         for name in names:
-            if truth := self.by_name.get(name.lower()):
+            if truth := self._named(name):
                 return truth
         for name in names:
             entry, _, chain = name.rpartition("_")
-            if chain and (truth := self.by_name.get(entry.lower())):
+            if chain and (truth := self._named(entry)):
                 return replace(truth, name=name, chains=(chain,))
             if len(several := self._of_entry.get(name.lower(), [])) == 1:
                 return several[0]
         return None
+
+    def _named(self, name: str) -> Truth | None:
+        key = target_key(name)
+        if truth := self.by_name.get(key):
+            return truth
+        others = self._in_lower_case.get(key.lower(), [])
+        return others[0] if len(others) == 1 else None
 
     def without(self, used: Sequence[Truth]) -> list[str]:
         """Return the names of those that are not used."""

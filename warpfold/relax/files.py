@@ -145,12 +145,13 @@ def relax_file(target: RelaxTarget, device: str = "cpu") -> dict[str, Any]:
     """
     data = read_file(target.path)
     structure = parse_structure(data, str(target.path))
+    structure.check_placed(str(target.path))
     chains, relaxation = relax_chains(list(structure.chains.values()), device)
     b_factors = read_b_factors(data, chains)
     openmm = require_openmm().__version__
     predicted = Modelling(refined_by=("OpenMM", openmm)) if b"_ma_qa_metric" in data else None
     texts = {"mmcif": write_mmcif(target.name, chains, b_factors=b_factors, predicted=predicted)}
-    notes = [f"chain {name} left out: {reason}" for name, reason in structure.dropped.items()]
+    notes = [*structure.notes, *(f"chain {name} left out: {reason}" for name, reason in structure.dropped.items())]
     try:
         texts["pdb"] = write_pdb(target.name, chains, b_factors=b_factors)
     except UserError as error:

@@ -45,6 +45,7 @@ class Score:
     left_out: list[str]  # chains of the reference that have no counterpart
     extra: list[str]  # chains of the prediction that have none
     dropped: list[str]  # polymers of either file that are no protein, or have no atoms, with the reason
+    notes: list[str]  # how the files were read, where that is not plain
     complex: ComplexScore | None  # None for a reference of one chain, and where one of the two has only Ca
 
     def __repr__(self) -> str:
@@ -69,6 +70,7 @@ class Score:
         ]
         for what, names in (("left out", self.left_out), ("not in reference", self.extra), ("dropped", self.dropped)):
             shown += [(what, ", ".join(names))] if names else []
+        shown += [("note", note) for note in self.notes]
         if self.complex:
             shown += self.complex.rows()
         elif self.lddt is None and len(self.chains) + len(self.left_out) > 1:
@@ -81,16 +83,24 @@ def score_files(
     reference: str | Path | Structure,
     chains: Mapping[str, str] | None = None,
     assembly: bool = False,
+    allow_unplaced: bool = False,
 ) -> Score:
     """Score one mmCIF or PDB file, or what is in memory, against another; `chains` as in `score`.
 
     assembly: against the reference's first biological assembly, instead of the chains as they are in its file.
-    Errors: UserError for files that cannot be read or have nothing in common.
+    allow_unplaced: score although residues of a file are in none of its chains; `Score.notes` counts them.
+    Errors: UserError for files that cannot be read or have nothing in common, and for unplaced residues.
     """
     ours, theirs = (
         given if isinstance(given, Structure) else read_structure(given, ca_only=True)
         for given in (predicted, reference)
     )
+    if not allow_unplaced:
+        for structure, given in ((ours, predicted), (theirs, reference)):
+            structure.check_placed(
+                structure.id if isinstance(given, Structure) else str(given),
+                "correct the file, or pass --allow-unplaced to score without them",
+            )
     if assembly:
         theirs = assembled(theirs)
     try:
@@ -192,6 +202,12 @@ class Paired:
                 f"{structure.id} {name}: {why}"
                 for structure in (self.predicted, self.reference)
                 for name, why in structure.dropped.items()
+            ],
+            notes=[
+                f"{structure.id}: {note}"
+                for structure in (self.predicted, self.reference)
+                for note in (*structure.notes, structure.unplaced_note)
+                if note
             ],
             complex=interfaces,
         )

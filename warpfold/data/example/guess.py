@@ -118,9 +118,11 @@ def _chains_of(source: str, digest: str) -> tuple[Chain, ...]:
 
 
 def read_guess(path: Path) -> GuessStructure:
-    """Read a PDB or mmCIF file.  Errors: UserError as of `read_structure`."""
+    """Read a PDB or mmCIF file.  Errors: UserError as of `read_structure`, and for residues that are in no chain."""
     data = read_file(path)
-    return guess_of_structure(parse_structure(data, str(path)), data, path, str(path))
+    structure = parse_structure(data, str(path))
+    structure.check_placed(str(path))
+    return guess_of_structure(structure, data, path, str(path))
 
 
 def as_guess(given: GuessLike, name: str, sequences: Mapping[str, str]) -> GuessStructure:

@@ -11,6 +11,7 @@ import numpy as np
 
 from warpfold.data.formats.alignment import stockholm_rows
 from warpfold.data.similar.pairwise import MIN_IDENTITY
+from warpfold.data.structure.chain import normal_entry_id
 from warpfold.errors import UserError
 from warpfold.files import read_file
 
@@ -20,6 +21,9 @@ _HHR_ROW = re.compile(r"^([QT]) (\S+) +(\d{1,18}) ([A-Za-z.~-]+) +(\d+) \((\d+)\
 _ALIGNED = re.compile(r"Aligned_cols=(\d{1,18})")
 _SUM_PROBS = re.compile(r"Sum_probs=(\d{1,18}(?:\.\d*)?)")
 _RANGE = re.compile(r"(.*?)(?:/(\d{1,18})-(\d{1,18}))?")
+
+
+_EXTENDED_ID = re.compile(r"pdb_[a-z0-9]{8}(?=_|$)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -37,13 +41,16 @@ class Hit:
 
     @property
     def pdb_id(self) -> str:
-        """Return the entry, lower case."""
-        return (self.name.rpartition("_")[0] or self.name).lower()
+        """Return the entry in its normal form: lower case, four letters where it has a short id."""
+        extended = _EXTENDED_ID.match(self.name)
+        entry = extended[0] if extended else self.name.rpartition("_")[0] or self.name
+        return normal_entry_id(entry.lower())
 
     @property
     def chain(self) -> str:
         """Return the author's name of the chain; "" if the hit's name has none."""
-        return self.name.rpartition("_")[2] if "_" in self.name else ""
+        rest = _EXTENDED_ID.sub("", self.name, count=1)
+        return rest.rpartition("_")[2] if "_" in rest else ""
 
 
 def read_hits(path: str | Path, query: str) -> list[Hit]:

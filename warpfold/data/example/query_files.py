@@ -352,10 +352,11 @@ def _read(file: InputFile, data: bytes, as_one: bool) -> list[Complex]:
         found = jobs_of_text(data, kind, source, here, name)
     elif kind in STRUCTURES:
         structure = parse_structure(data, source)
+        structure.check_placed(source)
         placed = structure.assembly()  # its first; what else it has is left out, and noted
         if not placed.chains:
             raise UserError(f"{source}: its first assembly has no protein chain; give a file with proteins")
-        notes = tuple(f"{what} is left out: {reason}" for what, reason in placed.left_out.items())
+        notes = (*structure.notes, *(f"{what} is left out: {reason}" for what, reason in placed.left_out.items()))
         sequences = tuple(structure.chains[chain].sequence for chain, _ in placed.chains)
         own = guess_of_structure(structure, data, path if path != STDIN and path.is_file() else None, source)
         found = [Complex(name, placed.ids, sequences, notes=notes, structure=own)]

@@ -179,6 +179,7 @@ def template_from_file(query: str, path: str | Path, chain: str | None = None) -
     Errors: UserError for a file that cannot be used, a chain that is not there, or too few aligned atoms.
     """
     structure = read_structure(path)
+    structure.check_placed(str(path))
     if chain is not None and chain not in structure.chains:
         why = structure.dropped.get(chain)
         raise UserError(
@@ -201,7 +202,8 @@ def template_from_file(query: str, path: str | Path, chain: str | None = None) -
         template = _put_on(len(query), np.flatnonzero(known), best, places[known], f"{entry}_{best.id}", known.sum())
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    notes = [f"chain {best.id} of {', '.join(structure.chains)}"] if len(maps) > 1 else []
+    notes = [*structure.notes]
+    notes += [f"chain {best.id} of {', '.join(structure.chains)}"] if len(maps) > 1 else []
     notes += ["few residues are equal, so the alignment is doubtful"] if identity < LOW_IDENTITY else []
     return template, _used(query, template, "; ".join(notes), None)
 

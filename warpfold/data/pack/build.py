@@ -104,6 +104,7 @@ def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | None]) -> Rea
     try:
         with within_memory(file.name):
             structure = parse_structure(file.read_bytes(options.limit), file.name)
+            structure.check_placed(file.name)
             if predicted is not None:
                 structure, confidence = with_confidence(structure, file, predicted, options)
     except UserError as error:
@@ -187,7 +188,7 @@ def _build_copies(job: BuildJob, group: Sequence[ChainJob], built: BuiltChains) 
     structure, options, first = job.structure, job.options, job.structure.chains[group[0].chain]
     alignments: list[Alignment] = []
     read: list[Alignment] = []
-    used, notes = [], [note for note in dict.fromkeys(chain.note for chain in group) if note]
+    used, notes = [], [*structure.notes, *(note for note in dict.fromkeys(chain.note for chain in group) if note)]
     for source in group[0].alignments:
         try:
             with within_memory(source.name):

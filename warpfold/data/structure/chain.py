@@ -10,7 +10,7 @@ from datetime import date
 import numpy as np
 
 from warpfold.data.structure.assemblies import AssemblyTable, PlacedChains
-from warpfold.errors import UserError
+from warpfold.errors import UserError, listed
 
 _WEEK = re.compile(r"\d{4}-?W\d{2}", re.ASCII)  # a week is not a day, but `fromisoformat` would take its Monday
 _PLAIN = re.compile(r"(\d{4})-(\d{1,2})-(\d{1,2})", re.ASCII)  # mmCIF's dictionary allows 2017-7-26
@@ -45,6 +45,20 @@ class Structure:
     chains: dict[str, Chain]
     dropped: dict[str, str] = field(default_factory=dict)  # chain name -> reason
     assemblies: AssemblyTable = field(default_factory=AssemblyTable)
+    unplaced: tuple[str, ...] = ()  # residues with N, CA and C that are in no chain, as "ALA 12"
+    notes: tuple[str, ...] = ()  # how the file was read, where that is not plain, a sentence each
+
+    @property
+    def unplaced_note(self) -> str:
+        """Return a note on `unplaced` with its count, "" if there are none."""
+        if not self.unplaced:
+            return ""
+        return f"residues with N, CA and C that are in no chain: {len(self.unplaced)} ({listed(self.unplaced, 4)})"
+
+    def check_placed(self, source: str, remedy: str = "correct the file") -> None:
+        """Raise a UserError if residues of the file are in no chain."""
+        if self.unplaced:
+            raise UserError(f"{source}: has {self.unplaced_note}; {remedy}")
 
     def assembly(self, name: str | None = None) -> PlacedChains:
         """Return the protein chains of a biological assembly, by default the file's first, and where they stand in it.
@@ -53,6 +67,17 @@ class Structure:
         Errors: as in `AssemblyTable.place`.
         """
         return self.assemblies.place(name or self.assemblies.ids[0], self.chains, self.dropped)
+
+
+def normal_entry_id(text: str) -> str:
+    """Return the one spelling of an entry's id: four letters in lower case where it is a PDB id, also for pdb_00001abc.
+
+    Ids of 12 characters that have no short form, and ids of other archives, stay as they are, PDB's in lower case.
+    """
+    extended = re.fullmatch(r"pdb_([0-9]{4})([0-9][a-z0-9]{3})", text.lower())
+    if extended:
+        return extended[2] if extended[1] == "0000" else extended[0]
+    return text.lower() if len(text) == 4 else text
 
 
 def parse_date(text: str | None) -> date | None:

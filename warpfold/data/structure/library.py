@@ -11,7 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from warpfold.data.structure.chain import Structure
+from warpfold.data.structure.chain import Structure, normal_entry_id
 from warpfold.data.structure.mmcif import read_release_date, read_structure
 from warpfold.errors import UserError
 from warpfold.files import LARGEST, read_file, within_memory
@@ -26,7 +26,8 @@ class MissingStructure(UserError):
 class Library:
     """mmCIF files in folders and their subfolders (a PDB mirror, say), each read when it is needed.
 
-    A file is named by its id, in lower or upper case: `1abc.cif`, `ab/1abc.cif.gz`, `1ABC.cif`.  Of several folders
+    A file is named by its id, in lower or upper case, short or long: `1abc.cif`, `ab/1abc.cif.gz`, `1ABC.cif`,
+    `pdb_00001abc.cif`.  Of several folders
     with an entry the first one counts.  The last `keep` structures and all release dates that were read stay in
     memory, but are not pickled.
     limit: bytes that a file may have when it is unpacked.
@@ -73,7 +74,7 @@ class Library:
 
         Errors: MissingStructure if there is none.
         """
-        pdb_id = pdb_id.lower()
+        pdb_id = normal_entry_id(pdb_id.lower())
         if (path := self._own(pdb_id)) or ((new := self._obsolete.get(pdb_id)) and (path := self._own(new))):
             return path
         where = ", ".join(map(str, self.folders))
@@ -85,7 +86,7 @@ class Library:
     def _find_in(self, top: Path, pdb_id: str) -> Path | None:
         if re.fullmatch(r"[a-z0-9]{4}", pdb_id):
             for folder in (top, top / pdb_id[1:3]):
-                for name in (pdb_id, pdb_id.upper()):
+                for name in (pdb_id, pdb_id.upper(), f"pdb_0000{pdb_id}"):
                     for ending in ENDINGS[:2]:
                         if (path := folder / f"{name}{ending}").is_file():
                             return path
@@ -95,7 +96,7 @@ class Library:
                 folders.sort()
                 for name in sorted(names):
                     if end := next((ending for ending in ENDINGS if name.lower().endswith(ending)), None):
-                        found.setdefault(name[: -len(end)].lower(), Path(here, name))
+                        found.setdefault(normal_entry_id(name[: -len(end)].lower()), Path(here, name))
         return self._listed[top].get(pdb_id)
 
     def has(self, pdb_id: str) -> bool:

@@ -6,7 +6,7 @@ an NMR entry of twenty models costs one.  PDB files and files without SEQRES com
 
 import itertools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +20,8 @@ from gemmi import cif
 from warpfold.data.formats.alignment import document_kind
 from warpfold.data.structure import pdb
 from warpfold.data.structure.assemblies import AssemblyTable
-from warpfold.data.structure.chain import Chain, Structure, parse_date
+from warpfold.data.structure.chain import Chain, Structure, normal_entry_id, parse_date
+from warpfold.data.structure.separate import FORCE_FIELD_NAMES, Reading, ResidueKey, count_models, is_placeholder
 from warpfold.errors import UserError, listed
 from warpfold.files import LARGEST, read_file
 from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, ATOM_TYPES, RESTYPE_3, RESTYPE_ORDER, RESTYPES, UNKNOWN
@@ -54,17 +55,20 @@ class Polymer:
 
 
 def read_structure(path: str | Path, ca_only: bool = False, limit: int = LARGEST) -> Structure:
-    """Return the protein chains of an mmCIF or PDB file (told by content), gz or not.
+    """Read the protein chains of an mmCIF or PDB file, gzipped or not; its content tells the format.
 
-    limit: bytes that it may have.
+    limit: the largest size of the file in bytes. ca_only: also keep chains in which no residue has N, CA and C.
 
-    First model only.  SEQRES from `entity_poly_seq` (PDB: SEQRES records; else see `pdb.complete_mmcif`).  Where it
-    names several residues (microheterogeneity), the one of the largest occupancy in this chain (Supp. 1.2.1), the first
-    among equals; modified residues as their parents (`_one_letter`; MSE with SE as SD).  Of alternative positions the
-    conformation of the highest mean occupancy in its residue, the first among equals; atoms that only another
-    conformation has are taken from there.  Hydrogens are left out; NH1 and NH2 of arginine are swapped where NH2 is
-    nearer to CD (Supp. 1.2.1).  Polymers other than polypeptide(L), and chains in which no residue has N, CA and C
-    (CA-only; kept if `ca_only`), are named in `dropped`.
+    * Models: copies of an assembly in several models all count; of an ensemble the first model counts. `notes` say
+      which (`separate.models_are_copies`).
+    * Sequence: `entity_poly_seq`, in PDB files SEQRES, else derived from the coordinates (`pdb.complete_mmcif`). At a
+      place with several residues (microheterogeneity) the residue of the largest occupancy counts, the first among
+      equals (Supp. 1.2.1). A modified residue is read as its parent (`_one_letter`), MSE with SE as SD.
+    * Atoms: the alternative conformation with the highest mean occupancy in its residue counts, the first among
+      equals; atoms that it lacks come from another conformation. Hydrogens are skipped. NH1 and NH2 of arginine are
+      swapped where NH2 is nearer to CD (Supp. 1.2.1). Atoms at 9999, and several atoms at 0, 0, 0, were not observed.
+    * `dropped` names the polymers other than polypeptide(L), and CA-only chains unless `ca_only`. Every other residue
+      with N, CA and C is in a chain or in `unplaced`.
 
     Errors: UserError for a file that is missing, cut short, not a structure, without a usable protein chain, with
     positions that are not numbers, or whose atoms contradict its sequence.
@@ -112,26 +116,35 @@ def read_release_date(path: str | Path, limit: int = LARGEST) -> date | None:
     return parse_structure(data, str(path)).release_date
 
 
-def _read_mmcif(data: bytes, source: str) -> cif.Block:
-    """Return the block with the atoms, with SEQRES added if the file has none."""
+def _read_mmcif(data: bytes, source: str) -> Reading:
+    """Read the block with the atoms, with SEQRES added if the file has none.
+
+    Errors: UserError for a file that was cut short, and for one with several blocks of atoms.
+    """
     if b"_atom_site." not in data:
         what = "has no atoms" if b"data_" in data else "is not a structure file"
         raise UserError(f"{source}: {what}; give an mmCIF or PDB file with coordinates")
     last = data[-1000:].rstrip().rpartition(b"\n")[2]
     if not last.startswith(b"#") and data.count(b"\n#") >= 5:  # written with '#' after each category
         raise UserError(f"{source}: ends in the middle of a category, so it is cut short; fetch the file again")
-    block = next((block for block in cif.read_string(data) if len(block.find_values("_atom_site.Cartn_x"))), None)
-    if block is None:
+    blocks = [block for block in cif.read_string(data) if len(block.find_values("_atom_site.Cartn_x"))]
+    if not blocks:
         raise UserError(f"{source}: has no atoms (_atom_site.Cartn_x); give a file with coordinates")
-    return block if len(block.find_values("_entity_poly_seq.mon_id")) else pdb.complete_mmcif(block, source)
+    if len(blocks) > 1:
+        names = listed([block.name for block in blocks], 4)
+        raise UserError(f"{source}: has {len(blocks)} data blocks with atoms ({names}). Write one block to a file.")
+    if len(blocks[0].find_values("_entity_poly_seq.mon_id")):
+        return Reading(blocks[0], [])
+    return pdb.complete_mmcif(blocks[0], source)
 
 
-def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
-    columns = _read_columns(block, source)
+def _structure(reading: Reading, source: str, ca_only: bool) -> Structure:
+    block, notes = reading.block, reading.notes
+    columns, copies = _read_columns(block, source, notes)
     asyms = _asyms(block, columns)
     polymers, names, dropped = _polymers(block, columns, asyms, source)
     starts = np.cumsum([0, *(len(polymer.letters) for polymer in polymers)]).tolist()
-    positions, mask, numbers, b_factors = place_atoms(columns, polymers, starts, source)
+    positions, mask, numbers, b_factors = place_atoms(columns, polymers, starts, source, notes)
     backbone = np.min(mask[:, [ATOM_ORDER[name] for name in ("N", "CA", "C")]], axis=1) > 0
     # How the author numbers residues that were not seen.
     spans = {polymer.label: range(*span) for polymer, span in zip(polymers, itertools.pairwise(starts))}
@@ -159,6 +172,13 @@ def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
                 entity=polymer.entity,
                 b_factors=b_factors[rows],
             )
+        if unknown := Counter(
+            monomer[0]
+            for monomer, letter, whole in zip(polymer.monomers, polymer.letters, backbone[rows])
+            if letter == "X" and whole and monomer[0] != "UNK"
+        ):
+            listing = listed([f"{name} ({count})" for name, count in unknown.items()], 6)
+            notes.append(f"chain {names[polymer.label]}: unknown residues are read as X: {listing}")
     if not chains:
         reasons = [f"{name}: {reason}" for name, reason in dropped.items()]
         because = f" ({listed(reasons, 4, '; ')})" if reasons else ""
@@ -166,17 +186,23 @@ def _structure(block: cif.Block, source: str, ca_only: bool) -> Structure:
     entry = next(iter(_values(block, "_entry.id")), "") or block.name
     if entry in ("", "XXXX", "model"):  # placeholders of programs that know no id
         entry = Path(source).name.split(".")[0]
+    unplaced, ligands = _unplaced(reading, columns, polymers, names)
+    if ligands:
+        notes.append(f"amino acids that are no part of a chain are read as ligands: {listed(ligands, 6)}")
     # The first positive number: of the refinement, of the map (electron microscopy), of the data.
     tags = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
     resolutions = (cif.as_number(value) for value in _values(block, *tags))
     return Structure(
-        id=entry.lower() if len(entry) == 4 else entry,
+        id=normal_entry_id(entry),
         method="; ".join(_values(block, "_exptl.method")).upper() or None,
         resolution=next((number for number in resolutions if number > 0), None),
         release_date=_release_date(block),
         chains=chains,
         dropped=dropped,
-        assemblies=_assemblies(block, asyms, names, source),
+        # Models that are copies are the assembly already.
+        assemblies=AssemblyTable() if copies or reading.copies else _assemblies(block, asyms, names, source),
+        unplaced=tuple(unplaced),
+        notes=tuple(notes),
     )
 
 
@@ -255,7 +281,7 @@ def _sequences(block: cif.Block, source: str) -> dict[str, list[tuple[str, ...]]
     """Return the residue names at each place of each entity's SEQRES: several where the crystal has a mixture."""
     sequences: dict[str, list[tuple[str, ...]]] = {}
     for row in block.find("_entity_poly_seq.", ["entity_id", "num", "mon_id"]):
-        entity, number, monomer = row.str(0), row.str(1), row.str(2)
+        entity, number, monomer = row.str(0), row.str(1), FORCE_FIELD_NAMES.get(row.str(2), row.str(2))
         places = sequences.setdefault(entity, [])
         if number == str(len(places) + 1):
             places.append((monomer,))
@@ -311,10 +337,22 @@ def _free_name(label: str, author: str, taken: Container[str]) -> str:
     return author if author not in taken else f"{author}-{label}"
 
 
-def _read_columns(block: cif.Block, source: str) -> Columns:
-    """Return the columns that matter, of the first model's rows; optional ones that the file lacks are full of '?'."""
+def _read_columns(block: cif.Block, source: str, notes: list[str]) -> tuple[Columns, bool]:
+    """Read the columns that matter, of the models that count; optional columns that the file lacks are full of '?'.
+
+    Returns them and whether the models are copies of an assembly, in which chain A of the second is A-2. Adds a note on
+    several models.
+    """
     needed = ["label_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z"]
-    optional = ["auth_asym_id", "label_entity_id", "label_alt_id", "occupancy", "auth_seq_id", "pdbx_PDB_ins_code"]
+    optional = [
+        "auth_asym_id",
+        "label_entity_id",
+        "label_alt_id",
+        "occupancy",
+        "auth_seq_id",
+        "pdbx_PDB_ins_code",
+        "group_PDB",
+    ]
     tags = [*needed, *optional, "B_iso_or_equiv", "pdbx_PDB_model_num"]
     table = block.find("_atom_site.", [*needed, *("?" + tag for tag in tags[len(needed) :])])
     if not len(table):
@@ -322,27 +360,52 @@ def _read_columns(block: cif.Block, source: str) -> Columns:
         what = f"atom_site has no column {', '.join(missing)}" if missing else "has no atoms"
         raise UserError(f"{source}: {what}; give a file with coordinates")
     rows: Sequence[int] = range(len(table))
-    if table.has_column(len(tags) - 1):  # the model number: keep those of the first model, nearly always a range from 0
+    copies, suffixes = False, list[str]()
+    if table.has_column(len(tags) - 1):  # the model number, nearly always a range from 0 for the first
         models = list(table.column(len(tags) - 1))
         count = models.count(models[0])
-        if models[count - 1] == models[0] and (count == len(models) or models[count] != models[0]):
-            rows = range(count)
-        else:
-            rows = [i for i, model in enumerate(models) if model == models[0]]
-    return {
+        if count < len(models):
+            alphas: dict[str, dict[tuple[str, ResidueKey], np.ndarray]] = {model: {} for model in models}
+            atoms, at = (list(table.column(tags.index(tag))) for tag in ("label_atom_id", "label_seq_id"))
+            chains = list(table.column(tags.index("label_asym_id")))
+            xyz = [table.column(tags.index(f"Cartn_{axis}")) for axis in "xyz"]
+            for row, (model, atom) in enumerate(zip(models, atoms)):
+                if atom == "CA" and at[row] not in ABSENT:
+                    position = np.array([cif.as_number(axis[row]) for axis in xyz])
+                    if not is_placeholder(position):
+                        alphas[model].setdefault((chains[row], (place_of(at[row]), "")), position)
+            is_nmr = any("NMR" in method.upper() for method in _values(block, "_exptl.method"))
+            copies, said = count_models([*alphas.values()], is_nmr)
+            notes += said
+            if copies:
+                order = {model: i for i, model in enumerate(alphas)}
+                suffixes = ["" if order[model] == 0 else f"-{order[model] + 1}" for model in models]
+            elif models[count - 1] == models[0]:
+                rows = range(count)
+            else:
+                rows = [i for i, model in enumerate(models) if model == models[0]]
+    columns = {
         tag: _texts(table.column(i), rows) if table.has_column(i) else ["?"] * len(rows)
         for i, tag in enumerate(tags[:-1])
     }
+    if copies:
+        for tag in ("label_asym_id", "auth_asym_id"):
+            columns[tag] = [
+                name + suffix if name not in ABSENT else name for name, suffix in zip(columns[tag], suffixes)
+            ]
+    if set(columns["label_comp_id"]) & FORCE_FIELD_NAMES.keys():
+        columns["label_comp_id"] = [FORCE_FIELD_NAMES.get(name, name) for name in columns["label_comp_id"]]
+    return columns, copies
 
 
 def place_atoms(
-    columns: Columns, polymers: Sequence[Polymer], starts: Sequence[int], source: str
+    columns: Columns, polymers: Sequence[Polymer], starts: Sequence[int], source: str, notes: list[str]
 ) -> tuple[np.ndarray, np.ndarray, list[str], np.ndarray]:
     """Put heavy atoms on atom37, one conformation per residue, arginine's NH1 and NH2 told apart by distance.
 
     starts: of the polymers' residues among all M, and M.  Returns positions float32 [M, 37, 3] in angstrom, 0 where
     masked; the mask float32 [M, 37]; the author's number and insertion code of each residue, "" without atoms; and the
-    B column of each residue's CA, float32 [M], NaN without.
+    B column of each residue's CA, float32 [M], NaN without. Adds a note on placeholder coordinates, which are masked.
     Errors: UserError for a residue that the sequence does not have there, and for positions that are not numbers.
     """
     rows, residues, atoms = _rows_of_polymers(columns, polymers, starts, source)
@@ -368,6 +431,13 @@ def place_atoms(
             f"{source}: atom {atom} of residue {number} of chain {chain} has a position that is not a number or "
             "far too large; correct the file or leave the atom out"
         )
+    unseen, at_origin = is_placeholder(xyz), (xyz == 0).all(-1)
+    if at_origin.sum() == 1:
+        unseen &= ~at_origin  # one atom may be there, such as the first of a built helix
+    if unseen.any():
+        count = len(np.unique(residues[unseen]))
+        notes.append(f"residues with placeholder coordinates (0, 0, 0 or 9999) are read as not observed: {count}")
+        rows, residues, atoms, xyz = rows[~unseen], residues[~unseen], atoms[~unseen], xyz[~unseen]
     picked = _one_conformation(columns, rows, residues, atoms)
     positions, mask = np.zeros((total, 37, 3), np.float32), np.zeros((total, 37), np.float32)
     positions[residues[picked], atoms[picked]] = xyz[picked]
@@ -382,6 +452,44 @@ def place_atoms(
     swapped = arginine[to_cd[:, 0] > to_cd[:, 1]]
     positions[swapped[:, None], [nh1, nh2]] = positions[swapped[:, None], [nh2, nh1]]
     return positions, mask, numbers, b_factors
+
+
+def _unplaced(
+    reading: Reading, columns: Columns, polymers: Sequence[Polymer], names: Mapping[str, str]
+) -> tuple[list[str], list[str]]:
+    """Name the residues with N, CA and C that are in no chain: those that are lost, and free amino acids.
+
+    names: of all polymers, also of those that were dropped, which are reported by name. Free amino acids that the file
+    itself declares as ligands are not listed.
+    """
+    placed = {polymer.label for polymer in polymers}
+    atoms, comps, asyms = (columns[f"label_{tag}_id"] for tag in ("atom", "comp", "asym"))
+    places, numbers, codes = columns["label_seq_id"], columns["auth_seq_id"], columns["pdbx_PDB_ins_code"]
+    # Places outside the sequence are an error already.
+    loose = [
+        row
+        for row, atom in enumerate(atoms)
+        if atom == "CA" and (places[row] in ABSENT or asyms[row] not in placed) and comps[row] != "CA"
+    ]
+    if not loose:
+        return [], []
+    keys = list(zip(asyms, numbers, codes, comps))
+    seen = {(key, atom) for key, atom in zip(keys, atoms) if atom in ("N", "C")}
+    kinds = {row.str(0): row.str(1) for row in reading.block.find("_entity.", ["id", "type"])}
+    lost: dict[str, None] = {}
+    ligands: dict[str, None] = {}
+    for row in loose:
+        key, asym = keys[row], asyms[row]
+        if not {(key, "N"), (key, "C")} <= seen or (asym in names and asym not in placed):
+            continue
+        called = f"{comps[row]} {numbers[row]}{'' if codes[row] in ABSENT else codes[row]}"
+        called += "" if (chain := columns["auth_asym_id"][row]) in ABSENT else f" of chain {chain}"
+        is_ligand = kinds.get(columns["label_entity_id"][row], "polymer") != "polymer" and asym not in placed
+        if not is_ligand or (reading.derived and columns["group_PDB"][row] == "ATOM"):
+            lost[called] = None
+        elif reading.derived:
+            ligands[called] = None
+    return [*lost], [*ligands]
 
 
 def _occupancies(columns: Columns) -> dict[tuple[str, str, str], float]:

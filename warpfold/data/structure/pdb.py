@@ -3,22 +3,40 @@
 gemmi finds the polymers; what is added is the place of each residue in its chain's sequence.
 """
 
+import itertools
 import re
-from collections.abc import Sequence
+import string
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 import gemmi
 import numpy as np
 from gemmi import cif
 
-from warpfold.errors import UserError
+from warpfold.data.structure.separate import (
+    ANCHORS,
+    BOND,
+    FORCE_FIELD_NAMES,
+    LINKS,
+    Reading,
+    Residue,
+    ResidueKey,
+    SeparatedChain,
+    count_models,
+    is_placeholder,
+    separate_chains,
+)
+from warpfold.errors import UserError, listed
 
-BOND = 2.0  # angstrom; C to N of the next residue: nearer is bonded (1.33 in a peptide, more in poor models)
+LINKED_ATOMS = {*LINKS, *LINKS.values(), *ANCHORS}
 LONGEST_GAP = 200  # residues: a longer jump in the numbers is a change of numbering rather than a missing part
 
 
-def read(data: bytes, source: str) -> cif.Block:
-    """Return the first model of a PDB file as an mmCIF block with SEQRES, method, resolution and release date.
+def read(data: bytes, source: str) -> Reading:
+    """Read a PDB file as an mmCIF block with SEQRES, method, resolution and release date.
 
+    Reading continues after END. Copies of an assembly in models all count, of other models the
+    first (`separate.models_are_copies`). Chains are separated by `separate.separate_chains`.
     Errors: UserError for a file that was cut short, or with a position that is not a number; gemmi's own, ValueError
     and RuntimeError, for one that it cannot read.
     """
@@ -29,37 +47,221 @@ def read(data: bytes, source: str) -> cif.Block:
         raise UserError(
             f"{source}: has SEQRES but no END, so it is cut short; fetch it again, or add END if it is whole"
         )
-    model = data.partition(b"\nENDMDL")[0]
-    for line in model.split(b"\n"):
-        if line.startswith((b"ATOM  ", b"HETATM")):
-            try:  # gemmi would take a field of stars or blanks for 0
-                float(line[30:38]), float(line[38:46]), float(line[46:54])
-            except ValueError:
-                atom = line[6:27].decode("latin-1").strip()
-                raise UserError(
-                    f"{source}: atom {atom} has a position that is not a number; correct the file or leave the atom out"
-                ) from None
-    # gemmi 0.6 reads SEQRES to column 70 even where a line is shorter, and would take the rest from the line before.
-    structure = gemmi.read_pdb_string(
-        "\n".join(line.rstrip().ljust(80) for line in model.decode("latin-1").split("\n"))
-    )
+    lines = [line.rstrip() for line in data.decode("latin-1").split("\n")]
+    sections = _sections(lines)
+    if not sections:
+        raise UserError(f"{source}: has no atoms; give a file with coordinates")
+    method = " ".join(line[10:].strip() for line in lines if line.startswith("EXPDTA"))
+    all_count, notes = count_models([_alphas(lines, rows) for _, rows in sections], "NMR" in method.upper())
+    counted = sections if all_count else sections[:1]
+    copies = all_count and len({model for model, _ in sections}) > 1
+    if all_count and not copies:
+        notes.clear()  # files that were joined, with END between them
+    chains = separate_chains(_residues(lines, counted, source), segments_are_chains=False)
+    notes += _naming_notes(chains, copies)
+    structure = gemmi.read_pdb_string(_as_text(lines, counted[0][1][0], chains, copies, notes))
+    displayed = _short_names(chains)
+    for part in structure[0]:
+        part.name = displayed.get(part.name, part.name)
     structure.name = dict(structure.info.items()).get("_entry.id", "")
     block = _complete(structure, source)
     if structure.resolution > 0:
         block.set_pair("_refine.ls_d_res_high", str(structure.resolution))  # REMARK 2, whatever the method
     if date := _release_date(data):
         block.set_pair("_pdbx_audit_revision_history.revision_date", date)
-    return block
+    return Reading(block, notes, copies, derived=True)
 
 
-def complete_mmcif(block: cif.Block, source: str) -> cif.Block:
-    """Return an mmCIF block without `entity_poly_seq`, with sequences and places added from what the coordinates show.
+def _sections(lines: Sequence[str]) -> list[tuple[int, list[int]]]:
+    """Divide the rows of a PDB file where its models may end, at MODEL, ENDMDL and END.
+
+    Returns of each section with atoms the number of its model, from 0, and its rows of ATOM, HETATM and TER.  Programs
+    separate both models and the files that `cat` joined by END, so sections that END separates are of one model.
+    """
+    sections: list[tuple[int, list[int]]] = []
+    model, rows, has_atoms = 0, list[int](), False
+    for row, line in enumerate(lines):
+        record = line[:6].rstrip()
+        if record in ("ATOM", "HETATM"):
+            rows.append(row)
+            has_atoms = True
+        elif line[:3] == "TER":
+            rows.append(row)
+        elif record in ("MODEL", "ENDMDL", "END") and has_atoms:
+            sections.append((model, rows))
+            rows, has_atoms = [], False
+            model += record != "END"
+    return [*sections, (model, rows)] if has_atoms else sections
+
+
+def _alphas(lines: Sequence[str], rows: Sequence[int]) -> dict[tuple[str, ResidueKey], np.ndarray]:
+    """Return the positions of the CA of some rows by chain and residue."""
+    found: dict[tuple[str, ResidueKey], np.ndarray] = {}
+    for row in rows:
+        line = lines[row]
+        if line[12:16] == " CA ":
+            with suppress(ValueError):  # an unreadable number is reported with its atom where the model counts
+                xyz = np.array([float(line[30:38]), float(line[38:46]), float(line[46:54])])
+                if not is_placeholder(xyz):
+                    # Segments tell chains without names apart, and a repeated number does not replace the first.
+                    found.setdefault((line[20:22] + line[72:76], _residue_key(line)), xyz)
+    return found
+
+
+def _residue_key(line: str) -> ResidueKey:
+    """Return the residue number and insertion code of an ATOM record; numbers beyond 9999 are hybrid-36."""
+    text = line[22:26].strip()
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+        if len(text) == 4 and text[0].isalpha() and text.isalnum() and text.isascii():
+            number = int(text, 36) + (756_496 if text[0].islower() else -456_560)
+    return number, line[26:27].strip()
+
+
+def _residue_name(line: str) -> str:
+    """Return the residue name of an ATOM record; a force field's four-letter name reaches into the chain's columns."""
+    name = line[17:21].strip()
+    return name if name in FORCE_FIELD_NAMES else line[17:20].strip()
+
+
+def _residues(lines: Sequence[str], sections: Iterable[tuple[int, Sequence[int]]], source: str) -> list[Residue]:
+    """Collect the residues of some sections, in the order of the file.
+
+    Errors: UserError for an atom whose position is not a number.
+    """
+    residues: list[Residue] = []
+    for model, rows in sections:
+        breaks = True
+        for row in rows:
+            line = lines[row]
+            if line[:3] == "TER":
+                breaks = True
+                if residues:
+                    residues[-1].ended = True
+                continue
+            try:  # gemmi would take a field of stars or blanks for 0
+                xyz = np.array([float(line[30:38]), float(line[38:46]), float(line[46:54])])
+            except ValueError:
+                raise UserError(
+                    f"{source}: atom {line[6:27].strip()} has a position that is not a number; correct the file or "
+                    "leave the atom out"
+                ) from None
+            name = _residue_name(line)
+            chain = line[21:22].strip() if len(name) == 4 else line[20:22].strip()
+            where = (model, chain, line[72:76].strip(), _residue_key(line), name)
+            atom, altloc = line[12:16].strip(), line[16:17] or " "
+            last = residues[-1] if residues else None
+            if (
+                breaks
+                or last is None
+                or where != (last.model, last.chain, last.segment, last.key, last.name)
+                or altloc in last.altlocs.get(atom, "")
+            ):
+                last = Residue(*where, breaks, hetero=True)
+                residues.append(last)
+                breaks = False
+            last.rows.append(row)
+            last.hetero &= line.startswith("HETATM")
+            last.altlocs[atom] = last.altlocs.get(atom, "") + altloc
+            if atom in LINKED_ATOMS and not is_placeholder(xyz):
+                last.atoms.setdefault(atom, xyz)
+    return residues
+
+
+def _naming_notes(chains: Sequence[SeparatedChain], copies: bool) -> list[str]:
+    """Report the chains that did not keep the name that they have in the file."""
+    renamed = [chain for chain in chains if chain.polymer and chain.name != chain.source]
+    if not renamed:
+        return []
+    names = [
+        f"{chain.name} (residues {chain.polymer[0].key[0]} to {chain.polymer[-1].key[0]}"
+        + (f" of model {chain.model + 1})" if copies else ")")
+        for chain in renamed
+    ]
+    return [f"chains with blank or repeated names were renamed: {listed(names, 6)}"]
+
+
+def _short_names(chains: Sequence[SeparatedChain]) -> dict[str, str]:
+    """Return names of one or two letters, as PDB files have them, by which gemmi tells the chains apart."""
+    letters = string.ascii_uppercase + string.digits + string.ascii_lowercase
+    taken = {chain.name for chain in chains if len(chain.name) <= 2}
+    free = (name for name in map("".join, itertools.product(letters, repeat=2)) if name not in taken)
+    return {chain.name if len(chain.name) <= 2 else next(free): chain.name for chain in chains}
+
+
+# Records before the atoms that name chains, and that nothing here reads.
+_UNREAD = ("LINK", "SSBOND", "CISPEP", "CONECT", "SITE", "DBREF", "SEQADV", "HELIX", "SHEET", "TURN", "MODEL", "SEQRES")
+
+
+def _as_text(lines: Sequence[str], first: int, chains: Sequence[SeparatedChain], copies: bool, notes: list[str]) -> str:
+    """Write a PDB file that gemmi reads as it is meant: one model, every chain with a name of its own and in one place.
+
+    first: the row of the first atom; the header is before it. Adds to the notes what is left out.
+    """
+    short = {name: key for key, name in _short_names(chains).items()}
+    is_renamed = any(chain.source and chain.name != chain.source for chain in chains)
+    text = [
+        line
+        for line in lines[:first]
+        if not line.startswith(_UNREAD) and not (is_renamed and line.startswith("REMARK 350"))
+    ]
+    for chain, rows in _seqres(lines, chains, notes):
+        for line in rows:
+            names = [f"{FORCE_FIELD_NAMES.get(name, name):>3}" for name in line[19:70].split()]
+            text.append(f"{line[:10]}{short[chain.name]:>2}{line[12:19]}{' '.join(names)}")
+    for chain in chains:
+        polymer = chain.polymer
+        for residue in chain.residues:
+            name = FORCE_FIELD_NAMES.get(residue.name, residue.name)
+            for row in residue.rows:
+                line = lines[row]
+                text.append(f"{line[:17]}{name:>3}{short[chain.name]:>2}{line[22:]}")
+            if polymer and residue is polymer[-1] and residue.ended:
+                text.append("TER")
+    # gemmi 0.6 reads SEQRES to column 70 even where a line is shorter, and would take the rest from the line before.
+    return "\n".join(line.ljust(80) for line in [*text, "END"])
+
+
+def _seqres(
+    lines: Sequence[str], chains: Sequence[SeparatedChain], notes: list[str]
+) -> Iterator[tuple[SeparatedChain, list[str]]]:
+    """Yield the SEQRES records of each chain.
+
+    Where several chains have one name, the records are theirs if there are as many sets of records (numbered from 1
+    again), or if they are copies in different models. Otherwise nobody knows whose they are, and the sequences come
+    from the coordinates.
+    """
+    sets: dict[str, list[list[str]]] = {}
+    serials: dict[str, int] = {}
+    for line in lines:
+        if line.startswith("SEQRES"):
+            name, number = line[10:12].strip(), line[7:10].strip()
+            serial = int(number) if number.isdecimal() else 0
+            if name not in sets or serial <= serials[name]:
+                sets.setdefault(name, []).append([])
+            serials[name] = serial
+            sets[name][-1].append(line)
+    for name, records in sets.items():
+        named = [chain for chain in chains if chain.source == name and chain.polymer]
+        if len(records) == len(named):
+            yield from zip(named, records)
+        elif len(records) == 1 and len({chain.model for chain in named}) == len(named):
+            yield from ((chain, records[0]) for chain in named)
+        elif named:
+            notes.append(f"SEQRES of chain {name or 'without a name'} is left out: {len(named)} chains have this name")
+
+
+def complete_mmcif(block: cif.Block, source: str) -> Reading:
+    """Add sequences and places to an mmCIF block without `entity_poly_seq`, from what the coordinates show.
 
     The sequence starts with the first residue seen.  Between two residues that are not bonded, and whose numbers
     (label_seq_id if the file has it, else the author's) leave a gap of at most 200, as many X are put, masked.
 
     Errors: ValueError and RuntimeError, gemmi's, for a block that it cannot read.
     """
+    copies, notes = _separate_mmcif(block)
     completed = _complete(make_structure(block), source)
     for category in (
         *("_exptl", "_refine", "_em_3d_reconstruction", "_reflns", "_pdbx_audit_revision_history"),
@@ -67,7 +269,87 @@ def complete_mmcif(block: cif.Block, source: str) -> cif.Block:
     ):
         if items := block.get_mmcif_category(category + "."):
             completed.set_mmcif_category(category + ".", items)
-    return completed
+    return Reading(completed, notes, copies, derived=True)
+
+
+def _separate_mmcif(block: cif.Block) -> tuple[bool, list[str]]:
+    """Give the chains of `_atom_site` names of their own, and keep the rows of the models that count.
+
+    Returns whether the models are copies of an assembly, and notes.
+    """
+    loop = block.find_loop("_atom_site.Cartn_x").get_loop()
+    if loop is None:
+        return False, []
+    tags = [tag.partition(".")[2] for tag in loop.tags]
+    values = list(loop.values)
+    columns = {tag: values[i :: len(tags)] for i, tag in enumerate(tags)}
+    count = loop.length()
+    absent = ["?"] * count
+
+    def column(*names: str) -> list[str]:
+        """Return the first column that has values; without quotes."""
+        for name in names:
+            if name in columns and any(value not in (".", "?") for value in columns[name]):
+                return [cif.as_string(value) if value[:1] in "'\"" else value for value in columns[name]]
+        return absent
+
+    chain, segment = column("auth_asym_id", "label_asym_id"), column("label_asym_id")
+    number, code, altloc = column("auth_seq_id", "label_seq_id"), column("pdbx_PDB_ins_code"), column("label_alt_id")
+    name, atom = column("label_comp_id", "auth_comp_id"), column("label_atom_id", "auth_atom_id")
+    group, model = column("group_PDB"), column("pdbx_PDB_model_num")
+    xyz = np.array([[cif.as_number(columns[f"Cartn_{axis}"][row]) for axis in "xyz"] for row in range(count)])
+
+    def text(value: str) -> str:
+        return "" if value in (".", "?") else value
+
+    keys = [(int(n) if n.lstrip("-").isdecimal() else 0, text(c)) for n, c in zip(number, code)]
+    order = {value: i for i, value in enumerate(dict.fromkeys(model))}
+    alphas: list[dict[tuple[str, ResidueKey], np.ndarray]] = [{} for _ in order]
+    if len(order) > 1:
+        for row in range(count):
+            if atom[row] == "CA" and name[row] != "CA" and not is_placeholder(xyz[row]):
+                alphas[order[model[row]]].setdefault((chain[row] + segment[row], keys[row]), xyz[row])
+    is_nmr = any("NMR" in value.upper() for value in block.find_values("_exptl.method"))
+    copies, notes = count_models(alphas, is_nmr)
+    residues: list[Residue] = []
+    for row in range(count):
+        if not copies and order[model[row]] != 0:
+            continue
+        where = (order[model[row]], text(chain[row]), text(segment[row]), keys[row], name[row])
+        location = text(altloc[row]) or " "
+        last = residues[-1] if residues else None
+        if (
+            last is None
+            or where != (last.model, last.chain, last.segment, last.key, last.name)
+            or location in last.altlocs.get(atom[row], "")
+        ):
+            last = Residue(*where, breaks=False, hetero=True)
+            residues.append(last)
+        last.rows.append(row)
+        last.hetero &= group[row] == "HETATM"
+        last.altlocs[atom[row]] = last.altlocs.get(atom[row], "") + location
+        if atom[row] in LINKED_ATOMS and not is_placeholder(xyz[row]):
+            last.atoms.setdefault(atom[row], xyz[row])
+    chains = separate_chains(residues, segments_are_chains=True)
+    notes += _naming_notes(chains, copies)
+    rows = [row for part in chains for residue in part.residues for row in residue.rows]
+    names = [part.name for part in chains for residue in part.residues for _ in residue.rows]
+    is_plain = rows == list(range(count)) and names == columns.get("auth_asym_id") and len(order) == 1
+    if is_plain and not set(name) & FORCE_FIELD_NAMES.keys():
+        return copies, notes
+    columns |= {
+        tag: [FORCE_FIELD_NAMES.get(value, value) for value in columns[tag]] for tag in tags if "comp_id" in tag
+    }
+    columns = {tag: [column[row] for row in rows] for tag, column in columns.items()}
+    columns["auth_asym_id"] = [cif.quote(name) for name in names]
+    if not is_plain:
+        # gemmi takes these for the names of its subchains and entities, which would no longer fit the chains.
+        for tag in {"label_asym_id", "label_entity_id"} & columns.keys():
+            columns[tag] = ["?"] * len(rows)
+    if "pdbx_PDB_model_num" in columns:
+        columns["pdbx_PDB_model_num"] = ["1"] * len(rows)
+    block.init_loop("_atom_site.", list(columns)).set_all_values(list(columns.values()))
+    return copies, notes
 
 
 def make_structure(block: cif.Block) -> gemmi.Structure:
@@ -83,7 +365,11 @@ def make_structure(block: cif.Block) -> gemmi.Structure:
                 numbers = block.find_loop("_atom_site.auth_seq_id")
                 for row, number in enumerate(block.find_loop("_atom_site.label_seq_id")):
                     numbers[row] = number
-    return gemmi.make_structure_from_block(block)
+    structure = gemmi.make_structure_from_block(block)
+    for residue in (residue for model in structure for chain in model for residue in chain):
+        if residue.subchain in ("", "?", "."):
+            residue.subchain = ""  # so that `setup_entities` names it
+    return structure
 
 
 def _release_date(data: bytes) -> str | None:
@@ -106,11 +392,6 @@ def _complete(structure: gemmi.Structure, source: str) -> cif.Block:
         raise UserError(f"{source}: is damaged, a residue's name has a quote in it; fetch the file again")
     while len(structure) > 1:
         del structure[-1]
-    taken = {chain.name for chain in structure[0]}
-    for chain in structure[0]:  # old programs write chains without a name: they become A, or the next free letter
-        if not chain.name.strip():
-            chain.name = next(letter for letter in map(chr, range(ord("A"), 0x10000)) if letter not in taken)
-            taken.add(chain.name)
     structure.setup_entities()
     for chain in structure[0]:
         polymer = chain.get_polymer()
