@@ -55,7 +55,7 @@ def test_editors_and_the_module_know_the_same_names() -> None:
 
 # ---- one interface: what a command declares is its function's, and its methods'
 
-COMMANDS = ("evaluate", "pack", "params", "predict", "sample", "score", "search", "train", "validate", "verify")
+COMMANDS = ("evaluate", "pack", "params", "predict", "sample", "score", "search", "train", "validate")
 PYTHON_ALONE = {"progress", "watch", "team"}
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from warpfold.cli.score import evaluate, score
     from warpfold.cli.search import search
     from warpfold.cli.train import train, validate
-    from warpfold.cli.verify import verify
     from warpfold.data.store.store import Store
     from warpfold.engine.comm_hook import CompressionState, compression_hook
     from warpfold.engine.ready import Ready
@@ -64,7 +63,6 @@ __all__ = [
     "search",
     "train",
     "validate",
-    "verify",
 ]
 
 # Where each name is; imported at first use: `import warpfold` alone does not load torch.
@@ -84,7 +82,6 @@ _MODULES = {
             "score",
             "search",
             "train",
-            "verify",
         )
     },
     "evaluate": "warpfold.cli.score",

@@ -59,6 +59,7 @@ from warpfold.engine.resume import Checkpoints
 from warpfold.engine.trunk import TrunkStore
 from warpfold.errors import UserError
 from warpfold.evaluation.layouts import find_predictions
+from warpfold.evaluation.suite import read_suite
 from warpfold.files import read_file
 from warpfold.finetuning.split import Split, read_split
 from warpfold.model.weights.deepmind import to_deepmind
@@ -70,7 +71,6 @@ from warpfold.prediction.folder import Journal, read_journals
 from warpfold.prediction.outputs import claim_folder, damaged_files
 from warpfold.prediction.predict import predict
 from warpfold.prediction.predictor import load
-from warpfold.scoring.manifest import read_suite
 from warpfold.scoring.selection import NUMBERS, Selection, keep_of
 from warpfold.training.config import load_settings
 from warpfold.training.ledger import Ledger

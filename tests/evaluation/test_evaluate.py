@@ -20,9 +20,9 @@ from tests.scoring.test_score import part, protein
 from warpfold import cli
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
+from warpfold.evaluation.suite import read_suite
 from warpfold.scoring.bootstrap import paired_bootstrap
 from warpfold.scoring.chain_mapping import CA
-from warpfold.scoring.manifest import read_suite
 
 REAL = Path(__file__).parents[2] / "../shared/realdata"
 CLOSE = "mmcif/8keu.cif.gz"

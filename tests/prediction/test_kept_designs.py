@@ -9,7 +9,6 @@ from tests.helpers import tiny_model
 from tests.prediction.test_predict_complexes import ONE, TWO, multimer
 from tests.prediction.test_score_table import BINDERS, DESIGNS, Killed, keys, options, rows
 from warpfold.bulk import JobPart
-from warpfold.cli.verify import verify
 from warpfold.errors import UserError
 from warpfold.evaluation.layouts import find_predictions
 from warpfold.model.alphafold import HeadsConfig
@@ -208,8 +207,3 @@ def test_scores_that_there_will_not_be_are_refused_before_anything_is_done(
     with pytest.raises(UserError, match=said):
         predict(tmp_path / "q.fasta", [], params[model], tmp_path / "out", options(keep=keep))
     assert not (tmp_path / "out").exists()
-
-
-def test_verify_scores_every_structure(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="every structure is scored"):
-        verify(targets="t", params="p", structures="s", out=tmp_path / "out", keep="best:3:clashes")

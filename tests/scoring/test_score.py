@@ -94,6 +94,13 @@ def test_a_mutation_is_paired_all_the_same() -> None:
     assert found.lddt_ca == 1
 
 
+def test_equal_sequences_correspond_by_position() -> None:
+    """In a repetitive sequence, the authors' numbers fit shifted residues equally well."""
+    predicted, truth = random_chain("A", "GS" * 20), random_chain("X", "GS" * 20, missing=range(30, 40), first=5)
+    pairs = pair_residues(predicted, truth)
+    assert pairs.tolist() == [[i, i] for i in range(30)]
+
+
 def test_numbers_decide_where_letters_cannot() -> None:
     """In a run of the same letter an alignment cannot know which ones are missing."""
     truth = dataclasses.replace(protein(), sequence="MKV" + "A" * 34 + "WYF")

@@ -27,7 +27,7 @@ from warpfold.files import NO_ROOM, OF_DISKS
 from warpfold.parallel.process import is_one_of_several
 
 # Their files, in the order of --help; a file may have several commands.
-FILES = "demo search pack plan train finetune predict distill design params score verify doctor bench"
+FILES = "demo search pack plan train finetune predict distill design params score doctor bench"
 for file in FILES.split():
     import_module(f"warpfold.cli.{file}")
 

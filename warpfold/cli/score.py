@@ -145,10 +145,10 @@ class EvaluateCommand(Checked):
         from warpfold.evaluation import evaluate as evaluating
         from warpfold.evaluation.page import evaluation_page
         from warpfold.evaluation.parts import IS_PART
+        from warpfold.evaluation.suite import read_suite
         from warpfold.evaluation.tables import table_of
         from warpfold.files import check_new, refuse_foreign, update_file, write_atomically, writing
         from warpfold.report.report import write_report
-        from warpfold.scoring.manifest import read_suite
 
         tell, out, csv, listed = (
             arguments.progress_of(self.progress),

@@ -19,10 +19,10 @@ from warpfold.evaluation import tables
 from warpfold.evaluation.layouts import PredictedFile, Predictions, find_predictions
 from warpfold.evaluation.measure import Job, Measured, Row, measure
 from warpfold.evaluation.parts import parts_of, read_parts, run_of, write_part
+from warpfold.evaluation.suite import Entry, Suite, write_suite
 from warpfold.evaluation.truths import Truths, target_key
 from warpfold.files import read_file
 from warpfold.progress import Progress
-from warpfold.scoring.manifest import Entry, Suite, write_suite
 from warpfold.scoring.metrics import LDDT_RADIUS, LDDT_TOLERANCES
 
 FORMAT = "warpfold-evaluation-1"

@@ -11,8 +11,8 @@ from warpfold.data.formats.predictions import STRUCTURE
 from warpfold.data.structure.chain import Structure, normal_entry_id
 from warpfold.data.structure.mmcif import parse_structure, read_release_date
 from warpfold.errors import UserError, listed
+from warpfold.evaluation.suite import Suite
 from warpfold.files import read_file
-from warpfold.scoring.manifest import Suite
 
 REMEDY = "correct the file, or pass --allow-unplaced to score without them"
 _PDB_ID = re.compile(r"[0-9][a-z0-9]{3}|pdb_[a-z0-9]{8}", re.IGNORECASE)

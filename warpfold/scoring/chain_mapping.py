@@ -30,9 +30,10 @@ Mapped = dict[str, str]  # reference -> predicted
 
 
 def pair_residues(a: Chain, b: Chain) -> Array:
-    """Return pairs [K, 2] of residues that have atoms in both chains: by alignment, or by number if that fits as well.
+    """Pair the residues [K, 2] that have atoms in both chains: by position, by number, or by alignment.
 
-    Numbers decide where an alignment cannot, for example on which side of a gap a repeated residue stands.
+    Residues of equal sequences correspond by position.  Otherwise numbers decide where they fit as well as an
+    alignment, for example on which side of a gap a repeated residue stands.
     """
     seen_a, seen_b = (np.asarray(chain.mask.any(-1)) for chain in (a, b))
 
@@ -40,6 +41,8 @@ def pair_residues(a: Chain, b: Chain) -> Array:
         both = pairs[seen_a[pairs[:, 0]] & seen_b[pairs[:, 1]]]
         return both, count_equal(a, b, both)
 
+    if a.sequence == b.sequence:
+        return seen(np.arange(len(a.sequence))[:, None].repeat(2, axis=1))[0]
     place = {number: j for j, number in enumerate(b.author_numbers) if number}
     numbered, equal = seen(
         np.array([(i, place[x]) for i, x in enumerate(a.author_numbers) if x in place], np.int64).reshape(-1, 2)
