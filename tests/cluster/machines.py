@@ -57,25 +57,18 @@ class FakeNode:
             self.write(f"{part}/numa_node", str(numa))
             (self.root / part / "config").write_bytes(config())
             self._link(f"sys/bus/pci/devices/{part.name}", str(part))
-        for name, text in {
-            "current_link_width": "16", "max_link_width": "16",
-            "current_link_speed": "32.0 GT/s PCIe", "max_link_speed": "32.0 GT/s PCIe",
-            "iommu_group/type": "identity",
-        }.items():  # fmt: skip
-            self.write(f"{path}/{name}", text)
+        self.write(f"{path}/iommu_group/type", "identity")
 
-    def adapter(self, name: str, address: str, layer: str = "InfiniBand", mtu: int = 9000) -> None:
+    def adapter(self, name: str, address: str, layer: str = "InfiniBand") -> None:
         """Write an adapter of InfiniBand, or of RoCE with the GIDs that a card with an IPv4 address has."""
         device = next(self.root.glob(f"sys/devices/**/{address}"))
         folder = f"sys/class/infiniband/{name}"
         self._link(f"{folder}/device", str(device.relative_to(self.root)))
         self.write(f"{folder}/ports/1/state", "4: ACTIVE")
-        self.write(f"{folder}/ports/1/rate", "400 Gb/sec (4X NDR)")
         self.write(f"{folder}/ports/1/link_layer", layer)
         gids = {"0": ("fe80:0000:0000:0000:0ac0:ebff:fe00:0001", "IB/RoCE v1")}
         if layer == "Ethernet":
             gids["3"] = ("0000:0000:0000:0000:0000:ffff:0a00:0001", "RoCE v2")
-            self.write(f"sys/class/infiniband/{name}/device/net/eth{name[-1]}/mtu", str(mtu))
         for index, (gid, kind) in gids.items():
             self.write(f"{folder}/ports/1/gids/{index}", gid)
             self.write(f"{folder}/ports/1/gid_attrs/types/{index}", kind)

@@ -41,10 +41,10 @@ def test_all_is_checked_and_all_ranks_agree(tmp_path: Path) -> None:
     assert [one["findings"] for one in reports] == [first["findings"]] * 4
     assert (first["ranks"], first["per_node"], len(first["facts"])) == (4, 2, 4)
     assert {one["topic"] for one in first["findings"]} == {
-        "software", "environment", "limits", "rdma", "links", "folder"
+        "software", "environment", "limits", "rdma", "pci", "links", "folder"
     }  # fmt: skip
     assert sorted((one["first"], one["second"]) for one in first["links"]["pairs"]) == [(0, 1), (0, 2), (1, 3), (2, 3)]
-    assert said(first, "not checked")["ACS"] == "no GPU with a network adapter"
+    assert said(first, "not checked")["IOMMU"] == "no GPU"
     assert said(first, "ok")["locks"] == "a lock of rank 0 excludes all other ranks"
     cluster = read_cluster(tmp_path / "cluster.toml")
     assert (cluster.ranks, cluster.per_node, cluster.how) == (4, 2, "measured")

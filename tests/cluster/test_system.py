@@ -42,10 +42,10 @@ def unload(cluster: FakeCluster) -> None:
     (cluster.nodes[1].root / "sys/module/nvidia_peermem").rmdir()
 
 
-def on_ethernet(cluster: FakeCluster, mtu: int = 9000) -> None:
+def on_ethernet(cluster: FakeCluster) -> None:
     for node in cluster.nodes:
         for number, address in enumerate(ADAPTERS):
-            node.adapter(f"mlx5_{number}", address, "Ethernet", mtu)
+            node.adapter(f"mlx5_{number}", address, "Ethernet")
 
 
 def and_then(*steps: Break) -> Break:
@@ -105,28 +105,22 @@ FAULTS: list[tuple[str, Break, str, str]] = [
      "ranks 2 and 3 (gpu-b) may not use the cores next to their GPUs", "--gpu-bind=closest"),
     ("network adapters", without_second_adapter, "mlx5_0 on node 1 (gpu-b)", "lspci"),
     ("link state", write(1, f"{IB}/state", "1: DOWN"), "mlx5_1 (0000:a4:00.0) at gpu-b: DOWN", "cable"),
-    ("link rate", write(1, f"{IB}/rate", "100 Gb/sec (4X EDR)"), "at gpu-b: 100 Gb/s, elsewhere 400", "cable"),
-    ("PCIe lanes", write(1, at(GPUS[1], "current_link_width"), "8"), "GPU 0000:a3:00.0 at gpu-b: 8 of 16", "reseat"),
-    ("PCIe lanes", write(0, at(ADAPTERS[0], "current_link_speed"), "8.0 GT/s PCIe"),
-     "mlx5_0 (0000:1a:00.0) at gpu-a: PCIe lanes of 8.0", "reseat"),
     ("kernel module", unload, "node 1 (gpu-b)", "modprobe nvidia-peermem"),
     ("PCIe switch", set_on(0, 1, 2, 3, NCCL_IB_HCA="mlx5_0"), "nearest adapter of ranks 1 and 3", "NCCL_IB_HCA"),
     ("ACS", configured(SWITCH, config(acs=0x001D)), "0000:18:00.0 at gpu-b", "setpci"),
     ("relaxed ordering", configured(ADAPTERS[0], config(relaxed=False)), "mlx5_0 (0000:1a:00.0) at gpu-b: off",
      "mlxconfig -d 0000:1a:00.0"),
     ("IOMMU", write(1, at(ADAPTERS[0], "iommu_group/type"), "DMA-FQ"), "at gpu-b", "iommu=pt"),
+    ("IOMMU", write(0, at(GPUS[0], "iommu_group/type"), "DMA"), "GPU 0000:19:00.0 at gpu-a", "NCCL_P2P_DISABLE=1"),
     ("RoCE", and_then(on_ethernet, write(1, f"{IB}/gids/3", "")), "at gpu-b: no GID", "show_gids"),
     ("RoCE", and_then(on_ethernet, set_on(0, 1, 2, 3, NCCL_IB_GID_INDEX="0")), "NCCL_IB_GID_INDEX=0 is",
      "NCCL_IB_GID_INDEX=3"),
     ("RoCE", and_then(on_ethernet, *(software(rank, "NCCL", "2.20.5") for rank in range(4))), "takes GID 0",
      "NCCL_IB_GID_INDEX=3"),
-    ("RoCE's MTU", and_then(on_ethernet, write(1, at(ADAPTERS[1], "net/eth1/mtu"), "1500")), "gpu-b: the MTU is 1500",
-     "mtu 9000"),
 ]  # fmt: skip
 NOTES: list[tuple[str, Break, str]] = [
     ("GPU", software(3, "GPU", "NVIDIA H200"), "NVIDIA H200 on rank 3"),
     ("NCCL_DEBUG", set_on(0, 1, 2, 3, NCCL_DEBUG="INFO"), "lines at the start"),
-    ("RoCE's MTU", lambda cluster: on_ethernet(cluster, 1500), "the MTU is 1500"),
 ]
 
 
@@ -144,7 +138,7 @@ def test_a_healthy_cluster_is_all_ok(tmp_path: Path) -> None:
     cluster = FakeCluster(tmp_path)
     assert not found(cluster, "wrong", "note", "not checked")
     findings = found(cluster, "ok")
-    assert {finding.topic for finding in findings} == {"software", "environment", "limits", "rdma"}
+    assert {finding.topic for finding in findings} == {"software", "environment", "limits", "rdma", "pci"}
     says = {finding.check: finding.says for finding in findings}
     assert says["driver"] == "570.86.15 on all 4 ranks"
     assert says["network adapters"] == "mlx5_0, mlx5_1 on node 0 (gpu-a), node 1 (gpu-b)"
@@ -190,7 +184,8 @@ def test_without_a_gpu_its_checks_say_so(tmp_path: Path) -> None:
     assert not found(cluster, "wrong", "note")
     unchecked = {finding.check: finding.says for finding in found(cluster, "not checked")}
     assert unchecked["NUMA of GPU and cores"] == unchecked["NCCL"] == "no GPU"
-    assert unchecked["kernel module"] == unchecked["ACS"] == "no GPU with a network adapter"
+    assert unchecked["kernel module"] == "no GPU with a network adapter"
+    assert unchecked["ACS"].startswith(unchecked["IOMMU"])
 
 
 def test_a_damaged_configuration_ends(tmp_path: Path) -> None:
@@ -210,6 +205,16 @@ def test_nodes_with_different_numbers_of_ranks_are_named(tmp_path: Path) -> None
     (wrong,) = judged(facts, "wrong")
     assert (wrong.check, wrong.says) == ("ranks of nodes", "2 on node 0 (gpu-a), 1 on node 1 (gpu-b)")
     assert "--ntasks-per-node" in wrong.cure
+
+
+def test_gpus_without_adapters_are_judged_by_their_pci_bridges(tmp_path: Path) -> None:
+    cluster = FakeCluster(tmp_path)
+    for node in cluster.nodes:
+        (node.root / "sys/class/infiniband").rename(node.root / "removed")
+    write(1, at(GPUS[1], "iommu_group/type"), "DMA")(cluster)
+    configured(SWITCH, config(acs=0x001D))(cluster)
+    assert {finding.check for finding in found(cluster, "wrong")} == {"IOMMU", "ACS"}
+    assert {finding.check for finding in found(cluster, "note")} == {"network adapters"}
 
 
 def test_dma_buf_needs_no_module(tmp_path: Path) -> None:

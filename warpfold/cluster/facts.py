@@ -140,18 +140,14 @@ def adapter_facts(folder: Path) -> Facts:
     ports = []
     for port in names_in(folder / "ports"):
         at = folder / "ports" / port
-        gigabits = re.match(r"[\d.]+", text_of(at / "rate"))
         kinds = {index: text_of(at / "gid_attrs/types" / index) for index in names_in(at / "gids")
                  if text_of(at / "gids" / index) not in EMPTY_GIDS}  # fmt: skip
         ports.append({
             "state": text_of(at / "state").partition(":")[2].strip(),
-            "rate": float(gigabits[0]) if gigabits else 0.0,
             "is ethernet": text_of(at / "link_layer") == "Ethernet",
             "gids": {index: kind for index, kind in kinds.items() if kind},
         })  # fmt: skip
-    cards = names_in(folder / "device/net")
-    mtu = number_of(text_of(folder / "device/net" / cards[0] / "mtu")) if cards else None
-    return {"name": folder.name, "pci": pci_facts(folder / "device"), "mtu": mtu or 0, "ports": ports}
+    return {"name": folder.name, "pci": pci_facts(folder / "device"), "ports": ports}
 
 
 def pci_facts(folder: Path) -> Facts:
@@ -163,10 +159,6 @@ def pci_facts(folder: Path) -> Facts:
         "path": [part for part in real.parts if PCI_ADDRESS.fullmatch(part)],
         "host bridge": next((part for part in real.parts if re.fullmatch(r"pci[0-9a-f]{4,}:[0-9a-f]{2}", part)), ""),
         "numa": int(numa) if numa.isdigit() else None,
-        "width": number_of(text_of(real / "current_link_width")) or 0,
-        "max width": number_of(text_of(real / "max_link_width")) or 0,
-        "speed": text_of(real / "current_link_speed"),
-        "max speed": text_of(real / "max_link_speed"),
         "relaxed": relaxed_ordering(config_of(real)),
         "iommu": text_of(real / "iommu_group/type"),
     }

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from warpfold.cluster.facts import Facts
 from warpfold.cluster.subjects import BRIDGE, FAR, UNKNOWN, selected
 
-Topic = Literal["software", "environment", "limits", "rdma", "links", "folder", "ranks"]
+Topic = Literal["software", "environment", "limits", "rdma", "pci", "links", "folder", "ranks"]
 # note: nothing is wrong, but the user should know.  not checked: the finding says what is missing.
 Outcome = Literal["ok", "note", "wrong", "not checked"]
 
@@ -23,7 +23,6 @@ SLOW = 0.5  # share of the median below which a link is slow: healthy ones diffe
 GIGABIT_BYTES = 125e6
 SHARED_BYTES = 10**9  # of /dev/shm: NCCL's user guide asks containers for --shm-size=1g
 FREE_BYTES = 3 * 10**9  # two checkpoints of the full model with the state of its optimizer
-ROCE_MTU = 4200  # of a card, for RoCE packets of 4096 bytes
 # Launchers give each rank its own; names of cards and adapters may depend on the node.
 PER_RANK = (
     "CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES", "GOMP_CPU_AFFINITY", "OMP_PLACES", "OMP_NUM_THREADS",
@@ -185,10 +184,6 @@ RULES = (
          "look at the cable, the switch's port and the subnet manager (ibstat, ibdiagnet), or drain the node",
          ok="a port of each adapter is active"),
     Rule("rdma", "link state", "adapters", lambda x: not x["is up"], "{who}: {x[state]}", "", "note"),
-    Rule("rdma", "link rate", "ports", lambda x: x["rate"] < x["best rate"],
-         "{who}: {x[rate]:g} Gb/s, elsewhere {x[best rate]:g}",
-         "reseat or exchange the cable or transceiver, and look at the switch's port (iblinkinfo, mlxlink)",
-         ok="{x[rate]:g} Gb/s"),
     Rule("rdma", "RoCE", "ethernet ports", lambda x: not x["v2"], "{who}: no GID of RoCE v2",
          "give the card an IPv4 address, and cma_roce_mode RoCE v2 (show_gids lists them)",
          ok="every port has a GID of RoCE v2"),
@@ -198,19 +193,6 @@ RULES = (
     Rule("rdma", "RoCE", "ethernet ports", lambda x: not x["index"] and x["old NCCL"],
          "{who}: without NCCL_IB_GID_INDEX this NCCL takes GID 0, which is RoCE v1 and is not routed",
          "set NCCL_IB_GID_INDEX={x[v2]}"),
-    Rule("rdma", "RoCE's MTU", "ethernet ports", lambda x: x["mtu"] < x["largest mtu"],
-         "{who}: the MTU is {x[mtu]}, elsewhere {x[largest mtu]}: large packets are lost",
-         "ip link set CARD mtu 9000 on all nodes, and on the switches", ok="{x[mtu]}"),
-    Rule("rdma", "RoCE's MTU", "ethernet ports", lambda x: x["mtu"] < ROCE_MTU,
-         "{who}: the MTU is {x[mtu]}, so RoCE packets have 1,024 bytes",
-         "if the switches allow it: ip link set CARD mtu 9000 on all nodes", "note"),
-    Rule("rdma", "PCIe lanes", "pci devices", lambda x: x["width"] < x["max width"],
-         "{who}: {x[width]} of {x[max width]} PCIe lanes",
-         "reseat it or move it to another slot; look at the slot's lanes and bifurcation in the BIOS",
-         ok="every GPU and adapter has all its lanes"),
-    # The lanes of an idle GPU slow down, so only adapters are judged.
-    Rule("rdma", "PCIe lanes", "adapters", lambda x: x["speed"] != x["max speed"],
-         "{who}: PCIe lanes of {x[speed]}, not {x[max speed]}", "reseat it or move it to another slot"),
     Rule("rdma", "kernel module", "wired gpu nodes", lambda x: not (x["peer memory"] or x["dma-buf"]),
          "neither nvidia_peermem nor dma-buf on {who}: GPUs send through host memory",
          "modprobe nvidia-peermem, and its name into /etc/modules-load.d/; or the open modules and Linux 5.12",
@@ -222,16 +204,18 @@ RULES = (
     Rule("rdma", "PCIe switch", "wired gpus", lambda x: None if x["distance"] == UNKNOWN else x["distance"] == BRIDGE,
          "GPU and adapter of {who} meet at the host bridge, not at a switch",
          "NCCL_NET_GDR_LEVEL=PHB makes NCCL use GPU Direct RDMA there: compare the speed", "note"),
-    Rule("rdma", "ACS", "bridges", lambda x: x["redirects"], "{who}: ACS redirects transfers to the root",
-         "switch ACS off in the BIOS, or as root for each bridge at every boot: setpci -s ADDRESS ECAP_ACS+6.w=0000",
-         ok="no bridge above GPUs and adapters redirects"),
     Rule("rdma", "relaxed ordering", "gpu adapters", lambda x: None if x["relaxed"] is None else not x["relaxed"],
          "{who}: off, so writes to GPUs wait for each other",
          "mlxconfig -d {x[address]} set PCI_WR_ORDERING=1 and a cold boot, or the BIOS' relaxed ordering",
          ok="on for every adapter"),
-    Rule("rdma", "IOMMU", "gpu adapters", lambda x: not x["virtual"] and x["iommu"].startswith("DMA"),
-         "{who}: an IOMMU translates every transfer between devices",
-         "boot with iommu=pt (intel_iommu=on iommu=pt), or switch VT-d / AMD-Vi off in the BIOS", ok="off, or pt"),
+    # These two also slow down or stop transfers between the GPUs of a node.
+    Rule("pci", "ACS", "bridges", lambda x: x["redirects"], "{who}: ACS sends transfers between devices up to the root",
+         "switch ACS off in the BIOS, or as root for each bridge at every boot: setpci -s ADDRESS ECAP_ACS+6.w=0000",
+         ok="no bridge above GPUs and adapters redirects"),
+    Rule("pci", "IOMMU", "pci devices", lambda x: not x["virtual"] and x["iommu"].startswith("DMA"),
+         "{who}: an IOMMU translates every transfer between devices, which is slow, or never ends",
+         "boot with iommu=pt (intel_iommu=on iommu=pt), or switch VT-d / AMD-Vi off in the BIOS; until then "
+         "NCCL_P2P_DISABLE=1 lets GPUs of a node send through host memory", ok="off, or pt"),
     # ---- measured links
     *(Rule("links", f"bandwidth {words}", f"pairs {where}", lambda x: x["is wire"] and x["rate"] < SLOW * x["median"],
            "{who}: {x[words]}", CABLE, ok="{x[median words]}")
@@ -261,10 +245,11 @@ RULES = (
 # Why a check was not made, where there is nothing of a kind to judge.
 MISSING = {
     "gpus": "no GPU", "wired gpus": "no GPU with a network adapter", "wired gpu nodes": "no GPU with a network adapter",
-    "gpu adapters": "no GPU with a network adapter", "bridges": "no GPU with a network adapter",
+    "gpu adapters": "no GPU with a network adapter", "pci devices": "no GPU",
+    "bridges": "no GPU, or no PCI bridge above it",
     "pairs within": "each node has one rank", "pairs between": "there is one node", "linked nodes": "there is one node",
     "folder": "no folder was given; --folder DIR, where runs will be",
-    "folder readers": "no other rank sees the folder",
+    "folder readers": "no other rank sees a folder",
 }  # fmt: skip
 UNREADABLE = "the system does not report it; only root may read the configuration of PCI devices"
 

@@ -74,12 +74,12 @@ def subjects_of(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
     index = next((value for x in ranks if (value := x["variables"].get("NCCL_IB_GID_INDEX")) not in (None, "-1")), "")
     versions = [tuple(map(int, re.findall(r"\d+", x["software"]["NCCL"])[:2])) for x in gpus]
     for port in ports:
-        port["best rate"] = max(other["rate"] for other in ports if other["name"] == port["name"])
-        port["largest mtu"] = max(other["mtu"] for other in ports)
         port["v2"] = next((number for number, kind in port["gids"].items() if "v2" in kind), "")
         port["index"], port["old NCCL"] = index, any(version < CHOOSES_GID for version in versions)
-    cards = {(x["host"], x["gpu"]["address"]): {**x, **x["gpu"], "label": f"GPU {x['gpu']['address']} at {x['host']}"}
-             for x in gpus if x["gpu"] and adapters}  # fmt: skip
+    cards = [
+        {**x, **x["gpu"], "virtual": first[x["node"]]["virtual"], "label": f"GPU {x['gpu']['address']} at {x['host']}"}
+        for x in gpus if x["gpu"]
+    ]  # fmt: skip
     bridges = {(x["host"], address): {**x, "label": f"{address} at {x['host']}", "redirects": redirects}
                for x in gpus for address, redirects in x["bridges"].items()}  # fmt: skip
     return {
@@ -94,8 +94,8 @@ def subjects_of(facts: Sequence[Facts]) -> dict[str, list[Facts]]:
         "gpu adapters": adapters if gpus else [],
         "ports": ports,
         "ethernet ports": [port for port in ports if port["is ethernet"]],
-        "pci devices": [*cards.values(), *adapters],
-        "bridges": list(bridges.values()) if adapters else [],
+        "pci devices": [*cards, *adapters] if gpus else [],
+        "bridges": list(bridges.values()),
     }
 
 
