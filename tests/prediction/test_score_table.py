@@ -4,12 +4,14 @@ import csv
 import gc
 import json
 import weakref
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.data.entries import random_chain
 from tests.prediction.test_predict_complexes import ONE, RECORDS, TWO, multimer
 from tests.prediction.test_ranking import helices
 from warpfold.bulk import JobPart
@@ -20,8 +22,8 @@ from warpfold.prediction.folder import Journal
 from warpfold.prediction.outputs import write_prediction, write_summary
 from warpfold.prediction.predict import Share, predict
 from warpfold.prediction.predictor import load
-from warpfold.scoring.interface import chain_pair_scores
-from warpfold.scoring.score_table import COLUMNS, PAIR_COLUMNS, ScoreTables, row_of
+from warpfold.scoring.interface import PairScore, chain_pair_scores
+from warpfold.scoring.score_table import COLUMNS, PAIR_COLUMNS, ScoreTables, design_scores, row_of
 
 BINDERS = ("GSHMLEERLGL", "GSHMAEELLGL", "GGHMLEELLG", "ASHMLEERLG", "GSHELEERLGLAA")
 DESIGNS = "".join(f">d{i}\n{ONE}:{binder}\n" for i, binder in enumerate(BINDERS))
@@ -75,8 +77,10 @@ def test_every_prediction_has_a_row_of_its_best_interface(tmp_path: Path, params
             pairs = chain_pair_scores(*given, ("H", "L", "x"), arrays["chain_pair_iptm"])
         best = max(pairs[1:], key=lambda one: (one.ipsae, one.contacts))  # H-x and L-x
         assert row["interface"] == ":".join(best.chains)
-        for name in ("ipsae", "ipsae_ab", "ipsae15", "pdockq", "pdockq2", "lis", "interface_plddt", "contacts"):
+        for name in ("ipsae", "ipsae_ab", "ipsae15", "pdockq", "pdockq2", "lis", "interface_plddt"):
             assert float(row[name] or "nan") == pytest.approx(float(getattr(best, name) or 0), abs=1e-4, nan_ok=True)
+        assert int(row["contacts"]) == sum(one.contacts for one in pairs[1:])
+        assert int(row["clashes"]) == sum(one.clashes for one in pairs[1:])
         assert float(row["pair_iptm"]) == pytest.approx(best.iptm, abs=1e-4)
         in_json = json.loads((out / entry["folder"] / entry["files"]["scores"]).read_text())
         assert in_json["pair_scores"] == entry["pair_scores"]
@@ -234,3 +238,23 @@ def test_a_parquet_file_has_the_same_rows(tmp_path: Path, designs: Path, params:
     assert summary["tables"] == ["scores.csv", "scores.parquet"]
     table = parquet.read_table(tmp_path / "out/scores.parquet").to_pylist()
     assert table == [row_of(entry) for entry in summary["predictions"]]
+
+
+def test_contacts_clashes_and_errors_are_of_the_whole_target() -> None:
+    """Binder C touches A of its target A:B, and has clashes with B."""
+
+    def pair(a: str, b: str, **values: float) -> PairScore:
+        return PairScore(
+            chains=(a, b), **{one.name: None for one in fields(PairScore) if one.name != "chains"} | values
+        )  # type: ignore[arg-type]
+
+    chains = {name: random_chain(name, "A" * n) for name, n in (("A", 10), ("B", 30), ("C", 5))}
+    pairs = [
+        pair("A", "B", contacts=50, clashes=7, pae_interaction=1.0, ipsae=0.9),
+        pair("A", "C", contacts=9, clashes=1, pae_interaction=4.0, ipsae=0.8),
+        pair("B", "C", contacts=2, clashes=90, pae_interaction=20.0, ipsae=0.0),
+    ]
+    found = design_scores(chains, {name: np.full(len(chain.sequence), 80.0) for name, chain in chains.items()}, pairs)
+    assert (found["binder"], found["target"], found["interface"]) == ("C", "A:B", "A:C")
+    assert (found["contacts"], found["clashes"]) == (11, 91)
+    assert found["pae_interaction"] == pytest.approx((10 * 4.0 + 30 * 20.0) / 40)

@@ -33,7 +33,10 @@ class ScoreCommand(Checked):
     _: KW_ONLY
     chains: Annotated[
         str | Mapping[str, str] | None,
-        reads("Pairs, predicted:reference, e.g. A:B,B:C; default: by sequence.", shell=str | None),
+        reads(
+            "Pairs, predicted:reference, e.g. A:B,B:C; or two partners, e.g. A:HL. Default: by sequence.",
+            shell=str | None,
+        ),
     ] = None
     assembly: Annotated[
         bool, reads("Compare with the first biological assembly of the reference, as predict folds it.")
@@ -47,14 +50,20 @@ class ScoreCommand(Checked):
         """
         from warpfold.scoring import score as scoring
 
-        named = chain_pairs(self.chains) if isinstance(self.chains, str) else self.chains
-        if named is not None and not isinstance(named, Mapping):
-            raise UserError(f'chains = {arguments.shown(named)}: expected pairs, {{"A": "B"}} or "A:B"')
+        named = _named_chains(self.chains)
         ours, theirs = (
             arguments.path(what, given) if not hasattr(given, "structure") else given.structure()
             for what, given in (("predicted", self.predicted), ("reference", self.reference))
         )
         return scoring.score_files(ours, theirs, named, self.assembly, self.allow_unplaced)
+
+
+def _named_chains(chains: str | Mapping[str, str] | None) -> Mapping[str, str] | None:
+    """Return the pairs of chains that the user named.  Errors: UserError for anything else."""
+    named = chain_pairs(chains) if isinstance(chains, str) else chains
+    if named is not None and not isinstance(named, Mapping):
+        raise UserError(f'chains = {arguments.shown(named)}: expected pairs, {{"A": "B"}} or "A:B"')
+    return named
 
 
 def chain_pairs(text: str) -> dict[str, str]:
@@ -117,6 +126,10 @@ class EvaluateCommand(Checked):
         PathLike, argument("Folder of mmCIF or PDB files named by target: NAME, or the entry of NAME_CHAIN.")
     ]
     _: KW_ONLY
+    chains: Annotated[
+        str | Mapping[str, str] | None,
+        reads("For each target, as for score: pairs, A:B, or two partners, A:HL.", shell=str | None),
+    ] = None
     against: Annotated[Paths | None, reads("Other folders of predictions, which the first is compared with.")] = None
     suite: Annotated[PathLike | None, reads("List of targets and hashes of their files, TOML; or cameo2022.")] = None
     train_sequences: Annotated[
@@ -143,6 +156,7 @@ class EvaluateCommand(Checked):
         are others; a first set of which nothing could be scored; and an `out` that is something else.
         """
         from warpfold.evaluation import evaluate as evaluating
+        from warpfold.evaluation.measure import Comparison
         from warpfold.evaluation.page import evaluation_page
         from warpfold.evaluation.parts import IS_PART
         from warpfold.evaluation.suite import read_suite
@@ -169,8 +183,7 @@ class EvaluateCommand(Checked):
             suite=suite,
             train_sequences=arguments.path_or_none("train_sequences", self.train_sequences),
             all_models=self.all_models,
-            assembly=self.assembly,
-            allow_unplaced=self.allow_unplaced,
+            how=Comparison(self.assembly, _named_chains(self.chains), self.allow_unplaced),
             workers=self.workers,
             cluster=self.cluster,
             part=part,

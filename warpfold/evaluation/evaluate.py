@@ -17,7 +17,7 @@ from warpfold.data.store.stored_example import StoredExample, entry_keys
 from warpfold.errors import UserError, listed
 from warpfold.evaluation import tables
 from warpfold.evaluation.layouts import PredictedFile, Predictions, find_predictions
-from warpfold.evaluation.measure import Job, Measured, Row, measure
+from warpfold.evaluation.measure import Comparison, Job, Measured, Row, measure
 from warpfold.evaluation.parts import parts_of, read_parts, run_of, write_part
 from warpfold.evaluation.suite import Entry, Suite, write_suite
 from warpfold.evaluation.truths import Truths, target_key
@@ -103,8 +103,7 @@ def evaluate(
     suite: Suite | None,
     train_sequences: Path | None,
     all_models: bool,
-    assembly: bool,
-    allow_unplaced: bool,
+    how: Comparison,
     workers: int,
     cluster: str | None = None,
     part: JobPart | None = None,
@@ -124,7 +123,7 @@ def evaluate(
     names = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders)]
     sets = [PredictionSet(name, find_predictions(folder, all_models)) for name, folder in zip(names, folders)]
     for one in sets:
-        _assign(one, truths, assembly, allow_unplaced)
+        _assign(one, truths, how)
     jobs = [job for one in sets for job in one.jobs]
     run = run_of(jobs)
     found = {} if out is None else read_parts(out, run, jobs)
@@ -168,7 +167,7 @@ def evaluate(
     return sets, {}
 
 
-def _assign(one: PredictionSet, truths: Truths, assembly: bool, allow_unplaced: bool) -> None:
+def _assign(one: PredictionSet, truths: Truths, how: Comparison) -> None:
     """Find what each prediction of a set is compared with."""
     folder = one.predictions.folder
     taken: dict[tuple[Path, tuple[str, ...]], PredictedFile] = {}
@@ -181,7 +180,7 @@ def _assign(one: PredictionSet, truths: Truths, assembly: bool, allow_unplaced: 
         if target_key(twin.target) != target_key(file.target):
             both = f"{os.path.relpath(twin.path, folder)} and {os.path.relpath(file.path, folder)}"
             raise UserError(f"{folder}: {both} are both of {found.name}; keep one of them")
-        one.jobs.append(Job(file, found, assembly, allow_unplaced))
+        one.jobs.append(Job(file, found, how))
     one.failures |= {name: error for name, error in one.predictions.failures.items() if truths.find([name])}
     if not one.jobs:
         ours = listed([file.target for file in one.predictions.files] or [*one.predictions.failures], 3)

@@ -1,7 +1,7 @@
 """Score one prediction against its truth, with all that a row of the table says of it."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -21,16 +21,25 @@ Row = dict[str, Any]  # what is known of one prediction
 
 
 @dataclass(frozen=True)
-class Job:
-    """A prediction and what it is compared with.
+class Comparison:
+    """How predictions are compared with their truths.
 
-    assembly: with the first biological assembly of the truth. allow_unplaced: although residues are in no chain.
+    assembly: with the first biological assembly of the truth. chains: pairs or groups, as in `scoring.score.pair`.
+    allow_unplaced: although residues of a file are in none of its chains.
     """
+
+    assembly: bool = False
+    chains: Mapping[str, str] | None = None
+    allow_unplaced: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """A prediction, its truth, and how they are compared."""
 
     prediction: PredictedFile
     truth: Truth
-    assembly: bool = False
-    allow_unplaced: bool = False
+    how: Comparison = Comparison()
 
 
 @dataclass(frozen=True)
@@ -51,11 +60,12 @@ def read_pair(job: Job) -> tuple[Paired, str, str]:
     """
     data = read_file(job.prediction.path), read_file(job.truth.path)
     predicted = parse_structure(data[0], str(job.prediction.path), ca_only=True)
-    if not job.allow_unplaced:
+    how = job.how
+    if not how.allow_unplaced:
         predicted.check_placed(str(job.prediction.path), REMEDY)
-    truth = job.truth.parse(data[1], job.allow_unplaced)
+    truth = job.truth.parse(data[1], how.allow_unplaced)
     try:
-        paired = pair(predicted, assembled(truth) if job.assembly else truth)
+        paired = pair(predicted, assembled(truth) if how.assembly else truth, how.chains)
     except UserError as error:
         raise UserError(f"{job.prediction.path} against {job.truth.path}: {error}") from error
     return paired, *(hashlib.sha256(one).hexdigest() for one in data)  # type: ignore[return-value]

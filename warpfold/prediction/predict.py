@@ -177,6 +177,12 @@ def predict(
     if isinstance(keep, Selection) or any(query.is_complex or query.designed is not None for query in queries):
         tables = ScoreTables(out, pairs=any(len(query.ids) > 2 for query in queries))
         new["tables"] = tables.names
+        if not fixed and any(query.designed is not None and query.is_complex for query in queries):
+            text = (
+                "scores.csv takes the last chain for the binder and the other chains for its target; name the target "
+                "with --fixed-chains if it is another"
+            )
+            new["warnings"] += [notice.record() for notice in noted([text])]
     store = None if options.store is None else RepresentationStore(options.store, new["run"])
     new |= {} if store is None else {"store": str(store.path)}
     folder = PredictionFolder(out, new, items, share.part, keep, tables, store)

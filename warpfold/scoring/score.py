@@ -132,10 +132,14 @@ def score(predicted: Structure, reference: Structure, chains: Mapping[str, str] 
 def pair(predicted: Structure, reference: Structure, chains: Mapping[str, str] | None = None) -> "Paired":
     """Find which chains and residues correspond.
 
-    chains: predicted -> reference chain names; default: found by sequence and position.
+    chains: predicted -> reference chain names; default: found by sequence and position. One pair of groups of reference
+    chains, {"A": "HL"}, makes one partner of each group: see `_partners`.
     Errors: UserError where no chains match, or a named one does not exist.
     """
     ours, theirs = predicted.chains, reference.chains
+    if chains and (groups := chain_groups(chains, ours, theirs)):
+        kept = replace(reference, chains={name: theirs[name] for group in groups for name in group})
+        return _partners(pair(predicted, kept), groups)
     if chains:
         similar = named_chains(ours, theirs, chains, (predicted.id, reference.id))
     else:
@@ -144,6 +148,62 @@ def pair(predicted: Structure, reference: Structure, chains: Mapping[str, str] |
     found = dict(chains) if chains else map_chains(docking, similar)
     sides = {p: _sides(ours[p], theirs[r], similar[p, r]) for p, r in found.items()}
     return Paired(predicted, reference, found, similar, docking, sides)
+
+
+def chain_groups(
+    chains: Mapping[str, str], predicted: Mapping[str, Chain], reference: Mapping[str, Chain]
+) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Return the two groups of reference chains that {"A": "HL"} or {"A": "H+L"} names; None if it names a pair.
+
+    Errors: UserError if a chain is in both groups.
+    """
+    (first, second), *more = chains.items()
+    if more or (first in predicted and second in reference):
+        return None
+    groups = tuple(tuple(text.split("+") if "+" in text else text) for text in (first, second))
+    if not all(name in reference for group in groups for name in group):
+        return None
+    if repeated := [name for name in groups[0] + groups[1] if (groups[0] + groups[1]).count(name) > 1]:
+        raise UserError(f"chains {first}:{second}: chain {repeated[0]} is in it twice; name each chain once")
+    return groups  # type: ignore[return-value]  # of two
+
+
+def _partners(paired: "Paired", groups: Sequence[Sequence[str]]) -> "Paired":
+    """Join the chains of each group to one partner, so that its interface is measured as one: A against H+L.
+
+    The residues of a group stand one after another, and correspond as they do chain by chain.
+    """
+    stands = {r: p for p, r in paired.chains.items()}
+    ours, theirs, similar, found = dict[str, Chain](), dict[str, Chain](), dict[tuple[str, str], Array](), {}
+    for group in groups:
+        present = [name for name in group if name in stands]
+        name, called = "+".join(group), "+".join(stands[name] for name in present)
+        theirs[name] = join_chains(name, [paired.reference.chains[r] for r in group])
+        if not present:
+            continue
+        ours[called] = join_chains(called, [paired.predicted.chains[stands[r]] for r in present])
+        starts = dict(zip(group, np.cumsum([0, *(len(paired.reference.chains[r].sequence) for r in group)]).tolist()))
+        first, pairs = 0, []
+        for r in present:
+            pairs.append(paired.similar[stands[r], r] + np.array([first, starts[r]]))
+            first += len(paired.predicted.chains[stands[r]].sequence)
+        similar[called, name] = np.concatenate(pairs)
+        found[called] = name
+    predicted, reference = replace(paired.predicted, chains=ours), replace(paired.reference, chains=theirs)
+    sides = {p: _sides(ours[p], theirs[r], similar[p, r]) for p, r in found.items()}
+    return Paired(predicted, reference, found, similar, Docking(ours, theirs, similar), sides)
+
+
+def join_chains(name: str, chains: Sequence[Chain]) -> Chain:
+    """Make one chain of several, their residues one after another."""
+    return Chain(
+        id=name,
+        sequence="".join(chain.sequence for chain in chains),
+        positions=np.concatenate([chain.positions for chain in chains]),
+        mask=np.concatenate([chain.mask for chain in chains]),
+        residue_index=np.arange(sum(len(chain.sequence) for chain in chains), dtype=np.int64),
+        author_numbers=tuple(number for chain in chains for number in chain.author_numbers),
+    )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The table of a run's scores, one row per prediction: what stands in it, and how it stays whole while it grows."""
 
 import io
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -35,11 +36,12 @@ def design_scores(
     fixed: Sequence[str] = (),
     given: Mapping[str, Chain] | None = None,
 ) -> Row:
-    """Return the scores of a prediction as a design: of its best interface between binder and target, and RMSDs.
+    """Score a prediction as a design: the binder against its target.
 
     plddt: of each chain's residues.  pairs: the scores of each two chains.  The target are the fixed chains or, without
-    any, all but the last; the binder are the others.  The best interface has the highest ipSAE; without aligned errors
-    the most contacts.  given: the complex that was designed.
+    any, all but the last; the binder are the others.  given: the complex that was designed, for RMSDs.
+    Contacts, clashes and `pae_interaction` are of the binder against the whole target (Bennett et al. 2023); the other
+    scores are of the best interface, with the highest ipSAE or, without aligned errors, the most contacts.
     """
     ids = list(chains)
     target = [id for id in ids if id in fixed]
@@ -52,6 +54,13 @@ def design_scores(
         best = max(between, key=lambda one: (one.ipsae or 0.0, one.contacts))
         found |= {"interface": ":".join(best.chains), "pair_iptm": best.iptm}
         found |= {name: getattr(best, name) for name in OF_INTERFACE if hasattr(best, name)}
+        found["contacts"] = sum(one.contacts for one in between)
+        found["clashes"] = sum(one.clashes for one in between)
+        errors = [one.pae_interaction for one in between if one.pae_interaction is not None]
+        if errors:
+            # The mean over all pairs of residues: of each two chains, weighted with the number of their pairs.
+            sizes = [math.prod(len(chains[id].sequence) for id in one.chains) for one in between]
+            found["pae_interaction"] = float(np.average(errors, weights=sizes))
     found["binder_plddt"] = float(np.concatenate([plddt[id] for id in binder]).mean())
     if given is not None:
         found |= rmsd_to_given(chains, given, target, binder)
