@@ -486,7 +486,8 @@ class Graphs:
     Messages are recorded too where all ranks that take part make the same calls: NCCL wants each message in the graphs
     of all of them, or of none.  agreed: returns whether it was given True on any of these ranks.
 
-    refused: why calls were not replayed, and how often.  replayed: calls that were; recorded: graphs there are.
+    refused: why calls were not replayed, and how often.  replayed: calls that were; recorded: graphs there are;
+    rerecorded: graphs that were dropped, to be recorded again, because a first call left memory in their pool.
     """
 
     MOST = 64  # graphs; each has memory for its results, and all share that of inputs
@@ -494,7 +495,7 @@ class Graphs:
     def __init__(self, agreed: Callable[[bool], bool] = bool) -> None:
         self.refused: Counter[str] = Counter()
         self._agreed = agreed
-        self.replayed = 0
+        self.replayed = self.rerecorded = 0
         self._recorder: Recorder | None = None
         # What graphs are given and return lies in two buffers that serve one after another: of each graph it would be
         # as large as z.
@@ -532,6 +533,7 @@ class Graphs:
         if called not in self._graphs:
             results, left = self._recorder.warm_up(lambda: function(inputs))
             if self._agreed(left):  # graphs of before would write over it: they are recorded again
+                self.rerecorded += self.recorded
                 self._dropped += [graph for graph in self._graphs.values() if graph is not None]
                 self._graphs = dict.fromkeys(self._graphs)
             self._graphs[called] = None

@@ -3,11 +3,13 @@
 import csv
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from warpfold.bench import ops as bench_ops
@@ -128,6 +130,39 @@ def test_others_get_what_they_document(
     ours = torch.autograd.grad(attention.definition(*given.args), given.wanted, given.grad)
     theirs = torch.autograd.grad(out, subject.wanted, subject.grad)
     assert len(theirs) == len(ours)
+    assert sum(float(t.square().sum()) for t in theirs) == pytest.approx(sum(float(t.square().sum()) for t in ours))
+
+
+def triangle_multiplicative_update(
+    x: Tensor, direction: str, mask: Tensor | None = None, eps: float = 1e-5, **weights: Tensor
+) -> Tensor:
+    """x [B, N, N, C], mask [B, N, N], p_in and g_in [2 D, C], p_out [C, D], g_out [C, C] (its documentation)."""
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, weights[f"{name}_weight"], weights[f"{name}_bias"])
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weights[f"{name}_weight"], weights[f"{name}_bias"], eps)
+
+    assert mask is not None
+    n = norm(x, "norm_in")
+    a, b = (linear(n, "p_in") * linear(n, "g_in").sigmoid() * mask[..., None]).chunk(2, -1)
+    product = torch.einsum("bikc,bjkc->bijc" if direction == "outgoing" else "bkic,bkjc->bijc", a, b)
+    return linear(norm(product, "norm_out"), "p_out") * linear(n, "g_out").sigmoid()
+
+
+@pytest.mark.parametrize("kind", ["outgoing", "incoming"])
+def test_another_triangle_product_gets_what_it_documents(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """It computes the update of ours, without dropout and the residual."""
+    ((_, case),) = shapes("triangle_multiplication", [f"{kind}:12"])
+    given = inputs(replace(case, dropped=False, drawn=False), torch.float32, torch.device("cpu"))
+    package = SimpleNamespace(triangle_multiplicative_update=triangle_multiplicative_update)
+    monkeypatch.setattr(peers.importlib, "import_module", lambda _: package)
+    subject = next(way for way in WAYS["triangle_multiplication"] if way.name == "cuequivariance").make(given)
+    expected = OPS["triangle_multiplication"].definition(*given.args, residual=False)
+    torch.testing.assert_close(subject.forward()[0], expected)
+    ours = torch.autograd.grad(expected, given.wanted, given.grad)
+    theirs = torch.autograd.grad(subject.forward(), subject.wanted, subject.grad)
     assert sum(float(t.square().sum()) for t in theirs) == pytest.approx(sum(float(t.square().sum()) for t in ours))
 
 

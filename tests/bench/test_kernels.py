@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,12 @@ from warpfold.bench.kernels import (
     Timed,
     TuningTask,
     choose,
+    choose_kernels,
     launches_of,
     report,
+    ship,
     timed,
+    trial_launches,
     tuning_tasks,
     with_room,
     workloads,
@@ -178,7 +182,15 @@ def test_entries_are_known_as_soon_as_their_last_place_was_timed(tmp_path: Path)
             done.append(task)
             return super().time(task)
 
-    found = timed(todo, Noting(largest).time, known=lambda entries: known.extend((len(done), e) for e in entries))
+    rows: list[dict[str, Any]] = []
+    found = timed(
+        todo,
+        Noting(largest).time,
+        known=lambda entries: known.extend((len(done), e) for e in entries),
+        sink=rows.append,
+    )
+    assert [(row["kernel"], tuple(row["key"])) for row in rows] == [(task.kernel, task.key) for task in todo]
+    assert all(row["microseconds"] and row["out"] for row in rows)
     assert sorted((e.kernel, e.key) for _, e in known) == sorted((e.kernel, e.key) for e in choose(found))
     assert all(entry in choose(found) for _, entry in known)
     for count, entry in known:
@@ -192,6 +204,41 @@ def test_entries_of_other_keys_stay_while_a_kernel_is_tuned_and_those_of_another
     assert read(path).entries == (TableEntry("one", (1,), A), TableEntry("one", (2,), B))
     write(tmp_path, {**HEAD, "triton": "2.0"}, [TableEntry("two", (1,), C)], whole=False)
     assert read(path).entries == (TableEntry("two", (1,), C),)
+
+
+def test_a_shipped_table_takes_the_entries_of_a_tuned_one_and_no_version(tmp_path: Path) -> None:
+    family = tmp_path / "sm_90.json"
+    family.write_text(
+        '{"how": "by hand", "launches": ['
+        '{"kernel": "one", "key": [1], "sizes": {"X": 9}, "warps": 1, "stages": 1},'
+        '{"kernel": "two", "key": [1], "sizes": {"X": 9}, "warps": 1, "stages": 1}]}'
+    )
+    tuned = write(tmp_path, HEAD, [TableEntry("one", (1,), A), TableEntry("one", (2,), B)])
+    assert ship(tuned, family) == 2
+    assert read(family).entries[:2] == (TableEntry("one", (1,), A), TableEntry("one", (2,), B))
+    assert [(e.kernel, dict(e.config.sizes)) for e in read(family).entries[2:]] == [("two", {"X": 9})]
+    assert dict(read(family).head) == {"how": "by hand", "tuned": f"{HEAD['gpu']}, {HEAD['date']}"}
+
+
+def test_chosen_kernels_are_tuned_in_the_order_given() -> None:
+    todo = tuning_tasks(workloads(["attention"], True), True)
+    found = choose_kernels(todo, ["attention_dbias", "attention_short:32x2x256x256"])
+    assert list(dict.fromkeys(task.kernel for task in found)) == ["attention_dbias", "attention_short"]
+    assert {task.key for task in found if task.kernel == "attention_short"} == {(32, 2, 256, 256)}
+    with pytest.raises(UserError, match=r"--kernel attention_shor: nothing to tune. Choose from: attention_dbias, "):
+        choose_kernels(todo, ["attention_shor"])
+    with pytest.raises(UserError, match=r"--kernel attention_short:1: .* attention_short:32x2x256x256, "):
+        choose_kernels(todo, ["attention_short:1"])
+
+
+def test_trials_launch_each_candidate_and_the_other_kernels_of_the_operation() -> None:
+    """At the model's size and at the size of the check, all of which `tune` compiles beforehand."""
+    (task, *_) = (t for t in tuning_tasks(workloads(["attention"], True), True) if t.kernel == "attention_dbias")
+    launches = list(trial_launches(task))
+    assert {launch.config for launch in launches if launch.kernel.name == task.kernel} == set(task.candidates)
+    assert {"attention_forward", "attention_short"} <= {launch.kernel.name for launch in launches}
+    grids = {launch.grid for launch in launches if launch.kernel.name == "attention_forward"}
+    assert len(grids) == 2
 
 
 def test_every_kernel_is_tuned() -> None:
@@ -307,8 +354,11 @@ def test_a_dry_run_lists_the_trials(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_command_writes_the_table_and_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def tune_on(device: torch.device, ops: list[str], quick: bool, folder: Path, progress: object) -> list[Timed]:
-        return timed(tuning_tasks(workloads(ops, quick), quick), Toy(largest).time)
+    def tune_on(
+        device: object, ops: list[str], quick: bool, folder: object, progress: object, kernels: list[str], sink: Any
+    ) -> list[Timed]:
+        todo = tuning_tasks(workloads(ops, quick), quick)
+        return timed(choose_kernels(todo, kernels) if kernels else todo, Toy(largest).time, sink=sink)
 
     monkeypatch.setattr(tuning, "tune_on", tune_on)
     monkeypatch.setattr(tuning, "head", lambda device: HEAD)
@@ -316,5 +366,10 @@ def test_the_command_writes_the_table_and_says_so(
     path = tmp_path / "new" / "NVIDIA-Toy-9000.json"
     assert code == 0
     assert out.rstrip().endswith(f"wrote {path}")
-    assert {entry.kernel for entry in read(path).entries} == {"gate", "gate_backward"}
+    entries = read(path).entries
+    assert {entry.kernel for entry in entries} == {"gate", "gate_backward"}
     assert "BLOCK_C" in out
+    arguments = ["--kernel", "gate:128x2", "--device", "cpu", "--out", tmp_path / "new", "--rows", tmp_path / "rows"]
+    assert run(capsys, "tune", "--op", "gate", "--quick", *arguments)[0] == 0
+    assert read(path).entries == entries  # also those of the kernel's other keys
+    assert json.loads((tmp_path / "rows").read_text())["kernel"] == "gate"

@@ -19,12 +19,15 @@ from warpfold.data.load.loader import Sample
 from warpfold.device import Graphs, Named, Offload, between
 from warpfold.engine.learn import Learner, in_batches
 from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.ops.attention import attention
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
 from warpfold.settings import to_toml
 
 pytestmark = pytest.mark.gpu
+# benchmarks/gpu_parts.py compiles the kernels of steps at these sizes beforehand.
+SHAPES = (WORK, replace(WORK, residues=13, sequences=4, recycles=3))
 
 
 def steps(plan: Plan, config: OptimConfig, count: int = 4, work: Work = WORK) -> tuple[list[Tensor], Graphs]:
@@ -65,6 +68,33 @@ def test_each_replay_assigns_equal_chains_anew() -> None:
         assert torch.equal(one, other)
 
 
+def test_recycles_0_to_3_on_two_shapes_record_each_pass_once() -> None:
+    """Also a first call of a new shape or number of passes leaves the earlier graphs in use."""
+
+    def learned(graph: bool) -> tuple[list[Tensor], list[int], Graphs]:
+        plan, rerecorded = Plan(graph=graph), list[int]()
+        model = filled_model(tiny_config(recycles=3)).train().cuda()
+        execution = Execution(plan)
+        execution.bind(model)
+        learner, results = Learner(model, Optimizer(model, OptimConfig()), LOSSES, 5, Team()), []
+        for step in range(16):
+            work, recycles = SHAPES[step % 2], (0, 3, 1, 2)[step // 2 % 4]
+            features = {k: x.cuda() for k, x in sample(step, recycles, replace(work, recycles=3)).features.items()}
+            (result,) = learner.learn([Sample(step, "", features)], recycles)
+            results += [*result.losses.values(), result.norm, learner.step(step)]
+            rerecorded.append(execution.graphs.rerecorded)
+        return [*results, learner.optimizer.weights], rerecorded, execution.graphs
+
+    expected, _, _ = learned(False)
+    found, rerecorded, graphs = learned(True)
+    # Two shapes, each with passes that recycle and a last pass; and the update.
+    assert graphs.recorded == 5
+    assert not graphs.refused
+    assert rerecorded[-1] == rerecorded[7], f"recorded again after each step: {rerecorded}"
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+
+
 @pytest.mark.parametrize("plan", [Plan(axial=2), Plan(axial=2, recompute="block", precision="bf16")], ids=str)
 def test_two_gpus_that_share_an_example_replay_their_messages(plan: Plan, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
@@ -99,6 +129,24 @@ def test_another_shape_takes_its_memory_from_the_pool_that_is_there() -> None:
         assert (torch.cuda.memory_reserved() - before > x.nbytes) == grows
         del x
     assert graphs.recorded == 3
+
+
+def test_a_first_call_with_misaligned_inputs_can_be_recorded() -> None:
+    """Triton compiles other code for pointers that 16 does not divide, and no code can be loaded in a recording."""
+
+    def attended(inputs: Mapping[str, Tensor]) -> Named:
+        return {"o": attention(**inputs)}
+
+    rows, n, heads, width = 3, 101, 4, 32
+    draw = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(rows, n, heads, width, generator=draw, device="cuda").bfloat16() for _ in range(3))
+    mask = torch.ones(4 * rows * n, device="cuda")[rows * n :][: rows * n].view(rows, n)
+    assert mask.data_ptr() % 16
+    inputs = {"q": q, "k": k, "v": v, "mask": mask, "bias": torch.randn(heads, n, n, device="cuda").bfloat16()}
+    graphs = Graphs()
+    found = [graphs.call(attended, inputs)["o"] for _ in range(3)]
+    assert (graphs.recorded, graphs.replayed) == (1, 2)
+    assert all(torch.equal(o, attended(inputs)["o"]) for o in found)
 
 
 def test_graphs_of_many_shapes_keep_no_results_of_their_own() -> None:

@@ -220,6 +220,7 @@ def test_graphs_that_one_rank_records_again_are_recorded_again_by_those_that_sha
         model, execution = torch.nn.Linear(1, 1), Execution(Plan(axial=2, graph=True), mesh)
         for size in (1, 1, 1, 2, 1, 1):
             execution.call(model, double, {"x": torch.ones(size)})
+        assert execution.graphs.rerecorded == 1
         return len(recorded)
 
     assert run_ranks(on_a_rank, 2) == [2, 2]

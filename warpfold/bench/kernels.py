@@ -117,6 +117,23 @@ def tuning_tasks(workloads: Iterable[Workload], quick: bool = False) -> list[Tun
     return [task for tasks in found.values() for task in tasks]
 
 
+def choose_kernels(todo: Sequence[TuningTask], wanted: Sequence[str]) -> list[TuningTask]:
+    """Keep the tasks of these kernels, in this order: NAME for all keys of a kernel, NAME:32x2x256x256 for one key.
+
+    Errors: UserError for a kernel or key that no task has.
+    """
+    found: dict[TuningTask, None] = {}
+    for text in wanted:
+        name, _, key = text.partition(":")
+        matching = [t for t in todo if t.kernel == name and key in ("", "x".join(map(str, t.key)))]
+        if not matching:
+            keys = dict.fromkeys("x".join(map(str, t.key)) for t in todo if t.kernel == name)
+            known = [f"{name}:{one}" for one in keys] or sorted({t.kernel for t in todo})
+            raise UserError(f"--kernel {text}: nothing to tune. Choose from: {', '.join(known)}")
+        found |= dict.fromkeys(matching)
+    return list(found)
+
+
 def compile_ahead(todo: Sequence[TuningTask], device: torch.device, workers: int, progress: Progress) -> None:
     """Fill Triton's cache with every candidate, by many processes.
 
@@ -128,29 +145,35 @@ def compile_ahead(todo: Sequence[TuningTask], device: torch.device, workers: int
     first = list(todo)
     with pool(workers) as executor:
         assert executor is not None
-        for done, _ in enumerate(executor.map(_compile, first, [10 * major + minor] * len(first))):
+        jobs = (first, [10 * major + minor] * len(first), [family_table(device).path] * len(first))
+        for done, _ in enumerate(executor.map(_compile, *jobs)):
             progress(done + 1, len(first), "compiling")
 
 
-def _compile(task: TuningTask, arch: int) -> None:
+def _compile(task: TuningTask, arch: int, table: Path) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import PTXASError
     from triton.compiler.errors import CompilationError
 
     from warpfold.ops.triton.compile import compiled
 
+    with table_used(read(table)):
+        for launch in trial_launches(task):
+            try:
+                compiled(launch, GPUTarget("cuda", arch, 32))
+            except (PTXASError, CompilationError):
+                continue
+
+
+def trial_launches(task: TuningTask) -> Iterator[KernelLaunch]:
+    """Yield everything that the trials of a task launch, also the operation's other kernels, by the table in use."""
     launches_of(task.workload)  # loads, and so registers, the kernel
     # A check has fewer rows than the model: another number, which Triton may specialise the code for.
     places = dict.fromkeys((task.workload, replace(task.workload, case=with_room(task.workload.case))))
     for candidate in task.candidates:
-        for place in places:
-            with forced({task.kernel: candidate}):
-                launches = task.among(launches_of(place))
-            try:
-                for launch in launches:
-                    compiled(launch, GPUTarget("cuda", arch, 32))
-            except (PTXASError, CompilationError):
-                continue
+        with forced({task.kernel: candidate}):
+            launches = [launch for place in places for launch in launches_of(place)]
+        yield from launches
 
 
 class GpuBench:
@@ -307,11 +330,18 @@ def workloads(ops: Iterable[str], quick: bool = False) -> list[Workload]:
 
 
 def tune_on(
-    device: torch.device, ops: Sequence[str], quick: bool, folder: Path, progress: Progress = no_progress
+    device: torch.device,
+    ops: Sequence[str],
+    quick: bool,
+    folder: Path,
+    progress: Progress = no_progress,
+    kernels: Sequence[str] = (),
+    sink: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[Timed]:
     """Try every candidate on a GPU; each entry is in the folder's table as soon as it is known.
 
-    Errors: UserError where the device is not a GPU.
+    kernels: as of `choose_kernels`; by default all.  sink: gets the times of each task as soon as it is done.
+    Errors: UserError where the device is not a GPU, or for kernels that the operations do not launch.
     """
     if device.type != "cuda":
         raise UserError(
@@ -320,10 +350,13 @@ def tune_on(
         )
     with table_used(family_table(device)):  # of the other kernels: the same on every GPU of its kind
         todo = tuning_tasks(workloads(ops, quick), quick)
+        todo = choose_kernels(todo, kernels) if kernels else todo
         compile_ahead(todo, device, os.cpu_count() or 1, progress)
         with IsolatedProcess() as process:
             bench = IsolatedBench(device, process)
-            return timed(todo, bench.time, progress, lambda entries: write(folder, head(device), entries, whole=False))
+            return timed(
+                todo, bench.time, progress, lambda entries: write(folder, head(device), entries, whole=False), sink
+            )
 
 
 def timed(
@@ -331,15 +364,20 @@ def timed(
     time: Callable[[TuningTask], tuple[Seconds, dict[KernelConfig, str]]],
     progress: Progress = no_progress,
     known: Callable[[list[TableEntry]], object] = lambda entries: None,
+    sink: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[Timed]:
     """Try the candidates of every task, in order; `known` is given the entry of each key when its last task is done.
 
-    time: measures the seconds of each candidate, and says why others are out.
+    time: measures the seconds of each candidate, and says why others are out.  sink: gets the times of each task.
     """
     found: list[Timed] = []
     for done, task in enumerate(todo):
         progress(done, len(todo), f"{task.kernel}: {task.workload}")
         found.append(Timed(task.kernel, task.key, str(task.workload), *time(task)))
+        medians = {str(c): round(1e6 * statistics.median(s), 1) for c, s in found[-1].seconds.items() if s}
+        out = {str(c): reason for c, reason in found[-1].out.items()}
+        row = {"kernel": task.kernel, "key": list(task.key), "workload": str(task.workload)}
+        sink(row | {"microseconds": medians, "out": out})
         if not any((later.kernel, later.key) == (task.kernel, task.key) for later in todo[done + 1 :]):
             group = [one for one in found if (one.kernel, one.key) == (task.kernel, task.key)]
             if _totals(group):  # else `choose` says at the end why there is none
@@ -412,6 +450,25 @@ def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry], 
         before, anew = read(path), {(entry.kernel, () if whole else entry.key) for entry in entries}
         if before.head.get("triton") == head.get("triton"):
             entries += [e for e in before.entries if (e.kernel, () if whole else e.key) not in anew]
+    _write_table(path, head, entries)
+    return path
+
+
+def ship(table: Path, family: Path) -> int:
+    """Write the entries of a tuned table into a shipped one, replacing those of the same keys; return how many.
+
+    A shipped table names no version of Triton: `./dev triton` compiles its launches with the oldest and the newest, and
+    fails where one does not fit. Errors: UserError where a table cannot be read or written.
+    """
+    tuned, before = read(table), read(family)
+    anew = {(entry.kernel, entry.key) for entry in tuned.entries}
+    kept = [entry for entry in before.entries if (entry.kernel, entry.key) not in anew]
+    made = ", ".join(tuned.head[name] for name in ("gpu", "date") if name in tuned.head)
+    _write_table(family, {**before.head, "tuned": made}, [*kept, *tuned.entries])
+    return len(anew)
+
+
+def _write_table(path: Path, head: Mapping[str, str], entries: Iterable[TableEntry]) -> None:
     lines = []
     for entry in sorted(entries, key=lambda e: (e.kernel, e.key)):
         at, config = {"kernel": entry.kernel, "key": list(entry.key)}, entry.config
@@ -420,7 +477,6 @@ def write(folder: Path, head: Mapping[str, str], entries: Iterable[TableEntry], 
     facts = "".join(f" {json.dumps(name)}: {json.dumps(value)},\n" for name, value in head.items())
     update_file(path, ("{\n" + facts + ' "launches": [\n' + ",\n".join(lines) + "\n ]\n}\n").encode())
     reset()
-    return path
 
 
 def head(device: torch.device) -> dict[str, str]:

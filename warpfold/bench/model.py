@@ -290,7 +290,8 @@ def bench_step(
             if kind == "cuda":
                 row |= {"peak_mib": times[name].warm_peak / 2**20, **_launches(step, device)}
             refused = [f"{reason}, {count} times" for reason, count in execution.graphs.refused.items()]
-            row |= {"replayed": execution.graphs.replayed, "note": "; ".join([*filter(None, [row["note"]]), *refused])}
+            row |= {"replayed": execution.graphs.replayed, "rerecorded": execution.graphs.rerecorded}
+            row["note"] = "; ".join([*filter(None, [row["note"]]), *refused])
         rows.append(row)
         sink(row)
     return report_of(f"{what}: ms are medians of turns", device, {precision: top}, rows) | {

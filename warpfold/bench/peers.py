@@ -103,9 +103,13 @@ def _materialised_unsupported(given: OpInputs) -> str | None:
 # ---- others
 
 
-def _package_unsupported(package: str, given: OpInputs) -> str | None:
+def _attention_unsupported(package: str, given: OpInputs) -> str | None:
     if given.case.op != "attention" or given.case.keys:
         return "not its kind of attention"
+    return _package_unsupported(package, given)
+
+
+def _package_unsupported(package: str, given: OpInputs) -> str | None:
     if given.grad.device.type != "cuda":
         return "for GPUs only"
     return None if importlib.util.find_spec(package) else "not installed"
@@ -115,7 +119,7 @@ def _trifast_unsupported(given: OpInputs) -> str | None:
     c = given.case
     if not c.bias or c.rows != c.length:
         return "for triangles only"
-    return _package_unsupported("trifast", given)
+    return _attention_unsupported("trifast", given)
 
 
 def _trifast(given: OpInputs) -> Subject:
@@ -129,11 +133,17 @@ def _trifast(given: OpInputs) -> Subject:
 
 
 def _cuequivariance_unsupported(given: OpInputs) -> str | None:
-    return _package_unsupported("cuequivariance_torch", given) if given.case.bias else "for attention with a bias only"
+    if given.case.op == "triangle_multiplication":
+        return _package_unsupported("cuequivariance_torch", given)
+    return (
+        _attention_unsupported("cuequivariance_torch", given) if given.case.bias else "for attention with a bias only"
+    )
 
 
 def _cuequivariance(given: OpInputs) -> Subject:
     """Bind triangle_attention(q, k, v, bias, mask): q [1, r, h, n, d], bias [1, 1, h, n, n], mask [1, r, 1, 1, n]."""
+    if given.case.op == "triangle_multiplication":
+        return _cuequivariance_product(given)
     package: Any = importlib.import_module("cuequivariance_torch")
     q, k, v = (_dense(_tensor(t).transpose(-2, -3)[None]) for t in given.args[:3])
     mask, bias = map(_tensor, given.args[3:5])
@@ -142,12 +152,44 @@ def _cuequivariance(given: OpInputs) -> Subject:
     return Subject("cuequivariance", lambda: package.triangle_attention(q, k, v, b, kept), [q, k, v, b], grad)
 
 
+def _cuequivariance_product(given: OpInputs) -> Subject:
+    """Bind triangle_multiplicative_update, which adds no residual and drops nothing out.
+
+    It takes x [1, n, n, c], and the weights of a and b apart from those of their gates.
+    """
+    package: Any = importlib.import_module("cuequivariance_torch")
+    x, mask, *parameters = map(_tensor, given.args[:10])
+    norm_in, norm_in_bias, weight, bias, norm_out, norm_out_bias, out, out_bias = map(_dense, parameters)
+    h = out.shape[1]
+    # Ours are those of a, its gate, b, its gate, and the gate of the product. Incoming, theirs sums a_ki b_kj over k,
+    # and ours a_kj b_ki.
+    outgoing = given.args[10]
+    a, b = (0, 2) if outgoing else (2, 0)
+    named = {
+        f"{name}_{kind}": _dense(torch.cat([joined[part * h : (part + 1) * h] for part in parts]))
+        for name, parts in (("p_in", (a, b)), ("g_in", (a + 1, b + 1)))
+        for kind, joined in (("weight", weight), ("bias", bias))
+    }
+    named |= {"g_out_weight": _dense(weight[4 * h :]), "g_out_bias": _dense(bias[4 * h :])}
+    named |= {"norm_in_weight": norm_in, "norm_in_bias": norm_in_bias, "p_out_weight": out, "p_out_bias": out_bias}
+    named |= {"norm_out_weight": norm_out, "norm_out_bias": norm_out_bias}
+    named = {name: t.detach().to(x.dtype).requires_grad_() for name, t in named.items()}
+    z, direction = _dense(x.unsqueeze(0)), "outgoing" if outgoing else "incoming"
+    grad = given.grad.unsqueeze(0).contiguous()
+
+    def forward() -> Tensor:
+        updated: Tensor = package.triangle_multiplicative_update(z, direction, mask=mask.unsqueeze(0), **named)
+        return updated
+
+    return Subject("cuequivariance", forward, [z, *named.values()], grad)
+
+
 def _flash_unsupported(given: OpInputs) -> str | None:
     if given.case.bias:
         return "takes no bias"
     if given.grad.dtype == torch.float32:
         return "for bf16 and fp16 only"
-    return _package_unsupported("flash_attn", given)
+    return _attention_unsupported("flash_attn", given)
 
 
 def _flash(given: OpInputs) -> Subject:

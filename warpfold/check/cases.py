@@ -372,6 +372,7 @@ class _TriangleMultiplication(OpProfile):
 
     name, op = "triangle_multiplication", triangle_multiplication
     layers = ("triangle product",)
+    peers = ("cuequivariance",)
     kinds: ClassVar[Kinds] = {"outgoing": RESIDUES, "incoming": RESIDUES}
     odd = (
         _triangle("outgoing, dropout", 9, 24, 40, dropped=True),

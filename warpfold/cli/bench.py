@@ -349,15 +349,22 @@ def data(
     return Answer(found, [table(("", "", "figure"), lines), found["feeding"]["verdict"]])
 
 
-@command(example="Example:  warpfold tune --op attention --quick")
+@command(example="Example:  warpfold tune --op attention --quick;  warpfold tune --kernel attention_short --quick")
 def tune(
     op: Annotated[list[str] | None, decides(f"{', '.join(TUNED)}; default: all; repeated, or with commas.")] = None,
+    kernel: Annotated[
+        list[str] | None,
+        decides(
+            "Kernels of these operations to tune, in this order: NAME, or NAME:256x1024 for one key; default: all."
+        ),
+    ] = None,
     quick: Annotated[bool, decides("Tune for initial training in bf16 alone.")] = False,
     out: Annotated[
         Path | None, writes("Folder for the table; default: ~/.cache/warpfold/tuned, where runs look for it.")
     ] = None,
     device: Device = None,
     dry_run: Annotated[bool, runs("Only say what would be timed; needs no GPU.")] = False,
+    rows: Annotated[Path | None, writes("File for the times of each task as they come, a JSON object a line.")] = None,
 ) -> Answer:
     """Make the launch table of this GPU: for every kernel, the fastest of the launches that are exact.
 
@@ -366,26 +373,28 @@ def tune(
     """
     import torch
 
-    from warpfold.bench.kernels import choose, head, report, tune_on, tuning_tasks, workloads, write
+    from warpfold.bench.kernels import choose, choose_kernels, head, report, tune_on, tuning_tasks, workloads, write
     from warpfold.ops.triton.launch import home
 
     ops = chosen("--op", op or ["all"], ("all", *TUNED))
     ops = list(TUNED) if "all" in ops else ops
+    check_outputs(rows)
     if dry_run:
-        return _tasks(tuning_tasks(workloads(ops, quick), quick))
+        todo = tuning_tasks(workloads(ops, quick), quick)
+        return _tasks(choose_kernels(todo, parts(kernel)) if kernel else todo)
     where = torch.device(timed_device(device))
-    with progress_bar(narrate=True) as progress:
-        found = tune_on(where, ops, quick, out or home(), progress)
+    with progress_bar(narrate=True) as progress, row_file(rows) as sink:
+        found = tune_on(where, ops, quick, out or home(), progress, parts(kernel), sink)
     entries = choose(found)
-    rows = report(found, entries)
-    path = write(out or home(), head(where), entries)
+    chosen_launches = report(found, entries)
+    path = write(out or home(), head(where), entries, whole=not kernel)
     lines = []
-    for row in rows:
+    for row in chosen_launches:
         key = " ".join(map(str, row["key"]))
         numbers = (f"{row['microseconds']:.1f}", f"{row['slowest']:.1f}", str(row["timed"]), str(len(row["out"])))
         lines.append((row["kernel"], key, *numbers, row["launch"]))
     shown = table(("kernel", "key", "us", "slowest us", "timed", "out", "launch"), lines)
-    return Answer({"table": str(path), **head(where), "launches": rows}, [shown, f"wrote {path}"])
+    return Answer({"table": str(path), **head(where), "launches": chosen_launches}, [shown, f"wrote {path}"])
 
 
 def _tasks(todo: "Sequence[TuningTask]") -> Answer:

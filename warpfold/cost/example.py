@@ -139,13 +139,14 @@ def random_model(config: ModelConfig, plan: Plan, device: torch.device | str) ->
 
 @dataclass(frozen=True, kw_only=True)
 class BlockSizes:
-    """One Evoformer block: its sequences and residues, its channels and settings."""
+    """The sizes and settings of one Evoformer block; global_column: a block of the extra-MSA stack."""
 
     sequences: int
     residues: int
     c_m: int
     c_z: int
     config: EvoformerConfig
+    global_column: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig, sizes: ExampleSizes) -> "BlockSizes":
@@ -163,7 +164,7 @@ class RandomBlock:
     def __init__(self, sizes: BlockSizes, plan: Plan, device: torch.device | str) -> None:
         self.sizes = sizes
         torch.manual_seed(0)
-        self.stack = Evoformer(sizes.c_m, sizes.c_z, sizes.config).to(device)
+        self.stack = Evoformer(sizes.c_m, sizes.c_z, sizes.config, sizes.global_column).to(device)
         for p in self.stack.parameters():  # no zeros, so that nothing is a special case
             torch.nn.init.normal_(p, std=0.02)
         for module in self.stack.modules():

@@ -338,14 +338,15 @@ def table_for(device: torch.device) -> tuple[LaunchTable, str]:
     if device.type != "cuda":
         return read(SHIPPED / "default.json"), f"{device.type} is no GPU"
     gpu, out = torch.cuda.get_device_name(device), ""
-    for folder, whose in ((home(), "made on this machine"), (SHIPPED, "shipped")):
-        path = folder / file_of(gpu)
-        if path.is_file():
-            table = read(path)
-            if table.head.get("triton", triton_version()) == triton_version():
-                return table, f"{whose} for {gpu}"
-            # Another compiler makes other code: what was fastest, or fitted the registers, need not be so any more.
-            out += f"the table {whose} is of Triton {table.head['triton']}, not {triton_version()}; "
+    own, shipped = home() / file_of(gpu), SHIPPED / file_of(gpu)
+    if own.is_file():
+        made = read(own)
+        if made.head.get("triton", triton_version()) == triton_version():
+            return made, f"made on this machine for {gpu}"
+        # Another compiler makes other code: what was fastest, or fitted the registers, need not be so any more.
+        out = f"the table made on this machine is of Triton {made.head['triton']}, not {triton_version()}; "
+    if shipped.is_file():  # `./dev triton` has checked it with every version
+        return read(shipped), f"{out}shipped for {gpu}"
     return family_table(device), f"{out}no table for {gpu}; make one: warpfold tune"
 
 

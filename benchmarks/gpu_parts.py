@@ -1,0 +1,411 @@
+"""The measurements of benchmarks/gpu.py that no `warpfold` command makes, each in a process of its own.
+
+python -m benchmarks.gpu_parts prepared|products|kernels|predictions --device cuda --rows FILE
+"""
+
+import argparse
+import hashlib
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu import LARGE, TRIANGLES, TUNED
+from warpfold import settings
+from warpfold.batch import Batch
+from warpfold.bench import kernels as tuning
+from warpfold.bench.doctor import cases_of, cut
+from warpfold.bench.kernels import Workload, launches_of, launching
+from warpfold.bench.model import KEPT
+from warpfold.bench.timing import Whole, measure
+from warpfold.check.sizes import shapes
+from warpfold.cli.bench import TUNED as OPERATIONS
+from warpfold.cli.bench import measured
+from warpfold.cost.example import (
+    BlockSizes,
+    ExampleSizes,
+    ModelBench,
+    RandomBlock,
+    TrainingStep,
+    random_example,
+    random_model,
+)
+from warpfold.cost.memory import TRUTH, judge_example, predict_example
+from warpfold.engine.packed import PackedWeights
+from warpfold.files import row_file
+from warpfold.model.alphafold import AlphaFold
+from warpfold.ops.triton.launch import SHIPPED, KernelLaunch, read, table_used
+from warpfold.parallel.execution import Execution
+from warpfold.parallel.plan import DTYPES, Plan, Precision
+
+Sink = Callable[[Mapping[str, Any]], None]
+ARCHITECTURE, FAMILY = 90, SHIPPED / "sm_90.json"  # of the GPU machine, an H200
+LENGTHS, FP32_LENGTH = (98, 304, 562, 914), 304  # for which others publish prediction times
+ROWS = {"sequences": 512, "extra": 1024, "templates": 0}  # of a prediction, as AlphaFold2's model 5
+RECYCLES = 3
+SHARE = 8  # kernels that a process compiles before it asks for more
+
+
+@dataclass(frozen=True)
+class Options:
+    """device: where to measure.  toy: at sizes for a rehearsal on a CPU.  candidates: compile what B tries, too."""
+
+    device: torch.device
+    toy: bool = False
+    candidates: bool = False
+    workers: int | None = None
+
+    def bench(self, blocks: int | None = 1, **sizes: int) -> ModelBench:
+        """Return a model with so many blocks in each stack, and examples of the settings' sizes or of those given."""
+        if self.toy:
+            sizes = {"sequences": 4, "extra": 4, "templates": 1, "residues": 12}
+            return measured("tiny", ["plan.precision=bf16"], sizes, 1, 1)
+        return measured("monomer", ["plan.precision=bf16"], sizes, blocks, 1)
+
+    def prediction(self, length: int, blocks: int | None = 1) -> ModelBench:
+        """Return a model without templates and without the PAE head, and an example of this length."""
+        given = self.bench(blocks, residues=length, **ROWS)
+        templates, heads = replace(given.model.templates, enabled=False), replace(given.model.heads, pae=False)
+        return replace(given, model=replace(given.model, templates=templates, heads=heads))
+
+
+# ---- kernels compiled ahead
+
+
+def prepared(options: Options, sink: Sink) -> None:
+    """Compile what A, B and C launch, in many processes, and report what Triton's cache had.
+
+    After a packed cache was unpacked, only Triton 3.6's launchers are left to be made, one for each kernel.
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas_version
+    from triton.runtime.cache import triton_key
+
+    from warpfold.ops.triton.compile import identity
+
+    target, launchers = GPUTarget("cuda", ARCHITECTURE, 32), options.device.type == "cuda"
+    launches = {identity(launch, target): launch for launch in recorded_launches(options)}
+    _to_compile[:] = list(launches.values())[: 2 if options.toy else None]
+    # Forked processes need not record the launches again. There is no CUDA context yet that a fork would break.
+    with ProcessPoolExecutor(options.workers or os.cpu_count(), multiprocessing.get_context("fork")) as pool:
+        first = pool.submit(compile_share, 0, 1, launchers).result()
+        key = hashlib.sha256(f"{triton_key()}{get_ptxas_version(ARCHITECTURE)}".encode()).hexdigest()[:12]
+        sink({"what": "first kernel", "cache": "hit" if first[0] else "miss", "triton_key": key})
+        starts = range(1, len(_to_compile), SHARE)
+        ends = [min(start + SHARE, len(_to_compile)) for start in starts]
+        shares = [first, *pool.map(compile_share, starts, ends, [launchers] * len(ends))]
+    hits, misses = sum(share[0] for share in shares), sum(share[1] for share in shares)
+    sink({"what": "all kernels", "hits": hits, "misses": misses, "failed": [text for one in shares for text in one[2]]})
+
+
+_to_compile: list[KernelLaunch] = []  # which forked processes inherit
+
+
+def compile_share(start: int, end: int, launchers: bool) -> tuple[int, int, list[str]]:
+    """Compile a slice of the kernels; return how many the cache had, how many it lacked, and which failed and why."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import PTXASError
+    from triton.compiler.errors import CompilationError
+
+    from warpfold.ops.triton.compile import compiled, make_launcher, reason
+
+    hits: list[bool] = []
+    failed = []
+
+    def note(**compilation: Any) -> None:
+        hits.append(compilation["cache_hit"])
+
+    triton.knobs.compilation.listener = note
+    for launch in _to_compile[start:end]:
+        try:
+            kernel = compiled(launch, GPUTarget("cuda", ARCHITECTURE, 32))
+            if launchers:
+                make_launcher(kernel)
+        except (PTXASError, CompilationError, RuntimeError) as error:  # RuntimeError: a pass of the compiler failed
+            failed.append(f"{launch.kernel.name} {launch.key} {launch.config}: {reason(error)}")
+    return sum(hits), len(hits) - sum(hits), failed
+
+
+def recorded_launches(options: Options) -> list[KernelLaunch]:
+    """Return every launch of commands A, B and C, the most important first, recorded on tensors without memory."""
+    with table_used(read(FAMILY)):
+        found = _of_step(options.bench(), KEPT)
+        for extra in (False, True):
+            block = random_block(options, extra, "meta")
+            with launching() as launches:
+                with torch.no_grad():
+                    block.forward()
+                torch.autograd.grad(block.forward(), block.wanted, block.grads)
+            found += launches
+        for length, precision, _ in predictions_of(options):
+            found += _of_prediction(options.prediction(length), precision)
+        cases = cases_of(settings.load("tiny" if options.toy else "monomer"), "settings")
+        operations = [Workload(case.op, cut(case, torch.device("cuda")), "bf16") for case in cases]
+        if not options.toy:
+            for given in graph_tests():
+                found += _of_step(given, {})
+            found += _of_step(options.bench(**LARGE), {})
+            for n in TRIANGLES:
+                for op, kind in (("attention", "starting"), ("triangle_multiplication", "outgoing")):
+                    operations += [Workload(op, case, "bf16") for _, case in shapes(op, [f"{kind}:{n}"])]
+        for operation in operations:
+            found += launches_of(operation)
+        if options.candidates:
+            tasks = tuning.tuning_tasks(tuning.workloads(OPERATIONS, quick=True), quick=True)
+            for task in tuning.choose_kernels(tasks, TUNED):
+                found += tuning.trial_launches(task)
+    return found
+
+
+def _of_step(given: ModelBench, changes: Mapping[str, Any]) -> list[KernelLaunch]:
+    with torch.device("meta"), launching() as launches:
+        step = TrainingStep(given, "meta")
+        step.bind(replace(given.plan, **changes))
+        step()
+    return launches
+
+
+def _of_prediction(given: ModelBench, precision: Precision) -> list[KernelLaunch]:
+    with torch.device("meta"), torch.no_grad(), launching() as launches:
+        model = random_model(given.model, Plan(precision=precision), "meta").eval()
+        packed = PackedWeights(model, DTYPES[precision])
+        predict_example(model, example_of(given, 2, torch.device("meta")), 1)
+        del packed
+    return launches
+
+
+def graph_tests() -> list[ModelBench]:
+    """Return the steps of tests/laws/test_gpu_graphs.py, but each with one example at a time."""
+    from tests.helpers import tiny_config
+    from tests.laws.test_gpu_graphs import SHAPES
+    from tests.laws.test_graphs import CASES, LOSSES
+
+    found = []
+    for work in SHAPES:
+        sizes = ExampleSizes(
+            residues=work.residues, sequences=work.sequences, extra=work.extra, templates=work.templates
+        )
+        for plan, optim in CASES.values():
+            bench = ModelBench(
+                model=tiny_config(recycles=2), loss=LOSSES, optim=optim, plan=plan, sizes=sizes, recycles=1
+            )
+            found.append(replace(bench, plan=replace(plan, batch=1)))
+    return found
+
+
+# ---- products of cuBLAS
+
+
+def products(options: Options, sink: Sink) -> None:
+    """Time cuBLAS at the shapes of the six most expensive parts of a block, with the L2 cache flushed before each run.
+
+    The numbers of the rows are those of the designs in docs/decisions/0027.
+    """
+    s, n = (4, 12) if options.toy else (132, 256)  # alignment rows with those of templates; residues
+    m, z = s * n, n * n
+    forward, backward, weight = "y = x wT", "dx = dy w", "dw = dyT x, fp32"
+    groups: dict[str, list[tuple[str, int, int, int]]] = {
+        "1 projections backward": [
+            (kind, rows, o, c)
+            for rows, c, o in ((m, 256, 1024), (z, 128, 516), (z, 128, 520), (z, 128, 640))
+            for kind in (backward, weight)
+        ] + [(weight, m, 1024, 264)],  # with a column of ones for the bias
+        "3 outer product": [
+            (kind, rows, o, c)
+            for sequences in (s, 8 * s)
+            for kind, rows, o, c in (
+                ("p = aT b", sequences, 32 * n, 32 * n), ("p = aT b", sequences, 32 * n, 8 * n),
+                (backward, 32 * n, 32 * n, sequences),
+            )
+        ] + [(kind, z, 128, 1024) for kind in (forward, backward, weight)],
+        "4 tails": [(kind, rows, c, c) for rows, c in ((m, 256), (z, 128)) for kind in (forward, backward, weight)],
+        "5 transitions": [
+            (kind, rows, o, c)
+            for rows, c in ((m, 256), (z, 128))
+            for kind, o, c in ((forward, 4 * c, c), (forward, c, 4 * c), (weight, 4 * c, c), (weight, c, 4 * c))
+        ],
+        "6 projections forward": [(forward, m, 1024, 256), *((forward, z, o, 128) for o in (516, 520, 640))],
+        "batched": [(kind, 128, size, size) for size in (n, n * 3 // 2) for kind in ("a bT", "aT b", "a b")],
+        "norms and copies": [(kind, rows, c, c) for rows, c in ((m, 256), (z, 128)) for kind in ("layer_norm", "copy")],
+    }  # fmt: skip
+    for row, group in groups.items():
+        subjects, shapes_of = [], {}
+        for kind, rows, o, c in dict.fromkeys(group):
+            name = f"{kind}: {rows} x {o} x {c}"
+            run, flops, numbers = _product(kind, rows, o, c, options.device)
+            subjects.append(Whole(name, run))
+            shapes_of[name] = flops, numbers
+        times = measure(subjects, options.device, 2 if options.toy else 20, 2.0, peaks=False)
+        for name, (flops, size) in shapes_of.items():
+            seconds = times[name].median("whole")
+            figures = {"tflops": flops / seconds / 1e12, "tb_per_s": size / seconds / 1e12} if seconds else {}
+            microseconds = seconds and 1e6 * seconds
+            sink({"row": row, "what": name, "us": microseconds, **figures, "note": times[name].failed})
+
+
+def _product(kind: str, rows: int, o: int, c: int, device: torch.device) -> tuple[Callable[[], Tensor], int, int]:
+    """Return a call, its floating-point operations, and the bytes of its operands and result."""
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(torch.bfloat16)
+
+    if kind in ("layer_norm", "copy"):
+        x, scale, shift = drawn(rows, c), drawn(c), drawn(c)
+        run = x.clone if kind == "copy" else lambda: F.layer_norm(x, (c,), scale, shift)
+        return run, 0, 2 * 2 * rows * c
+    if kind in ("a bT", "aT b", "a b"):
+        a, b = drawn(rows, o, c), drawn(rows, o, c)
+        left, right = a.mT if kind == "aT b" else a, b.mT if kind == "a bT" else b
+        return lambda: torch.bmm(left, right), 2 * rows * o * c * c, 2 * 3 * rows * o * c
+    if kind == "y = x wT":
+        x, w = drawn(rows, c), drawn(o, c)
+        return lambda: torch.mm(x, w.mT), 2 * rows * o * c, 2 * (rows * (o + c) + o * c)
+    if kind == "dx = dy w":
+        dy, w = drawn(rows, o), drawn(o, c)
+        return lambda: torch.mm(dy, w), 2 * rows * o * c, 2 * (rows * (o + c) + o * c)
+    dy, x = drawn(rows, o), drawn(rows, c)
+    wide = "fp32" in kind and device.type == "cuda"  # a CPU has no out_dtype
+    more: dict[str, Any] = {"out_dtype": torch.float32} if wide else {}
+    return lambda: torch.mm(dy.mT, x, **more), 2 * rows * o * c, 2 * rows * (o + c) + (4 if wide else 2) * o * c
+
+
+# ---- kernels of a block
+
+
+def random_block(options: Options, extra: bool, device: torch.device | str) -> RandomBlock:
+    """Return a block of the main stack, or of the extra-MSA stack, at the sizes of a training step with templates."""
+    given = options.bench()
+    sizes = replace(given.sizes, sequences=given.sizes.sequences + given.sizes.templates)
+    block = BlockSizes.of(given.model, sizes)
+    if extra:
+        block = replace(block, sequences=given.sizes.extra, c_m=given.model.c_e, global_column=True)
+    with torch.device(device):
+        return RandomBlock(block, Plan(precision="bf16"), device)
+
+
+def kernels(options: Options, sink: Sink) -> None:
+    """Sum up the device's time by kernel in a main block and an extra-MSA block, forward and both passes."""
+    cuda, runs = options.device.type == "cuda", 3
+    activity = torch.profiler.ProfilerActivity.CUDA if cuda else torch.profiler.ProfilerActivity.CPU
+    for extra in (False, True):
+        block = random_block(options, extra, options.device)
+
+        def forward(block: RandomBlock = block) -> None:
+            with torch.no_grad():
+                block.forward()
+
+        def both(block: RandomBlock = block) -> None:
+            torch.autograd.grad(block.forward(), block.wanted, block.grads)
+
+        for which, run in (("forward", forward), ("both", both)):
+            for _ in range(2):
+                run()
+            with torch.profiler.profile(activities=[activity]) as profile:
+                for _ in range(runs):
+                    run()
+                if cuda:
+                    torch.cuda.synchronize()
+            found = {
+                e.key: ((e.self_device_time_total if cuda else e.self_cpu_time_total) / runs, e.count / runs)
+                for e in profile.key_averages()
+            }
+            place = {"what": f"{'extra-MSA' if extra else 'main'} block, {block.sizes}, {which}"}
+            sink({**place, "kernel": "all", "us": sum(us for us, _ in found.values())})
+            for kernel, (us, launches) in sorted(found.items(), key=lambda item: -item[1][0]):
+                if us:
+                    sink({**place, "kernel": kernel[:80], "us": us, "launches": launches})
+
+
+# ---- predictions
+
+
+def predictions_of(options: Options) -> list[tuple[int, Precision, bool]]:
+    """Return the lengths, precisions and whether passes are recorded as graphs, in the order of their measurement."""
+    lengths, graphs = ((12,), (False,)) if options.toy else (LENGTHS, (False, True))
+    found: list[tuple[int, Precision, bool]] = [(length, "bf16", graph) for length in lengths for graph in graphs]
+    at = 1 + max(i for i, (length, *_) in enumerate(found) if length == (12 if options.toy else FP32_LENGTH))
+    return [*found[:at], (found[at - 1][0], "fp32", False), *found[at:]]
+
+
+def example_of(given: ModelBench, passes: int, device: torch.device) -> Batch:
+    """Return a random example without labels."""
+    return {
+        name: x for name, x in random_example(given.model, given.sizes, device, passes).items() if name not in TRUTH
+    }
+
+
+def predictions(options: Options, sink: Sink) -> None:
+    """Fold random proteins by a whole model with random weights: seconds until the result, and until all was queued.
+
+    A pass is a prediction without recycling. With graphs the first protein of a size runs as without, or is recorded,
+    and the third is replayed; its atoms must equal those of the plain prediction.
+    """
+    positions: dict[tuple[int, Precision], Tensor] = {}
+    for length, precision, graph in predictions_of(options):
+        given, plan = options.prediction(length, blocks=None), Plan(precision=precision, graph=graph)
+        model = random_model(given.model, plan, options.device).eval()
+        packed = PackedWeights(model, DTYPES[precision])
+        place = {"what": f"prediction, {given.sizes}", "precision": precision, "graphs": graph}
+        batches = {recycles: example_of(given, recycles + 1, options.device) for recycles in (0, RECYCLES)}
+        # The first pass compiles and loads kernels, and counts as warm-up.
+        for recycles, protein in (
+            [(RECYCLES, 1), (RECYCLES, 2), (RECYCLES, 3)] if graph else [(0, 0), (0, 1), (RECYCLES, 1)]
+        ):
+            row, atoms = _fold(model, batches[recycles], recycles, options.device)
+            row = {"recycles": recycles, "protein": protein, **row}
+            if recycles:
+                expected = positions.setdefault((length, precision), atoms)
+                row["equals_plain"] = torch.equal(expected, atoms)
+            if graph:
+                execution = model.execution
+                assert isinstance(execution, Execution)
+                row |= {"recorded": execution.graphs.recorded, "refused": dict(execution.graphs.refused)}
+            sink(place | row)
+        del model, packed
+        if options.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _fold(model: AlphaFold, batch: Batch, recycles: int, device: torch.device) -> tuple[dict[str, Any], Tensor]:
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    with torch.no_grad():
+        folded = model.fold(batch, recycles)
+        judge_example(model, batch, folded.representations, folded.structure)
+    queued = time.perf_counter() - start
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    return {"seconds": round(seconds, 4), "host_seconds": round(queued, 4)}, folded.structure.final_atom37
+
+
+PARTS = {"prepared": prepared, "products": products, "kernels": kernels, "predictions": predictions}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--device", type=torch.device, default="cuda")
+    parser.add_argument("--rows", type=Path)
+    parser.add_argument("--toy", action="store_true")
+    parser.add_argument("--candidates", action="store_true")
+    parser.add_argument("--workers", type=int)
+    given = vars(parser.parse_args())
+    part, rows = given.pop("part"), given.pop("rows")
+    with row_file(rows) as sink:
+        PARTS[part](Options(**given), lambda row: (sink(row), print(row, flush=True)))
+
+
+if __name__ == "__main__":
+    main()
