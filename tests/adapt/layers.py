@@ -21,7 +21,7 @@ class Package:
     name: str  # what is imported
     adapters: str  # the module of warpfold.adapt
     layers: dict[str, Make]  # in words
-    environment: str | None  # that `./dev adapters` makes; None: it is on no package index
+    environment: str  # that `./dev adapters` makes
 
 
 def layer(name: str, *args: Any, **kwargs: Any) -> Make:
@@ -175,19 +175,6 @@ PACKAGES = {
         ),
     }, "rf3"),
     "openfold3": Package("openfold3", "openfold3", OF_OPENFOLD3, "openfold3"),
-    "openfold": Package("openfold.model", "openfold", under("openfold.model", {
-        "outgoing": (f"{PRODUCT}:TriangleMultiplicationOutgoing", 24, 16),
-        "incoming": (f"{PRODUCT}:TriangleMultiplicationIncoming", 24, 16),
-        "incoming, fused": (f"{PRODUCT}:FusedTriangleMultiplicationIncoming", 24, 16),
-        "starting": ("triangular_attention:TriangleAttention", 24, 8, 3),
-        "ending": ("triangular_attention:TriangleAttentionEndingNode", 24, 8, 3),
-        "row": ("msa:MSARowAttentionWithPairBias", 24, 16, 8, 3),
-        "column": ("msa:MSAColumnAttention", 24, 8, 3),
-        "global column": ("msa:MSAColumnGlobalAttention", 24, 8, 3),
-        "outer product": ("outer_product_mean:OuterProductMean", 24, 16, 6),
-        "transition of z": ("pair_transition:PairTransition", 24, 2),
-        "transition of m": ("evoformer:MSATransition", 24, 2),
-    }), None),
     "esmfold": Package("transformers", "esmfold", under("transformers.models.esm", {
         "transition": ("modeling_esmfold:EsmFoldResidueMLP", 24, 96),
         "sequence to pair": ("modeling_esmfold:EsmFoldSequenceToPair", 48, 8, 24),

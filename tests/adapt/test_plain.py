@@ -18,23 +18,10 @@ from warpfold.ops.dispatch import always_fast, refusals
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "norm": lambda: nn.LayerNorm(24),
     "norm without bias": lambda: nn.LayerNorm(24, bias=False),
-    "attention": lambda: nn.MultiheadAttention(24, 3, batch_first=True),
-    "attention, length first, no biases": lambda: nn.MultiheadAttention(24, 3, bias=False),
-    "encoder layer": lambda: nn.TransformerEncoderLayer(24, 3, 48, batch_first=True, norm_first=True),
-    "encoder layer, length first, no biases": lambda: nn.TransformerEncoderLayer(
-        24, 3, 48, norm_first=True, bias=False
-    ),
 }
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "norm of two axes": (lambda: nn.LayerNorm((2, 3)), "several axes"),
     "norm without weights": (lambda: nn.LayerNorm(3, elementwise_affine=False), "has no weight"),
-    "attention with other keys": (lambda: nn.MultiheadAttention(8, 2, kdim=4), "widths, a bias or zeros"),
-    "attention with a key's bias": (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "widths, a bias or zeros"),
-    "encoder layer that normalises last": (lambda: nn.TransformerEncoderLayer(8, 2, 8), "normalises last"),
-    "encoder layer with GELU": (
-        lambda: nn.TransformerEncoderLayer(8, 2, 8, norm_first=True, activation="gelu"),
-        "activation is not ReLU",
-    ),
 }
 
 
@@ -73,47 +60,6 @@ def test_plain_torch_is_swapped_where_asked_for() -> None:
     warpfold.accelerate(model, only="layer_norm")
     assert torch.allclose(model(x), y, atol=1e-6)
     assert [kind.names for kind in warpfold.acceleration(model).swapped] == [("0",)]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"attn_mask": torch.ones(5, 5, dtype=torch.bool).triu(1), "is_causal": True},
-        {"attn_mask": torch.linspace(-1, 1, 25).view(5, 5)},
-        {"attn_mask": torch.linspace(-1, 1, 2 * 3 * 25).view(6, 5, 5)},
-        {"key_padding_mask": torch.tensor([[0.0] * 5, [0, 0, 0, float("-inf"), float("-inf")]])},
-        {"key_padding_mask": torch.tensor([[False] * 5, [False] * 3 + [True] * 2]), "attn_mask": torch.eye(5).bool()},
-    ],
-    ids=["causal", "bias", "bias of each head", "added padding", "padding and mask"],
-)
-def test_masks_mean_what_they_mean_to_torch(options: dict[str, Tensor]) -> None:
-    torch.manual_seed(0)
-    module, x = nn.MultiheadAttention(12, 3, batch_first=True), torch.randn(2, 5, 12)
-    other = torch.randn(2, 5, 12)
-    want = [module(*of, need_weights=False, **options)[0] for of in ((x, x, x), (x, other, other))]
-    swap(module, adapter(module), adapter(module).build(module))
-    before = refusals()
-    got = [module(*of, need_weights=False, **options)[0] for of in ((x, x, x), (x, other, other))]
-    assert not refusals(before)
-    for a, b in zip(want, got):
-        assert (a - b).abs().max() < 1e-5
-
-
-def test_calls_that_are_not_served_are_torchs_own() -> None:
-    module, x = nn.MultiheadAttention(12, 3, dropout=0.5, batch_first=True), torch.randn(2, 5, 12)
-    swap(module, adapter(module), adapter(module).build(module))
-    before = refusals()
-    assert module.eval()(x, x, x)[1].shape == (2, 5, 5)
-    module.train()(x, x, x, need_weights=False)
-    module.eval()(x[0], x[0], x[0], need_weights=False)
-    assert len(refusals(before)) == 3
-
-
-def test_swapping_leaves_training_mode_alone() -> None:
-    model = nn.Sequential(nn.MultiheadAttention(8, 2), nn.TransformerEncoderLayer(8, 2, 8, norm_first=True)).train()
-    warpfold.accelerate(model, only="*")
-    assert all(module.training for module in model.modules())
-    assert len(warpfold.acceleration(model).swapped) == 2
 
 
 # ---- attention with a bias that wants a gradient

@@ -35,7 +35,6 @@ PACKAGES: tuple[str, ...] = (  # modules of warpfold.adapt, with adapters
     "plain",
     "esmfold",
     "openfold3",
-    "openfold",
     "boltz",
     "protenix",
     "rf3",

@@ -6,9 +6,9 @@ their own code in fp64; ours may be as far from it as theirs is in the module's 
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from warpfold.adapt.adapter import Adapter, NotServed, RandomInputs, swap
 from warpfold.adapt.report import LayerSpeed
-from warpfold.bench.timing import Subject, Times, measure
+from warpfold.bench.timing import SLOWER, Times, measure, subject, tensors_of
 from warpfold.memory import is_out_of_memory
 from warpfold.model.axial import PlainExecution
 from warpfold.ops.dispatch import always_fast
@@ -194,25 +194,12 @@ def inputs_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Ten
     }
 
 
-def tensors_of(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an output: of one, of tuples and lists, of what has items."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, tuple | list):
-        for one in output:
-            yield from tensors_of(one)
-    elif isinstance(output, Mapping):
-        yield from tensors_of(list(output.values()))
-    elif is_dataclass(output):
-        yield from tensors_of(list(vars(output).values()))
-
-
 # How fast each way is.  Both take turns, so that a slow minute of the machine affects both; medians count.
 
 SIZE = {"cpu": 128, "cuda": 256}  # residues or tokens
 REPEATS = {"cpu": 5, "cuda": 20}
 BUDGET = {"cpu": 10.0, "cuda": 2.0}  # seconds for each way, without its warm-up
-SLOWER, FASTER, SMALLER = 0.97, 1.05, 0.9  # what is between the first two is what a clock cannot tell
+FASTER, SMALLER = 1.05, 0.9  # least gain of a layer of plain torch: in speed, in its share of the memory
 GLANCE, TURNS, SECONDS, CLEAR = 64, 3, 1.0, 1.1  # of a glance on a CPU: residues, repeats, budget, what settles it
 
 
@@ -259,19 +246,6 @@ def _timed(
             error = torch.OutOfMemoryError if found.failed == "out of memory" else RuntimeError
             raise error(f"{type(module).__name__}: {found.failed}")
     return ratios(times["theirs"], times["ours"])
-
-
-def subject(name: str, run: Callable[[], Any], wanted: list[Tensor]) -> Subject:
-    """Return a way to compute something, for `bench.timing.measure`; wanted: what has a gradient, if it has one."""
-
-    def forward() -> tuple[Tensor, ...]:
-        kept = not torch.is_grad_enabled()
-        return tuple(x for x in tensors_of(run()) if x.is_floating_point() and (kept or x.requires_grad))
-
-    outputs = forward()
-    found = torch.autograd.grad([x.sum() for x in outputs], wanted, allow_unused=True) if outputs else []
-    used = [x for x, gradient in zip(wanted, found) if gradient is not None]
-    return Subject(name, forward, used, tuple(torch.ones_like(x) for x in outputs))
 
 
 def ratios(theirs: Times, ours: Times) -> LayerSpeed:

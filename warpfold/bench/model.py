@@ -1,4 +1,5 @@
-"""Time an Evoformer block, or a whole training step, each way to compute it: `warpfold bench --block`, `--step`.
+"""Time an Evoformer block or a whole training step, each way to compute it (`warpfold bench --block`, `--step`), and a
+user-supplied model before and after `accelerate` (`warpfold bench --model`).
 
 Other packages are imported only where they are installed; their signatures come from their public code.
 
@@ -15,21 +16,26 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from warpfold.bench.ops import Columns, Row, report_of
 from warpfold.bench.peers import compile_unsupported
-from warpfold.bench.timing import Subject, Times, Whole, kernels_launched, measure
+from warpfold.bench.timing import SLOWER, Subject, Times, Whole, kernels_launched, measure, subject, tensors_of
 from warpfold.cost.example import BlockSizes, ModelBench, RandomBlock, TrainingStep
 from warpfold.cost.launches import block_launches, counted_products, step_launches
 from warpfold.cost.rates import ceilings
 from warpfold.device import find_recorder
+from warpfold.errors import UserError
+from warpfold.memory import is_out_of_memory
 from warpfold.ops.dispatch import Kernels, refusals
+from warpfold.ops.torch_internals import map_tensors
 from warpfold.parallel.plan import DTYPES, Plan, Precision
 from warpfold.progress import Progress, no_progress
 
@@ -343,3 +349,129 @@ def step_counts(given: ModelBench) -> tuple[int, dict[str, int]]:
         with counted_products() as once:
             step.learn()
     return sum(once), launches
+
+
+# ---- a user-supplied model, before and after `accelerate`
+
+ACCELERATED_REPEATS = {"cpu": 5, "cuda": 20}
+ACCELERATED_BUDGET = {"cpu": 120.0, "cuda": 20.0}  # seconds for each way, without its warm-up
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+ACCELERATED: Columns = {
+    "model": (None, ""), "pass": ("pass", ""), "before_ms": ("before, ms", ".4g"), "after_ms": ("after, ms", ".4g"),
+    "times_faster": ("times faster", ".2f"), "before_mib": ("before, MiB", ".0f"), "after_mib": ("after, MiB", ".0f"),
+    "note": ("", ""),
+}  # fmt: skip
+
+
+def user_model(factory: str, inputs: str | None, device: torch.device) -> tuple[nn.Module, Call]:
+    """Make a model and its inputs by functions that are named "module:function", and put both on a device.
+
+    The model's function takes nothing and returns a model, or (model, inputs).  The function of the inputs takes
+    nothing and returns a tensor, a tuple of arguments, a dict of arguments by name, or (tuple, dict).
+    Errors: UserError for a function that does not exist or returns something else.
+    """
+    model, given = _function("--model", factory)(), None
+    if isinstance(model, tuple) and len(model) == 2:
+        model, given = model
+    if not isinstance(model, nn.Module):
+        raise UserError(f"--model {factory}: returns a {type(model).__name__}, not a torch.nn.Module")
+    if inputs is not None:
+        given = _function("--inputs", inputs)()
+    if given is None:
+        raise UserError(f"--inputs is missing: name a function that returns what {factory} is called with")
+    if isinstance(given, Mapping):
+        call: Call = (), dict(given)
+    elif not isinstance(given, tuple):
+        call = (given,), {}
+    elif len(given) == 2 and isinstance(given[0], tuple) and isinstance(given[1], Mapping):
+        call = given[0], dict(given[1])
+    else:
+        call = given, {}
+    return model.to(device), map_tensors(lambda x: x.to(device), call)
+
+
+def _function(option: str, text: str) -> Callable[[], Any]:
+    """Import the function that "module:function" names; modules of the current folder come first."""
+    name, _, attribute = text.partition(":")
+    if not name or not attribute.isidentifier():
+        raise UserError(f"{option} {text}: not of the form module:function")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise UserError(f"{option} {text}: {name} needs {error.name}, which is not installed") from error
+        raise UserError(f"{option} {text}: there is no module {error.name}, here or among what is installed") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise UserError(f"{option} {text}: {name} has no function {attribute}")
+    return function
+
+
+def bench_accelerated(
+    name: str,
+    before: nn.Module,
+    after: nn.Module,
+    call: Call,
+    device: torch.device,
+    *,
+    repeats: int = 0,
+    progress: Progress = no_progress,
+) -> dict[str, Any]:
+    """Time a model before and after `accelerate`, taking turns: a forward pass without gradient, and both passes.
+
+    Returns the machine, a row for each pass, the reasons why operations were refused, and the difference of the
+    outputs without dropout, relative to the largest number of each.
+    Errors: UserError where memory does not suffice.
+    """
+    args, kwargs = call
+    refused = refusals()
+    progress(0, 1, f"{name}, before and after")
+    try:
+        difference = _difference(before, after, call)
+        ways = [
+            subject(way, functools.partial(model, *args, **kwargs), [p for p in model.parameters() if p.requires_grad])
+            for way, model in (("before", before), ("after", after))
+        ]
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"--model {name}: out of memory; give smaller inputs") from error
+    times = measure(ways, device, repeats or ACCELERATED_REPEATS[device.type], ACCELERATED_BUDGET[device.type])
+    failed = "; ".join(f"{way}: {found.failed}" for way, found in times.items() if found.failed)
+    rows: list[Row] = []
+    for which in ("forward", "both"):
+        parts, run = PASSES[which]
+        row: Row = {"model": name, "pass": which, "note": failed}
+        if which == "both" and not ways[0].wanted:
+            rows.append(row | {"note": "no parameter wants a gradient"})
+            continue
+        for way, found in times.items():
+            seconds, peak = found.median(*parts), found.peaks.get(run)
+            row[f"{way}_ms"] = seconds and seconds * 1e3
+            row[f"{way}_mib"] = None if peak is None else peak / 2**20
+        if row["before_ms"] and row["after_ms"]:
+            row["times_faster"] = row["before_ms"] / row["after_ms"]
+            row["note"] = "slower here" if row["times_faster"] < SLOWER else ""
+        rows.append(row)
+    return {
+        **report_of(f"{name}: medians of turns, before and after accelerate", device, {}, rows),
+        "difference": difference,
+        "refused": dict(refusals(refused)),
+    }
+
+
+def _difference(before: nn.Module, after: nn.Module, call: Call) -> float:
+    """Compute how far the outputs are apart, relative to the largest number of each, without dropout."""
+    args, kwargs = call
+    outputs = []
+    for model in (before, after):
+        training = {module: module.training for module in model.modules()}
+        with torch.no_grad():
+            found = tensors_of(model.eval()(*args, **kwargs))
+            outputs.append([x for x in found if x.is_floating_point() and x.numel()])
+        for module, was in training.items():
+            module.training = was
+    return max((float((a - b).abs().max() / a.abs().max().clamp_min(1e-30)) for a, b in zip(*outputs)), default=0.0)

@@ -7,9 +7,9 @@ the process's clock.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from warpfold.ops.torch_internals import device_sleep
 
 SETTLE = 2  # warm-up runs, which do not count
 FLUSH = 2**28  # bytes; several times the largest L2
+SLOWER = 0.97  # a ratio of speeds below it is slower: a clock cannot tell the numbers above it from 1
 STEADY, CALIBRATIONS = 0.02, 50  # a clock is warm when two waits of some milliseconds differ by less; tried so often
 
 Runs = Mapping[str, Mapping[str, Callable[[], object]]]  # by name, the parts of each run in their order
@@ -54,6 +55,32 @@ class Subject:
 
     def prepare(self) -> None:
         """Do nothing: each run is like the others."""
+
+
+def tensors_of(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output: a tensor, or nested tuples, lists, mappings and dataclasses."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, tuple | list):
+        for one in output:
+            yield from tensors_of(one)
+    elif isinstance(output, Mapping):
+        yield from tensors_of(list(output.values()))
+    elif is_dataclass(output):
+        yield from tensors_of(list(vars(output).values()))
+
+
+def subject(name: str, run: Callable[[], Any], wanted: Sequence[Tensor]) -> Subject:
+    """Make a subject of any function.  wanted: tensors whose gradients are computed, where the outputs have some."""
+
+    def forward() -> tuple[Tensor, ...]:
+        every = not torch.is_grad_enabled()
+        return tuple(x for x in tensors_of(run()) if x.is_floating_point() and (every or x.requires_grad))
+
+    outputs = forward()
+    found = torch.autograd.grad([x.sum() for x in outputs], wanted, allow_unused=True) if outputs else []
+    used = [x for x, gradient in zip(wanted, found) if gradient is not None]
+    return Subject(name, forward, used, tuple(torch.ones_like(x) for x in outputs))
 
 
 @dataclass(frozen=True)

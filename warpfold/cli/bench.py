@@ -1,5 +1,8 @@
 """`warpfold bench`, `warpfold tune` and `warpfold profile`: how fast this machine is, and how it becomes faster."""
 
+import contextlib
+import copy
+import io
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -285,24 +288,31 @@ class BenchCommand:
         """Time a user-supplied model before and after `accelerate`."""
         import torch
 
-        from warpfold.adapt.bench import COLUMNS, HEADS, bench_foreign, foreign_model
-        from warpfold.adapt.bench import table as rows_of
-        from warpfold.bench.ops import write_csv
+        from warpfold.adapt.accelerate import accelerate, acceleration
+        from warpfold.bench import model as bench_model
+        from warpfold.bench import ops as bench_ops
 
         assert self.model is not None
         where = torch.device(timed_device(self.device))
         with progress_bar(narrate=True) as progress:
-            given = foreign_model(self.model, self.inputs, where)
-            more: dict[str, Any] = {"only": parts(self.only), "memory": self.memory, "repeats": self.repeats or 0}
-            found = bench_foreign(given, where, progress=progress, **more)
+            before, call = bench_model.user_model(self.model, self.inputs, where)
+            # `accelerate` prints its table, which is shown below.
+            with contextlib.redirect_stdout(io.StringIO()):
+                after = accelerate(copy.deepcopy(before), only=parts(self.only) or None, memory=self.memory)
+            more: dict[str, Any] = {"repeats": self.repeats or 0, "progress": progress}
+            found = bench_model.bench_accelerated(self.model, before, after, call, where, **more)
+        report = acceleration(after)
+        found["table"] = str(report)
+        found["swapped"] = {name: kind.operation for kind in report.swapped for name in kind.names}
         if self.csv is not None:
-            write_csv(found, self.csv, COLUMNS)
+            bench_ops.write_csv(found, self.csv, bench_model.ACCELERATED)
 
         def text() -> "Iterator[str | Table]":
             """Yield what is printed."""
             yield from _facts(found)
             yield f"\n{found['table']}\n\n{found['what']}"
-            yield table(HEADS, rows_of(found["rows"]), lambda row: "bold" if row[-1] else "")
+            figures = bench_ops.table(found["rows"], bench_model.ACCELERATED)
+            yield table(*figures, lambda row: "bold" if row[-1] else "")
             yield f"outputs differ by {found['difference']:.0e}"
             say_refused(found["refused"])
 

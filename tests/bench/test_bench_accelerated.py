@@ -1,5 +1,6 @@
 """`warpfold bench --model`: somebody's model before and after accelerate, from the folder that one is in."""
 
+import copy
 import csv
 import json
 import sys
@@ -9,21 +10,31 @@ import pytest
 import torch
 
 from tests.test_cli import refused, run
-from warpfold.adapt.bench import bench_foreign, foreign_model, table
+from warpfold.adapt.accelerate import accelerate
+from warpfold.bench.model import ACCELERATED, bench_accelerated, user_model
+from warpfold.bench.ops import table
 from warpfold.bench.timing import Times
 
 # A file in the current folder: plain torch, named by --only.
 MINE = """
 from torch import nn, ones, zeros
 
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+
+    def forward(self, x, scale=1):
+        return scale * self.mlp(x)
+
 def make_model():
-    return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True, dropout=0.0)
+    return Model()
 
 def make_both():
-    return make_model(), {"src": zeros(1, 5, 16)}
+    return make_model(), {"x": zeros(1, 5, 16)}
 
 def make_inputs():
-    return (ones(2, 7, 16),), {"src_key_padding_mask": zeros(2, 7, dtype=bool)}
+    return (ones(2, 7, 16),), {"scale": zeros(2, 7, 1)}
 
 def frozen():
     return make_model().requires_grad_(False), ones(2, 7, 16)
@@ -48,11 +59,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_model_is_timed_before_and_after(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of = ["--model", "mine_to_bench:make_model", "--inputs", "mine_to_bench:make_inputs"]
-    only = ["--only", "attention"]
+    only = ["--only", "transition"]
     code, out, _ = run(capsys, *BENCH, *of, *only, "--json", "--csv", "out.csv")
     assert code == 0
     found = json.loads(out)
-    assert found["swapped"] == {"self_attn": "attention"}
+    assert found["swapped"] == {"mlp": "transition"}
     assert found["difference"] < 1e-5
     assert [row["pass"] for row in found["rows"]] == ["forward", "both"]
     assert all(
@@ -62,7 +73,7 @@ def test_a_model_is_timed_before_and_after(here: Path, capsys: pytest.CaptureFix
     assert [float(row["times_faster"]) for row in rows] == [row["times_faster"] for row in found["rows"]]
     _, said, _ = run(capsys, *BENCH, "--model", "mine_to_bench:make_both", *only)
     assert "outputs differ by" in said
-    assert "self_attn" in said
+    assert "mlp" in said
 
 
 def test_what_is_not_there_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +85,7 @@ def test_what_is_not_there_is_one_line(here: Path, capsys: pytest.CaptureFixture
         (["--model", "mine_to_bench:number"], "has no function number"),
         (["--model", "mine_to_bench:wrong"], "returns a int, not a torch.nn.Module"),
         (["--model", "mine_to_bench:make_model"], "--inputs is missing"),
-        (["--model", "mine_to_bench:make_both"], "nothing to swap in this TransformerEncoderLayer"),
+        (["--model", "mine_to_bench:make_both"], "nothing to swap in this Model"),
         (["--inputs", "mine_to_bench:make_inputs"], "--model goes with"),
         (["--model", "mine_to_bench:make_both", "--op", "gate"], "--model goes with"),
     ):
@@ -82,12 +93,13 @@ def test_what_is_not_there_is_one_line(here: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_frozen_model_has_one_pass_and_what_is_slower_says_so(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = foreign_model("mine_to_bench:frozen", None, torch.device("cpu"))
+    model, call = user_model("mine_to_bench:frozen", None, torch.device("cpu"))
+    after = accelerate(copy.deepcopy(model), only="transition")
 
     def measured(ways: object, *_: object) -> dict[str, Times]:
         return {"before": Times({"forward": [1.0]}), "after": Times({"forward": [1.25]})}
 
-    monkeypatch.setattr("warpfold.adapt.bench.measure", measured)
-    rows = bench_foreign(given, torch.device("cpu"), only=["attention"])["rows"]
+    monkeypatch.setattr("warpfold.bench.model.measure", measured)
+    rows = bench_accelerated("mine", model, after, call, torch.device("cpu"))["rows"]
     assert [row["note"] for row in rows] == ["slower here", "no parameter wants a gradient"]
-    assert table(rows)[0][:4] == ("forward", "1000", "1250", "0.80")
+    assert table(rows, ACCELERATED)[1][0][:4] == ("forward", "1000", "1250", "0.80")
