@@ -70,6 +70,8 @@ SAFE = {
     "engine/trunk.py:TrunkStore.write": OWN_DRAFT,
     "engine/checkpoint.py:RunFolder.write_frozen": "a run's own name; " + OWN_FOLDER,
     "training/train.py:train": "the card, a run's own name; " + OWN_FOLDER,
+    "training/replay.py:replay": "RUN/.replay, a replay's own name, in which it trains; one replay of a run at a time",
+    "training/replay.py:begin_folder": "the same, of a replay that was killed",
     "training/train.py:save.write": "a run's own names; " + OWN_FOLDER,
     "report/figures.py:_svg": "into memory",
     "report/figures.py:_as_file": "into memory",

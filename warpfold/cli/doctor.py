@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -26,7 +27,7 @@ from warpfold.cli.common import (
 )
 from warpfold.errors import UserError
 from warpfold.files import row_file
-from warpfold.progress import are_hidden, progress_bar
+from warpfold.progress import are_hidden, no_progress, progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from warpfold.bench.doctor import Finding
     from warpfold.cluster.doctor import Examined
     from warpfold.cluster.rules import Outcome
+    from warpfold.training.replay import Replay
 
 HINT = (
     "warpfold doctor --kernels checks every operation on this device against its definition; under torchrun or srun "
@@ -88,12 +90,25 @@ class DoctorCommand:
         str | None, reads("Of --cluster: what the network should be: ib400, roce100x2, eth25 (Gb/s, adapters).")
     ] = None
     out: Annotated[Path | None, writes("Of --cluster: file for the measured links, which plan and train read.")] = None
+    replay: Annotated[
+        Path | None,
+        reads("Folder of a training run with train.digest_every: compute its steps again, and compare digests."),
+    ] = None
+    start: Annotated[
+        int | None, decides("Of --replay: step of the checkpoint to start from; default: the first.", "--from")
+    ] = None
     device: Device = None
     as_json: AsJson = False
 
     def __call__(self) -> Answer:
         """Say what is here, or check the operations, or the cluster."""
         of_kernels = any([self.settings, self.dtype, self.rows])
+        if self.start is not None and self.replay is None:
+            raise UserError("--from: belongs to --replay. Add --replay RUN.")
+        if self.replay is not None:
+            if self.cluster or self.kernels:
+                raise UserError("--replay: goes without --kernels and --cluster. Use one of them at a time.")
+            self._replay(self.replay)
         if self.cluster:
             if self.kernels or of_kernels:
                 raise UserError(
@@ -151,6 +166,24 @@ class DoctorCommand:
                 warn(f"red: {finding.verdict.says()}")
         return Answer(report, text(), bool(report["red"]))
 
+    def _replay(self, run: Path) -> NoReturn:
+        """Compute steps of a run again with all processes, print the outcome from the first, and exit: 1 if wrong."""
+        import torch
+
+        from warpfold.parallel.team import distributed_context
+        from warpfold.training.replay import replay
+
+        process = this_process()
+        where = torch.device(device_of(self.device, process))
+        bar = progress_bar(every=30.0) if process.rank == 0 else nullcontext(no_progress)
+        with distributed_context(process, None, where) as team:
+            with bar as tell:
+                found = replay(run, self.start, where, team, tell)
+            # Print before any rank can leave, since torchrun ends all ranks when one exits with 1.
+            if team.is_rank_zero:
+                show(Answer(asdict(found), replay_report(found)), self.as_json)
+        raise typer.Exit(0 if found.interval is None else 1)
+
     def _check_cluster(self) -> NoReturn:
         """Check the cluster with all processes, print from the first what was found, and exit on all: 1 if wrong."""
         import torch
@@ -195,6 +228,29 @@ class DoctorCommand:
                 show(cluster_report(known, self.out), self.as_json)
             raise
         raise typer.Exit(1 if found.wrong else 0)
+
+
+def replay_report(found: "Replay") -> list[str]:
+    """Report the outcome of a replay in a few lines."""
+    compared = f"{found.equal} digest{'s' * (found.equal > 1)}"
+    left_out = [typer.style(f"not compared: {found.left_out}", fg=YELLOW)] if found.left_out else []
+    if found.interval is None:
+        return [typer.style(f"all {compared} equal, steps {found.start} to {found.last}", fg=GREEN), *left_out]
+    equal, different = found.interval
+    lines = [f"{compared} equal, steps {found.start} to {equal}"]
+    if equal == different:
+        what = f"step {different}: the state that the run continued from is not the state that it had saved"
+        return [*lines, typer.style(what, fg=RED), *left_out]
+    where = f"step {different}" if different == equal + 1 else f"steps {equal + 1} to {different}"
+    lines.append(typer.style(f"{where}: the digest after step {different} differs", fg=RED))
+    if found.parted is None:
+        lines.append("a second recomputation has the digests of the first: this machine repeats its work")
+    else:
+        lines.append(
+            f"a second recomputation differs from the first in step {found.parted}: this machine does not repeat its "
+            "work, and the run may be right; check it with warpfold doctor --kernels"
+        )
+    return [*lines, *left_out]
 
 
 def _facts(machine: dict[str, str]) -> list[str]:

@@ -301,12 +301,12 @@ class RunFolder(StepFolders):
         So a run in trouble does not replace what was good (notes: skipped).  The best is so as far as the log says: a
         step is validated after it is saved.
         """
-        notes = {step: self._notes(step) for step in steps}
+        notes = {step: self.notes(step) for step in steps}
         best = max(self.scores.keys() & notes, key=self.scores.__getitem__, default=None)
         good = [step for step in steps if "skipped" in notes[step] and not notes[step]["skipped"]]
         return {*good[-max(1, keep) :], *([] if best is None else [best])}
 
-    def _notes(self, step: int) -> dict[str, Any]:
+    def notes(self, step: int) -> dict[str, Any]:
         """Return the notes of a checkpoint, empty where they are damaged (`load` reports that)."""
         try:
             notes = json.loads((self.step_path(step) / "state.json").read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ average.  Clipping, Adam and averaging are then a handful of operations whatever
 thousands of tiny ones, and gradients of several ranks are summed in few pieces (parallel/reducer.py).
 """
 
+import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,11 +24,12 @@ from warpfold.ops.dispatch import widen
 from warpfold.parallel.compress import CompressionConfig
 from warpfold.parallel.exchange import ALIGN, Segment, SyncConfig
 from warpfold.parallel.mesh import Mesh
-from warpfold.parallel.reducer import Reducer, check_replicas
+from warpfold.parallel.reducer import Reducer, check_replicas, row_checksums
 
 FIRST_SCALE = 2.0**16  # of a loss in fp16
 MOST_SCALE = 2.0**24
 SCALE_GROWTH = 2_000  # steps without an overflow, after which the scale is doubled
+DIGEST_CHUNK = 2**22  # elements of a flat buffer in one checksum, for which the device needs 64 MiB of scratch memory
 
 
 class LossScale:
@@ -502,6 +504,19 @@ class Optimizer:
         self.total.zero_()
         self._clear_counts()
         return torch.where(good, self.rate, 0)
+
+    def digest(self) -> Tensor:
+        """Compute the SHA-256 digest of this rank's weights and optimizer state: its 32 bytes as int64 [4], on the CPU.
+
+        The device reduces the flat buffers to 64-bit checksums of `DIGEST_CHUNK` elements, and the host hashes these.
+        A change of one element always changes the digest.  The host waits for the device.
+        """
+        scale = {} if self.loss_scale is None else self.loss_scale.state()
+        state = [self.weights, *self._sharded().values(), *self.rule.replicated.values(), *scale.values()]
+        state += self.reducer.compression_errors()
+        chunks = (chunk for x in state for chunk in x.reshape(-1).split(DIGEST_CHUNK))
+        sums = torch.cat([row_checksums(chunk[None]) for chunk in chunks])
+        return torch.frombuffer(bytearray(hashlib.sha256(sums.cpu().numpy().tobytes()).digest()), dtype=torch.int64)
 
     def _factor(self, norm: Tensor) -> Tensor:
         """Return the factor that brings a gradient of this norm within clip_norm, at most 1; widened."""

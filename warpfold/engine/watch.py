@@ -37,7 +37,10 @@ class Watcher:
         """Begin to watch, after `step` steps: rows of later steps that an earlier process reported come again."""
 
     def on_metrics(self, row: Row) -> None:
-        """Take a row of metrics.jsonl: its "kind" is "step", "validation", "quarantine" or "end"."""
+        """Take a row of metrics.jsonl.
+
+        Its "kind" is "step", "validation", "quarantine", "end", or with `train.digest_every` "session" or "digest".
+        """
 
     def on_phase(self, phase: Phase) -> None:
         """Take what the run does now.  A signal handler may call it ("stopping"), at any moment."""

@@ -347,6 +347,10 @@ class Reducer:
             found[f"compression.shared.{m}-{size}"] = row
         return found
 
+    def compression_errors(self) -> list[Tensor]:
+        """Return the tensors that the compressor of this rank carries from step to step."""
+        return [] if self.compressor is None else [*self.compressor.local.values(), self.compressor.shared]
+
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Take over a state; with another number of data ranks, each takes the mean of what all had carried over.
 

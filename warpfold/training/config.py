@@ -43,6 +43,8 @@ class TrainConfig:
     moments: bool = False
     on_nonfinite: Literal["stop", "skip"] = "stop"  # what to do about a loss or gradient that is not finite
     max_skipped: int = 10  # examples of any 1,000 in a row that "skip" may leave out before the run stops
+    # Steps between two digests of parameters and optimizer state in the log, for `doctor --replay`; 0: none.
+    digest_every: int = 0
     workers: int | None = None  # processes that prepare examples, 0: this one; None: up to 8 per GPU, 0 on a CPU
     ahead: int = 4  # examples per worker that are prepared ahead
     window: int = 0  # positions by which a ready example may come early, or a slow one late; 0: in order
@@ -58,7 +60,7 @@ class TrainConfig:
             raise ValueError("validation, as a share, must be at least 0 and below 1")
         if not 0 < self.validation_share <= 1:
             raise ValueError("validation_share must be above 0 and at most 1; validation = 0.0 holds nothing out")
-        not_negative = "workers", "window", "max_skipped", "report_every", "idle", "patience"
+        not_negative = "workers", "window", "max_skipped", "report_every", "idle", "patience", "digest_every"
         if self.ahead < 1 or min(getattr(self, name) or 0 for name in not_negative) < 0:
             raise ValueError(f"ahead must be at least 1; {', '.join(not_negative)} must not be negative")
         if not 0 <= self.quarantine <= 1:

@@ -4,6 +4,7 @@ Everything random is keyed by (seed, step or example), never by a generator's st
 from its last checkpoint and is, to the bit, the run that was not.
 """
 
+import hashlib
 import json
 import logging
 import tomllib
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from warpfold import settings
+from warpfold.cost.machine import name as device_name
 from warpfold.data.load.loader import Loader
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
@@ -90,6 +92,11 @@ def train(
     command: that gives the same run, for its card.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
+    if config.train.digest_every and torch.device(device).type == "mps":
+        raise UserError(
+            "train.digest_every: an Apple GPU adds in no fixed order, so no recomputation has the same bits. Leave it "
+            "at 0."
+        )
     team, (sources, held_out), before, watch = team or Team(), hold_out(data, config), refusals(), as_watchers(watch)
     origin = fingerprint_origin(sources, init, team)
     execution = Execution(config.plan, team.mesh)
@@ -123,6 +130,9 @@ def train(
         step, timer = state.step, validation.timer
         stop = stop_requested(signals, team) or validation.catch_up(step)
         ended = keep_best(run, model, optimizer, step, config, team)
+        if config.train.digest_every and step < config.train.steps and not (stop or ended):
+            setup = describe_setup(config, sources, init, torch.device(device), team)
+            log({"kind": "session", "step": step, "digest": state_digest(optimizer, team), "setup": setup})
         slow_first = plan.compile or torch.device(device).type == "cuda"  # minutes: layers or kernels are compiled
         log.phase("compiling" if slow_first else "training")
         while step < config.train.steps and not stop and not ended:
@@ -140,7 +150,11 @@ def train(
             skipped.add(step := step + 1, results, config.optim.accumulate)
             stop = stop or (signals.received if team.process.ranks == 1 else 0)  # it may have arrived meanwhile
             rounds = 0 if stop else validation.rounds_at(step)
-            if step == config.train.steps or stop or rounds or not step % config.train.save_every:
+            saves = step == config.train.steps or stop or rounds or not step % config.train.save_every
+            # Every checkpoint has a digest in the log, so that a replay can start from it.
+            if (every := config.train.digest_every) and (saves or not step % every):
+                log({"kind": "digest", "step": step, "digest": state_digest(optimizer, team)})
+            if saves:
                 notes = {"skipped": skipped.places, "seconds": asdict(validation.spending), **origin}
                 save(run, model, optimizer, step, examples, notes, config, log, team)
             if rounds:
@@ -284,6 +298,30 @@ def open_log(run: RunFolder, config: RunConfig, state: Checkpoint, watch: Watchi
     log = Log(run if team.is_rank_zero else None, state.step, train.steps, validation, watchers)
     log.on_all = team.largest(bool(watchers) and not team.is_rank_zero, "who watches") > 0
     return log
+
+
+# Digests
+
+
+def state_digest(optimizer: Optimizer, team: Team) -> str:
+    """Compute the digest of the whole state: SHA-256 of the ranks' digests, in the order of ranks.  All call this."""
+    digests = team.all_gather(optimizer.digest(), "the digest of the state").wait()
+    return hashlib.sha256(digests.numpy().tobytes()).hexdigest()
+
+
+def describe_setup(
+    config: RunConfig, sources: Sequence[Source], init: Path | None, device: torch.device, team: Team
+) -> dict[str, Any]:
+    """Describe, JSON-able, what a replay needs besides the folder of the run, and what the bits of a step depend on."""
+    return {
+        "ranks": team.process.ranks,
+        "device": f"{device.type}, {device_name(device)}",
+        "threads": torch.get_num_threads(),
+        "torch": str(torch.__version__),
+        "stores": [[str(source.store.path.resolve()), source.weight] for source in sources],
+        "init": None if init is None else str(init.resolve()),
+        "plan": settings.to_dict(config.plan),
+    }
 
 
 # Checkpoints

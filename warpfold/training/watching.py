@@ -46,7 +46,7 @@ class TrainingProgress(Watcher):
                 cut = f", {row['cropped']} cut, {row['residues']:,} of {row['whole_residues']:,} residues folded"
             of = row.get("of", len(row["examples"]))
             self._print_line(f"validated {len(row['examples'])} of {of}{where}{cut}")
-        else:
+        elif row["kind"] == "step":
             self.row = row
             if time.monotonic() - self._said >= self.every or not self._said:
                 self._said = time.monotonic()
