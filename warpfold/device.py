@@ -129,6 +129,19 @@ def caveats(precision: str, device: torch.device | str) -> list[str]:
     return said
 
 
+def unsupported_on_mps(device: torch.device | str, requested: Mapping[str, bool]) -> str | None:
+    """Explain which requested features do not run on an Apple GPU ("mps"), or return None.
+
+    requested: whether each feature is requested, by the name for the message.
+    """
+    if torch.device(device).type != "mps":
+        return None
+    features = [name for name, is_requested in requested.items() if is_requested]
+    if not features:
+        return None
+    return f"{' and '.join(features)}: not supported on mps, an Apple GPU. Leave it out, or pass --device cpu."
+
+
 def spinning_threads() -> str | None:
     """Return a warning about threads that spin while they wait for each other, or None where they do not.
 
@@ -598,11 +611,9 @@ def device_of(value: Any, local_rank: int | None = None) -> str:
         missing = _why_missing(meant)
         cure = f"give {meant}" if missing is None else f"{meant}: {missing}"
         raise UserError(f"--device {name}: not known; {cure}")
-    if name.startswith("mps") and local_rank is not None:
-        raise UserError(
-            f"--device {name}: several processes cannot share an Apple GPU, as nothing exchanges its tensors; run one "
-            "process, or give cpu"
-        )
+    # Neither gloo nor NCCL takes tensors of an Apple GPU.
+    if reason := unsupported_on_mps(name, {"several processes": local_rank is not None}):
+        raise UserError(reason)
     if name == "cuda" and local_rank is not None:
         if local_rank >= torch.cuda.device_count():
             raise UserError(

@@ -57,6 +57,11 @@ def test_everything_is_there(done: tuple[Path, dict[str, Any]]) -> None:
     assert verdict(result) in card
     assert "Is it better?" in page
     assert result["params"]["sha256"] in card
+    assert "`store`, " in card
+    for text in ("| what was trained | all |", "| split | by cluster", "## Validations", "accumulate = "):
+        assert text in card
+    for scores in result["compared"]["test"].values():
+        assert f"{scores['before']:.4f} | {scores['after']:.4f}" in card
 
 
 def test_the_test_was_neither_trained_on_nor_validated(done: tuple[Path, dict[str, Any]]) -> None:

@@ -110,8 +110,8 @@ def test_a_training_is_that_of_the_definitions_on_a_cpu_and_continues(name: str,
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        (Plan(precision="fp64", graph=True), 'plan.precision = "fp64" and plan.graph: not on mps'),
-        (Plan(offload=True), "plan.offload: not on mps, an Apple GPU; leave it out, or give --device cpu"),
+        (Plan(precision="fp64", graph=True), 'plan.precision = "fp64" and plan.graph: not supported on mps'),
+        (Plan(offload=True), "plan.offload: not supported on mps, an Apple GPU. Leave it out, or pass --device cpu."),
         (Plan(compile=True), "plan.compile"),
         (Plan(data=2), "several ranks"),
     ],
@@ -121,31 +121,31 @@ def test_plans_that_cannot_run_there_are_refused_before_anything_runs(plan: Plan
     assert says in str(plan.unsupported_on("mps"))
     assert plan.unsupported_on("cpu") is plan.unsupported_on("cuda") is None
     if plan.data == 1:
-        with mac(), pytest.raises(UserError, match="not on mps"):
+        with mac(), pytest.raises(UserError, match="not supported on mps"):
             train(replace(tiny_run(), plan=plan), make_store(tmp_path / "store"), tmp_path / "run", device="mps")
         assert not (tmp_path / "run").exists()
 
 
 def test_what_else_cannot_be_is_said_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     with mac():
-        with pytest.raises(UserError, match=r'plan\.precision = "fp64": not on mps'):
+        with pytest.raises(UserError, match=r'plan\.precision = "fp64": not supported on mps'):
             Predictor(tiny_model(), "mps", precision="fp64")
-        with pytest.raises(UserError, match=r"plan\.offload: not on mps"):
+        with pytest.raises(UserError, match=r"plan\.offload: not supported on mps"):
             Predictor(tiny_model(), "mps", offload=True)
-        with pytest.raises(UserError, match="several processes cannot share an Apple GPU"):
+        with pytest.raises(UserError, match="several processes: not supported on mps"):
             device_of("mps", local_rank=1)
         with pytest.raises(UserError, match=r"--workers 2: more than --device mps has GPUs \(1\)"):
             Share(workers=2).check(Team(), "mps")
         for words, says in (
-            ("bench --op gate --device mps", "--device mps: nothing is timed there"),
-            ("profile tiny --device mps", "--device mps: nothing is timed there"),
-            ("doctor --cluster --device mps", "--cluster is for CPUs and CUDA GPUs"),
-            ("plan tiny --device mps --devices 2", "--devices 2: "),
+            ("bench --op gate --device mps", "timing: not supported on mps"),
+            ("profile tiny --device mps", "timing: not supported on mps"),
+            ("doctor --cluster --device mps", "--cluster: not supported on mps"),
+            ("plan tiny --device mps --devices 2", "--devices 2: not supported on mps"),
         ):
             assert says in refused(run(capsys, *words.split()))
         code, _, err = run(capsys, *["plan", "tiny", "--device", "mps", "--set", "plan.graph=true"])
         assert code == 2
-        assert "plan.graph: not on mps" in err
+        assert "plan.graph: not supported on mps" in err
 
 
 def test_plans_count_the_memory_of_definitions_and_know_no_times() -> None:

@@ -98,9 +98,12 @@ def measured(
 
 def timed_device(name: str | None) -> str:
     """Return the device to time or profile on.  Errors: UserError as of `device_of`, and for an Apple GPU."""
+    from warpfold.device import unsupported_on_mps
+
     device = device_of(name)
-    if device.startswith("mps"):
-        raise UserError(f"--device {device}: nothing is timed there, where WarpFold has no fast path; give cpu or cuda")
+    # WarpFold has no fast path for Apple GPUs.
+    if reason := unsupported_on_mps(device, {"timing": True}):
+        raise UserError(reason)
     return device
 
 

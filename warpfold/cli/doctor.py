@@ -191,12 +191,13 @@ class DoctorCommand:
         from warpfold.cluster.doctor import LIMIT, Examined, examine_cluster
         from warpfold.cluster.rules import ClusterFinding
         from warpfold.cost.links import network
+        from warpfold.device import unsupported_on_mps
         from warpfold.parallel.team import TeamError, distributed_context
 
         began, process = time.monotonic(), this_process()
         where = torch.device(device_of(self.device, process))
-        if where.type == "mps":
-            raise UserError("--device mps: --cluster is for CPUs and CUDA GPUs; leave one of the two out")
+        if reason := unsupported_on_mps(where, {"--cluster": True}):
+            raise UserError(reason)
         if self.link is not None:
             network(self.link, process.ranks_per_node)
         if process.rank == 0:

@@ -19,7 +19,7 @@ from warpfold.cost.links import LINKS, Cluster, network
 from warpfold.cost.measured_rates import measured
 from warpfold.cost.memory import Device, kind_of
 from warpfold.cost.rates import SHEETS, Rates, of_gpu, sheet_of
-from warpfold.device import device_meant, sysctl
+from warpfold.device import device_meant, sysctl, unsupported_on_mps
 from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory
 from warpfold.ops.triton.launch import table_for
@@ -85,8 +85,8 @@ def planned_machine(device: str | None, memory: int | None, devices: int) -> Mac
     Errors: UserError for a name that is not known, or a device that is not here and whose memory is not given.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("mps") and devices > 1:
-        raise UserError(f"--devices {devices}: nothing exchanges tensors of Apple GPUs; leave it at 1")
+    if reason := unsupported_on_mps(kind_of(device), {f"--devices {devices}": devices > 1}):
+        raise UserError(reason)
     here_now = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if here_now.get(device.partition(":")[0], False):
         try:

@@ -6,7 +6,7 @@
                                       checksums.json of both: a damaged checkpoint is skipped
     DIR/params.safetensors            the averaged weights at the last checkpoint: what `predict --params` takes
     DIR/params_best.safetensors       those of the best validation
-    DIR/card.md                       of a finished run: what whoever gets its parameters must know (engine/card.py)
+    DIR/card.md                       of a finished run: origin, data, settings and results (training/card.py)
     DIR/frozen.safetensors            the parameters that are not trained, which checkpoints do not hold
     DIR/failures/example-00000042/    what reproduces a loss or gradient that was not finite
 

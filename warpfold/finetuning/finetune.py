@@ -38,9 +38,8 @@ from warpfold.data.store.stored_example import entry_keys, read_assembly
 from warpfold.errors import UserError, listed
 from warpfold.evaluation.before_after import DOCKQ, INTERFACE_LDDT, LDDT, Measure, Measured, fold_before_after
 from warpfold.files import checksum, file_name, sha256, write_atomically
-from warpfold.finetuning.card import card
 from warpfold.finetuning.choose import chosen_settings, first_settings, planned
-from warpfold.finetuning.page import report_page
+from warpfold.finetuning.page import comparison_sections, report_page, verdict
 from warpfold.finetuning.split import Split, make_split, read_split
 from warpfold.model.weights.files import load_config
 from warpfold.prediction.outputs import claim_folder, put_aside, remove_drafts, write_prediction, write_summary
@@ -48,7 +47,9 @@ from warpfold.prediction.predictor import load
 from warpfold.progress import Progress, no_progress
 from warpfold.report.report import write_report
 from warpfold.scoring.bootstrap import paired_bootstrap
+from warpfold.training.card import run_card
 from warpfold.training.config import RunConfig
+from warpfold.training.examples import hold_out
 from warpfold.training.processes import train_here
 
 FORMAT = "warpfold-finetune-1"
@@ -194,7 +195,28 @@ def finetune(
     }
     page = report_page(out, result, measured, measures)
     write_report(out / "report.html", page)
-    write_atomically(out / "card.md", card(result, store, split))
+    trained_on, held_out = hold_out(sources, config)
+    text = run_card(
+        out / "run",
+        settings.to_dict(config),
+        trained_on,
+        len(held_out),
+        options.init,
+        device,
+        ranks,
+        command,
+        summary.best,
+        title="Fine-tuned parameters",
+        verdict=verdict(result),
+        parameters=[out / "params.safetensors"],
+        facts=[
+            ("entries", ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items())),
+            ("split", f"by {split.by}, in `split.toml`"),
+            ("what was trained", ", ".join(config.finetune.trainable) or "adapters alone"),
+        ],
+        sections=comparison_sections(result),
+    )
+    write_atomically(out / "card.md", text)
     return write_summary(out, result)
 
 

@@ -41,6 +41,26 @@ def table_of(scores: Mapping[str, Any], measures: Sequence[Measure]) -> ReportTa
     return ReportTable(["mean of", "before", "after", "difference", "95 % interval", "better / worse"], rows)
 
 
+def comparison_sections(result: Mapping[str, Any]) -> list[str]:
+    """Write the scores before and after as Markdown, a section for each set of proteins."""
+    lines = list[str]()
+    for kind, scores in result["compared"].items():
+        lines += [
+            f"## {PARTS[kind].capitalize()}",
+            "",
+            "| mean of | before | after | difference | 95 % interval | better / worse / of |",
+            "|---|---|---|---|---|---|",
+        ]
+        for name, score in scores.items():
+            low, high = score["interval"] or (float("nan"),) * 2
+            lines.append(
+                f"| {name} | {score['before']:.4f} | {score['after']:.4f} | {score['difference']:+.4f} "
+                f"| {low:+.4f} to {high:+.4f} | {score['wins']} / {score['losses']} / {score['targets']} |"
+            )
+        lines.append("")
+    return lines
+
+
 def report_page(
     out: Path, result: Mapping[str, Any], measured: Mapping[str, Sequence[Measured]], measures: Sequence[Measure]
 ) -> ReportPage:

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 import torch
 
+from warpfold.device import unsupported_on_mps
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import TIME_LIMIT
@@ -146,16 +147,15 @@ class Plan:
         return None
 
     def unsupported_on(self, device: str) -> str | None:
-        """Say why this plan cannot run on a kind of device; None if it can.  Of Apple's GPUs, "mps", alone."""
-        asked = {
+        """Explain why this plan cannot run on a kind of device, or return None.  Only Apple's GPUs have limits."""
+        requested = {
             'plan.precision = "fp64"': self.precision == "fp64",  # Metal has no such numbers
             "plan.graph": self.graph is True,
             "plan.offload": self.offload,  # their memory is the host's
             "plan.compile": self.compile,
             "several ranks": self.data * self.axial * self.branch > 1,  # neither gloo nor NCCL takes its tensors
         }
-        wrong = [name for name, is_asked in asked.items() if is_asked] if device == "mps" else []
-        return f"{' and '.join(wrong)}: not on mps, an Apple GPU; leave it out, or give --device cpu" if wrong else None
+        return unsupported_on_mps(device, requested)
 
     def unsupported_reason(self, outer: str) -> str | None:
         """Say why this plan cannot run a model whose blocks have the outer product there; None if it can."""

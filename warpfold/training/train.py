@@ -25,7 +25,6 @@ from warpfold.data.load.loader import Loader
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.device import Snapshot
-from warpfold.engine.card import run_card
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.learn import DeviceResult, Learner, in_batches
 from warpfold.engine.loop import Log, StopSignals
@@ -40,6 +39,7 @@ from warpfold.ops.dispatch import refusals
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import DTYPES
 from warpfold.parallel.team import Team
+from warpfold.training.card import run_card
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import (
     draw_recycles,
@@ -166,8 +166,9 @@ def train(
         log.finished = bool(ended) or (step >= config.train.steps and not (stop and validation.is_owed(step)))
         if log.finished and team.is_rank_zero and (step > state.step or not (run.path / CARD).exists()):
             run.wait_for_writing()
-            about = settings.to_dict(config), sources, len(held_out), init, device, team.mesh.world.size, command
-            text = run_card(run, *about)
+            values, best = settings.to_dict(config), run.best()[0]
+            ranks = team.mesh.world.size
+            text = run_card(run.path, values, sources, len(held_out), init, device, ranks, command, best)
             run.replace_file(CARD, lambda path: path.write_text(text, encoding="utf-8"))
     lddt_ca = (log.validation or {}).get("lddt_ca")
     how: dict[str, Any] = {"steps": step, "finished": log.finished, "lddt_ca": lddt_ca, "signal": stop}

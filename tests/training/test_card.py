@@ -1,9 +1,9 @@
-"""What a card says of a run."""
+"""The card of a run's parameters."""
 
 from pathlib import Path
 
-from warpfold.engine.card import SHOWN, run_card
 from warpfold.engine.checkpoint import RunFolder
+from warpfold.training.card import SHOWN_SETTINGS, run_card
 
 
 def test_the_first_the_best_and_the_last_validation_are_listed(tmp_path: Path) -> None:
@@ -13,8 +13,8 @@ def test_the_first_the_best_and_the_last_validation_are_listed(tmp_path: Path) -
             row = {"kind": "step", "step": step, "examples": [1, 2], "samples_per_second": 0.5, "waiting": 0.25}
             run.log(row)
             run.log({"kind": "validation", "step": step, "lddt_ca": score, "examples": {"one": score}})
-        settings = {section: {} for section in SHOWN} | {"optim": {"accumulate": 2}}
-        text = run_card(run, settings, (), 1, None, "cpu", 1, "")
+        settings = {section: {} for section in SHOWN_SETTINGS} | {"optim": {"accumulate": 2}}
+        text = run_card(run.path, settings, (), 1, None, "cpu", 1, "", best=run.best()[0])
     assert "lDDT-Cα of held-out entries 0.4000 after step 1,008, and at best 0.5000, after step 6." in text
     assert text.split("|---|---|---|---|\n")[1].split("\n\n")[0].splitlines() == [
         "| 2 | 0.2000 | 1 of 1 |  |",
