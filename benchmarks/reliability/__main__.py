@@ -2,15 +2,13 @@
 
 mutate    plant small faults in the package, one at a time, and see which tests find them
 kills     kill -9 at random moments, and compare the continued run with one that was left alone
-soak      train and predict for hours: memory, descriptors, threads and step time as slopes
-inputs    damaged files for every reader: tracebacks, hangs, and what is accepted in silence
 disk      full disks, jumping clocks, read-only folders, two runs in one folder
 """
 
 import importlib
 import sys
 
-COMMANDS = ("mutate", "kills", "soak", "inputs", "disk")
+COMMANDS = ("mutate", "kills", "disk")
 
 if __name__ == "__main__":
     if sys.argv[1:2] in ([], ["--help"], ["-h"]):

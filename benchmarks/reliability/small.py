@@ -1,4 +1,4 @@
-"""The small files that kills, full disks and damaged inputs are tried on: proteins, stores, runs, made from nothing."""
+"""Generate the small proteins, store, settings and parameters on which kills and full disks are tried."""
 
 import dataclasses
 from pathlib import Path

@@ -19,7 +19,7 @@ RUN = 64  # rows left out or kept together by `thin_runs`
 # compared with one centre, and per cell that is counted.
 COST_EXAMPLE, COST_READ = 2.1, 3e-6
 COST_CENTRE, COST_EXTRA, COST_COMPARE, COST_COUNT = 7e-5, 4.5e-6, 2.6e-8, 2.3e-6
-COST_PAIR = 9e-4  # per row of an alignment among which pairs are looked for (benchmarks/assemblies.py)
+COST_PAIR = 9e-4  # per row of an alignment among which pairs are looked for (measured likewise)
 
 
 @dataclass(frozen=True)
