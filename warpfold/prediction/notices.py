@@ -15,7 +15,7 @@ SENTENCES = {
     "no_alignment": "no alignment: folded by the sequence alone",
     "one_row": "its alignment has one row, its own: folded by the sequence alone",
     "pairing_rows": "rows of alignments that are named as serving to pair (uniprot, pair), not used for a single "
-    "protein that has others: {rows:,}; rename the files to use all",
+    "protein that has others: {rows:,}",
     "unused_alignments": "alignments of none of the sequences, left out: {count}{detail}",
     "rows_lost": "no row of the alignment{of} reached the model: folded by the sequence alone",
     "no_hits": "0 templates used: no hit for it in the files given",

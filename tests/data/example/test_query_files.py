@@ -185,4 +185,16 @@ def test_names_that_files_cannot_have_stay_different(tmp_path: Path) -> None:
     found = read_complexes(write(tmp_path / "a.fasta", text))
     assert [query.name for query in found] == ["_1", "_1_3", "_1_2", "_1_4"]
     with pytest.raises(UserError, match="a record is called _1 twice"):
-        read_complexes(write(tmp_path / "b.fasta", f">\u03b21\n{ONE}\n>\u03b21\n{TWO}\n"))
+        read_complexes(write(tmp_path / "b.csv", f"id,sequence\n\u03b21,{ONE}\n\u03b21,{TWO}\n"))
+
+
+def test_the_alignment_of_a_complex_is_not_offered_to_others_that_share_a_chain(tmp_path: Path) -> None:
+    dimer = write(tmp_path / "dimer.a3m", f"#18,15\t1,1\n>101\t102\n{ONE}{TWO}\n>hit\n-{ONE[1:]}{TWO}\n")
+    table = write(tmp_path / "jobs.csv", f"id,sequence\nmono,{ONE}\nother,{TWO}\n")
+    assert named(read_query_files([table, dimer])) == {
+        "mono": ((ONE,), 0),
+        "other": ((TWO,), 0),
+        "dimer": ((ONE, TWO), 4),
+    }
+    same = write(tmp_path / "same.csv", f"id,sequence\ndimer,{ONE}:{TWO}\n")
+    assert named(read_query_files([same, dimer])) == {"dimer": ((ONE, TWO), 4)}

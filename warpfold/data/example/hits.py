@@ -132,8 +132,10 @@ def _hhr_hit(block: str, where: str) -> Hit:
             first.setdefault(row[1], int(row[3]) - 1)
     rows = {side: "".join(letters) for side, letters in pieces.items()}
     letters = {side: np.array([letter.isalpha() for letter in row], bool) for side, row in rows.items()}
+    # HH-suite writes a hit of one aligned column without rows: it has no columns, and is refused with its name.
+    is_empty = int(aligned[1]) == 1 and not any(rows.values())
     both = letters["Q"] & letters["T"] if len(rows["Q"]) == len(rows["T"]) else np.zeros(0, bool)
-    if both.sum() != int(aligned[1]):
+    if both.sum() != int(aligned[1]) and not is_empty:
         raise UserError(
             f"{where}, {title[1]}, announces {aligned[1]} aligned columns and has {both.sum()}, so it is cut short or "
             "damaged; make the file again"

@@ -24,7 +24,7 @@ import numpy as np
 
 from warpfold.data.example.complex import Complex, chain_ids, distinct_names, first_word
 from warpfold.data.example.pairing import key_of, species_keys
-from warpfold.data.formats.alignment import Alignment, encode, parse_alignment, plain_text, table_rows
+from warpfold.data.formats.alignment import Alignment, encode, parse_alignment, plain_sequence, plain_text, table_rows
 from warpfold.errors import UserError
 from warpfold.files import read_file
 from warpfold.geometry.residue import GAP
@@ -265,7 +265,7 @@ def _proteins(job: Mapping[str, Any], where: str) -> tuple[list[_Protein], list[
         sequence = given.get("sequence")
         if not isinstance(sequence, str) or not sequence.split():
             raise UserError(f"{entry}: has no sequence; give its residues as letters")
-        sequence = "".join(sequence.split()).upper()
+        sequence = plain_sequence(sequence)
         encode(sequence, entry)  # an error for letters that are no residues
         count = given.get("count", 1)
         if type(count) is not int or not 1 <= count <= MOST_COPIES:

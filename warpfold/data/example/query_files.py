@@ -13,6 +13,7 @@ Which records make a complex is never guessed:
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,6 +58,7 @@ _PDB_HEADER = re.compile(r"\w+_\d+\|Chains? ([^|]+)\|")  # of rcsb.org's FASTA f
 _PDB_CHAIN = re.compile(r"(\w+)(?:\[auth (\w+)\])?")
 MOST_LISTED = 8  # chains in one line
 _CHAIN_COLUMN = re.compile(r"(target|binder)|(?:chain[ _]?)?([a-z0-9])")  # of tables without a column `sequence`
+_DESIGN = re.compile(r"(T=)?[^\s,]+,.*?\b(?:sample|id)=(\d+)")  # of ProteinMPNN and LigandMPNN
 _LINE = re.compile(rb"[A-Za-z:*\s]+")
 # What predictions are called by AlphaFold (ranked_0.pdb, relaxed_model_1.pdb), ColabFold (NAME_unrelaxed_rank_001_...),
 # WarpFold (NAME_rank_1.cif, NAME_relaxed.cif), AlphaFold 3 (NAME_model.cif, model.cif), its server and Boltz
@@ -164,7 +166,8 @@ def read_query_files(given: Given | Sequence[Given], as_one: bool = False) -> Qu
     is in it if it has another ending.  as_one: the records of a FASTA file, and sequences given as text, are the chains
     of one complex; without effect where a record has `:`.
     Alignments of one sequence and name (`InputFile.protein`) are one query; those of a sequence that a record or a
-    structure has belong to it.
+    structure has belong to it.  The alignment of a complex belongs to a record of its name, or of the same sequences;
+    otherwise it is a query of its own, and its rows are not offered to others that share a chain.
     A record that cannot be folded is found with its error (`Complex.error`).
     Errors: UserError for a file that cannot be read, two queries or two chains of one name.
     """
@@ -277,23 +280,30 @@ def _with_alignments(found: Sequence[Complex]) -> list[Complex]:
         return [*found]
     chains = {row for one in found if one.place is None for row in one.rows}
     bad = {one.name.lower() for one in found if one.error}  # whose alignments are no other proteins
+    records = [one for one in found if one.place is None]
     beside: list[Complex] = []
     of_name: dict[str, list[Complex]] = {}
     for one in found:
-        if one.place is not None and one.rows <= chains:
+        if one.place is not None and one.rows <= chains and any(_serves(one, record) for record in records):
             beside.append(one)
         elif one.place is not None and one.name.lower() not in bad:
             of_name.setdefault(one.name.lower(), []).append(one)
     kept: list[Complex] = []
     for one in found:
         if one.place is None:
-            kept.append(one.joined(beside))
-        elif not one.rows <= chains and (own := of_name.pop(one.name.lower(), None)):
+            kept.append(one.joined(each for each in beside if _serves(each, one)))
+        elif all(one is not each for each in beside) and (own := of_name.pop(one.name.lower(), None)):
             whole = max(own, key=lambda each: (len(each.sequences), not each.is_part))
             parts = [each for each in own if each is not whole and each.rows <= whole.rows]
             has_all = not whole.is_part and all(each.is_part for each in parts)
             kept += [whole.joined([] if has_all else parts), *(each for each in own if not each.rows <= whole.rows)]
     return kept
+
+
+def _serves(alignment: Complex, record: Complex) -> bool:
+    """Return whether an alignment that was given together with a record may be used for it."""
+    is_own = alignment.name.lower() == record.name.lower() or alignment.rows == record.rows
+    return is_own or len(alignment.rows) == 1
 
 
 def _ending(file: InputFile) -> str:
@@ -334,7 +344,7 @@ def _kind(file: InputFile, data: bytes) -> str:
         return ".sto"
     if text.startswith(b">"):
         return ".a3m" if re.search(rb"^[A-Za-z]*-", text, re.MULTILINE) else ".fasta"
-    if b"sequence" in first and b"id" in first:
+    if (b"sequence" in first and b"id" in first) or first.startswith(b"sep="):
         return ".csv"
     if text.startswith((b"data_", b"HEADER", b"ATOM  ", b"CRYST1", b"REMARK")):
         return ".cif" if text.startswith(b"data_") else ".pdb"
@@ -392,7 +402,7 @@ def _of_table(data: bytes, source: str) -> list[Complex]:
         (word, ["".join(cell.split()) for cell in row]) for word, *row in table_rows(data, source, ("id", *columns))
     ]
     text = "".join(f">{word}\n{':'.join(filter(None, row))}\n" for word, row in cells)
-    found = _of_records(fasta_records(text, source, chains=True), source)
+    found = _of_records(fasta_records(text, source, chains=True), [word for word, _ in cells], source)
     letters = [(match[2] or "").upper() for title in columns if (match := _CHAIN_COLUMN.fullmatch(title))]
     if not letters or not all(letters):
         return found
@@ -426,7 +436,7 @@ def _of_fasta(data: bytes, name: str, source: str, as_one: bool, here: Path) -> 
         ids.append([author or id for id, author in _PDB_CHAIN.findall(named[1])] if named else [word] if word else [])
     single = len(records) == 1 and len(ids[0]) < 2
     if not as_one or single or any(":" in sequence for _, sequence, _ in records):
-        return _of_records(records, source)
+        return _of_records(records, _record_names([header for header, *_ in records]), source)
     if wrong := [error for *_, error in records if error]:  # without a chain it is another complex
         return [Complex(name, (), (), error=wrong[0])]
     each = zip(ids, chain_ids(len(records)), records)
@@ -434,11 +444,28 @@ def _of_fasta(data: bytes, name: str, source: str, as_one: bool, here: Path) -> 
     return [Complex(name, tuple(id for id, _ in chains), tuple(sequence for _, sequence in chains))]
 
 
-def _of_records(records: Sequence[tuple[str, str, str]], source: str) -> list[Complex]:
-    """Return each record as a query of its own, called by its first word, as a file can be."""
+def _record_names(headers: Sequence[str]) -> list[str]:
+    """Name FASTA records by their first words; records of one name are numbered.
+
+    ProteinMPNN calls its designs `T=0.1, sample=1`, and LigandMPNN `NAME, id=1`: they become NAME_1, with the NAME of
+    the first record, which is the backbone.
+    """
+    words = [(header.split() or ["query"])[0].rstrip(",") or "query" for header in headers]
+    for i, header in enumerate(headers):
+        if found := _DESIGN.match(header):
+            words[i] = f"{words[0] if found[1] else words[i]}_{found[2]}"
+    counts, seen = Counter(words), Counter[str]()
+    for i, word in enumerate(words):
+        if counts[word] > 1:
+            seen[word] += 1
+            words[i] = f"{word}_{seen[word]}"
+    return words
+
+
+def _of_records(records: Sequence[tuple[str, str, str]], names: Sequence[str], source: str) -> list[Complex]:
+    """Return each record as a query of its own, with a name that a file can have."""
     found: list[Complex] = []
-    names = distinct_names([(header.split() or ["query"])[0] for header, *_ in records])
-    for name, (header, text, wrong) in zip(names, records):
+    for name, (header, text, wrong) in zip(distinct_names(names), records):
         sequences = tuple(text.split(":"))
         if not wrong and not all(sequences):
             wrong = f"{source}: >{header[:60]} has a chain without residues; write A:B, with a sequence on both sides"

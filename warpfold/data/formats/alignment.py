@@ -12,15 +12,17 @@ import csv
 import hashlib
 import io
 import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from string import ascii_lowercase, ascii_uppercase
 
 import numpy as np
 
-from warpfold.errors import UserError
+from warpfold.errors import UserError, listed
 from warpfold.files import read_file
 from warpfold.geometry.residue import GAP, RESTYPES, UNKNOWN
 
@@ -32,12 +34,16 @@ CODE_LETTERS = np.frombuffer(f"{RESTYPES}X-".encode(), dtype=np.uint8)  # code -
 
 _INSERTED, _DOT, _ILLEGAL = 128, 129, 130  # beside the codes 0-21, while parsing
 # Headers of HH-suite rows that are not sequences: >ss_pred, >ss_conf, >aa_dssp ..., >Consensus, >NAME_consensus.
-_ANNOTATION = re.compile(r"((ss|sa|aa)_(pred|conf|dssp)|(\S*_)?consensus)(\s|$)", re.IGNORECASE)
+_PREDICTED_ROW = re.compile(r"(ss|sa|aa)_(pred|conf|dssp)(\s|$)", re.IGNORECASE)
+_CONSENSUS = re.compile(r"(\S*_)?consensus(\s|$)", re.IGNORECASE)
 _BLANKS = b" \t\n\r\v\f"
 _GAPS = b"-._~"  # Stockholm's
 _AT_A_TIME = 1 << 22  # characters of an alignment whose insertions are counted together, which bounds the memory
-_FIRST = re.compile(rb"(\xef\xbb\xbf)?\s*#\d+,[\d,]*\t")
-_ANNOUNCED = re.compile(rb"#([\d,]+)\t([\d,]+)\s*")
+_SEVERAL_LENGTHS = re.compile(rb"(\xef\xbb\xbf)?\s*#[ \t]*\d+[ \t]*,[\d, \t]*[ \t]")
+_NUMBERS = re.compile(rb"#[\d,\s]*\d[\d,\s]*")  # a line of numbers alone, as ColabFold's first line
+_UPPER = str.maketrans(ascii_lowercase, ascii_uppercase)  # str.upper makes SS of ß
+# Characters that a page or a PDF puts between letters: no-break, zero-width and soft hyphen, byte-order mark.
+_INVISIBLE = dict.fromkeys((0xA0, 0x200B, 0x200C, 0x200D, 0x2060, 0xAD, 0xFEFF))
 _MOST_DIGITS = 9, 4  # of a length, and of a number of copies
 
 
@@ -114,12 +120,30 @@ def encode(sequence: str, source: str = "sequence") -> np.ndarray:
     Errors: UserError for a character outside the table.
     """
     try:
-        return np.array([LETTERS[letter] for letter in sequence.upper()], dtype=np.uint8)
+        return np.array([LETTERS[letter] for letter in upper(sequence)], dtype=np.uint8)
     except KeyError as error:
-        place = sequence.upper().index(error.args[0]) + 1
+        place = upper(sequence).index(error.args[0]) + 1
         raise UserError(
-            f"{source}: has {error.args[0]!r} at position {place}, which is not an amino acid; correct or remove it"
+            f"{source}: has {_named(error.args[0])} at position {place}, which is not an amino acid; correct or "
+            "remove it"
         ) from None
+
+
+def upper(sequence: str) -> str:
+    """Convert the letters a to z to upper case, and no others: `str.upper` changes the length of some texts."""
+    return sequence.translate(_UPPER)
+
+
+def plain_sequence(text: str) -> str:
+    """Return a sequence as people write it in upper case, without blanks, invisible characters and a final `*`."""
+    return upper("".join(text.translate(_INVISIBLE).split()).removesuffix("*"))
+
+
+def _named(character: str) -> str:
+    """Return a character in quotes, with its code point if it may look like another."""
+    if character.isascii():
+        return repr(character)
+    return f"{character!r} (U+{ord(character):04X} {unicodedata.name(character, 'without a name')})"
 
 
 def encode_residues(sequence: str, source: str = "sequence") -> np.ndarray:
@@ -128,7 +152,7 @@ def encode_residues(sequence: str, source: str = "sequence") -> np.ndarray:
     This follows the official code (`make_sequence_features` in data/pipeline.py, `map_unknown_to_x`), which encodes the
     same letter in the alignment's first row by HHblits' table (`encode`).  Errors: as in `encode`.
     """
-    known = np.array([letter in RESTYPES for letter in sequence.upper()], dtype=bool)
+    known = np.array([letter in RESTYPES for letter in upper(sequence)], dtype=bool)
     return np.where(known, encode(sequence, source), np.uint8(UNKNOWN))
 
 
@@ -147,7 +171,7 @@ def is_nucleic(sequence: str) -> bool:
 
     An `Alignment` has C for U, which makes no difference here.  Silk, only G and A, is a protein.
     """
-    letters = set(sequence.upper())
+    letters = set(upper(sequence))
     return len(sequence) >= 10 and set("ACG") <= letters <= set("ACGTUN")
 
 
@@ -163,7 +187,7 @@ def _table(lower: bool, dash: int, dot: int, gaps: bytes = b"-") -> np.ndarray:
 
 
 _SEQUENCE = _table(lower=True, dash=_ILLEGAL, dot=_ILLEGAL)  # FASTA: lower case is masking
-_CHAINS = np.where(np.arange(256) == ord(":"), _DOT, _SEQUENCE)  # ColabFold's A:B
+_CHAINS = np.where(np.isin(np.arange(256), [ord(":"), ord("/")]), _DOT, _SEQUENCE)  # ColabFold's A:B, ProteinMPNN's A/B
 _ALIGNED = _table(lower=True, dash=GAP, dot=GAP, gaps=_GAPS)  # every character a column
 _A3M = _table(lower=False, dash=GAP, dot=_DOT)  # lower case between the columns
 
@@ -201,27 +225,46 @@ def plain_text(data: bytes | str, source: str) -> bytes:
 
 def table_titles(data: bytes | str, source: str) -> list[str]:
     """Return the names of a table's columns, in lower case, as its first line has them.  Errors: as of `plain_text`."""
-    first = plain_text(data, source).decode().lstrip("\n").partition("\n")[0]
-    lines = csv.reader([first], "excel-tab" if "\t" in first else "excel", skipinitialspace=True)
-    return [title.strip().lower() for title in next(lines, [])]
+    text, separator = _table_text(data, source)
+    return _titles(csv.reader([text.partition("\n")[0]], delimiter=separator, skipinitialspace=True))
+
+
+def _table_text(data: bytes | str, source: str) -> tuple[str, str]:
+    """Return the text of a table, without Excel's line `sep=;`, and what separates its columns: comma, tab or `;`."""
+    text = plain_text(data, source).decode().lstrip("\n")
+    if found := re.match(r"sep=(.)\n", text):
+        return text[found.end() :], found[1]
+    first = text.partition("\n")[0]
+    return text, max(",\t;", key=first.count) if set(",\t;") & set(first) else ","
+
+
+def _titles(lines: Iterator[list[str]]) -> list[str]:
+    """Return the titles in the first line of a table; `name` and `seq` stand for `id` and `sequence`."""
+    titles = [title.strip().lower() for title in next(lines, [])]
+    for title, short in (("id", "name"), ("sequence", "seq")):
+        if title not in titles:
+            titles = [title if one == short else one for one in titles]
+    return titles
 
 
 def table_rows(data: bytes | str, source: str, columns: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return columns of a table, separated by commas or tabs, whose first line names them; blanks are left out.
+    """Return columns of a table, separated by commas, tabs or semicolons, whose first line names them, without blanks.
 
     Errors: UserError without these columns, for a line that is not complete, or quotes that do not close.
     """
-    text = plain_text(data, source).decode()
-    dialect = "excel-tab" if "\t" in text.partition("\n")[0] else "excel"
-    lines = csv.reader(io.StringIO(text), dialect, strict=True, skipinitialspace=True)
+    text, separator = _table_text(data, source)
+    lines = csv.reader(io.StringIO(text), delimiter=separator, strict=True, skipinitialspace=True)
     try:
-        titles = [title.strip().lower() for title in next(lines, [])]
+        titles = _titles(lines)
         rows = [(lines.line_num, line) for line in lines if any(cell.strip() for cell in line)]
     except csv.Error as error:
         raise UserError(f"{source}: line {lines.line_num}: {error}; correct the table") from None
     if not set(columns) <= set(titles):
         both = " and ".join(columns)
-        raise UserError(f"{source}: has no columns {both}; its first line must name them: {','.join(columns)}")
+        raise UserError(
+            f"{source}: has no columns {both}, but {listed(titles, 6)}; its first line must name them: "
+            f"{','.join(columns)}"
+        )
     if not rows:
         raise UserError(f"{source}: has no records below its first line; give {' and '.join(columns)} in each")
     at = [titles.index(column) for column in columns]
@@ -234,7 +277,8 @@ def table_rows(data: bytes | str, source: str, columns: Sequence[str]) -> list[t
 def parse_fasta(data: bytes | str, source: str = "<fasta>", chains: bool = False) -> list[tuple[str, str]]:
     """Return header line and sequence (upper case, letters as in the file) of every record of FASTA text.
 
-    source: its name in errors.  chains: a sequence may have `:` between the chains of a complex, as ColabFold's.
+    source: its name in errors.  chains: a sequence may have `:` between the chains of a complex, as ColabFold's, or
+    `/`, as ProteinMPNN's, which becomes `:`.  A `*` at the end of a chain is left out.
     Errors: UserError if it is not FASTA, has a record without a sequence, or a character that is not a residue.
     """
     records = fasta_records(data, source, chains)
@@ -253,6 +297,8 @@ def fasta_records(data: bytes | str, source: str, chains: bool = False) -> list[
     if b"\0" in data:
         raise UserError(f"{source}: has NUL bytes, so it is not FASTA text; export it again")
     names, sequences = _records(data, source)
+    if chains:
+        sequences = [sequence.replace(b"/", b":").replace(b"*:", b":") for sequence in sequences]
     joined, starts = _join(sequences)
     table = _CHAINS if chains else _SEQUENCE
     wrong = _illegal(table[np.frombuffer(joined, dtype=np.uint8)], starts, joined, names, source)
@@ -326,9 +372,9 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
     cardinalities" is ColabFold's.
     """
     lengths, _, data = announced(_own_entry(plain_text(data, source), source, query), source)
-    names, sequences = _sequences(data, source)
+    names, sequences = _sequences(data, source, query)
     first = sequences[0].translate(None, _GAPS)
-    if query is not None and first != first.upper() == query.upper().encode() and len(set(map(len, sequences))) == 1:
+    if query is not None and first != first.upper() == upper(query).encode() and len(set(map(len, sequences))) == 1:
         # An A2M whose row 0 is the query with some of it in lower case: EVcouplings', where few rows have residues.
         alignment = _in_columns(names, sequences, source)
         return _project(alignment, alignment.rows[0] != GAP).check_query(query, source)
@@ -351,27 +397,42 @@ def parse_a3m(data: bytes | str, source: str = "<a3m>", query: str | None = None
 
 
 def is_complex(data: bytes) -> bool:
-    """Return whether a file is the alignment of a complex, by its first line."""
-    return _FIRST.match(data) is not None
+    """Return whether a file is the alignment of a complex, by its first line, which announces several lengths."""
+    return _SEVERAL_LENGTHS.match(data) is not None
+
+
+def _announced_numbers(line: bytes) -> tuple[list[bytes], list[bytes]] | None:
+    """Return the lengths and copies of a line such as `#21,25<TAB>1,1`, with any blanks; None for another line."""
+    if not _NUMBERS.fullmatch(line):
+        return None
+    parts = re.sub(rb"\s*,\s*", b",", line[1:].strip()).split()
+    if len(parts) != 2:
+        return None
+    lengths, copies = ([number for number in part.split(b",") if number] for part in parts)
+    return lengths, copies
 
 
 def announced(data: bytes, source: str) -> tuple[list[int], list[int], bytes]:
     """Return the lengths and the copies that the first lines announce, and the text below all lines with #.
 
-    Both lists are empty without such a line.  Errors: UserError if it cannot be true.
+    Both lists are empty without such a line.  Errors: UserError if it cannot be true, and for another line of numbers.
     """
     lengths: list[int] = []
     copies: list[int] = []
     while data.startswith(b"#"):
         line, _, data = data.partition(b"\n")
-        if found := _ANNOUNCED.fullmatch(line):
-            both = [[n for n in part.split(b",") if n] for part in found.groups()]
+        if both := _announced_numbers(line):
             possible = all(len(n) <= most and int(n) for part, most in zip(both, _MOST_DIGITS) for n in part)
             if not possible or not both[0] or len(both[0]) != len(both[1]):
                 raise UserError(
                     f"{source}: its first line announces impossible lengths or copies; make the alignment again"
                 )
             lengths, copies = ([int(n) for n in part] for part in both)
+        elif _NUMBERS.fullmatch(line):
+            raise UserError(
+                f"{source}: its line {line[:40].decode()!r} is not understood. Write the lengths, a tab, and the "
+                "copies of the chains, such as #120,88<TAB>1,2; or remove the line."
+            )
     return lengths, copies, data
 
 
@@ -443,16 +504,30 @@ def _chains(alignment: Alignment, lengths: Sequence[int]) -> list[Alignment]:
     return [Alignment(alignment.rows[:, span], alignment.deletions[:, span], alignment.names) for span in spans]
 
 
-def _sequences(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
-    """Return names and rows of A3M text, without HH-suite's annotations."""
-    records = [(n, s) for n, s in zip(*_records(data, source)) if not _ANNOTATION.match(n)]
+def _sequences(data: bytes, source: str, query: str | None = None) -> tuple[list[str], list[bytes]]:
+    """Return names and rows of A3M text, without HH-suite's annotations.
+
+    The first row is the query whatever it is called, unless it is HH-suite's consensus: below predictions of secondary
+    structure, called NAME_consensus above the row NAME, or above the row that is the wanted query.
+    """
+    names, sequences = _records(data, source)
+    every = [(n, s) for n, s in zip(names, sequences) if not _PREDICTED_ROW.match(n)]
+    records = [one for one in every if not _CONSENSUS.match(one[0])]
+    is_hhsuite = len(every) < len(names)  # a consensus follows its predictions of secondary structure
+    if every and not is_hhsuite and (not records or records[0] is not every[0]):
+        name, second = every[0][0].split()[0], records[0] if records else ("", b"")
+        is_annotation = bool(records) and name.lower() == f"{(second[0].split() or [''])[0]}_consensus".lower()
+        if query is not None and records:
+            is_annotation |= second[1].translate(None, _GAPS).upper() == query.upper().encode()
+        if not is_annotation or (query is not None and every[0][1].upper() == query.upper().encode()):
+            records.insert(0, every[0])
     if not records:
         raise UserError(f"{source}: holds no sequence; give an alignment with at least the query's row")
     return [name for name, _ in records], [sequence for _, sequence in records]
 
 
 def _records(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
-    """Return header lines without >, and sequences without blanks, of FASTA-like text."""
+    """Return header lines without >, and sequences without blanks and a final `*`, of FASTA-like text."""
     data = data.lstrip()
     if not data.startswith(b">"):
         raise UserError(f"{source}: does not start with a '>' header line; give FASTA or an alignment")
@@ -460,7 +535,9 @@ def _records(data: bytes, source: str) -> tuple[list[str], list[bytes]]:
     for record in data[1:].split(b"\n>"):
         name, _, sequence = record.partition(b"\n")
         names.append(name.decode().strip())
-        sequences.append(sequence.translate(None, _BLANKS))
+        if not sequence.isascii():
+            sequence = sequence.decode().translate(_INVISIBLE).encode()
+        sequences.append(sequence.translate(None, _BLANKS).removesuffix(b"*"))
     return names, sequences
 
 
@@ -641,8 +718,10 @@ def _illegal(
     found: dict[int, str] = {}
     for row, at in zip(rows.tolist(), bad[first].tolist()):
         character = letters[at : at + 4].decode(errors="ignore")[:1]
+        # Positions count characters, not bytes.
+        at -= sum(byte & 0xC0 == 0x80 for byte in letters[starts[row] : at])
         where = f"record {row + 1}, {_short(names[row])}, position {at - starts[row] + 1}"
-        found[row] = f"{source}: {where} has {character!r}, which is not an amino acid; correct or remove it"
+        found[row] = f"{source}: {where} has {_named(character)}, which is not an amino acid; correct or remove it"
     return found
 
 
