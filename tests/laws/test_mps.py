@@ -134,6 +134,8 @@ def test_what_else_cannot_be_is_said_in_a_line(capsys: pytest.CaptureFixture[str
             Predictor(tiny_model(), "mps", offload=True)
         with pytest.raises(UserError, match="several processes: not supported on mps"):
             device_of("mps", local_rank=1)
+        with pytest.raises(UserError, match=r"train\.digest_every: not supported on mps"):
+            train(tiny_run(digest_every=1), [], Path("run"), device="mps")
         with pytest.raises(UserError, match=r"--workers 2: more than --device mps has GPUs \(1\)"):
             Share(workers=2).check(Team(), "mps")
         for words, says in (

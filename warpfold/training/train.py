@@ -24,7 +24,7 @@ from warpfold.cost.machine import name as device_name
 from warpfold.data.load.loader import Loader
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
-from warpfold.device import Snapshot
+from warpfold.device import Snapshot, unsupported_on_mps
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.learn import DeviceResult, Learner, in_batches
 from warpfold.engine.loop import Log, StopSignals
@@ -92,11 +92,9 @@ def train(
     command: that gives the same run, for its card.
     Errors: UserError for a folder of another run, a loss that is not finite, a full disk, too many unusable entries.
     """
-    if config.train.digest_every and torch.device(device).type == "mps":
-        raise UserError(
-            "train.digest_every: an Apple GPU adds in no fixed order, so no recomputation has the same bits. Leave it "
-            "at 0."
-        )
+    # An Apple GPU adds in no fixed order, so no recomputation has the same bits.
+    if reason := unsupported_on_mps(device, {"train.digest_every": config.train.digest_every > 0}):
+        raise UserError(reason)
     team, (sources, held_out), before, watch = team or Team(), hold_out(data, config), refusals(), as_watchers(watch)
     origin = fingerprint_origin(sources, init, team)
     execution = Execution(config.plan, team.mesh)
