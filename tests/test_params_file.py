@@ -97,6 +97,9 @@ def test_nothing_is_replaced(tmp_path: Path, kind: str, ending: str, tiny_params
 # ---- train --init
 
 
+PAE_LOSS = "loss.predicted_aligned_error=0.1"
+
+
 def settings_of(model: AlphaFold, *changes: str) -> RunConfig:
     config = replace(tiny_run(), model=model.config)
     return load_settings(config, changes).config()
@@ -106,7 +109,7 @@ def test_a_run_begins_with_any_format(tmp_path: Path) -> None:
     model = filled_model(replace(PUBLISHED, templates=replace(PUBLISHED.templates, enabled=False)))
     path = save(tmp_path / "a.pt", as_openfold(model))
     assert same(initial_model(settings_of(model), path), model)
-    config = settings_of(model, "train.steps=1", "train.validation=0.0", "model.recycles=0")
+    config = settings_of(model, "train.steps=1", "train.validation=0.0", "model.recycles=0", PAE_LOSS)
     summary = warpfold.train(config, make_store(tmp_path / "store"), tmp_path / "run", init=path, device="cpu")
     assert summary.finished
 
@@ -122,6 +125,7 @@ def test_a_head_that_is_missing_or_surplus_is_named_with_its_setting(tmp_path: P
     assert said in str(error.value)
     cure = f"model.heads.pae={str(has).lower()}"
     assert f"--set {cure}" in str(error.value)
+    assert (f"--set {PAE_LOSS}" in str(error.value)) is has
     assert same(initial_model(settings_of(wanted, cure), tmp_path / "a.safetensors"), given)
     new = initial_model(settings_of(wanted, "train.new_heads=true"), tmp_path / "a.safetensors")
     ours = {name: tensor for name, tensor in new.state_dict().items() if not name.startswith("pae.")}

@@ -142,7 +142,7 @@ def test_every_preset_is_found_by_name_and_complete(path: Path) -> None:
 
 
 def test_the_supplements_values_have_their_source() -> None:
-    for name in ("monomer", "finetune", "multimer", "monomer_ptm", "distillation"):
+    for name in ("monomer", "finetune", "multimer", "multimer_finetune", "monomer_ptm", "distillation"):
         values = [line for line in (PRESETS / f"{name}.toml").read_text().splitlines() if " = " in line]
         assert all("#" in line or line.startswith("base") for line in values), name
 
@@ -163,12 +163,26 @@ def test_fine_tuning_is_table_4s_second_column() -> None:
         "loss.violation: 1.0, not 0.0",
         "loss.experimentally_resolved: 0.01, not 0.0",
         "data.crop: 384, not 256",
-        "data.max_msa: 512, not 128",
+        "data.max_msa: 508, not 124",
         "data.max_extra: 5120, not 1024",
         "optim.learning_rate: 0.0005, not 0.001",
         "optim.warmup_steps: 0, not 1000",
         "train.steps: 11719, not 78125",
     ]
+
+
+def test_a_multimer_is_fine_tuned_at_half_the_rate_and_otherwise_as_it_was_trained() -> None:
+    assert settings.differences(settings.load("multimer_finetune"), settings.load("multimer")) == [
+        "optim.learning_rate: 0.0005, not 0.001",
+        "optim.warmup_steps: 0, not 1000",
+        "train.steps: 11719, not 78125",
+    ]
+
+
+def test_clusters_and_templates_together_are_table_4s_rows() -> None:
+    for name, rows in (("monomer", 128), ("finetune", 512)):
+        data = settings.load(name)["data"]
+        assert data["max_msa"] + data["max_templates"] == rows
 
 
 def test_the_ptm_models_are_fine_tuning_with_a_head_and_its_loss() -> None:

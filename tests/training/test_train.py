@@ -186,6 +186,7 @@ def test_a_stage_takes_the_moments_of_the_one_before(
     assert "without moments" not in caplog.text
 
     heads = dataclasses.replace(config.model.heads, pae=True)
+    config = dataclasses.replace(config, loss=dataclasses.replace(config.loss, predicted_aligned_error=0.1))
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, new_heads=True))
     with caplog.at_level("INFO", "warpfold"):
         train(

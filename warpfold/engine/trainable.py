@@ -125,6 +125,17 @@ class Trained:
             weights = " and ".join(f"loss.{HEADS[top]}" for top in sorted(tops))
             raise UserError(f"finetune.trainable: {' and '.join(sorted(tops))} would learn nothing: {weights} = 0")
 
+    def check_pae_loss(self, loss: LossConfig) -> None:
+        """Raise UserError if the PAE head is trained and its loss has no weight.
+
+        Otherwise pTM, ipTM and PAE of the trained model would come from a head that never saw the trained trunk.
+        """
+        if not loss.predicted_aligned_error and any(name.split(".")[0] == "pae" for name in self.names):
+            raise UserError(
+                "loss.predicted_aligned_error: is 0, so the PAE head would learn nothing. Add --set "
+                "loss.predicted_aligned_error=0.1 (Supp. 1.9.7), or name what is trained in finetune.trainable"
+            )
+
     def why_not_cached(self) -> str | None:
         """Say why nothing that the trunk makes can be kept; None where it can."""
         if self.trunk:

@@ -24,14 +24,16 @@ ADAPTED = ("extra_stack.*", "evoformer.*")  # the projections that get adapters
 
 
 def first_settings(init: Path) -> settings.Mapped:
-    """Return the settings to begin with: those of the run that made the parameters, or AlphaFold2's second stage.
+    """Return the settings to begin with: those of the run that made the parameters, or a preset's.
 
     A run's parameters lie beside its settings.toml.  Its losses and data stay, its rate is halved, as AlphaFold2's
-    second stage has it (Supp. table 4); its plan is chosen anew.
+    second stage has it (Supp. table 4); its plan is chosen anew.  Other parameters take the losses, data and rate of
+    the preset for their kind of model: `multimer_finetune`, `monomer_ptm` if they have the PAE head, or `finetune`.
     Errors: UserError for parameters that cannot be read, and for a settings.toml that is damaged.
     """
     path = init.parent / "settings.toml"
-    model = settings.to_dict(load_config(init))
+    config = load_config(init)
+    model = settings.to_dict(config)
     if path.is_file():
         try:
             run = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -40,11 +42,13 @@ def first_settings(init: Path) -> settings.Mapped:
         found: settings.Mapped = {name: run[name] for name in ("loss", "data", "optim") if name in run}
         found["optim"] = {**found["optim"], "learning_rate": found["optim"]["learning_rate"] / 2}  # Supp. table 4
     else:
-        preset = settings.load("finetune")
+        multimer = config.multimer is not None
+        preset = settings.load("multimer_finetune" if multimer else "monomer_ptm" if config.heads.pae else "finetune")
         found = {name: preset[name] for name in ("loss", "data", "optim")}
         found["plan"] = {name: preset["plan"][name] for name in ("precision",)}
-        if not model["heads"]["pae"]:
-            found["loss"] = {**found["loss"], "predicted_aligned_error": 0.0}
+        if multimer and not config.evoformer.pair.fused:
+            # Versions 1 and 2 were trained on smaller crops (settings/multimer.toml).
+            found["data"] = {**found["data"], "crop": 384}
     found["data"] = {**found["data"], **data_settings(init)}
     if not model["templates"]["enabled"]:
         found["data"]["max_templates"] = 0

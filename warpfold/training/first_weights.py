@@ -61,6 +61,8 @@ def _in_common(model: AlphaFold, given: AlphaFold, source: str, new_heads: bool)
         said += [f"has the head {head}, which the settings lack" for head in surplus]
         changes = [f"--set model.heads.{head}=false" for head in missing]
         changes += [f"--set model.heads.{head}=true" for head in surplus]
+        # The presets without the PAE head give its loss no weight.
+        changes += ["--set loss.predicted_aligned_error=0.1"] if "pae" in surplus else []
         new = "begins it at random" if missing else "leaves it out"
         raise UserError(
             f"{source}: {' and '.join(said)}; {' '.join(changes)} follows the file, --set train.new_heads=true {new}"

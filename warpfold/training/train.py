@@ -96,6 +96,7 @@ def train(
     if reason := unsupported_on_mps(device, {"train.digest_every": config.train.digest_every > 0}):
         raise UserError(reason)
     team, (sources, held_out), before, watch = team or Team(), hold_out(data, config), refusals(), as_watchers(watch)
+    trained_parts(config.model, config.finetune).check_pae_loss(config.loss)
     origin = fingerprint_origin(sources, init, team)
     execution = Execution(config.plan, team.mesh)
     model = execution.bind(initial_model(config, init, team).to(device))
