@@ -33,7 +33,7 @@ from warpfold.data.features.choose import SampleConfig
 from warpfold.data.load.order import Order, Source, making_costs, paper_weights, split_keys
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import merge
-from warpfold.data.pack.part import PartWriter
+from warpfold.data.pack.part import HIT_FILES, PartWriter
 from warpfold.data.store.store import Store, pack_record
 
 STAGES = ("part", "merge", "open", "order")
@@ -66,8 +66,7 @@ def make_part(folder: Path, entries: int) -> dict[str, float]:
             "record": [0, record.header, record.crc],
         }  # fmt: skip
         writer.add(f"structure {number:07d}.cif", {"entries": [entry], "bad": {}}, [record.data])
-    writer.keep("alignments", [])
-    writer.keep("hits", [])
+    writer.add(HIT_FILES, [])
     writer.finish()
     writer.close()
     return {"MB": round((folder / "part/journal").stat().st_size / 1e6, 1)}

@@ -437,6 +437,51 @@ def remove_own(folder: Path, is_own: Callable[[str], object]) -> None:
         folder.rmdir()
 
 
+class DraftFolder:
+    """The folder `path.partial` of this process alone, which gets the name `path` when it is complete.
+
+    is_own: says which names are of files that the writer makes.
+    Errors: UserError if `path` exists, another process holds the draft, it has other files, or it cannot be written.
+    """
+
+    def __init__(self, path: Path, is_own: Callable[[str], object]) -> None:
+        taken = UserError(f"{path}: exists already; remove it, or choose another name")
+        if path.exists():
+            raise taken
+        self.path, self.folder, self._is_own = path, path.with_name(f"{path.name}.partial"), is_own
+        refuse_foreign(self.folder, is_own)
+        self._lock = lock_folder(self.folder, path)
+        if path.exists():  # another process has completed it in the meantime
+            self.remove()
+            raise taken
+
+    @property
+    def is_open(self) -> bool:
+        return not self._lock.closed
+
+    def complete(self) -> None:
+        """Give the folder its name, and release it.  Errors: UserError if it cannot be written."""
+        with writing(self.path):
+            sync_path(self.folder)
+            # The lock is held until the folder has its name.  Otherwise another writer could lock it in between, take
+            # it for one that a kill has left, and empty it.
+            self.folder.rename(self.path)
+            # Another process may use a finished part, and remove it, from here on.
+            (self.path / "lock").unlink(missing_ok=True)
+            sync_path(self.path.parent)
+        self.folder = self.path
+        self.release()
+
+    def remove(self) -> None:
+        """Remove the writer's own files and the folder, and release it."""
+        remove_own(self.folder, self._is_own)
+        self.release()
+
+    def release(self) -> None:
+        """Leave the draft to the next writer."""
+        self._lock.close()
+
+
 def sync_path(path: Path) -> None:
     """Wait until a file's contents, or a folder's list of names, are on the disk and survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -84,7 +84,7 @@ def contents(store: Path) -> dict[str, bytes]:
 
 
 def stopped(files: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Path:
-    """The part of a run that was stopped just before its end."""
+    """The unfinished part of a run that was stopped just before its end."""
 
     def interrupt(_: PartWriter) -> None:
         raise KeyboardInterrupt
@@ -93,7 +93,13 @@ def stopped(files: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Pat
         patch.setattr(PartWriter, "finish", interrupt)
         with pytest.raises(KeyboardInterrupt):
             packed(files, **options)
-    return part_path(files / "store", JobPart(1, 1))
+    return draft_of(files)
+
+
+def draft_of(files: Path) -> Path:
+    """The folder of the unfinished part of the store `store`."""
+    path = part_path(files / "store", JobPart(1, 1))
+    return path.with_name(f"{path.name}.partial")
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:

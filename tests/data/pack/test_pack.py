@@ -199,7 +199,8 @@ class Known(Queries):
     """Queries that were read before."""
 
     def __init__(self, alignments: Sequence[tuple[InputFile, str]]) -> None:
-        self.found = {source.version: (query, "") for source, query in alignments}
+        self.found = {source.name: (query, "") for source, query in alignments}
+        self.alignments, self.shared = [source for source, _ in alignments], None
 
 
 def matched(alignments: Sequence[tuple[InputFile, str]], key: str, sequence: str) -> tuple[list[InputFile], str]:

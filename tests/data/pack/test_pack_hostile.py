@@ -17,8 +17,8 @@ import pytest
 from tests.data.formats.test_input_files import _stockholm
 from tests.data.pack import killers
 from tests.data.pack.killers import Here
-from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, packed, stopped, structure
-from warpfold.bulk import JobPart, pool
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, draft_of, packed, structure
+from warpfold.bulk import pool
 from warpfold.data.pack import build as pack_build
 from warpfold.data.pack import jobs as pack_jobs
 from warpfold.data.pack import match as pack_match
@@ -26,7 +26,7 @@ from warpfold.data.pack import pack as packing
 from warpfold.data.pack.jobs import ATTEMPTS, DIED, JobRunner, PackJob
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
-from warpfold.data.pack.part import PartFolder, PartWriter, part_path
+from warpfold.data.pack.part import PartWriter
 from warpfold.data.store.store import StoreWriter
 from warpfold.data.structure import library as template_library
 from warpfold.errors import UserError
@@ -258,7 +258,7 @@ def dies(files: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, w
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, killed)
-        patch.setattr(PartWriter, "close", lambda writer: writer._lock.close())
+        patch.setattr(PartWriter, "close", lambda writer: writer._draft.release())
         with pytest.raises(Killed):
             packed(files)
 
@@ -304,38 +304,17 @@ def test_what_a_stop_interrupted_is_no_suspect(pair: Path, monkeypatch: pytest.M
     alignment(pair / "msas/x.a3m", "W" * 30)
     with monkeypatch.context() as patch:
         patch.setattr(packing, "build", stop)
-        patch.setattr(packing, "remove_part", lambda path: None)
         with pytest.raises(KeyboardInterrupt):
             packed(pair)
-    assert not PartFolder(part_path(pair / "store", JobPart(1, 1))).tried
+    assert not (draft_of(pair) / "tried").read_text()
     monkeypatch.setattr(pack_jobs.IsolatedProcess, "__call__", lambda *_: pytest.fail("was tried apart"))
     assert len(packed(pair).kept) == 2
-
-
-def test_an_alignment_that_was_changed_after_it_was_read_is_a_suspect_too(
-    pair: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise it would kill a run without workers each time it is started."""
-    alignment(pair / "msas/1one_A.a3m", ONE)
-    stopped(pair, monkeypatch)
-    alignment(pair / "msas/1one_A.a3m", ONE, TWO)
-    dies(pair, monkeypatch, pack_match, "read_queries", "1one_A")
-    apart: list[Any] = []
-
-    class Counted(Here):
-        def __call__(self, function: Callable[[Any], Any], job: Any) -> Any:
-            apart.append(job)
-            return function(job)
-
-    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Counted)
-    assert [entry.depth for entry in packed(pair).kept] == [2, 1]
-    assert [[source.name for source in job[0]] for job in apart] == [["msas/1one_A.a3m"]]
 
 
 # ---- what is the user's
 
 
-@pytest.mark.parametrize("name", ["store.part-1-of-1", "store.partial"])
+@pytest.mark.parametrize("name", ["store.part-1-of-1.partial", "store.partial"])
 def test_folders_with_something_of_the_users_are_left_alone(tmp_path: Path, name: str) -> None:
     structure(tmp_path / "s/1one.cif", chain("A", ONE))
     (tmp_path / name).mkdir()

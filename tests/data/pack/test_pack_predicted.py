@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, refused, run
+from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, refused, run
 from warpfold.data.example.raw_example import Assembly
 from warpfold.data.features.choose import SampleConfig, select
 from warpfold.data.features.make import make_features
@@ -18,6 +18,7 @@ from warpfold.data.pack.report import PackReport, store_summary_text, summarize_
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import StoredExample, read_assembly
 from warpfold.data.structure.write import Modelling, write_mmcif, write_pdb
+from warpfold.errors import UserError
 
 REAL = Path(__file__).parents[4] / "shared/realdata/predictions"
 SAME = predicted.SAME
@@ -185,9 +186,8 @@ def test_the_kl_filter_is_the_papers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert reasons(broken) == {"p1.cif": "p1_distogram.npy: a distogram of shape [3, 3, 8]; predict it again"}
 
 
-def test_a_stopped_run_does_again_what_a_changed_pae_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_run_is_of_its_pae_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prediction(tmp_path / "p/one/one.cif", ONE)
-    prediction(tmp_path / "p/two/two.cif", TWO)
     pae = tmp_path / "p/one/one_pae.json"
     pae.write_text(json.dumps({"pae": np.ones((30, 30)).tolist()}))
     with monkeypatch.context() as patch:
@@ -195,14 +195,8 @@ def test_a_stopped_run_does_again_what_a_changed_pae_decides(tmp_path: Path, mon
         with pytest.raises(KeyboardInterrupt):
             packed(tmp_path)
     pae.write_text(json.dumps({"pae": np.full((30, 30), 2.5).tolist()}))
-    read = []
-    whole = predicted.with_confidence
-    monkeypatch.setattr("warpfold.data.pack.build.with_confidence", lambda *a: read.append(a[1].name) or whole(*a))
-    report = packed(tmp_path)
-    assert read == ["p/one/one.cif"]
-    assert {entry.name: entry.pae for entry in report.kept} == {"one_A": 2.5, "two_A": None}
-    pack([tmp_path / "p"], [], tmp_path / "whole", predicted=True)
-    assert contents(tmp_path / "whole") == contents(tmp_path / "store")
+    with pytest.raises(UserError, match=r"packed from other inputs or options \(predicted files\)"):
+        packed(tmp_path)
 
 
 def test_depth_and_misuse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.data.pack.killers import Here
-from tests.data.pack.pack_inputs import ONE, TWO, alignment, chain, contents, packed, stopped, structure
+from tests.data.pack.pack_inputs import ONE, TWO, chain, contents, draft_of, packed, stopped, structure
 from warpfold.bulk import JobPart
 from warpfold.data.pack import jobs as pack_jobs
 from warpfold.data.pack import merge as merging
@@ -67,13 +67,18 @@ def test_parts_that_do_not_belong_together(files: Path, monkeypatch: pytest.Monk
     one, two = parts_of(files, 2)
     other = parts_of(files, 2, "other", options=PackOptions(min_length=12, require_msa=True))
     (third,) = parts_of(files, 1, "third")
+    stopped(files, monkeypatch)
+    unfinished = part_path(files / "store", JobPart(1, 1))
     for parts, message in (
         ([one], r"of 2 parts, 2 is missing; give all"),
         ([one, one], r"part 1/2, and so is .*part-1-of-2; give each part once"),
         ([one, other[1]], r"belongs to another store than .*\(it differs in --min-length, --require-msa\)"),
         ([one, two, third], r"is part 1/1, .* is 1/2; give the parts of one run"),
         ([one, files / "msas"], r"msas: not a part of a store"),
-        ([stopped(files, monkeypatch)], r"part 1/1 is unfinished; repeat its command"),
+        (
+            [unfinished],
+            r"store.part-1-of-1: is unfinished; repeat its command",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             merge(parts, files / "store")
@@ -81,6 +86,30 @@ def test_parts_that_do_not_belong_together(files: Path, monkeypatch: pytest.Monk
     merge([one, two], files / "store")
     with pytest.raises(UserError, match=r"store: exists already, packed from other inputs or options \(--min-length"):
         merge(other, files / "store")
+
+
+@pytest.mark.parametrize("name", ["records", "journal"])
+def test_a_damaged_part_is_not_merged(files: Path, whole: dict[str, bytes], name: str) -> None:
+    parts, outcomes = parts_of(files, 2), []
+    for part in parts:
+        good = (part / name).read_bytes()
+        for at in random.Random(0).sample(range(len(good)), 6):
+            (part / name).write_bytes(good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :])
+            try:
+                merge(parts, files / "store")
+            except UserError as error:
+                outcomes.append(str(error))
+            else:  # the record is of a chain that is not kept, as another file has it too
+                outcomes.append("")
+                assert contents(files / "store") == whole
+                shutil.rmtree(files / "store")
+        (part / name).write_bytes(good[:-1])
+        with pytest.raises(UserError, match=f"^{part}.*(damaged|cut short)"):
+            merge(parts, files / "store")
+        (part / name).write_bytes(good)
+    refused = [said for said in outcomes if said]
+    assert all("part-" in said and ("damaged" in said or "cut short" in said) for said in refused)
+    assert len(refused) == len(outcomes) if name == "journal" else refused
 
 
 def test_a_finished_store_and_what_is_none_are_left_as_they_are(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +197,6 @@ def test_a_kill_while_the_store_is_written(
     (files / "store.partial").mkdir()
     (files / "store.partial/shard-00000.wfs").write_bytes(b"left by a kill")
     monkeypatch.setattr(packing, "_fill", lambda *_: pytest.fail("work was done again"))
-    monkeypatch.setattr(merging, "cluster_sequences", lambda *_: pytest.fail("clusters were made again"))
     packed(files)
     assert contents(files / "store") == whole
     part.mkdir()  # a kill after the store appeared, before the part went
@@ -176,42 +204,18 @@ def test_a_kill_while_the_store_is_written(
     assert not part.exists()
 
 
-@pytest.mark.parametrize("left", ["whole", "damaged", "of other sequences"])
-def test_clusters_are_made_once_however_often_a_merge_is_killed(
-    files: Path, monkeypatch: pytest.MonkeyPatch, left: str
-) -> None:
-    def together(sequences: Sequence[str], *_: object) -> list[int]:
-        made.append(len(sequences))
-        return [0] * len(sequences)
-
-    def stop(done: int, total: int, stage: str) -> None:
-        if stage == "writing":
-            raise KeyboardInterrupt
-
-    made: list[int] = []
-    monkeypatch.setattr(merging, "cluster_sequences", together)
+def test_the_program_of_the_clusters_is_said(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merging, "cluster_sequences", lambda sequences, *_: [0] * len(sequences))
     monkeypatch.setattr(merging, "clustered_by", lambda _: "MMseqs2 14")
-    parts = parts_of(files, 2)
-    with pytest.raises(KeyboardInterrupt):
-        merge(parts, files / "store", progress=stop)
-    assert made == [6]
-    if left == "damaged":
-        (parts[0] / "clusters.json").write_text('{"made_of": 3')
-    elif left == "of other sequences":
-        structure(files / "structures/9new.cif", chain("A", ONE[::-1]))
-    (parts[0] / ".clusters.json.0123abcd").write_text("draft of a killed process")
-    if left == "whole":  # goes on where the program is not
-        monkeypatch.setattr(merging, "clustered_by", lambda _: pytest.fail("looked for a program"))
     merge(parts_of(files, 2), files / "store")
     store = Store(files / "store")
-    assert made == {"whole": [6], "damaged": [6, 6], "of other sequences": [6, 7]}[left]
     assert set(store.column("cluster")) == {store.keys[0]}
     assert json.loads(store.file("sources.json") or "")["clustered"] == "MMseqs2 14"
-    assert "clusters by     MMseqs2 14" in store_summary_text(summarize_store(Store(files / "store")))
+    assert "clusters by     MMseqs2 14" in store_summary_text(summarize_store(store))
 
 
 def test_an_unfinished_run_with_other_options_is_refused(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    part = part_path(files / "store", JobPart(1, 1))
+    part = draft_of(files)
     part.mkdir()
     (part / "plan.json").write_text("killed here")  # before it did anything: it binds nobody
     stopped(files, monkeypatch)
@@ -267,70 +271,25 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return read
 
 
-CHANGES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
-    "one structure more": (lambda f: structure(f / "structures/9new.cif", chain("A", TWO[::-1])), ["9new.cif"]),
-    "a copy less": (lambda f: (f / "structures/1one.cif").unlink(), []),
-    "a structure changed": (
-        lambda f: structure(f / "structures/1mut.cif", chain("A", "C" + ONE[1:], shift=9.0)),
-        ["1mut.cif"],
-    ),
-    "one alignment more, of a chain's name": (lambda f: alignment(f / "msas/1mut_A.a3m", "C" + ONE[1:]), ["1mut.cif"]),
-    "one alignment more, of nobody": (lambda f: alignment(f / "msas/x.a3m", "W" * 30), []),
-    "one alignment less": (
-        lambda f: (f / "msas/1two/hits.a3m").unlink(),
-        ["1one.cif", "1one.cif.gz", "deep/1two.cif"],
-    ),
-    "an alignment changed": (
-        lambda f: alignment(f / "msas/1two/hits.a3m", TWO, TWO[::-1], TWO),
-        ["1one.cif", "1one.cif.gz", "deep/1two.cif"],
-    ),
+CHANGES: dict[str, Callable[[Path], Any]] = {
+    "structures": lambda f: structure(f / "structures/9new.cif", chain("A", TWO[::-1])),
+    "alignments": lambda f: (f / "msas/1two/hits.a3m").unlink(),
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_run_continues_with_other_inputs_as_if_they_had_been_there_before(
-    files: Path, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize("what", CHANGES)
+def test_an_unfinished_run_and_a_finished_part_are_of_their_inputs_alone(
+    files: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     stopped(files, monkeypatch)
-    change, again = CHANGES[name]
-    change(files)
-    read = count_reads(monkeypatch)
-    packed(files)
-    assert sorted(read) == sorted(again)
-    packed(files, "fresh")
-    assert contents(files / "store") == contents(files / "fresh")
-
-
-def test_templates_that_come_or_go_make_what_looked_for_them_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, sequence in (("1one", ONE), ("1two", TWO)):
-        structure(tmp_path / f"structures/{name}.cif", chain("A", sequence))
-    alignment(tmp_path / "msas/1one_A/bfd.a3m", ONE, ONE[::-1])
-    alignment(tmp_path / "msas/1one_A/hmmsearch.a3m", ONE).write_text(f">9tem_A/1-30 mol:protein\nC{ONE[1:]}\n")
-    stopped(tmp_path, monkeypatch, hits=[tmp_path / "msas"])
-    structure(tmp_path / "structures/9tem.cif", chain("A", "C" + ONE[1:]), released="2000-01-01")
-    read = count_reads(monkeypatch)
-    packed(tmp_path, hits=[tmp_path / "msas"])
-    assert sorted(read) == ["1one.cif", "9tem.cif"]
-    monkeypatch.undo()
-    packed(tmp_path, "fresh", hits=[tmp_path / "msas"], workers=2)
-    assert contents(tmp_path / "store") == contents(tmp_path / "fresh")
-    assert Store(tmp_path / "store").column("templates")[0] == 1
-
-
-def test_a_finished_part_continues_with_other_inputs(files: Path) -> None:
-    two = JobPart(1, 2), JobPart(2, 2)
-    packed(files, part=two[0])
-    structure(files / "structures/9new.cif", chain("A", TWO[::-1]))
-    packed(files, part=two[1])
-    parts = [part_path(files / "store", part) for part in two]
-    with pytest.raises(UserError, match="structures files"):
-        merge(parts, files / "store")
-    packed(files, part=two[0])
-    merge(parts, files / "store")
-    packed(files, "fresh")
-    assert contents(files / "store") == contents(files / "fresh")
+    (part, _) = parts_of(files, 2)
+    before = contents(part)
+    CHANGES[what](files)
+    with pytest.raises(UserError, match=rf"an unfinished run with other inputs .*\({what} files\).*\.partial to start"):
+        packed(files)
+    with pytest.raises(UserError, match=rf"-1-of-2: packed from other inputs or options \({what} files\); remove it"):
+        packed(files, part=JobPart(1, 2))
+    assert contents(part) == before
 
 
 # ---- what parts share
@@ -373,14 +332,25 @@ def test_a_task_of_a_job_array_reads_its_share_of_the_alignments(tmp_path: Path,
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
 
 
-def test_queries_of_parts_with_other_options_are_not_taken(files: Path, whole: dict[str, bytes]) -> None:
-    packed(files, part=JobPart(1, 2), options=PackOptions(max_file_gb=1e-9))  # in which no alignment has a query
-    packed(files, part=JobPart(2, 2))
-    part = part_path(files / "store", JobPart(1, 2))
-    shutil.rmtree(part)
-    packed(files, part=JobPart(1, 2))
-    merge([part, part_path(files / "store", JobPart(2, 2))], files / "store")
+@pytest.mark.parametrize("left", ["", '{"made_of": ["x"]}', '{"made_of": 1, "queries": 3', "half", "of other options"])
+def test_a_bad_file_of_shared_queries_is_written_anew(files: Path, whole: dict[str, bytes], left: str) -> None:
+    if left in ("half", "of other options"):
+        parts_of(files, 2, "good")
+        good = json.loads((files / "good.part-queries").read_text())
+        good["queries"] = [["A" * 30, ""] for _ in good["queries"]]
+        good["made_of"] = ["0.0", *good["made_of"][1:]]
+        left = json.dumps(good)[: -9 if left == "half" else None]
+    (files / "store.part-queries").write_text(left)
+    merge(parts_of(files, 2), files / "store")
     assert contents(files / "store") == whole
+    assert json.loads((files / "store.part-queries").read_text())["queries"]
+
+
+def test_a_file_of_the_users_with_that_name_is_left_alone(files: Path) -> None:
+    (files / "store.part-queries").write_text("precious")
+    with pytest.raises(UserError, match=r"store\.part-queries: exists already, and holds no queries; move it away"):
+        parts_of(files, 2)
+    assert (files / "store.part-queries").read_text() == "precious"
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in Linux's /proc")

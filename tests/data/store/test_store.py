@@ -213,7 +213,7 @@ def hostile_store(path: Path) -> Path:
     return path
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_an_index_that_was_changed_and_signed_again_is_one_line(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

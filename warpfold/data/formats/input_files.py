@@ -143,11 +143,6 @@ class InputFile:
         """Return whether it is an alignment that serves pairing alone, by its name."""
         return _PAIRING_NAME.search(self.file.lower()) is not None
 
-    @property
-    def version(self) -> tuple[str, int, int]:
-        """Return its name, its size and when it was written, which change when the file does."""
-        return self.name, self.size, self.changed
-
     def read_bytes(self, limit: int = LARGEST) -> bytes:
         """Read all of it, unpacked.
 

@@ -65,15 +65,12 @@ class BuildJob:
 class BuiltChains:
     """The result of building the chains of a structure file.
 
-    bad: alignments and hits that could not be read, with the reason.  looked_up: the entries that its hits name.
-    library: `Library.digest` of these.
+    bad: alignments and hits that could not be read, with the reason.
     """
 
     entries: list[PackEntry] = field(default_factory=list)
     records: list[bytes] = field(default_factory=list)
     bad: dict[str, str] = field(default_factory=dict)
-    looked_up: list[str] = field(default_factory=list)
-    library: str = ""
 
     def keep(self, entry: PackEntry, record: Packed) -> None:
         """Add an entry that is kept, and its record."""
@@ -276,8 +273,6 @@ def _templates(
     library = template_library(job.folders, job.options.limit)
     latest, own = min(dates, default=None), job.structure.id.lower()
     templates, outcomes = templates_from_hits(sequence, hits, library, latest, exclude=(own,))
-    built.looked_up = sorted({*built.looked_up, *(hit.pdb_id for hit in hits)})
-    built.library = library.digest(built.looked_up)
     entry.templates = 0 if templates is None else len(templates)
     entry.templates_refused = count_refusals(outcomes)
     missing = [one.name.rpartition("_")[0].lower() or one.name.lower() for one in outcomes if one.missing]

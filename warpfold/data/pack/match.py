@@ -1,15 +1,13 @@
 """Match alignments and template hits to chains, reading only the queries of alignments that this needs.
 
-The tasks of a job array share what they read, so that every query is read once.  A part reads the queries of its own
-alignments and writes them into its journal.  For most chains these are enough, since an alignment named after the chain
-comes first.  A chain without one may belong to any alignment: its part then takes the queries of the other parts from
-their folders, beside its own, and reads those that are still missing.
+An alignment named after a chain comes first, so a task of a job array reads the queries of the alignments that are
+named after its own structures.  A chain without one may belong to any alignment, for which all queries are needed.  The
+first task that needs them all reads them, and writes them into one file for the other tasks.
 """
 
-import math
-import random
-import time
-from collections import Counter, defaultdict
+import fcntl
+import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, lru_cache
@@ -17,93 +15,96 @@ from pathlib import Path
 
 import numpy as np
 
-from warpfold.bulk import JobPart
+from warpfold import __version__
 from warpfold.data.example.raw_example import check_map
-from warpfold.data.formats.input_files import InputFile, stacked
+from warpfold.data.formats.input_files import InputFile, digest, stacked
 from warpfold.data.pack.build import ChainJob, read_queries
 from warpfold.data.pack.jobs import DIED, JobRunner, PackJob
-from warpfold.data.pack.part import FileVersion, QueryOrError, part_paths, queries_of_part, query_job
+from warpfold.data.pack.part import QUERY, QueryOrError
 from warpfold.data.similar.pairwise import column_map
+from warpfold.errors import UserError
+from warpfold.files import writing
 from warpfold.progress import Progress, no_progress
 
 BATCH = 64  # alignments whose queries one job reads
-# The folders of the other parts are looked at every 10 seconds, but for no more than a twentieth of the time.
-LOOK, SELDOM = 10.0, 20
 KMER = 6  # residues: alignments that share no k-mer with a chain are not tried
 TRIED = 5  # similar alignments to compare with a chain
 READING = "reading alignments"
 
 
 class Queries:
-    """The queries of alignments, read when they are asked for.
+    """The queries of alignments, read when they are needed, and kept in the part that is written.
 
-    limit: bytes that a file may have.  out: the store; the folders of its other parts lie beside it.
+    alignments: of all parts.  limit: bytes that a file may have.  shared: the file in which the tasks of a job array
+    share the queries of all alignments; None for a run alone.
     """
 
-    def __init__(self, runner: JobRunner, limit: int, part: JobPart, out: Path) -> None:
-        self.runner, self.limit, self.part, self.out = runner, limit, part, out
-        self.found: dict[FileVersion, QueryOrError] = dict(runner.writer.queries)
-        self._others: Counter[Path] = Counter()  # bytes of each other part's journal that were read
-        self._next_look = -math.inf
+    def __init__(
+        self, runner: JobRunner, alignments: Sequence[InputFile], limit: int, shared: Path | None = None
+    ) -> None:
+        self.runner, self.alignments, self.limit, self.shared = runner, alignments, limit, shared
+        self.found: dict[str, QueryOrError] = dict(runner.writer.queries)  # by the alignments' names
+        self._made_of = [__version__, limit, digest(alignments)]
+        if shared is not None and shared.exists():
+            with suppress(OSError):
+                self._load(shared.read_text(encoding="utf-8"))
 
     def known(self, sources: Sequence[InputFile]) -> list[tuple[InputFile, str]]:
         """Return the alignments whose queries are known, each with its query; that of a complex with each of them."""
-        found = ((source, self.found.get(source.version, ("", ""))[0]) for source in sources)
-        return [(source, query) for source, queries in found for query in dict.fromkeys(queries.split(":")) if query]
+        queries = ((source, self.found.get(source.name, ("", ""))[0]) for source in sources)
+        return [(source, query) for source, several in queries for query in dict.fromkeys(several.split(":")) if query]
 
-    def read(self, sources: Sequence[InputFile], progress: Progress = no_progress, shuffle: bool = False) -> None:
-        """Read the queries of these alignments that are not known here or in another part yet.
-
-        shuffle: in another order in every part, so that parts that run together read different files.
-        """
-        missing = self._missing(sources)
+    def read(self, sources: Sequence[InputFile], progress: Progress = no_progress) -> None:
+        """Read the queries of these alignments that are not known yet."""
+        missing = [source for source in sources if source.name not in self.found]
         if not missing:
             return
-        if shuffle:
-            self._next_look = -math.inf  # look now: what the others have read need not be read again
-            self._look_at_others()
-            missing = self._missing(sources)
-        batches = [missing[start : start + BATCH] for start in range(0, len(missing), BATCH)]
-        if shuffle:
-            random.Random(self.part.number).shuffle(batches)
-        known = len(sources) - len(missing)
-        for job, result in self.runner.run(self._jobs(batches)):
+        done = len(sources) - len(missing)
+        for job, result in self.runner.run(self._jobs(missing)):
             batch: Sequence[InputFile] = job.call[1][0]
             queries = [("", f"{source.name}: {DIED}") for source in batch] if result is None else result
-            rows = [(source.version, query) for source, query in zip(batch, queries)]
+            rows = dict(zip((source.name for source in batch), queries))
             self.runner.writer.add_queries(rows)
-            self.found.update(rows)
-            known += len(rows)
-            progress(known, len(sources), READING)
-        progress(len(sources), len(sources), READING)
+            self.found |= rows
+            done += len(rows)
+            progress(done, len(sources), READING)
 
-    def _missing(self, sources: Sequence[InputFile]) -> list[InputFile]:
-        return [source for source in sources if source.version not in self.found]
-
-    def _jobs(self, batches: Sequence[Sequence[InputFile]]) -> Iterator[PackJob]:
-        """Yield jobs as they are handed out, without the queries that another part has read in the meantime."""
-
-        def job(batch: Sequence[InputFile], singles: tuple[PackJob, ...] = ()) -> PackJob:
-            return PackJob(tuple(query_job(one.version) for one in batch), (read_queries, (batch, self.limit)), singles)
-
-        for each in batches:
-            self._look_at_others()
-            if batch := self._missing(each):
-                yield job(batch, tuple(job([one]) for one in batch) if len(batch) > 1 else ())
-
-    def _look_at_others(self) -> None:
-        """Take what other parts of the same options and version have written since the last look."""
-        begun = time.monotonic()
-        if begun < self._next_look:
+    def read_all(self, progress: Progress = no_progress) -> None:
+        """Read the queries of all alignments, or take them from the task of the job array that has read them."""
+        if self.shared is None or all(source.name in self.found for source in self.alignments):
+            self.read(self.alignments, progress)
             return
-        writer = self.runner.writer
-        for path in part_paths(self.out, self.part.count):
-            if path != writer.path:
-                with suppress(OSError):  # just begun, just removed, or not readable for us
-                    found, self._others[path] = queries_of_part(path, writer.manifest, self._others[path])
-                    self.found |= found
-        now = time.monotonic()
-        self._next_look = now + max(LOOK, SELDOM * (now - begun))
+        with writing(self.shared), open(self.shared, "a+", encoding="utf-8") as file:
+            # Wait for another task that is reading them.  On a file system without locks each task reads them itself.
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            text = file.read()
+            if text and not text.startswith('{"made_of":'):
+                raise UserError(f"{self.shared}: exists already, and holds no queries; move it away")
+            if not self._load(text):
+                self.read(self.alignments, progress)
+                file.truncate(0)
+                queries = [self.found[source.name] for source in self.alignments]
+                json.dump({"made_of": self._made_of, "queries": queries}, file)
+
+    def _load(self, text: str) -> bool:
+        """Take the queries that another task has written, unless they are of other files or cut short by a kill."""
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            shared = json.loads(text)
+            if shared["made_of"] == self._made_of and len(shared["queries"]) == len(self.alignments):
+                queries = [(str(query), str(error)) for query, error in shared["queries"]]
+                self.found |= dict(zip((source.name for source in self.alignments), queries))
+                return True
+        return False
+
+    def _jobs(self, sources: Sequence[InputFile]) -> Iterator[PackJob]:
+        def job(batch: Sequence[InputFile], singles: tuple[PackJob, ...] = ()) -> PackJob:
+            return PackJob(tuple(QUERY + one.name for one in batch), (read_queries, (batch, self.limit)), singles)
+
+        for start in range(0, len(sources), BATCH):
+            batch = sources[start : start + BATCH]
+            yield job(batch, tuple(job([one]) for one in batch) if len(batch) > 1 else ())
 
 
 class Matcher:
@@ -158,7 +159,7 @@ class Matcher:
     @cached_property
     def _index(self) -> "_QueryIndex":
         """All alignments by their queries, which are all read for this; most runs never need it."""
-        self.queries.read(self.alignments, self.progress, shuffle=True)
+        self.queries.read_all(self.progress)
         return _QueryIndex(self.queries.known(self.alignments))
 
     def _find_hits(self, key: str, sequence: str, alignments: Sequence[InputFile]) -> list[InputFile]:

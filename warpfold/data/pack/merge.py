@@ -4,20 +4,17 @@ import json
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from warpfold import __version__
-from warpfold.data.pack.part import CLUSTERS, Manifest, PartFolder, differences
+from warpfold.data.pack.part import HIT_FILES, Manifest, PartFolder, differences
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.similar.clusters import cluster_sequences, clustered_by, read_clusters
 from warpfold.data.store.store import Packed, StoreWriter
 from warpfold.data.store.stored_example import CHAINS
 from warpfold.errors import UserError
-from warpfold.files import read_file, write_atomically
+from warpfold.files import read_file
 from warpfold.progress import Progress
 
 META = ("length", "depth", "templates", "resolution", "release_date", "method")  # columns of the index, of `PackEntry`
@@ -29,7 +26,7 @@ class Together:
 
     entries: list[PackEntry]  # by the names of their files
     bad: dict[str, str]  # alignments and hits that could not be read, and why
-    # Of each entry that is kept: its part; of its record the begin and the bytes; of its header the bytes and the crc.
+    # Of each entry that is kept: its part; of its record the begin, the bytes and the crc; of its header the last two.
     records: "tuple[array[int], ...]"
 
 
@@ -84,14 +81,14 @@ def merge_parts(
     columns = (*META, *(("plddt",) if "predicted" in manifest["inputs"] else ()))
     with StoreWriter(out) as writer:
         progress(0, 1, "clustering")
-        clusters, program = _clusters(chains, manifest, executor, threads, parts[0].path)
+        clusters, program = _clusters(chains, manifest, executor, threads)
         for entry, cluster in zip(chains, clusters):
             entry.cluster, entry.sequence = cluster, ""  # which is no longer needed
-        for done, (entry, number, at, size, header, crc) in enumerate(zip(kept, *together.records), 1):
+        for done, (entry, number, at, size, whole, header, crc) in enumerate(zip(kept, *together.records), 1):
             meta = {name: getattr(entry, name) for name in columns}
             meta |= {CHAINS: list(entry.chains) or None} if with_assemblies else {}
             meta |= {"cluster": entry.cluster}
-            writer.add(entry.name, Packed(parts[number].record(at, size), header, crc, entry.shares), meta)
+            writer.add(entry.name, Packed(parts[number].record(at, size, whole), header, crc, entry.shares), meta)
             progress(done, len(kept), "writing")
         origin: dict[str, Any] = {name: manifest[name] for name in ("warpfold", "options", "inputs")}
         origin |= {"clustered": program} if program else {}
@@ -105,9 +102,9 @@ def _drop_duplicates(parts: Sequence[PartFolder]) -> Together:
 
     Of entries with the same name only the first is kept.  An assembly comes after its chains, and is kept if they are.
     """
-    jobs = sorted((job, number) for number, part in enumerate(parts) for job, _ in part.structures())
+    jobs = sorted((job, number) for number, part in enumerate(parts) for job in part.structures())
     holders: dict[str, str] = {}
-    found = Together([], {}, tuple(array("Q") for _ in range(5)))
+    found = Together([], {}, tuple(array("Q") for _ in range(6)))
     for job, number in jobs:
         result = parts[number].results.pop(job)  # a million of them and as many entries would be twice the memory
         data = result.data
@@ -138,12 +135,10 @@ def _drop_duplicates(parts: Sequence[PartFolder]) -> Together:
 
 
 def _clusters(
-    chains: Sequence[PackEntry], manifest: Manifest, executor: Executor | None, threads: int, folder: Path
+    chains: Sequence[PackEntry], manifest: Manifest, executor: Executor | None, threads: int
 ) -> tuple[list[str], str]:
     """Return the name of each chain's cluster: from a file, or that of the cluster's representative; and the program
     that made them, "" for none but this.
-
-    folder: where they are kept.  A merge that is killed later finds them there, on whichever machine it goes on.
     """
     keys, sequences = [chain.name for chain in chains], [chain.sequence for chain in chains]
     first = dict(zip(reversed(sequences), reversed(keys)))
@@ -153,17 +148,8 @@ def _clusters(
     identity = manifest["options"]["cluster_identity"]
     if identity >= 1:
         return [first[sequence] for sequence in sequences], ""
-    made_of = blake2b(f"{__version__} {identity}".encode(), digest_size=16)
-    for sequence in sequences:
-        made_of.update(b"\n" + sequence.encode())
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        found = json.loads((folder / CLUSTERS).read_bytes())
-        if found["made_of"] == made_of.hexdigest() and len(found["clusters"]) == len(keys):
-            return [keys[index] for index in found["clusters"]], found["program"]
     program = clustered_by(sequences)
     clusters = cluster_sequences(sequences, identity, executor, threads, program)
-    made = {"made_of": made_of.hexdigest(), "program": program, "clusters": clusters}
-    write_atomically(folder / CLUSTERS, json.dumps(made))
     return [keys[index] for index in clusters], program
 
 
@@ -171,12 +157,13 @@ def _find_unused(report: PackReport, parts: Sequence[PartFolder], bad: dict[str,
     """Put into the report which alignments and hits no chain uses, and why.  bad: those that could not be read."""
     used = {name for chain in report.chains for name in chain.alignments}
     sequences = {chain.sequence for chain in report.chains}
-    for name, query, error in sorted(row for part in parts for row in part.results["alignments"].data):
+    queries = {name: found for part in parts for name, found in part.queries.items()}
+    for name, (query, error) in sorted(queries.items()):
         if name not in used:
             alike = "its chains have alignments that bear their names"
             none = "no chain that is kept has this sequence"
             report.unused[name] = error or bad.get(name) or (alike if sequences & {*query.split(":")} else none)
     used = {name for chain in report.chains for name in chain.hits}
-    for name, why in parts[0].results["hits"].data:
+    for name, why in parts[0].results[HIT_FILES].data:
         if name not in used or name in bad:
             report.unused_hits[name] = why or bad.get(name, "no chain that is kept has this name")

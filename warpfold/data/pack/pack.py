@@ -7,9 +7,9 @@ records of one part or of many into the store, in the order of the files' names.
 any number of workers, parts and kills.  A bad file becomes an entry of the report and does not end the run.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -17,23 +17,25 @@ from pathlib import Path
 from warpfold import __version__
 from warpfold.bulk import AHEAD, JobPart, pool
 from warpfold.data.formats.input_files import ALIGNMENTS, HITS, STRUCTURES, InputFile, digest, find
-from warpfold.data.pack.build import BuildJob, BuiltChains, ChainJob, ReadChains, build, read_chains, template_library
+from warpfold.data.pack.build import BuildJob, BuiltChains, ReadChains, build, read_chains, template_library
 from warpfold.data.pack.jobs import DIED, Call, JobRunner, PackJob
 from warpfold.data.pack.match import Matcher, Queries
 from warpfold.data.pack.merge import finished_report, merge_parts, report_part
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.part import (
+    HIT_FILES,
+    STRUCTURE,
     Manifest,
     PartFolder,
     PartWriter,
     check_parts,
+    differences,
     part_path,
     remove_part,
 )
 from warpfold.data.pack.predicted import LATER, SAME, PredictedFile, files_beside, find_predictions
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.errors import UserError
-from warpfold.files import digest_of
 from warpfold.progress import Progress, no_progress
 
 CLUSTER_AHEAD = 1024  # files handed to a cluster at a time: enough for some 500 cores, and 1 GB here at the most
@@ -161,27 +163,49 @@ def pack(
     min_kl = options.min_kl if predicted else None
     inputs = find_inputs(structures, msas, hits, template_structures, clusters, min_kl)
     manifest = inputs.manifest(options, own)
-    folder = part_path(out, own)
+    path = part_path(out, own)
     if part is None and (report := finished_report(out, manifest)) is not None:
-        remove_part(folder)  # left by a run that was killed just before its end
+        remove_part(path)  # left by a run that was killed just before its end
         return report
     template_library.cache_clear()  # of an earlier run of this process: files may have come and gone
     with pool(workers, cluster) as executor:
-        writer = PartWriter(folder, manifest)
-        try:
-            if not writer.finished:
-                ahead = max(AHEAD, 4 * workers) if cluster is None else CLUSTER_AHEAD
-                _fill(JobRunner(writer, executor, ahead), inputs, options, own, out, progress)
-                writer.finish()
-            if part is not None:
-                return report_part(writer)
-            report = merge_parts([writer], out, executor, progress, threads=workers)
-            remove_part(folder)
-        finally:  # before the workers finish their jobs: a stop that cannot wait for them must not look like a crash
-            if not writer.results:
-                remove_part(folder)
-            writer.close()
+        ahead = max(AHEAD, 4 * workers) if cluster is None else CLUSTER_AHEAD
+        packed = _packed_part(out, manifest, inputs, options, executor, ahead, progress)
+        if part is not None:
+            return report_part(packed)
+        report = _merged([packed], out, executor, progress, workers)
+    remove_part(path)
     return _with_content(report, out)
+
+
+def _packed_part(
+    out: Path,
+    manifest: Manifest,
+    inputs: PackInputs,
+    options: PackOptions,
+    executor: Executor | None,
+    ahead: int,
+    progress: Progress,
+) -> PartFolder:
+    """Return a part of the store `out`, after the missing jobs are done.  ahead: how many are handed out at a time."""
+    path = part_path(out, JobPart.parse(manifest["part"]))
+    try:
+        writer = PartWriter(path, manifest)
+    except UserError:
+        if not (path / "plan.json").exists():
+            raise
+        finished = PartFolder(path)
+        if found := differences(finished.manifest, manifest):
+            raise UserError(
+                f"{path}: packed from other inputs or options ({', '.join(found)}); remove it, or choose another name"
+            ) from None
+        return finished
+    try:
+        _fill(JobRunner(writer, executor, ahead), inputs, options, out, progress)
+        writer.finish()
+    finally:  # before the workers finish their jobs: a stop that cannot wait for them must not look like a crash
+        writer.close()
+    return writer
 
 
 def merge(
@@ -196,13 +220,25 @@ def merge(
     The parts stay as they are.
     Errors: UserError if they do not belong together, or one is missing, unfinished or given twice; `out` as in `pack`.
     """
-    opened = [PartFolder(path, check=False) for path in parts]
+    opened = [PartFolder(path) for path in parts]
     check_parts(opened)
     if (report := finished_report(out, opened[0].manifest)) is not None:
         return report
     with pool(workers, cluster) as executor:
-        report = merge_parts(opened, out, executor, progress, threads=workers)
+        report = _merged(opened, out, executor, progress, workers)
     return _with_content(report, out)
+
+
+def _merged(
+    parts: Sequence[PartFolder], out: Path, executor: Executor | None, progress: Progress, threads: int
+) -> PackReport:
+    """Merge the parts, unless another process has finished the same store since this one has looked for it."""
+    try:
+        return merge_parts(parts, out, executor, progress, threads)
+    except UserError:
+        if (report := finished_report(out, parts[0].manifest)) is None:
+            raise
+        return report
 
 
 def _with_content(report: PackReport, out: Path) -> PackReport:
@@ -215,20 +251,19 @@ def _with_content(report: PackReport, out: Path) -> PackReport:
     raise UserError(f"{out}: nothing to keep, entries: {len(report.entries)}; most often: {reason}")
 
 
-def _fill(
-    runner: JobRunner, inputs: PackInputs, options: PackOptions, part: JobPart, out: Path, progress: Progress
-) -> None:
-    """Do the jobs of a part that are not done yet, and forget those of files that are gone."""
-    writer, aligned = runner.writer, inputs.alignments_of(part)
-    own = {f"structure {one.name}": one for one in inputs.structures if is_of(one.name, part)}
-    writer.forget([job for job, _ in writer.structures() if job not in own])
-    unrequested = [[one.name, "template hits; name their folder in --hits to use them"] for one in inputs.unrequested]
-    writer.keep("hits", [*([one.name, ""] for one in inputs.hits), *unrequested])
-    queries = Queries(runner, options.limit, part, out)
+def _fill(runner: JobRunner, inputs: PackInputs, options: PackOptions, out: Path, progress: Progress) -> None:
+    """Do the jobs of a part that have no result yet."""
+    writer, part = runner.writer, runner.writer.part
+    shared = None if part.count == 1 else out.with_name(f"{out.name}.part-queries")
+    queries = Queries(runner, inputs.alignments, options.limit, shared)
+    aligned = inputs.alignments_of(part)
     queries.read(aligned, progress)
+    # The merge reports unused alignments, so each belongs to a part, also one that another task has read.
+    if unread := {one.name: queries.found[one.name] for one in aligned if one.name not in writer.queries}:
+        writer.add_queries(unread)
     matcher = Matcher(queries, inputs.alignments, inputs.hits, progress)
-    jobs = StructureJobs(runner, matcher, options, inputs)
-    waiting = {job: file for job, file in own.items() if not jobs.is_done(job, file)}
+    own = {STRUCTURE + one.name: one for one in inputs.structures if is_of(one.name, part)}
+    waiting = {job: file for job, file in own.items() if not writer.has(job)}
     sizes: Counter[str] = Counter()  # bytes of the alignments that are named after an entry
     for source in inputs.alignments:
         for name in source.protein_names:
@@ -241,90 +276,52 @@ def _fill(
     longest_first = sorted(waiting, key=cost, reverse=True)  # so that no worker is busy alone at the end
     before = len(own) - len(waiting)
     progress(before, len(own), "packing")
-    for done, _ in enumerate(jobs.run({job: waiting[job] for job in longest_first}), before + 1):
+    jobs = _pack_structures(runner, matcher, options, inputs, {job: waiting[job] for job in longest_first})
+    for done, _ in enumerate(jobs, before + 1):
         progress(done, len(own), "packing")
-    writer.keep("alignments", [[one.name, *queries.found[one.version]] for one in aligned])
+    if not writer.has(HIT_FILES):
+        unrequested = [
+            [one.name, "template hits; name their folder in --hits to use them"] for one in inputs.unrequested
+        ]
+        writer.add(HIT_FILES, [*([one.name, ""] for one in inputs.hits), *unrequested])
 
 
-class StructureJobs:
-    """The jobs of structure files: read, match, build, keep; and whether the result of an earlier run still holds.
+def _pack_structures(
+    runner: JobRunner, matcher: Matcher, options: PackOptions, inputs: PackInputs, files: dict[str, InputFile]
+) -> Iterator[str]:
+    """Read structure files, match their chains and build their records; yield each job when its result is kept.
 
-    A result says what it was made from: the inputs of the run; the file; the chains with their sequences and what was
-    matched to them; the templates' files.  So a run with other inputs keeps every result that they do not change.
+    files: by the names of their jobs.
     """
+    dropped: dict[str, list[PackEntry]] = {}  # chains, by job that builds the others
 
-    def __init__(self, runner: JobRunner, matcher: Matcher, options: PackOptions, inputs: PackInputs) -> None:
-        self.runner, self.matcher, self.options, self.folders = runner, matcher, options, inputs.folders
-        self.predicted = inputs.predicted
-        self._inputs = digest_of(json.dumps(runner.writer.manifest["inputs"]).encode())
+    def build_next(job: PackJob, result: ReadChains | BuiltChains) -> Call | None:
+        """Return the call that builds the chains of a structure, if there are any to keep."""
+        if isinstance(result, BuiltChains):
+            return None
+        (name,), structure = job.names, result.structure
+        dropped[name] = result.dropped
+        if structure is None or not structure.chains:
+            return None
+        matched = [
+            replace(
+                matcher.find(f"{structure.id}_{chain}", chain, found.sequence),
+                confidence=result.confidence.get(chain, {}),
+            )
+            for chain, found in structure.chains.items()
+        ]
+        return build, BuildJob(files[name], structure, matched, options, inputs.folders)
 
-    def is_done(self, job: str, file: InputFile) -> bool:
-        """Return whether a file has a result, and doing the job again would give the same."""
-        result = self.runner.writer.results.get(job)
+    jobs = (
+        PackJob((name,), (read_chains, (file, options, inputs.predicted.get(file.name))))
+        for name, file in files.items()
+    )
+    for job, result in runner.run(jobs, build_next):
+        (name,) = job.names
+        file, entries = files[name], dropped.pop(name, [])
         if result is None:
-            return False
-        made = result.data["from"]
-        if made["inputs"] == self._inputs:
-            return True
-        if (made["file"], made.get("predicted", "")) != ([file.size, file.changed], self._version(file)):
-            return False
-        if made["match"] != _match_digest([self.matcher.find(*chain) for chain in made["chains"]]):
-            return False
-        looked_up = made["looked_up"].split()
-        if not looked_up or not self.folders:
-            return not looked_up
-        return template_library(self.folders, self.options.limit).digest(looked_up) == made["library"]
-
-    def _version(self, file: InputFile) -> str:
-        """Return what tells whether what lies beside a structure's file has changed; "" where nothing does."""
-        prediction = self.predicted.get(file.name)
-        return "" if prediction is None else prediction.version
-
-    def run(self, files: dict[str, InputFile]) -> Iterator[str]:
-        """Yield each job when its result is kept.  files: by the names of their jobs."""
-        # By job that builds: the dropped chains, the jobs of the others, and the arguments of `find` for them.
-        read: dict[str, tuple[list[PackEntry], list[ChainJob], list[list[str]]]] = {}
-
-        def build_next(job: PackJob, result: ReadChains | BuiltChains) -> Call | None:
-            """Return the call that builds what was read, if there are chains to keep."""
-            if isinstance(result, BuiltChains):
-                return None
-            (name,), structure = job.names, result.structure
-            if structure is None or not structure.chains:
-                read[name] = result.dropped, [], []
-                return None
-            keys = [[f"{structure.id}_{chain}", chain, found.sequence] for chain, found in structure.chains.items()]
-            found = result.confidence
-            matched = [replace(self.matcher.find(*key), confidence=found.get(key[1], {})) for key in keys]
-            read[name] = result.dropped, matched, keys
-            return build, BuildJob(files[name], structure, matched, self.options, self.folders)
-
-        jobs = (
-            PackJob((name,), (read_chains, (file, self.options, self.predicted.get(file.name))))
-            for name, file in files.items()
-        )
-        for job, result in self.runner.run(jobs, build_next):
-            (name,) = job.names
-            file = files[name]
-            dropped, matched, keys = read.pop(name, ([], [], []))
-            if result is None:
-                dropped = [PackEntry(file.title, file.name, False, f"{file.name}: {DIED}")]
-            built = result if isinstance(result, BuiltChains) else BuiltChains()
-            made = {
-                "inputs": self._inputs,
-                "file": [file.size, file.changed],
-                "predicted": self._version(file),
-                "chains": keys,
-                "match": _match_digest(matched),
-                "looked_up": " ".join(built.looked_up),
-                "library": built.library,
-            }
-            entries = [asdict(entry) for entry in (*dropped, *built.entries)]
-            self.runner.writer.add(name, {"entries": entries, "bad": built.bad, "from": made}, built.records)
-            yield name
-
-
-def _match_digest(jobs: Sequence[ChainJob]) -> str:
-    """Return a fingerprint of what is matched to some chains."""
-    found = [(job.chain, [a.version for a in job.alignments], [h.version for h in job.hits], job.note) for job in jobs]
-    return digest_of(json.dumps(found).encode())
+            entries = [PackEntry(file.title, file.name, False, f"{file.name}: {DIED}")]
+        built = result if isinstance(result, BuiltChains) else BuiltChains()
+        found = [asdict(entry) for entry in (*entries, *built.entries)]
+        runner.writer.add(name, {"entries": found, "bad": built.bad}, built.records)
+        yield name

@@ -42,13 +42,6 @@ class PredictedFile:
     why_not: str = ""
     reference: np.ndarray | None = None
 
-    @property
-    def version(self) -> str:
-        """Return a fingerprint of all but the structure itself, which changes when a file of it does."""
-        times = [(str(one), one.stat().st_mtime_ns) for one in (self.pae, self.distogram) if one is not None]
-        reference = b"" if self.reference is None else self.reference.tobytes()
-        return blake2b(repr((self.name, times, self.why_not)).encode() + reference, digest_size=16).hexdigest()
-
 
 def find_predictions(files: Sequence[InputFile], min_kl: float) -> dict[str, PredictedFile]:
     """Say what each structure file is a prediction of, by the file's name.

@@ -28,16 +28,7 @@ from warpfold.data.store.index import WHERE, Column, Index, Keys, encode_index
 from warpfold.data.store.objects import storage_of
 from warpfold.data.store.storage import ObjectPath, Place, place_of
 from warpfold.errors import StorageError, UserError
-from warpfold.files import (
-    LARGEST,
-    digest_of,
-    lock_folder,
-    refuse_foreign,
-    remove_own,
-    sync_path,
-    write_atomically,
-    writing,
-)
+from warpfold.files import LARGEST, DraftFolder, digest_of, write_atomically, writing
 
 FORMAT, VERSION = "warpfold-store", 5
 INDEX = "index.wfi"
@@ -107,15 +98,8 @@ class StoreWriter:
         self._where = {name: arrays_of_numbers.array("Q") for name in WHERE if name != "holder"}
         self._meta: dict[str, list[Any]] = {}
         self._shards: list[tuple[str, int]] = []
-        taken = UserError(f"{self.path}: exists already; remove it, or choose another name")
-        if self.path.exists():
-            raise taken
-        self.folder = self.path.with_name(self.path.name + ".partial")
-        refuse_foreign(self.folder, _OWN.fullmatch)
-        self._lock = lock_folder(self.folder, self.path)
-        if self.path.exists():  # another process has finished it in the meantime
-            self.abort()
-            raise taken
+        self._draft = DraftFolder(self.path, _OWN.fullmatch)
+        self.folder = self._draft.folder
         for left in self.folder.iterdir():  # by a writer that was killed
             if left.name != "lock":
                 left.unlink()
@@ -170,13 +154,7 @@ class StoreWriter:
                 top["files"][name] = zlib.crc32(data)
                 write_atomically(self.folder / name, data)
             write_atomically(self.folder / "store.json", json.dumps(top, indent=1) + "\n")
-            sync_path(self.folder)
-            # The lock is held until the store has its name.  Otherwise another writer could lock the folder in between,
-            # take it for one that a kill has left, and empty it.
-            self.folder.rename(self.path)
-            (self.path / "lock").unlink()
-            sync_path(self.path.parent)
-        self._lock.close()
+        self._draft.complete()
 
     def abort(self) -> None:
         """Remove the written files; `path` is never touched."""
@@ -184,14 +162,13 @@ class StoreWriter:
             with contextlib.suppress(OSError):  # closing writes what is buffered, which may not fit on a full disk
                 self._file.close()
             self._file = None
-        remove_own(self.folder, _OWN.fullmatch)
-        self._lock.close()
+        self._draft.remove()
 
     def __enter__(self) -> "StoreWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._lock.closed:
+        if self._draft.is_open:
             self.abort()
 
     def _next_shard(self) -> str:
@@ -264,11 +241,17 @@ class Store:
         """Return one of the small text files of the store; None if there is none."""
         return self.storage.whole(name).decode() if name in self._checksums else None
 
-    def record(self, key: str) -> "Record":
-        """Return the record of `key`, reading only its header.  Errors: KeyError; UserError if it is damaged."""
-        row = self.index.row(key)
-        if row < 0:
+    def row(self, key: str) -> int:
+        """Return the row of `key`.  Errors: KeyError; UserError if the index lists the key but cannot find it."""
+        if (row := self.index.row(key)) < 0:
+            if any(key == listed for listed in self.keys):
+                raise UserError(f"{self.path / INDEX}: damaged ({key} is not found); copy or pack the store again")
             raise KeyError(key)
+        return row
+
+    def record(self, key: str) -> "Record":
+        """Return the record of `key`, reading only its header.  Errors: as of `row`; UserError if it is damaged."""
+        row = self.row(key)
         notes, arrays, shared = self._header(row, key)
         if shared:
             holder, at = next(iter(shared.values())), int(self.index.where["holder"][row])
@@ -280,7 +263,7 @@ class Store:
 
     def packed(self, key: str) -> Packed:
         """Read a record whole, as it can be written into another store."""
-        row = self.index.row(key)
+        row = self.row(key)
         _, arrays, shared = self._header(row, key)
         shard, offset, _, header, crc, _ = (int(self.index.where[name][row]) for name in WHERE)
         places: list[_Place] = [(offset, offset + header, crc, f"{self._shard(shard)}: {key}")]  # there are no gaps

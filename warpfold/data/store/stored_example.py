@@ -96,8 +96,7 @@ class StoredExample:
     """
 
     def __init__(self, store: Store, key: str, pairing: bool = True) -> None:
-        if key not in store:
-            raise KeyError(key)
+        store.row(key)
         self.store, self.key, self._with_pairing = store, key, pairing
 
     @cached_property

@@ -3,11 +3,8 @@
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
-from contextlib import suppress
 from datetime import date
 from functools import cached_property
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -106,18 +103,6 @@ class Library:
         except MissingStructure:
             return False
         return True
-
-    def digest(self, pdb_ids: Sequence[str]) -> str:
-        """Return a fingerprint of the files of some entries: where they are, their sizes, when they were written."""
-        for pdb_id in pdb_ids:
-            if pdb_id not in self._states:
-                self._states[pdb_id] = ""
-                if self.current(pdb_id) is not None:
-                    with suppress(UserError, OSError):
-                        status = (path := self.find(pdb_id)).stat()
-                        self._states[pdb_id] = f"{path}\0{status.st_size}\0{status.st_mtime_ns}"
-        found = "\n".join(self._states[pdb_id] for pdb_id in pdb_ids)
-        return blake2b(found.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
 
     def read(self, pdb_id: str) -> Structure:
         """Return the structure of an entry.  Errors: UserError if it is missing or cannot be used."""
