@@ -17,8 +17,9 @@ from tests.recorder import OperationRecorder
 from tests.test_cli import refused, run
 from tests.training.flips import PLACES, Flip, plant
 from tests.training.runs import equal_tensors, make_store, rows, tiny_run
-from tests.training.test_train_ranks import team_of
+from tests.training.test_train_ranks import PARTS, team_of
 from warpfold import device, settings
+from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.engine.learn import Learner
 from warpfold.engine.optim import Optimizer
@@ -90,13 +91,28 @@ def test_a_sound_run_has_equal_digests(name: str, store: Store, tmp_path: Path) 
     assert {row["kind"] for row in rows(tmp_path / "without")} == {"step"}
 
 
-def test_so_it_is_with_recorded_graphs(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_so_it_is_with_recorded_graphs(
+    accumulate: int, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an example for each of two ranks, which exchange gradients in the backward pass, and with three."""
     monkeypatch.setattr(device, "find_recorder", lambda _: OperationRecorder())
-    config = config_for(Plan(data=2, sizes=1, graph=True), {"accumulate": 3}, steps=4)
+    config = config_for(Plan(data=2, sizes=1, graph=True), {"accumulate": accumulate}, steps=4)
     assert train_and_replay(config, store, tmp_path / "run") == Replay(start=2, last=4, equal=3)
     plain = replace(config, plan=replace(config.plan, graph=False))
     on_ranks(plain.plan, lambda team: train(plain, store, tmp_path / "plain", team=team) and None)
     assert digests(tmp_path / "run") == digests(tmp_path / "plain")
+
+
+def test_so_it_is_where_a_part_is_trained(store: Store, tmp_path: Path) -> None:
+    """From parameters that are given, with the trunk's outputs cached; other parameters are refused."""
+    init = train(config_for(steps=1), store, tmp_path / "first").params
+    config = replace(config_for(steps=4), finetune=PARTS["cached"])
+    train(config, store, tmp_path / "run", init=init)
+    assert replay(tmp_path / "run", None, CPU, team_of()) == Replay(start=2, last=4, equal=3)
+    shutil.copy(train(config_for(steps=2), store, tmp_path / "second").params, init)
+    with pytest.raises(UserError, match=r"its parameters to start from have changed since it began\. Put them back"):
+        replay(tmp_path / "run", None, CPU, team_of())
 
 
 def test_digests_are_logged_where_they_are_asked_for_and_at_checkpoints(store: Store, tmp_path: Path) -> None:
@@ -209,6 +225,43 @@ def test_a_session_that_cannot_be_repeated_ends_the_comparison(store: Store, tmp
     found = replay(tmp_path / "run", None, CPU, team_of())
     assert (found.start, found.last, found.equal, found.interval) == (2, 4, 3, None)
     assert found.left_out.startswith("steps after 4: it was trained by 2 ranks, and the replay has 1. Use torchrun")
+
+
+def test_other_examples_and_damaged_checkpoints_are_no_flips(store: Store, tmp_path: Path) -> None:
+    other = make_store(tmp_path / "other", proteins=5)
+    train(config_for(), [Source(store), Source(other, list(other.keys)[:2])], tmp_path / "part")
+    with pytest.raises(UserError, match=r"draws other examples than the run in step \d\. Only a run that trains on"):
+        replay(tmp_path / "part", None, CPU, team_of())
+    train(config_for(), store, tmp_path / "run")
+    state = tmp_path / "run/checkpoints/step-00000002/state.safetensors"
+    state.write_bytes(state.read_bytes()[:-1] + b"\1")
+    with pytest.raises(UserError, match=r"step-00000002: damaged .*\. Choose another one with --from\."):
+        replay(tmp_path / "run", None, CPU, team_of())
+    assert replay(tmp_path / "run", 4, CPU, team_of()) == Replay(start=4, last=6, equal=3)
+
+
+def test_a_replay_that_is_interrupted_leaves_nothing(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(config_for(), store, tmp_path / "run")
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    original = Learner.step
+
+    def step(learner: Learner, number: int) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(learner, number)
+
+    monkeypatch.setattr(Learner, "step", step)
+    with pytest.raises(KeyboardInterrupt):
+        replay(tmp_path / "run", None, CPU, team_of())
+    assert not (tmp_path / "run/.replay").exists()
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_where_sums_have_no_fixed_order_there_are_no_digests(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.digest_every: an Apple GPU adds in no fixed order"):
+        train(config_for(), store, tmp_path / "run", device="mps")
+    assert not (tmp_path / "run").exists()
 
 
 # The command
