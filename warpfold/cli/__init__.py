@@ -7,6 +7,8 @@ answers at once.
 """
 
 import atexit
+import codecs
+import io
 import os
 import re
 import signal
@@ -45,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # Where a process is killed, torch's C++ would warn the others with a stack trace; who is missing is our own line.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    _make_streams_writable()
     GIVEN[:] = sys.argv[1:] if arguments is None else map(str, arguments)
     try:
         _check_not_empty(GIVEN)
@@ -71,6 +74,28 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         print(f"stopped; {how_to_go_on()}", file=sys.stderr)
         code = stop.code if isinstance(stop, StoppedByUser) else 130
     _leave(code if isinstance(code, int) else 0)
+
+
+# Characters of our tables and messages that encodings other than UTF-8 lack.
+_PLAIN = str.maketrans({"→": "->", "Å": "A", "α": "a", "β": "b", "×": "x", "±": "+-", "≤": "<=", "≥": ">=", "…": "..."})
+
+
+def _make_streams_writable() -> None:
+    """Make stdout and stderr take any text: in another encoding than UTF-8 with plain letters, closed ones drop it."""
+
+    def plain(error: UnicodeError) -> tuple[str, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        text = error.object[error.start : error.end].translate(_PLAIN)
+        return "".join(letter if letter.isascii() else "?" for letter in text), error.end
+
+    codecs.register_error("warpfold.plain", plain)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            # Python sets a stream to None whose descriptor was closed when it started.
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
+            stream.reconfigure(errors="warpfold.plain")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from warpfold.data.formats.alignment import parse_fasta
 from warpfold.data.search.nearest import nearest_identities
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import StoredExample, entry_keys
-from warpfold.errors import UserError, listed
+from warpfold.errors import UserError, listed, printable
 from warpfold.evaluation import tables
 from warpfold.evaluation.layouts import PredictedFile, Predictions, find_predictions
 from warpfold.evaluation.measure import Comparison, Job, Measured, Row, measure
@@ -119,7 +119,7 @@ def evaluate(
     truths = Truths(truth)
     if suite is not None:
         truths.keep(suite)
-    names = [folder.resolve().name for folder in folders]
+    names = [printable(folder.resolve().name) for folder in folders]
     names = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders)]
     sets = [PredictionSet(name, find_predictions(folder, all_models)) for name, folder in zip(names, folders)]
     for one in sets:

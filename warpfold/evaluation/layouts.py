@@ -154,6 +154,10 @@ def _alphafold(folder: Path, names: Mapping[str, Path]) -> list[PredictedFile]:
     if "ranking_debug.json" in names:
         ranking = _json(names["ranking_debug.json"])
         order = ranking.get("order", ()) if isinstance(ranking, dict) else ()
+        if not isinstance(order, list | tuple):
+            raise UserError(
+                f"{names['ranking_debug.json']}: its order is no list of models. Fetch it again, or remove it."
+            )
     there = (folder / "msas").is_dir() and any(walk(folder / "msas", ALIGNMENTS))
     beside = find([folder / "msas"], ALIGNMENTS, "alignments") if there else []
     alignments = tuple(file.path for file in beside if not (file.is_hits or file.serves_pairing))

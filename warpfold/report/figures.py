@@ -3,6 +3,7 @@
 Colours are safe for the colour-blind and get lighter in the order of what they mean, so that a grey print is legible.
 """
 
+import html
 import io
 import json
 import re
@@ -56,6 +57,7 @@ STYLE: Any = {
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "text.color": INK,
+    "text.parse_math": False,  # a name with $ is no formula
     "lines.linewidth": 1.6,
 }
 
@@ -443,4 +445,4 @@ def _svg(figure: Figure, label: str) -> str:
     figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = buffer.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.S)
-    return text.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    return text.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)

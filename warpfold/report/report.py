@@ -6,12 +6,14 @@ shows the same figures flat.
 """
 
 import base64
+import hashlib
 import html
 import itertools
 import json
+import re
 import string
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,22 +129,60 @@ def render(report: ReportPage) -> str:
             sections += [_side_by_side(group)] if len(group) > 1 else []
             sections += [_target(i, target) for i, target in group]
         sections.append("</section>")
+    # The page's policy allows its own scripts and styles by their hashes, and no others: text that somebody smuggles
+    # into a page cannot run. Hashes do not cover style attributes, so these become classes.
+    content, rules = _styles_as_classes("\n".join(sections))
+    style = _part("report.css") + rules
     shows = bool(report.targets)
+    library, script = (_part("vendor/3dmol/3Dmol-min.js"), "\n" + _part("report.js")) if shows else ("", "\n")
+    styles = ["\n" + style, *_STYLE_ELEMENT.findall(content)]
     records = {"classes": CLASSES, "targets": [_record(target) for target in report.targets]}
     return string.Template(_part("report.html")).substitute(
         title=_text(report.title),
         made_by=report.made_by,
         lead=_text(report.lead),
-        style=_part("report.css"),
+        style=style,
+        script_hashes=_hashes([library, script]),
+        style_hashes=_hashes(styles),
         warnings=_warnings(report.warnings, anchors),
         facts="".join(f"<div><dt>{_text(label)}</dt><dd>{_text(value)}</dd></div>" for label, value in report.facts),
-        sections="\n".join(sections),
+        sections=content,
         footer="".join(f"<p>{_text(line)}</p>" for line in report.footer),
-        viewer_library=_part("vendor/3dmol/3Dmol-min.js") if shows else "",
+        viewer_library=library,
         # "</script>" in a name must not end the script
         structures=json.dumps(records).replace("<", "\\u003c"),
-        script=_part("report.js") if shows else "",
+        script=script.removeprefix("\n"),
     )
+
+
+_STYLE_ELEMENT = re.compile(r"<style[^>]*>(.*?)</style>", re.DOTALL)
+_STYLED_TAG = re.compile(r"<[a-zA-Z][^<>]*?\sstyle=\"[^\"]*\"[^<>]*>")
+
+
+def _styles_as_classes(content: str) -> tuple[str, str]:
+    """Replace the style attributes of some HTML and SVG by classes; return it and the classes' rules."""
+    classes: dict[str, str] = {}
+
+    def replaced(match: re.Match[str]) -> str:
+        tag = match[0]
+        found = re.search(r"\sstyle=\"([^\"]*)\"", tag)
+        assert found is not None
+        name = classes.setdefault(html.unescape(found[1]), f"s{len(classes)}")
+        tag = tag.replace(found[0], "", 1)
+        if re.search(r"\sclass=\"", tag):
+            return re.sub(r"(\sclass=\"[^\"]*)", rf"\1 {name}", tag, count=1)
+        return re.sub(r"^(<[\w:-]+)", rf'\1 class="{name}"', tag)
+
+    content = _STYLED_TAG.sub(replaced, content)
+    # A class counts less than a rule for an id; an attribute counted more than all.
+    rules = "".join(f".{name}.{name}.{name}{{{rule}}}\n" for rule, name in classes.items())
+    return content, rules
+
+
+def _hashes(texts: Iterable[str]) -> str:
+    """Return the sources of a Content-Security-Policy that allow inline elements with these contents."""
+    digests = (hashlib.sha256(text.encode()).digest() for text in dict.fromkeys(texts))
+    return " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
 
 
 def _part(name: str) -> str:

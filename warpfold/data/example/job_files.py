@@ -17,8 +17,9 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,6 +36,7 @@ FOREIGN_HEADER = re.compile(  # >A|protein|./msa/a.a3m (Boltz), >protein|name=A 
     r"[^|\s]+\|(protein|dna|rna|ccd|smiles)(\||\s|$)|(protein|dna|rna|ligand|glycan)\|", re.IGNORECASE
 )
 LARGEST_YAML = 300_000  # characters; alignments are files of their own, so a job has thousands
+MOST_DIGITS = 40  # of a whole number in YAML
 DEEPEST_YAML = 20  # levels; Boltz's have 6
 MOST_COPIES = 1000  # of a protein, by `count`
 _READ = "give Boltz's YAML, AlphaFold 3's JSON or its server's, or FASTA"
@@ -172,12 +174,42 @@ def _parse_yaml(text: str, source: str) -> Any:
                     raise UserError(f"{source}: is nested too deep; write it as its program describes it")
             elif isinstance(event, yaml.CollectionEndEvent):
                 opened.pop()
-        return yaml.safe_load(text)
+        return yaml.load(text, _core_loader())
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise UserError(f"{source}: line {line} is no YAML ({error.problem}); correct it") from None
     except (yaml.YAMLError, ValueError):
-        raise UserError(f"{source}: has a character, a number or a date that YAML cannot have; correct it") from None
+        raise UserError(f"{source}: has a character or a number that YAML cannot have; correct it") from None
+
+
+@cache
+def _core_loader() -> Any:
+    """Make a loader for YAML 1.2's core schema: numbers, true, false and null, and everything else is text.
+
+    YAML 1.1 also has numbers of base 60 (1:30), dates, and NO for false.
+    """
+    import yaml
+
+    class CoreLoader(yaml.SafeLoader):
+        yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
+
+    def integer(loader: Any, node: Any) -> int:
+        text = loader.construct_scalar(node)
+        if len(text) > MOST_DIGITS:
+            raise ValueError(f"a number of {len(text)} digits")
+        base = {"0x": 16, "0o": 8}.get(text[:2], 10)
+        return int(text[2:] if base != 10 else text, base)
+
+    for tag, pattern, first in (
+        ("null", r"~|null|Null|NULL|", ("~", "n", "N", "")),
+        ("bool", r"true|True|TRUE|false|False|FALSE", tuple("tTfF")),
+        ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", tuple("-+0123456789")),
+        ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", tuple("-+.0123456789")),
+    ):
+        CoreLoader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})$"), list(first))
+    CoreLoader.add_constructor("tag:yaml.org,2002:int", integer)
+    CoreLoader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(loader.construct_scalar(node)))
+    return CoreLoader
 
 
 def _looks_like(content: Any) -> str:

@@ -120,7 +120,7 @@ def read_pae(path: Path, seen: np.ndarray, limit: int = LARGEST) -> np.ndarray:
             with np.errstate(over="ignore"):  # it is infinite then, and refused
                 pae = np.asarray(next(values[key] for key in known if key in values), np.float32)
             pae = pae.reshape(-1, round(pae.size**0.5)) if "distance" in values else pae  # AlphaFold DB until 2022
-    except (*DAMAGED_ARRAYS, KeyError, TypeError, IndexError, StopIteration) as error:
+    except (*DAMAGED_ARRAYS, KeyError, TypeError, IndexError, StopIteration, OverflowError) as error:
         why = str(error) or "no matrix in it"
         raise UserError(
             f"{path.name}: no PAE in a layout that is known ({why}); fetch it again, or remove it"

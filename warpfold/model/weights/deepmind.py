@@ -173,7 +173,8 @@ class Array:
     def put(self, array: np.ndarray, tensor: torch.Tensor) -> None:
         """Write DeepMind's array to where its numbers are in our tensor."""
         view = self._view(tensor)
-        part = torch.from_numpy(np.array(array if self.block is None else array[self.block]))
+        array = array if self.block is None else array[self.block]
+        part = torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
         view.copy_(part.reshape(view.shape))
 
     def to_theirs(self, tensor: torch.Tensor) -> np.ndarray:

@@ -13,6 +13,7 @@ import functools
 import importlib
 import json
 import math
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -294,7 +295,8 @@ def unlaunched(tell: Callable[[KernelLaunch], None] = lambda launch: None) -> It
 
 def home() -> Path:
     """Return where `warpfold tune` writes tables and where they are looked for first; the package's come second."""
-    return Path("~/.cache/warpfold/tuned").expanduser()
+    # os.path.expanduser leaves ~ where there is no HOME and the user has no entry in passwd; Path.expanduser raises.
+    return Path(os.path.expanduser("~/.cache/warpfold/tuned"))
 
 
 def file_of(gpu: str) -> str:
