@@ -159,6 +159,38 @@ def test_what_is_not_finite_reaches_all_and_leaves_nothing_behind(method: str) -
     run_ranks(function, 2)
 
 
+@pytest.mark.parametrize(("ranks", "method", "options"), CHOICES)
+def test_a_skipped_step_restores_the_residuals_of_all_buckets(ranks: int, method: str, options: dict[str, Any]) -> None:
+    """With inf in one parameter of several buckets: what is applied and carried is the sum of the steps that count."""
+
+    def function() -> None:
+        model, rank = Straight().double(), dist.get_rank()
+        wrapped, state = hooked(model, method, start=0, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        total = Straight().double()
+        for step in range(9):
+            loss = wrapped(step, rank)
+            if step % 3 == 2:
+                (loss + (model.c[0, 0] * torch.inf if rank == 1 else 0)).backward()
+                assert len(state._parts) > 1
+                finite = [bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None]
+                assert finite == [True, True, False]
+            else:
+                loss.backward()
+                optimizer.step()
+                for other in range(ranks):
+                    (total(step, other) / ranks).backward()
+            optimizer.zero_grad()
+        every: list[Any] = [state.state_dict()]
+        dist.broadcast_object_list(every, 0)
+        carried = torch.cat([every[0]["carried"][name].mean(0) for name, _ in model.named_parameters()])
+        counted = torch.cat([p.grad.flatten() for p in total.parameters() if p.grad is not None])
+        assert float(carried.abs().max()) > 1e-4
+        torch.testing.assert_close(flat(model) - carried, -counted, rtol=1e-12, atol=1e-12)
+
+    run_ranks(function, ranks)
+
+
 def test_two_models_train_side_by_side() -> None:
     """As of a GAN, one on the other's output, each stepped while the other's gradients come too."""
 

@@ -36,8 +36,9 @@ class CompressionState:
     """What `compression_hook` knows: how to send gradients, and what was left out of the steps so far.
 
     The collectives are those of process groups of its own, so that several models may train side by side.  The mean is
-    the same on all ranks to the bit.  A gradient that is not finite on one rank is so on all; nothing is carried over
-    from such a step.  `state_dict` and `load_state_dict` are for checkpoints.
+    the same on all ranks to the bit.  A gradient that is not finite on one rank is so on all.  The loop must skip such
+    a step, as GradScaler does: the residuals of all buckets are then what they were before the step.  `state_dict`
+    and `load_state_dict` are for checkpoints.
     """
 
     def __init__(
@@ -92,6 +93,9 @@ class CompressionState:
         self._thread = SerialThread() if device.type == "cpu" else None
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._parts: dict[int, _Part] = {}  # by the number of the bucket
+        # Of the backward pass under way, by the number of the bucket: the residual before the pass, and whether the
+        # mean is finite.
+        self._pass: dict[int, tuple[Tensor, Tensor]] = {}
         self._carried: Carried = {}  # of parameters whose bucket is not known yet: of this rank's unit, whole
         self._pending: Future[Tensor] | None = None
 
@@ -107,6 +111,8 @@ class CompressionState:
             """Take the mean, and hand it to DDP."""
             with torch.no_grad():
                 mean = x if self.group.size == 1 else self._mean(number, x, parameters)
+                if last:
+                    self._finish_pass()
             self.steps += last
             future.set_result(mean)
 
@@ -138,6 +144,7 @@ class CompressionState:
         if part is not None and part.names != names:  # DDP has made its buckets anew, on all ranks at once
             self._carried = self._by_name()
             self._parts.clear()
+            self._pass.clear()  # of a pass that was broken off
             part = None
         if part is None:
             part = self._parts[number] = _Part(self, names, [p.shape for p in parameters], x)
@@ -145,8 +152,23 @@ class CompressionState:
         scale = None if self.scaler is None else self.scaler.scale(x.new_ones(()))
         if scale is not None:
             x = x / scale
+        before = part.residual.clone()
         mean = part.mean(x, self.steps)
-        return mean if scale is None else mean * scale
+        mean = mean if scale is None else mean * scale
+        self._pass[number] = before, mean.isfinite().all()
+        return mean
+
+    def _finish_pass(self) -> None:
+        """Restore the residuals of all buckets where one of the pass was not finite, since the loop skips the step.
+
+        All ranks have the same means, so they decide alike without a message.
+        """
+        if self._pass:
+            counts = torch.stack([finite for _, finite in self._pass.values()]).all()
+            for number, (before, _) in self._pass.items():
+                residual = self._parts[number].residual
+                residual.copy_(torch.where(counts, residual, before))
+            self._pass.clear()
 
     # Checkpoints
 
@@ -235,13 +257,9 @@ class _Part:
         return padded[: self.end].to(x.dtype)
 
     def _compressed(self, x: Tensor, steps: int) -> Tensor:
-        """Return the compressed mean; where it is not finite, leave what is carried over as it was."""
-        compressor = self.compressor
-        compressor.steps = steps
-        before = self.residual.clone()
-        mean = compressor.mean(x)
-        self.residual.copy_(torch.where(mean.isfinite().all(), self.residual, before))
-        return mean
+        """Return the compressed mean; the residual is updated."""
+        self.compressor.steps = steps
+        return self.compressor.mean(x)
 
     def by_name(self) -> Carried:
         """Join the residual, by parameter, from the ranks of a node, all of which must call it."""
