@@ -94,10 +94,11 @@ def prepared(options: Options, sink: Sink) -> None:
     target, launchers = GPUTarget("cuda", ARCHITECTURE, 32), options.device.type == "cuda"
     launches = {identity(launch, target): launch for launch in recorded_launches(options)}
     _to_compile[:] = list(launches.values())[: 2 if options.toy else None]
-    # Forked processes need not record the launches again. There is no CUDA context yet that a fork would break.
+    # Forked processes inherit the launches, and the hash of Triton's files, which takes seconds. No CUDA context exists
+    # yet that a fork would break.
+    key = hashlib.sha256(f"{triton_key()}{get_ptxas_version(ARCHITECTURE)}".encode()).hexdigest()[:12]
     with ProcessPoolExecutor(options.workers or os.cpu_count(), multiprocessing.get_context("fork")) as pool:
         first = pool.submit(compile_share, 0, 1, launchers).result()
-        key = hashlib.sha256(f"{triton_key()}{get_ptxas_version(ARCHITECTURE)}".encode()).hexdigest()[:12]
         sink({"what": "first kernel", "cache": "hit" if first[0] else "miss", "triton_key": key})
         starts = range(1, len(_to_compile), SHARE)
         ends = [min(start + SHARE, len(_to_compile)) for start in starts]
@@ -190,15 +191,13 @@ def graph_tests() -> list[ModelBench]:
     from tests.laws.test_graphs import CASES, LOSSES
 
     found = []
-    for work in SHAPES:
+    for work, cases in zip(SHAPES, (list(CASES.values()), list(CASES.values())[:1])):
         sizes = ExampleSizes(
             residues=work.residues, sequences=work.sequences, extra=work.extra, templates=work.templates
         )
-        for plan, optim in CASES.values():
-            bench = ModelBench(
-                model=tiny_config(recycles=2), loss=LOSSES, optim=optim, plan=plan, sizes=sizes, recycles=1
-            )
-            found.append(replace(bench, plan=replace(plan, batch=1)))
+        for plan, optim in cases:
+            given = {"model": tiny_config(recycles=2), "loss": LOSSES, "optim": optim, "plan": replace(plan, batch=1)}
+            found.append(ModelBench(**given, sizes=sizes, recycles=1))
     return found
 
 
@@ -206,76 +205,68 @@ def graph_tests() -> list[ModelBench]:
 
 
 def products(options: Options, sink: Sink) -> None:
-    """Time cuBLAS at the shapes of the six most expensive parts of a block, with the L2 cache flushed before each run.
+    """Time cuBLAS at the shapes of a block's most expensive parts, with the L2 cache flushed before each run.
 
     The numbers of the rows are those of the designs in docs/decisions/0027.
     """
     s, n = (4, 12) if options.toy else (132, 256)  # alignment rows with those of templates; residues
-    m, z = s * n, n * n
-    forward, backward, weight = "y = x wT", "dx = dy w", "dw = dyT x, fp32"
+    m, z = (s * n, 256), (n * n, 128)  # positions and channels of the alignment and of the pair representation
     groups: dict[str, list[tuple[str, int, int, int]]] = {
         "1 projections backward": [
-            (kind, rows, o, c)
-            for rows, c, o in ((m, 256, 1024), (z, 128, 516), (z, 128, 520), (z, 128, 640))
-            for kind in (backward, weight)
-        ] + [(weight, m, 1024, 264)],  # with a column of ones for the bias
+            (kind, rows, o, c) for (rows, c), o in ((m, 1024), (z, 516), (z, 520), (z, 640)) for kind in ("dx", "dw")
+        ] + [("dw", m[0], 1024, 264)],  # with a column of ones for the bias
         "3 outer product": [
-            (kind, rows, o, c)
-            for sequences in (s, 8 * s)
-            for kind, rows, o, c in (
-                ("p = aT b", sequences, 32 * n, 32 * n), ("p = aT b", sequences, 32 * n, 8 * n),
-                (backward, 32 * n, 32 * n, sequences),
-            )
-        ] + [(kind, z, 128, 1024) for kind in (forward, backward, weight)],
-        "4 tails": [(kind, rows, c, c) for rows, c in ((m, 256), (z, 128)) for kind in (forward, backward, weight)],
+            shape
+            for k in (s, 4 * n)  # rows of the alignment, and of the extra one
+            for shape in (("p", k, 32 * n, 32 * n), ("p", k, 32 * n, 8 * n), ("dx", 32 * n, 32 * n, k))
+        ] + [(kind, n * n, 128, 1024) for kind in ("y", "dx", "dw")],
+        "4 tails": [(kind, rows, c, c) for rows, c in (m, z) for kind in ("y", "dx", "dw")],
         "5 transitions": [
-            (kind, rows, o, c)
-            for rows, c in ((m, 256), (z, 128))
-            for kind, o, c in ((forward, 4 * c, c), (forward, c, 4 * c), (weight, 4 * c, c), (weight, c, 4 * c))
+            (kind, rows, *sizes) for rows, c in (m, z) for sizes in ((4 * c, c), (c, 4 * c)) for kind in ("y", "dw")
         ],
-        "6 projections forward": [(forward, m, 1024, 256), *((forward, z, o, 128) for o in (516, 520, 640))],
+        "6 projections forward": [("y", rows, o, c) for (rows, c), o in ((m, 1024), (z, 516), (z, 520), (z, 640))],
         "batched": [(kind, 128, size, size) for size in (n, n * 3 // 2) for kind in ("a bT", "aT b", "a b")],
-        "norms and copies": [(kind, rows, c, c) for rows, c in ((m, 256), (z, 128)) for kind in ("layer_norm", "copy")],
+        "norms and copies": [(kind, *rows_and_c, 0) for rows_and_c in (m, z) for kind in ("layer_norm", "copy")],
     }  # fmt: skip
     for row, group in groups.items():
-        subjects, shapes_of = [], {}
-        for kind, rows, o, c in dict.fromkeys(group):
-            name = f"{kind}: {rows} x {o} x {c}"
-            run, flops, numbers = _product(kind, rows, o, c, options.device)
-            subjects.append(Whole(name, run))
-            shapes_of[name] = flops, numbers
+        made = {f"{kind} {rows} x {o} x {c}": _product(kind, rows, o, c, options.device) for kind, rows, o, c in group}
+        subjects = [Whole(name, run) for name, (run, _, _) in made.items()]
         times = measure(subjects, options.device, 2 if options.toy else 20, 2.0, peaks=False)
-        for name, (flops, size) in shapes_of.items():
+        for name, (_, flops, size) in made.items():
             seconds = times[name].median("whole")
-            figures = {"tflops": flops / seconds / 1e12, "tb_per_s": size / seconds / 1e12} if seconds else {}
-            microseconds = seconds and 1e6 * seconds
-            sink({"row": row, "what": name, "us": microseconds, **figures, "note": times[name].failed})
+            rates = (
+                {"us": 1e6 * seconds, "tflops": flops / seconds / 1e12, "tb_per_s": size / seconds / 1e12}
+                if seconds
+                else {}
+            )
+            sink({"row": row, "what": name, **rates, "note": times[name].failed})
 
 
 def _product(kind: str, rows: int, o: int, c: int, device: torch.device) -> tuple[Callable[[], Tensor], int, int]:
-    """Return a call, its floating-point operations, and the bytes of its operands and result."""
+    """Return a call, its floating-point operations, and the bytes of its operands and its result.
+
+    y = x wT, dx = dy w and dw = dyT x (in fp32), of x [rows, c] and w [o, c]; p = dyT x in bf16; batches of squares.
+    """
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(torch.bfloat16)
 
     if kind in ("layer_norm", "copy"):
-        x, scale, shift = drawn(rows, c), drawn(c), drawn(c)
-        run = x.clone if kind == "copy" else lambda: F.layer_norm(x, (c,), scale, shift)
-        return run, 0, 2 * 2 * rows * c
+        x, scale, shift = drawn(rows, o), drawn(o), drawn(o)
+        return x.clone if kind == "copy" else lambda: F.layer_norm(x, (o,), scale, shift), 0, 2 * 2 * rows * o
     if kind in ("a bT", "aT b", "a b"):
         a, b = drawn(rows, o, c), drawn(rows, o, c)
         left, right = a.mT if kind == "aT b" else a, b.mT if kind == "a bT" else b
         return lambda: torch.bmm(left, right), 2 * rows * o * c * c, 2 * 3 * rows * o * c
-    if kind == "y = x wT":
-        x, w = drawn(rows, c), drawn(o, c)
-        return lambda: torch.mm(x, w.mT), 2 * rows * o * c, 2 * (rows * (o + c) + o * c)
-    if kind == "dx = dy w":
-        dy, w = drawn(rows, o), drawn(o, c)
-        return lambda: torch.mm(dy, w), 2 * rows * o * c, 2 * (rows * (o + c) + o * c)
-    dy, x = drawn(rows, o), drawn(rows, c)
-    wide = "fp32" in kind and device.type == "cuda"  # a CPU has no out_dtype
-    more: dict[str, Any] = {"out_dtype": torch.float32} if wide else {}
-    return lambda: torch.mm(dy.mT, x, **more), 2 * rows * o * c, 2 * rows * (o + c) + (4 if wide else 2) * o * c
+    x, dy, w = drawn(rows, c), drawn(rows, o), drawn(o, c)
+    wide: dict[str, Any] = {"out_dtype": torch.float32} if device.type == "cuda" else {}  # a CPU has none
+    calls: dict[str, Callable[[], Tensor]] = {
+        "y": lambda: torch.mm(x, w.mT),
+        "dx": lambda: torch.mm(dy, w),
+        "dw": lambda: torch.mm(dy.mT, x, **wide),
+        "p": lambda: torch.mm(dy.mT, x),
+    }
+    return calls[kind], 2 * rows * o * c, 2 * (rows * (o + c) + o * c) + (2 * o * c if kind == "dw" else 0)
 
 
 # ---- kernels of a block
@@ -315,8 +306,12 @@ def kernels(options: Options, sink: Sink) -> None:
                 if cuda:
                     torch.cuda.synchronize()
             found = {
-                e.key: ((e.self_device_time_total if cuda else e.self_cpu_time_total) / runs, e.count / runs)
-                for e in profile.key_averages()
+                event.key: (
+                    (event.self_device_time_total if cuda else event.self_cpu_time_total) / runs,
+                    event.count / runs,
+                )
+                for event in profile.key_averages()
+                if not cuda or event.device_type == torch.autograd.DeviceType.CUDA
             }
             place = {"what": f"{'extra-MSA' if extra else 'main'} block, {block.sizes}, {which}"}
             sink({**place, "kernel": "all", "us": sum(us for us, _ in found.values())})
@@ -350,29 +345,33 @@ def predictions(options: Options, sink: Sink) -> None:
     and the third is replayed; its atoms must equal those of the plain prediction.
     """
     positions: dict[tuple[int, Precision], Tensor] = {}
+    models: dict[Precision, tuple[AlphaFold, PackedWeights]] = {}
+    batches: dict[tuple[int, int], Batch] = {}
     for length, precision, graph in predictions_of(options):
         given, plan = options.prediction(length, blocks=None), Plan(precision=precision, graph=graph)
-        model = random_model(given.model, plan, options.device).eval()
-        packed = PackedWeights(model, DTYPES[precision])
+        if precision not in models:  # building one takes longer than a pass
+            model = random_model(given.model, plan, options.device).eval()
+            models[precision] = model, PackedWeights(model, DTYPES[precision])
+        model, _ = models[precision]
+        execution = Execution(plan)
+        execution.bind(model)
         place = {"what": f"prediction, {given.sizes}", "precision": precision, "graphs": graph}
-        batches = {recycles: example_of(given, recycles + 1, options.device) for recycles in (0, RECYCLES)}
+        for recycles in (0, RECYCLES):
+            if (length, recycles) not in batches:
+                batches[length, recycles] = example_of(given, recycles + 1, options.device)
         # The first pass compiles and loads kernels, and counts as warm-up.
         for recycles, protein in (
             [(RECYCLES, 1), (RECYCLES, 2), (RECYCLES, 3)] if graph else [(0, 0), (0, 1), (RECYCLES, 1)]
         ):
-            row, atoms = _fold(model, batches[recycles], recycles, options.device)
+            row, atoms = _fold(model, batches[length, recycles], recycles, options.device)
             row = {"recycles": recycles, "protein": protein, **row}
             if recycles:
                 expected = positions.setdefault((length, precision), atoms)
                 row["equals_plain"] = torch.equal(expected, atoms)
             if graph:
-                execution = model.execution
-                assert isinstance(execution, Execution)
-                row |= {"recorded": execution.graphs.recorded, "refused": dict(execution.graphs.refused)}
+                graphs = execution.graphs
+                row |= {"recorded": graphs.recorded, "rerecorded": graphs.rerecorded, "refused": dict(graphs.refused)}
             sink(place | row)
-        del model, packed
-        if options.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _fold(model: AlphaFold, batch: Batch, recycles: int, device: torch.device) -> tuple[dict[str, Any], Tensor]:

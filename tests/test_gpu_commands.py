@@ -77,7 +77,7 @@ case "$rows" in
 esac
 """)
     stand_in.chmod(0o755)
-    assert not run([replace(part, seconds=2) for part in parts], results, str(stand_in))
+    assert not run([replace(part, seconds=2) for part in parts], results, time.monotonic(), str(stand_in))
     found = outcomes(results.archive)
     assert list(found) == [part.name for part in parts]
     assert found.pop(parts[1].name) == "failed, exit code 7: CUDA error: an illegal memory access"
@@ -90,7 +90,7 @@ esac
 def test_time_that_a_part_leaves_goes_to_the_next_and_none_takes_that_of_others(results: Results) -> None:
     parts = [script("quick", 3, ""), script("slow", 1, "time.sleep(1.5)"), script("hangs", 0, "time.sleep(60)")]
     began = time.monotonic()
-    run([*parts, script("last", 5, "")], results)
+    run([*parts, script("last", 5, "")], results, began)
     assert outcomes(results.archive) == {"quick": "ok", "slow": "ok", "hangs": "out of time", "last": "ok"}
     assert time.monotonic() - began < 9
 
@@ -99,7 +99,7 @@ def test_workers_of_a_part_end_with_it(results: Results, tmp_path: Path) -> None
     """Also after success, because they would disturb the next measurement."""
     noted = tmp_path / "pid"
     text = f"import subprocess; open({str(noted)!r}, 'w').write(str(subprocess.Popen(['sleep', '50']).pid))"
-    assert run([script("starts a worker", 20, text)], results)
+    assert run([script("starts a worker", 20, text)], results, time.monotonic())
     status, deadline = Path(f"/proc/{noted.read_text()}/status"), time.monotonic() + 20
     while status.exists() and "zombie" not in status.read_text():
         assert time.monotonic() < deadline
@@ -121,13 +121,15 @@ def test_a_command_that_is_killed_loses_nothing(tmp_path: Path) -> None:
     """The machine ends everything without a warning, while the second part runs."""
     (tmp_path / "results").mkdir()
     code = f"""
+import time
 from pathlib import Path
 from benchmarks import gpu
 gpu.SAVE_EVERY, gpu.TRITON = 0.1, Path({str(tmp_path)!r})
 write = "open(sys.argv[1], 'w').write('1')"
 parts = [gpu.Part("done", 60, ("-c", f"import sys; {{write}}", "ROWS")),
          gpu.Part("hangs", 60, ("-c", f"import sys, time; {{write}}; sys.stdout.flush(); time.sleep(60)", "ROWS"))]
-gpu.run(parts, gpu.Results(Path({str(tmp_path / "results")!r}), Path({str(tmp_path / "gpu.tar.gz")!r})))
+results = gpu.Results(Path({str(tmp_path / "results")!r}), Path({str(tmp_path / "gpu.tar.gz")!r}))
+gpu.run(parts, results, time.monotonic())
 """
     running = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True)
     deadline = time.monotonic() + 60
