@@ -84,7 +84,7 @@ def main() -> None:
             }
             found.append(row)
             scores = row["compared"]["lddt_ca"]
-            low, high = scores["interval"]
+            low, high = scores["interval"] or (float("nan"),) * 2  # below eight clusters there is none
             change = f"{scores['difference']:+.3f} [{low:+.3f}, {high:+.3f}]"
             print(
                 f"{name:40s} {row['steps']:6d} steps, {1000 * row['seconds_of_a_step']:7.1f} ms each: lDDT-Ca "

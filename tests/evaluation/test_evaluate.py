@@ -4,6 +4,7 @@ import csv
 import gzip
 import hashlib
 import json
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,9 @@ from warpfold import cli
 from warpfold.data.structure.write import write_mmcif, write_pdb
 from warpfold.errors import UserError
 from warpfold.evaluation.suite import read_suite
-from warpfold.scoring.bootstrap import paired_bootstrap
+from warpfold.evaluation.tables import compare
 from warpfold.scoring.chain_mapping import CA
+from warpfold.scoring.intervals import paired_difference
 
 REAL = Path(__file__).parents[2] / "../shared/realdata"
 CLOSE = "mmcif/8keu.cif.gz"
@@ -84,10 +86,10 @@ def test_sets_are_compared_on_the_targets_that_both_have(
     rows = [by_target(one) for one in found["sets"]]
     for key, sign in (("lddt_ca", 1), ("rmsd", -1)):
         a, b = ([sign * rows[k][name][key] for name in rows[0]] for k in (0, 1))
-        expected = paired_bootstrap(a, b, seed=3)
+        expected = paired_difference(a, b)
         assert first["metrics"][key]["difference"] == pytest.approx(expected.difference)
         assert expected.difference > 0
-        assert first["metrics"][key]["interval"] == pytest.approx(expected.interval)
+        assert (first["metrics"][key]["clusters"], first["metrics"][key]["interval"]) == (3, None)
         assert (first["metrics"][key]["wins"], first["metrics"][key]["losses"]) == (3, 0)
     assert "good against worse, 3 targets that both have:" in said
     assert "other: 1 structures have no prediction, and are in no mean: Beta" in warned
@@ -99,6 +101,19 @@ def test_sets_are_compared_on_the_targets_that_both_have(
         assert text in page
     assert run(capsys, good, truth, "--out", tmp_path / "out")[0] == 0  # its own files are replaced
     assert len(json.loads((tmp_path / "out/evaluation.json").read_text())["sets"]) == 1
+
+
+def test_copies_of_a_target_are_one_cluster() -> None:
+    random = np.random.default_rng(0)
+    sequences = ["".join(random.choice(list("ACDEFGHIKLMNPQRSTVWY"), 80)) for _ in range(9)]
+    similar = "W" + sequences[0][1:]  # a point mutant
+    rows = [{"lddt_ca": 0.5, "sequences": [x]} for x in (*sequences, sequences[1], similar)]
+    ours = {str(i): defaultdict(lambda: None, row) for i, row in enumerate(rows)}
+    theirs = {name: defaultdict(lambda: None, row, lddt_ca=0.4) for name, row in ours.items()}
+    found = compare(ours, theirs)["metrics"]["lddt_ca"]
+    assert (found["targets"], found["clusters"], found["verdict"]) == (11, 9, "better")
+    few = compare({name: ours[name] for name in "1789"}, theirs)["metrics"]["lddt_ca"]
+    assert (few["targets"], few["clusters"], few["verdict"]) == (4, 3, None)
 
 
 def test_numbers_missing_residues_and_formats_are_said(tmp_path: Path) -> None:

@@ -9,10 +9,15 @@ import pytest
 
 import warpfold
 from tests.test_cli import run
+from warpfold.data.store.store import Store
+from warpfold.data.store.stored_example import entry_keys
+from warpfold.data.structure.mmcif import read_structure
+from warpfold.data.structure.write import write_mmcif
 from warpfold.data.synthetic.folder import generate
 from warpfold.errors import UserError
+from warpfold.finetuning.finetune import distinct_entries
 from warpfold.finetuning.page import verdict
-from warpfold.scoring.bootstrap import paired_bootstrap
+from warpfold.scoring.intervals import paired_difference
 
 SMALL = {
     "data.max_msa": 4,
@@ -154,16 +159,30 @@ def test_a_mistake_does_not_take_the_folder(given: dict[str, Any], tmp_path: Pat
         warpfold.finetune(out=out, device="cpu", **{**given, "steps": 2})
 
 
+def test_one_chain_of_each_sequence_is_tested(tmp_path: Path) -> None:
+    """Of two entries with one sequence the first counts, with its cluster of the store."""
+    generate(tmp_path / "proteins", 3, 5, max_length=32)
+    first, *_ = files = sorted((tmp_path / "proteins/mmcif").iterdir())
+    copy = write_mmcif("9cpy", list(read_structure(first).chains.values()))
+    first.with_name("9cpy.cif").write_text(copy)
+    warpfold.pack(tmp_path / "proteins/mmcif", out=tmp_path / "store")
+    store = Store(tmp_path / "store")
+    keys = entry_keys(store, assemblies=False)
+    found = distinct_entries(store, keys, assemblies=False)
+    assert (len(keys), len(found), len(files)) == (4, 3, 3)
+    assert set(distinct_entries(store, keys, assemblies=False, by="chain").values()) == set(found)
+
+
 def test_words_follow_the_interval() -> None:
     def said(after: list[float], before: list[float]) -> str:
-        found = paired_bootstrap(after, before, seed=0).to_dict()
+        found = paired_difference(after, before).to_dict()
         return verdict({"compared": {"test": {"lddt_ca": found}}})
 
-    low, high = [0.2, 0.3, 0.25, 0.3, 0.2], [0.5, 0.6, 0.65, 0.6, 0.5]
+    low, high = [0.2, 0.3, 0.25, 0.3] * 2, [0.5, 0.6, 0.65, 0.6] * 2
     assert said(high, low).startswith("Better")
     assert said(low, high).startswith("Worse")
-    assert said([0.5, 0.3, 0.7], [0.3, 0.5, 0.7]).startswith("No clear difference")
-    assert "says nothing" in said([0.5], [0.3])
+    assert said([0.5, 0.3, 0.7, 0.4] * 2, [0.3, 0.5, 0.7, 0.4] * 2).startswith("No clear difference")
+    assert said(high[1:], low[1:]).startswith("No verdict: the test has 7 proteins of 7 clusters")
 
 
 def test_on_the_command_line(capsys: pytest.CaptureFixture[str], given: dict[str, Any], tmp_path: Path) -> None:

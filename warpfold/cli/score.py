@@ -242,6 +242,7 @@ def evaluate_in_shell(given: dict[str, Any]) -> Answer:
 def _text(found: dict[str, Any], out: Path | None) -> "Iterator[str | Table]":
     """Yield what is printed."""
     from warpfold.evaluation.tables import METRICS
+    from warpfold.scoring.intervals import MIN_CLUSTERS
 
     for one in found["sets"]:
         yield f"{one['name']}: {one['layout']}, {one['targets']} targets scored"
@@ -262,12 +263,14 @@ def _text(found: dict[str, Any], out: Path | None) -> "Iterator[str | Table]":
         yield f"{one['a']} against {one['b']}, {one['common']} targets that both have:"
         for metric in METRICS:
             if paired := one["metrics"].get(metric.key):
-                span = "too few targets for an interval"
+                span = f"no verdict ({paired['clusters']} clusters, fewer than {MIN_CLUSTERS})"
                 if paired["interval"] is not None:
                     low, high = paired["interval"]
-                    span = f"[{low:+.4f}, {high:+.4f}], better in {paired['better']:.1%} of resamples"
+                    span = (
+                        f"98.5% interval [{low:+.4f}, {high:+.4f}] ({paired['clusters']} clusters): {paired['verdict']}"
+                    )
                 counts = f"better on {paired['wins']}, worse on {paired['losses']}"
-                yield f"  {metric.name:14s} better by {paired['difference']:+.4f} {span}; {counts}"
+                yield f"  {metric.name:14s} better by {paired['difference']:+.4f}, {span}; {counts}"
         yield ""
     if out is not None:
         yield f"{out / PAGE}: open it in a browser; {out / TABLE} and {out / REPORT} have the numbers"

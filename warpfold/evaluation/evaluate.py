@@ -221,7 +221,7 @@ def report(sets: Sequence[PredictionSet], truth: Path, suite: Suite | None, seed
         "suite": suite and {"file": suite.path.name, "sha256": suite.sha256, "title": suite.title},
         "sets": [one.to_dict(seed) for one in sets],
         "comparisons": [
-            {"a": first.name, "b": other.name, **tables.compare(first.by_target(), other.by_target(), seed)}
+            {"a": first.name, "b": other.name, **tables.compare(first.by_target(), other.by_target())}
             for other in others
         ],
         "definitions": DEFINITIONS,

@@ -19,6 +19,7 @@ from warpfold.evaluation.tables import GROUPS, METRICS, Metric, group_name
 from warpfold.report import figures
 from warpfold.report.report import ReportPage, ReportTable, Section, Target, Warned
 from warpfold.scoring import metrics
+from warpfold.scoring.intervals import MIN_CLUSTERS
 
 WORST, BEST = 6, 3  # structures drawn of the first set
 LONGEST = 3000  # residues of a structure that is drawn
@@ -59,7 +60,7 @@ def evaluation_page(sets: Sequence[PredictionSet], found: Mapping[str, Any]) -> 
         warnings=[Warned(warning) for warning in warnings_of(of_sets)],
         footer=[
             *(f"{metric.name}: {found['definitions'][metric.key]}." for metric in METRICS if metric.key in means),
-            f"Intervals: 95% bootstrap over targets, seed {found['seed']}. WarpFold {__version__}."
+            f"Intervals of means: 95% bootstrap over targets, seed {found['seed']}. WarpFold {__version__}."
             + (f" Suite: {suite['file']}, SHA-256 {suite['sha256']}." if suite else ""),
         ],
         made_by="warpfold evaluate",
@@ -124,10 +125,12 @@ def _comparisons(sets: Sequence[PredictionSet], found: Mapping[str, Any]) -> lis
             figure = figures.draw_against(points, (f"{name}, {one['b']}", f"{name}, {one['a']}"), diagonal=True)
             drawn.append((figure, f"Above the line {one['a']} is better."))
         text = (
-            f"On the {one['common']} targets that both have, by paired bootstrap: a difference is clear where its "
-            "interval leaves out 0. Positive is better, also of RMSD, clashes and chain breaks."
+            f"On the {one['common']} targets that both have. All clusters of similar sequences count equally. The "
+            "interval is a t interval of the mean difference over clusters, and a difference is clear if its interval "
+            f"excludes 0. Below {MIN_CLUSTERS} clusters there is no interval and no verdict. Positive is better, also "
+            "of RMSD, clashes and chain breaks."
         )
-        header = ["score", "better by", "95% interval", "better in resamples", "targets", "better on", "worse on"]
+        header = ["score", "better by", "98.5% interval", "verdict", "clusters", "targets", "better on", "worse on"]
         sections.append(Section(f"{one['a']} against {one['b']}", text, drawn, ReportTable(header, rows)))
     return sections
 
@@ -137,8 +140,8 @@ def _difference(metric: Metric, paired: Mapping[str, Any]) -> list[str]:
     span = "–"
     if paired["interval"] is not None:
         span = " to ".join(f"{x:+.{digits}f}" for x in paired["interval"])
-    counts = (paired["targets"], paired["wins"], paired["losses"])
-    return [f"{paired['difference']:+.{digits}f}", span, f"{paired['better']:.1%}", *map(str, counts)]
+    counts = (paired["clusters"], paired["targets"], paired["wins"], paired["losses"])
+    return [f"{paired['difference']:+.{digits}f}", span, paired["verdict"] or "–", *map(str, counts)]
 
 
 def _where(sets: Sequence[PredictionSet], of_sets: Sequence[Mapping[str, Any]]) -> list[Section]:

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from warpfold.data.similar.clusters import MOST_HERE, cluster_sequences
 from warpfold.evaluation.measure import Row
 from warpfold.files import as_csv
-from warpfold.scoring.bootstrap import interval, paired_bootstrap
+from warpfold.scoring.intervals import interval, paired_difference
 
 
 @dataclass(frozen=True)
@@ -104,18 +105,32 @@ def group_name(group: Mapping[str, Any], by: str) -> str:
     return f"to {high}" if low is None else f"{low + 1} to {high}"
 
 
-def compare(a: Mapping[str, Row], b: Mapping[str, Row], seed: int = 0) -> dict[str, Any]:
-    """Return how much better a is than b, by metric, over the targets that both have (`paired_bootstrap`)."""
+def target_clusters(rows: Sequence[Row]) -> list[tuple[int, ...]]:
+    """Return the cluster of each target: the clusters of its chains' sequences, in ascending order.
+
+    More than `MOST_HERE` different sequences are not clustered; each then counts as a cluster of its own.
+    """
+    sequences = [sequence for row in rows for sequence in row["sequences"]]
+    distinct = {sequence: number for number, sequence in enumerate(dict.fromkeys(sequences))}
+    numbers = [distinct[sequence] for sequence in sequences]
+    chains = iter(cluster_sequences(sequences) if len(distinct) <= MOST_HERE else numbers)
+    return [tuple(sorted(next(chains) for _ in row["sequences"])) for row in rows]
+
+
+def compare(a: Mapping[str, Row], b: Mapping[str, Row]) -> dict[str, Any]:
+    """Return how much better a is than b, by metric, over the targets that both have (`paired_difference`)."""
     both = [(a[key], b[key]) for key in a if key in b]
+    clusters = target_clusters([x for x, _ in both])
     found = {}
     for metric in METRICS:
         if metric.key in NOT_QUALITY:
             continue
-        known = [(x[metric.key], y[metric.key]) for x, y in both if None not in (x[metric.key], y[metric.key])]
-        if known:
+        values = [(x[metric.key], y[metric.key], cluster) for (x, y), cluster in zip(both, clusters)]
+        if values := [three for three in values if None not in three]:
             sign = -1 if metric.lower else 1
-            one, other = ([sign * value for value in values] for values in zip(*known))
-            found[metric.key] = paired_bootstrap(one, other, seed=seed).to_dict()
+            of_a, of_b, names = zip(*values)
+            difference = paired_difference([sign * x for x in of_a], [sign * x for x in of_b], names).to_dict()
+            found[metric.key] = {key: value for key, value in difference.items() if key != "means"}
     return {"common": len(both), "metrics": found}
 
 

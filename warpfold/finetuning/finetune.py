@@ -19,7 +19,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from warpfold import __version__, settings
-from warpfold.data.load.order import Source, split_keys
+from warpfold.data.load.order import Source, joined_clusters, split_keys
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.report import PackReport
@@ -46,7 +46,7 @@ from warpfold.prediction.outputs import claim_folder, put_aside, remove_drafts, 
 from warpfold.prediction.predictor import load
 from warpfold.progress import Progress, no_progress
 from warpfold.report.report import write_report
-from warpfold.scoring.bootstrap import paired_bootstrap
+from warpfold.scoring.intervals import paired_difference
 from warpfold.training.card import run_card
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import hold_out
@@ -161,10 +161,13 @@ def finetune(
     began = time.perf_counter()
     entries, measured = list[dict[str, Any]](), dict[str, list[Measured]]()
     models = load(options.init, device), load(out / "params.safetensors", device)
-    folded = {"test": (store, split.test)}
+    clusters = {"test": distinct_entries(store, split.test, assemblies, split.by)}
+    folded = {"test": store}
     if general is not None:
-        folded["general"] = (general.store, tuple(forgotten))
-    for kind, (where, keys) in folded.items():
+        clusters["general"] = distinct_entries(general.store, forgotten, assemblies)
+        folded["general"] = general.store
+    for kind, where in folded.items():
+        keys = list(clusters[kind])
         remove_drafts(out / folder / file_name(key) for folder in ("before", "after") for key in keys)
         measured[kind] = []
         for one in fold_before_after(where, keys, *models, options.seed):
@@ -183,11 +186,12 @@ def finetune(
         "params": {"file": "params.safetensors", "sha256": sha256(out / "params.safetensors"), "step": summary.best},
         "entries": {name: len(part) for name, part in split.parts.items()},
         "split_by": split.by,
+        "tested": list(clusters["test"]),
         "dropped": {one.name or one.file: one.reason for one in packed.dropped},
         "steps": summary.steps,
         "settings": settings.to_dict(config),
-        "compared": {kind: compared_scores(found, measures, options.seed) for kind, found in measured.items()},
-        "predictions": entries[1 : 2 * len(split.test) : 2],  # after, of the test
+        "compared": {kind: compared_scores(found, measures, clusters[kind]) for kind, found in measured.items()},
+        "predictions": entries[1 : 2 * len(measured["test"]) : 2],  # after, of the test
         "seconds": {name: round(value, 1) for name, value in seconds.items()},
         "command": command,
         "machine": {"device": str(device), "threads": torch.get_num_threads(), "system": platform.platform()},
@@ -212,6 +216,7 @@ def finetune(
         facts=[
             ("entries", ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items())),
             ("split", f"by {split.by}, in `split.toml`"),
+            ("tested", f"{len(clusters['test'])} entries, one of each distinct sequence"),
             ("what was trained", ", ".join(config.finetune.trainable) or "adapters alone"),
         ],
         sections=comparison_sections(result),
@@ -230,20 +235,36 @@ def said_of(config: RunConfig, split: Split, plan: str) -> str:
     )
 
 
-def compared_scores(measured: Sequence[Measured], measures: Sequence[Measure], seed: int) -> dict[str, Any]:
-    """Return each measure's means before and after, and their paired difference with its 95 % interval.
+def distinct_entries(store: Store, keys: Sequence[str], assemblies: bool, by: str = "cluster") -> dict[str, str]:
+    """Return the first entry of each distinct set of sequences, with the name of its cluster.
 
-    Examples of which a measure is not known, such as DockQ of a single chain, are left out of it.
+    by: what the entries were split by; a test that was split by "chain" is one family, and each entry its own cluster.
+    """
+    clusters = dict(zip(entry_keys(store, assemblies), joined_clusters(Source(store, assemblies=assemblies))))
+    first: dict[tuple[str, ...], str] = {}
+    for key in keys:
+        first.setdefault(tuple(sorted(chain.sequence for chain in read_assembly(store, key).chains)), key)
+    return {key: clusters[key] if by == "cluster" else key for key in first.values()}
+
+
+def compared_scores(
+    measured: Sequence[Measured], measures: Sequence[Measure], clusters: Mapping[str, str]
+) -> dict[str, Any]:
+    """Compute each measure's means before and after training, and their `paired_difference` over clusters.
+
+    clusters: the cluster of each measured entry, in the same order.  Entries without a value of a measure, such as
+    DockQ of a single chain, are left out of that measure.
     """
     found = {}
     for measure in measures:
-        pairs = [pair for one in measured if not any(map(math.isnan, pair := measure.of(one)))]
-        if pairs:
-            before, after = zip(*pairs)
+        scores = zip(map(measure.of, measured), clusters.values(), strict=True)
+        if values := [(*pair, cluster) for pair, cluster in scores if not any(map(math.isnan, pair))]:
+            before, after, names = zip(*values)
+            difference = paired_difference(after, before, names)
             found[measure.key] = {
-                "before": round(sum(before) / len(pairs), 4),
-                "after": round(sum(after) / len(pairs), 4),
-                **paired_bootstrap(after, before, seed=seed).to_dict(),
+                "before": round(difference.means[1], 4),
+                "after": round(difference.means[0], 4),
+                **{key: value for key, value in difference.to_dict().items() if key != "means"},
             }
     return found
 

@@ -7,25 +7,34 @@ from typing import Any
 from warpfold.evaluation.before_after import Measure, Measured, compared, target_with_truth
 from warpfold.report import figures
 from warpfold.report.report import ReportPage, ReportTable, Section, Warned
+from warpfold.scoring.intervals import MIN_CLUSTERS
 
 DRAWN = 4  # proteins of the test that are shown in 3D
-FEW = 8  # proteins of a test, below which only large differences can be told from chance
 PARTS = {"test": "the test, which training never saw", "general": "held-out entries of the general store"}
 
 
 def verdict(result: Mapping[str, Any]) -> str:
     """Say in a sentence whether the test became better, by lDDT-Ca."""
     found = result["compared"]["test"]["lddt_ca"]
-    change, interval = found["difference"], found["interval"]
-    if interval is None:
-        return f"lDDT-Cα changed by {change:+.3f} on the only protein of the test, which says nothing of others."
-    low, high = interval
-    between = f"{change:+.3f} (95 % interval {low:+.3f} to {high:+.3f}) on {found['targets']} proteins"
-    if low > 0:
-        return f"Better: lDDT-Cα of proteins that training never saw changed by {between}."
-    if high < 0:
-        return f"Worse: lDDT-Cα of proteins that training never saw changed by {between}. Keep the old parameters."
-    return f"No clear difference: lDDT-Cα of proteins that training never saw changed by {between}."
+    size = f"{counted(found['targets'], 'protein')} of {counted(found['clusters'], 'cluster')}"
+    if found["verdict"] is None:
+        return (
+            f"No verdict: the test has {size}, and a verdict needs {MIN_CLUSTERS} clusters. lDDT-Cα changed by "
+            f"{found['difference']:+.3f}."
+        )
+    low, high = found["interval"]
+    change = (
+        f"lDDT-Cα of proteins that training never saw changed by {found['difference']:+.3f} "
+        f"(98.5 % interval {low:+.3f} to {high:+.3f}) on {size}."
+    )
+    if found["verdict"] == "worse":
+        return f"Worse: {change} Keep the old parameters."
+    return f"{'Better' if found['verdict'] == 'better' else 'No clear difference'}: {change}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 cluster", "3 clusters"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def table_of(scores: Mapping[str, Any], measures: Sequence[Measure]) -> ReportTable:
@@ -38,7 +47,7 @@ def table_of(scores: Mapping[str, Any], measures: Sequence[Measure]) -> ReportTa
         counts = f"{found['wins']} / {found['losses']} of {found['targets']}"
         means = [f"{found['before']:.3f}", f"{found['after']:.3f}", f"{found['difference']:+.3f}"]
         rows.append([measure.label, *means, between, counts])
-    return ReportTable(["mean of", "before", "after", "difference", "95 % interval", "better / worse"], rows)
+    return ReportTable(["mean of", "before", "after", "difference", "98.5 % interval", "better / worse"], rows)
 
 
 def comparison_sections(result: Mapping[str, Any]) -> list[str]:
@@ -48,14 +57,14 @@ def comparison_sections(result: Mapping[str, Any]) -> list[str]:
         lines += [
             f"## {PARTS[kind].capitalize()}",
             "",
-            "| mean of | before | after | difference | 95 % interval | better / worse / of |",
+            "| mean of | before | after | difference | 98.5 % interval | better / worse / of |",
             "|---|---|---|---|---|---|",
         ]
         for name, score in scores.items():
-            low, high = score["interval"] or (float("nan"),) * 2
+            between = "-" if score["interval"] is None else "{:+.4f} to {:+.4f}".format(*score["interval"])
             lines.append(
                 f"| {name} | {score['before']:.4f} | {score['after']:.4f} | {score['difference']:+.4f} "
-                f"| {low:+.4f} to {high:+.4f} | {score['wins']} / {score['losses']} / {score['targets']} |"
+                f"| {between} | {score['wins']} / {score['losses']} / {score['targets']} |"
             )
         lines.append("")
     return lines
@@ -70,15 +79,17 @@ def report_page(
     if result["split_by"] == "chain":
         said = "proteins of the test have relatives in training: this says how well the family is known, no more"
         warned.append(Warned(f"split by chain: {said}"))
-    if len(test) < FEW:
-        warned.append(Warned(f"the test has {len(test)} proteins: only large differences can be told from chance"))
+    if scores["verdict"] is None:
+        many = counted(scores["clusters"], "cluster")
+        warned.append(Warned(f"the test has {many}: too few for a verdict, which needs {MIN_CLUSTERS}"))
     order = sorted(range(len(test)), key=lambda i: measures[0].of(test[i])[0] - measures[0].of(test[i])[1])
     drawn = order[:: max(1, len(test) // DRAWN)][:DRAWN]
     sections = [
         Section(
             f"Is it better? {PARTS[kind].capitalize()}",
-            "The same proteins, folded with the parameters before and after. The interval is of the mean difference, "
-            "by resampling proteins: where it holds zero, the difference may be chance.",
+            "The same proteins, folded with the parameters before and after, one of each distinct sequence. All "
+            "clusters count equally. The interval is a t interval of the mean difference over clusters: if it contains "
+            f"zero, the difference may be chance. Below {MIN_CLUSTERS} clusters there is no interval and no verdict.",
             table=table_of(result["compared"][kind], measures),
         )
         for kind in measured
@@ -95,7 +106,7 @@ def report_page(
             ("lDDT-Cα of the test, before", f"{scores['before']:.3f}"),
             ("after", f"{scores['after']:.3f}"),
             ("proteins trained on", str(result["entries"]["training"])),
-            ("tested on", str(result["entries"]["test"])),
+            ("tested on", str(len(result["tested"]))),
             ("steps", f"{result['steps']:,}"),
         ],
         warnings=warned,

@@ -1,0 +1,123 @@
+"""Intervals of means, and verdicts on paired scores: how often they are wrong, and how often they are given."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from warpfold.scoring import intervals
+from warpfold.scoring.intervals import MIN_CLUSTERS, interval, paired_difference, t_quantile
+
+# Distributions of differences with mean 0 and standard deviation 1.
+SHAPES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "normal": lambda random, size: random.normal(size=size),
+    "skewed": lambda random, size: random.exponential(size=size) - 1,
+    "skewed to the other side": lambda random, size: 1 - random.exponential(size=size),
+    "tied": lambda random, size: random.choice([-1.0, 0.0, 0.0, 0.0, 1.0], size) / 0.4**0.5,
+    "rounded": lambda random, size: np.round(random.normal(size=size), 1),
+}
+
+
+def test_the_interval_is_that_of_a_mean() -> None:
+    """Near to the normal one where there are many values; the same for the same values."""
+    values = np.random.default_rng(1).normal(0.9, 0.1, 200).tolist()
+    low, high = interval(values) or (0, 0)
+    half = 1.96 * np.std(values) / np.sqrt(200)
+    np.testing.assert_allclose([low, high], [np.mean(values) - half, np.mean(values) + half], atol=half / 20)
+    assert interval(values) == (low, high)
+    assert interval([0.5]) is None
+
+
+def _verdicts(shape: str, count: int, shared: float, effect: float, draws: int) -> dict[str | None, float]:
+    """Return the share of each verdict over draws of `count` clusters of 1 to 6 chains.
+
+    shared: the share of a chain's variance that all chains of its cluster have in common; 1: they are copies.
+    """
+    random = np.random.default_rng([count, int(10 * shared)])
+    given = []
+    for _ in range(draws):
+        clusters = np.repeat(np.arange(count), random.integers(1, 7, count))
+        of_cluster, of_chain = SHAPES[shape](random, count), SHAPES[shape](random, len(clusters))
+        change = effect + shared**0.5 * of_cluster[clusters] + (1 - shared) ** 0.5 * of_chain
+        given.append(paired_difference(change, np.zeros(len(change)), clusters.tolist()).verdict)
+    return {verdict: given.count(verdict) / draws for verdict in set(given)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("count", [8, 12, 20, 60])
+def test_without_an_effect_a_verdict_is_rare(shape: str, count: int) -> None:
+    for shared in (0.5, 1.0):
+        found = _verdicts(shape, count, shared, 0.0, 4000)
+        assert found.get("better", 0) + found.get("worse", 0) <= 0.07
+        assert None not in found
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_effect_of_a_standard_deviation_is_found_with_12_clusters(shape: str) -> None:
+    for shared in (0.5, 1.0):
+        for effect, verdict in ((1.0, "better"), (-1.0, "worse")):
+            assert _verdicts(shape, 12, shared, effect, 2000)[verdict] >= 0.6
+
+
+def test_there_is_no_verdict_below_8_clusters() -> None:
+    """However many copies there are."""
+    few = MIN_CLUSTERS - 1
+    clusters = [number % few for number in range(10 * few)]
+    found = paired_difference([0.9] * len(clusters), [0.1] * len(clusters), clusters)
+    assert (found.interval, found.verdict, found.clusters, found.targets) == (None, None, few, 10 * few)
+    assert found.difference == pytest.approx(0.8)
+
+
+def test_copies_change_nothing() -> None:
+    random = np.random.default_rng(0)
+    after, before = random.uniform(size=(2, 10))
+    copies = np.repeat(np.arange(10), [1, 2, 3, 4, 5, 6, 1, 1, 9, 1])
+    single, copied = paired_difference(after, before), paired_difference(after[copies], before[copies], copies.tolist())
+    assert copied.interval == pytest.approx(single.interval)
+    assert copied.means == pytest.approx(single.means)
+    assert copied.difference == pytest.approx(copied.means[0] - copied.means[1])
+
+
+def test_pairing_finds_a_gain_that_is_small_beside_the_spread_of_the_targets() -> None:
+    random = np.random.default_rng(0)
+    before = random.uniform(0.2, 0.9, 60)
+    after = before + 0.02 + random.normal(0, 0.03, 60)
+    found = paired_difference(after.tolist(), before.tolist())
+    assert found.difference == pytest.approx((after - before).mean())
+    assert found.verdict == "better"
+    assert (found.wins, found.losses) == (int((after > before).sum()), int((after < before).sum()))
+    apart = interval(after.tolist()), interval(before.tolist())
+    assert apart[0] is not None
+    assert apart[1] is not None
+    assert apart[0][0] < apart[1][1]  # unpaired, the two intervals overlap
+
+
+def test_the_other_way_round_is_the_opposite() -> None:
+    a, b = np.random.default_rng(1).uniform(size=(2, 9))
+    one, other = paired_difference(a, b), paired_difference(b, a)
+    assert one.interval is not None
+    assert other.interval == pytest.approx((-one.interval[1], -one.interval[0]))
+    assert (one.wins, one.losses) == (other.losses, other.wins)
+
+
+def test_equal_sets_are_no_better() -> None:
+    equal = paired_difference([0.3] * 9, [0.3] * 9)
+    assert (equal.difference, equal.interval, equal.verdict) == (0, (0, 0), "unclear")
+
+
+def test_quantiles_of_t_are_those_of_tables() -> None:
+    for degrees, expected in ((7, 3.2032), (11, 2.8789), (19, 2.6742), (59, 2.5057)):
+        assert t_quantile(degrees) == pytest.approx(expected, rel=1e-3)
+
+
+def test_many_targets_are_drawn_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).random(300).tolist()
+    whole = interval(values)
+    monkeypatch.setattr(intervals, "BLOCK", 1000)
+    assert interval(values) == pytest.approx(whole, abs=0.002)
+
+
+@pytest.mark.parametrize(("a", "b"), [([0.1], [0.1, 0.2]), ([], []), ([np.nan], [0.1]), ([np.inf], [np.inf])])
+def test_what_is_not_paired_is_refused(a: list[float], b: list[float]) -> None:
+    with pytest.raises(ValueError, match="paired_difference"):
+        paired_difference(a, b)

@@ -1,0 +1,110 @@
+"""Compute intervals of a mean over targets, and decide whether one set of scores is better than another."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+DRAWS = 10_000  # resamples, each of as many targets as there are
+BLOCK = 2_000_000  # values drawn at a time, so that thousands of targets need little memory
+MIN_CLUSTERS = 8  # with fewer, no test of a mean keeps its promise for skewed differences
+# 98.5 % and not 95 %: differences of scores are skewed, and a t interval of 8 clusters at 95 % misses a true difference
+# of zero in 13 % of draws from an exponential distribution.  At 98.5 % it does in 6 %.
+NORMAL_QUANTILE = 2.4323791  # of 1 - 0.015 / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairedDifference:
+    """The mean difference a - b of two scores of the same targets; a positive difference means that a is better.
+
+    Every cluster counts equally, and so does every target within its cluster.
+    """
+
+    means: tuple[float, float]  # of a and of b
+    difference: float
+    interval: tuple[float, float] | None  # 98.5 % interval of the difference; None below `MIN_CLUSTERS`
+    targets: int
+    clusters: int
+    wins: int  # targets on which a is larger
+    losses: int  # targets on which b is larger
+
+    @property
+    def verdict(self) -> Literal["better", "worse", "unclear"] | None:
+        """Whether a is better than b: the sign of the interval, "unclear" if it contains zero; None without one."""
+        if self.interval is None:
+            return None
+        low, high = self.interval
+        return "better" if low > 0 else "worse" if high < 0 else "unclear"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields and the verdict for JSON."""
+        return {**asdict(self), "verdict": self.verdict}
+
+
+def paired_difference(
+    a: Sequence[float], b: Sequence[float], clusters: Sequence[Hashable] | None = None
+) -> PairedDifference:
+    """Compute the mean difference of two scores of the same targets, and a t interval over clusters of targets.
+
+    What makes a target hard is in both scores and cancels.  Similar proteins succeed and fail together, so the interval
+    treats the mean difference of each cluster as one observation.
+
+    a, b: scores in the same order, larger is better.  clusters: the cluster of each target; None: all are different.
+    Raises ValueError for lists of different lengths, empty lists, and values that are not finite.
+    """
+    ours, theirs = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    names = range(len(ours)) if clusters is None else clusters
+    if ours.shape != theirs.shape or ours.ndim != 1 or not len(ours) or len(names) != len(ours):
+        raise ValueError(f"paired_difference: lists of {ours.shape} and {theirs.shape} values; each target needs both")
+    if not (np.isfinite(ours) & np.isfinite(theirs)).all():
+        raise ValueError("paired_difference: a value is not finite; leave its target out of both lists")
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    labels = np.array([numbers[name] for name in names])
+    sizes = np.bincount(labels)
+    of_a, of_b, difference = (np.bincount(labels, x) / sizes for x in (ours, theirs, ours - theirs))
+    mean, bounds = float(difference.mean()), None
+    if len(sizes) >= MIN_CLUSTERS:
+        half = t_quantile(len(sizes) - 1) * float(difference.std(ddof=1)) / len(sizes) ** 0.5
+        bounds = (mean - half, mean + half)
+    return PairedDifference(
+        means=(float(of_a.mean()), float(of_b.mean())),
+        difference=mean,
+        interval=bounds,
+        targets=len(ours),
+        clusters=len(sizes),
+        wins=int((ours > theirs).sum()),
+        losses=int((ours < theirs).sum()),
+    )
+
+
+def t_quantile(degrees: int) -> float:
+    """Compute the 99.25 % quantile of Student's t distribution for at least 7 degrees of freedom, to 0.1 %.
+
+    Source: Abramowitz and Stegun, 26.7.5, the expansion in 1 / degrees.
+    """
+    z = NORMAL_QUANTILE
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / degrees**power for power, term in enumerate(terms))
+
+
+def interval(values: Sequence[float], seed: int = 0) -> tuple[float, float] | None:
+    """Return the 95% bootstrap interval of a mean, over `DRAWS` draws of as many values; None for fewer than two."""
+    if len(values) < 2:
+        return None
+    low, high = np.percentile(resampled_means(np.asarray(values), seed), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def resampled_means(values: np.ndarray, seed: int) -> np.ndarray:
+    """Return the means [DRAWS] of as many values [N], drawn with replacement (Efron 1979)."""
+    random = np.random.default_rng(seed)
+    rows = max(1, BLOCK // len(values))
+    blocks = (min(rows, DRAWS - start) for start in range(0, DRAWS, rows))
+    return np.concatenate([random.choice(values, (count, len(values))).mean(1) for count in blocks])
