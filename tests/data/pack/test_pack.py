@@ -20,6 +20,7 @@ from warpfold.data.pack.report import PackReport, store_summary_text, summarize_
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import read_example
 from warpfold.data.structure.mmcif import read_structure
+from warpfold.data.structure.write import write_pdb
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPE_ORDER
 
@@ -343,3 +344,30 @@ def test_bad_hits_and_bad_structures_of_templates_stop_nothing(queries: Path) ->
     assert any("has no atoms" in reason for reason in entries["1one_A"].templates_refused)
     assert "cut short" in report.unused_hits["m/2one_A/x.hhr"]
     assert [entry.name for entry in report.dropped] == ["1old.cif"]
+
+
+def test_files_that_carry_one_entry_id_are_named_by_their_files(tmp_path: Path) -> None:
+    """As gemmi, PyMOL and pipelines leave them: HEADER of the first structure in all."""
+    header = f"{'HEADER    HYDROLASE':<62}9ABC\n"
+    for i, name in enumerate(("design_1.pdb", "design_2.pdb", "9abc.pdb", "deep/pdb9xyz.ent", "alone.pdb")):
+        path = tmp_path / "structures" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        entry = {"deep/pdb9xyz.ent": "9XYZ", "alone.pdb": "9QQQ"}.get(name, "9ABC")
+        text = write_pdb("x", [chain("A", (ONE, TWO)[i % 2], shift=float(i))])
+        path.write_text(header.replace("9ABC", entry) + text)
+    report = pack([tmp_path / "structures"], [], tmp_path / "store", PackOptions(require_msa=False))
+    assert report.dropped == []
+    assert {entry.name for entry in report.kept} == {"design_1_A", "design_2_A", "9abc_A", "9xyz_A", "9qqq_A"}
+
+
+def test_an_entry_with_unplaced_residues_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "structures/bad.pdb"
+    path.parent.mkdir()
+    text = write_pdb("x", [chain("A", ONE)])
+    seqres = "SEQRES   1 A   12  MET LYS VAL LEU ALA ALA GLY ILE VAL GLY LEU CYS\n"
+    path.write_text(seqres + "\n".join(line for line in text.split("\n") if not line.startswith("SEQRES")))
+    structure(tmp_path / "structures/1one.cif", chain("A", ONE))
+    report = pack([tmp_path / "structures"], [], tmp_path / "store", PackOptions(require_msa=False))
+    assert [entry.name for entry in report.kept] == ["1one_A"]
+    (entry,) = report.dropped
+    assert "residues with N, CA and C that are in no chain: 18" in entry.reason

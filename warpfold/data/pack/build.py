@@ -1,5 +1,6 @@
 """The jobs of packing that workers do: read the queries of alignments, read structures, build records of chains."""
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,11 +21,11 @@ from warpfold.data.pack.report import PackEntry
 from warpfold.data.similar.pairwise import column_map
 from warpfold.data.store.store import Packed, pack_record
 from warpfold.data.store.stored_example import example_arrays, example_notes, pack_assembly
-from warpfold.data.structure.chain import Chain, Structure
+from warpfold.data.structure.chain import Chain, Structure, normal_entry_id
 from warpfold.data.structure.library import Library
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError
-from warpfold.files import within_memory
+from warpfold.files import opened, within_memory
 from warpfold.geometry.residue import ATOM_ORDER
 
 WORTH_SHARING = 1024  # bytes of an array: smaller ones are repeated
@@ -92,9 +93,42 @@ def read_queries(job: tuple[Sequence[InputFile], int]) -> list[tuple[str, str]]:
     return found
 
 
-def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | None]) -> ReadChains:
-    """Read a structure file, and drop the chains that the options exclude."""
-    file, options, predicted = job
+ID_BYTES = 1 << 14  # of a file, in which its entry's id stands: HEADER is the first line, _entry.id one of the first
+_ENTRY_ID = re.compile(rb"^(?:HEADER.{56}(?P<pdb>[0-9A-Za-z]{4})|_entry\.id\s+(?P<mmcif>\S+))", re.MULTILINE)
+
+
+def files_to_name_by(files: Sequence[InputFile]) -> frozenset[str]:
+    """Find the structure files whose entries need the files' names, as several files carry the same entry id.
+
+    gemmi, PyMOL and many pipelines write the id of the first structure into all that they make of it. A file that is
+    named by its id keeps it; files of PDB mirrors (1abc.cif, pdb1abc.ent) are named so, and are not read.
+    Returns the names (`InputFile.name`) of the others.
+    """
+    stems: dict[str, str] = {}  # by InputFile.name
+    by_id: dict[str, list[str]] = {}
+    for file in files:
+        stem = file.path.name.split(".")[0]
+        stem = stem[3:] if re.fullmatch(r"pdb[0-9][a-z0-9]{3}", stem) else stem
+        stems[file.name] = normal_entry_id(stem)
+        entry = stems[file.name]
+        if not re.fullmatch(r"[0-9][a-z0-9]{3}", entry):
+            try:
+                with opened(file.path) as content:
+                    found = _ENTRY_ID.search(content.read(ID_BYTES))
+            except UserError:
+                continue  # the report says what is wrong with it when it is read
+            entry = normal_entry_id((found["pdb"] or found["mmcif"]).decode("latin-1")) if found else ""
+        by_id.setdefault(entry, []).append(file.name)
+    shared = {entry: names for entry, names in by_id.items() if entry and len({stems[name] for name in names}) > 1}
+    return frozenset(name for entry, names in shared.items() for name in names if stems[name] != entry)
+
+
+def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | None, bool]) -> ReadChains:
+    """Read a structure file, and drop the chains that the options exclude.
+
+    The last item of the job: name the entry by its file rather than by its id (`files_to_name_by`).
+    """
+    file, options, predicted, named_by_file = job
     confidence: dict[str, dict[str, float]] = {}
     if predicted is not None and predicted.why_not:
         return ReadChains(None, [PackEntry(file.title, file.name, False, predicted.why_not)])
@@ -102,6 +136,8 @@ def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | None]) -> Rea
         with within_memory(file.name):
             structure = parse_structure(file.read_bytes(options.limit), file.name)
             structure.check_placed(file.name)
+            if named_by_file:
+                structure = replace(structure, id=file.path.name.split(".")[0])
             if predicted is not None:
                 structure, confidence = with_confidence(structure, file, predicted, options)
     except UserError as error:

@@ -17,7 +17,15 @@ from pathlib import Path
 from warpfold import __version__
 from warpfold.bulk import AHEAD, JobPart, pool
 from warpfold.data.formats.input_files import ALIGNMENTS, HITS, STRUCTURES, InputFile, digest, find
-from warpfold.data.pack.build import BuildJob, BuiltChains, ReadChains, build, read_chains, template_library
+from warpfold.data.pack.build import (
+    BuildJob,
+    BuiltChains,
+    ReadChains,
+    build,
+    files_to_name_by,
+    read_chains,
+    template_library,
+)
 from warpfold.data.pack.jobs import DIED, Call, JobRunner, PackJob
 from warpfold.data.pack.match import Matcher, Queries
 from warpfold.data.pack.merge import finished_report, merge_parts, report_part
@@ -312,8 +320,9 @@ def _pack_structures(
         ]
         return build, BuildJob(files[name], structure, matched, options, inputs.folders)
 
+    by_file = files_to_name_by(inputs.structures)
     jobs = (
-        PackJob((name,), (read_chains, (file, options, inputs.predicted.get(file.name))))
+        PackJob((name,), (read_chains, (file, options, inputs.predicted.get(file.name), file.name in by_file)))
         for name, file in files.items()
     )
     for job, result in runner.run(jobs, build_next):
