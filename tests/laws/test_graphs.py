@@ -1,6 +1,6 @@
 """A step that was recorded and is replayed equals the step itself, bit for bit, whatever the host has changed since."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -149,6 +149,52 @@ def test_data_ranks_record_their_passes_and_send_what_they_would(name: str, reco
     assert run_ranks(on_a_rank, 2) == [True, True]
 
 
+@pytest.mark.parametrize("step_to_come", [1, 3])
+def test_a_rank_that_meets_a_new_shape_sends_what_others_replay(step_to_come: int) -> None:
+    """With two shapes and an example per rank: one rank replays a graph with cuts while the other calls for the first
+    time."""
+    config = OptimConfig(accumulate=2)
+
+    def on_a_rank() -> bool:
+        mesh = make_mesh(2)
+
+        def trained(graph: bool) -> tuple[list[float], Named]:
+            one, said = learner(Plan(data=2, sync=SyncConfig(bucket=0.01), graph=graph), config, mesh=mesh), []
+            for step in range(5):
+                new = mesh.data.rank == 1 and step == step_to_come
+                example = sample(2 * step + mesh.data.rank, 1, replace(WORK, residues=9) if new else WORK)
+                (found,) = one.learn([example], 1)
+                said += [float(found.losses[""]), float(found.norm), float(one.step(step))]
+            return said, one.optimizer.state()
+
+        (expected, weights), (found, replayed) = trained(False), trained(True)
+        assert found == expected
+        for key in weights:
+            assert torch.equal(replayed[key], weights[key]), key
+        return True
+
+    assert run_ranks(on_a_rank, 2) == [True, True]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_graph_of_a_pass_that_sends_does_not_serve_one_that_does_not(first: bool) -> None:
+    """Calls of one function with the same shapes: the context says whether a call sends."""
+    model, execution = torch.nn.Linear(1, 1), Execution(Plan(graph=True))
+    sends, sent = first, list[int]()
+
+    def function(inputs: Mapping[str, torch.Tensor]) -> Named:
+        if sends:
+            between(lambda: sent.append(step))
+        return {"x": 2 * inputs["x"]}
+
+    for step in range(8):
+        sends = first if step < 3 else step % 2 == 0
+        found = execution.call(model, function, {"x": torch.full((2,), float(step))}, ("sends", sends))
+        assert found["x"].tolist() == [2.0 * step] * 2
+        assert (step in sent) == sends
+    assert execution.graphs.recorded == 2
+
+
 COMPLEX = Work(chains=(3, 2, 3), sequences=3, extra=2, templates=1, residues=8, recycles=2)
 SHARED = {  # of ranks that share an example
     "axial": (Plan(axial=2), OptimConfig(accumulate=2)),
@@ -160,6 +206,10 @@ SHARED = {  # of ranks that share an example
         OptimConfig(accumulate=2),
     ),
     "axial, branches": (Plan(axial=2, branch=2), OptimConfig()),
+    "axial, data, of two examples the second sends": (
+        Plan(data=2, axial=2, sync=SyncConfig(bucket=0.01)),
+        OptimConfig(accumulate=4, clip="step"),
+    ),
 }
 
 
@@ -198,7 +248,8 @@ def test_ranks_that_share_an_example_record_their_messages(name: str, recorder: 
         assert found == expected
         for key in weights:
             assert torch.equal(replayed[key], weights[key]), key
-        assert graphs.recorded == len(messages) == 2  # a pass without gradient, and the last
+        # A pass without gradient, and the last; apart where it sends.
+        assert graphs.recorded == len(messages) == (3 if "second sends" in name else 2)
         assert min(messages) > 1
         assert graphs.replayed >= 4
         assert not graphs.refused

@@ -69,12 +69,14 @@ class Learner:
             inputs = features = self.trunk.inputs(examples)
             model.noise.seed(*keys[0]) if alone else model.noise.seed_batch(keys)  # that of the trunk was by the draw
             inputs = inputs | {"key": model.noise.key}
-        if self.optimizer.mesh.model.size > 1 or self.optimizer.sends:
+        # A graph of a pass that sends is cut where its buckets leave, so it must not serve one that does not send.
+        sends = self.optimizer.sends
+        if self.optimizer.mesh.model.size > 1 or sends:
             # Adding the gradient waits for other ranks here, which no graph can hold.
-            found = model.execution.call(model, self._backward, inputs)
+            found = model.execution.call(model, self._backward, inputs, ("sends", sends))
             found |= self._add(found)
         else:
-            found = model.execution.call(model, self._last_pass, inputs)
+            found = model.execution.call(model, self._last_pass, inputs, ("sends", sends))
         self.optimizer.end_example()
         losses = {name.removeprefix("loss:"): x for name, x in found.items() if name.startswith("loss:")}
         return [

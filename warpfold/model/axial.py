@@ -19,7 +19,7 @@ Two things make it fast.  Where all of x is there, `update` makes what is shared
 And while what is shared still travels between ranks, a slice may do what it can without it (`prepare`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
@@ -116,8 +116,11 @@ class PlainExecution:
         factors = layer.dropout_factors(x.shape, x) if residual else None
         return layer.update(read, mask, shared, x if residual else None, factors)
 
-    def call(self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor]) -> Named:
-        """Call a function of tensors that runs the model; another execution may replay its graph."""
+    def call(self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], context: Hashable = ()) -> Named:
+        """Call a function of tensors that runs the model; another execution may replay its graph.
+
+        context: what else decides what the function does, such as whether it sends to other ranks.
+        """
         return function(inputs)
 
     def rows(self, count: int) -> list[slice]:

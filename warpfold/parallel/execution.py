@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -88,12 +88,14 @@ class Execution(PlainExecution):
         """Have a model, or any module that holds trunk layers, run so from now on; return it.
 
         A later execution replaces this one; one that cannot run the model changes nothing.
-        Errors: UserError for a block or a device that the plan cannot run, or where compiling needs a compiler that is
-        not there.
+        Errors: UserError for a block or a device that the plan cannot run, for a model with frozen parameters on
+        branch ranks, or where compiling needs a compiler that is not there.
         """
         for kind in {p.device.type for p in model.parameters()}:
             if reason := self.plan.unsupported_on(kind):
                 raise UserError(reason)
+        if len({p.requires_grad for p in model.parameters()}) > 1 and (reason := self.plan.unsupported_when_frozen()):
+            raise UserError(reason)
         self._channels = max(self._channels, pair_channels(model))
         if (stack := main_stack(model)) is not None and self.plan.keep_blocks:
             self._keeping.update(part for block in stack.blocks[-self.plan.keep_blocks :] for part in block.modules())
@@ -167,11 +169,12 @@ class Execution(PlainExecution):
             most = slice_numbers(self.plan.chunk, x.shape[COLS], self._channels or x.shape[-1])
             return layer_in_slices(layer, x, mask, other, most, self.plan.in_place, residual)
 
-    def call(self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor]) -> Named:
-        """Call a function of tensors, or replay the graph of an earlier call with the same shapes.
+    def call(self, model: nn.Module, function: Function, inputs: Mapping[str, Tensor], context: Hashable = ()) -> Named:
+        """Call a function of tensors, or replay the graph of an earlier call with the same shapes and context.
 
-        A graph serves while the model's parameters keep their memory.  The function sends nothing to other ranks,
-        unless these share the example: they make the same calls, so all record one, or all replay it.
+        A graph serves while the model's parameters keep their memory.  Messages are recorded only between ranks that
+        share the example: these make the same calls, so all record one, or all replay it.  What is sent to data ranks
+        cuts the graph (`device.between`), so `context` must say whether a call sends.
         """
         if not self.records:
             return function(inputs)
@@ -180,7 +183,7 @@ class Execution(PlainExecution):
         packed = next((module.packed for module in model.modules() if isinstance(module, Linear)), None)
         if packed is not None:
             packed.catch_up()  # a graph asks for no weights, and would not notice that one was written to
-        return self.graphs.call(function, inputs, (model.training, memory), reason)
+        return self.graphs.call(function, inputs, (model.training, memory, context), reason)
 
     def _on_any_rank(self, found: bool) -> bool:
         """Return whether something was found on any of the ranks that share the example; all of them ask."""

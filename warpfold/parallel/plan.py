@@ -157,6 +157,19 @@ class Plan:
         }
         return unsupported_on_mps(device, requested)
 
+    def unsupported_when_frozen(self) -> str | None:
+        """Explain why this plan cannot train a model with frozen parameters, or return None.
+
+        Each branch rank computes one half of a block, and its backward pass waits for the gradient of the other half.
+        A rank whose half needs no gradient never sends it, and the ranks wait for each other until the time limit.
+        """
+        if self.branch > 1:
+            return (
+                "plan.branch = 2 computes m and z on different ranks, of which one could have nothing to train. Set "
+                'plan.branch = 1, or train everything (finetune.trainable = ["all"], without finetune.adapters)'
+            )
+        return None
+
     def unsupported_reason(self, outer: str) -> str | None:
         """Say why this plan cannot run a model whose blocks have the outer product there; None if it can."""
         if self.branch > 1 and outer == "middle":
