@@ -317,6 +317,13 @@ def changed(name: str, layer: nn.Module) -> AlphaFold:
     return model
 
 
+def partly_frozen() -> AlphaFold:
+    """The tiny model whose halves are independent, of which only the pair half of the last block is trained."""
+    model = odd(EvoformerBlock, "first").requires_grad_(False)
+    model.evoformer.blocks[-1].pair.requires_grad_(True)
+    return model
+
+
 def with_a_layer_beside_its_blocks() -> AlphaFold:
     model = tiny_model()
     model.evoformer.last = Transition(6)
@@ -334,6 +341,7 @@ def with_a_layer_beside_its_blocks() -> AlphaFold:
         (lambda: changed("msa.transition", OwnForward(8)), Plan(axial=2), AXIAL, r"OwnForward in evoformer"),
         (with_a_layer_beside_its_blocks, Plan(axial=2), AXIAL, r"last \(Transition\) stands in no block"),
         (tiny_model, Plan(branch=2), BRANCH, "needs blocks with independent halves"),
+        (partly_frozen, Plan(branch=2), BRANCH, r"one could have nothing to train. Set plan.branch = 1"),
         (tiny_model, Plan(axial=2), None, "needs a mesh"),
     ],
 )

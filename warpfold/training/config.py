@@ -95,11 +95,8 @@ class RunConfig:
                 "finetune.draws gives each draw its own number of recycles, and train.window exchanges examples of "
                 "different steps: leave one of them out"
             )
-        if plan.branch > 1 and self.finetune.freezes:
-            raise ValueError(
-                "plan.branch = 2 computes m and z on different ranks, of which one could have nothing to train "
-                '(finetune.trainable, finetune.adapters): leave it at 1, or train "all"'
-            )
+        if self.finetune.freezes and (reason := plan.unsupported_when_frozen()):
+            raise ValueError(reason)
         if plan.data > examples:
             raise ValueError(
                 f"plan.data = {plan.data} ranks cannot share the optim.accumulate = {examples} examples of a step: "
