@@ -60,10 +60,37 @@ def test_what_torchrun_says() -> None:
     said = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
     more = {"MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert ProcessInfo.from_environment(said | more) == ProcessInfo(3, 4, 1, 2, "a", 29500, True)
-    with pytest.raises(UserError, match="'MASTER_PORT' is missing or not a number; start with torchrun"):
-        ProcessInfo.from_environment(said)
-    with pytest.raises(UserError, match="'three'"):
-        ProcessInfo.from_environment(said | more | {"RANK": "three"})
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a"}, r"MASTER_PORT: not set, though WORLD_SIZE=2\."),
+        ({"WORLD_SIZE": "2", "RANK": "1", "MASTER_PORT": "1"}, r"MASTER_ADDR: not set, though WORLD_SIZE=2\."),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, r"RANK: not set, though WORLD_SIZE=2\."),
+        ({"WORLD_SIZE": "2", "RANK": "abc"}, r"RANK: 'abc' is not a whole number\."),
+        ({"WORLD_SIZE": "1", "RANK": "abc"}, r"RANK: 'abc' is not a whole number\."),
+        ({"WORLD_SIZE": "many", "RANK": "0"}, r"WORLD_SIZE: 'many' is not a whole number\."),
+        ({"WORLD_SIZE": "1", "RANK": "3"}, r"RANK: 3, but WORLD_SIZE=1\."),
+    ],
+)
+def test_a_wrong_variable_is_named_with_what_removes_it(variables: dict[str, str], says: str) -> None:
+    with pytest.raises(UserError, match=f"^environment variable {says} .* unset WORLD_SIZE RANK$"):
+        read(variables)
+
+
+def test_variables_that_a_job_manager_leaves_to_one_process_do_no_harm() -> None:
+    alone: list[dict[str, str]] = [
+        {"RANK": "0", "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "", "RANK": "", "MASTER_ADDR": "", "MASTER_PORT": "", "LOCAL_RANK": ""},
+        {"WORLD_SIZE": " ", "RANK": "0"},
+        {"SLURM_STEP_NUM_TASKS": ""},
+    ]
+    for variables in alone:
+        assert read(variables) == ProcessInfo()
+        assert not is_one_of_several(variables)
+    assert read(task(1, 2) | {"RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": ""}).rank == 5
 
 
 def test_torchrun_is_believed_first() -> None:

@@ -47,23 +47,49 @@ class ProcessInfo:
     def from_environment(cls, variables: Mapping[str, str]) -> "ProcessInfo":
         """Read the environment variables that torchrun sets, or else srun; without them the process is alone.
 
-        Errors: UserError for variables that are incomplete or not numbers.
+        A job manager may leave empty variables, which count as unset, or WORLD_SIZE=1 without MASTER_ADDR, since one
+        process has nobody to meet.
+        Errors: UserError for variables that are incomplete, not numbers, or contradict each other.
         """
-        variables = {**variables, **of_srun(variables)}
+        variables = without_empty({**variables, **of_srun(variables)})
         if "WORLD_SIZE" not in variables:
             return cls()
-        try:
-            return cls(
-                rank=int(variables["RANK"]),
-                ranks=int(variables["WORLD_SIZE"]),
-                local_rank=int(variables.get("LOCAL_RANK", 0)),
-                ranks_per_node=int(variables.get("LOCAL_WORLD_SIZE", 1)),
-                address=variables["MASTER_ADDR"],
-                port=int(variables["MASTER_PORT"]),
-                agent_keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+
+        def wrong(name: str, problem: str) -> UserError:
+            return UserError(
+                f"environment variable {name}: {problem}. Start several processes with torchrun or srun; for a single "
+                "process: unset WORLD_SIZE RANK"
             )
-        except (KeyError, ValueError) as error:
-            raise UserError(f"WORLD_SIZE is set, but {error} is missing or not a number; start with torchrun") from None
+
+        def read(name: str, default: str | None = None) -> str:
+            """Return the text of a variable that must be there."""
+            text = variables.get(name, default)
+            if text is None:
+                raise wrong(name, f"not set, though WORLD_SIZE={variables['WORLD_SIZE']}")
+            return text
+
+        def number(name: str, default: str | None = None) -> int:
+            """Return the whole number that a variable holds."""
+            text = read(name, default)
+            if not re.fullmatch(r"[0-9]{1,9}", text.strip()):
+                raise wrong(name, f"{text!r} is not a whole number")
+            return int(text)
+
+        ranks = number("WORLD_SIZE")
+        rank = number("RANK", "0" if ranks == 1 else None)
+        if rank >= ranks:
+            raise wrong("RANK", f"{rank}, but WORLD_SIZE={ranks}")
+        if ranks == 1:
+            return cls()
+        return cls(
+            rank=rank,
+            ranks=ranks,
+            local_rank=number("LOCAL_RANK", "0"),
+            ranks_per_node=number("LOCAL_WORLD_SIZE", "1"),
+            address=read("MASTER_ADDR"),
+            port=number("MASTER_PORT"),
+            agent_keeps_store=variables.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+        )
 
 
 TASKS = "SLURM_STEP_NUM_TASKS"
@@ -73,8 +99,14 @@ PORTS = range(10_000, 30_000)
 STEPS = 101  # a prime: so many steps of a job come before a port of the next job
 
 
+def without_empty(variables: Mapping[str, str]) -> dict[str, str]:
+    """Leave out variables that are set to nothing, as scripts of job managers leave them."""
+    return {name: value for name, value in variables.items() if value.strip()}
+
+
 def is_one_of_several(variables: Mapping[str, str]) -> bool:
     """Return whether torchrun or srun says that this process has others beside it."""
+    variables = without_empty(variables)
     return variables.get("WORLD_SIZE", variables.get(TASKS, "1")) != "1"
 
 
@@ -85,6 +117,7 @@ def of_srun(variables: Mapping[str, str]) -> dict[str, str]:
     one node; rank 0 is Slurm's task 0.  MASTER_ADDR and MASTER_PORT are kept where they are set.
     Errors: UserError for variables that are incomplete, or contradict each other.
     """
+    variables = without_empty(variables)
     if "RANK" in variables or variables.get(TASKS, "1") == "1":
         return {}
     try:
