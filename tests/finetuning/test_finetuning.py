@@ -1,6 +1,7 @@
 """`warpfold finetune` on a very small scale: all parts are there, it continues, and bad input leaves nothing."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,18 @@ import pytest
 
 import warpfold
 from tests.test_cli import run
+from warpfold import settings
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import entry_keys
 from warpfold.data.structure.mmcif import read_structure
 from warpfold.data.structure.write import write_mmcif
 from warpfold.data.synthetic.folder import generate
 from warpfold.errors import UserError
-from warpfold.finetuning.finetune import distinct_entries
+from warpfold.evaluation.before_after import DOCKQ, INTERFACE_LDDT, fold_before_after, means
+from warpfold.finetuning.finetune import COMPLEX, both_models, compared_scores, distinct_entries
 from warpfold.finetuning.page import verdict
 from warpfold.scoring.intervals import paired_difference
+from warpfold.training.config import RunConfig
 
 SMALL = {
     "data.max_msa": 4,
@@ -157,6 +161,37 @@ def test_a_mistake_does_not_take_the_folder(given: dict[str, Any], tmp_path: Pat
     assert warpfold.finetune(out=out, device="cpu", **{**given, "steps": 1})["status"] == "complete"
     with pytest.raises(UserError, match="another run"):
         warpfold.finetune(out=out, device="cpu", **{**given, "steps": 2})
+
+
+def test_settings_are_no_difference(given: dict[str, Any], tmp_path: Path) -> None:
+    """Trained heads move no atom: whatever the settings, all differences are exactly zero."""
+    changed = {**SMALL, "data.max_msa": 2, "data.max_extra": 2, "model.recycles": 1}
+    again = {**given, "set": changed, "trainable": "heads", "steps": 2}
+    result = warpfold.finetune(out=tmp_path / "tuned", device="cpu", **again)
+    assert (result["folded"]["max_msa"], result["folded"]["max_extra"], result["folded"]["recycles"]) == (2, 2, 1)
+    for scores in result["compared"]["test"].values():
+        assert (scores["difference"], scores["wins"], scores["losses"]) == (0, 0, 0)
+    assert "with 1 recycle, 2 clustered and 2 extra alignment rows" in (tmp_path / "tuned/card.md").read_text()
+
+
+def test_equal_weights_are_folded_once(done: tuple[Path, dict[str, Any]], tiny_params: Path) -> None:
+    config = settings.build(RunConfig, done[1]["settings"])
+    before, after = both_models(tiny_params, tiny_params, config, "cpu")
+    assert before is after
+    (one,) = fold_before_after(Store(done[0] / "store"), done[1]["tested"][:1], before, after, 0)
+    assert one.predictions[0] is one.predictions[1]
+
+
+def test_scores_that_do_not_exist_are_left_out(done: tuple[Path, dict[str, Any]], tiny_params: Path) -> None:
+    """A single chain has no interface: its DockQ is not 0."""
+    config, keys = settings.build(RunConfig, done[1]["settings"]), done[1]["tested"]
+    models = both_models(tiny_params, tiny_params, config, "cpu")
+    measured = list(fold_before_after(Store(done[0] / "store"), keys, *models, 0))
+    assert all(map(math.isnan, DOCKQ.of(measured[0]) + INTERFACE_LDDT.of(measured[0])))
+    found = compared_scores(measured, COMPLEX, dict.fromkeys(keys, "x"))
+    assert "dockq" not in found
+    assert found["lddt_ca"]["targets"] == len(keys)
+    assert means([DOCKQ], measured) == {"dockq": {"untrained": None, "trained": None}}
 
 
 def test_one_chain_of_each_sequence_is_tested(tmp_path: Path) -> None:

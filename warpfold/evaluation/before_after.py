@@ -1,5 +1,6 @@
 """Fold examples of a store with the parameters before and after a training, and show how much better they are."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,7 +43,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measure:
-    """A number from 0 to 1 that training should raise: its name in summary.json, and that for people."""
+    """A number from 0 to 1 that training should raise: its name in summary.json, and that for people.
+
+    NaN where the score does not exist, such as DockQ of a single chain.
+    """
 
     key: str
     label: str
@@ -53,23 +57,32 @@ class Measure:
         return [self.value(*folded) for folded in zip(one.predictions, one.scores)]
 
     def means(self, measured: Sequence[Measured]) -> dict[str, float]:
-        """Return its means over examples, untrained and trained."""
-        before, after = np.mean([self.of(one) for one in measured], axis=0)
+        """Return its means over the examples that have it, untrained and trained; NaN if none has it."""
+        scores = np.array([self.of(one) for one in measured])
+        scores = scores[~np.isnan(scores).any(axis=1)]
+        before, after = scores.mean(axis=0) if len(scores) else (math.nan, math.nan)
         return {"untrained": round(float(before), 4), "trained": round(float(after), 4)}
 
 
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
 LDDT = Measure("lddt_ca", "lDDT-Cα", lambda _, score: score.lddt_ca)
-DOCKQ = Measure("dockq", "DockQ", lambda _, score: (score.complex and score.complex.dockq) or 0.0)
+DOCKQ = Measure("dockq", "DockQ", lambda _, score: _number(score.complex.dockq if score.complex else None))
 INTERFACE_LDDT = Measure(
-    "interface_lddt", "interface lDDT", lambda _, score: (score.complex and score.complex.ilddt) or 0.0
+    "interface_lddt", "interface lDDT", lambda _, score: _number(score.complex.ilddt if score.complex else None)
 )
-IPTM = Measure("iptm", "ipTM", lambda prediction, _: prediction.iptm or 0.0)
+IPTM = Measure("iptm", "ipTM", lambda prediction, _: _number(prediction.iptm))
 
 
 def fold_before_after(
     store: Store, keys: Sequence[str], before: Predictor, after: Predictor, seed: int
 ) -> Iterator[Measured]:
-    """Fold entries of a store with both models, and score them against their structures, one after another."""
+    """Fold entries of a store with both models, and score them against their structures, one after another.
+
+    If `before` and `after` are the same object, each entry is folded once.
+    """
     for key in keys:
         assembly = read_assembly(store, key)  # of a chain: of one
         if (
@@ -77,7 +90,8 @@ def fold_before_after(
         ):  # the PDB format has room for one letter
             assembly = replace(assembly, ids=(name,))
         example = replace(assembly, chains=tuple(chain.take(slice(None)) for chain in assembly.chains))
-        first, second = (model.fold_example(example, seed=seed, representations=False) for model in (before, after))
+        second = after.fold_example(example, seed=seed, representations=False)
+        first = second if before is after else before.fold_example(example, seed=seed, representations=False)
         yield measure(assembly, first, second)
 
 
@@ -101,8 +115,11 @@ def measure(assembly: Assembly, before: Prediction, after: Prediction) -> Measur
 
 
 def means(measures: Sequence[Measure], measured: Sequence[Measured]) -> dict[str, Any]:
-    """Return the mean of every measure, untrained and trained."""
-    return {measure.key: measure.means(measured) for measure in measures}
+    """Return the mean of every measure, untrained and trained, for JSON: None in place of NaN."""
+    found = {measure.key: measure.means(measured) for measure in measures}
+    return {
+        key: {when: None if math.isnan(value) else value for when, value in both.items()} for key, both in found.items()
+    }
 
 
 def compared(
@@ -121,7 +138,7 @@ def compared(
         lddt = 100 * lddt_per_residue(m)
         known += [(m.trained.plddt[i], lddt[i]) for i in np.flatnonzero(~np.isnan(lddt))]
         sizes = [str(m.assembly.length), str(max(chain.depth for chain in m.assembly.chains))]
-        scores = [f"{value:.2f}" for measure in measures for value in measure.of(m)]
+        scores = ["–" if math.isnan(value) else f"{value:.2f}" for measure in measures for value in measure.of(m)]
         overlap = [f"{m.scores[1].tm:.2f}", f"{m.scores[1].rmsd:.1f}"]
         rows.append([m.assembly.name, *sizes, *scores, f"{m.trained.mean_plddt:.0f}", *overlap])
     names, first = [m.assembly.name for m in measured], measures[0]

@@ -39,17 +39,19 @@ from warpfold.errors import UserError, listed
 from warpfold.evaluation.before_after import DOCKQ, INTERFACE_LDDT, LDDT, Measure, Measured, fold_before_after
 from warpfold.files import checksum, file_name, sha256, write_atomically
 from warpfold.finetuning.choose import chosen_settings, first_settings, planned
-from warpfold.finetuning.page import comparison_sections, report_page, verdict
+from warpfold.finetuning.page import comparison_sections, folded_with, report_page, verdict
 from warpfold.finetuning.split import Split, make_split, read_split
-from warpfold.model.weights.files import load_config
+from warpfold.model.alphafold import AlphaFold
+from warpfold.model.weights.files import load_config, load_model
 from warpfold.prediction.outputs import claim_folder, put_aside, remove_drafts, write_prediction, write_summary
-from warpfold.prediction.predictor import load
+from warpfold.prediction.predictor import Predictor, load
 from warpfold.progress import Progress, no_progress
 from warpfold.report.report import write_report
 from warpfold.scoring.intervals import paired_difference
 from warpfold.training.card import run_card
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import hold_out
+from warpfold.training.first_weights import start_from
 from warpfold.training.processes import train_here
 
 FORMAT = "warpfold-finetune-1"
@@ -160,7 +162,7 @@ def finetune(
 
     began = time.perf_counter()
     entries, measured = list[dict[str, Any]](), dict[str, list[Measured]]()
-    models = load(options.init, device), load(out / "params.safetensors", device)
+    before, after = both_models(options.init, out / "params.safetensors", config, device)
     clusters = {"test": distinct_entries(store, split.test, assemblies, split.by)}
     folded = {"test": store}
     if general is not None:
@@ -170,7 +172,7 @@ def finetune(
         keys = list(clusters[kind])
         remove_drafts(out / folder / file_name(key) for folder in ("before", "after") for key in keys)
         measured[kind] = []
-        for one in fold_before_after(where, keys, *models, options.seed):
+        for one in fold_before_after(where, keys, before, after, options.seed):
             for folder, prediction in zip(("before", "after"), one.predictions):
                 entries.append(write_prediction(prediction, out / folder))
             measured[kind].append(one)
@@ -187,6 +189,15 @@ def finetune(
         "entries": {name: len(part) for name, part in split.parts.items()},
         "split_by": split.by,
         "tested": list(clusters["test"]),
+        "folded": {
+            "recycles": after.model.config.recycles,
+            "ensemble": after.model.config.ensemble,
+            "max_msa": after.sample.max_msa,
+            "max_extra": after.sample.max_extra,
+            "max_templates": after.sample.max_templates,
+            "seed": options.seed,
+            "equal_weights": before is after,
+        },
         "dropped": {one.name or one.file: one.reason for one in packed.dropped},
         "steps": summary.steps,
         "settings": settings.to_dict(config),
@@ -216,7 +227,7 @@ def finetune(
         facts=[
             ("entries", ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items())),
             ("split", f"by {split.by}, in `split.toml`"),
-            ("tested", f"{len(clusters['test'])} entries, one of each distinct sequence"),
+            ("tested", f"{len(clusters['test'])} entries, one of each distinct sequence; {folded_with(result)}"),
             ("what was trained", ", ".join(config.finetune.trainable) or "adapters alone"),
         ],
         sections=comparison_sections(result),
@@ -233,6 +244,23 @@ def said_of(config: RunConfig, split: Split, plan: str) -> str:
         f"{parts} (by {split.by}); {config.train.steps} steps of {optim.accumulate}, rate {optim.learning_rate:g}"
         + (f"; {plan}" if plan else "")
     )
+
+
+def both_models(init: Path, params: Path, config: RunConfig, device: torch.device | str) -> tuple[Predictor, Predictor]:
+    """Load the models before and after training, which differ in nothing but their weights.
+
+    Each file of parameters names the sampling, recycles and other settings of its own.  Both models take those of
+    `params`, which the run has set: otherwise a difference of settings would count as a difference of weights.
+    If the weights are equal, both are the same object.
+    """
+    after = load(params, device)
+    torch.manual_seed(config.train.seed)  # as in training, for heads that `init` lacks
+    model = AlphaFold(after.model.config)
+    start_from(model, load_model(init), str(init), config.train.new_heads)
+    first, last = model.state_dict(), after.model.state_dict()
+    if all(torch.equal(first[name], value.cpu()) for name, value in last.items()):
+        return after, after
+    return Predictor(model, device, sample=after.sample), after
 
 
 def distinct_entries(store: Store, keys: Sequence[str], assemblies: bool, by: str = "cluster") -> dict[str, str]:

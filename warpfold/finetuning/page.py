@@ -32,6 +32,15 @@ def verdict(result: Mapping[str, Any]) -> str:
     return f"{'Better' if found['verdict'] == 'better' else 'No clear difference'}: {change}"
 
 
+def folded_with(result: Mapping[str, Any]) -> str:
+    """Say with which sampling, recycles and seed the proteins were folded before and after."""
+    folded = result["folded"]
+    return (
+        f"before and after with {counted(folded['recycles'], 'recycle')}, {folded['max_msa']} clustered and "
+        f"{folded['max_extra']} extra alignment rows, seed {folded['seed']}"
+    )
+
+
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun: "1 cluster", "3 clusters"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
@@ -87,7 +96,7 @@ def report_page(
     sections = [
         Section(
             f"Is it better? {PARTS[kind].capitalize()}",
-            "The same proteins, folded with the parameters before and after, one of each distinct sequence. All "
+            f"The same proteins, one of each distinct sequence, folded {folded_with(result)}. All "
             "clusters count equally. The interval is a t interval of the mean difference over clusters: if it contains "
             f"zero, the difference may be chance. Below {MIN_CLUSTERS} clusters there is no interval and no verdict.",
             table=table_of(result["compared"][kind], measures),
