@@ -164,6 +164,7 @@ def _styles_as_classes(content: str) -> tuple[str, str]:
     classes: dict[str, str] = {}
 
     def replaced(match: re.Match[str]) -> str:
+        """Move the style of one tag into a class."""
         tag = match[0]
         found = re.search(r"\sstyle=\"([^\"]*)\"", tag)
         assert found is not None
