@@ -50,7 +50,7 @@ class Truth:
 
 
 def target_key(name: str) -> str:
-    """Return the spelling by which targets are compared: the PDB id in its normal form, the chain as it is.
+    """Normalize the name of a target: the PDB id in its normal form, the chain unchanged.
 
     Chains that differ only in case are different chains: every ribosome has an A and an a.
     """

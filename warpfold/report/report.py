@@ -129,8 +129,8 @@ def render(report: ReportPage) -> str:
             sections += [_side_by_side(group)] if len(group) > 1 else []
             sections += [_target(i, target) for i, target in group]
         sections.append("</section>")
-    # The page's policy allows its own scripts and styles by their hashes, and no others: text that somebody smuggles
-    # into a page cannot run. Hashes do not cover style attributes, so these become classes.
+    # The page's policy allows its own scripts and styles by their hashes, and no others: injected text cannot
+    # run. Hashes do not cover style attributes, so these become classes.
     content, rules = _styles_as_classes("\n".join(sections))
     style = _part("report.css") + rules
     shows = bool(report.targets)

@@ -132,8 +132,8 @@ def score(predicted: Structure, reference: Structure, chains: Mapping[str, str] 
 def pair(predicted: Structure, reference: Structure, chains: Mapping[str, str] | None = None) -> "Paired":
     """Find which chains and residues correspond.
 
-    chains: predicted -> reference chain names; default: found by sequence and position. One pair of groups of reference
-    chains, {"A": "HL"}, makes one partner of each group: see `_partners`.
+    chains: predicted -> reference chain names. By default they are found by sequence and position. One pair of groups
+    of reference chains, {"A": "HL"}, makes one partner of each group (`_partners`).
     Errors: UserError where no chains match, or a named one does not exist.
     """
     ours, theirs = predicted.chains, reference.chains

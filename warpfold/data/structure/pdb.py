@@ -198,7 +198,7 @@ _UNREAD = ("LINK", "SSBOND", "CISPEP", "CONECT", "SITE", "DBREF", "SEQADV", "HEL
 def _as_text(lines: Sequence[str], first: int, chains: Sequence[SeparatedChain], copies: bool, notes: list[str]) -> str:
     """Write a PDB file that gemmi reads as it is meant: one model, every chain with a name of its own and in one place.
 
-    first: the row of the first atom; the header is before it. Adds to the notes what is left out.
+    first: the row of the first atom; the header is before it. Adds a note on SEQRES records that are left out.
     """
     short = {name: key for key, name in _short_names(chains).items()}
     is_renamed = any(chain.source and chain.name != chain.source for chain in chains)
@@ -230,8 +230,8 @@ def _seqres(
     """Yield the SEQRES records of each chain.
 
     Where several chains have one name, the records are theirs if there are as many sets of records (numbered from 1
-    again), or if they are copies in different models. Otherwise nobody knows whose they are, and the sequences come
-    from the coordinates.
+    again), or if they are copies in different models. Otherwise their owner is unknown, and the sequences come from the
+    coordinates.
     """
     sets: dict[str, list[list[str]]] = {}
     serials: dict[str, int] = {}

@@ -22,11 +22,12 @@ RIGID_RMSD = 0.5  # angstrom; copies of an assembly are exact, while models of a
 
 ResidueKey = tuple[int, str]  # number and insertion code
 
-PLACEHOLDER = 9999  # programs write 9999.0 to 9999.999, or 0, for each coordinate of an atom that nobody saw
+# Programs write 9999.0 to 9999.999, or 0, for each coordinate of an unobserved atom.
+PLACEHOLDER = 9999
 
 
 def is_placeholder(xyz: np.ndarray) -> np.ndarray:
-    """Return which positions [*, 3] stand for an atom that was not observed: 0, 0, 0, or 9999 in each coordinate."""
+    """Find placeholder positions [*, 3] of unobserved atoms: 0, 0, 0, or 9999 in each coordinate. Returns bool [*]."""
     return (xyz == 0).all(-1) | (np.floor(np.abs(xyz)) == PLACEHOLDER).all(-1)
 
 
@@ -256,7 +257,7 @@ def _name(chains: Sequence[SeparatedChain]) -> None:
 
 
 def count_models(models: Sequence[Mapping[tuple[str, ResidueKey], np.ndarray]], is_nmr: bool) -> tuple[bool, list[str]]:
-    """Return whether all models of a file count, and a note on what they are."""
+    """Decide whether all models of a file count or the first alone; return that and a note on them."""
     count = len(models)
     models = [model for model in models if model]
     if len(models) < 2:
