@@ -358,6 +358,24 @@ def test_held_out_features_are_made_one_ahead_and_always_alike(store: Store, mon
         list(chosen.held_out_features([(store, "nobody")], config))
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("draws", "expected"), [(1, [3]), (2, [1, 3]), (3, [1, 2, 3]), (4, [0, 1, 2, 3]), (8, [0, 0, 1, 1, 2, 2, 3, 3])]
+)
+def test_few_draws_have_stratified_recycles(seed: int, draws: int, expected: list[int]) -> None:
+    """Whatever the seed, one draw has the model's number, with which predictions run."""
+    base = tiny_run()
+    config = dataclasses.replace(
+        base,
+        model=dataclasses.replace(base.model, recycles=3),
+        train=dataclasses.replace(base.train, seed=seed),
+        finetune=dataclasses.replace(base.finetune, draws=draws),
+    )
+    drawn = [draw_recycles(config, step) for step in range(3 * draws)]
+    assert sorted(drawn[:draws]) == expected
+    assert drawn == 3 * drawn[:draws]
+
+
 def test_recycles_are_uniform_and_a_function_of_the_step() -> None:
     config = tiny_run()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, recycles=3))

@@ -152,8 +152,13 @@ def held_out_features(held_out: Sequence[tuple[Store, str]], config: RunConfig) 
 
 
 def draw_recycles(config: RunConfig, step: int) -> int:
-    """Draw how often the examples of a step are recycled: uniform from 0 to the model's number, one draw for all."""
-    step = config.finetune.draw(step, 1)
+    """Draw the number of recycles of a step's examples, uniform from 0 to the model's number; all have the same.
+
+    With `finetune.draws` the same few draws come for ever, so their numbers are stratified: the first has the model's
+    number, with which validation and prediction run, and the others are spread evenly over the smaller ones.
+    """
+    if draws := config.finetune.draws:
+        return config.model.recycles - config.finetune.draw(step, 1) * (config.model.recycles + 1) // draws
     return int(keyed_rng(config.train.seed, "recycles", step).integers(config.model.recycles + 1))  # Algorithm 31
 
 
