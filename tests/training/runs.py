@@ -35,11 +35,11 @@ HELIX = {
 }
 
 
-def helix(name: str, length: int, seed: int) -> RawExample:
-    """A helix (backbone and CB) of random sequence with an alignment of five rows."""
+def helix(name: str, length: int, seed: int, sequence: str = "") -> RawExample:
+    """A helix (backbone and CB) of random sequence, if none is given, with an alignment of five rows."""
     rng = np.random.default_rng(seed)
     letters = np.array(list(RESTYPES))
-    sequence = "".join(rng.choice(letters, length))
+    sequence = sequence or "".join(rng.choice(letters, length))
     rows = ["".join(np.where(rng.random(length) < 0.3, rng.choice(letters, length), list(sequence))) for _ in range(5)]
     raw = from_sequence(sequence, name=name)
     codes = np.array([[RESTYPES.index(letter) for letter in row] for row in [sequence, *rows]], np.uint8)

@@ -40,6 +40,10 @@ class FinetuneCommand(Checked):
     ] = None
     split: Annotated[PathLike | None, reads("A split.toml of an earlier run, to be split alike.")] = None
     one_family: Annotated[bool, decides("Split by chain, where all are relatives; the report says so.")] = False
+    split_identity: Annotated[
+        float,
+        decides("Identity from which parts of chains count as related, 0.3 to 1; the report says if it is raised."),
+    ] = 0.3
     trainable: Annotated[
         str | None,
         decides("all, structure, heads, or patterns of parameters, a,b; default: all, with --adapters none."),
@@ -73,6 +77,8 @@ class FinetuneCommand(Checked):
         from warpfold.cost.machine import parse_memory
         from warpfold.finetuning.finetune import FinetuneOptions, finetune
 
+        if not 0.3 <= self.split_identity <= 1:
+            raise UserError(f"--split-identity {self.split_identity}: is out of range. Give a share from 0.3 to 1")
         general = None if self.rehearse is None else sources_of([self.rehearse])[0]
         if general is not None and not general.weight < 1:
             raise UserError(f"--rehearse {self.rehearse}: expected STORE=SHARE, with a share above 0 and below 1")
@@ -89,6 +95,7 @@ class FinetuneCommand(Checked):
             rehearse=general,
             split=arguments.path_or_none("split", self.split),
             one_family=self.one_family,
+            split_identity=self.split_identity,
             trainable=[name.strip() for name in (self.trainable or "").split(",") if name.strip()],
             adapters=self.adapters,
             steps=self.steps,
@@ -115,8 +122,12 @@ def finetune_in_shell(given: dict[str, Any]) -> Answer:
     """Fine-tune under a progress bar, and say whether it is better."""
     with progress_bar(narrate=True) as bar, plans_said():
         result = finetune(**given, progress=bar)
-    from warpfold.finetuning.page import verdict
+    from warpfold.finetuning.page import stated_relatives, verdict
 
     out = given["out"]
-    lines = [verdict(result), f"parameters: {out / 'params.safetensors'}", f"open {out / 'report.html'}"]
+    lines = [
+        verdict(result) + stated_relatives(result),
+        f"parameters: {out / 'params.safetensors'}",
+        f"open {out / 'report.html'}",
+    ]
     return Answer(result, lines)

@@ -87,6 +87,7 @@ def chosen_settings(
             "test": list(split.test),
             "validation_examples": VALIDATED,
             "validate_every": max(1, count // 10),
+            "related_identity": 0.0,  # finetune has left related entries out of the sources
             "validation_share": 1.0,  # all of them each time: they choose the parameters
             "save_every": max(1, count // 10),
             "patience": 4,

@@ -24,23 +24,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from warpfold import __version__, settings
 from warpfold.data.load.order import Source, joined_clusters, split_keys
+from warpfold.data.load.relatives import related_entries
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.report import PackReport
 from warpfold.data.search import search as searching
 from warpfold.data.search.database import Database
+from warpfold.data.similar.relatives import MIN_IDENTITY
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import entry_keys, read_assembly
+from warpfold.device import cores
 from warpfold.errors import UserError, listed
 from warpfold.evaluation.before_after import DOCKQ, INTERFACE_LDDT, LDDT, Measure, Measured, fold_before_after
 from warpfold.files import checksum, file_name, sha256, write_atomically
 from warpfold.finetuning.choose import chosen_settings, first_settings, planned
-from warpfold.finetuning.page import comparison_sections, folded_with, report_page, verdict
-from warpfold.finetuning.split import Split, make_split, read_split
+from warpfold.finetuning.page import comparison_sections, folded_with, report_page, stated_relatives, verdict
+from warpfold.finetuning.split import Split, make_split, read_split, without_relatives
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.files import load_config, load_model
 from warpfold.prediction.outputs import claim_folder, put_aside, remove_drafts, write_prediction, write_summary
@@ -77,6 +81,7 @@ class FinetuneOptions:
     rehearse: Source | None = None
     split: Path | None = None
     one_family: bool = False
+    split_identity: float = MIN_IDENTITY
     trainable: Sequence[str] = ()
     adapters: int = 0
     steps: int | None = None
@@ -93,6 +98,7 @@ class FinetuneOptions:
         split = self.split and checksum(self.split)
         decides = [*inputs, list(self.search), rehearsed, split, self.one_family, self.adapters, self.steps]
         decides += [list(self.trainable), list(self.changes), self.seed, checksum(self.init), __version__]
+        decides += [str(self.split_identity)]
         return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
 
@@ -128,24 +134,33 @@ def finetune(
     seconds["searching"] = time.perf_counter() - began
     began = time.perf_counter()
     packing = PackOptions(assemblies=assemblies)
+    # Clusters of whole chains are similar at 40 % identity; a larger identity of the split divides them, too.
+    packing = replace(packing, cluster_identity=max(packing.cluster_identity, options.split_identity))
     packed = pack(options.structures, msas, out / "store", packing, workers=options.workers, progress=tell)
     store = Store(out / "store")
     _check_alignments(packed, msas)
+    limit, left_out = options.split_identity, dict[str, int]()
     if options.split is not None:
-        split = read_split(options.split, store, assemblies)
+        read = read_split(options.split, store, assemblies)
+        split = without_relatives(read, store, limit)
+        left_out |= {name: len(part) - len(split.parts[name]) for name, part in read.parts.items()}
     else:
-        split = make_split(store, options.seed, assemblies, "chain" if options.one_family else "cluster")
+        split = make_split(store, options.seed, assemblies, "chain" if options.one_family else "cluster", limit)
     if not (out / "split.toml").exists():
         split.write(out / "split.toml")
     seconds["packing"] = time.perf_counter() - began
 
     began = time.perf_counter()
-    general, forgotten = _rehearsal(options, assemblies)
+    general, forgotten, left_out["rehearsal"] = _rehearsal(options, assemblies, store, split)
+    for name, count in left_out.items():
+        if count:
+            log.info("%s", f"{count:,} {name} entries left out: related to what tests or validates, at {limit:.0%}")
     values = chosen_settings(first, split, options.steps, options.trainable, options.adapters)
     values["train"] |= {"seed": options.seed, "test": [*split.test, *forgotten]}
     config, said = planned(values, options.changes, out / "run", device, options.memory)
     log.info("%s", said_of(config, split, said))
-    sources = [Source(store, weight=1.0 - (general.weight if general else 0.0), assemblies=assemblies)]
+    used = [key for part in split.parts.values() for key in part]
+    sources = [Source(store, used, 1.0 - (general.weight if general else 0.0))]
     sources += [general] if general is not None else []
 
     def watch(row: dict[str, Any]) -> None:
@@ -165,7 +180,7 @@ def finetune(
     before, after = both_models(options.init, out / "params.safetensors", config, device)
     clusters = {"test": distinct_entries(store, split.test, assemblies, split.by)}
     folded = {"test": store}
-    if general is not None:
+    if general is not None and forgotten:
         clusters["general"] = distinct_entries(general.store, forgotten, assemblies)
         folded["general"] = general.store
     for kind, where in folded.items():
@@ -198,6 +213,8 @@ def finetune(
             "seed": options.seed,
             "equal_weights": before is after,
         },
+        "split_identity": limit,
+        "left_out": {name: count for name, count in left_out.items() if count},
         "dropped": {one.name or one.file: one.reason for one in packed.dropped},
         "steps": summary.steps,
         "settings": settings.to_dict(config),
@@ -222,11 +239,11 @@ def finetune(
         command,
         summary.best,
         title="Fine-tuned parameters",
-        verdict=verdict(result),
+        verdict=verdict(result) + stated_relatives(result),
         parameters=[out / "params.safetensors"],
         facts=[
             ("entries", ", ".join(f"{len(keys)} {name}" for name, keys in split.parts.items())),
-            ("split", f"by {split.by}, in `split.toml`"),
+            ("split", f"by {split.by}, in `split.toml`; related entries left out: {sum(left_out.values()):,}"),
             ("tested", f"{len(clusters['test'])} entries, one of each distinct sequence; {folded_with(result)}"),
             ("what was trained", ", ".join(config.finetune.trainable) or "adapters alone"),
         ],
@@ -324,11 +341,30 @@ def _check_alignments(packed: PackReport, msas: Sequence[Path]) -> None:
         )
 
 
-def _rehearsal(options: FinetuneOptions, assemblies: bool) -> tuple[Source | None, list[str]]:
-    """Return what is rehearsed, and the entries of that store which are kept to see what was forgotten."""
+def _rehearsal(
+    options: FinetuneOptions, assemblies: bool, store: Store, split: Split
+) -> tuple[Source | None, list[str], int]:
+    """Return the source to rehearse, the entries of its store that show what was forgotten, and the number left out.
+
+    An entry that is related to the test, the validation or one of these is not rehearsed.  None of these is related to
+    an entry of the user's that is trained on or validated.
+    """
     if options.rehearse is None:
-        return None, []
-    store = options.rehearse.store
-    entries = Source(store, assemblies=assemblies).keys
-    held = min(GENERAL, max(1, len(entries) // 10))
-    return options.rehearse, split_keys(store, held, options.seed, assemblies)[1][:GENERAL]
+        return None, [], 0
+    general, limit, threads = options.rehearse.store, options.split_identity, cores()
+    source = Source(general, assemblies=assemblies)
+    held = min(GENERAL, max(1, len(source.keys) // 10))
+    drawn = split_keys(general, held, options.seed, assemblies)[1][:GENERAL]
+    seen = [(store, key) for key in (*split.training, *split.validation)]
+    related = set(related_entries(Source(general, drawn), seen, limit, threads).tolist())
+    forgotten = [key for place, key in enumerate(drawn) if place not in related]
+    judging = [*((store, key) for key in (*split.test, *split.validation)), *((general, key) for key in forgotten)]
+    places = set(related_entries(source, judging, limit, threads).tolist())
+    kept = [place for place, key in enumerate(source.keys) if place not in places or key in forgotten]
+    if len(kept) == len(forgotten):
+        raise UserError(
+            f"{general.path}: every entry is related to the test or the validation. Leave --rehearse out, or raise "
+            "--split-identity"
+        )
+    rehearsed = Source(general, source.keys.take(np.array(kept)), options.rehearse.weight)
+    return rehearsed, forgotten, len(source.keys) - len(kept)

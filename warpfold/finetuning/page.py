@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from warpfold.data.similar.relatives import MIN_IDENTITY
 from warpfold.evaluation.before_after import Measure, Measured, compared, target_with_truth
 from warpfold.report import figures
 from warpfold.report.report import ReportPage, ReportTable, Section, Warned
@@ -44,6 +45,12 @@ def folded_with(result: Mapping[str, Any]) -> str:
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun: "1 cluster", "3 clusters"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def stated_relatives(result: Mapping[str, Any]) -> str:
+    """Return the sentence that follows the verdict if --split-identity was raised, or nothing."""
+    limit = result["split_identity"]
+    return f" Relatives up to {100 * limit:g} % identity are in training." if limit > MIN_IDENTITY else ""
 
 
 def table_of(scores: Mapping[str, Any], measures: Sequence[Measure]) -> ReportTable:
@@ -110,12 +117,13 @@ def report_page(
     versions = result["versions"]
     return ReportPage(
         title="Fine-tuned",
-        lead=verdict(result),
+        lead=verdict(result) + stated_relatives(result),
         facts=[
             ("lDDT-Cα of the test, before", f"{scores['before']:.3f}"),
             ("after", f"{scores['after']:.3f}"),
             ("proteins trained on", str(result["entries"]["training"])),
             ("tested on", str(len(result["tested"]))),
+            ("related entries left out", f"{sum(result['left_out'].values()):,}"),
             ("steps", f"{result['steps']:,}"),
         ],
         warnings=warned,

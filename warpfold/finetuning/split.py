@@ -4,13 +4,19 @@ A test protein with a relative in training tells how well the model remembers, n
 go to one part.  The split is a file, so that another run, or another program, can be held to the same.
 """
 
+import logging
 import tomllib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+import numpy as np
+
 from warpfold.data.load.order import Source, joined_clusters
+from warpfold.data.load.relatives import families, related_entries
+from warpfold.data.similar.relatives import MIN_IDENTITY
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import entry_keys
+from warpfold.device import cores
 from warpfold.errors import UserError, listed
 from warpfold.files import write_atomically
 from warpfold.keyed import keyed_rng
@@ -19,6 +25,9 @@ from warpfold.settings import toml_value
 LEAST = 10  # entries below which nothing can be held out that would tell anything
 SHARE = 0.15  # of the entries that validate, and as many that test
 MOST = 60  # entries that validate or test, at most
+FEWEST = 8  # clusters below which differences say little
+
+log = logging.getLogger("warpfold")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +59,14 @@ class Split:
         write_atomically(path, "\n".join(lines) + "\n")
 
 
-def make_split(store: Store, seed: int, assemblies: bool = False, by: str = "cluster") -> Split:
+def make_split(
+    store: Store, seed: int, assemblies: bool = False, by: str = "cluster", min_identity: float = MIN_IDENTITY
+) -> Split:
     """Draw a split of all entries of a store: of assemblies, or of chains.
 
-    Whole clusters are held out until there are enough entries, but none that is larger than all that is to be held out.
+    Clusters with related chains (data/similar/relatives.py, at `min_identity`) are joined.  Whole clusters are held out
+    until there are enough entries, but none that is larger than all that is to be held out.  A warning says if there
+    are fewer than `FEWEST` clusters.
     Errors: UserError for too few entries, and where clusters leave one of the parts empty.
     """
     keys = entry_keys(store, assemblies)
@@ -69,9 +82,11 @@ def make_split(store: Store, seed: int, assemblies: bool = False, by: str = "clu
         places = {"test": test, "validation": validation, "training": set(order) - test - validation}
         return Split(by=by, **{name: tuple(keys[i] for i in sorted(part)) for name, part in places.items()})
     clusters: dict[str, list[str]] = {}
-    for key, cluster in zip(keys, joined_clusters(Source(store, assemblies=assemblies))):
+    source = Source(store, assemblies=assemblies)
+    for key, cluster in zip(keys, families(source, joined_clusters(source), min_identity, cores())):
         clusters.setdefault(cluster, []).append(key)
-    count = len(clusters)
+    count, largest = len(clusters), max(clusters.values(), key=len)
+    family = f"the largest, of {largest[0]}, has {len(largest)} of the {len(keys)} structures"
     parts: dict[str, set[str]] = {"test": set(), "validation": set()}
     for cluster in keyed_rng(seed, "split").permutation(sorted(clusters)).tolist():
         part = min(parts.values(), key=len)
@@ -80,8 +95,14 @@ def make_split(store: Store, seed: int, assemblies: bool = False, by: str = "clu
     if not all(parts.values()) or not clusters:
         raise UserError(
             f"the {len(keys)} structures are of {count} cluster{'s' * (count > 1)}, too few or too unequal to "
-            "hold some out without relatives in training; add proteins of other families, or split by chain and say: "
-            "--one-family"
+            f"hold some out without relatives in training; {family}; add proteins of other families, raise "
+            "--split-identity, or split by chain and say: --one-family"
+        )
+    if count < FEWEST:
+        log.warning(
+            "%s",
+            f"the structures are of {count} clusters of related proteins, too few for a verdict; {family}; add "
+            "proteins of other families, or raise --split-identity",
         )
     held_out = parts["test"] | parts["validation"]
     return Split(
@@ -127,3 +148,28 @@ def read_split(path: Path, store: Store, assemblies: bool = False) -> Split:
                     'by = "chain"'
                 )
     return split
+
+
+def without_relatives(split: Split, store: Store, min_identity: float) -> Split:
+    """Leave out of a split by cluster what is related to a part that judges it.
+
+    Validation entries must not be related to the test, nor training entries to the test or the validation.
+    Errors: UserError if a part would be empty.
+    """
+    if split.by != "cluster":
+        return split
+    threads = cores()
+
+    def unrelated(name: str, keys: tuple[str, ...], held_out: tuple[str, ...]) -> tuple[str, ...]:
+        entries = [(store, key) for key in held_out]
+        related = related_entries(Source(store, keys), entries, min_identity, threads)
+        if len(related) == len(keys):
+            raise UserError(
+                f"split: every {name} entry has relatives among those that judge it; move them into one part, raise "
+                '--split-identity, or say by = "chain"'
+            )
+        return tuple(keys[place] for place in np.setdiff1d(np.arange(len(keys)), related).tolist())
+
+    validation = unrelated("validation", split.validation, split.test)
+    training = unrelated("training", split.training, (*split.test, *validation))
+    return replace(split, training=training, validation=validation)

@@ -29,6 +29,9 @@ class TrainConfig:
     order: Weights = "paper"  # Supp. 1.2.5; "uniform": each example once per epoch
     validation: float | tuple[str, ...] | str = 0.02  # share of the store or keys, held out; or another store's folder
     test: tuple[str, ...] = ()  # entries of any of the stores that the run never sees, neither trained on nor validated
+    # Identity, 0 to 1, from which an entry of any store counts as related to one that tests or validates.  Related
+    # entries are not trained on if there are several stores, or a test; 0: they are.
+    related_identity: float = 0.3
     validation_examples: int = 64  # at most this many of them, one for each cluster (but all that are named)
     validation_residues: int = 512  # at most so many of each: of an assembly those around an interface
     validate_every: int = 1_000  # steps; 0: at the beginning and the end only
@@ -58,6 +61,8 @@ class TrainConfig:
             raise ValueError("steps, save_every and keep must be at least 1")
         if isinstance(self.validation, float) and not 0 <= self.validation < 1:
             raise ValueError("validation, as a share, must be at least 0 and below 1")
+        if not 0 <= self.related_identity <= 1:
+            raise ValueError("related_identity must lie between 0 and 1; 0 leaves no related entry out")
         if not 0 < self.validation_share <= 1:
             raise ValueError("validation_share must be above 0 and at most 1; validation = 0.0 holds nothing out")
         not_negative = "workers", "window", "max_skipped", "report_every", "idle", "patience", "digest_every"

@@ -1,11 +1,13 @@
 """Choose the examples of a run: which are held out, which it has used, and which come next."""
 
 import hashlib
+import logging
 import math
 from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,11 +19,12 @@ from warpfold.data.features.crop import fixed_crop
 from warpfold.data.features.make import make_features
 from warpfold.data.load.loader import Loader, Maker, Quarantine
 from warpfold.data.load.order import Order, Source, costs, split_keys
+from warpfold.data.load.relatives import related_entries
 from warpfold.data.load.schedule import Schedule, State, share_of
 from warpfold.data.store.index import Keys
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import StoredExample, entry_keys, open_entry
-from warpfold.device import default_workers
+from warpfold.device import cores, default_workers
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.loop import Log
 from warpfold.engine.trunk import DrawnMaker, TrunkStore
@@ -31,6 +34,8 @@ from warpfold.keyed import keyed_rng
 from warpfold.parallel.team import Team
 from warpfold.training.config import RunConfig
 from warpfold.training.ledger import Ledger
+
+log = logging.getLogger("warpfold")
 
 
 def fingerprint_origin(sources: Sequence[Source], init: Path | None, team: Team) -> dict[str, str]:
@@ -58,21 +63,64 @@ def hold_out(data: Store | Sequence[Source], config: RunConfig) -> tuple[list[So
     """Return the sources to train on, and the examples held out of the first for validation.
 
     A multimer is trained on the assemblies of the stores, or on chains where a store has none; a monomer on chains.
+    Of a source with keys of its own no other entry is trained on.
     """
     assemblies, test = config.model.multimer is not None, set(config.train.test)
     first, *others = [Source(data, assemblies=assemblies)] if isinstance(data, Store) else data
     if unknown := sorted(key for key in test if not any(key in source.keys for source in (first, *others))):
         raise UserError(f"train.test: {listed(unknown, 3)} is in none of the stores")
-    training, held_out = split(first.store, config)
+    kinds = (entry_keys(first.store, assemblies=kind) for kind in (False, True))
+    restricted = not any(np.array_equal(first.keys.rows, every.rows) for every in kinds)
+    training, held_out = split(first.store, config, first.keys if restricted else None)
     others = [Source(one.store, one.keys.without(test), one.weight) for one in others]
     return [Source(first.store, training, first.weight), *others], held_out
 
 
-def split(store: Store, config: RunConfig) -> tuple[Keys, list[tuple[Store, str]]]:
+def without_relatives(
+    sources: Sequence[Source], held_out: Sequence[tuple[Store, str]], config: RunConfig, team: Team
+) -> tuple[list[Source], list[tuple[Store, str]]]:
+    """Leave out entries that are related to the test or the validation, and validated ones related to the test.
+
+    That is done for several stores, and where there is a test.  Of one store without a test whole clusters are held
+    out.  Rank 0 searches; all call this.
+    """
+    limit, test = config.train.related_identity, set(config.train.test)
+    if not limit or not (test or (held_out and len(sources) > 1)):
+        return list(sources), list(held_out)
+    stores = dict.fromkeys(source.store for source in sources)
+    tested = [(store, key) for store in stores for key in sorted(test) if key in store]
+    found: list[Any] = []
+    if team.is_rank_zero:
+        threads = cores()
+        found.append([])
+        for store in dict.fromkeys(store for store, _ in held_out):
+            numbers = [n for n, one in enumerate(held_out) if one[0] is store]
+            places = related_entries(Source(store, [held_out[n][1] for n in numbers]), tested, limit, threads)
+            found[0] += [numbers[place] for place in places.tolist()]
+        kept = [*tested, *(one for n, one in enumerate(held_out) if n not in found[0])]
+        found += [related_entries(source, kept, limit, threads).tolist() for source in sources]
+    validated, *left_out = team.broadcast(found, "the relatives of held-out entries")
+    if count := sum(map(len, left_out)):
+        log.info(
+            "%s",
+            f"{count:,} of {sum(len(one.keys) for one in sources):,} entries left out: related to the test or the "
+            f"validation at {limit:.0%} identity or more (train.related_identity)",
+        )
+    if validated:
+        log.info("%s", f"{len(validated)} of {len(held_out)} validated entries left out: related to the test")
+    remaining = [
+        Source(one.store, one.keys.take(np.setdiff1d(np.arange(len(one.keys)), there)), one.weight)
+        for one, there in zip(sources, left_out)
+    ]
+    return remaining, [one for n, one in enumerate(held_out) if n not in set(validated)]
+
+
+def split(store: Store, config: RunConfig, keys: Keys | None = None) -> tuple[Keys, list[tuple[Store, str]]]:
     """Return the keys to train on, and the examples held out for validation.
 
     One example for each cluster, or for each set of clusters that meet in an assembly: of a family that is held out
     every chain would say the same.  What the settings name is all validated, at most `validation_examples`.
+    keys: of the entries that may be trained on; None: all.
     """
     wanted, assemblies, test = config.train.validation, config.model.multimer is not None, set(config.train.test)
     entries = entry_keys(store, assemblies).without(test)
@@ -93,6 +141,10 @@ def split(store: Store, config: RunConfig) -> tuple[Keys, list[tuple[Store, str]
             raise UserError(f"train.validation: {wrong[0]} is an assembly; give chains, or train a multimer")
         other, held = store, list(wanted)
         training = entries.without(wanted)
+    if keys is not None:
+        training = training.take(np.flatnonzero(np.isin(training.rows, keys.rows)))
+        if isinstance(wanted, float):
+            held = [key for key in held if key in keys]
     drawn = keyed_rng(config.train.seed, "validation").permutation(len(held)).tolist()
     if isinstance(wanted, float | str):
         counts, chains = Source(other, held).members() if held else (np.empty(0, np.int64), np.empty(0, np.int64))

@@ -48,12 +48,14 @@ from warpfold.training.examples import (
     hold_out,
     load,
     open_ledger,
+    without_relatives,
 )
 from warpfold.training.first_weights import start_from, take_moments
 from warpfold.training.ranks import begin_end_step, end_step, next_examples, stop_requested
 from warpfold.training.results import ExampleResult, SkippedExamples, begin_results, rate_taken, read_results, step_row
 from warpfold.training.validation import Validation
 
+FIXED_IN_A_RUN = ("seed", "order", "validation", "test", "related_identity")  # keys of [train]
 BEST = "params_best.safetensors"
 CARD = "card.md"
 
@@ -96,6 +98,7 @@ def train(
     if reason := unsupported_on_mps(device, {"train.digest_every": config.train.digest_every > 0}):
         raise UserError(reason)
     team, (sources, held_out), before, watch = team or Team(), hold_out(data, config), refusals(), as_watchers(watch)
+    sources, held_out = without_relatives(sources, held_out, config, team)
     trained_parts(config.model, config.finetune).check_pae_loss(config.loss)
     origin = fingerprint_origin(sources, init, team)
     execution = Execution(config.plan, team.mesh)
@@ -215,7 +218,7 @@ def identity(values: settings.Mapped) -> settings.Mapped:
     """Return the settings that must stay the same in a run; how it executes, saves and ends may change on resuming."""
     fixed = {name: values[name] for name in ("model", "loss", "data", "optim")}
     fixed["finetune"] = {name: value for name, value in values["finetune"].items() if name != "trunk"}  # kept or not
-    return {**fixed, "train": {name: values["train"][name] for name in ("seed", "order", "validation", "test")}}
+    return {**fixed, "train": {name: values["train"][name] for name in FIXED_IN_A_RUN}}
 
 
 def initial_model(config: RunConfig, init: Path | None, team: Team | None = None) -> AlphaFold:
