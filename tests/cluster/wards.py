@@ -95,7 +95,7 @@ def _live(
     info = ProcessInfo(**{**vars(info), "port": pipe.recv()})
     with contextlib.suppress(BrokenPipeError):
         try:
-            with distributed_context(info, None, "cpu", limit) as team:
+            with distributed_context(info, None, "cpu", limit, limit) as team:
                 found = function(team)
             pipe.send(json.dumps(found))
         except TeamError as error:

@@ -61,11 +61,13 @@ class Crew:
         keeps: bool = False,
         frozen: tuple[int, ...] = (),
         per_node: tuple[int, ...] = (),
+        late: float = 0.0,
     ) -> tuple[list[int | None], list[str]]:
         """`function` in each of the plan's processes -> exit codes (-9: it would not end), what they said on stderr.
 
         keeps: rank 0 keeps the store.  frozen: ranks that stop themselves, whose end nobody waits for.
-        per_node: what each rank is told of its machine; by default all are on one.
+        per_node: what each rank is told of its machine; by default all are on one.  late: seconds that the last rank
+        comes after the others.
         """
         ranks = plan.data * plan.axial * plan.branch
         pipes, processes = [], []
@@ -78,6 +80,8 @@ class Crew:
             pipes.append(ours)
         port = free_port() if keeps else self._port()
         for pipe in pipes:
+            if pipe is pipes[-1]:
+                time.sleep(late)
             pipe.send(port)
         for rank, process in enumerate(processes):
             if rank not in frozen:
@@ -524,8 +528,23 @@ def test_a_grid_that_is_not_filled_is_refused_before_anyone_is_met() -> None:
 
 
 def test_those_who_do_not_come_are_missed_at_the_meeting() -> None:
-    with pytest.raises(TeamError, match=r"rank 0: the 2 processes did not meet at 127\.0\.0\.1:.*no sign of rank 1"):
-        distributed_context(ProcessInfo(ranks=2, address="127.0.0.1"), Plan(data=2, time_limit=0.5)).__enter__()
+    """Within a limit of the start alone; the message names it."""
+    says = (
+        r"rank 0: the 2 processes did not meet at 127\.0\.0\.1:\d+ within 0\.5 s: no sign of rank 1.*plan\.start_limit"
+    )
+    for plan, limits in ((Plan(data=2, start_limit=0.5), ()), (None, (600.0, 0.5))):
+        began = time.monotonic()
+        with pytest.raises(TeamError, match=says):
+            distributed_context(ProcessInfo(ranks=2, address="127.0.0.1"), plan, "cpu", *limits).__enter__()
+        assert time.monotonic() - began < 60
+
+
+def test_the_start_may_take_longer_than_a_step(crew: Crew) -> None:
+    def work(team: Team) -> None:
+        team.all_gather_object(0, "a step")
+
+    codes, said = crew.run(work, Plan(data=2, time_limit=LIMIT, start_limit=60.0), late=LIMIT + 3 * heartbeat.BEAT)
+    assert (codes, said) == ([FINE] * 2, [""] * 2)
 
 
 def test_of_many_ranks_a_few_read_how_far_all_are_and_the_others_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

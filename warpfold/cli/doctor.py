@@ -217,7 +217,7 @@ class DoctorCommand:
             "ended, which says why itself; Slurm when the time is over"
         )
         try:
-            with on_sigterm(ended), distributed_context(process, None, where, LIMIT) as team:
+            with on_sigterm(ended), distributed_context(process, None, where, LIMIT, LIMIT) as team:
                 found = examine_cluster(team, where, os.environ, self.folder, self.link, report)
                 if team.is_rank_zero:  # before the others may leave: torchrun ends all when one has
                     show(cluster_report(found, self.out), self.as_json)

@@ -189,7 +189,7 @@ def train_in_shell(
     if config.train.wandb == "offline":  # W&B reads it when it begins
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     bar = training_progress(config.train.steps, every=config.train.report_every) if process.rank == 0 else nullcontext()
-    join = distributed_context(process, None, where, config.plan.time_limit)
+    join = distributed_context(process, None, where, config.plan.time_limit, config.plan.start_limit)
     with join as team, bar as watcher, plans_said(process.rank):
         found = train(settings, device=where, watch=watcher, team=team, **given)
     if team.is_rank_zero:

@@ -59,7 +59,7 @@ class Watchdog:
 
     def __init__(self, limit: float, explain: Callable[[str, float], str]) -> None:
         self.explain, self.reason = explain, ""
-        self._limit = limit
+        self.limit = limit  # the start of a run has another one than its steps
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -79,11 +79,11 @@ class Watchdog:
             lived = {number: lived.get(number, 0.0) + passed for number in under_way}
             longest = max(under_way, key=lived.__getitem__, default=None)
             # Two beats later than a collective gives up by itself: an error that is raised is better.
-            if not own and longest is not None and lived[longest] > self._limit + 2 * BEAT:
+            if not own and longest is not None and lived[longest] > self.limit + 2 * BEAT:
                 own = self.explain(under_way[longest].name, lived[longest])
             if not own and not self.reason:
                 left, spared = GRACE, 0.0
-            elif waits.is_saving() and spared < self._limit:
+            elif waits.is_saving() and spared < self.limit:
                 left, spared = GRACE, spared + passed
             else:
                 left -= passed

@@ -17,6 +17,7 @@ from warpfold.ops.torch_internals import group_limit, set_group_limit
 from warpfold.parallel.waits import waiting
 
 TIME_LIMIT = 600.0  # seconds that a collective may wait for the others
+START_LIMIT = 120.0  # seconds that the processes of a run may take to meet at the start
 WATCHDOG = (
     120.0  # seconds that NCCL's own watchdog waits longer: it ends a process well after ours (parallel/heartbeat.py)
 )

@@ -8,7 +8,7 @@ import torch
 from warpfold.device import unsupported_on_mps
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.exchange import SyncConfig
-from warpfold.parallel.mesh import TIME_LIMIT
+from warpfold.parallel.mesh import START_LIMIT, TIME_LIMIT
 
 Precision = Literal["fp32", "bf16", "bf16_all", "fp16", "fp64"]
 Recompute = Literal["block", "layer"]
@@ -38,6 +38,7 @@ class Plan:
     independent (`evoformer.outer` "first" or "last").
     sync: how gradients travel (parallel/exchange.py).
     time_limit: seconds that a rank waits for the others before it says who is missing, and the run ends.
+    start_limit: seconds that the processes may take to meet at the start; the error then names the missing ranks.
     triangle: whether triangle products gather a factor or are cut by channels; "auto": by what both would cost.
     chunk: rows of z per slice in the trunk's layers, and as many numbers of m and others; None: everything at once.
     in_place: write every slice over its part of m or z (inference only; needs a chunk).
@@ -68,6 +69,7 @@ class Plan:
     triangle: Triangle = "auto"
     sync: SyncConfig = field(default_factory=SyncConfig)
     time_limit: float = TIME_LIMIT
+    start_limit: float = START_LIMIT
     chunk: int | None = None
     in_place: bool = False
     recompute: Recompute | None = None
@@ -87,6 +89,8 @@ class Plan:
             raise ValueError(f"plan: data {self.data}, axial {self.axial}, branch {self.branch}: each is at least 1")
         if not self.time_limit > 0:
             raise ValueError(f"plan.time_limit is {self.time_limit}: seconds, and must be positive")
+        if not self.start_limit > 0:
+            raise ValueError(f"plan.start_limit is {self.start_limit}: seconds, and must be positive")
         if self.branch > 2:
             raise ValueError(f"plan.branch is {self.branch}: a block has two halves, so 1 or 2")
         if self.chunk is not None and self.chunk < 1:

@@ -28,7 +28,7 @@ from torch import Tensor
 from warpfold.arguments import WrongArgument, shown
 from warpfold.parallel.collectives import shard_sizes
 from warpfold.parallel.heartbeat import BEAT, Heartbeat, Position, TeamError, Watchdog
-from warpfold.parallel.mesh import TIME_LIMIT, Mesh, check_grid, make_mesh
+from warpfold.parallel.mesh import START_LIMIT, TIME_LIMIT, Mesh, check_grid, make_mesh
 from warpfold.parallel.messages import (
     PendingGather,
     all_gather_object,
@@ -317,18 +317,22 @@ class Team:
 
 @contextmanager
 def distributed_context(
-    process: ProcessInfo, plan: Plan | None, device: torch.device | str = "cpu", limit: float = TIME_LIMIT
+    process: ProcessInfo,
+    plan: Plan | None,
+    device: torch.device | str = "cpu",
+    limit: float = TIME_LIMIT,
+    start_limit: float = START_LIMIT,
 ) -> Iterator[Team]:
     """Have the processes of a run meet; the process groups exist as long as the context lasts.
 
     plan: None: not chosen yet, so that each process is alone with its examples until `Team.remesh`.
     When one fails, it tells the others why before it ends, and they end too: with a TeamError, or, should they be
-    stuck where no error reaches them, by `os._exit`.  They may wait for each other `plan.time_limit` seconds, or
-    without a plan `limit`, not longer.
+    stuck where no error reaches them, by `os._exit`.  They must meet within `plan.start_limit` seconds, and may later
+    wait for each other `plan.time_limit` seconds; without a plan `start_limit` and `limit` count.
     Errors: UserError if there are not as many as the plan needs, or they do not meet; TeamError as described.
     """
     if plan is None:
-        plan = Plan(data=process.ranks, time_limit=limit)
+        plan = Plan(data=process.ranks, time_limit=limit, start_limit=start_limit)
     check_grid(plan.data, plan.axial, plan.branch, process.ranks)
     if process.ranks == 1:
         yield Team(process)
@@ -338,8 +342,9 @@ def distributed_context(
         return f"rank {process.rank}: {name} took more than {seconds:.0f} s: {process.keeper} may be dead or frozen"
 
     team = Team(process, Mesh(limit=plan.time_limit))
-    with Watchdog(plan.time_limit, meeting) as watchdog:
+    with Watchdog(max(plan.start_limit, plan.time_limit), meeting) as watchdog:
         beats = _initialise(process, plan, torch.device(device))
+        watchdog.limit = plan.time_limit
         heartbeat = Heartbeat(
             beats,
             process.rank,
@@ -366,7 +371,7 @@ def distributed_context(
 
 def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.Store:
     """Initialise torch.distributed, NCCL for GPUs and gloo for CPUs; return a store for heartbeats."""
-    limit = timedelta(seconds=plan.time_limit)
+    limit, start_limit = timedelta(seconds=plan.time_limit), timedelta(seconds=plan.start_limit)
     backend, own_gpu = "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -376,10 +381,11 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.
     where = f"{process.address}:{process.port}"
     try:
         with waiting(f"reaching the store at {where}"):
-            shared = dist.TCPStore(process.address, process.port, None, keeps, limit, wait_for_workers=False)
+            shared = dist.TCPStore(process.address, process.port, None, keeps, start_limit, wait_for_workers=False)
         with waiting(f"the meeting at {where}"):
             node = platform.node()
-            name = agree_on_name(shared, process.rank, process.ranks, plan.time_limit, node, process.on_node)
+            name = agree_on_name(shared, process.rank, process.ranks, plan.start_limit, node, process.on_node)
+        shared.set_timeout(limit)
         store = dist.PrefixStore(f"warpfold-{name}", shared)
         with waiting(f"joining the {process.ranks} processes"):
             # With its GPU, NCCL connects now, and groups that are made later are split from this one.
@@ -388,7 +394,11 @@ def _initialise(process: ProcessInfo, plan: Plan, device: torch.device) -> dist.
             own = dist.TCPStore(process.address, process.port, None, False, limit)  # a client of its own for its thread
     except RuntimeError as error:
         why = str(error).splitlines()[0]
-        raise TeamError(f"rank {process.rank}: the {process.ranks} processes did not meet at {where}: {why}") from error
+        raise TeamError(
+            f"rank {process.rank}: the {process.ranks} processes did not meet at {where} within "
+            f"{plan.start_limit:g} s: {why}. See why the missing ranks did not start, or give them longer "
+            "(plan.start_limit, in training)"
+        ) from error
     return dist.PrefixStore(f"warpfold-{name}-heartbeat", own)
 
 
