@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -23,6 +24,7 @@ from warpfold.cli import train as command
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.engine import checkpoint, optim
+from warpfold.engine import learn as learning
 from warpfold.engine.loop import StepTimer
 from warpfold.engine.optim import OptimConfig
 from warpfold.errors import DiskError, UserError
@@ -32,7 +34,7 @@ from warpfold.parallel.plan import Plan
 from warpfold.training import examples as chosen
 from warpfold.training.config import RunConfig, load_settings
 from warpfold.training.examples import draw_recycles, split
-from warpfold.training.planning import graphs_in_words
+from warpfold.training.planning import graphs_in_words, setting_with_less_memory
 from warpfold.training.results import ExampleResult, SkippedExamples, step_row, validation_row
 from warpfold.training.train import Summary, train
 from warpfold.training.validation import Validation
@@ -255,6 +257,60 @@ def test_a_loss_that_is_not_finite_stops_with_what_reproduces_it(
     with np.load(folder / "batch.npz", allow_pickle=False) as arrays:
         assert len(arrays["aatype"]) == notes["length"]
     assert (folder / "state.safetensors").is_file()
+
+
+CPU_ERROR = (
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "147968 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+@pytest.mark.parametrize("error", [RuntimeError(CPU_ERROR), torch.OutOfMemoryError("CUDA out of memory. Tried ...")])
+def test_out_of_memory_is_one_line_and_the_run_continues_with_the_plan_that_it_names(
+    error: RuntimeError, store: Store, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, losses = iter(range(100)), learning.total_loss
+
+    def fails(*given: Any, **options: Any) -> Any:
+        if next(calls) == 7:  # in step 4, of two examples each
+            raise error
+        return losses(*given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learning, "total_loss", fails)
+        with pytest.raises(UserError) as caught:
+            train(tiny_run(), store, tmp_path / "run")
+    key = steps(unbroken)[3]["examples"][1]
+    sizes = r"\(8 residues, 3 sequences, \d extra, 0 templates\)"
+    says = rf"step 4: out of memory on cpu with {key} {sizes}; plan: everything kept\. "
+    says += r'Set plan\.recompute = "block"; the same command then continues from the last checkpoint\.'
+    assert re.fullmatch(says, str(caught.value))
+    config = tiny_run()
+    assert train(dataclasses.replace(config, plan=Plan(recompute="block")), store, tmp_path / "run").finished
+    assert [row["examples"] for row in steps(tmp_path / "run")] == [row["examples"] for row in steps(unbroken)]
+
+
+def test_what_needs_less_memory_is_named_until_nothing_is_left() -> None:
+    config = tiny_run()
+    config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, clip="step"))
+    plan, said = Plan(batch=2), list[str]()
+    for changes in (
+        {"batch": 1},
+        {"recompute": "layer", "keep_blocks": 1},
+        {"keep_blocks": 0},
+        {"recompute": "block"},
+        {"offload": True},
+        {"chunk": 8},
+        {"chunk": 4},
+        {},
+    ):
+        said.append(setting_with_less_memory(dataclasses.replace(config, plan=plan), "cuda"))
+        plan = dataclasses.replace(plan, **changes)
+    assert said == [
+        *("plan.batch = 1", 'plan.recompute = "block"', "plan.keep_blocks = 0", 'plan.recompute = "block"'),
+        *("plan.offload = true", "plan.chunk = 64", "plan.chunk = 4"),
+        "plan.axial = 2 on more processes, or in a new run data.crop below 8",
+    ]
 
 
 def test_or_it_is_skipped(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

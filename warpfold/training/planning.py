@@ -3,7 +3,8 @@
 import logging
 import math
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from warpfold.cost.planner import (
 from warpfold.cost.rates import Rates
 from warpfold.cost.replay import step_time
 from warpfold.cost.report import choice_in_words
+from warpfold.data.load.loader import Sample
 from warpfold.engine.gradient import Through
 from warpfold.errors import UserError
 from warpfold.memory import is_out_of_memory
@@ -192,6 +194,49 @@ class FoldPlanner:
         found = FoldPlan.of(following, (*failed.ran_out, what))
         log.warning("%d residues: out of memory (%s); next plan: %s", failed.residues, what, found.said)
         return found
+
+
+@contextmanager
+def explain_out_of_memory(
+    config: RunConfig, step: int, device: torch.device | str, examples: Sequence[Sample] = ()
+) -> Iterator[None]:
+    """Turn an error that says that there was no memory left into a UserError; other errors pass.
+
+    step: steps done before this one.  examples: those that go through the model together; none in the update.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        kind = torch.device(device).type
+        names = ", ".join(f"{one.key or one.name} ({sizes_of_batch(one.features)})" for one in examples)
+        plan = describe_plan(config.plan, training=True)
+        raise UserError(
+            f"step {step + 1}: out of memory on {kind} with {names or 'the update of the weights'}; plan: {plan}. "
+            f"Set {setting_with_less_memory(config, kind)}; the same command then continues from the last checkpoint."
+        ) from error
+
+
+def setting_with_less_memory(config: RunConfig, kind: str) -> str:
+    """Return the assignment of the key that lowers the peak of a training step and costs least time.
+
+    kind: of the device.  Keys of the plan may change when a run continues; the crop needs a new run.
+    """
+    plan = config.plan
+    if plan.batch > 1:
+        return f"plan.batch = {plan.batch // 2}"
+    if plan.recompute is None:
+        return 'plan.recompute = "block"'
+    if plan.keep_blocks:
+        return f"plan.keep_blocks = {plan.keep_blocks // 2}"
+    if plan.recompute == "layer":
+        return 'plan.recompute = "block"'
+    if kind == "cuda" and not plan.offload and plan.axial * plan.branch == 1:
+        return "plan.offload = true"
+    if plan.chunk is None or plan.chunk > 4:
+        return f"plan.chunk = {64 if plan.chunk is None else max(plan.chunk // 2, 4)}"
+    return f"plan.axial = {2 * plan.axial} on more processes, or in a new run data.crop below {config.data.crop}"
 
 
 def sizes_of_batch(batch: Batch) -> ExampleSizes:

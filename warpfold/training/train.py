@@ -51,6 +51,7 @@ from warpfold.training.examples import (
     without_relatives,
 )
 from warpfold.training.first_weights import start_from, take_moments
+from warpfold.training.planning import explain_out_of_memory
 from warpfold.training.ranks import begin_end_step, end_step, next_examples, stop_requested
 from warpfold.training.results import ExampleResult, SkippedExamples, begin_results, rate_taken, read_results, step_row
 from warpfold.training.validation import Validation
@@ -141,9 +142,11 @@ def train(
             recycles = draw_recycles(config, step)  # the same on every rank
             on_device: list[DeviceResult] = []
             for batch in in_batches(next_examples(examples, optimizer.share, timer, team), config.plan.batch):
-                on_device += learner.learn(batch, recycles)  # forward, losses, backward; clipped, added
-            copied, weights = begin_results(on_device), optimizer.weights if stops else optimizer.weights.clone()
-            learner.step(step)  # the mean over the examples; Adam; the moving average
+                with explain_out_of_memory(config, step, device, batch):
+                    on_device += learner.learn(batch, recycles)  # forward, losses, backward; clipped, added
+            with explain_out_of_memory(config, step, device):
+                copied, weights = begin_results(on_device), optimizer.weights if stops else optimizer.weights.clone()
+                learner.step(step)  # the mean over the examples; Adam; the moving average
             results = read_results(on_device, copied)  # here the host waits for the device, and nowhere before
             save_failures(run, config, optimizer, weights, on_device, results, step, recycles, team)
             end = begin_end_step(step + 1, results, timer, ledger, signals, team, log.on_all, optimizer.most)
