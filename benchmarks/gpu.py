@@ -70,6 +70,7 @@ def parts_of(command: str, toy: bool = False) -> list[Part]:
     output = ("--device", "cpu" if toy else "cuda", "--rows", "ROWS")
     settings = ("--settings", "tiny" if toy else "monomer", "--dtype", "bf16")
     small = "--residues 12 --sequences 4 --extra 4 --templates 1 --blocks 1 --repeats 1" if toy else "--repeats 5"
+    block = small if toy else f"{small} --sequences 132"  # as in a step, with the rows of four templates
     large = " ".join(f"--{name} {size}" for name, size in LARGE.items())
 
     def measured(name: str) -> tuple[str, ...]:
@@ -103,7 +104,7 @@ def parts_of(command: str, toy: bool = False) -> list[Part]:
         where = ("--dry-run",) if toy else output
         return [
             Part("tune", 100, ("-m", "warpfold", "tune", "--quick", *tuned, *where)),
-            Part("block", 20, warpfold("bench", "--block", *settings, "--ways", "ours", *small.split())),
+            Part("block", 20, warpfold("bench", "--block", *settings, "--ways", "ours", *block.split())),
             Part("step", 25, step("kept-graph")),
             Part("step-384", 33, step("graph", small if toy else f"{large} --repeats 2")),
         ]

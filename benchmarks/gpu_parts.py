@@ -141,8 +141,8 @@ def recorded_launches(options: Options) -> list[KernelLaunch]:
     with table_used(read(FAMILY)):
         found = _of_step(options.bench(), KEPT)
         for extra in (False, True):
-            block = random_block(options, extra, "meta")
-            with launching() as launches:
+            with torch.device("meta"), launching() as launches:
+                block = random_block(options, extra, "meta")
                 with torch.no_grad():
                     block.forward()
                 torch.autograd.grad(block.forward(), block.wanted, block.grads)
@@ -279,8 +279,7 @@ def random_block(options: Options, extra: bool, device: torch.device | str) -> R
     block = BlockSizes.of(given.model, sizes)
     if extra:
         block = replace(block, sequences=given.sizes.extra, c_m=given.model.c_e, global_column=True)
-    with torch.device(device):
-        return RandomBlock(block, Plan(precision="bf16"), device)
+    return RandomBlock(block, Plan(precision="bf16"), device)
 
 
 def kernels(options: Options, sink: Sink) -> None:
@@ -325,10 +324,9 @@ def kernels(options: Options, sink: Sink) -> None:
 
 def predictions_of(options: Options) -> list[tuple[int, Precision, bool]]:
     """Return the lengths, precisions and whether passes are recorded as graphs, in the order of their measurement."""
-    lengths, graphs = ((12,), (False,)) if options.toy else (LENGTHS, (False, True))
-    found: list[tuple[int, Precision, bool]] = [(length, "bf16", graph) for length in lengths for graph in graphs]
-    at = 1 + max(i for i, (length, *_) in enumerate(found) if length == (12 if options.toy else FP32_LENGTH))
-    return [*found[:at], (found[at - 1][0], "fp32", False), *found[at:]]
+    if options.toy:
+        return [(12, "fp32", False), (12, "bf16", False)]
+    return [(FP32_LENGTH, "fp32", False), *((length, "bf16", graph) for length in LENGTHS for graph in (False, True))]
 
 
 def example_of(given: ModelBench, passes: int, device: torch.device) -> Batch:

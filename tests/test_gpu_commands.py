@@ -203,7 +203,7 @@ def test_a_rehearsal_runs_every_part(command: str, tmp_path: Path) -> None:
         "import sys\n"
         "class Absent:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name.partition('.')[0] in ('gemmi', 'pyhmmer', 'zstandard'):\n"
+        "        if name.partition('.')[0] in ('gemmi', 'pyhmmer', 'zstandard', 'requests', 'pooch', 's3fs'):\n"
         "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
         "sys.meta_path.insert(0, Absent())\n"
     )

@@ -139,14 +139,6 @@ def test_products_kernels_and_predictions_write_rows_that_measure_something() ->
     assert min(row["us"] for row in rows["kernels"]) > 0
     assert len({row["what"] for row in rows["kernels"]}) == 4
     assert [(row["precision"], row["recycles"]) for row in rows["predictions"]] == [
-        *(("bf16", recycles) for recycles in (0, 0, 3)),
-        *(("fp32", recycles) for recycles in (0, 0, 3)),
+        (precision, recycles) for precision in ("fp32", "bf16") for recycles in (0, 0, 3)
     ]
     assert all(row["equals_plain"] for row in rows["predictions"] if row["recycles"])
-
-
-def test_predictions_with_graphs_follow_the_plain_ones_of_the_same_length() -> None:
-    full = gpu_parts.predictions_of(Options(torch.device("cuda")))
-    assert full[:2] == [(98, "bf16", False), (98, "bf16", True)]
-    assert sorted({length for length, *_ in full}) == [98, 304, 562, 914]
-    assert [one for one in full if one[1] == "fp32"] == [(304, "fp32", False)]
