@@ -18,7 +18,7 @@ from warpfold.data.structure.write import write_mmcif
 from warpfold.data.synthetic.folder import generate
 from warpfold.errors import UserError
 from warpfold.evaluation.before_after import DOCKQ, INTERFACE_LDDT, fold_before_after, means
-from warpfold.finetuning.finetune import COMPLEX, both_models, compared_scores, distinct_entries
+from warpfold.finetuning.finetune import COMPLEX, TrainingLine, both_models, compared_scores, distinct_entries
 from warpfold.finetuning.page import verdict
 from warpfold.scoring.intervals import paired_difference
 from warpfold.training.config import RunConfig
@@ -163,6 +163,49 @@ def test_a_mistake_does_not_take_the_folder(given: dict[str, Any], tmp_path: Pat
         warpfold.finetune(out=out, device="cpu", **{**given, "steps": 2})
 
 
+def test_kept_starting_parameters_are_said(given: dict[str, Any], proteins: Path, tmp_path: Path) -> None:
+    """A rate that ruins the model: the report says that nothing was gained, why training ended, and what to try."""
+    msas = tmp_path / "msas"
+    shutil.copytree(proteins / "msas", msas)
+    missing = sorted(msas.iterdir())[0]
+    missing.unlink()
+    ruin = {**SMALL, "optim.learning_rate": 10.0, "optim.warmup_steps": 1, "optim.average_decay": 0.0}
+    ruin |= {"train.validate_every": 1, "train.patience": 2, "optim.clip_norm": 1e6}
+    out = tmp_path / "tuned"
+    lines = list[str]()
+    again = {**given, "msas": msas, "set": ruin, "steps": 6}
+    result = warpfold.finetune(out=out, device="cpu", progress=lambda _, __, what: lines.append(what), **again)
+    assert result["params"]["step"] == 0
+    assert result["folded"]["equal_weights"]
+    assert "train.patience" in result["ended"]
+    said = verdict(result)
+    assert said.startswith("Not better: the starting parameters were kept")
+    assert "Training ended after step 2 (2 validations in a row" in said
+    assert "--set optim.learning_rate=2.5" in said
+    assert said in (out / "card.md").read_text()
+    assert "the starting parameters were kept" in (out / "report.html").read_text()
+    assert len(result["without_alignment"]) == 1
+    assert "1 of 14 chains without an alignment" in (out / "report.html").read_text()
+
+
+def test_the_log_of_training_has_loss_speed_and_eta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text changes every 30 s and at validations, so that a log has no line twice."""
+    texts, clock = list[str](), iter(range(0, 1000, 10))
+    monkeypatch.setattr("warpfold.finetuning.finetune.time.monotonic", lambda: next(clock))
+    line = TrainingLine(20, lambda _, __, what: texts.append(what))
+    for step in range(1, 11):
+        line({"kind": "step", "step": step, "loss": 2.0 - step / 10, "samples_per_second": 0.5})
+    line({"kind": "validation", "step": 10, "lddt_ca": 0.7})
+    printed = [text for before, text in zip(["", *texts], texts) if text != before]
+    assert printed == [
+        "training: loss 1.900, 2 s/sample",
+        "training: loss 1.600, 2 s/sample, ETA 3 min",
+        "training: loss 1.300, 2 s/sample, ETA 2 min",
+        "training: loss 1.000, 2 s/sample, ETA 2 min",
+        "training: validation lDDT-Cα 0.700, ETA 2 min",
+    ]
+
+
 def test_settings_are_no_difference(given: dict[str, Any], tmp_path: Path) -> None:
     """Trained heads move no atom: whatever the settings, all differences are exactly zero."""
     changed = {**SMALL, "data.max_msa": 2, "data.max_extra": 2, "model.recycles": 1}
@@ -211,7 +254,7 @@ def test_one_chain_of_each_sequence_is_tested(tmp_path: Path) -> None:
 def test_words_follow_the_interval() -> None:
     def said(after: list[float], before: list[float]) -> str:
         found = paired_difference(after, before).to_dict()
-        return verdict({"compared": {"test": {"lddt_ca": found}}})
+        return verdict({"compared": {"test": {"lddt_ca": found}}, "params": {"step": 1}})
 
     low, high = [0.2, 0.3, 0.25, 0.3] * 2, [0.5, 0.6, 0.65, 0.6] * 2
     assert said(high, low).startswith("Better")

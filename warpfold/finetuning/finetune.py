@@ -43,13 +43,20 @@ from warpfold.errors import UserError, listed
 from warpfold.evaluation.before_after import DOCKQ, INTERFACE_LDDT, LDDT, Measure, Measured, fold_before_after
 from warpfold.files import checksum, file_name, sha256, write_atomically
 from warpfold.finetuning.choose import chosen_settings, first_settings, planned
-from warpfold.finetuning.page import comparison_sections, folded_with, report_page, stated_relatives, verdict
+from warpfold.finetuning.page import (
+    comparison_sections,
+    folded_with,
+    report_page,
+    stated_relatives,
+    unaligned_warning,
+    verdict,
+)
 from warpfold.finetuning.split import Split, make_split, read_split, without_relatives
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.files import load_config, load_model
 from warpfold.prediction.outputs import claim_folder, put_aside, remove_drafts, write_prediction, write_summary
 from warpfold.prediction.predictor import Predictor, load
-from warpfold.progress import Progress, no_progress
+from warpfold.progress import Progress, as_time, no_progress
 from warpfold.report.report import write_report
 from warpfold.scoring.intervals import paired_difference
 from warpfold.training.card import run_card
@@ -140,6 +147,9 @@ def finetune(
     store = Store(out / "store")
     _check_alignments(packed, msas)
     limit, left_out = options.split_identity, dict[str, int]()
+    unaligned = [entry.name for entry in packed.chains if entry.depth <= 1]
+    if unaligned:
+        log.warning("%s", unaligned_warning(unaligned, len(packed.chains)))
     if options.split is not None:
         read = read_split(options.split, store, assemblies)
         split = without_relatives(read, store, limit)
@@ -163,10 +173,7 @@ def finetune(
     sources = [Source(store, used, 1.0 - (general.weight if general else 0.0))]
     sources += [general] if general is not None else []
 
-    def watch(row: dict[str, Any]) -> None:
-        held_out = f", validation lDDT-Cα {row['lddt_ca']:.3f}" if row["kind"] == "validation" else ""
-        tell(row["step"], config.train.steps, f"training{held_out}")
-
+    watch = TrainingLine(config.train.steps, tell)
     ranks = min(options.processes, config.optim.accumulate)
     shared = replace(config, plan=replace(config.plan, data=ranks))
     summary = train_here(ranks, shared, sources, out / "run", init=options.init, device=str(device), watch=watch)
@@ -217,6 +224,9 @@ def finetune(
         "left_out": {name: count for name, count in left_out.items() if count},
         "dropped": {one.name or one.file: one.reason for one in packed.dropped},
         "steps": summary.steps,
+        "ended": end_reason(out / "run" / "metrics.jsonl"),
+        "without_alignment": unaligned,
+        "chains": len(packed.chains),
         "settings": settings.to_dict(config),
         "compared": {kind: compared_scores(found, measures, clusters[kind]) for kind, found in measured.items()},
         "predictions": entries[1 : 2 * len(measured["test"]) : 2],  # after, of the test
@@ -251,6 +261,44 @@ def finetune(
     )
     write_atomically(out / "card.md", text)
     return write_summary(out, result)
+
+
+class TrainingLine:
+    """Reports a training run as one line of text: loss, speed and time left, or the last validation.
+
+    In a log without a terminal, `progress_bar` prints every new text.  So the text changes at most every `every`
+    seconds, and at validations.
+    """
+
+    def __init__(self, steps: int, tell: Progress, every: float = 30.0) -> None:
+        self.steps, self.tell, self.every = steps, tell, every
+        self.text, self.since = "training", -math.inf  # when the text changed
+        self.first: tuple[int, float] | None = None  # the first step of this session, and when it ended
+
+    def __call__(self, row: Mapping[str, Any]) -> None:
+        """Report a row of metrics.jsonl."""
+        now, step = time.monotonic(), row["step"]
+        if row["kind"] == "step":
+            self.first = self.first or (step, now)
+            if now - self.since >= self.every:
+                rate = row["samples_per_second"]
+                speed = f"{rate:.3g} samples/s" if rate >= 1 else f"{1 / rate:.3g} s/sample"
+                self.text, self.since = f"training: loss {row['loss']:.3f}, {speed}{self._eta(step, now)}", now
+        elif row["kind"] == "validation":
+            self.text, self.since = f"training: validation lDDT-Cα {row['lddt_ca']:.3f}{self._eta(step, now)}", now
+        self.tell(step, self.steps, self.text)
+
+    def _eta(self, step: int, now: float) -> str:
+        """Return the time left at the pace of this session, validations included."""
+        if self.first is None or step <= self.first[0]:
+            return ""
+        return f", ETA {as_time((now - self.first[1]) / (step - self.first[0]) * (self.steps - step))}"
+
+
+def end_reason(metrics: Path) -> str | None:
+    """Read from a run's log why it ended before its last step; None if it did not."""
+    rows = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+    return next((row["reason"] for row in rows if row["kind"] == "end"), None)
 
 
 def said_of(config: RunConfig, split: Split, plan: str) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from warpfold.data.similar.relatives import MIN_IDENTITY
+from warpfold.errors import listed
 from warpfold.evaluation.before_after import Measure, Measured, compared, target_with_truth
 from warpfold.report import figures
 from warpfold.report.report import ReportPage, ReportTable, Section, Warned
@@ -15,7 +16,15 @@ PARTS = {"test": "the test, which training never saw", "general": "held-out entr
 
 
 def verdict(result: Mapping[str, Any]) -> str:
-    """Say in a sentence whether the test became better, by lDDT-Ca."""
+    """Say whether the test became better, by lDDT-Ca, or that training improved nothing."""
+    if result["params"]["step"] == 0:
+        why = f" ({result['ended']})" if result["ended"] else ""
+        return (
+            "Not better: the starting parameters were kept, as no validation was better than the one before training. "
+            f"Training ended after step {result['steps']:,}{why}. Try a lower learning rate (--set "
+            f"optim.learning_rate={result['settings']['optim']['learning_rate'] / 4:.2g}), adapters (--adapters 8), "
+            "or more structures."
+        )
     found = result["compared"]["test"]["lddt_ca"]
     size = f"{counted(found['targets'], 'protein')} of {counted(found['clusters'], 'cluster')}"
     if found["verdict"] is None:
@@ -39,6 +48,13 @@ def folded_with(result: Mapping[str, Any]) -> str:
     return (
         f"before and after with {counted(folded['recycles'], 'recycle')}, {folded['max_msa']} clustered and "
         f"{folded['max_extra']} extra alignment rows, seed {folded['seed']}"
+    )
+
+
+def unaligned_warning(names: Sequence[str], chains: int) -> str:
+    """Say how many chains have no alignment."""
+    return (
+        f"{len(names)} of {counted(chains, 'chain')} without an alignment, used by the sequence alone: {listed(names)}"
     )
 
 
@@ -95,6 +111,8 @@ def report_page(
     if result["split_by"] == "chain":
         said = "proteins of the test have relatives in training: this says how well the family is known, no more"
         warned.append(Warned(f"split by chain: {said}"))
+    if result["without_alignment"]:
+        warned.append(Warned(unaligned_warning(result["without_alignment"], result["chains"])))
     if scores["verdict"] is None:
         many = counted(scores["clusters"], "cluster")
         warned.append(Warned(f"the test has {many}: too few for a verdict, which needs {MIN_CLUSTERS}"))
