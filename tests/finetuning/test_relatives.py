@@ -16,6 +16,7 @@ from warpfold.data.similar.pairwise import rost_identity
 from warpfold.data.similar.relatives import find_relatives
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import StoredExample, example_arrays, example_notes
+from warpfold.data.synthetic.folder import generate
 from warpfold.errors import UserError
 from warpfold.finetuning.split import Split, make_split, read_split, without_relatives
 
@@ -162,3 +163,36 @@ def test_only_the_listed_entries_are_trained_on(two_stores: Any, tmp_path: Path)
     source = Source(own, ["own0_A", "own1_A", "own3_A"])
     warpfold.train("tiny", [source], tmp_path / "run", device="cpu", set={**small, "train.steps": 4})
     assert used(tmp_path / "run")[0] == {"own3_A"}
+
+
+def test_finetune_rehearses_no_relatives_and_states_a_raised_limit(tiny_params: Path, tmp_path: Path) -> None:
+    """The general store has a fusion of every protein, so what is rehearsed depends on the split."""
+    generate(tmp_path / "proteins", 14, 5, max_length=32)
+    warpfold.pack(tmp_path / "proteins/mmcif", tmp_path / "proteins/msas", tmp_path / "packed")
+    rng, packed = np.random.default_rng(1), Store(tmp_path / "packed")
+    fusions = {
+        f"fusion{n}_A": drawn(rng, 20) + StoredExample(packed, key).sequence for n, key in enumerate(packed.keys)
+    }
+    store_of(tmp_path / "general", {**fusions, **{f"general{n}_A": drawn(rng, 50) for n in range(6)}})
+    small = {"data.crop": 16, "data.max_msa": 4, "data.max_extra": 4, "optim.accumulate": 1, "plan.precision": "fp32"}
+    result = warpfold.finetune(
+        structures=tmp_path / "proteins/mmcif",
+        init=tiny_params,
+        out=tmp_path / "tuned",
+        rehearse=f"{tmp_path / 'general'}=0.6",
+        split_identity=0.5,
+        steps=30,
+        set=small,
+        device="cpu",
+    )
+    store, general = Store(tmp_path / "tuned/store"), Store(tmp_path / "general")
+    test, validation = (result["settings"]["train"][name] for name in ("test", "validation"))
+    judging = [(store, key) for key in (*test, *validation) if key in store]
+    names = used(tmp_path / "tuned/run")[0]
+    rehearsed = [name.partition(":")[2] for name in names if name.startswith("general:")]
+    assert rehearsed
+    assert leaks(general, rehearsed, judging) == []
+    assert result["left_out"]["rehearsal"] >= len(judging)
+    stated = "Relatives up to 50 % identity are in training."
+    for page in ("card.md", "report.html"):
+        assert stated in (tmp_path / "tuned" / page).read_text()
