@@ -1,4 +1,4 @@
-"""A file server of our own, in a thread: it has ranges and ETags, as stores have, and misbehaves as it is told."""
+"""A file server in a thread, with ranges and ETags, which misbehaves on request."""
 
 import hashlib
 import re
@@ -26,6 +26,7 @@ class FileServer:
     if_range: bool = True  # heeds If-Range
     headers: dict[str, str] = field(default_factory=dict)  # of every answer, over its own
     asked: list[tuple[str, str]] = field(default_factory=list)  # path, Range
+    faulty: str = ""  # faults are for paths with this text only
 
 
 @contextmanager
@@ -41,6 +42,9 @@ def serving(files: dict[str, bytes] | None = None) -> Iterator[FileServer]:
             with suppress(OSError):  # the client has had enough
                 self.respond(server.files.get(re.sub(r"^(http://[^/]+)?/", "", self.path)))
 
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
         def do_CONNECT(self) -> None:
             server.asked.append((self.path, "CONNECT"))
             self.head(403, {})
@@ -53,7 +57,7 @@ def serving(files: dict[str, bytes] | None = None) -> Iterator[FileServer]:
 
         def respond(self, data: bytes | None) -> None:
             server.asked.append((self.path, self.headers["Range"] or ""))
-            fault = server.faults.pop(0) if server.faults else None
+            fault = server.faults.pop(0) if server.faults and server.faulty in self.path else None
             if isinstance(fault, tuple):
                 self.head(*fault)
                 return
@@ -65,16 +69,18 @@ def serving(files: dict[str, bytes] | None = None) -> Iterator[FileServer]:
                 return
             tag = f'"{hashlib.sha256(data).hexdigest()[:8]}"'
             known = {"ETag": tag} if server.tags else {"Last-Modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
-            start = int(re.sub(r"\D", "", self.headers["Range"] or "0"))
+            part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")
             changed = server.if_range and (self.headers["If-Range"] or tag) not in (tag, *known.values())
             if not server.ranges or changed:
-                start = 0
+                part = None
+            start, end = (int(part[1]), min(int(part[2] or len(data)) + 1, len(data))) if part else (0, len(data))
             if start and start >= len(data):
                 self.head(416, {"Content-Range": f"bytes */{len(data)}"})
                 return
-            part = {"Content-Range": f"bytes {start}-{len(data) - 1}/{len(data)}"} if start else {}
-            self.head(206 if start else 200, {"Content-Length": str(len(data) - start), **known, **part})
-            self.send(data[start:], fault)
+            extent = {"Content-Range": f"bytes {start}-{end - 1}/{len(data)}"} if part else {}
+            self.head(206 if part else 200, {"Content-Length": str(end - start), **known, **extent})
+            if self.command == "GET":
+                self.send(data[start:end], fault)
 
         def send(self, data: bytes, fault: str | None) -> None:
             what, _, count = (fault or "").partition(" ")
@@ -83,6 +89,8 @@ def serving(files: dict[str, bytes] | None = None) -> Iterator[FileServer]:
             for byte in data if what == "slow" else b"":
                 self.wfile.write(bytes([byte]))
                 time.sleep(0.02)
+            if what == "flip":
+                data = data[:-1] + bytes([data[-1] ^ 1])
             if what != "slow":
                 self.wfile.write(data[: int(count) if count else None])
             if what == "stall":

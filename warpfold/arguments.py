@@ -19,6 +19,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, ParamSpec, Protocol, TypeVar, Union, get_args, get_origin
 
 from warpfold.errors import UserError, as_arguments, given
+from warpfold.files import is_address
 from warpfold.progress import Progress, no_progress
 from warpfold.settings import plain, toml_value
 
@@ -43,7 +44,8 @@ class Option:
 
     names: in a shell, where they are not that of the field.  panel: of --help; none: a positional argument.  min, max:
     what a number may be; above: what it must be more than.  shell: the type in a shell, where Python takes more.
-    metavar, show_default: of --help.
+    metavar, show_default: of --help.  path: "local" for texts that are paths of this machine, as options of the type
+    Path are anyway; "store" for what may also be the address of a store.
     """
 
     help: str
@@ -55,6 +57,7 @@ class Option:
     shell: Any = None
     metavar: str | None = None
     show_default: bool = True
+    path: Literal["local", "store"] | None = None
 
 
 def of_panel(panel: str | None) -> Callable[..., Option]:
@@ -121,9 +124,11 @@ def check(name: str, hint: Any, value: Any) -> Any:
     if members == (bool,):
         return flag(name, value)
     if members == (str,):
+        if option.path == "local":
+            refuse_addresses(name, value)
         return text(name, value)
     if set(members) == set(get_args(PathLike)):
-        return path(name, value)
+        return path(name, value, option.path == "store")
     if set(members) == set(get_args(Paths)):
         return paths(name, value)
     if get_origin(members[0]) is Literal:
@@ -285,11 +290,22 @@ def progress_of(value: Any) -> Progress:
     return no_progress if value is None else value
 
 
-def path(name: str, value: Any) -> Path:
-    """Return a path; an empty one would be the current folder."""
+def path(name: str, value: Any, store: bool = False) -> Path:
+    """Return a path; an empty one would be the current folder.  store: it may be the address of a store."""
     if not isinstance(value, str | os.PathLike) or not str(value).strip():
         raise WrongArgument(f"{given(name, shown(value))}: a path is needed, text or pathlib.Path")
+    if not store:
+        refuse_addresses(name, value)
     return Path(value)
+
+
+def refuse_addresses(name: str, value: Any) -> None:
+    """Raise WrongArgument for an address, or NAME=ADDRESS, in place of a local path; value: one or a list."""
+    for one in value if is_list(value) else [value]:
+        text = os.fspath(one) if isinstance(one, str | os.PathLike) else ""
+        if is_address(text) or is_address(text.partition("=")[2]):
+            address = re.sub(r":/(?!/)", "://", text, count=1)
+            raise WrongArgument(f"{given(name, address)}: is an address. Give a path of this machine.")
 
 
 def path_or_none(name: str, value: Any) -> Path | None:

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from warpfold import __version__
 from warpfold.errors import UserError, printable
-from warpfold.files import opened, writing
+from warpfold.files import is_address, opened, writing
 from warpfold.progress import Progress, no_progress
 
 if TYPE_CHECKING:
@@ -55,11 +55,6 @@ def source_of(address: str, base: str | os.PathLike[str] | None) -> str | Path:
         missing = f"the folder has no {name}" if path.is_dir() else "is no http(s) address, and no such file or folder"
         raise UserError(f"--from {base}: {missing}; it is published at {address}")
     return found
-
-
-def is_address(text: str) -> bool:
-    """Return whether a text is meant as an address, and not as a path."""
-    return bool(re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text))
 
 
 def check_address(address: str, option: str) -> str:

@@ -41,6 +41,14 @@ _PIECE = 1 << 20  # bytes unpacked at a time
 _KEPT = 1 << 28  # bytes; a file that unpacks to more is unpacked twice: to find its size, then to keep it
 
 
+def is_address(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path is meant as an address, such as s3://bucket/name.
+
+    A pathlib.Path has lost the second slash. One letter before the colon would be a drive.
+    """
+    return bool(re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", os.fspath(path)))
+
+
 def file_name(name: str) -> str:
     """Return a protein's name as a file name: without characters that file systems or shells treat specially."""
     kept = "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "_" for c in name)

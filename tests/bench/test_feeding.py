@@ -11,7 +11,7 @@ import pytest
 from tests.data.examples import example
 from warpfold.bench.data import INITIAL
 from warpfold.bench.feeding import Emulation, Feeding, SlowFolder, SlowStore, feeding
-from warpfold.data.store.storage import place_of
+from warpfold.data.store.remote import place_of
 from warpfold.data.store.store import StoreWriter, pack_record
 from warpfold.data.store.stored_example import example_arrays, example_notes
 from warpfold.errors import UserError

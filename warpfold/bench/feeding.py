@@ -25,8 +25,8 @@ from warpfold.batch import to_tensors
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.data.load.order import Order, Source
-from warpfold.data.store.objects import Objects
-from warpfold.data.store.storage import Folder, ObjectPath, Place, Storage, place_of
+from warpfold.data.store.local import Folder, Storage
+from warpfold.data.store.remote import Address, Place, Remote, place_of
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import open_entry
 from warpfold.errors import UserError
@@ -86,7 +86,7 @@ class SlowStore(Store):
     """A store on an emulated storage, also in the processes that it is sent to.  Errors: as of `Store`."""
 
     def __init__(self, path: Place, emulation: Emulation, checked: bool = False) -> None:
-        if isinstance(place_of(path), ObjectPath):
+        if isinstance(place_of(path), Address):
             raise UserError(f"{place_of(path)}: --storage is for a folder of this machine; leave it out")
         super().__init__(path, checked)
         self.emulation, self.storage = emulation, SlowFolder(Path(self.path), emulation)
@@ -164,7 +164,7 @@ def feeding(store: Store, config: SampleConfig, entries: int, gpus: int, cores: 
         "examples per second": round(found.given, 1),
         "needed": round(found.needed, 1),
         "limit": found.limit,
-        "verdict": found.verdict(isinstance(watched.storage, Objects)),
+        "verdict": found.verdict(isinstance(watched.storage, Remote)),
     }
 
 

@@ -150,7 +150,8 @@ class BenchCommand:
     dtype: Annotated[list[str] | None, decides("bf16, fp32; default: bf16 on a GPU, fp32 on a CPU.")] = None
     ways: Annotated[list[str] | None, decides("Time only these: definition, compile, sdpa, ours ...")] = None
     settings: Annotated[
-        str | None, reads("TOML file or preset of --block, --step; default: tiny on a CPU, monomer on a GPU.")
+        str | None,
+        reads("TOML file or preset of --block, --step; default: tiny on a CPU, monomer on a GPU.", path="local"),
     ] = None
     change: Change = None
     residues: Residues = None
@@ -328,7 +329,7 @@ def _facts(found: Mapping[str, Any]) -> list[str]:
 
 @command(register=bench.command, example="Example:  warpfold bench data --store store --sources files/ --out data.json")
 def data(
-    store: Annotated[Path, reads("What `warpfold pack` made.")],
+    store: Annotated[Path, reads("What `warpfold pack` made.", path="store")],
     sources: Annotated[Path | None, reads("The folder that holds what the store was packed from.")] = None,
     entries: Annotated[
         int, runs("How many entries to make features of, spread over the alignment depths.", min=2)
@@ -422,7 +423,7 @@ def _tasks(todo: "Sequence[TuningTask]") -> Answer:
 
 @command(example="Example:  warpfold profile tiny --out profile;  warpfold profile monomer --residues 128 --forward")
 def profile(
-    settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...")],
+    settings: Annotated[str, argument("A TOML file, or the name of a preset: monomer, tiny ...", path="local")],
     out: Annotated[Path | None, writes("New folder for profile.json, and trace.json.gz for ui.perfetto.dev.")] = None,
     forward: Annotated[bool, decides("One forward pass without gradient, in place of a training step.")] = False,
     change: Change = None,

@@ -19,7 +19,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, ge
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from warpfold.arguments import PathLike, Paths, decides, declaration, kinds_of, name_of, number, runs, writes
+from warpfold.arguments import (
+    PathLike,
+    Paths,
+    decides,
+    declaration,
+    kinds_of,
+    name_of,
+    number,
+    refuse_addresses,
+    runs,
+    writes,
+)
 from warpfold.errors import UserError, options_given
 from warpfold.files import check_new
 from warpfold.parallel.process import ProcessInfo, is_one_of_several
@@ -253,6 +264,8 @@ def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
     if not names and shell is bool:
         names = (f"--{name.replace('_', '-')}",)  # no --no-...: it is off unless given
     about: dict[str, Any] = {"help": option.help, "metavar": option.metavar}
+    if option.path == "local" or (option.path is None and "Path" in str(shell)):
+        about["callback"] = _local(name)
     if option.panel is None:
         declared = typer.Argument(**about, show_default=option.show_default)
     else:
@@ -317,6 +330,17 @@ def chosen(option: str, values: Sequence[str] | None, known: Iterable[str]) -> l
 
 
 GIVEN: list[str] = []  # the arguments of the command line that runs
+
+
+def _local(name: str) -> Callable[[Any], Any]:
+    """Return a callback of typer that refuses addresses."""
+
+    def checked(value: Any) -> Any:
+        with options_given():
+            refuse_addresses(name, value)
+        return value
+
+    return checked
 
 
 def _more_than(name: str, least: float) -> Callable[[Any], float | None]:

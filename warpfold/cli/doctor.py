@@ -76,7 +76,8 @@ class DoctorCommand:
         bool, decides("Check every operation, forward and backward, against its definition; a minute.")
     ] = False
     settings: Annotated[
-        str | None, reads("TOML file or preset whose sizes to check; default: tiny on a CPU, monomer on a GPU.")
+        str | None,
+        reads("TOML file or preset whose sizes to check; default: tiny on a CPU, monomer on a GPU.", path="local"),
     ] = None
     dtype: Annotated[list[str] | None, decides("Of --kernels: bf16, fp32; default: both.")] = None
     rows: Annotated[

@@ -33,10 +33,15 @@ class FinetuneCommand(Checked):
     ] = None
     search: Annotated[
         arguments.Paths | Mapping[str, PathLike] | None,
-        reads("Databases to find alignments in, FILE or NAME=FILE, as for `warpfold search`.", shell=list[str] | None),
+        reads(
+            "Databases to find alignments in, FILE or NAME=FILE, as for `warpfold search`.",
+            shell=list[str] | None,
+            path="local",
+        ),
     ] = None
     rehearse: Annotated[
-        str | None, reads("STORE=SHARE: of a general store, so large a share of the examples, against forgetting.")
+        str | None,
+        reads("STORE=SHARE: of a general store, so large a share of the examples, against forgetting.", path="store"),
     ] = None
     split: Annotated[PathLike | None, reads("A split.toml of an earlier run, to be split alike.")] = None
     one_family: Annotated[bool, decides("Split by chain, where all are relatives; the report says so.")] = False

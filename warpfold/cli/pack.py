@@ -57,15 +57,12 @@ class PackCommand(PackOptions):
         Errors: UserError for bad arguments and paths, where nothing is kept, and for an `out` that is something else.
         """
         from warpfold.data.pack import pack as packing
-        from warpfold.data.store.storage import ObjectPath, place_of
 
         if self.out is None:
             raise UserError("pack: --out is missing; name the store to make")
         if sum(one is not None for one in (self.structures, self.predicted, self.merge)) != 1:
             raise UserError("pack: give structures, or predicted ones, or parts to merge, and only one of these")
-        out, tell = place_of(self.out), progress_of(self.progress)
-        if isinstance(out, ObjectPath):
-            raise UserError(f"--out {out}: a store is written to a folder. Give a folder, and copy the finished store.")
+        out, tell = arguments.path("out", self.out), progress_of(self.progress)
         part = JobPart.parse(self.shard) if self.shard else None
         if self.merge is not None:
             return packing.merge(arguments.paths("merge", self.merge), out, self.workers, self.cluster, tell)
@@ -88,8 +85,8 @@ pack = function(PackCommand)
 )
 def pack_in_shell(
     given: dict[str, Any],
-    verify: Annotated[Path | None, instead("Check every byte of a store.")] = None,
-    info: Annotated[Path | None, instead("Show what is in a store.")] = None,
+    verify: Annotated[Path | None, instead("Check every byte of a store.", path="store")] = None,
+    info: Annotated[Path | None, instead("Show what is in a store.", path="store")] = None,
 ) -> Answer:
     """Make a store under a progress bar, or look at one."""
     from warpfold.data.pack.report import store_summary_text, summarize_store
@@ -133,8 +130,7 @@ def _lines(report: "PackReport", out: Path, part: JobPart | None) -> Iterator[st
 
 def _verified(given: Path) -> Answer:
     """List what is damaged."""
-    from warpfold.data.store.objects import storage_of
-    from warpfold.data.store.storage import is_there, place_of
+    from warpfold.data.store.remote import place_of, storage_of
     from warpfold.data.store.store import Store
 
     path = place_of(given)
@@ -143,8 +139,10 @@ def _verified(given: Path) -> Answer:
             store = Store(path)
             entries, damaged = len(store), list(store.verify(lambda done, total: bar(done, total, "checking")))
         except UserError as error:
-            if not is_there(storage_of(path), "store.json"):
-                raise
+            try:
+                storage_of(path).size("store.json")
+            except FileNotFoundError:
+                raise error from None
             entries, damaged = 0, [str(error)]
     verdict = f"{len(damaged)} damaged" if damaged else f"{entries} entries, all whole"
     found = {"path": str(path), "entries": entries, "damaged": damaged}

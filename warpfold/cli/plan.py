@@ -48,7 +48,10 @@ class PlanCommand:
     """
 
     target: Annotated[
-        str, argument("What `predict` folds (FASTA, CSV, A3M ...), or what `train` reads: a TOML file or a preset.")
+        str,
+        argument(
+            "What `predict` folds (FASTA, CSV, A3M ...), or what `train` reads: a TOML file or a preset.", path="local"
+        ),
     ]
     memory: Annotated[
         str | None,

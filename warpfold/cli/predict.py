@@ -92,6 +92,7 @@ class PredictCommand(PredictOptions):
             "jobs of Boltz and AlphaFold 3 (YAML, JSON), folders of these, - (standard input), or a sequence itself.",
             metavar="QUERY...",
             shell=list[str],
+            path="local",
         ),
     ] = field(kw_only=False)
     params: Annotated[

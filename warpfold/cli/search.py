@@ -24,6 +24,7 @@ class SearchCommand(Checked):
         argument(
             "What `predict` takes: files, folders, - or sequences; every different chain is searched for.",
             shell=list[str],
+            path="local",
         ),
     ]
     database: Annotated[
@@ -31,6 +32,7 @@ class SearchCommand(Checked):
         reads(
             "FILE or NAME=FILE: FASTA, gz or not; for mmseqs2 and hhblits in their own format. `uniprot` is to pair.",
             shell=list[str] | None,
+            path="local",
         ),
     ] = None
     out: Annotated[

@@ -49,10 +49,12 @@ class TrainCommand(Checked):
     On several processes, under torchrun: docs/parallel.md.
     """
 
-    settings: Annotated["SettingsLike", argument("A TOML file, or the name of a preset: monomer, tiny ...", shell=str)]
+    settings: Annotated[
+        "SettingsLike", argument("A TOML file, or the name of a preset: monomer, tiny ...", shell=str, path="local")
+    ]
     data: Annotated[
         StoreLike | Sequence[StoreLike],
-        reads("Stores that `warpfold pack` made: STORE or STORE=WEIGHT.", shell=list[str]),
+        reads("Stores that `warpfold pack` made: STORE or STORE=WEIGHT.", shell=list[str], path="store"),
     ]
     out: Annotated[PathLike, writes("Folder of the run; the same command continues a stopped run, bit for bit.")]
     _: KW_ONLY
@@ -150,7 +152,7 @@ def sources_of(data: StoreLike | Sequence[StoreLike], assemblies: bool = False) 
             continue
         weight = "1"
         if not isinstance(one, Store):
-            folder, equals, weight = str(arguments.path("data", one)).rpartition("=")
+            folder, equals, weight = str(arguments.path("data", one, store=True)).rpartition("=")
             if not equals or Path(one).exists():
                 folder, weight = str(one), "1"
         try:
@@ -215,7 +217,8 @@ class ValidateCommand(Checked):
 
     run: Annotated[PathLike, argument("Folder of `warpfold train`, its --out.")]
     data: Annotated[
-        StoreLike | Sequence[StoreLike], reads("The stores that it trains on: STORE or STORE=WEIGHT.", shell=list[str])
+        StoreLike | Sequence[StoreLike],
+        reads("The stores that it trains on: STORE or STORE=WEIGHT.", shell=list[str], path="store"),
     ]
     _: KW_ONLY
     follow: Annotated[bool, runs("Wait for further checkpoints, until that of the last step.")] = False

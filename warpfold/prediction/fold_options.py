@@ -43,6 +43,7 @@ Template = Annotated[
         "FILE or FILE:CHAIN: mmCIF or PDB structures, templates for every record, whatever their date; in a "
         "complex for the chains that they fit, or ID=FILE for chain ID.",
         shell=list[str] | None,
+        path="local",
     ),
 ]
 Hits = Annotated[
@@ -57,6 +58,7 @@ InitialGuess = Annotated[
         "Start the first pass from structures: a file, for every record; a folder of NAME.pdb or NAME.cif; or self: "
         "the records are structures.",
         shell=str | None,
+        path="local",
     ),
 ]
 FixedChains = Annotated[
@@ -107,6 +109,7 @@ KeptRepresentations = Annotated[
         "precision in a store, for thousands.",
         shell=str | None,
         metavar="[NAME.store]",
+        path="local",
     ),
 ]
 PairRepresentation = Annotated[

@@ -67,7 +67,7 @@ GOOD = "--structures structures --out o"
         ("--structures structures --verify o", "not --structures and --verify"),
         ("--structures structures", "--out is missing"),
         ("--structures structures --out .", "no name for a store"),
-        ("--structures structures --out s3://bucket/o", "--out s3://bucket/o: a store is written to a folder. Give a"),
+        ("--structures structures --out s3://bucket/o", "--out s3://bucket/o: is an address. Give a path"),
         (f"{GOOD} --shard 9/8", "--shard 9/8"),
         (f"{GOOD} --released-after May", "--released-after May: is not a date"),
         (f"{GOOD} --hits nowhere", "nowhere: no such file"),

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from warpfold.data.store import storage
+from warpfold.data.store import local
 from warpfold.data.store.index import WHERE, Index, encode_index
-from warpfold.data.store.storage import is_local
+from warpfold.data.store.local import is_local
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.errors import UserError
 from warpfold.files import digest_of
@@ -279,11 +279,11 @@ def test_on_a_network_file_system_the_index_is_copied_once_per_machine(
 ) -> None:
     path = write(tmp_path / "s")
     assert is_local(Path("/proc")) is False  # of no disk
-    monkeypatch.setattr(storage, "is_local", lambda path: False)
+    monkeypatch.setattr(local, "is_local", lambda path: False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
     store = Store(path)
-    (copy,) = storage.copies_folder().iterdir()
+    (copy,) = local.copies_folder().iterdir()
     before = copy.stat().st_ino
     os.utime(copy, (0, 0))
     index = path / "index.wfi"
@@ -313,7 +313,7 @@ def test_on_a_network_file_system_the_index_is_copied_once_per_machine(
 
 
 def test_a_thousand_shards_are_read_with_few_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "MOST_OPEN", 2)
+    monkeypatch.setattr(local, "MOST_OPEN", 2)
     store = Store(write(tmp_path / "s", 5, shard_bytes=1))
     for _ in range(2):
         for i, key in enumerate(store.keys):

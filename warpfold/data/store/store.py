@@ -25,8 +25,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from warpfold.data.store.index import WHERE, Column, Index, Keys, encode_index
-from warpfold.data.store.objects import storage_of
-from warpfold.data.store.storage import ObjectPath, Place, place_of
+from warpfold.data.store.remote import Address, Place, place_of, storage_of
 from warpfold.errors import StorageError, UserError
 from warpfold.files import LARGEST, DraftFolder, digest_of, write_atomically, writing
 
@@ -89,7 +88,7 @@ class StoreWriter:
 
     def __init__(self, path: Place | str, shard_bytes: int = SHARD) -> None:
         place = place_of(path)
-        if isinstance(place, ObjectPath):
+        if isinstance(place, Address):
             raise UserError(f"{place}: a store is written to a folder. Give a folder, and copy the finished store.")
         self.path, self.shard_bytes = place, shard_bytes
         self._file: BinaryIO | None = None

@@ -1,18 +1,17 @@
-"""Where a store's objects lie: a few operations, which a folder has and an object store has (objects.py).
+"""The objects of a store in a folder, and the operations that a remote store offers too (remote.py).
 
-A store needs no more than this: read ranges of a named object, or all of a small one; ask for its size; and view an
-object of numbers (the index) in memory that all processes of a machine share.  Nothing is listed.
+A store reads ranges of a named object, reads small objects completely, asks for sizes, and maps the index into memory
+that all processes of a machine share.  It never lists names.
 """
 
 import mmap
 import os
-import re
 import stat
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Protocol
 
 from warpfold.errors import UserError
@@ -26,52 +25,8 @@ MOST_OPEN = 256  # files of a store that stay open: a thousand shards are more t
 UNUSED = 30 * 24 * 3600  # seconds after which a copy that nobody has opened is removed
 
 
-class ObjectPath(PurePosixPath):
-    """The address of an object, or of what many objects' names begin with: s3://bucket/stores/pdb."""
-
-    def __str__(self) -> str:
-        return super().__str__().replace(":/", "://", 1)
-
-    def __repr__(self) -> str:
-        return f"ObjectPath({str(self)!r})"
-
-    @property
-    def scheme(self) -> str:
-        return self.parts[0].rstrip(":")
-
-    def resolve(self) -> "ObjectPath":
-        """Return itself, as no address is a link."""
-        return self
-
-
-Place = Path | ObjectPath
-_ADDRESS = re.compile(r"(s3|gs|az|abfss?|https?):/")  # a Path has lost the second stroke
-
-
-def place_of(path: "str | os.PathLike[str]") -> Place:
-    """Return a folder's path, or an address: s3://, gs://, az://, abfs://, https:// or http://.
-
-    Errors: UserError for an address that ends with its bucket.
-    """
-    text = os.fspath(path)
-    if not _ADDRESS.match(text):
-        return Path(text)
-    place = ObjectPath(text)
-    if len(place.parts) < 3:
-        raise UserError(f"{text}: no name after the bucket; give {place}/NAME")
-    return place
-
-
-def is_there(storage: "Storage", name: str) -> bool:
-    """Say whether there is an object of this name."""
-    try:
-        return storage.size(name) >= 0
-    except FileNotFoundError:
-        return False
-
-
 class Storage(Protocol):
-    """What a store asks of the place in which its objects lie; errors are OSError, or UserError with a cure."""
+    """The objects of one store.  Errors are OSError, or UserError with a remedy."""
 
     def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
         """Return the bytes [begin, end) of an object for each range, fewer if it is shorter."""
