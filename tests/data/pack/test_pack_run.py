@@ -292,6 +292,27 @@ def test_an_unfinished_run_and_a_finished_part_are_of_their_inputs_alone(
     assert contents(part) == before
 
 
+@pytest.mark.parametrize("how", ["--cluster-identity", "--clusters"])
+def test_other_clusters_need_no_other_records(files: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """As where MMseqs2 is missing, which the merge says after hours of packing."""
+    more: dict[str, Any] = {"options": PackOptions(cluster_identity=1.0)}
+    if how == "--clusters":
+        (files / "clusters").write_text("1one_A 1two_A\n1mut_A\n")
+        more = {"clusters": files / "clusters"}
+    packed(files, "fresh", **more)
+    with monkeypatch.context() as patch:
+        patch.setattr(merging, "clustered_by", lambda _: (_ for _ in ()).throw(UserError("no MMseqs2")))
+        with pytest.raises(UserError, match="no MMseqs2"):
+            packed(files)
+    parts_of(files, 2)
+    with pytest.raises(UserError, match=r"-1-of-2: packed from other inputs or options \(.*cluster"):
+        packed(files, part=JobPart(1, 2), **more)
+    read = count_reads(monkeypatch)
+    packed(files, **more)
+    assert read == []
+    assert contents(files / "store") == contents(files / "fresh")
+
+
 # ---- what parts share
 
 

@@ -144,7 +144,7 @@ def _clusters(
     first = dict(zip(reversed(sequences), reversed(keys)))
     if manifest["clusters"]:
         named = read_clusters(manifest["clusters"], keys, {chain.name: chain.entity for chain in chains})
-        return [named.get(one.name, one.cluster or first[one.sequence]) for one in chains], ""
+        return [named.get(one.name, first[one.sequence]) for one in chains], ""
     identity = manifest["options"]["cluster_identity"]
     if identity >= 1:
         return [first[sequence] for sequence in sequences], ""

@@ -32,6 +32,7 @@ from warpfold.data.pack.merge import finished_report, merge_parts, report_part
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.part import (
     HIT_FILES,
+    OF_MERGE,
     STRUCTURE,
     Manifest,
     PartFolder,
@@ -178,7 +179,7 @@ def pack(
     template_library.cache_clear()  # of an earlier run of this process: files may have come and gone
     with pool(workers, cluster) as executor:
         ahead = max(AHEAD, 4 * workers) if cluster is None else CLUSTER_AHEAD
-        packed = _packed_part(out, manifest, inputs, options, executor, ahead, progress)
+        packed = _packed_part(out, manifest, inputs, options, executor, ahead, progress, merged_next=part is None)
         if part is not None:
             return report_part(packed)
         report = _merged([packed], out, executor, progress, workers)
@@ -194,8 +195,12 @@ def _packed_part(
     executor: Executor | None,
     ahead: int,
     progress: Progress,
+    merged_next: bool,
 ) -> PartFolder:
-    """Return a part of the store `out`, after the missing jobs are done.  ahead: how many are handed out at a time."""
+    """Return a part of the store `out`, after the missing jobs are done.
+
+    ahead: how many jobs are handed out at a time.  merged_next: the part is merged at once, with this manifest.
+    """
     path = part_path(out, JobPart.parse(manifest["part"]))
     try:
         writer = PartWriter(path, manifest)
@@ -203,10 +208,12 @@ def _packed_part(
         if not (path / "plan.json").exists():
             raise
         finished = PartFolder(path)
-        if found := differences(finished.manifest, manifest):
+        # A task of a job array leaves its part to a merge, which has the clusters from its plan.
+        if found := differences(finished.manifest, manifest, OF_MERGE if merged_next else ()):
             raise UserError(
                 f"{path}: packed from other inputs or options ({', '.join(found)}); remove it, or choose another name"
             ) from None
+        finished.manifest |= manifest
         return finished
     try:
         _fill(JobRunner(writer, executor, ahead), inputs, options, out, progress)

@@ -12,7 +12,7 @@ import os
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ from warpfold.files import DraftFolder, pread, remove_own, write_atomically, wri
 FORMAT, VERSION = "warpfold-part", 5
 RECORDS = "records"
 STRUCTURE, QUERY = "structure ", "query "  # before the name of the file in the name of its job
+OF_MERGE = ("cluster_identity", "clusters")  # the option and the input that decide nothing in a part
 QUERIES, HIT_FILES = "queries", "hits"  # the results in the journal that are of several files
 _OWN = re.compile(rf"plan\.json|{RECORDS}|journal|tried|lock|\.(plan\.json|tried)\.[0-9a-f]{{8}}")
 
@@ -61,11 +62,11 @@ def part_path(out: Path, part: JobPart) -> Path:
     return out.with_name(f"{out.name}.part-{part.number}-of-{part.count}")
 
 
-def differences(one: Manifest, other: Manifest) -> list[str]:
-    """Say what differs between two manifests, in words for an error."""
+def differences(one: Manifest, other: Manifest, ignored: Container[str] = ()) -> list[str]:
+    """Say what differs between two manifests, in words for an error.  ignored: names of options and inputs."""
     found = []
     for group, say in (("options", "--{}".format), ("inputs", "{} files".format)):
-        names = [*one[group], *(name for name in other[group] if name not in one[group])]
+        names = [name for name in dict.fromkeys([*one[group], *other[group]]) if name not in ignored]
         found += [say(name.replace("_", "-")) for name in names if one[group].get(name) != other[group].get(name)]
     return found
 
@@ -271,7 +272,7 @@ def _read_manifest(path: Path) -> Manifest:
 
 def _check_same_run(path: Path, begun: Manifest, manifest: Manifest) -> None:
     """Raise UserError for other inputs or options, or another version."""
-    found = differences(begun, manifest)
+    found = differences(begun, manifest, OF_MERGE)
     if begun["warpfold"] != manifest["warpfold"]:
         found.append(f"WarpFold {begun['warpfold']}, not {manifest['warpfold']}")
     if found:
