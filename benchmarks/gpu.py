@@ -15,6 +15,7 @@ loses nothing. The exit code is 1 if a part failed. benchmarks/README.md says wh
 
 import argparse
 import json
+import lzma
 import os
 import signal
 import subprocess
@@ -164,7 +165,7 @@ def run_part(part: Part, results: Results, python: str, environment: Mapping[str
     arguments = [str(rows) if word == "ROWS" else word for word in part.arguments]
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [python, *arguments], cwd=ROOT, env=environment, stdout=file, stderr=file, start_new_session=True
+            [python, *arguments], cwd=ROOT, env=environment, stdout=file, stderr=file, process_group=0
         )
         while process.poll() is None and time.monotonic() < deadline:
             if time.monotonic() >= results.saved + SAVE_EVERY:
@@ -208,13 +209,17 @@ def print_rows(folder: Path) -> None:
 
 
 def unpack() -> None:
-    """Unpack the carried archives, unless an earlier command on this machine has."""
+    """Unpack the carried archives, unless an earlier command on this machine has; report those that are damaged."""
     for archive in sorted(CARRIED.glob("*.tar.xz")):
         done = SCRATCH / f"{archive.name}.{archive.stat().st_size}"
-        if not done.exists():
+        if done.exists():
+            continue
+        try:
             with tarfile.open(archive) as file:
                 file.extractall(SCRATCH, filter="data")
             done.touch()
+        except (OSError, EOFError, tarfile.TarError, lzma.LZMAError) as error:  # measured all the same, but slowly
+            print(f"{archive}: not unpacked: {error}. Pack it again.", flush=True)
 
 
 def prepare(arguments: Sequence[str]) -> None:

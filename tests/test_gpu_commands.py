@@ -170,6 +170,14 @@ def test_carried_archives_are_unpacked_once(scratch: Path) -> None:
         kernel.write_text("newer")
 
 
+def test_a_damaged_archive_keeps_nothing_from_being_measured(scratch: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (scratch / "carried").mkdir()
+    gpu.SCRATCH.mkdir()
+    (scratch / "carried" / "peers.tar.xz").write_bytes(b"\xfd7zXZ\x00torn")
+    gpu.unpack()
+    assert "peers.tar.xz: not unpacked: " in capsys.readouterr().out
+
+
 def test_kernels_are_prepared_with_the_versions_of_the_gpu_machine_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "version", lambda name: "2.13.0" if name == "torch" else "3.6.0")
     monkeypatch.setattr(sys, "version_info", (3, 12, 1))
