@@ -1,5 +1,6 @@
 """`warpfold finetune` on a very small scale: all parts are there, it continues, and bad input leaves nothing."""
 
+import dataclasses
 import json
 import math
 import shutil
@@ -246,9 +247,24 @@ def test_one_chain_of_each_sequence_is_tested(tmp_path: Path) -> None:
     warpfold.pack(tmp_path / "proteins/mmcif", out=tmp_path / "store")
     store = Store(tmp_path / "store")
     keys = entry_keys(store, assemblies=False)
-    found = distinct_entries(store, keys, assemblies=False)
+    found = distinct_entries(store, keys)
     assert (len(keys), len(found), len(files)) == (4, 3, 3)
-    assert set(distinct_entries(store, keys, assemblies=False, by="chain").values()) == set(found)
+    assert set(distinct_entries(store, keys, by="chain").values()) == set(found)
+    assert len(set(found.values())) == 3
+
+
+def test_a_fragment_is_in_the_cluster_of_its_protein(tmp_path: Path) -> None:
+    generate(tmp_path / "proteins", 2, 5, max_length=60)
+    first = sorted((tmp_path / "proteins/mmcif").iterdir())[0]
+    (whole,) = read_structure(first).chains.values()
+    part = slice(0, 2 * len(whole.sequence) // 3)
+    arrays = {name: getattr(whole, name)[part] for name in ("sequence", "positions", "mask", "residue_index")}
+    cut = dataclasses.replace(whole, **arrays, author_numbers=whole.author_numbers[part])
+    first.with_name("9cut.cif").write_text(write_mmcif("9cut", [cut]))
+    warpfold.pack(tmp_path / "proteins/mmcif", out=tmp_path / "store")
+    store = Store(tmp_path / "store")
+    found = distinct_entries(store, entry_keys(store, assemblies=False))
+    assert (len(found), len(set(found.values()))) == (3, 2)
 
 
 def test_words_follow_the_interval() -> None:

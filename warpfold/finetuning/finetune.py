@@ -29,7 +29,7 @@ import torch
 
 from warpfold import __version__, settings
 from warpfold.data.load.order import Source, joined_clusters, split_keys
-from warpfold.data.load.relatives import related_entries
+from warpfold.data.load.relatives import families, related_entries
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import pack
 from warpfold.data.pack.report import PackReport
@@ -185,10 +185,10 @@ def finetune(
     began = time.perf_counter()
     entries, measured = list[dict[str, Any]](), dict[str, list[Measured]]()
     before, after = both_models(options.init, out / "params.safetensors", config, device)
-    clusters = {"test": distinct_entries(store, split.test, assemblies, split.by)}
+    clusters = {"test": distinct_entries(store, split.test, limit, split.by)}
     folded = {"test": store}
     if general is not None and forgotten:
-        clusters["general"] = distinct_entries(general.store, forgotten, assemblies)
+        clusters["general"] = distinct_entries(general.store, forgotten, limit)
         folded["general"] = general.store
     for kind, where in folded.items():
         keys = list(clusters[kind])
@@ -328,16 +328,21 @@ def both_models(init: Path, params: Path, config: RunConfig, device: torch.devic
     return Predictor(model, device, sample=after.sample), after
 
 
-def distinct_entries(store: Store, keys: Sequence[str], assemblies: bool, by: str = "cluster") -> dict[str, str]:
+def distinct_entries(
+    store: Store, keys: Sequence[str], min_identity: float = MIN_IDENTITY, by: str = "cluster"
+) -> dict[str, str]:
     """Return the first entry of each distinct set of sequences, with the name of its cluster.
 
+    Clusters with related chains (data/similar/relatives.py, at `min_identity`) count as one, as in `make_split`.
     by: what the entries were split by; a test that was split by "chain" is one family, and each entry its own cluster.
     """
-    clusters = dict(zip(entry_keys(store, assemblies), joined_clusters(Source(store, assemblies=assemblies))))
     first: dict[tuple[str, ...], str] = {}
     for key in keys:
         first.setdefault(tuple(sorted(chain.sequence for chain in read_assembly(store, key).chains)), key)
-    return {key: clusters[key] if by == "cluster" else key for key in first.values()}
+    if by == "chain":
+        return {key: key for key in first.values()}
+    source = Source(store, list(first.values()))
+    return dict(zip(source.keys, families(source, joined_clusters(source), min_identity)))
 
 
 def compared_scores(
