@@ -10,9 +10,9 @@ import pytest
 
 from tests.prediction.runs import contents
 from warpfold.errors import UserError
-from warpfold.geometry.residue import ATOM37_MASK, RESTYPES
+from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, RESTYPES
 from warpfold.prediction.outputs import Prediction, claim_folder, remove_prediction, write_summary
-from warpfold.prediction.sanity import check_geometry
+from warpfold.prediction.sanity import check_geometry, find_clashes
 
 SEQUENCE = "ACDEFGHIKLMNPQRSTVWYX"
 
@@ -196,6 +196,15 @@ def ideal_chain(n: int) -> tuple[np.ndarray, np.ndarray]:
     mask = np.zeros((n, 37), np.float32)
     mask[:, [0, 1, 2, 3]] = 1
     return alanine[None] + np.arange(n)[:, None, None] * np.array([3.8, 0, 0], np.float32), mask
+
+
+@pytest.mark.parametrize(("other", "bonded", "clashes"), [(6, True, 0), (6, False, 1), (9, True, 1)])
+def test_only_the_peptide_bond_to_the_next_residue_is_no_clash(other: int, bonded: bool, clashes: int) -> None:
+    """C of residue 5 and N of another, 1.3 angstrom apart."""
+    positions, mask = np.zeros((12, 37, 3), np.float32), np.zeros((12, 37), bool)
+    mask[5, ATOM_ORDER["C"]] = mask[other, ATOM_ORDER["N"]] = True
+    positions[other, ATOM_ORDER["N"], 0] = 1.3
+    assert find_clashes(positions, mask, np.full(11, bonded)).tolist() == [[5, other]] * clashes
 
 
 def test_breaks_clashes_and_mirrors_are_counted() -> None:

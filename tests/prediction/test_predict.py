@@ -374,6 +374,22 @@ def test_hits_come_after_the_users_files_and_refusals_are_written(
     assert "came out 2020-01-01, after 2015-01-01" in notes["2xyz_A"]
 
 
+def test_the_users_files_leave_fewer_places_for_hits(tmp_path: Path, structures: Path) -> None:
+    """Hits fill what is left of the limit, and say so where nothing is."""
+    sources = TemplateSources(hits=[a3m_hits(tmp_path, entries=("1abc",))], structures=structures)
+    for files, most, used in (((), 1, True), ((f"{structures / '2xyz.cif'}:A",), 2, True)):
+        assert hits_used(sources, files, most) == (len(files) + used, ["1abc_A"])
+    files = (f"{structures / '2xyz.cif'}:A",)
+    assert hits_used(sources, files, 1) == (1, [])
+
+
+def hits_used(sources: TemplateSources, files: tuple[str, ...], most: int) -> tuple[int, list[str]]:
+    """Find the templates of ONE; return how many there are, and which hits were used."""
+    ((found, outcomes),) = find_templates([TemplateQuery(ONE, ("one",), files)], sources, most)
+    assert found is not None
+    return len(found.aatype), [one.name for one in outcomes[len(files) :] if one.used]
+
+
 def test_a_wrong_folder_of_structures_ends_the_run_before_it_writes(
     tmp_path: Path, a3m: Path, template_params: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,7 +37,7 @@ from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import ProcessInfo, Team
 from warpfold.prediction.fold_options import PredictOptions, Recycling
 from warpfold.prediction.folder import Journal, PredictionFolder, read_journals
-from warpfold.prediction.folding import FoldItem, cost_of, in_groups, part_of
+from warpfold.prediction.folding import Clock, FoldItem, cost_of, fold_groups, in_groups, part_of
 from warpfold.prediction.pages import prediction_report
 from warpfold.prediction.params import read_params
 from warpfold.prediction.predict import ProgressOfRun, Share, in_jobs, predict
@@ -474,6 +474,38 @@ def test_what_is_written_late_takes_nothing_back_of_what_was_told(tiny_params: P
     bar.move([b])
     bar.follow((c, d), PassPlace(1, 1, 10, 10, 0.9))
     assert told == pytest.approx([0, 1.6, 1.6, 2, 3.8])
+
+
+def test_waiting_is_for_features_and_for_files() -> None:
+    assert Clock(computing=6.0, features=1.0, files=3.0).summary() == {
+        "computing": 6.0,
+        "waiting_for_features": 1.0,
+        "waiting_for_files": 3.0,
+        "waiting": 0.4,
+    }
+
+
+@pytest.mark.parametrize(("slow", "counted"), [("prepare", "features"), ("write", "files")])
+def test_what_the_device_waits_for_is_counted(slow: str, counted: str) -> None:
+    """The features of the first group and the files of the last are waited for."""
+    asleep = 0.5
+
+    def prepare(*_: Any, **__: Any) -> Any:
+        time.sleep(asleep if slow == "prepare" else 0)
+        return SimpleNamespace(recycles=0, ensemble=1)
+
+    def write(*_: Any) -> dict[str, Any]:
+        time.sleep(asleep if slow == "write" else 0)
+        return {}
+
+    predictor: Any = SimpleNamespace(prepare=prepare, compute=lambda *_: object())
+    query = SimpleNamespace(assembly=None, guess=None, fixed=())
+    item: Any = SimpleNamespace(model="m", query=query, seed=0)
+    asked: Any = SimpleNamespace(recycles=0, ensemble=1)
+    clock = fold_groups(lambda _: predictor, asked, Team(), [(item,)], write, lambda _: None)
+    waited = clock.summary()
+    assert waited[f"waiting_for_{counted}"] > 0.4 * asleep
+    assert waited["waiting"] > 0.1
 
 
 def test_the_report_draws_time_against_length(

@@ -11,7 +11,7 @@ from tests.golden.of_pairs import LEFT_OUT, pair_arrays
 from tests.golden.reference import CaseFiles, find, read
 from warpfold.data.structure.chain import Chain
 from warpfold.geometry.residue import ATOM_ORDER
-from warpfold.scoring.interface import PairScore, chain_pair_scores, rmsd_to_given
+from warpfold.scoring.interface import BLOCK, PairScore, chain_pair_scores, ipsae, rmsd_to_given
 from warpfold.scoring.metrics import superpose
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "confidences"
@@ -26,6 +26,19 @@ def test_scores_of_given_errors_are_those_of_the_papers_to_fp64(files: CaseFiles
     assert len(found) == 28
     for name, ours in found.items():
         np.testing.assert_allclose(ours, expected[name], rtol=0, atol=1e-13, err_msg=name)
+
+
+def test_residues_that_count_are_collected_over_all_blocks_of_frames() -> None:
+    """Of a chain of more than one block, by the definition over all frames at once."""
+    errors = np.full((BLOCK + 40, 40), 20.0, np.float32)
+    errors[:10, :30] = 2.0
+    errors[-1, 30:] = 4.0
+    found = ipsae(errors, 10.0)
+    assert found.residues == 10 + 1 + 40
+    d0 = 1.24 * np.cbrt(found.residues - 15) - 1.8
+    near = errors < 10
+    score = (near / (1 + (errors.astype(np.float64) / d0) ** 2)).sum(1) / np.maximum(near.sum(1), 1)
+    assert found.d0dom == pytest.approx(score.max(), abs=1e-12)
 
 
 def two_chains(n: int, m: int, apart: float = 6.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

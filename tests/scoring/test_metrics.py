@@ -78,6 +78,36 @@ def test_symmetric_side_chains_are_named_for_the_best_score() -> None:
     np.testing.assert_array_equal(metrics.rename_symmetric(wrong, truth, mask, mask, swap), truth)
 
 
+def test_symmetric_side_chains_are_judged_by_the_unambiguous_atoms_of_others() -> None:
+    """By the definition written out, with predictions so wrong that ambiguous atoms would often decide otherwise."""
+    swap = np.tile([0, 1, 3, 2], (12, 1))
+    swap[::4] = np.arange(4)
+    unambiguous = swap == np.arange(4)
+    mask, flips = np.ones((12, 4), bool), 0
+
+    def kept(own: np.ndarray, residue: int, predicted: np.ndarray, truth: np.ndarray) -> float:
+        total = 0.0
+        for other, atom in np.argwhere(unambiguous):
+            if other != residue:
+                distance = np.linalg.norm(truth[residue] - truth[other, atom], axis=-1)
+                error = np.abs(np.linalg.norm(own - predicted[other, atom], axis=-1) - distance)
+                total += sum(((error < limit) & (distance < 15)).sum() / 4 for limit in (0.5, 1, 2, 4))
+        return total
+
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        truth = np.repeat(chain(12, seed), 4, axis=0).reshape(12, 4, 3) + 2 * rng.normal(size=(12, 4, 3))
+        predicted = truth + rng.normal(size=truth.shape)
+        predicted[1::2] = predicted[1::2][:, [0, 1, 3, 2]]
+        expected = predicted.copy()
+        for residue in range(12):
+            flipped = predicted[residue, swap[residue]]
+            if kept(flipped, residue, predicted, truth) > kept(predicted[residue], residue, predicted, truth):
+                expected[residue], flips = flipped, flips + 1
+        np.testing.assert_array_equal(metrics.rename_symmetric(predicted, truth, mask, mask, swap), expected)
+    assert flips > 8
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 50])
 def test_rigid_motion_is_ignored(n: int) -> None:
     points = chain(n)

@@ -1,6 +1,7 @@
 """The features of assemblies: they fit the table, chains stand side by side, copies share, pairs pair."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -254,6 +255,20 @@ def test_contiguous_crops_are_spans_and_together_of_the_size(lengths: list[int],
     for crop, length in zip(crops, lengths):
         assert (np.diff(crop) == 1).all()
         assert not len(crop) or (crop[0] >= 0 and crop[-1] < length)
+
+
+def test_a_chain_may_give_as_few_and_as_many_residues_as_the_crop_allows() -> None:
+    """The chain that is drawn first gives any number from none to the whole crop, each about as often."""
+
+    class InOrder(np.random.Generator):
+        def permutation(self, x: Any, axis: int = 0) -> Any:
+            return np.arange(x)
+
+    for lengths, few, many in (([10, 10], 0, 10), ([6, 10], 0, 6), ([10, 6], 4, 10), ([4, 3], 4, 4)):
+        rng = InOrder(np.random.PCG64(0))
+        counts = [len(contiguous_crop(lengths, 10, rng)[0]) for _ in range(300)]
+        assert sorted(set(counts)) == list(range(few, many + 1))
+        assert min(map(counts.count, set(counts))) > 10
 
 
 @settings(max_examples=50, deadline=None)
