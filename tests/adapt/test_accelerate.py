@@ -240,8 +240,28 @@ def test_speed_decides_where_it_is_asked_to(model: TheirModel, monkeypatch: pyte
     monkeypatch.setattr(subject, "measured_speed", measured)
     report = warpfold.acceleration(warpfold.accelerate(model, verify="speed", size=5))
     assert {kind.of_class for kind in report.swapped} == {"TheirAttention", "TheirProduct"}
-    assert str(report).splitlines()[1].endswith("1.70x    1.50x  0.40")
-    assert "slower here: 0.90x" in str(report)
+    assert str(report).splitlines()[1].endswith("1.70x faster  1.50x faster  0.40")
+    text = " ".join(str(report).split())
+    assert "slower here: forward 1.11x slower, forward and backward together 1.50x faster, with 0.50 of the" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "swapped"),
+    [
+        (lambda model: model.train(), False),
+        (lambda model: model.eval(), True),
+        (lambda model: model.train().requires_grad_(False), True),
+    ],
+)
+def test_a_model_that_is_not_trained_is_judged_by_its_forward_pass(
+    change: Callable[[nn.Module], nn.Module], swapped: bool, model: TheirModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "glanced_speed", lambda *_: LayerSpeed(2.7, 0.8, None))
+    report = warpfold.acceleration(warpfold.accelerate(change(model)))
+    text = " ".join(str(report).split())
+    assert bool(report.swapped) == swapped
+    assert ("judged by the forward pass" in text) == swapped
+    assert ("forward 2.70x faster, forward and backward together 1.25x slower" in text) != swapped
 
 
 SLOW, CLOSE, FAST = 1.2, 0.95, 0.5  # seconds of ours, of which their own code takes 1
@@ -277,7 +297,7 @@ def test_what_is_slower_is_left_unless_something_else_is_asked_for(
     model = TheirMlp(8)
     report = warpfold.acceleration(warpfold.accelerate(model))  # to leave everything is no error
     assert (sizes, is_swapped(model)) == (timed, swapped)
-    assert ("slower here: 0.83x" in str(report)) != swapped
+    assert ("slower here: forward 1.20x slower" in str(report)) != swapped
     assert ("verify=True swaps it, too" in " ".join(str(report).split())) != swapped  # however its lines break
     warpfold.restore(model)
     options: list[dict[str, Any]] = [{"verify": True}, {"only": "transition"}, {"strict": True}, {"memory": "1 GB"}]

@@ -44,6 +44,7 @@ NOT_ASKED = "not asked for"
 PLAIN = "plain torch: swapped where only= names it, or where verify='speed' finds a gain"
 NOT_TIMED = "not timed: something may be slower than its own code here; verify='speed' leaves what is"
 WAS_TIMED = "timed briefly: what is slower than its own code here was left; verify=True swaps it, too"
+FORWARD_COUNTS = "judged by the forward pass: the model is in eval() or has no trainable parameters"
 Verify = bool | Literal["speed"] | None
 M = TypeVar("M", bound=nn.Module)
 
@@ -64,7 +65,8 @@ def accelerate(
     strict: a known layer that cannot be swapped is an error, and so is an operation that refuses what it is given.
     verify: compare each kind of layer both ways, forward and backward; one that does not agree is left.  "speed": time
     both ways, too, with `size` residues or tokens (128 on a CPU, 256 on a GPU), and leave what is slower here.  None:
-    compare, and leave what a brief look finds slower, unless several processes share the machine, or `only`, `strict`
+    compare, and leave what a brief look finds slower (of a model in eval() or without trainable parameters, what is
+    slower in its forward pass), unless several processes share the machine, or `only`, `strict`
     or `memory` says what is wanted.
     memory: of the device, "24GB": a swapped layer takes no more than what is left of it, in slices; with gradients it
     is computed again in the backward pass.
@@ -78,7 +80,9 @@ def accelerate(
     of = inside(model)
     if memory is not None:
         memory_in_use(next((p.device for p in of.parameters()), torch.device("cpu")))  # known, or an error
-    asked = _Asked(_patterns(of, only), strict, verify, None if memory is None else parse_memory(memory), size)
+    asked = _Asked(
+        _patterns(of, only), strict, verify, None if memory is None else parse_memory(memory), size, is_trained(of)
+    )
     if any(p.device.type == "cpu" for p in of.parameters()):
         keep_memory()  # before anything is timed: so will both ways run
     kinds, layers = [], []
@@ -140,6 +144,7 @@ class _Asked:
     verify: Verify
     memory: int | None
     size: int | None
+    trains: bool  # the model is in train() and has trainable parameters; otherwise the forward pass alone decides
 
     @property
     def glances(self) -> bool:
@@ -272,7 +277,7 @@ def _served(kind: LayerKind, module: nn.Module, adapter: Adapter, asked: _Asked)
             raise
         return replace(kind, operation=adapter.operation)  # nobody asked for the clock: `_notes` says what it missed
     kind = replace(kind, speed=speed)
-    if why := gain(speed, adapter.plain):
+    if why := gain(speed, adapter.plain, asked.trains):
         return replace(kind, why=why)
     return replace(kind, operation=adapter.operation)
 
@@ -280,6 +285,8 @@ def _served(kind: LayerKind, module: nn.Module, adapter: Adapter, asked: _Asked)
 def _notes(model: nn.Module, asked: _Asked, kinds: Sequence[LayerKind]) -> tuple[str, ...]:
     """Return the remarks that a user needs beside the table."""
     notes = []
+    if not asked.trains and any(kind.speed for kind in kinds):
+        notes.append(FORWARD_COUNTS)
     if asked.glances:
         notes += [WAS_TIMED] if any(kind.speed for kind in kinds if not kind.operation) else []
         short = [name for kind in kinds if kind.operation and kind.speed is None for name in kind.names]
@@ -301,6 +308,11 @@ def _nothing(model: nn.Module, report: Acceleration) -> str:
     packages = Counter(name_of(type(module)).partition(".")[0] for module in model.modules())
     said = "; ".join(dict.fromkeys(known[:3])) or f"no layer of {packages.most_common(1)[0][0]} that is known here"
     return f"accelerate: nothing to swap in this {type(model).__name__}: {said}"
+
+
+def is_trained(model: nn.Module) -> bool:
+    """Return whether a model is in train() and has trainable parameters, so that its backward pass counts."""
+    return model.training and any(p.requires_grad for p in model.parameters())
 
 
 # Which models are taken

@@ -259,9 +259,12 @@ def ratios(theirs: Times, ours: Times) -> LayerSpeed:
     return LayerSpeed(forward, both[0] / max(both[1], 1e-9), memory)
 
 
-def gain(speed: LayerSpeed, plain: bool) -> str:
-    """Return why a layer that was timed is left, or nothing: it is slower here, or of plain torch and no better."""
-    passes = [speed.forward] if speed.both is None else [speed.forward, speed.both]
+def gain(speed: LayerSpeed, plain: bool, trains: bool = True) -> str:
+    """Return why a layer that was timed is left, or nothing: it is slower here, or of plain torch and no better.
+
+    trains: whether the model is trained; otherwise the forward pass alone decides.
+    """
+    passes = [speed.forward] if speed.both is None or not trains else [speed.forward, speed.both]
     if min(passes) < SLOWER:
         return f"slower here: {speed}"
     better = max(passes) > FASTER or (speed.memory is not None and speed.memory < SMALLER)
