@@ -204,6 +204,7 @@ def test_the_commands_of_the_readme_are_short_and_carry_what_is_prepared() -> No
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # five times the limit of A, which a busy machine may need
 @pytest.mark.parametrize("command", LIMITS)
 def test_a_rehearsal_runs_every_part(command: str, tmp_path: Path) -> None:
     """The very processes, at toy sizes; without the packages that the GPU machine lacks."""
