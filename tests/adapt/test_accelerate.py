@@ -498,6 +498,52 @@ def test_sharded_models_are_refused_and_may_be_sharded_after(model: TheirModel, 
     assert sum(is_swapped(m) for m in model.modules()) == 6
 
 
+class LucidTriangle(nn.Module):
+    """A triangle product as IgFold has it: five projections of the input and one back, with a norm before each."""
+
+    def __init__(self, c: int, hidden: int) -> None:
+        super().__init__()
+        self.norm, self.to_out_norm = nn.LayerNorm(c), nn.LayerNorm(hidden)
+        for name in ("left_proj", "right_proj", "left_gate", "right_gate", "out_gate"):
+            setattr(self, name, nn.Linear(c, hidden))
+        self.to_out = nn.Linear(hidden, c)
+
+
+class BiasedAttention(nn.Module):
+    """Attention with q, k, v, gate and a bias of the pairs."""
+
+    def __init__(self, c: int, heads: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(c)
+        self.q, self.k, self.v, self.gate, self.out = (nn.Linear(c, c) for _ in range(5))
+        self.bias = nn.Linear(c, heads)
+
+
+class Perceptrons(nn.Module):
+    """As many projections, of another kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(8), nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+        self.a, self.b, self.c, self.d, self.e, self.f = (nn.Linear(8 + i, 8) for i in range(6))
+
+
+def test_a_class_that_looks_like_a_known_layer_is_named_with_the_page_on_adapters() -> None:
+    page = "has no adapter: docs/accelerate.md (How to serve another class) shows how to write one"
+    blocks = nn.ModuleList(LucidTriangle(8, hidden) for hidden in (8, 8))
+    assert subject.lookalikes(blocks) == [f"LucidTriangle (*) looks like a triangle product and {page}"]
+    assert "triangle product" in subject.lookalikes(LucidTriangle(8, 16))[0]
+    (attention,) = subject.lookalikes(BiasedAttention(8, 2))
+    assert attention.startswith("BiasedAttention ((the model)) looks like attention with a pair bias and")
+    assert not subject.lookalikes(Perceptrons())
+    with pytest.raises(UserError, match=r"nothing to swap.*; LucidTriangle .* looks like a triangle product"):
+        warpfold.accelerate(LucidTriangle(8, 8))
+
+
+def test_layers_that_are_served_are_no_lookalikes(model: TheirModel) -> None:
+    assert not subject.lookalikes(model)
+
+
 # ---- the table
 
 

@@ -44,6 +44,7 @@ NOT_ASKED = "not asked for"
 PLAIN = "plain torch: swapped where only= names it, or where verify='speed' finds a gain"
 NOT_TIMED = "not timed: something may be slower than its own code here; verify='speed' leaves what is"
 WAS_TIMED = "timed briefly: what is slower than its own code here was left; verify=True swaps it, too"
+ADAPTER_PAGE = "docs/accelerate.md (How to serve another class)"
 FORWARD_COUNTS = "judged by the forward pass: the model is in eval() or has no trainable parameters"
 Verify = bool | Literal["speed"] | None
 M = TypeVar("M", bound=nn.Module)
@@ -284,7 +285,7 @@ def _served(kind: LayerKind, module: nn.Module, adapter: Adapter, asked: _Asked)
 
 def _notes(model: nn.Module, asked: _Asked, kinds: Sequence[LayerKind]) -> tuple[str, ...]:
     """Return the remarks that a user needs beside the table."""
-    notes = []
+    notes = lookalikes(model)
     if not asked.trains and any(kind.speed for kind in kinds):
         notes.append(FORWARD_COUNTS)
     if asked.glances:
@@ -302,12 +303,46 @@ def _notes(model: nn.Module, asked: _Asked, kinds: Sequence[LayerKind]) -> tuple
     return tuple(notes)
 
 
+def lookalikes(model: nn.Module) -> list[str]:
+    """Name classes that no adapter serves and whose projections are those of a layer of ours.
+
+    A triangle product has five projections of its input (two factors, their gates, the output's gate), triangle
+    attention has q, k, v, a gate and a bias with a channel per head; both have one projection back, and a norm.
+    """
+    found: dict[tuple[str, str], list[str]] = {}
+    served: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in served or adapter_of(module, adapters())[0] is not None:
+            served.update(module.modules())
+            continue
+        children = list(module.children())
+        linears = [child for child in children if isinstance(child, nn.Linear)]
+        if len(linears) != 6 or not any("Norm" in type(child).__name__ for child in children):
+            continue
+        (c, count), *_ = Counter(linear.in_features for linear in linears).most_common(1)
+        if count < 5:
+            continue
+        hidden, same = Counter(linear.out_features for linear in linears if linear.in_features == c).most_common(1)[0]
+        others = [linear.out_features for linear in linears if (linear.in_features, linear.out_features) != (c, hidden)]
+        if (c != hidden and others in ([c], [c, c])) or (c == hidden and not others):
+            kind = "a triangle product"
+        elif same >= 4 and min(others) < min(c, hidden):
+            kind = "attention with a pair bias"
+        else:
+            continue
+        found.setdefault((type(module).__name__, kind), []).append(name)
+    return [
+        f"{of_class} ({pattern(names)}) looks like {kind} and has no adapter: {ADAPTER_PAGE} shows how to write one"
+        for (of_class, kind), names in found.items()
+    ]
+
+
 def _nothing(model: nn.Module, report: Acceleration) -> str:
     """Return the sentence about a model in which nothing was swapped."""
     known = [f"{kind.names[0] or 'the model'}: {kind.why}" for kind in report.left if kind.why != NO_OPERATION]
     packages = Counter(name_of(type(module)).partition(".")[0] for module in model.modules())
     said = "; ".join(dict.fromkeys(known[:3])) or f"no layer of {packages.most_common(1)[0][0]} that is known here"
-    return f"accelerate: nothing to swap in this {type(model).__name__}: {said}"
+    return "; ".join([f"accelerate: nothing to swap in this {type(model).__name__}: {said}", *lookalikes(model)])
 
 
 def is_trained(model: nn.Module) -> bool:
