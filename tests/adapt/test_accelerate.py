@@ -2,6 +2,8 @@
 
 import copy
 import importlib
+import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -496,6 +498,24 @@ def test_sharded_models_are_refused_and_may_be_sharded_after(model: TheirModel, 
     with pytest.raises(UserError, match="was wrapped since it was swapped"):
         warpfold.restore(model)
     assert sum(is_swapped(m) for m in model.modules()) == 6
+
+
+def test_long_verification_shows_progress(
+    model: TheirModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = subject._served
+
+    def slow(*given: Any) -> LayerKind:
+        time.sleep(0.3)
+        return served(*given)
+
+    warpfold.restore(warpfold.accelerate(model))
+    assert "checking" not in capsys.readouterr().err
+    monkeypatch.setattr(subject, "_served", slow)
+    monkeypatch.setattr(subject, "PROGRESS_SECONDS", 0.05)
+    warpfold.accelerate(model)
+    lines = capsys.readouterr().err.splitlines()
+    assert any(re.fullmatch(r"accelerate: checking TheirMlp \(.*\), \d+ s so far", line) for line in lines)
 
 
 class LucidTriangle(nn.Module):

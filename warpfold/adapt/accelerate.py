@@ -8,8 +8,12 @@ of its own (`adapter.swapped_class`), with another `forward`.
 """
 
 import importlib
+import sys
+import threading
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
@@ -45,6 +49,7 @@ PLAIN = "plain torch: swapped where only= names it, or where verify='speed' find
 NOT_TIMED = "not timed: something may be slower than its own code here; verify='speed' leaves what is"
 WAS_TIMED = "timed briefly: what is slower than its own code here was left; verify=True swaps it, too"
 ADAPTER_PAGE = "docs/accelerate.md (How to serve another class)"
+PROGRESS_SECONDS = 10.0  # between two lines of a verification that takes long
 FORWARD_COUNTS = "judged by the forward pass: the model is in eval() or has no trainable parameters"
 Verify = bool | Literal["speed"] | None
 M = TypeVar("M", bound=nn.Module)
@@ -87,11 +92,12 @@ def accelerate(
     if any(p.device.type == "cpu" for p in of.parameters()):
         keep_memory()  # before anything is timed: so will both ways run
     kinds, layers = [], []
-    for kind, adapter, modules in _kinds(of, asked):
-        kinds.append(kind)
-        if adapter is not None and kind.operation:
-            execution = asked.execution(adapter, modules[0])
-            layers += [(module, adapter, adapter.build(module), execution) for module in modules]
+    with _progress_lines() as tell:
+        for kind, adapter, modules in _kinds(of, asked, tell):
+            kinds.append(kind)
+            if adapter is not None and kind.operation:
+                execution = asked.execution(adapter, modules[0])
+                layers += [(module, adapter, adapter.build(module), execution) for module in modules]
     report = Acceleration(tuple(kinds), sum(p.numel() for p in of.parameters()), _notes(of, asked, kinds))
     if not report.swapped and not any(kind.speed for kind in kinds):  # to leave all that is slower is no failure
         raise UserError(_nothing(of, report))
@@ -184,7 +190,32 @@ def _patterns(model: nn.Module, only: str | Iterable[str] | None) -> tuple[str, 
 Found = tuple[LayerKind, Adapter | None, Sequence[nn.Module]]
 
 
-def _kinds(model: nn.Module, asked: _Asked) -> Iterator[Found]:
+@contextmanager
+def _progress_lines() -> Iterator[Callable[[str], None]]:
+    """Print on stderr, every `PROGRESS_SECONDS` within the context, what was last told; one process of several does."""
+    began, ended, said = time.monotonic(), threading.Event(), ["the layers"]
+
+    def tell(what: str) -> None:
+        said[0] = what
+
+    def watch() -> None:
+        while not ended.wait(PROGRESS_SECONDS):
+            seconds = time.monotonic() - began
+            print(f"accelerate: checking {said[0]}, {seconds:.0f} s so far", file=sys.stderr, flush=True)
+
+    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+        yield tell
+        return
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield tell
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _kinds(model: nn.Module, asked: _Asked, tell: Callable[[str], None]) -> Iterator[Found]:
     """Yield what becomes of every layer of a model, kind by kind; of what is known and left, what is inside of it, too.
 
     Errors: UserError for a layer that cannot be swapped, if that is `strict`.
@@ -198,6 +229,8 @@ def _kinds(model: nn.Module, asked: _Asked) -> Iterator[Found]:
             own = [m for m in group if adapter is None or asked.wants(names[m], adapter)]
             rest = [m for m in group if m not in own]
             if own:
+                if adapter is not None:
+                    tell(f"{type(own[0]).__name__} ({pattern([names[m] for m in own])})")
                 kind = _look(own[0], tuple(names[m] for m in own), adapter, asked)
                 yield replace(kind, parameters=_count(own, adapter is not None)), adapter, own
                 roots += [] if kind.operation or adapter is None else own
