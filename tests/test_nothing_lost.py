@@ -29,6 +29,7 @@ SAFE = {
     "download.py:receive": "the caller's open, empty file",
     "prediction/published.py:fetch_params": "damaged files that this call has downloaded, and their notes",
     "files.py:remove_own": "names that a writer of stores or parts has; the folder if empty then",
+    "cli/__init__.py:_make_streams_writable": "opens the null device",
     "cli/common.py:speaking": "opens the null device",
     "bench/feeding.py:Emulation.of": "a file of 8 bytes in a temporary folder that the caller has made",
     "bench/feeding.py:Emulation.arrival": "the same file",
@@ -101,7 +102,7 @@ SAFE = {
     "prediction/folder.py:RepresentationStore.remove_records": "records by their names, when the store has them",
     "prediction/folder.py:remove_copies": "copies by the names that the summary has, and their empty folder",
     "bench/ops.py:picture": "into memory",
-    "cluster/files.py": "a folder of mkdtemp's, in the one to try; that one if it made it and it is empty",
+    "cluster/folder.py": "a folder of mkdtemp's, in the one to try; that one if it made it and it is empty",
     "design/run.py:_run_start": "adds to what is there, a start's own name, in a folder that holds nothing else",
     "cost/measured_memory.py:without_stderr": "opens the null device",
 }

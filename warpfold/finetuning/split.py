@@ -161,6 +161,7 @@ def without_relatives(split: Split, store: Store, min_identity: float) -> Split:
     threads = cores()
 
     def unrelated(name: str, keys: tuple[str, ...], held_out: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the keys that are related to no held-out entry."""
         entries = [(store, key) for key in held_out]
         related = related_entries(Source(store, keys), entries, min_identity, threads)
         if len(related) == len(keys):
