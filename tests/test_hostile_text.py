@@ -14,6 +14,7 @@ import pytest
 
 import warpfold
 from tests.data.structure.test_awkward_files import pdb_chain, plain
+from warpfold import cli
 from warpfold.data.example.job_files import jobs_of_text
 from warpfold.data.formats.predictions import read_pae
 from warpfold.errors import UserError
@@ -101,3 +102,13 @@ def test_names_of_folders_in_evaluations(tmp_path: Path) -> None:
     one, other = tmp_path / "$\\frac{$", tmp_path / "<script>x<"
     warpfold.evaluate(one, tmp_path / "truth", against=[other], out=tmp_path / "out")
     assert "<script>x<" not in (tmp_path / "out/report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "setting", ["data.crop=1000000000", "data.max_msa=99999999999", "model.evoformer.blocks=1000000"]
+)
+def test_plan_refuses_absurd_sizes(setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "tiny", "--set", setting])
+    assert ended.value.code
+    assert "must be at most" in capsys.readouterr().err

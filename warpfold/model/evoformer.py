@@ -422,6 +422,9 @@ class PairStack(Block):
         return *both, Step("z", self.transition)
 
 
+MOST_BLOCKS = 10_000  # of a stack; AlphaFold2 has 48
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvoformerConfig:
     """The settings of an Evoformer stack; the defaults are the main stack's (Supp. 1.6)."""
@@ -436,6 +439,10 @@ class EvoformerConfig:
     # read the block's input and the outer product closes it (HelixFold's parallel order: another model).
     outer: Literal["middle", "first", "last"] = "middle"
     pair: PairConfig = field(default_factory=PairConfig)
+
+    def __post_init__(self) -> None:
+        if self.blocks > MOST_BLOCKS:
+            raise ValueError(f"blocks = {self.blocks}: must be at most {MOST_BLOCKS:,}")
 
 
 class EvoformerBlock(Block):

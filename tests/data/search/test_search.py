@@ -190,6 +190,7 @@ def test_a_protein_that_cannot_be_searched_for_is_an_entry(
         (b">a\nMKV\n>b x\nMK-V\n", "record 2, 'b', position 3 has '-'"),
         (b">a\nMKV\n>b\nMK1V\n", "position 3 has '1'"),
         (b">a\nMKV\n>\nMKV\n", "record 2 has no name"),
+        (b">a\nMKV\n>\v x\nMKV\n", "record 2 has no name"),
         (b">a\nMKV\n>b \xff\nMKV\n", "record 2, 'b', is not UTF-8"),
         (b">a\n>b\n", "has no sequences"),
         (gzip.compress(b">a\nMKVWL\n" * 99, mtime=0)[:-20], "cut short"),

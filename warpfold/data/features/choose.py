@@ -22,6 +22,9 @@ COST_CENTRE, COST_EXTRA, COST_COMPARE, COST_COUNT = 7e-5, 4.5e-6, 2.6e-8, 2.3e-6
 COST_PAIR = 9e-4  # per row of an alignment among which pairs are looked for (measured likewise)
 
 
+LARGEST_SIZE = 1_000_000  # residues or rows; the largest proteins have some 35,000 residues
+
+
 @dataclass(frozen=True)
 class SampleConfig:
     """How examples are drawn.  The defaults are AlphaFold2's at inference; for training `crop`, `max_msa` and
@@ -71,6 +74,8 @@ class SampleConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1")
+            if value is not None and value > LARGEST_SIZE:
+                raise ValueError(f"{name} = {value}: must be at most {LARGEST_SIZE:,}")
         unsigned = "max_extra", "max_templates", "max_cost", "blocks", "interface_distance", "min_confidence"
         for name in (*unsigned, "predicted_rows"):
             if getattr(self, name) < 0:

@@ -207,7 +207,7 @@ def _first_bad(chunk: bytes, before: int) -> str:
     for number, record in enumerate(chunk[1:].split(b"\n>"), before + 1):
         header, _, sequence = record.partition(b"\n")
         name = header.decode(errors="replace").split(maxsplit=1)
-        if not name:
+        if not _NAMED_HEADER.match(b"\n>" + header):
             return f"record {number} has no name; give every sequence one"
         if not _is_text(record):
             return f"record {number}, {name[0]!r}, is not UTF-8 text; save the file as UTF-8"
