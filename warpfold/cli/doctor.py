@@ -66,7 +66,8 @@ class WithoutFile(Lists):
 @command(
     cls=WithoutFile,
     example="Example:  warpfold doctor --kernels --settings monomer;  "
-    "torchrun --nproc-per-node 8 -m warpfold doctor --cluster --folder runs --out cluster.toml",
+    "torchrun --nproc-per-node 8 -m warpfold doctor --cluster --folder runs --out cluster.toml\n\n"
+    "Compute a run again:  warpfold doctor --replay run --from 400",
 )
 @dataclass(frozen=True, kw_only=True)
 class DoctorCommand:
