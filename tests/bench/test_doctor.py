@@ -61,7 +61,7 @@ def test_every_preset_has_its_cases(preset: str) -> None:
 def test_monomer_by_the_supplement() -> None:
     cases = {(case.op, case.where): case for case in cases_of(settings.load("monomer"), "monomer")}
     row, extra = cases["attention", "msa row"], cases["attention", "extra msa row"]
-    assert (row.rows, row.length, row.heads, row.width) == (128 + 4, 256, 8, 32)
+    assert (row.rows, row.length, row.heads, row.width) == (124 + 4, 256, 8, 32)
     assert (extra.rows, extra.length, extra.width) == (1024, 256, 8)
     assert cases["global_attention", "global column"].keys == 1024
     assert cases["attention", "template pointwise"].keys == 4

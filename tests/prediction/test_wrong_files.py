@@ -103,7 +103,7 @@ def test_options_that_mean_nothing(
         (["--device", "GPU"], "--device GPU: not known; give cuda"),
         (["--device", "cuda"], "this machine has none; say what it has: --memory 24GB"),
         (["--memory", "24"], "not an amount of memory"),
-        (["--residues", "0"], "a protein has at least 1"),
+        (["--residues", "0"], "greater than or equal to 1"),
         (["--figure", "x.pdf"], "ends in .png or .svg"),
     ],
 )

@@ -137,7 +137,7 @@ def read_chains(job: tuple[InputFile, PackOptions, PredictedFile | None, bool]) 
             structure = parse_structure(file.read_bytes(options.limit), file.name)
             structure.check_placed(file.name)
             if named_by_file:
-                structure = replace(structure, id=file.path.name.split(".")[0])
+                structure = replace(structure, id=file.title.split(".")[0])
             if predicted is not None:
                 structure, confidence = with_confidence(structure, file, predicted, options)
     except UserError as error:
