@@ -351,7 +351,6 @@ def _read_columns(block: cif.Block, source: str, notes: list[str]) -> tuple[Colu
         "occupancy",
         "auth_seq_id",
         "pdbx_PDB_ins_code",
-        "group_PDB",
     ]
     tags = [*needed, *optional, "B_iso_or_equiv", "pdbx_PDB_model_num"]
     table = block.find("_atom_site.", [*needed, *("?" + tag for tag in tags[len(needed) :])])
@@ -466,11 +465,11 @@ def _unplaced(
     atoms, comps, asyms = (columns[f"label_{tag}_id"] for tag in ("atom", "comp", "asym"))
     places, numbers, codes = columns["label_seq_id"], columns["auth_seq_id"], columns["pdbx_PDB_ins_code"]
     # Places outside the sequence are an error already.
-    loose = [
-        row
-        for row, atom in enumerate(atoms)
-        if atom == "CA" and (places[row] in ABSENT or asyms[row] not in placed) and comps[row] != "CA"
-    ]
+    loose, row = list[int](), -1
+    for _ in range(atoms.count("CA")):
+        row = atoms.index("CA", row + 1)
+        if (places[row] in ABSENT or asyms[row] not in placed) and comps[row] != "CA":
+            loose.append(row)
     if not loose:
         return [], []
     keys = list(zip(asyms, numbers, codes, comps))
@@ -485,7 +484,8 @@ def _unplaced(
         called = f"{comps[row]} {numbers[row]}{'' if codes[row] in ABSENT else codes[row]}"
         called += "" if (chain := columns["auth_asym_id"][row]) in ABSENT else f" of chain {chain}"
         is_ligand = kinds.get(columns["label_entity_id"][row], "polymer") != "polymer" and asym not in placed
-        if not is_ligand or (reading.derived and columns["group_PDB"][row] == "ATOM"):
+        # A derived block has one model, so its rows are those of the columns.
+        if not is_ligand or (reading.derived and reading.block.find_values("_atom_site.group_PDB")[row] == "ATOM"):
             lost[called] = None
         elif reading.derived:
             ligands[called] = None

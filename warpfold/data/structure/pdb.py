@@ -52,7 +52,9 @@ def read(data: bytes, source: str) -> Reading:
     if not sections:
         raise UserError(f"{source}: has no atoms; give a file with coordinates")
     method = " ".join(line[10:].strip() for line in lines if line.startswith("EXPDTA"))
-    all_count, notes = count_models([_alphas(lines, rows) for _, rows in sections], "NMR" in method.upper())
+    all_count, notes = False, list[str]()
+    if len(sections) > 1:
+        all_count, notes = count_models([_alphas(lines, rows) for _, rows in sections], "NMR" in method.upper())
     counted = sections if all_count else sections[:1]
     copies = all_count and len({model for model, _ in sections}) > 1
     if all_count and not copies:
@@ -133,7 +135,7 @@ def _residues(lines: Sequence[str], sections: Iterable[tuple[int, Sequence[int]]
     """
     residues: list[Residue] = []
     for model, rows in sections:
-        breaks = True
+        breaks, before = True, ""
         for row in rows:
             line = lines[row]
             if line[:3] == "TER":
@@ -142,31 +144,27 @@ def _residues(lines: Sequence[str], sections: Iterable[tuple[int, Sequence[int]]
                     residues[-1].ended = True
                 continue
             try:  # gemmi would take a field of stars or blanks for 0
-                xyz = np.array([float(line[30:38]), float(line[38:46]), float(line[46:54])])
+                xyz = float(line[30:38]), float(line[38:46]), float(line[46:54])
             except ValueError:
                 raise UserError(
                     f"{source}: atom {line[6:27].strip()} has a position that is not a number; correct the file or "
                     "leave the atom out"
                 ) from None
-            name = _residue_name(line)
-            chain = line[21:22].strip() if len(name) == 4 else line[20:22].strip()
-            where = (model, chain, line[72:76].strip(), _residue_key(line), name)
             atom, altloc = line[12:16].strip(), line[16:17] or " "
-            last = residues[-1] if residues else None
-            if (
-                breaks
-                or last is None
-                or where != (last.model, last.chain, last.segment, last.key, last.name)
-                or altloc in last.altlocs.get(atom, "")
-            ):
-                last = Residue(*where, breaks, hetero=True)
-                residues.append(last)
-                breaks = False
+            # The columns that identify the residue are compared as they are, and read once per residue.
+            columns = line[17:27] + line[72:76]
+            if breaks or columns != before or altloc in residues[-1].altlocs.get(atom, ""):
+                name = _residue_name(line)
+                chain = line[21:22].strip() if len(name) == 4 else line[20:22].strip()
+                where = (model, chain, line[72:76].strip(), _residue_key(line), name)
+                residues.append(Residue(*where, breaks, hetero=True))
+                breaks, before = False, columns
+            last = residues[-1]
             last.rows.append(row)
             last.hetero &= line.startswith("HETATM")
             last.altlocs[atom] = last.altlocs.get(atom, "") + altloc
-            if atom in LINKED_ATOMS and not is_placeholder(xyz):
-                last.atoms.setdefault(atom, xyz)
+            if atom in LINKED_ATOMS and atom not in last.atoms:
+                last.atoms[atom] = np.array(xyz)
     return residues
 
 

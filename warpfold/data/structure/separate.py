@@ -229,8 +229,9 @@ def _continues(chain: SeparatedChain, polymer: Sequence[Residue], segments_are_c
 
 
 def _is_bonded(before: Residue, after: Residue) -> bool:
+    # Two placeholders have the same position.
     return any(
-        a in before.atoms and b in after.atoms and float(np.linalg.norm(before.atoms[a] - after.atoms[b])) < BOND
+        a in before.atoms and b in after.atoms and 0 < float(np.linalg.norm(before.atoms[a] - after.atoms[b])) < BOND
         for a, b in LINKS.items()
     )
 
