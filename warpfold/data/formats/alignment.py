@@ -517,9 +517,9 @@ def _sequences(data: bytes, source: str, query: str | None = None) -> tuple[list
     if every and not is_hhsuite and (not records or records[0] is not every[0]):
         name, second = every[0][0].split()[0], records[0] if records else ("", b"")
         is_annotation = bool(records) and name.lower() == f"{(second[0].split() or [''])[0]}_consensus".lower()
-        if query is not None and records:
-            is_annotation |= second[1].translate(None, _GAPS).upper() == query.upper().encode()
-        if not is_annotation or (query is not None and every[0][1].upper() == query.upper().encode()):
+        wanted = None if query is None else upper(query).encode()
+        is_annotation |= second[1].translate(None, _GAPS).upper() == wanted
+        if not is_annotation or every[0][1].upper() == wanted:
             records.insert(0, every[0])
     if not records:
         raise UserError(f"{source}: holds no sequence; give an alignment with at least the query's row")

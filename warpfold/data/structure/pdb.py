@@ -6,7 +6,7 @@ gemmi finds the polymers; what is added is the place of each residue in its chai
 import itertools
 import re
 import string
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 
 import gemmi
@@ -61,8 +61,8 @@ def read(data: bytes, source: str) -> Reading:
         notes.clear()  # files that were joined, with END between them
     chains = separate_chains(_residues(lines, counted, source), segments_are_chains=False)
     notes += _naming_notes(chains, copies)
-    structure = gemmi.read_pdb_string(_as_text(lines, counted[0][1][0], chains, copies, notes))
     displayed = _short_names(chains)
+    structure = gemmi.read_pdb_string(_as_text(lines, counted[0][1][0], chains, displayed, notes))
     for part in structure[0]:
         part.name = displayed.get(part.name, part.name)
     structure.name = dict(structure.info.items()).get("_entry.id", "")
@@ -193,12 +193,15 @@ def _short_names(chains: Sequence[SeparatedChain]) -> dict[str, str]:
 _UNREAD = ("LINK", "SSBOND", "CISPEP", "CONECT", "SITE", "DBREF", "SEQADV", "HELIX", "SHEET", "TURN", "MODEL", "SEQRES")
 
 
-def _as_text(lines: Sequence[str], first: int, chains: Sequence[SeparatedChain], copies: bool, notes: list[str]) -> str:
+def _as_text(
+    lines: Sequence[str], first: int, chains: Sequence[SeparatedChain], displayed: Mapping[str, str], notes: list[str]
+) -> str:
     """Write a PDB file that gemmi reads as it is meant: one model, every chain with a name of its own and in one place.
 
-    first: the row of the first atom; the header is before it. Adds a note on SEQRES records that are left out.
+    first: the row of the first atom; the header is before it. displayed: from `_short_names`. Adds a note on SEQRES
+    records that are left out.
     """
-    short = {name: key for key, name in _short_names(chains).items()}
+    short = {name: key for key, name in displayed.items()}
     is_renamed = any(chain.source and chain.name != chain.source for chain in chains)
     text = [
         line
