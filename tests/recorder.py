@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from warpfold.device import Named, cutting
+from warpfold.device import Named, cutting, uncollected
 
 READ = {"_local_scalar_dense", "is_nonzero", "equal"}
 DEPEND = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
@@ -32,7 +33,7 @@ class OperationRecorder:
         self.operations = self.cuts = self.messages = 0  # of the last recording
 
     def warm_up(self, function: Callable[[], Named]) -> tuple[Named, bool]:
-        return function(), False
+        return {name: x.clone() for name, x in function().items()}, False
 
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
         noted: list[Done | Callable[[], object]] = []
@@ -57,6 +58,44 @@ class OperationRecorder:
             fresh = False
 
         return results, replay
+
+
+class LeftoverRecorder(OperationRecorder):
+    """A recorder that raises an error where a recording leaves tensors behind, as `device.CUDARecorder` does.
+
+    Its replays call the function again.
+    """
+
+    def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
+        made: list[StorageWeakRef] = []
+        with _Making(made), cutting(lambda action: action()), uncollected():
+            results = function()
+            left = sum(not held.expired() for held in made)
+        if left:
+            raise RuntimeError(f"{left} tensors that were made in the recording are still in use")
+        again = iter([lambda: results])
+
+        def replay() -> None:
+            # The buffer of the results may have been replaced by a larger one since.
+            for name, x in next(again, function)().items():
+                results[name].copy_(x)
+
+        return results, replay
+
+
+class _Making(TorchDispatchMode):
+    """Keeps weak references to the memory that operations allocate."""
+
+    def __init__(self, made: list[StorageWeakRef]) -> None:
+        super().__init__()
+        self.made = made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        storages = [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, Tensor)]
+        self.made.extend(StorageWeakRef(each) for each in storages if each._cdata not in given)
+        return out
 
 
 def _again(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], before: list[Tensor]) -> None:

@@ -3,6 +3,7 @@ memory.
 """
 
 import ctypes
+import gc
 import logging
 import os
 import platform
@@ -12,7 +13,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -389,6 +390,9 @@ class CUDARecorder:
         self._device, self._stream = device, torch.cuda.Stream(device)
         with torch.cuda.device(device):
             self._pool = torch.cuda.MemPool()
+        # torch 2.11 cannot record into a pool whose last graph was deleted ("use_count > 0" of its pinned memory).  A
+        # graph that lives as long as the pool lets all other graphs be deleted.
+        self._first: Callable[[], None] | None = None
 
     def warm_up(self, function: Callable[[], Named]) -> tuple[Named, bool]:
         """Call a function on the stream of the recording, where kernels, caches and workspaces are made ready.
@@ -422,18 +426,44 @@ class CUDARecorder:
         return found
 
     def record(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
-        """Capture a call of a function, as one graph, or several and what the host does between them."""
+        """Capture a call of a function, as one graph, or several and what the host does between them.
+
+        Raises: RuntimeError where the function cannot be captured, or leaves memory in the graphs' pool: an earlier
+        graph may use the same memory, and only a replay would fill it.
+        """
+        if self._first is None:
+            self._first = self._capture(lambda: {"x": torch.zeros(1, device=self._device)})[1]
+        held = self._held()
+        results, replay = self._capture(function)
+        if not self._held() <= held:
+            gc.collect()  # tensors in reference cycles, which were not collected during the capture
+            if left := self._held() - held:
+                raise RuntimeError(f"{len(left)} tensors that were made in the recording are still in use")
+        return results, replay
+
+    def _capture(self, function: Callable[[], Named]) -> tuple[Named, Callable[[], None]]:
         steps: list[Callable[[], object]] = []
-        graph = torch.cuda.CUDAGraph()
+        graph: torch.cuda.CUDAGraph | None = None  # being captured
         # thread_local: the threads of a loader may allocate memory meanwhile.
         how: dict[str, Any] = {"pool": self._pool.id, "capture_error_mode": "thread_local"}
 
-        def cut(action: Callable[[], object]) -> None:
+        def begin() -> None:
             nonlocal graph
-            graph.capture_end()
-            steps.extend((graph.replay, action))
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(**how)
+            made = torch.cuda.CUDAGraph()
+            made.capture_begin(**how)
+            graph = made
+
+        def end() -> None:
+            nonlocal graph
+            assert graph is not None
+            ended, graph = graph, None
+            ended.capture_end()
+            steps.append(ended.replay)
+
+        def cut(action: Callable[[], object]) -> None:
+            end()
+            steps.append(action)
+            begin()
 
         def replay() -> None:
             for step in steps:
@@ -441,13 +471,16 @@ class CUDARecorder:
 
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
-        with self._here(), cutting(cut):
-            graph.capture_begin(**how)
+        with self._here(), cutting(cut), uncollected():
+            begin()
             try:
                 results = function()
-            finally:
-                graph.capture_end()
-        steps.append(graph.replay)
+            except BaseException:
+                if graph is not None:
+                    with suppress(RuntimeError):  # it says that the capture failed; the error under way says why
+                        graph.capture_end()
+                raise
+            end()
         return results, replay
 
     @contextmanager
@@ -459,6 +492,22 @@ class CUDARecorder:
         """
         with torch.cuda.stream(self._stream), torch.autograd.set_multithreading_enabled(False):
             yield
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Collect no garbage within the context.
+
+    A graph or a compiled kernel that is deleted while a stream captures unloads code, which invalidates the capture.
+    """
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def find_recorder(device: torch.device) -> Recorder | None:
@@ -514,9 +563,6 @@ class Graphs:
         # as large as z.
         self._buffers = {"inputs": torch.empty(0, dtype=torch.uint8), "results": torch.empty(0, dtype=torch.uint8)}
         self._graphs: dict[Hashable, _Graph | None] = {}  # None: called once
-        # Not replayed any more.  A pool whose last graph is gone cannot be recorded into again (torch 2.11: "use_count
-        # > 0" of its pinned memory).
-        self._dropped: list[_Graph] = []
 
     @property
     def recorded(self) -> int:
@@ -544,10 +590,13 @@ class Graphs:
             self._refuse(f"graph of {name.strip('_')}: {reason}")
             return function(inputs)
         if called not in self._graphs:
-            results, left = self._recorder.warm_up(lambda: function(inputs))
+            # Kernels are compiled for the alignment and the strides of the memory that the recording will read: no code
+            # can be loaded while a stream captures.
+            own = self._place(inputs, "inputs")
+            _copy_all(own, inputs)
+            results, left = self._recorder.warm_up(lambda: function(own))
             if self._agreed(left):  # graphs of before would write over it: they are recorded again
                 self.rerecorded += self.recorded
-                self._dropped += [graph for graph in self._graphs.values() if graph is not None]
                 self._graphs = dict.fromkeys(self._graphs)
             self._graphs[called] = None
             self._place(results, "results")  # no buffer can grow in a recording

@@ -19,6 +19,7 @@ from warpfold.data.load.loader import Sample
 from warpfold.device import Graphs, Named, Offload, between
 from warpfold.engine.learn import Learner, in_batches
 from warpfold.engine.optim import OptimConfig, Optimizer
+from warpfold.errors import UserError
 from warpfold.ops.attention import attention
 from warpfold.parallel.execution import Execution
 from warpfold.parallel.plan import Plan
@@ -134,7 +135,10 @@ def test_another_shape_takes_its_memory_from_the_pool_that_is_there() -> None:
 def test_a_first_call_with_misaligned_inputs_can_be_recorded() -> None:
     """Triton compiles other code for pointers that 16 does not divide, and no code can be loaded in a recording."""
 
+    masks: list[int] = []
+
     def attended(inputs: Mapping[str, Tensor]) -> Named:
+        masks.append(inputs["mask"].data_ptr())
         return {"o": attention(**inputs)}
 
     rows, n, heads, width = 3, 101, 4, 32
@@ -146,7 +150,77 @@ def test_a_first_call_with_misaligned_inputs_can_be_recorded() -> None:
     graphs = Graphs()
     found = [graphs.call(attended, inputs)["o"] for _ in range(3)]
     assert (graphs.recorded, graphs.replayed) == (1, 2)
+    assert len(masks) == 2
+    assert masks[0] == masks[1]
+    assert masks[0] % 16 == 0
     assert all(torch.equal(o, attended(inputs)["o"]) for o in found)
+
+
+INVALIDATES = """
+import torch
+from warpfold.device import Graphs
+
+def reads(inputs):
+    return {"x": inputs["x"] * float(inputs["x"].sum())}
+
+graphs = Graphs()
+for _ in range(2):
+    graphs.call(reads, {"x": torch.ones(2, device="cuda")})
+"""
+
+
+def test_what_invalidates_a_capture_is_reported() -> None:
+    """Its end raises an error, too, which says only that there was one.  In a process of its own, as it ends badly."""
+    found = subprocess.run([sys.executable, "-c", INVALIDATES], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 1
+    (last,) = (line for line in found.stderr.splitlines() if line.startswith("warpfold.errors.UserError"))
+    assert "plan.graph: reads cannot be recorded" in last
+    assert "not permitted when stream is capturing" in last
+    assert "previous error" not in last
+
+
+def test_a_tensor_that_a_recording_leaves_is_an_error() -> None:
+    """Earlier graphs may write to its memory, and only a replay of this one fills it."""
+    tables: list[Tensor] = []
+    calls = []
+
+    def tabled_late(inputs: Mapping[str, Tensor]) -> Named:
+        calls.append(inputs)
+        if len(calls) == 2:
+            tables.append(torch.ones(2**20, device="cuda"))
+        return {"x": inputs["x"] + 1}
+
+    graphs, x = Graphs(), torch.ones(2, device="cuda")
+    graphs.call(tabled_late, {"x": x})
+    with pytest.raises(UserError, match=r"tabled_late cannot be recorded .1 tensors .* are still in use"):
+        graphs.call(tabled_late, {"x": x})
+
+
+class Synchronizes:
+    """Garbage whose deletion waits for the device, which no capture survives."""
+
+    def __init__(self) -> None:
+        self.cycle = self
+
+    def __del__(self) -> None:
+        torch.cuda.synchronize()
+
+
+def test_no_garbage_is_collected_while_a_graph_is_captured() -> None:
+    def littering(inputs: Mapping[str, Tensor]) -> Named:
+        for _ in range(5):
+            Synchronizes()
+        return {"x": inputs["x"] + 1}
+
+    graphs, before = Graphs(), gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        found = [graphs.call(littering, {"x": torch.full((2,), float(i), device="cuda")})["x"] for i in range(4)]
+    finally:
+        gc.set_threshold(*before)
+    assert gc.isenabled()
+    assert (graphs.recorded, graphs.replayed) == (1, 3)
+    assert [x.tolist() for x in found] == [[i + 1.0] * 2 for i in range(4)]
 
 
 def test_graphs_of_many_shapes_keep_no_results_of_their_own() -> None:
@@ -191,6 +265,8 @@ def test_no_replay_writes_over_what_a_first_call_made() -> None:
     for made in found:
         assert torch.equal(made, 1 + torch.arange(len(made), device="cuda"))
     assert all(torch.equal(table, torch.arange(size, device="cuda")) for size, table in tables.items())
+    # The second table was made when both functions had a graph of the first size.  Those were deleted.
+    assert graphs.rerecorded == 2
 
 
 def test_what_the_host_does_between_is_done_in_each_replay_and_sees_what_was_computed() -> None:

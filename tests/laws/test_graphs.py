@@ -1,22 +1,28 @@
 """A step that was recorded and is replayed equals the step itself, bit for bit, whatever the host has changed since."""
 
+import gc
+import re
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from tests.helpers import as_multimer, filled_model, random_batch, tiny_config
 from tests.laws.test_plans import Work, example
 from tests.ranks import run_ranks
-from tests.recorder import OperationRecorder
+from tests.recorder import LeftoverRecorder, OperationRecorder
 from tests.training.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold import device
 from warpfold.batch import Batch, passes
+from warpfold.cli import app
 from warpfold.data.load.loader import Sample
-from warpfold.device import Graphs, Named, between
+from warpfold.device import ALIGNED, CUDARecorder, Graphs, Named, between
 from warpfold.engine.learn import Learner
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.errors import LostError, UserError
@@ -29,6 +35,7 @@ from warpfold.parallel.mesh import Mesh, make_mesh
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
 from warpfold.parallel.waits import Event, watched
+from warpfold.settings import to_toml
 from warpfold.training.train import train
 
 WORK = Work(residues=8, sequences=3, extra=3, templates=1, recycles=2)
@@ -103,6 +110,16 @@ def test_a_replayed_step_is_the_step(name: str) -> None:
     assert graphs.recorded == 3  # a pass without gradient, the last pass, the update
     assert graphs.replayed >= 5
     assert not graphs.refused
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recording_leaves_no_tensors_and_no_garbage(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that only one graph's replay fills would lie where earlier graphs write."""
+    monkeypatch.setattr(device, "find_recorder", lambda _: LeftoverRecorder())
+    plan, config = CASES[name]
+    found, _, graphs = steps(replace(plan, graph=True), config)
+    assert found == steps(plan, config)[0]
+    assert graphs.recorded == 3
 
 
 RANKS = {  # of two data ranks; and how many graphs there are: of passes without gradient, of others, and of those in
@@ -387,6 +404,33 @@ def test_no_more_graphs_than_are_wanted_and_the_rest_is_counted(monkeypatch: pyt
     assert graphs.refused == {"graph of double: more than 2 shapes (plan.sizes makes them fewer)": 2}
 
 
+def test_the_first_call_reads_the_memory_that_the_recording_reads() -> None:
+    """Kernels are compiled for alignment and strides, and cannot be compiled in a recording."""
+    seen: list[tuple[int, tuple[int, ...]]] = []
+
+    def noted(inputs: Batch) -> Named:
+        seen.append((inputs["x"].data_ptr(), inputs["x"].stride()))
+        return {"x": inputs["x"] + 1}
+
+    memory = torch.arange(40.0)
+    for x in (memory[3:12].view(3, 3), memory[:12].view(3, 4).T, memory[5:6].expand(3)):
+        graphs, expected = Graphs(), x + 1
+        seen.clear()
+        for _ in range(3):
+            assert torch.equal(graphs.call(noted, {"mask": torch.ones(1), "x": x})["x"], expected)
+        assert len(seen) == 2
+        assert seen[0] == seen[1]
+        assert x.data_ptr() != seen[0][0]
+        assert (seen[0][0] - graphs._buffers["inputs"].data_ptr()) % ALIGNED == 0
+
+
+def test_results_of_a_first_call_stay_when_its_inputs_are_overwritten() -> None:
+    graphs = Graphs()
+    first = graphs.call(lambda inputs: dict(inputs), {"x": torch.ones(2)})["x"]
+    graphs.call(double, {"x": torch.zeros(2)})
+    assert first.tolist() == [1, 1]
+
+
 def test_what_the_host_reads_cannot_be_recorded() -> None:
     graphs = Graphs()
     graphs.call(reads, {"x": torch.ones(2)})
@@ -404,6 +448,175 @@ def test_a_rank_that_is_lost_while_others_record_is_not_called_bad_settings() ->
     graphs.call(loses, {"x": torch.ones(2)})
     with pytest.raises(LostError, match="closed by peer"):
         graphs.call(loses, {"x": torch.ones(2)})
+
+
+class FakeCapture:
+    """Stands for `torch.cuda.CUDAGraph`: a capture that can be invalidated, of calls that are made at once."""
+
+    captures: list["FakeCapture"] = []  # noqa: RUF012  (replaced by each test)
+    begins = 0  # how many captures may begin; 0: any number
+
+    def __init__(self) -> None:
+        self.state, self.is_valid = "new", True
+        self.captures.append(self)
+
+    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
+        if self.begins and len(self.captures) > self.begins:
+            raise RuntimeError("CUDA error: out of streams")
+        assert self.state == "new"
+        self.state = "capturing"
+
+    def capture_end(self) -> None:
+        assert self.state == "capturing", "a capture ends that has not begun"
+        self.state = "ended"
+        if not self.is_valid:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def replay(self) -> None:
+        assert self.state == "ended"
+
+
+class FakePool:
+    """Stands for `torch.cuda.MemPool`: says which addresses tensors hold."""
+
+    id = (0, 1)
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, object] = {}  # by address: what holds it, or returns whether it is held
+
+    def snapshot(self) -> list[dict[str, object]]:
+        held = {address: block() if callable(block) else block for address, block in self.blocks.items()}
+        kind = {True: "active_allocated", False: "inactive"}
+        return [{"address": a, "blocks": [{"state": kind[bool(b)], "size": 1}]} for a, b in held.items()]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> CUDARecorder:
+    """Return a recorder of CUDA graphs whose CUDA is a stand-in."""
+    monkeypatch.setattr(FakeCapture, "captures", [])
+    for name, value in {
+        "CUDAGraph": FakeCapture, "MemPool": FakePool, "Stream": lambda device: None, "device": nullcontext,
+        "stream": nullcontext, "synchronize": lambda device: None, "empty_cache": lambda: None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    return CUDARecorder(torch.device("cpu"))
+
+
+def invalidates() -> Named:
+    FakeCapture.captures[-1].is_valid = False
+    raise ValueError("a kernel was loaded while the stream captured")
+
+
+def test_a_capture_that_fails_says_why(fake: CUDARecorder) -> None:
+    """Ending it raises another error, which says only that there was one."""
+    with pytest.raises(ValueError, match="a kernel was loaded"):
+        fake.record(invalidates)
+    assert FakeCapture.captures[-1].state == "ended"
+    with pytest.raises(ValueError, match="a kernel was loaded"):
+        fake.record(lambda: (between(lambda: None), invalidates())[1])
+    assert {each.state for each in FakeCapture.captures} == {"ended"}
+    fake.record(dict)  # it can still record
+
+
+def test_a_capture_that_is_invalid_without_an_error_is_one(fake: CUDARecorder) -> None:
+    def silent() -> Named:
+        FakeCapture.captures[-1].is_valid = False
+        return {}
+
+    with pytest.raises(RuntimeError, match="a previous error during capture"):
+        fake.record(silent)
+
+
+def test_a_capture_that_did_not_begin_does_not_end(fake: CUDARecorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCapture, "begins", 2)  # the graph that keeps the pool, and the first part
+    with pytest.raises(RuntimeError, match="out of streams"):
+        fake.record(lambda: between(lambda: None) or {})
+    assert [each.state for each in FakeCapture.captures] == ["ended", "ended", "new"]
+
+
+def test_a_recording_that_leaves_memory_in_the_pool_is_an_error(fake: CUDARecorder) -> None:
+    pool = fake._pool
+    assert isinstance(pool, FakePool)
+    pool.blocks[512] = True  # a table of an earlier call
+    fake.record(dict)
+
+    def leaves() -> Named:
+        pool.blocks[1024] = True
+        return {}
+
+    with pytest.raises(RuntimeError, match="1 tensors that were made in the recording are still in use"):
+        fake.record(leaves)
+    fake.record(dict)
+
+
+def test_memory_that_only_a_reference_cycle_holds_is_no_error(fake: CUDARecorder) -> None:
+    pool = fake._pool
+    assert isinstance(pool, FakePool)
+    fake.record(cyclic(pool))
+
+
+def cyclic(pool: FakePool) -> Callable[[], Named]:
+    """Return a function that leaves a block of the pool to the garbage collector."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.own = self
+            pool.blocks[2048] = True
+
+        def __del__(self) -> None:
+            pool.blocks[2048] = False
+
+    def function() -> Named:
+        Cycle()
+        return {}
+
+    return function
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("enabled", [False, True])
+def test_no_garbage_is_collected_while_a_graph_is_captured(fake: CUDARecorder, fails: bool, enabled: bool) -> None:
+    pool = fake._pool
+    assert isinstance(pool, FakePool)
+    fake.record(dict)
+    cyclic(pool)()
+    seen = []
+
+    def function() -> Named:
+        seen.append((gc.isenabled(), pool.blocks[2048]))
+        if fails:
+            raise ValueError
+        return {}
+
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with pytest.raises(ValueError) if fails else nullcontext():
+            fake.record(function)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen == [(False, False)]  # earlier garbage is gone
+
+
+def test_a_pool_keeps_one_graph_that_is_never_deleted(fake: CUDARecorder) -> None:
+    """torch cannot record into a pool whose last graph was deleted; no other graph has to stay."""
+    fake.record(dict)
+    assert [each.state for each in FakeCapture.captures] == ["ended", "ended"]
+    fake.record(dict)
+    assert len(FakeCapture.captures) == 3
+
+
+def test_graphs_that_are_recorded_again_are_deleted(recorder: OperationRecorder) -> None:
+    graphs = Graphs()
+    for _ in range(2):
+        graphs.call(double, {"x": torch.ones(2)})
+    (first,) = (weakref.ref(graph.replay) for graph in graphs._graphs.values() if graph is not None)
+    recorder.warm_up = lambda function: (function(), True)  # type: ignore[method-assign]
+    graphs.call(double, {"x": torch.ones(3)})
+    assert (graphs.recorded, graphs.rerecorded) == (0, 1)
+    gc.collect()
+    assert first() is None
 
 
 def test_a_cpu_has_no_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,3 +667,18 @@ def test_a_run_with_graphs_is_the_run(tmp_path: Path) -> None:
     one, other = ([row for row in rows(tmp_path / way) if row["kind"] == "step"] for way in ("run", "plain"))
     assert one == other
     assert equal_tensors(tmp_path / "run/params.safetensors", tmp_path / "plain/params.safetensors")
+
+
+def test_the_end_of_a_run_says_how_often_graphs_were_recorded_again(
+    tmp_path: Path, recorder: OperationRecorder
+) -> None:
+    store, config = make_store(tmp_path / "store"), replace(tiny_run(steps=4), plan=Plan(sizes=1, graph=True))
+    (tmp_path / "settings.toml").write_text(to_toml(config))
+    command = ["train", str(tmp_path / "settings.toml"), "--data", str(store.path), "--device", "cpu", "--out"]
+    shown = CliRunner().invoke(app, [*command, str(tmp_path / "once")])
+    assert (shown.exit_code, "recorded again" in shown.stderr) == (0, False), shown.stderr
+    warm_up = recorder.warm_up
+    recorder.warm_up = lambda function: (warm_up(function)[0], True)  # type: ignore[method-assign]
+    shown = CliRunner().invoke(app, [*command, str(tmp_path / "again")])
+    assert shown.exit_code == 0
+    assert re.search(r"slower than necessary: CUDA graphs were recorded again \d+ times", shown.stderr)

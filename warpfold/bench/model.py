@@ -297,6 +297,8 @@ def bench_step(
                 row |= {"peak_mib": times[name].warm_peak / 2**20, **_launches(step, device)}
             refused = [f"{reason}, {count} times" for reason, count in execution.graphs.refused.items()]
             row |= {"replayed": execution.graphs.replayed, "rerecorded": execution.graphs.rerecorded}
+            if execution.graphs.rerecorded:
+                refused.append(f"graphs recorded again {execution.graphs.rerecorded} times")
             row["note"] = "; ".join([*filter(None, [row["note"]]), *refused])
         rows.append(row)
         sink(row)

@@ -201,6 +201,8 @@ def train_in_shell(
         say_refused(found.refused)
         for reason, count in found.unrecorded.items():
             warn(f"slower than necessary: no {reason}, {count} times")
+        if found.rerecorded:
+            warn(f"slower than necessary: CUDA graphs were recorded again {found.rerecorded} times")
         if not found.finished and not as_json:
             warn(f"stopped after {found.steps} steps; {how_to_go_on()}")
         ended = [f"{found.steps} steps; parameters: {found.params}"] if found.finished else []

@@ -74,6 +74,7 @@ class Summary:
     signal: int = 0  # the one that stopped it; 0: none
     refused: Mapping[str, int] = field(default_factory=dict)  # why fast operations were not used, and how often
     unrecorded: Mapping[str, int] = field(default_factory=dict)  # and why graphs were not (`plan.graph`)
+    rerecorded: int = 0  # graphs that were recorded again; more than a few: the run was slower than necessary
 
 
 def train(
@@ -180,6 +181,7 @@ def train(
     how["best"] = run.best()[0]
     team.tell_idle(how)
     slow: dict[str, Any] = {"refused": refusals(before), "unrecorded": execution.graphs.refused}
+    slow["rerecorded"] = execution.graphs.rerecorded
     return Summary(**how, params=run.params, quarantined=tuple(ledger.quarantined), **slow)
 
 
