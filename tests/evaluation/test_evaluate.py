@@ -272,14 +272,14 @@ def test_what_cannot_be_scored_is_named_and_the_others_go_on(
     for said in (
         "failed Beta: ",
         "p/gamma.cif against ",
-        "no chain of one is like a chain of the other",
+        "no predicted chain resembles a reference chain",
         "2 targets failed and are in no mean: Beta, gamma",
         "1 predictions have no structure to compare with: delta",
     ):
         assert said in warned
     table = {row["target"]: row for row in csv.DictReader((tmp_path / "t.csv").open())}
     assert table["alpha"]["error"] == ""
-    assert "no chain of one is like" in table["gamma"]["error"]
+    assert "no predicted chain resembles" in table["gamma"]["error"]
     assert table["gamma"]["lddt_ca"] == ""
 
 

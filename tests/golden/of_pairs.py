@@ -9,7 +9,7 @@ from torch import nn
 from tests.golden.reference import CaseOutputs, ReferenceCase, Tensors, tensors
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.model import confidence
-from warpfold.scoring.interface import CUTOFFS, beta_contacts, chain_pair_scores, ipsae
+from warpfold.scoring.interface import IPSAE_CUTOFFS, beta_contacts, chain_pair_scores, ipsae
 
 # Zhu's own script scores a chain against all others, of CA; the last is nobody's published score.
 LEFT_OUT = ("out/pdockq2_chain_elofsson", "out/chain_pair_iptm_whole_d0_asym")
@@ -50,10 +50,10 @@ def pair_arrays(case: ReferenceCase, pae: np.ndarray, plddt: np.ndarray) -> dict
     for name in ("CA", "CB"):
         positions[:, ATOM_ORDER[name]] = case.inputs[f"{name.lower()}_positions"]
         mask[:, ATOM_ORDER[name]] = 1
-    named = [f"ipsae{cutoff:g}/{what}" for cutoff in CUTOFFS for what in (*WAYS, "n0dom", "iptm_pae_d0chn_asym")]
+    named = [f"ipsae{cutoff:g}/{what}" for cutoff in IPSAE_CUTOFFS for what in (*WAYS, "n0dom", "iptm_pae_d0chn_asym")]
     found = {name: np.zeros((count, count)) for name in (*named, "pdockq", "pdockq2", "lis_asym", "lis")}
     contacts = found["n_contacts_cb8"] = np.zeros((count, count), np.int64)
-    for cutoff in CUTOFFS:
+    for cutoff in IPSAE_CUTOFFS:
         key = f"ipsae{cutoff:g}"
         found[f"{key}/ipsae_byres"], found[f"{key}/n0res_byres"] = np.zeros((2, count, n))
         for a, b in permutations(range(count), 2):

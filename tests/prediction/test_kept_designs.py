@@ -195,7 +195,7 @@ WRONG = [
     ("first", DESIGNS, "rmsd < 2", "--keep rmsd < 2: rmsd is to a given complex"),
     ("bare", DESIGNS, "best:2", "bare.safetensors has no head of aligned errors, so no ipsae"),
     ("monomer", f">a\n{ONE}\n", "pdockq > 1", "single chains have no pdockq"),
-    ("first", DESIGNS, "ipsea > 1", "there is no column ipsea; there are "),
+    ("first", DESIGNS, "ipsea > 1", "unknown column ipsea. Use one of "),
 ]
 
 

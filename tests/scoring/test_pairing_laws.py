@@ -101,5 +101,5 @@ def test_partners_in_evaluate(antibody: tuple[Path, Path]) -> None:
 
 
 def test_a_chain_in_both_partners_is_refused(antibody: tuple[Path, Path]) -> None:
-    with pytest.raises(UserError, match="chain H is in it twice"):
+    with pytest.raises(UserError, match="chain H is named twice"):
         warpfold.score(*antibody, chains="H:HL")

@@ -151,7 +151,7 @@ def test_twin_atoms_may_have_each_others_names() -> None:
 
 
 def test_different_proteins_are_refused() -> None:
-    with pytest.raises(UserError, match="no chain of one is like a chain of the other"):
+    with pytest.raises(UserError, match="no predicted chain resembles a reference chain"):
         score(structure(protein(seed=1)), structure(protein(seed=2)))
     with pytest.raises(UserError, match="test has no protein chain Q; it has A"):
         score(structure(protein()), structure(protein()), {"A": "Q"})
@@ -172,7 +172,7 @@ def test_files_in_either_format(tmp_path: Path) -> None:
     assert found.lddt is None
     assert found.lddt_ca > 0.999
     (tmp_path / "other.pdb").write_text(write_pdb("other", [protein(seed=5)]))
-    with pytest.raises(UserError, match=r"other.pdb against .*truth.cif: no chain"):
+    with pytest.raises(UserError, match=r"other.pdb against .*truth.cif: no predicted chain"):
         score_files(tmp_path / "other.pdb", tmp_path / "truth.cif")
 
 

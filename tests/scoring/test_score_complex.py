@@ -156,7 +156,7 @@ def test_the_mapping_is_the_best_of_all(monkeypatch: pytest.MonkeyPatch) -> None
         )
         assert dockq(predicted, truth) == pytest.approx(best, abs=1e-9)
         with monkeypatch.context() as few:
-            few.setattr(chain_mapping, "EXHAUSTIVE", 0)
+            few.setattr(chain_mapping, "MAX_EXHAUSTIVE", 0)
             assert dockq(predicted, truth) == pytest.approx(best, abs=1e-9)
 
 
@@ -234,7 +234,7 @@ def test_chains_named_by_the_user() -> None:
     assert two.dockq == pytest.approx(1 / 3)
     with pytest.raises(UserError, match="chain A of test is named twice"):
         compared(truth, truth, chains={"A": "A", "B": "A"})
-    with pytest.raises(UserError, match="no chain of one is like a chain of the other"):
+    with pytest.raises(UserError, match="no predicted chain resembles a reference chain"):
         dockq(named(protein("A", 40, 8)), truth)
 
 

@@ -105,7 +105,10 @@ def plddt_sums(paired: Paired, plddt: Mapping[str, Array]) -> Sums:
     """Compare pLDDT with lDDT-Ca, both 0 to 100, of the residues that both structures have."""
     lddt = 100 * paired.lddt_ca_per_residue()
     expected = np.concatenate(
-        [np.where(side.ours >= 0, plddt[name][side.ours], np.nan) for name, side in paired.sides.items()]
+        [
+            np.where(side.predicted_residue >= 0, plddt[name][side.predicted_residue], np.nan)
+            for name, side in paired.atoms.items()
+        ]
     )
     both = np.isfinite(lddt) & np.isfinite(expected) & paired.arrays[1][:, CA]
     return Sums.of(expected[both], lddt[both], PLDDT_BINS)
@@ -122,7 +125,10 @@ def pae_sums(paired: Paired, pae: Array) -> Sums:
         starts[name] = start
         start += len(chain.sequence)
     place = np.concatenate(
-        [np.where(side.ours >= 0, side.ours + starts[name], -1) for name, side in paired.sides.items()]
+        [
+            np.where(side.predicted_residue >= 0, side.predicted_residue + starts[name], -1)
+            for name, side in paired.atoms.items()
+        ]
     )
     positions, known, truth, mask, _ = paired.arrays
     scored = known[:, CA] & (place >= 0)

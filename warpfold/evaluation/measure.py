@@ -140,10 +140,10 @@ def _measure(job: Job) -> Measured:
 def notes_of(paired: Paired) -> list[str]:
     """Say how the residues of two structures correspond, where that is not plain: numbers, gaps, other amino acids."""
     notes = []
-    for name, side in paired.sides.items():
+    for name, side in paired.atoms.items():
         ours, theirs = paired.predicted.chains[name], paired.reference.chains[paired.chains[name]]
-        of = f"chain {name}: " if len(paired.sides) > 1 else ""
-        both = side.ours >= 0
+        of = f"chain {name}: " if len(paired.atoms) > 1 else ""
+        both = side.predicted_residue >= 0
         if missing := int((~both).sum()):
             notes.append(f"{of}residues of the truth that the prediction lacks: {missing} of {len(both)}")
         if unseen := int((ours.mask[:, CA] > 0).sum()) - int(both.sum()):
@@ -151,7 +151,8 @@ def notes_of(paired: Paired) -> list[str]:
         if others := int(both.sum()) - side.equal:
             notes.append(f"{of}other amino acids than in the truth: {others}")
         if said := _numbering(
-            [ours.author_numbers[i] for i in side.ours[both]], [theirs.author_numbers[j] for j in side.theirs[both]]
+            [ours.author_numbers[i] for i in side.predicted_residue[both]],
+            [theirs.author_numbers[j] for j in side.reference_residue[both]],
         ):
             notes.append(of + said)
     left_out = [name for name in paired.reference.chains if name not in paired.chains.values()]

@@ -247,10 +247,10 @@ def _target(measured: Measured) -> Target | None:
     plddt, _ = plddt_of(chains, measured.job.prediction.writes_plddt)
     lddt = {name: np.full(len(chain.sequence), np.nan) for name, chain in chains.items()}
     start, per_residue = 0, 100 * paired.lddt_ca_per_residue()
-    for name, side in paired.sides.items():
-        own = per_residue[start : start + len(side.ours)]
-        lddt[name][side.ours[side.ours >= 0]] = own[side.ours >= 0]
-        start += len(side.ours)
+    for name, side in paired.atoms.items():
+        own = per_residue[start : start + len(side.predicted_residue)]
+        lddt[name][side.predicted_residue[side.predicted_residue >= 0]] = own[side.predicted_residue >= 0]
+        start += len(side.predicted_residue)
     kept = {name: chain.mask[:, CA] > 0 for name, chain in chains.items()}
     shown = [_numbered(chain, kept[name]) for name, chain in chains.items()]
     confidence = np.concatenate(

@@ -1,8 +1,8 @@
-"""Find which predicted chain stands for which chain of the reference: by sequence, and among copies by the interfaces.
+"""Map predicted chains to reference chains: by sequence, and among copies of one protein by the interfaces.
 
-Copies of one protein may have any names and any order.  The mapping is the one with the highest sum of DockQ over the
-reference's interfaces: all are tried where they are few; else the most promising, found from superpositions of one
-chain on another and by growing along the interfaces.  What DockQ leaves open, the superposition decides.
+Copies of one protein may have any names and any order. The best mapping has the highest sum of DockQ over the
+interfaces of the reference. If there are few mappings, all of them are measured. Otherwise candidates come from
+superpositions of single chains and from growing a mapping along the interfaces. The superposition breaks ties.
 """
 
 import itertools
@@ -20,18 +20,26 @@ from warpfold.scoring import metrics
 from warpfold.scoring.dockq import Array, Chains, Docking, Pair
 
 CA = ATOM_ORDER["CA"]
-MIN_IDENTITY = 0.3  # of the shorter sequence; below it two chains are different proteins
-# Of chains whose numbers fit: a redesigned sequence keeps little of the original. Unrelated sequences share 6 %, and
-# 50 residues share 15 % by chance once in 200 times.
+# Fraction of the shorter sequence. Chains with less in common are different proteins.
+MIN_IDENTITY = 0.3
+# The same for chains whose residue numbers match: a redesigned sequence keeps little of the original. Unrelated
+# sequences share 6 %, and 50 residues share 15 % by chance once in 200 times.
 MIN_IDENTITY_NUMBERED = 0.15
-NUMBERED = 0.95  # of the observed residues of both chains: the share that numbers have to pair in order to decide
-SHIFTED_IDENTITY = 0.9  # of the shorter chain: an alignment in another register that is this good overrules numbers
-SAME_PROTEIN = 0.9  # chains this near to the best match are equally good, and position decides
-EXHAUSTIVE = 5040  # mappings are all tried up to this number: 7 copies
-PROMISING = 32  # where they are not, so many of those found by superposition are measured
-DISTANCES = 20_000_000  # computed in all superpositions together; beyond it only every second, third ... residue counts
+# Residue numbers decide the pairing if they pair this fraction of the observed residues of both chains.
+MIN_NUMBERED = 0.95
+# An alignment in another register overrules the numbers if this fraction of the shorter chain is identical.
+SHIFTED_IDENTITY = 0.9
+# Chains with this fraction of the best identity are copies, so their positions decide.
+SAME_PROTEIN = 0.9
+# All mappings are measured up to this number, which is that of 7 copies.
+MAX_EXHAUSTIVE = 5040
+# Beyond it, this many candidates from superpositions are measured.
+MAX_CANDIDATES = 32
+# Budget of all superpositions together. Larger complexes use every second, third ... residue.
+MAX_DISTANCES = 20_000_000
 
-Mapped = dict[str, str]  # reference -> predicted
+# Reference chain -> predicted chain.
+Assignment = dict[str, str]
 
 
 def pair_residues(a: Chain, b: Chain) -> Array:
@@ -43,23 +51,25 @@ def pair_residues(a: Chain, b: Chain) -> Array:
     fewer residues, they decide if they pair as many equal ones as the alignment does, for example on which side of a
     gap a repeated residue stands.
     """
-    seen_a, seen_b = (np.asarray(chain.mask.any(-1)) for chain in (a, b))
+    observed_a, observed_b = (np.asarray(chain.mask.any(-1)) for chain in (a, b))
 
-    def seen(pairs: Array) -> tuple[Array, int]:
-        both = pairs[seen_a[pairs[:, 0]] & seen_b[pairs[:, 1]]]
+    def observed(pairs: Array) -> tuple[Array, int]:
+        both = pairs[observed_a[pairs[:, 0]] & observed_b[pairs[:, 1]]]
         return both, count_equal(a, b, both)
 
     if a.sequence == b.sequence:
-        return seen(np.arange(len(a.sequence))[:, None].repeat(2, axis=1))[0]
-    place = {number: j for j, number in enumerate(b.author_numbers) if number}
-    numbered, equal = seen(
-        np.array([(i, place[x]) for i, x in enumerate(a.author_numbers) if x in place], np.int64).reshape(-1, 2)
+        return observed(np.arange(len(a.sequence))[:, None].repeat(2, axis=1))[0]
+    index_b = {number: j for j, number in enumerate(b.author_numbers) if number}
+    numbered, equal = observed(
+        np.array([(i, index_b[x]) for i, x in enumerate(a.author_numbers) if x in index_b], np.int64).reshape(-1, 2)
     )
-    if equal == min(seen_a.sum(), seen_b.sum()):  # no alignment fits better
+    shorter, longer = sorted((observed_a.sum(), observed_b.sum()))
+    # No alignment pairs more equal residues than the shorter chain has.
+    if equal == shorter:
         return numbered
-    aligned, aligned_equal = seen(_align(a.sequence, b.sequence))
-    if len(numbered) >= NUMBERED * max(seen_a.sum(), seen_b.sum()):
-        is_shifted = aligned_equal > equal and aligned_equal >= SHIFTED_IDENTITY * min(seen_a.sum(), seen_b.sum())
+    aligned, aligned_equal = observed(_align(a.sequence, b.sequence))
+    if len(numbered) >= MIN_NUMBERED * longer:
+        is_shifted = aligned_equal > equal and aligned_equal >= SHIFTED_IDENTITY * shorter
         return aligned if is_shifted else numbered
     return numbered if equal >= aligned_equal and len(numbered) >= len(aligned) else aligned
 
@@ -75,32 +85,32 @@ def count_equal(a: Chain, b: Chain, pairs: Array) -> int:
 
 
 def with_ca(a: Chain, b: Chain, pairs: Array) -> Array:
-    """Return the pairs of residues that have Ca in both chains."""
+    """Select the pairs of residues that have Ca in both chains."""
     return pairs[(a.mask[pairs[:, 0], CA] > 0) & (b.mask[pairs[:, 1], CA] > 0)]
 
 
 def similar_chains(predicted: Chains, reference: Chains) -> dict[Pair, Array]:
-    """Return for each predicted and each reference chain that may correspond, by sequence, their paired residues.
+    """Find all (predicted, reference) chains that may correspond by sequence, with their paired residues [K, 2].
 
-    Errors: UserError if there are none.
+    Raises UserError if there are none.
     """
-    pairs, identity, least = {}, {}, {}
+    pairs, identity, min_identity = {}, {}, {}
     for p, a in predicted.items():
         for r, b in reference.items():
             pairs[p, r] = pair_residues(a, b)
             lengths = [int(np.sum(chain.mask[:, CA] > 0)) for chain in (a, b)]
             identity[p, r] = count_equal(a, b, with_ca(a, b, pairs[p, r])) / max(1, min(lengths))
             have_numbers = all(a.author_numbers[i] == b.author_numbers[j] != "" for i, j in pairs[p, r].tolist())
-            is_numbered = have_numbers and len(pairs[p, r]) >= NUMBERED * max(lengths)
-            least[p, r] = MIN_IDENTITY_NUMBERED if is_numbered else MIN_IDENTITY
+            is_numbered = have_numbers and len(pairs[p, r]) >= MIN_NUMBERED * max(lengths)
+            min_identity[p, r] = MIN_IDENTITY_NUMBERED if is_numbered else MIN_IDENTITY
     best = {r: max(identity[p, r] for p in predicted) for r in reference}
-    similar = {k: pairs[k] for k, v in identity.items() if v >= least[k] and v >= SAME_PROTEIN * best[k[1]]}
+    similar = {k: pairs[k] for k, v in identity.items() if v >= min_identity[k] and v >= SAME_PROTEIN * best[k[1]]}
     if not similar:
-        most = max(identity.values(), default=0.0)
+        highest = max(identity.values(), default=0.0)
         p, r = next(iter(predicted)), next(iter(reference))
         raise UserError(
-            f"no chain of one is like a chain of the other (at best {most:.0%} of the residues are equal); "
-            f"name the chains to compare them all the same, --chains {p}:{r}"
+            f"no predicted chain resembles a reference chain (highest sequence identity {highest:.0%}). "
+            f"Name the chains to compare them anyway: --chains {p}:{r}"
         )
     return similar
 
@@ -108,97 +118,102 @@ def similar_chains(predicted: Chains, reference: Chains) -> dict[Pair, Array]:
 def named_chains(
     predicted: Chains, reference: Chains, chains: Mapping[str, str], called: Pair = ("the prediction", "the reference")
 ) -> dict[Pair, Array]:
-    """Return the paired residues of chains that a user named, predicted -> reference.
+    """Pair the residues of chains that the user named, predicted -> reference.
 
     called: names of the two structures for errors.
-    Errors: UserError if a chain does not exist, or is named twice.
+    Raises UserError if a chain does not exist or is named twice.
     """
-    for structure, found, names in zip(called, (predicted, reference), ([*chains], [*chains.values()])):
+    for structure, present, names in zip(called, (predicted, reference), ([*chains], [*chains.values()])):
         for name in names:
-            if name not in found:
-                raise UserError(f"{structure} has no protein chain {name}; it has {', '.join(found)}")
+            if name not in present:
+                raise UserError(f"{structure} has no protein chain {name}; it has {', '.join(present)}")
             if names.count(name) > 1:
-                raise UserError(f"chain {name} of {structure} is named twice; name each chain once")
+                raise UserError(f"chain {name} of {structure} is named twice. Name each chain once")
     return {(p, r): pair_residues(predicted[p], reference[r]) for p, r in chains.items()}
 
 
 def map_chains(docking: Docking, similar: Mapping[Pair, Array]) -> dict[str, str]:
-    """Return the best mapping, predicted -> reference, of chains that are `similar`; see above."""
-    superposed = _superposed(docking.predicted, docking.reference, similar)
+    """Find the best mapping, predicted -> reference, among chains that are `similar` (see the module's docstring)."""
+    superposed = _superpose_pairs(docking.predicted, docking.reference, similar)
     options: dict[str, list[str]] = {r: [p for p, other in similar if other == r] for _, r in similar}
-    attempts = _every_mapping(options)
-    if attempts is None:
+    candidates = _all_mappings(options)
+    if candidates is None:
         grown = (_grow(docking, options, superposed, start) for start in _starts(docking, similar))
-        attempts = itertools.chain((s.mapped for s in superposed[:PROMISING]), grown)
-    # Sums of DockQ that agree to rounding are decided by the best superposition.
+        candidates = itertools.chain((s.mapped for s in superposed[:MAX_CANDIDATES]), grown)
     terms = superposed[0].terms
+    residues = sum(len(b.sequence) for b in docking.reference.values())
 
-    def worth(mapped: Mapped) -> float:
-        near = sum(terms[p, r] for r, p in mapped.items()) / sum(len(b.sequence) for b in docking.reference.values())
+    def quality(mapped: Assignment) -> float:
         pairs = ((pair, (mapped[pair[0]], mapped[pair[1]])) for pair in docking.native if {*pair} <= mapped.keys())
-        return sum(docking.measure(*both).dockq for both in pairs) + 1e-6 * near
+        # The superposition only decides between sums of DockQ that agree to rounding, hence the small weight.
+        superposition = sum(terms[p, r] for r, p in mapped.items()) / residues
+        return sum(docking.measure(*both).dockq for both in pairs) + 1e-6 * superposition
 
-    best = max(itertools.chain([superposed[0].mapped], attempts), key=worth)
-    found = {p: r for r, p in best.items()}
-    return {p: found[p] for p in docking.predicted if p in found}
+    best = max(itertools.chain([superposed[0].mapped], candidates), key=quality)
+    reference_of = {p: r for r, p in best.items()}
+    return {p: reference_of[p] for p in docking.predicted if p in reference_of}
 
 
-def _every_mapping(options: Mapping[str, list[str]]) -> Iterable[Mapped] | None:
-    """Return all mappings that leave out no more chains than they must; None if there are too many, or no simple rule.
+def _all_mappings(options: Mapping[str, list[str]]) -> Iterable[Assignment] | None:
+    """Enumerate the mappings that leave out as few chains as possible; None if there are too many.
 
-    Simple are groups of reference chains that all have the same options.
+    options: the similar predicted chains of each reference chain. Enumeration needs groups of reference chains with
+    equal options that no other group shares; otherwise the result is None.
     """
     groups: dict[tuple[str, ...], list[str]] = {}
     for r, ps in options.items():
         groups.setdefault(tuple(ps), []).append(r)
     if len({p for ps in groups for p in ps}) < sum(map(len, groups.keys())):
         return None
-    if math.prod(math.perm(max(len(ps), len(rs)), min(len(ps), len(rs))) for ps, rs in groups.items()) > EXHAUSTIVE:
+    if math.prod(math.perm(max(len(ps), len(rs)), min(len(ps), len(rs))) for ps, rs in groups.items()) > MAX_EXHAUSTIVE:
         return None
-    each = (  # the ways to give each of the fewer names one of the more
+    # Every chain of the smaller side of a group gets a chain of the larger side.
+    per_group = (
         [dict(zip(rs, chosen)) for chosen in itertools.permutations(ps, len(rs))]
         if len(rs) <= len(ps)
         else [dict(zip(chosen, ps)) for chosen in itertools.permutations(rs, len(ps))]
         for ps, rs in groups.items()
     )
-    return ({r: p for part in parts for r, p in part.items()} for parts in itertools.product(*each))
+    return ({r: p for part in parts for r, p in part.items()} for parts in itertools.product(*per_group))
 
 
 @dataclass(frozen=True)
-class _Superposed:
-    """What a superposition of one predicted chain on one of the reference says of all others."""
+class _Superposition:
+    """The proximity of all similar chains after one predicted chain was superposed on one reference chain."""
 
-    terms: dict[Pair, float]  # each pair's sum of TM-score terms
-    mapped: Mapped  # the nearest pairs, one by one
-    fit: float  # the sum of their terms
+    # Sum of the TM-score terms of each pair.
+    terms: dict[Pair, float]
+    # Greedy assignment of the nearest pairs, and the sum of their terms.
+    mapped: Assignment
+    fit: float
 
 
-def _superposed(predicted: Chains, reference: Chains, similar: Mapping[Pair, Array]) -> list[_Superposed]:
-    """Superpose each similar pair, then assign the nearest ones; return the distinct mappings, best fit first."""
+def _superpose_pairs(predicted: Chains, reference: Chains, similar: Mapping[Pair, Array]) -> list[_Superposition]:
+    """Superpose every similar pair and assign the nearest chains; returns the distinct assignments, best fit first."""
     points = {}
     for (p, r), pairs in similar.items():
         i, j = with_ca(predicted[p], reference[r], pairs).T
         points[p, r] = (predicted[p].positions[i, CA].astype(np.float64), reference[r].positions[j, CA])
-    stride = 1 + len(points) * sum(len(b) for _, b in points.values()) // DISTANCES
+    stride = 1 + len(points) * sum(len(b) for _, b in points.values()) // MAX_DISTANCES
     mobile, target = (np.concatenate([both[side][::stride] for both in points.values()]) for side in (0, 1))
     counts = [len(b[::stride]) for _, b in points.values()]
     d0 = np.repeat([metrics.tm_d0(len(b)) for _, b in points.values()], counts)
     owner = np.repeat(np.arange(len(points)), counts)
-    found: dict[tuple[Pair, ...], _Superposed] = {}
+    superpositions: dict[tuple[Pair, ...], _Superposition] = {}
     for seed, both in points.items():
         rotation, translation = metrics.superpose(*both)
         near = 1 / (1 + np.sum((mobile @ rotation.T + translation - target) ** 2, -1) / d0**2)
         terms = dict(zip(points, (stride * np.bincount(owner, near, minlength=len(points))).tolist()))
-        mapped = _nearest({seed[1]: seed[0]}, terms)
+        mapped = _complete({seed[1]: seed[0]}, terms)
         fit = sum(terms[p, r] for r, p in mapped.items())
         key = tuple(sorted(mapped.items()))
-        if key not in found or fit > found[key].fit:
-            found[key] = _Superposed(terms, mapped, fit)
-    return sorted(found.values(), key=lambda one: -one.fit)
+        if key not in superpositions or fit > superpositions[key].fit:
+            superpositions[key] = _Superposition(terms, mapped, fit)
+    return sorted(superpositions.values(), key=lambda superposition: -superposition.fit)
 
 
-def _nearest(mapped: Mapped, terms: Mapping[Pair, float]) -> Mapped:
-    """Return the mapping completed with the nearest free pairs, one by one."""
+def _complete(mapped: Assignment, terms: Mapping[Pair, float]) -> Assignment:
+    """Complete a mapping greedily with the nearest pairs of unassigned chains."""
     mapped = dict(mapped)
     taken = set(mapped.values())
     for p, r in sorted(terms, key=lambda key: -terms[key]):
@@ -209,7 +224,7 @@ def _nearest(mapped: Mapped, terms: Mapping[Pair, float]) -> Mapped:
 
 
 def _starts(docking: Docking, similar: Mapping[Pair, Array]) -> list[Pair]:
-    """Return the pairs to grow from: those of the chain with most neighbours, on either side."""
+    """Select the pairs from which mappings grow: those of the chain with most neighbours, on either side."""
     hubs = [
         max(dict.fromkeys(names), key=lambda name: sum(name in pair for pair in touching))
         for names, touching in zip(zip(*similar), (docking.touching, docking.native))
@@ -217,34 +232,37 @@ def _starts(docking: Docking, similar: Mapping[Pair, Array]) -> list[Pair]:
     return [(p, r) for p, r in similar if p == hubs[0] or r == hubs[1]]
 
 
-def _grow(docking: Docking, options: Mapping[str, list[str]], superposed: list[_Superposed], start: Pair) -> Mapped:
-    """Map chain after chain to what continues the interfaces best, where the complex as a whole is bent or broken.
+def _grow(
+    docking: Docking, options: Mapping[str, list[str]], superposed: list[_Superposition], start: Pair
+) -> Assignment:
+    """Grow a mapping along the interfaces, which also works if the predicted complex is bent or broken.
 
-    Next is the reference chain with most contacts to those that are mapped.  Only predicted chains that touch a
-    neighbour's counterpart come into question; where none does, the superposition fills in at the end.
+    The next reference chain is the one with most contacts to mapped chains. It is mapped to the predicted chain that
+    adds most DockQ, among those that touch a neighbour's counterpart. If no predicted chain does, the reference chain
+    is skipped, and the superposition assigns it at the end.
     """
     mapped = {start[1]: start[0]}
-    passed: set[str] = set()
+    skipped: set[str] = set()
     while True:
         pull: dict[str, int] = {}
         for (a, b), near in docking.native.items():
             for here, there in ((a, b), (b, a)):
-                if here in mapped and there not in mapped and there not in passed and there in options:
+                if here in mapped and there not in mapped and there not in skipped and there in options:
                     pull[there] = pull.get(there, 0) + len(near.indices)
         if not pull:
-            return _nearest(mapped, superposed[0].terms)
+            return _complete(mapped, superposed[0].terms)
         r = max(pull, key=lambda name: pull[name])
         neighbours = [mapped[x] for pair in docking.native if r in pair for x in pair if x in mapped]
         free = [p for p in options[r] if p not in mapped.values()]
         free = [p for p in free if any((p, n) in docking.touching or (n, p) in docking.touching for n in neighbours)]
         if free:
-            # What mapping r to a chain would add to the sum of DockQ.
+            # The increase of the sum of DockQ if r is mapped to p.
             gains = {p: 0.0 for p in free}
             for p in free:
-                stands = {**mapped, r: p}
+                extended = {**mapped, r: p}
                 for a, b in docking.native:
-                    if r in (a, b) and a in stands and b in stands:
-                        gains[p] += docking.measure((a, b), (stands[a], stands[b])).dockq
+                    if r in (a, b) and a in extended and b in extended:
+                        gains[p] += docking.measure((a, b), (extended[a], extended[b])).dockq
             mapped[r] = max(free, key=lambda p: gains[p])
         else:
-            passed.add(r)
+            skipped.add(r)

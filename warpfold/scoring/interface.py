@@ -1,8 +1,8 @@
 """Score the interfaces of a predicted complex without a truth: ipTM, ipSAE, pDockQ, pDockQ2, LIS, contacts, clashes.
 
-NumPy only.  Definitions are those of Dunbrack's ipsae.py (2025), which has pDockQ (Bryant et al. 2022), pDockQ2 (Zhu et
-al. 2023) and LIS (Kim et al. 2024) too; every chain counts as a protein.  Aligned errors are read in blocks of rows: no
-second array of all pairs of residues is made.
+The definitions are those of Dunbrack's ipsae.py (2025), which includes pDockQ (Bryant et al. 2022), pDockQ2 (Zhu et al.
+2023) and LIS (Kim et al. 2024). Every chain is treated as a protein. All functions use NumPy and read the aligned
+errors in blocks of rows, so they need no second array of all pairs of residues.
 """
 
 import math
@@ -17,12 +17,17 @@ from warpfold.geometry.residue import ATOM_ORDER, ATOM_TYPES, VDW_RADIUS
 from warpfold.scoring import metrics
 from warpfold.scoring.dockq import CONTACT, nearest_residues
 
-CUTOFFS = (10.0, 15.0)  # angstrom of aligned error, below which ipSAE counts a pair
+# Aligned error in angstrom below which ipSAE and LIS count a pair of residues.
+IPSAE_CUTOFFS = (10.0, 15.0)
 LIS_CUTOFF = 12.0
-PDOCKQ_CONTACT = 8.0  # angstrom between beta carbons (alpha of glycine)
-NEAR = 8.0  # angstrom: residues whose heavy atoms are nearer to another chain than this belong to the interface
-CLASH_OVERLAP = 1.5  # angstrom that two atoms may overlap before it counts (Supp. 1.9.11, eq. 46)
-BLOCK = 256  # rows of aligned errors that are read at a time
+# Largest distance in angstrom between beta carbons (alpha carbons of glycine) in contact.
+PDOCKQ_CONTACT = 8.0
+# Residues with heavy atoms nearer than this to another chain belong to the interface, in angstrom.
+INTERFACE = 8.0
+# Overlap of van der Waals radii in angstrom beyond which two atoms clash (Supp. 1.9.11, eq. 46).
+CLASH_OVERLAP = 1.5
+# Rows of aligned errors that are read at a time.
+BLOCK = 256
 CA, CB, SG = (ATOM_ORDER[name] for name in ("CA", "CB", "SG"))
 RADIUS = np.array([VDW_RADIUS[name[0]] for name in ATOM_TYPES])
 
@@ -31,22 +36,28 @@ Array = np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class PairScore:
-    """What is known of two chains, a and b.  A score of aligned errors is None without them.
+    """The scores of two chains, a and b. Scores of aligned errors are None if there are no aligned errors.
 
-    Errors of b's residues in a's frames are `_ab`, those of a's in b's `_ba`; without either it is the larger of both,
-    and of LIS the mean.
+    The suffix `_ab` stands for errors of b's residues in a's frames, `_ba` for the reverse. The score without a suffix
+    is the maximum of both, for LIS their mean.
+    iptm: ipTM of the two chains alone (`chain_pair_iptm`). ipsae, ipsae15: aligned errors below 10 and 15 angstrom.
+    ipsae_d0chn: d0 from all residues of both chains. ipsae_d0dom: d0 from the residues that count in any frame.
+    pae_interaction: mean aligned error between all residues of the two chains, both directions. interface_pae: the same
+    over residue pairs with heavy atoms nearer than 8 angstrom, None if there are none. interface_plddt: mean over the
+    residues of these pairs, 0 to 100. contacts: residue pairs with heavy atoms nearer than 5 angstrom. clashes: pairs
+    of atoms that overlap by more than 1.5 angstrom.
     """
 
     chains: tuple[str, str]
-    iptm: float | None  # of these two alone, as `chain_pair_iptm`
-    ipsae: float | None  # errors below 10 angstrom
+    iptm: float | None
+    ipsae: float | None
     ipsae_ab: float | None
     ipsae_ba: float | None
-    ipsae15: float | None  # ... below 15
+    ipsae15: float | None
     ipsae15_ab: float | None
     ipsae15_ba: float | None
-    ipsae_d0chn: float | None  # with d0 of all residues of both chains, not of those that count
-    ipsae_d0dom: float | None  # with d0 of the residues that count in any frame
+    ipsae_d0chn: float | None
+    ipsae_d0dom: float | None
     pdockq: float
     pdockq2: float | None
     pdockq2_ab: float | None
@@ -54,12 +65,11 @@ class PairScore:
     lis: float | None
     lis_ab: float | None
     lis_ba: float | None
-    pae_interaction: float | None  # mean error over all residues of the two, of both directions
-    # ... over pairs of residues that have heavy atoms nearer than 8 angstrom; None: no such.
+    pae_interaction: float | None
     interface_pae: float | None
-    interface_plddt: float | None  # mean over the residues of these pairs, 0 to 100
-    contacts: int  # pairs of residues that have heavy atoms nearer than 5 angstrom
-    clashes: int  # pairs of atoms that overlap by more than 1.5 angstrom
+    interface_plddt: float | None
+    contacts: int
+    clashes: int
 
 
 def chain_pair_scores(
@@ -71,14 +81,14 @@ def chain_pair_scores(
     ids: Sequence[str],
     pair_iptm: Array | None = None,
 ) -> list[PairScore]:
-    """Score each two chains of a complex of N residues, in their order.
+    """Score all pairs of chains of a complex with N residues and K chains.
 
-    pae [N, N] angstrom, row = frame; plddt [N] 0 to 100; positions [N, 37, 3]; mask [N, 37]; asym_id [N]: each
-    residue's place in `ids` [K], from 1, in ascending order; pair_iptm [K, K].
+    pae: aligned errors in angstrom, [N frames, N residues]; plddt: [N], 0 to 100; positions: [N, 37, 3]; mask: [N, 37];
+    asym_id: [N], ascending, each residue's chain as a 1-based index into ids; ids: [K] chain names; pair_iptm: [K, K].
     """
     starts = np.searchsorted(asym_id, np.arange(1, len(ids) + 2)).tolist()
     spans = [slice(*span) for span in pairwise(starts)]
-    found = []
+    pair_scores = []
     for i, j in combinations(range(len(ids)), 2):
         a, b = spans[i], spans[j]
         near, distance, clashes = _contacts(positions, mask, a, b)
@@ -89,23 +99,23 @@ def chain_pair_scores(
         interface_pae = None
         if pae is not None:
             ab, ba = pae[a, b], pae[b, a]
-            for name, cutoff in zip(("ipsae", "ipsae15"), CUTOFFS):
-                ways = ipsae(ab, cutoff), ipsae(ba, cutoff)
-                scores |= _both(name, *(one.best for one in ways))
-                if cutoff == CUTOFFS[0]:
-                    scores["ipsae_d0chn"] = max(one.d0chn for one in ways)
-                    scores["ipsae_d0dom"] = max(one.d0dom for one in ways)
-            scores |= _both("pdockq2", pdockq2(ab[m, n], mean_plddt), pdockq2(ba[n, m], mean_plddt))
-            of_ab, of_ba = lis(ab), lis(ba)
-            scores |= _both("lis", of_ab, of_ba) | {"lis": (of_ab + of_ba) / 2}
+            for name, cutoff in zip(("ipsae", "ipsae15"), IPSAE_CUTOFFS):
+                directions = ipsae(ab, cutoff), ipsae(ba, cutoff)
+                scores |= _both_directions(name, *(direction.best for direction in directions))
+                if cutoff == IPSAE_CUTOFFS[0]:
+                    scores["ipsae_d0chn"] = max(direction.d0chn for direction in directions)
+                    scores["ipsae_d0dom"] = max(direction.d0dom for direction in directions)
+            scores |= _both_directions("pdockq2", pdockq2(ab[m, n], mean_plddt), pdockq2(ba[n, m], mean_plddt))
+            lis_ab, lis_ba = lis(ab), lis(ba)
+            scores |= _both_directions("lis", lis_ab, lis_ba) | {"lis": (lis_ab + lis_ba) / 2}
             scores["pae_interaction"] = (_mean(ab) + _mean(ba)) / 2
             if len(near):
                 x, y = near.T
                 interface_pae = (_mean(ab[x, y]) + _mean(ba[y, x])) / 2
         else:
-            ways_of = [f"{name}{way}" for name in ("ipsae", "ipsae15", "pdockq2", "lis") for way in ("", "_ab", "_ba")]
-            scores = dict.fromkeys((*ways_of, "ipsae_d0chn", "ipsae_d0dom", "pae_interaction"))
-        found.append(
+            directed = [f"{name}{way}" for name in ("ipsae", "ipsae15", "pdockq2", "lis") for way in ("", "_ab", "_ba")]
+            scores = dict.fromkeys((*directed, "ipsae_d0chn", "ipsae_d0dom", "pae_interaction"))
+        pair_scores.append(
             PairScore(
                 chains=(ids[i], ids[j]),
                 iptm=None if pair_iptm is None else float(pair_iptm[i, j]),
@@ -117,10 +127,10 @@ def chain_pair_scores(
                 **scores,
             )
         )
-    return found
+    return pair_scores
 
 
-def _both(name: str, ab: float, ba: float) -> dict[str, float | None]:
+def _both_directions(name: str, ab: float, ba: float) -> dict[str, float | None]:
     return {name: max(ab, ba), f"{name}_ab": ab, f"{name}_ba": ba}
 
 
@@ -130,9 +140,10 @@ def _mean(errors: Array) -> float:
 
 @dataclass(frozen=True)
 class Ipsae:
-    """What the errors of M residues of one chain say in the N frames of another; each score that of the best frame.
+    """ipSAE of the residues of one chain in the N frames of another.
 
-    per_frame [N], with counted [N] residues each; residues: those of both chains that count in any frame.
+    per_frame: [N]. counted: [N], residues below the cutoff in each frame. residues: residues of both chains that count
+    in any frame. best, d0chn, d0dom: the score of the best frame with each definition of d0.
     """
 
     per_frame: Array
@@ -144,10 +155,10 @@ class Ipsae:
 
 
 def ipsae(errors: Array, cutoff: float) -> Ipsae:
-    """Return ipSAE of aligned errors [N, M], angstrom: frames of one chain, residues of the other.
+    """Compute ipSAE of aligned errors in angstrom, [N frames of one chain, M residues of the other].
 
-    Of each frame the mean of 1 / (1 + (e / d0)^2) over the residues whose error e is below the cutoff: d0 follows from
-    how many these are, from the residues of both chains (d0chn), or from those that count in any frame (d0dom).
+    The score of a frame is the mean of 1 / (1 + (e / d0)^2) over the residues with an error e below the cutoff. d0
+    depends on the number of these residues, of all residues (d0chn), or of residues that count in any frame (d0dom).
     """
     rows, columns = errors.shape
     counted, reached = np.zeros(rows, np.int64), np.zeros(columns, bool)
@@ -159,30 +170,31 @@ def ipsae(errors: Array, cutoff: float) -> Ipsae:
     scores = np.zeros((3, rows))
     distances = ipsae_d0(counted), ipsae_d0(np.full(rows, rows + columns)), ipsae_d0(np.full(rows, residues))
     for start in range(0, rows, BLOCK):
-        some = slice(start, start + BLOCK)
-        squares = errors[some].astype(np.float64)
+        rows_of_block = slice(start, start + BLOCK)
+        squares = errors[rows_of_block].astype(np.float64)
         near = squares < cutoff
         squares *= squares
         for score, d0 in zip(scores, distances):
-            score[some] = (near / (1 + squares / d0[some, None] ** 2)).sum(1) / np.maximum(counted[some], 1)
+            terms = near / (1 + squares / d0[rows_of_block, None] ** 2)
+            score[rows_of_block] = terms.sum(1) / np.maximum(counted[rows_of_block], 1)
     best, d0chn, d0dom = scores.max(1, initial=0.0).tolist()
     return Ipsae(scores[0], counted, residues, best, d0chn, d0dom)
 
 
 def ipsae_d0(residues: Array) -> Array:
-    """Return the error that counts half among so many residues, angstrom: at least 1, as ipsae.py has it."""
+    """Compute the aligned error in angstrom at which a term is 1/2, at least 1 (as in ipsae.py)."""
     return np.maximum(1.0, 1.24 * np.cbrt(np.maximum(residues, 26) - 15) - 1.8)
 
 
 def pdockq(contacts: int, plddt: float) -> float:
-    """Return pDockQ of so many contacts of beta carbons; plddt: mean over the residues in contact.  0 without any."""
+    """Compute pDockQ from the number of beta-carbon contacts and the mean pLDDT of residues in contact; 0 if none."""
     if not contacts:
         return 0.0
     return 0.724 / (1 + math.exp(-0.052 * (plddt * math.log10(contacts) - 152.611))) + 0.018
 
 
 def pdockq2(errors: Array, plddt: float) -> float:
-    """Return pDockQ2 from the aligned errors of the contacts of beta carbons, and pLDDT as of `pdockq`."""
+    """Compute pDockQ2 from the aligned errors of beta-carbon contacts and the mean pLDDT of residues in contact."""
     if not len(errors):
         return 0.0
     x = plddt * float(np.mean(1 / (1 + (errors.astype(np.float64) / 10) ** 2)))
@@ -190,25 +202,25 @@ def pdockq2(errors: Array, plddt: float) -> float:
 
 
 def lis(errors: Array) -> float:
-    """Return LIS of aligned errors [N, M]: the mean of (12 - e) / 12 over those below 12 angstrom; 0 without any."""
+    """Compute LIS of aligned errors [N, M]: the mean of (12 - e) / 12 over errors e < 12 angstrom; 0 if none."""
     total, count = 0.0, 0
     for start in range(0, len(errors), BLOCK):
-        some = errors[start : start + BLOCK]
-        near = some[some < LIS_CUTOFF]
+        block = errors[start : start + BLOCK]
+        near = block[block < LIS_CUTOFF]
         total, count = total + float((LIS_CUTOFF - near.astype(np.float64)).sum()), count + near.size
     return total / LIS_CUTOFF / count if count else 0.0
 
 
 def _contacts(positions: Array, mask: Array, a: slice, b: slice) -> tuple[Array, Array, int]:
-    """Return pairs of residues of two chains with heavy atoms nearer than `NEAR` [K, 2], how near, and the clashes.
+    """Find residue pairs with heavy atoms nearer than `INTERFACE`: indices [K, 2], distances [K], number of clashes.
 
-    Two SG do not clash, as in disulfides.
+    Two SG atoms form a disulfide bond and never clash.
     """
     (row_a, atom_a), (row_b, atom_b) = np.nonzero(mask[a]), np.nonzero(mask[b])
     xyz_a, xyz_b = positions[a][row_a, atom_a], positions[b][row_b, atom_b]
     keys, distances, clashes = [np.zeros(0, np.int64)], [np.zeros(0)], 0
     width = b.stop - b.start
-    for i, j, distance in metrics.near_pairs(xyz_a, xyz_b, NEAR):
+    for i, j, distance in metrics.near_pairs(xyz_a, xyz_b, INTERFACE):
         keys.append(row_a[i] * width + row_b[j])
         distances.append(distance)
         disulfide = (atom_a[i] == SG) & (atom_b[j] == SG)
@@ -219,51 +231,52 @@ def _contacts(positions: Array, mask: Array, a: slice, b: slice) -> tuple[Array,
 
 
 def beta_contacts(positions: Array, mask: Array, a: slice, b: slice) -> tuple[Array, Array]:
-    """Return the residues [n], [n] of two chains whose beta carbons are 8 angstrom apart or nearer."""
-    places, points = list[Array](), list[Array]()
+    """Find residues of two chains whose beta carbons are at most 8 angstrom apart; returns indices [n], [n]."""
+    residues, points = list[Array](), list[Array]()
     for span in (a, b):
         atom = np.where(mask[span][:, CB] > 0, CB, CA)
-        place = np.flatnonzero(mask[span][np.arange(len(atom)), atom] > 0)
-        places.append(place)
-        points.append(positions[span][place, atom[place]])
-    within = math.nextafter(PDOCKQ_CONTACT, math.inf)  # 8 itself counts
+        observed = np.flatnonzero(mask[span][np.arange(len(atom)), atom] > 0)
+        residues.append(observed)
+        points.append(positions[span][observed, atom[observed]])
+    # near_pairs excludes the limit itself, but here a distance of exactly 8 counts.
+    within = math.nextafter(PDOCKQ_CONTACT, math.inf)
     pairs = [(i, j) for i, j, _ in metrics.near_pairs(points[0], points[1], within)]
     m, n = (np.concatenate([np.zeros(0, np.int64), *(pair[side] for pair in pairs)]) for side in (0, 1))
-    return places[0][m], places[1][n]
+    return residues[0][m], residues[1][n]
 
 
 def rmsd_to_given(
     predicted: Mapping[str, Chain], given: Mapping[str, Chain], target: Collection[str], binder: Collection[str]
 ) -> dict[str, float | None]:
-    """Compare the Cα of a predicted complex with those of a given one, angstrom; chains have the same residues in both.
+    """Compute Cα RMSDs of a predicted complex to a given one with the same residues, in angstrom.
 
-    rmsd: of the binder after superposition of the target, as designs are filtered; without a target, of the binder
-    superposed itself.  binder_rmsd, target_rmsd: each superposed itself.  None where the given complex has no Cα.
+    rmsd: the binder after superposition of the target, the usual filter of designs; without a target, the binder after
+    its own superposition. binder_rmsd, target_rmsd: each after its own superposition. An RMSD is None if the given
+    complex lacks the Cα atoms.
     """
-    (of_target, true_target), (of_binder, true_binder) = (
-        _paired_ca(predicted, given, some) for some in (target, binder)
-    )
-    found: dict[str, float | None] = {
+    predicted_target, given_target = _paired_ca(predicted, given, target)
+    predicted_binder, given_binder = _paired_ca(predicted, given, binder)
+    rmsds: dict[str, float | None] = {
         "rmsd": None,
-        "binder_rmsd": metrics.rmsd(of_binder, true_binder) if len(true_binder) else None,
-        "target_rmsd": metrics.rmsd(of_target, true_target) if len(true_target) else None,
+        "binder_rmsd": metrics.rmsd(predicted_binder, given_binder) if len(given_binder) else None,
+        "target_rmsd": metrics.rmsd(predicted_target, given_target) if len(given_target) else None,
     }
     if not target:
-        return found | {"rmsd": found["binder_rmsd"]}
-    if len(true_target) and len(true_binder):
-        rotation, translation = metrics.superpose(of_target, true_target)
-        error = of_binder @ rotation.T + translation - true_binder
-        found["rmsd"] = float(np.sqrt(np.mean(np.sum(error**2, -1))))
-    return found
+        return rmsds | {"rmsd": rmsds["binder_rmsd"]}
+    if len(given_target) and len(given_binder):
+        rotation, translation = metrics.superpose(predicted_target, given_target)
+        error = predicted_binder @ rotation.T + translation - given_binder
+        rmsds["rmsd"] = float(np.sqrt(np.mean(np.sum(error**2, -1))))
+    return rmsds
 
 
 def _paired_ca(predicted: Mapping[str, Chain], given: Mapping[str, Chain], ids: Collection[str]) -> tuple[Array, Array]:
-    """Return the Cα [N, 3] that both have of some chains, float64."""
+    """Collect the Cα of chains `ids` that both complexes have: two arrays [N, 3], float64."""
     pairs: list[tuple[Array, Array]] = [(np.zeros((0, 3)), np.zeros((0, 3)))]
     for id in ids:
         if id in given:
-            one, other = predicted[id], given[id]
-            both = (one.mask[:, CA] > 0) & (other.mask[:, CA] > 0)
-            pairs.append((one.positions[both, CA], other.positions[both, CA]))
-    ours, theirs = (np.concatenate(side).astype(np.float64) for side in zip(*pairs))
-    return ours, theirs
+            a, b = predicted[id], given[id]
+            both = (a.mask[:, CA] > 0) & (b.mask[:, CA] > 0)
+            pairs.append((a.positions[both, CA], b.positions[both, CA]))
+    predicted_ca, given_ca = (np.concatenate(side).astype(np.float64) for side in zip(*pairs))
+    return predicted_ca, given_ca

@@ -1,7 +1,7 @@
-"""Measure how similar two structures are: lDDT, RMSD, TM-score, GDT; align the sequences to pair residues.
+"""Compute the similarity of two structures (lDDT, RMSD, TM-score, GDT), and align sequences to pair residues.
 
-NumPy only, float64 inside, angstrom.  Everything compares a prediction with a reference residue by residue: row i of
-one belongs to row i of the other, and masks say which atoms each of them has.
+All functions use NumPy and compute in float64. Coordinates are in angstrom. Row i of the prediction corresponds to row
+i of the reference, and masks mark the atoms that each of them has.
 """
 
 from collections.abc import Iterator
@@ -9,28 +9,33 @@ from dataclasses import dataclass
 
 import numpy as np
 
-LDDT_RADIUS = 15.0  # Mariani et al. 2013: pairs nearer than this in the reference count ...
-LDDT_TOLERANCES = (0.5, 1.0, 2.0, 4.0)  # ... as preserved within each of these
-GDT_TS = (1.0, 2.0, 4.0, 8.0)  # Zemla 2003
+# Mariani et al. 2013, in angstrom: lDDT counts pairs nearer than the radius in the reference, and a pair is preserved
+# if its distance differs by less than a tolerance.
+LDDT_RADIUS = 15.0
+LDDT_TOLERANCES = (0.5, 1.0, 2.0, 4.0)
+# Zemla 2003: distances in angstrom of the fractions that GDT averages.
+GDT_TS = (1.0, 2.0, 4.0, 8.0)
 GDT_HA = (0.5, 1.0, 2.0, 4.0)
-BLOCK = 256  # rows of a distance matrix made at a time
-DISTANCES = 1_000_000  # computed at a time after superpositions
+# Rows of a distance matrix, and distances after superpositions, that are computed at a time. Both bound memory.
+BLOCK = 256
+MAX_DISTANCES = 1_000_000
 
 Array = np.ndarray
 
 
 def lddt(predicted: Array, truth: Array, mask: Array, predicted_mask: Array | None = None) -> float:
-    """Return lDDT over pairs of atoms of different residues, 0 to 1 (Mariani et al. 2013, no stereochemical checks).
+    """Compute lDDT over pairs of atoms of different residues, 0 to 1 (Mariani et al. 2013, no stereochemical checks).
 
-    predicted, truth [N, A, 3]; mask [N, A] atoms of the reference; predicted_mask [N, A] those of the prediction (its
-    missing atoms count as wrong; default: it has all).  A = 1 with the Ca gives lDDT-Ca.  NaN where no pair counts.
+    predicted, truth: [N, A, 3]; with A = 1 and the Ca the result is lDDT-Ca. mask: [N, A], the atoms of the reference.
+    predicted_mask: [N, A], the atoms of the prediction, default all; missing atoms count as wrong.
+    Returns NaN if there are no pairs.
     """
     kept, pairs = lddt_counts(predicted, truth, mask, predicted_mask)
     return float(kept.sum() / pairs.sum()) if pairs.sum() else float("nan")
 
 
 def lddt_per_residue(predicted: Array, truth: Array, mask: Array, predicted_mask: Array | None = None) -> Array:
-    """Return lDDT of each residue's own pairs [N], as `lddt`; NaN for a residue that has none."""
+    """Compute lDDT of each residue [N] over the pairs that contain it; NaN for a residue without pairs."""
     kept, pairs = lddt_counts(predicted, truth, mask, predicted_mask)
     return np.divide(kept, pairs, out=np.full(len(pairs), np.nan), where=pairs > 0)
 
@@ -43,42 +48,43 @@ def lddt_counts(
     others: Array | None = None,
     ours: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Count for each residue [N] how many of its pairs are preserved (mean over the tolerances), and how many it has.
+    """Count the preserved pairs (mean over the tolerances) and all pairs of each residue: two arrays [N].
 
-    `ours` and `others` [N, A] restrict the near and the far end of each pair to these atoms; the rest as in `lddt`.
+    ours, others: bool [N, A], the atoms that count as first and as second atom of a pair; default all. The other
+    arguments are those of `lddt`.
     """
     mask = np.asarray(mask, bool)
-    known = np.ones_like(mask) if predicted_mask is None else np.asarray(predicted_mask, bool)
-    near_end = mask if ours is None else mask & np.asarray(ours, bool)
-    far_end = mask if others is None else mask & np.asarray(others, bool)
-    residue, far_residue = np.nonzero(near_end)[0], np.nonzero(far_end)[0]
+    present = np.ones_like(mask) if predicted_mask is None else np.asarray(predicted_mask, bool)
+    first = mask if ours is None else mask & np.asarray(ours, bool)
+    second = mask if others is None else mask & np.asarray(others, bool)
+    residue, second_residue = np.nonzero(first)[0], np.nonzero(second)[0]
     truth, predicted = np.asarray(truth, np.float64), np.asarray(predicted, np.float64)
-    near_predicted, far_predicted = predicted[near_end], predicted[far_end]
-    near_known, far_known = known[near_end], known[far_end]
+    first_predicted, second_predicted = predicted[first], predicted[second]
+    first_present, second_present = present[first], present[second]
     kept, pairs = np.zeros(len(mask)), np.zeros(len(mask))
-    for i, j, distance in near_pairs(truth[near_end], truth[far_end], LDDT_RADIUS):
-        apart = residue[i] != far_residue[j]
-        i, j, distance = i[apart], j[apart], distance[apart]
-        moved = np.linalg.norm(near_predicted[i] - far_predicted[j], axis=-1)
-        error = np.abs(moved - distance)
+    for i, j, distance in near_pairs(truth[first], truth[second], LDDT_RADIUS):
+        different = residue[i] != second_residue[j]
+        i, j, distance = i[different], j[different], distance[different]
+        predicted_distance = np.linalg.norm(first_predicted[i] - second_predicted[j], axis=-1)
+        error = np.abs(predicted_distance - distance)
         preserved = np.mean([error < tolerance for tolerance in LDDT_TOLERANCES], axis=0)
-        preserved *= near_known[i] & far_known[j]
+        preserved *= first_present[i] & second_present[j]
         kept += np.bincount(residue[i], preserved, minlength=len(mask))
         pairs += np.bincount(residue[i], minlength=len(mask))
     return kept, pairs
 
 
 def near_pairs(a: Array, b: Array, within: float) -> Iterator[tuple[Array, Array, Array]]:
-    """Yield the pairs of points of a [N, 3] and b [M, 3] that are nearer than `within`: indices i, j and distances.
+    """Find all pairs of points of a [N, 3] and b [M, 3] nearer than `within`; yields indices i, j and distances.
 
-    Block by block of a, so that memory grows as M.  Of b only the points near a block's box are looked at.
+    Works in blocks of a, so memory grows as M. A bounding box preselects the points of b for each block.
     """
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     for start in range(0, len(a), BLOCK):
         block = a[start : start + BLOCK]
         low, high = block.min(0) - within, block.max(0) + within
         boxed = np.flatnonzero(((b >= low) & (b <= high)).all(-1))
-        # Squares by a matrix product are fast and lose some digits: they only preselect, with a margin.
+        # Squared distances by a matrix product are fast but inaccurate, so they only preselect, with a margin.
         centre = block.mean(0)
         rows, columns = block - centre, b[boxed] - centre
         squares = np.sum(rows**2, -1)[:, None] + np.sum(columns**2, -1) - 2 * rows @ columns.T
@@ -90,10 +96,10 @@ def near_pairs(a: Array, b: Array, within: float) -> Iterator[tuple[Array, Array
 
 
 def rename_symmetric(predicted: Array, truth: Array, mask: Array, predicted_mask: Array, swap: Array) -> Array:
-    """Return the prediction with atoms of symmetric side chains named so that each residue's lDDT is best.
+    """Rename the atoms of symmetric side chains (Asp, Glu, Phe, Tyr) so that the lDDT of each residue is highest.
 
-    swap [N, A]: for every atom the index of its twin, itself if it has none (Asp, Glu, Phe, Tyr).  Each residue is
-    judged by its pairs with the unambiguous atoms of the others (Mariani et al. 2013).  Shapes as in `lddt`.
+    swap: [N, A], the index of each atom's symmetric counterpart, or its own index. Each residue is scored by its pairs
+    with unambiguous atoms of other residues (Mariani et al. 2013). Returns positions [N, A, 3].
     """
     ambiguous = swap != np.arange(swap.shape[1])
     rows = np.arange(len(swap))[:, None]
@@ -108,26 +114,27 @@ def rename_symmetric(predicted: Array, truth: Array, mask: Array, predicted_mask
 
 
 def superpose(mobile: Array, target: Array, weights: Array | None = None) -> tuple[Array, Array]:
-    """Return the rotation [*, 3, 3] and translation [*, 3] that bring mobile [*, N, 3] nearest to target (Kabsch 1976).
+    """Compute the rotation [*, 3, 3] and translation [*, 3] that superpose mobile on target [*, N, 3] (Kabsch 1976).
 
-    weights [*, N], not negative; `mobile @ rotation.T + translation` is then nearest in weighted least squares.
+    `mobile @ rotation.T + translation` minimises the weighted squared distance to target; weights: [*, N], >= 0.
     """
     mobile, target = np.asarray(mobile, np.float64), np.asarray(target, np.float64)
     weights = np.ones(mobile.shape[:-1]) if weights is None else np.asarray(weights, np.float64)
     share = weights / np.maximum(weights.sum(-1, keepdims=True), 1e-12)
     centre = np.einsum("...n,...nd->...d", share, mobile)
     goal = np.einsum("...n,...nd->...d", share, target)
-    # Written as products of matrices, not of centred copies: batches of weights may share one pair of structures.
+    # Matrix products instead of centred copies: a batch of weights may share one pair of structures.
     covariance = np.swapaxes(mobile * share[..., None], -1, -2) @ target - centre[..., :, None] * goal[..., None, :]
     u, _, vt = np.linalg.svd(covariance)
     handedness = np.sign(np.linalg.det(u @ vt))
-    u[..., :, -1] *= handedness[..., None]  # a mirror image is not a superposition
+    # Flipping the last axis excludes mirror images.
+    u[..., :, -1] *= handedness[..., None]
     rotation = np.swapaxes(u @ vt, -1, -2)
     return rotation, goal - np.einsum("...ij,...j->...i", rotation, centre)
 
 
 def rmsd(predicted: Array, truth: Array) -> float:
-    """Return the root mean square deviation [N, 3] after the best superposition, in angstrom; NaN without points."""
+    """Compute the RMSD of points [N, 3] after the best superposition, in angstrom; NaN if N is 0."""
     if not len(truth):
         return float("nan")
     rotation, translation = superpose(predicted, truth)
@@ -137,7 +144,7 @@ def rmsd(predicted: Array, truth: Array) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Scores at the superposition that is best for each, 0 to 1."""
+    """TM-score and GDT, 0 to 1, each at the superposition that maximises it."""
 
     tm: float
     gdt_ts: float
@@ -145,57 +152,61 @@ class Overlap:
 
 
 def tm_d0(length: int) -> float:
-    """Return the distance that TM-score counts as half, by the reference's length (Zhang & Skolnick 2004, eq. 5)."""
+    """Compute the distance in angstrom at which a TM-score term is 1/2 (Zhang & Skolnick 2004, eq. 5).
+
+    length: residues of the reference.
+    """
     return max(0.5, 1.24 * np.cbrt(length - 15) - 1.8)
 
 
 def overlap(predicted: Array, truth: Array, length: int | None = None, starts: int = 1024) -> Overlap:
-    """Return TM-score, GDT-TS and GDT-HA of paired Ca atoms [N, 3], each at the superposition that is best for it.
+    """Compute TM-score, GDT-TS and GDT-HA of paired Ca atoms [N, 3], each at the superposition that maximises it.
 
-    Normalised by `length` (default N): the residues of the reference, paired or not.  What is tried is what the
-    TM-score program tries (its C++ version; Zhang & Skolnick 2004), so that its values come out to the last digit that
-    it prints.  Only of chains longer than `starts`, fewer fragments are tried: so many of each size.
+    length: residues of the reference, paired or not, by which the scores are normalised; default N. The search tries
+    the same superpositions as the TM-score program (C++ version; Zhang & Skolnick 2004) and reproduces every digit that
+    the program prints. starts: maximum number of fragments of each size, which only limits longer chains.
     """
     n = len(truth)
     length = n if length is None else length
     if n == 0:
         return Overlap(tm=0.0, gdt_ts=0.0, gdt_ha=0.0)
-    # Centered once, so that no digits are lost far from the origin.
+    # Centring avoids a loss of digits far from the origin.
     predicted = np.asarray(predicted, np.float64) - np.mean(predicted, 0, dtype=np.float64)
     truth = np.asarray(truth, np.float64) - np.mean(truth, 0, dtype=np.float64)
     d0, tm = tm_d0(length), 0.0
     for squares in _superpositions(predicted, truth, d0, starts):
         tm = max(tm, float(np.sum(1 / (1 + squares / d0**2), -1).max()))
-    # The program counts for GDT while it looks with a d0 that is 0.8 larger, before its search for the TM-score.
-    within = dict.fromkeys((*GDT_TS, *GDT_HA), 0)
+    # The program computes GDT in a separate search with a d0 that is larger by 0.8, so this search does as well.
+    counts = dict.fromkeys((*GDT_TS, *GDT_HA), 0)
     for squares in _superpositions(predicted, truth, tm_d0(n) + 0.8, starts):
-        for cutoff, most in within.items():
-            within[cutoff] = max(most, int(np.count_nonzero(squares < cutoff**2, axis=-1).max()))
+        for cutoff, highest in counts.items():
+            counts[cutoff] = max(highest, int(np.count_nonzero(squares < cutoff**2, axis=-1).max()))
     return Overlap(
         tm=tm / length,
-        gdt_ts=float(np.mean([within[cutoff] for cutoff in GDT_TS])) / length,
-        gdt_ha=float(np.mean([within[cutoff] for cutoff in GDT_HA])) / length,
+        gdt_ts=float(np.mean([counts[cutoff] for cutoff in GDT_TS])) / length,
+        gdt_ha=float(np.mean([counts[cutoff] for cutoff in GDT_HA])) / length,
     )
 
 
 def _superpositions(predicted: Array, truth: Array, d0: float, starts: int) -> Iterator[Array]:
     """Yield the squared distances [S, N] of paired points after each superposition that the TM-score program tries.
 
-    Fragments of N, N/2 ... N/16 and 4 residues, at most `starts` of a size, are superposed; then all residues that came
-    near, again and again until they stay the same, 20 times at most.
+    The search superposes fragments of N, N/2 ... N/16 and 4 residues, at most `starts` of each size. It then superposes
+    the residues that came near, and repeats this until their set no longer changes, at most 20 times.
     """
     n = len(truth)
     reach = float(np.clip(d0, 4.5, 8.0))
-    least = min(4, n)
-    sizes = [size for size in (n // 2**i for i in range(5)) if size > least]
-    for size in (*sizes, least):
-        places = np.unique(np.linspace(0, n - size, min(starts, n - size + 1)).astype(int))
-        chosen = (np.arange(n) >= places[:, None]) & (np.arange(n) < places[:, None] + size)
-        seen: set[bytes] = set()  # what was superposed once leads to nothing new
+    smallest = min(4, n)
+    sizes = [size for size in (n // 2**i for i in range(5)) if size > smallest]
+    for size in (*sizes, smallest):
+        starts_of_size = np.unique(np.linspace(0, n - size, min(starts, n - size + 1)).astype(int))[:, None]
+        chosen = (np.arange(n) >= starts_of_size) & (np.arange(n) < starts_of_size + size)
+        # Sets of residues that were superposed before lead to nothing new.
+        seen: set[bytes] = set()
         for within in [reach - 1] + [reach + 1] * 20:
             parts = []
-            for some in np.array_split(chosen, -(-chosen.size // DISTANCES)):
-                rotation, translation = superpose(predicted[None], truth[None], some)
+            for block in np.array_split(chosen, -(-chosen.size // MAX_DISTANCES)):
+                rotation, translation = superpose(predicted[None], truth[None], block)
                 moved = predicted @ np.swapaxes(rotation, -1, -2) + translation[:, None]
                 squares = np.sum((moved - truth) ** 2, -1)
                 yield squares
@@ -210,33 +221,37 @@ def _superpositions(predicted: Array, truth: Array, d0: float, starts: int) -> I
 
 
 def _nearest(squares: Array, within: float) -> Array:
-    """Return which residues are nearer than `within`, bool [S, N]; it grows by 0.5 until there are three."""
+    """Select the residues nearer than `within`, bool [S, N]; the limit grows in steps of 0.5 until there are three."""
     third = np.sqrt(np.partition(squares, min(2, squares.shape[-1] - 1), axis=-1)[:, min(2, squares.shape[-1] - 1)])
     steps = np.maximum(0, np.floor((third - within) / 0.5) + 1)
     return squares < ((within + 0.5 * steps) ** 2)[:, None]
 
 
-# Scores of an alignment.  The sequences are versions of one protein or close relatives: only identity counts.
+# Scores of an alignment. Only identity counts, since the sequences are versions of one protein or close relatives.
 MATCH, MISMATCH, GAP_OPENING, GAP_EXTENSION = 2.0, -1.0, 5.0, 0.5
 
 
 def align(a: str, b: str) -> Array:
-    """Return pairs [K, 2] of indices into two sequences: the best global alignment, gaps affine and free at the ends.
+    """Align two sequences globally with affine gaps that are free at the ends; returns paired indices [K, 2].
 
-    A gap of k costs GAP_OPENING + GAP_EXTENSION * (k - 1) (Gotoh 1982).  X matches nothing and mismatches nothing.
+    A gap of k residues costs GAP_OPENING + GAP_EXTENSION * (k - 1) (Gotoh 1982). X scores 0 against every residue.
     Time and memory grow as len(a) * len(b).
     """
     codes = [np.frombuffer(s.encode("latin-1", "replace"), np.uint8) for s in (a, b)]
     n, m = map(len, codes)
     unknown = ord("X")
     columns = np.arange(m + 1)
-    score = np.zeros(m + 1)  # of the best alignment of a[:i] with b[:j]; a row of zeros: gaps at the start are free
-    up = np.full(m + 1, -np.inf)  # of the best that ends with a residue of a against a gap
-    steps = np.zeros((n + 1, m + 1), np.int8)  # 0: paired, 1: gap in b, 2: gap in a
+    # Score of the best alignment of a[:i] with b[:j]. It starts at zero because gaps at the start are free.
+    score = np.zeros(m + 1)
+    # Score of the best alignment that ends with a residue of a against a gap.
+    up = np.full(m + 1, -np.inf)
+    # 0: paired, 1: gap in b, 2: gap in a.
+    steps = np.zeros((n + 1, m + 1), np.int8)
     up_opens = np.zeros((n + 1, m + 1), bool)
     left_from = np.zeros((n + 1, m + 1), np.int32)
     for i in range(1, n + 1):
-        free = i == n  # gaps after the end of a cost nothing, nor do those after the end of b below
+        # Gaps after the end of a are free, as are those after the end of b below.
+        is_free = i == n
         same = np.where(codes[1] == codes[0][i - 1], MATCH, MISMATCH)
         same[(codes[1] == unknown) | (codes[0][i - 1] == unknown)] = 0.0
         opens = np.full(m + 1, GAP_OPENING)
@@ -249,7 +264,7 @@ def align(a: str, b: str) -> Array:
         here = np.maximum(paired, up)
         here[0] = 0.0
         # A gap in a that ends at j and began after k costs o + e * (j - k - 1): a running maximum over k.
-        o, e = (0.0, 0.0) if free else (GAP_OPENING, GAP_EXTENSION)
+        o, e = (0.0, 0.0) if is_free else (GAP_OPENING, GAP_EXTENSION)
         reached = here + e * columns
         leader = np.maximum.accumulate(reached)
         origin = np.maximum.accumulate(np.where(reached >= leader, columns, 0))
@@ -261,7 +276,7 @@ def align(a: str, b: str) -> Array:
 
 
 def _trace(steps: Array, up_opens: Array, left_from: Array) -> Array:
-    """Return the pairs along the best path, from the last corner back to an edge."""
+    """Trace the best path from the last corner back to an edge; returns paired indices [K, 2]."""
     i, j = steps.shape[0] - 1, steps.shape[1] - 1
     pairs = []
     while i > 0 and j > 0:

@@ -1,9 +1,9 @@
-"""Score a predicted structure against a reference: pair their residues, then measure.
+"""Score a predicted structure against a reference: pair chains and residues, then measure.
 
-Chains are paired by sequence, and among equal ones by the interfaces (`chain_mapping.py`); residues by alignment or by
-number.  Names and numbering of chains need not agree.  Residues that the prediction lacks count against it; a whole
-chain of the reference that has no counterpart is left out of the scores of the structure as a whole, and named, and
-counts against it in those of the interfaces (`score_complex.py`).
+Chains are paired by sequence and, among copies, by the interfaces (`chain_mapping.py`). Residues are paired by
+alignment or by number. Chain names and numbering may differ. Residues that the prediction lacks lower its scores. A
+reference chain without a counterpart is excluded from the scores of the whole structure and reported; it lowers the
+scores of the interfaces (`score_complex.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,38 +27,45 @@ from warpfold.scoring.score_complex import ComplexScore, compare_interfaces, int
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Score:
-    """A prediction against a reference; scores from 0 to 1, RMSD in angstrom.
+    """The scores of a prediction against a reference, between 0 and 1.
 
-    lddt is None where one of the two has only Ca.
+    lddt: over all heavy atoms, with the names of symmetric side-chain atoms that score best; None if one of the
+        structures has only Ca.
+    rmsd: angstrom, over the paired Ca after their best superposition.
+    residues: residues of the reference with Ca. paired: how many of them the prediction has.
+    identity: fraction of the paired residues that are the same amino acid.
+    chains: predicted -> reference. left_out, extra: chains of the reference and of the prediction without counterpart.
+    dropped: polymers of either file that were ignored, with the reason. notes: remarks on how the files were read.
+    complex: None for a reference with one chain, and if one of the structures has only Ca.
     """
 
     lddt_ca: float
-    lddt: float | None  # all heavy atoms, symmetric side chains named for the best score
+    lddt: float | None
     tm: float
     gdt_ts: float
     gdt_ha: float
-    rmsd: float  # of paired Ca, after the superposition that is best for it
-    residues: int  # of the reference, with Ca
-    paired: int  # of these, the residues that the prediction has
-    identity: float  # of the paired residues
-    chains: dict[str, str]  # predicted -> reference
-    left_out: list[str]  # chains of the reference that have no counterpart
-    extra: list[str]  # chains of the prediction that have none
-    dropped: list[str]  # polymers of either file that are no protein, or have no atoms, with the reason
-    notes: list[str]  # how the files were read, where that is not plain
-    complex: ComplexScore | None  # None for a reference of one chain, and where one of the two has only Ca
+    rmsd: float
+    residues: int
+    paired: int
+    identity: float
+    chains: dict[str, str]
+    left_out: list[str]
+    extra: list[str]
+    dropped: list[str]
+    notes: list[str]
+    complex: ComplexScore | None
 
     def __repr__(self) -> str:
         over = f"{self.paired} of {self.residues} residues"
         return f"<Score: lDDT-Ca {self.lddt_ca:.4f}, TM {self.tm:.4f}, RMSD {self.rmsd:.3f} over {over}>"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON can hold it; NaN becomes null."""
+        """Convert to plain types for JSON; NaN becomes null."""
         return {k: None if isinstance(v, float) and np.isnan(v) else v for k, v in asdict(self).items()}
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the lines of a table for people: what, value."""
-        shown = [
+        """Format the scores as (label, value) rows."""
+        rows = [
             ("lDDT-Ca", f"{self.lddt_ca:.4f}"),
             ("lDDT, all atoms", "- (Ca only)" if self.lddt is None else f"{self.lddt:.4f}"),
             ("TM-score", f"{self.tm:.4f}"),
@@ -68,14 +75,14 @@ class Score:
             ("residues paired", f"{self.paired} of {self.residues}, {self.identity:.0%} identical"),
             ("chains", ", ".join(f"{p} → {r}" for p, r in self.chains.items())),
         ]
-        for what, names in (("left out", self.left_out), ("not in reference", self.extra), ("dropped", self.dropped)):
-            shown += [(what, ", ".join(names))] if names else []
-        shown += [("note", note) for note in self.notes]
+        for label, names in (("left out", self.left_out), ("not in reference", self.extra), ("dropped", self.dropped)):
+            rows += [(label, ", ".join(names))] if names else []
+        rows += [("note", note) for note in self.notes]
         if self.complex:
-            shown += self.complex.rows()
+            rows += self.complex.rows()
         elif self.lddt is None and len(self.chains) + len(self.left_out) > 1:
-            shown.append(("interfaces", "- (Ca only)"))
-        return shown
+            rows.append(("interfaces", "- (Ca only)"))
+        return rows
 
 
 def score_files(
@@ -85,77 +92,75 @@ def score_files(
     assembly: bool = False,
     allow_unplaced: bool = False,
 ) -> Score:
-    """Score one mmCIF or PDB file, or what is in memory, against another; `chains` as in `score`.
+    """Score a structure against another; each is an mmCIF or PDB file, or a `Structure`.
 
-    assembly: against the reference's first biological assembly, instead of the chains as they are in its file.
-    allow_unplaced: score although residues of a file are in none of its chains; `Score.notes` counts them.
-    Errors: UserError for files that cannot be read or have nothing in common, and for unplaced residues.
+    chains: predicted -> reference chain names, as in `pair`.
+    assembly: score against the reference's first biological assembly instead of the chains of its file.
+    allow_unplaced: score although residues of a file belong to none of its chains; `Score.notes` counts them.
+    Raises UserError for unreadable files, structures without similar chains, and unplaced residues.
     """
-    ours, theirs = (
-        given if isinstance(given, Structure) else read_structure(given, ca_only=True)
-        for given in (predicted, reference)
+    sources = predicted, reference
+    names = [source.id if isinstance(source, Structure) else str(source) for source in sources]
+    model, truth = (
+        source if isinstance(source, Structure) else read_structure(source, ca_only=True) for source in sources
     )
     if not allow_unplaced:
-        for structure, given in ((ours, predicted), (theirs, reference)):
-            structure.check_placed(
-                structure.id if isinstance(given, Structure) else str(given),
-                "correct the file, or pass --allow-unplaced to score without them",
-            )
+        for structure, name in zip((model, truth), names):
+            structure.check_placed(name, "correct the file, or pass --allow-unplaced to score without them")
     if assembly:
-        theirs = assembled(theirs)
+        truth = assembled(truth)
     try:
-        return score(ours, theirs, chains)
+        return score(model, truth, chains)
     except UserError as error:
-        names = (given.id if isinstance(given, Structure) else given for given in (predicted, reference))
-        raise UserError(f"{' against '.join(map(str, names))}: {error}") from error
+        raise UserError(f"{' against '.join(names)}: {error}") from error
 
 
 def assembled(structure: Structure) -> Structure:
-    """Return the first biological assembly of an entry: its chains in their places, copies as A-2.
+    """Build the first biological assembly of an entry; copies of chain A are called A-2, A-3, ...
 
-    Errors: UserError for an operator that is missing or moves nothing rigidly.
+    Raises UserError for a missing operator and for one that is not a rigid motion.
     """
-    placed = structure.assembly()
+    assembly = structure.assembly()
     chains = {}
-    for name, (chain, operator) in zip(placed.ids, placed.chains):
-        one = structure.chains[chain]
-        moved = apply_operator(operator, one.positions) * one.mask[..., None]
-        chains[name] = replace(one, id=name, positions=moved)
+    for name, (chain_id, operator) in zip(assembly.ids, assembly.chains):
+        chain = structure.chains[chain_id]
+        moved = apply_operator(operator, chain.positions) * chain.mask[..., None]
+        chains[name] = replace(chain, id=name, positions=moved)
     return replace(structure, chains=chains)
 
 
 def score(predicted: Structure, reference: Structure, chains: Mapping[str, str] | None = None) -> Score:
-    """Pair chains and residues, then measure; arguments and errors as of `pair`."""
+    """Pair chains and residues, then measure. Arguments and errors are those of `pair`."""
     return pair(predicted, reference, chains).score()
 
 
 def pair(predicted: Structure, reference: Structure, chains: Mapping[str, str] | None = None) -> "Paired":
-    """Find which chains and residues correspond.
+    """Pair the chains and residues of two structures.
 
-    chains: predicted -> reference chain names. By default they are found by sequence and position. One pair of groups
-    of reference chains, {"A": "HL"}, makes one partner of each group (`_partners`).
-    Errors: UserError where no chains match, or a named one does not exist.
+    chains: predicted -> reference chain names; None maps chains by sequence and position. One pair of groups of
+    reference chains, such as {"A": "HL"}, treats each group as one binding partner.
+    Raises UserError if no chains correspond or a named chain does not exist.
     """
-    ours, theirs = predicted.chains, reference.chains
-    if chains and (groups := chain_groups(chains, ours, theirs)):
-        kept = replace(reference, chains={name: theirs[name] for group in groups for name in group})
-        return _partners(pair(predicted, kept), groups)
+    model, truth = predicted.chains, reference.chains
+    if chains and (groups := chain_groups(chains, model, truth)):
+        selected = replace(reference, chains={name: truth[name] for group in groups for name in group})
+        return _join_groups(pair(predicted, selected), groups)
     if chains:
-        similar = named_chains(ours, theirs, chains, (predicted.id, reference.id))
+        similar = named_chains(model, truth, chains, (predicted.id, reference.id))
     else:
-        similar = similar_chains(ours, theirs)
-    docking = Docking(ours, theirs, similar)
-    found = dict(chains) if chains else map_chains(docking, similar)
-    sides = {p: _sides(ours[p], theirs[r], similar[p, r]) for p, r in found.items()}
-    return Paired(predicted, reference, found, similar, docking, sides)
+        similar = similar_chains(model, truth)
+    docking = Docking(model, truth, similar)
+    mapping = dict(chains) if chains else map_chains(docking, similar)
+    atoms = {p: _pair_atoms(model[p], truth[r], similar[p, r]) for p, r in mapping.items()}
+    return Paired(predicted, reference, mapping, similar, docking, atoms)
 
 
 def chain_groups(
     chains: Mapping[str, str], predicted: Mapping[str, Chain], reference: Mapping[str, Chain]
 ) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-    """Return the two groups of reference chains that {"A": "HL"} or {"A": "H+L"} names; None if it names a pair.
+    """Parse {"A": "HL"} or {"A": "H+L"} as two groups of reference chains; None if it names pairs of chains.
 
-    Errors: UserError if a chain is in both groups.
+    Raises UserError if a chain is named twice.
     """
     (first, second), *more = chains.items()
     if more or (first in predicted and second in reference):
@@ -164,38 +169,38 @@ def chain_groups(
     if not all(name in reference for group in groups for name in group):
         return None
     if repeated := [name for name in groups[0] + groups[1] if (groups[0] + groups[1]).count(name) > 1]:
-        raise UserError(f"chains {first}:{second}: chain {repeated[0]} is in it twice; name each chain once")
+        raise UserError(f"chains {first}:{second}: chain {repeated[0]} is named twice. Name each chain once")
     return groups  # type: ignore[return-value]  # of two
 
 
-def _partners(paired: "Paired", groups: Sequence[Sequence[str]]) -> "Paired":
-    """Join the chains of each group to one partner, so that its interface is measured as one: A against H+L.
+def _join_groups(paired: "Paired", groups: Sequence[Sequence[str]]) -> "Paired":
+    """Join the chains of each group to one chain, so that there is one interface: A against H+L.
 
-    The residues of a group stand one after another, and correspond as they do chain by chain.
+    The residues of the joined chains correspond as they did in the separate chains.
     """
-    stands = {r: p for p, r in paired.chains.items()}
-    ours, theirs, similar, found = dict[str, Chain](), dict[str, Chain](), dict[tuple[str, str], Array](), {}
+    predicted_name = {r: p for p, r in paired.chains.items()}
+    model, truth, similar, mapping = dict[str, Chain](), dict[str, Chain](), dict[tuple[str, str], Array](), {}
     for group in groups:
-        present = [name for name in group if name in stands]
-        name, called = "+".join(group), "+".join(stands[name] for name in present)
-        theirs[name] = join_chains(name, [paired.reference.chains[r] for r in group])
+        present = [name for name in group if name in predicted_name]
+        truth_name, model_name = "+".join(group), "+".join(predicted_name[name] for name in present)
+        truth[truth_name] = join_chains(truth_name, [paired.reference.chains[r] for r in group])
         if not present:
             continue
-        ours[called] = join_chains(called, [paired.predicted.chains[stands[r]] for r in present])
+        model[model_name] = join_chains(model_name, [paired.predicted.chains[predicted_name[r]] for r in present])
         starts = dict(zip(group, np.cumsum([0, *(len(paired.reference.chains[r].sequence) for r in group)]).tolist()))
-        first, pairs = 0, []
+        model_start, pairs = 0, []
         for r in present:
-            pairs.append(paired.similar[stands[r], r] + np.array([first, starts[r]]))
-            first += len(paired.predicted.chains[stands[r]].sequence)
-        similar[called, name] = np.concatenate(pairs)
-        found[called] = name
-    predicted, reference = replace(paired.predicted, chains=ours), replace(paired.reference, chains=theirs)
-    sides = {p: _sides(ours[p], theirs[r], similar[p, r]) for p, r in found.items()}
-    return Paired(predicted, reference, found, similar, Docking(ours, theirs, similar), sides)
+            pairs.append(paired.similar[predicted_name[r], r] + np.array([model_start, starts[r]]))
+            model_start += len(paired.predicted.chains[predicted_name[r]].sequence)
+        similar[model_name, truth_name] = np.concatenate(pairs)
+        mapping[model_name] = truth_name
+    predicted, reference = replace(paired.predicted, chains=model), replace(paired.reference, chains=truth)
+    atoms = {p: _pair_atoms(model[p], truth[r], similar[p, r]) for p, r in mapping.items()}
+    return Paired(predicted, reference, mapping, similar, Docking(model, truth, similar), atoms)
 
 
 def join_chains(name: str, chains: Sequence[Chain]) -> Chain:
-    """Make one chain of several, their residues one after another."""
+    """Concatenate chains to one."""
     return Chain(
         id=name,
         sequence="".join(chain.sequence for chain in chains),
@@ -208,10 +213,10 @@ def join_chains(name: str, chains: Sequence[Chain]) -> Chain:
 
 @dataclass(frozen=True)
 class Paired:
-    """A prediction and a reference whose chains and residues are paired, ready to be measured.
+    """A prediction and a reference with paired chains and residues.
 
-    chains: predicted -> reference.  similar: (predicted, reference) -> paired residues [K, 2] of all chains that may
-    correspond.  sides: by predicted chain, what its residues are compared with.
+    chains: predicted -> reference. similar: (predicted, reference) -> paired residues [K, 2] of all chains that may
+    correspond. atoms: predicted chain -> its atoms and those of its reference chain.
     """
 
     predicted: Structure
@@ -219,34 +224,35 @@ class Paired:
     chains: dict[str, str]
     similar: Mapping[tuple[str, str], Array]
     docking: Docking
-    sides: "dict[str, Sides]"
+    atoms: "dict[str, PairedAtoms]"
 
     @cached_property
     def arrays(self) -> tuple[Array, Array, Array, Array, Array]:
-        """Those of all sides, one after another."""
-        positions, known, truth, mask, swap = zip(*(side.arrays for side in self.sides.values()))
-        return tuple(map(np.concatenate, (positions, known, truth, mask, swap)))  # type: ignore[return-value]
+        """The arrays of all chains, concatenated (see `PairedAtoms.arrays`)."""
+        columns = zip(*(chain.arrays for chain in self.atoms.values()))
+        return tuple(map(np.concatenate, columns))  # type: ignore[return-value]
 
     def lddt_ca_per_residue(self) -> Array:
-        """Return lDDT-Ca of each residue of `arrays` [N]; NaN for one without others near it."""
-        positions, known, truth, mask, _ = self.arrays
-        return metrics.lddt_per_residue(positions[:, [CA]], truth[:, [CA]], mask[:, [CA]], known[:, [CA]])
+        """Compute lDDT-Ca of each residue of `arrays` [N]; NaN for a residue without neighbours."""
+        positions, predicted_mask, truth, mask, _ = self.arrays
+        return metrics.lddt_per_residue(positions[:, [CA]], truth[:, [CA]], mask[:, [CA]], predicted_mask[:, [CA]])
 
     def score(self) -> Score:
-        """Measure."""
-        found, theirs, sides = self.chains, self.reference.chains, list(self.sides.values())
-        positions, known, truth, mask, swap = self.arrays
-        both = known[:, CA]
+        """Compute all scores."""
+        mapping, reference_chains, atoms = self.chains, self.reference.chains, list(self.atoms.values())
+        positions, predicted_mask, truth, mask, swap = self.arrays
+        both = predicted_mask[:, CA]
         overlap = metrics.overlap(positions[both, CA], truth[both, CA], length=len(truth))
         lddt, interfaces = None, None
-        if mask.sum() > mask[:, CA].sum() and known.sum() > both.sum():  # more than Ca on both sides
-            renamed = metrics.rename_symmetric(positions, truth, mask, known, swap)
-            lddt = metrics.lddt(renamed, truth, mask, known)
-            if len(theirs) > 1:
-                ilddt = _interface_lddt(renamed, sides, found, theirs)
-                interfaces = compare_interfaces(self.docking, self.similar, found, ilddt)
+        is_ca_only = mask.sum() == mask[:, CA].sum() or predicted_mask.sum() == both.sum()
+        if not is_ca_only:
+            renamed = metrics.rename_symmetric(positions, truth, mask, predicted_mask, swap)
+            lddt = metrics.lddt(renamed, truth, mask, predicted_mask)
+            if len(reference_chains) > 1:
+                ilddt = _interface_lddt(renamed, atoms, mapping, reference_chains)
+                interfaces = compare_interfaces(self.docking, self.similar, mapping, ilddt)
         return Score(
-            lddt_ca=metrics.lddt(positions[:, [CA]], truth[:, [CA]], mask[:, [CA]], known[:, [CA]]),
+            lddt_ca=metrics.lddt(positions[:, [CA]], truth[:, [CA]], mask[:, [CA]], predicted_mask[:, [CA]]),
             lddt=lddt,
             tm=overlap.tm,
             gdt_ts=overlap.gdt_ts,
@@ -254,14 +260,14 @@ class Paired:
             rmsd=metrics.rmsd(positions[both, CA], truth[both, CA]),
             residues=len(truth),
             paired=int(both.sum()),
-            identity=sum(side.equal for side in sides) / max(1, int(both.sum())),
-            chains=found,
-            left_out=[name for name in theirs if name not in found.values()],
-            extra=[name for name in self.predicted.chains if name not in found],
+            identity=sum(chain.equal for chain in atoms) / max(1, int(both.sum())),
+            chains=mapping,
+            left_out=[name for name in reference_chains if name not in mapping.values()],
+            extra=[name for name in self.predicted.chains if name not in mapping],
             dropped=[
-                f"{structure.id} {name}: {why}"
+                f"{structure.id} {name}: {reason}"
                 for structure in (self.predicted, self.reference)
-                for name, why in structure.dropped.items()
+                for name, reason in structure.dropped.items()
             ],
             notes=[
                 f"{structure.id}: {note}"
@@ -274,53 +280,56 @@ class Paired:
 
 
 def _interface_lddt(
-    renamed: Array, sides: Sequence["Sides"], found: Mapping[str, str], reference: Mapping[str, Chain]
+    renamed: Array, atoms: Sequence["PairedAtoms"], mapping: Mapping[str, str], reference: Mapping[str, Chain]
 ) -> dict[tuple[str, str], Array]:
-    """Count the pairs of atoms of each two chains of the reference, also of those that the prediction lacks."""
-    stands = dict(zip(found.values(), np.split(renamed, np.cumsum([len(side.arrays[0]) for side in sides])[:-1])))
-    known = {r: side.arrays for r, side in zip(found.values(), sides)}
+    """Count the pairs of atoms between all reference chains, including chains that the prediction lacks."""
+    lengths = [len(chain.arrays[0]) for chain in atoms]
+    renamed_of = dict(zip(mapping.values(), np.split(renamed, np.cumsum(lengths)[:-1])))
+    arrays_of = {r: chain.arrays for r, chain in zip(mapping.values(), atoms)}
     names, parts = [], []
     for name, chain in reference.items():
-        if name in known:
-            _, seen, truth, mask, _ = known[name]
-            parts.append((stands[name], truth, mask, seen))
+        if name in arrays_of:
+            _, predicted_mask, truth, mask, _ = arrays_of[name]
+            parts.append((renamed_of[name], truth, mask, predicted_mask))
         else:
             mask = chain.mask > 0
             parts.append((np.zeros_like(chain.positions), chain.positions, mask, np.zeros_like(mask)))
         names += [name] * len(parts[-1][0])
-    predicted, truth, mask, seen = (np.concatenate(arrays) for arrays in zip(*parts))
-    return interface_lddt(predicted, truth, mask, seen, names)
+    predicted, truth, mask, predicted_mask = (np.concatenate(arrays) for arrays in zip(*parts))
+    return interface_lddt(predicted, truth, mask, predicted_mask, names)
 
 
 @dataclass(frozen=True)
-class Sides:
-    """The reference's residues that have Ca, and the predicted ones paired with them.
+class PairedAtoms:
+    """The atoms of the N residues of a reference chain that have Ca, and of the predicted residues paired with them.
 
-    arrays: predicted positions [N, 37, 3] and mask, true positions and mask, each atom's symmetric twin [N, 37].
-    ours, theirs: the predicted residue in its chain, -1 for none, and the reference's in its own [N].
+    arrays: predicted positions [N, 37, 3] and mask [N, 37], true positions and mask, and the index of each atom's
+    symmetric counterpart [N, 37]. equal: number of paired residues that are the same amino acid. predicted_residue,
+    reference_residue [N]: indices in the chains; -1 if no predicted residue is paired.
     """
 
     arrays: tuple[Array, Array, Array, Array, Array]
-    equal: int  # residues that are the same amino acid
-    ours: Array
-    theirs: Array
+    equal: int
+    predicted_residue: Array
+    reference_residue: Array
 
 
-def _sides(a: Chain, b: Chain, pairs: Array) -> Sides:
-    """Pair the atoms of two chains by name; different amino acids share the backbone and some more."""
+def _pair_atoms(a: Chain, b: Chain, pairs: Array) -> PairedAtoms:
+    """Pair the atoms of predicted chain a and reference chain b by name; different amino acids share the backbone."""
     pairs = with_ca(a, b, pairs)
     i, j = pairs.T
-    positions, known = np.zeros_like(b.positions), np.zeros_like(b.mask)
-    positions[j], known[j] = a.positions[i], a.mask[i]
-    ours = np.full(len(b.mask), -1, np.int64)
-    ours[j] = i
-    seen = b.mask[:, CA] > 0
-    swap = _SWAP37[[RESTYPES.find(letter) for letter in b.sequence]]  # -1, the last row, for X
-    arrays = (positions[seen], known[seen] > 0, b.positions[seen], b.mask[seen] > 0, swap[seen])
-    return Sides(arrays, count_equal(a, b, pairs), ours[seen], np.flatnonzero(seen))
+    positions, predicted_mask = np.zeros_like(b.positions), np.zeros_like(b.mask)
+    positions[j], predicted_mask[j] = a.positions[i], a.mask[i]
+    predicted_residue = np.full(len(b.mask), -1, np.int64)
+    predicted_residue[j] = i
+    has_ca = b.mask[:, CA] > 0
+    # X is not found: -1 selects the last row of the table.
+    swap = _SWAP37[[RESTYPES.find(letter) for letter in b.sequence]]
+    arrays = (positions[has_ca], predicted_mask[has_ca] > 0, b.positions[has_ca], b.mask[has_ca] > 0, swap[has_ca])
+    return PairedAtoms(arrays, count_equal(a, b, pairs), predicted_residue[has_ca], np.flatnonzero(has_ca))
 
 
-# int64 [21, 37]: the twin of each atom of a symmetric side chain, itself for others; the last row is X.
+# int64 [21, 37]: the symmetric counterpart of each atom, or the atom itself. The last row is that of X.
 _SWAP37 = np.tile(np.arange(len(ATOM_ORDER)), (21, 1))
 for _restype, _names in enumerate(ATOM14_NAMES):
     for _slot, _name in enumerate(_names):

@@ -1,7 +1,7 @@
 """Compare complexes: DockQ, interface lDDT, QS-score and contacts of every interface, under one mapping of the chains.
 
-An interface is two chains of the reference with a contact: heavy atoms of two residues nearer than 5 Å.  What the
-prediction lacks counts as wrong: an interface whose chains are not both there scores 0.
+An interface is a pair of reference chains in contact: two residues with heavy atoms nearer than 5 Å. Missing parts of
+the prediction count as wrong, so an interface with a chain that was not predicted scores 0.
 """
 
 import itertools
@@ -16,58 +16,71 @@ from warpfold.scoring import metrics
 from warpfold.scoring.dockq import CONTACT, Array, Chains, Docking, Pair, ResiduePairs, residue_pairs
 
 CA, CB = ATOM_ORDER["CA"], ATOM_ORDER["CB"]
-QS_RADIUS = 12.0  # Bertoni et al. 2017: residues whose Cb are nearer than this are in contact
-QS_NEAR, QS_WIDTH = 5.0, 4.28  # angstrom; the weight of a contact is 1 up to the first, then falls as a Gaussian
+# Bertoni et al. 2017, in angstrom: residues in contact have Cb nearer than QS_RADIUS. The weight of a contact is 1 up
+# to QS_NEAR and then falls as a Gaussian.
+QS_RADIUS = 12.0
+QS_NEAR, QS_WIDTH = 5.0, 4.28
 
 
 @dataclass(frozen=True, kw_only=True)
 class InterfaceScore:
-    """An interface of the reference: scores from 0 to 1, RMSDs in angstrom; those are None where nothing is paired."""
+    """The scores of one interface of the reference, between 0 and 1.
 
-    chains: Pair  # of the reference
-    predicted: Pair | None  # the chains that stand for them; None where the prediction lacks one: all scores are 0
-    contacts: int  # pairs of residues in contact, of the reference
+    chains: of the reference. predicted: the chains mapped to them; None if one is missing, and all scores are 0.
+    contacts: pairs of residues in contact in the reference. dockq, fnat, fnonnat, irmsd, lrmsd: see `dockq.Docked`;
+    RMSDs in angstrom are None if no atoms are paired. receptor: the reference chain that LRMSD superposes, the one with
+    more observed residues or, on a tie, the later one in the file. ilddt: interface lDDT, None for Ca-only structures.
+    """
+
+    chains: Pair
+    predicted: Pair | None
+    contacts: int
     dockq: float
-    fnat: float  # share of the reference's contacts that the prediction has
-    fnonnat: float | None  # share of the prediction's contacts that the reference has not
+    fnat: float
+    fnonnat: float | None
     irmsd: float | None
     lrmsd: float | None
-    receptor: str  # the reference's chain that LRMSD superposes: the longer one, of equal ones the later in the file
-    ilddt: float | None  # None for one with only Ca
+    receptor: str
+    ilddt: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComplexScore:
-    """The interfaces of a prediction against those of a reference; scores from 0 to 1, None where nothing is compared.
+    """The scores of a complex, between 0 and 1; None if there is nothing to compare.
 
-    Means are over the interfaces of the reference.  Contacts in ics and ips are of heavy atoms nearer than 5 Å, those
-    of the QS-score of Cb nearer than 12 Å, between any two chains.
+    dockq: mean over all interfaces of the reference. dockq_present: mean over the interfaces whose chains are both
+    predicted (GlobalDockQ of the published program). ilddt: lDDT over pairs of atoms of different chains; missing
+    chains count as wrong. qs_global: QS-score, the similarity of all contacts. qs_best: QS-score over the residues of
+    both structures. ics: interface contact similarity, the F1 score of the contacts. ips: interface patch similarity,
+    the Jaccard index of the residues in contact.
+    Contacts between any two chains count: heavy atoms nearer than 5 Å for ics and ips, Cb nearer than 12 Å for the
+    QS-score.
     """
 
-    dockq: float | None  # mean over all interfaces of the reference
-    dockq_present: float | None  # over those whose chains are both predicted: the program's GlobalDockQ
-    ilddt: float | None  # lDDT over pairs of atoms of different chains, chains that are missing counted as wrong
-    qs_global: float | None  # QS-score: similarity of all contacts of both
-    qs_best: float | None  # the same of the residues that both have
-    ics: float | None  # interface contact similarity: F1 of the contacts
-    ips: float | None  # interface patch similarity: shared residues in contact, of all (Jaccard)
+    dockq: float | None
+    dockq_present: float | None
+    ilddt: float | None
+    qs_global: float | None
+    qs_best: float | None
+    ics: float | None
+    ips: float | None
     interfaces: tuple[InterfaceScore, ...]
 
     @property
     def missing(self) -> list[InterfaceScore]:
-        """Return the interfaces that the prediction cannot have, since it lacks one of the chains."""
-        return [one for one in self.interfaces if one.predicted is None]
+        """The interfaces with a chain that was not predicted."""
+        return [interface for interface in self.interfaces if interface.predicted is None]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON can hold it."""
+        """Convert to plain types for JSON."""
         return asdict(self)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the lines of a table for people: what, value."""
+        """Format the scores of the complex as (label, value) rows."""
         if not self.interfaces:
             return [("interfaces", "none: no two chains of the reference touch")]
         count, missing = len(self.interfaces), self.missing
-        lost = f"; the prediction lacks chains of {', '.join('-'.join(one.chains) for one in missing)}"
+        lost = f"; the prediction lacks chains of {', '.join('-'.join(interface.chains) for interface in missing)}"
         present = f"; {_shown(self.dockq_present)} over the {count - len(missing)} whose chains are predicted"
         return [
             ("interfaces", f"{count} in the reference{lost if missing else ''}"),
@@ -78,15 +91,15 @@ class ComplexScore:
         ]
 
     def table(self) -> list[tuple[str, ...]]:
-        """Return the interfaces as rows of a table for people, below `HEADS`."""
+        """Format the interfaces as rows of a table with the columns `HEADS`."""
         return [
             (
-                "-".join(one.chains),
-                "-".join(one.predicted) if one.predicted else "missing",
-                str(one.contacts),
-                *(_shown(value) for value in (one.dockq, one.fnat, one.irmsd, one.lrmsd, one.ilddt)),
+                "-".join(i.chains),
+                "-".join(i.predicted) if i.predicted else "missing",
+                str(i.contacts),
+                *(_shown(value) for value in (i.dockq, i.fnat, i.irmsd, i.lrmsd, i.ilddt)),
             )
-            for one in self.interfaces
+            for i in self.interfaces
         ]
 
 
@@ -96,21 +109,24 @@ HEADS = ("interface", "predicted", "contacts", "DockQ", "fnat", "iRMSD", "LRMSD"
 def compare_interfaces(
     docking: Docking, similar: Mapping[Pair, Array], mapping: Mapping[str, str], ilddt: Mapping[Pair, Array]
 ) -> ComplexScore:
-    """Measure all interfaces under a mapping, predicted -> reference.
+    """Score all interfaces under a mapping, predicted -> reference.
 
-    similar: (predicted, reference) -> paired residues [K, 2].  ilddt: for each two chains of the reference, how many
-    pairs of atoms are preserved, and how many there are [2] (`interface_lddt`); empty where they are not compared.
+    similar: (predicted, reference) -> paired residues [K, 2]. ilddt: the counts of `interface_lddt`, or empty to leave
+    interface lDDT out.
     """
-    stands = {r: p for p, r in mapping.items()}
-    found = {(a, b): (stands[a], stands[b]) for a, b in docking.native if a in stands and b in stands}
-    interfaces = tuple(_interface(docking, pair, found.get(pair), ilddt) for pair in docking.native)
-    present = [one.dockq for one in interfaces if one.predicted]
+    predicted_of = {r: p for p, r in mapping.items()}
+    interfaces = tuple(
+        _score_interface(docking, (a, b), (predicted_of[a], predicted_of[b]), ilddt)
+        if a in predicted_of and b in predicted_of
+        else _score_interface(docking, (a, b), None, ilddt)
+        for a, b in docking.native
+    )
     numbers = _Residues(docking, similar, mapping)
     qs_global, qs_best = _qs_score(numbers)
     ics, ips = _contact_similarity(numbers, docking)
     return ComplexScore(
-        dockq=_mean([one.dockq for one in interfaces]),
-        dockq_present=_mean(present),
+        dockq=_mean(interface.dockq for interface in interfaces),
+        dockq_present=_mean(interface.dockq for interface in interfaces if interface.predicted),
         ilddt=_ratio(*np.sum(list(ilddt.values()), 0)) if ilddt else None,
         qs_global=qs_global,
         qs_best=qs_best,
@@ -123,10 +139,10 @@ def compare_interfaces(
 def interface_lddt(
     predicted: Array, truth: Array, mask: Array, predicted_mask: Array, chain: Sequence[str]
 ) -> dict[Pair, Array]:
-    """Count the pairs of atoms of each two chains: preserved (mean over the tolerances), and all [2].
+    """Count preserved pairs of atoms (mean over the tolerances) and all pairs, for each pair of chains: [2].
 
-    As in `metrics.lddt`, of atoms [N, A, 3] whose residues belong to `chain` [N]; only pairs between the two chains
-    count (OpenStructure's ilDDT: radius 15 Å, tolerances 0.5, 1, 2 and 4 Å).
+    Only pairs of atoms of different chains count (OpenStructure's ilDDT: radius 15 Å, tolerances 0.5, 1, 2 and 4 Å).
+    chain [N]: the chain of each residue. The other arguments are those of `metrics.lddt`.
     """
     names = np.asarray(chain)
     counts = {}
@@ -143,7 +159,9 @@ def interface_lddt(
     return counts
 
 
-def _interface(docking: Docking, pair: Pair, predicted: Pair | None, ilddt: Mapping[Pair, Array]) -> InterfaceScore:
+def _score_interface(
+    docking: Docking, pair: Pair, predicted: Pair | None, ilddt: Mapping[Pair, Array]
+) -> InterfaceScore:
     scores: dict[str, Any] = {"dockq": 0.0, "fnat": 0.0, "fnonnat": None, "irmsd": None, "lrmsd": None}
     if predicted:
         measured = asdict(docking.measure(pair, predicted))
@@ -159,7 +177,10 @@ def _interface(docking: Docking, pair: Pair, predicted: Pair | None, ilddt: Mapp
 
 
 class _Residues:
-    """Numbers the residues of both structures, so that paired ones have the same number and no others have."""
+    """A numbering of the residues of both structures in which exactly the paired residues share a number.
+
+    true, predicted: chain name -> numbers of its residues. paired: whether each residue of the reference is paired.
+    """
 
     def __init__(self, docking: Docking, similar: Mapping[Pair, Array], mapping: Mapping[str, str]) -> None:
         self.docking = docking
@@ -169,7 +190,7 @@ class _Residues:
             self.true[name] = start + np.arange(len(chain.sequence))
             start += len(chain.sequence)
         self.predicted: dict[str, Array] = {}
-        self.paired = np.zeros(start, bool)  # of the reference's
+        self.paired = np.zeros(start, bool)
         for name, chain in docking.predicted.items():
             numbers = start + np.arange(len(chain.sequence))
             start += len(chain.sequence)
@@ -180,12 +201,12 @@ class _Residues:
             self.predicted[name] = numbers
 
     def common(self, number: Array) -> Array:
-        """Return which residues are in both structures."""
-        known = len(self.paired)
-        return (number < known) & self.paired[np.minimum(number, known - 1)]
+        """Return a mask of the residues that are in both structures."""
+        size = len(self.paired)
+        return (number < size) & self.paired[np.minimum(number, size - 1)]
 
     def join(self, pairs: Mapping[Pair, ResiduePairs], numbers: Mapping[str, Array]) -> tuple[Array, Array]:
-        """Return contacts of all chains as pairs of numbers [K, 2], the smaller first, and their distances [K]."""
+        """Collect the contacts of all chains as pairs of numbers [K, 2], the smaller first, and distances [K]."""
         joined = [np.zeros((0, 2), np.int64)]
         for (a, b), near in pairs.items():
             joined.append(np.stack([numbers[a][near.indices[:, 0]], numbers[b][near.indices[:, 1]]], -1))
@@ -194,7 +215,7 @@ class _Residues:
 
 
 def _beta_contacts(chains: Chains) -> dict[Pair, ResiduePairs]:
-    """Return the residues of each two chains whose Cb (Ca of glycine) are nearer than 12 Å."""
+    """Find the residues of all pairs of chains whose Cb (Ca of glycine) are nearer than 12 Å."""
     atoms = {}
     for name, chain in chains.items():
         atoms[name] = np.zeros(chain.mask.shape, bool)
@@ -208,10 +229,10 @@ def _beta_contacts(chains: Chains) -> dict[Pair, ResiduePairs]:
 
 
 def _qs_score(numbers: _Residues) -> tuple[float | None, float | None]:
-    """Return QS-global and QS-best (Bertoni et al. 2017, as in OpenStructure).
+    """Compute QS-global and QS-best (Bertoni et al. 2017, as in OpenStructure).
 
-    A contact in both structures counts its weight times 1 - |difference of the distances| / 12 Å; one that only one
-    of them has counts against them: in QS-global always, in QS-best if the other has both residues.
+    A contact of both structures scores its weight times 1 - |difference of the distances| / 12 Å. The weight of a
+    contact of one structure only enters the denominator, in QS-best only if the other structure has both residues.
     """
     docking = numbers.docking
     true, distance = numbers.join(_beta_contacts(docking.reference), numbers.true)
@@ -234,10 +255,10 @@ def _qs_weight(distance: Array) -> Array:
 
 
 def _contact_similarity(numbers: _Residues, docking: Docking) -> tuple[float | None, float | None]:
-    """Return the F1 of contacts, and the Jaccard index of residues in contact (Lafita et al. 2018)."""
+    """Compute the F1 score of the contacts and the Jaccard index of the residues in contact (Lafita et al. 2018)."""
     sets = []
-    for found, names in ((docking.native, numbers.true), (docking.touching, numbers.predicted)):
-        pairs, distance = numbers.join(found, names)
+    for near, names in ((docking.native, numbers.true), (docking.touching, numbers.predicted)):
+        pairs, distance = numbers.join(near, names)
         sets.append(pairs[distance < CONTACT])
     true, ours = sets
     shared = np.isin(_keys(true), _keys(ours)).sum()

@@ -1,6 +1,6 @@
-"""Which predictions of a run keep their structures: the best by a score, or those that fulfil an expression.
+"""Select the predictions of a run whose structures are kept: the best by a score, or the matches of an expression.
 
-An expression is read with Python's `ast` into comparisons, `and`, `or`, `not`; nothing in it is ever run.
+Expressions are parsed with Python's `ast` and limited to comparisons, `and`, `or` and `not`. They are never executed.
 """
 
 import ast
@@ -13,7 +13,7 @@ from typing import Any
 
 from warpfold.errors import UserError
 
-# Scores that a table has of a prediction, and whether more is better.
+# The scores in the table of a run, and whether a larger value is better.
 MORE_IS_BETTER = {
     "mean_plddt": True,
     "ptm": True,
@@ -37,14 +37,17 @@ MORE_IS_BETTER = {
     "binder_rmsd": False,
     "target_rmsd": False,
 }
+# Scores that need predicted aligned errors.
 OF_ERRORS = (
     *("ptm", "iptm", "pair_iptm", "ipsae", "ipsae_ab", "ipsae_ba", "ipsae15"),
     *("pdockq2", "lis", "pae_interaction", "interface_pae"),
 )
+# Scores that need the designed structure.
 OF_GIVEN = ("rmsd", "binder_rmsd", "target_rmsd")
+# Scores that need at least two chains.
 OF_COMPLEXES = [name for name in MORE_IS_BETTER if name not in (*OF_GIVEN, "mean_plddt", "ptm", "ranking_confidence")]
 NUMBERS = (*MORE_IS_BETTER, "length", "seed")
-LONGEST = 1000  # letters of an expression
+MAX_EXPRESSION = 1000  # characters
 _COUNT = re.compile(r"0*[1-9][0-9]{0,8}")
 
 COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
@@ -56,14 +59,15 @@ COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.NotEq: operator.ne,
 }
 Row = Mapping[str, Any]
-Condition = Callable[[Row], bool | None]  # None: it depends on what is not known of a row
+# Returns None if the row lacks a value that decides the condition.
+Condition = Callable[[Row], bool | None]
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What keeps its structure: of all predictions the `best` by a score, or what fulfils the expression `text`.
+    """The criterion of `--keep`: the `best` predictions by `score`, or all that satisfy the expression `text`.
 
-    score: None for the default, which depends on what is predicted.
+    score: a column of the table; None selects the default, which depends on the queries.
     """
 
     text: str
@@ -72,31 +76,31 @@ class Selection:
 
     @property
     def scores(self) -> list[str]:
-        """Return the columns that decide."""
+        """Return the columns that the criterion reads."""
         if self.best is not None:
             return [] if self.score is None else [self.score]
         return [node.id for node in ast.walk(ast.parse(self.text, mode="eval")) if isinstance(node, ast.Name)]
 
     def order(self, row: Row) -> tuple[Any, ...]:
-        """Return a key by which rows are sorted, best first; those without the score come last."""
+        """Compute the sort key of a row: best first, rows without the score last."""
         assert self.score is not None
         value = row[self.score]
         sign = -1 if MORE_IS_BETTER[self.score] else 1
         return value is None, 0 if value is None else sign * value, row["name"], row["model"] or "", row["seed"]
 
     def chosen(self, rows: Iterable[Row]) -> set[int]:
-        """Return which rows of a run are kept, as their places."""
-        every = list(rows)
+        """Select rows of a run; returns their indices."""
+        all_rows = list(rows)
         if self.best is None:
-            condition = _condition(self.text)
-            return {place for place, row in enumerate(every) if condition(row)}
-        return set(sorted(range(len(every)), key=lambda place: self.order(every[place]))[: self.best])
+            condition = _parse_expression(self.text)
+            return {index for index, row in enumerate(all_rows) if condition(row)}
+        return set(sorted(range(len(all_rows)), key=lambda index: self.order(all_rows[index]))[: self.best])
 
 
 def keep_of(given: Any) -> int | Selection | None:
-    """Return what --keep means: a number of each query's predictions, or a selection among all.
+    """Parse `--keep`: a number of predictions per query, or a selection from all predictions.
 
-    Errors: UserError for anything else; an unknown column is named, with those that there are.
+    Raises UserError for any other value. An unknown column is reported together with the known ones.
     """
     if given is None or (isinstance(given, int) and not isinstance(given, bool) and given > 0):
         return given
@@ -109,91 +113,94 @@ def keep_of(given: Any) -> int | Selection | None:
         if not _COUNT.fullmatch(number) or (score == "" and text.endswith(":")):
             raise UserError(f'{what}: write a number, best:100, best:100:ipsae, or "ipsae > 0.6 and rmsd < 2"')
         if score and score not in MORE_IS_BETTER:
-            raise UserError(f"{what}: there is no score {score}; there are {', '.join(MORE_IS_BETTER)}")
+            raise UserError(f"{what}: unknown score {score}. Use one of {', '.join(MORE_IS_BETTER)}")
         return Selection(text, int(number), score or None)
-    _condition(text)
+    _parse_expression(text)
     return Selection(text)
 
 
-def _condition(text: str) -> Condition:
-    """Read an expression.  Errors: UserError for what is none."""
+def _parse_expression(text: str) -> Condition:
+    """Compile an expression to a function of a row. Raises UserError if the expression is invalid."""
     try:
-        if len(text) > LONGEST:
+        if len(text) > MAX_EXPRESSION:
             raise ValueError
         tree = ast.parse(text, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise _refused(text, "is no expression") from None
+        raise _invalid_expression(text, "not an expression") from None
 
-    def read(node: ast.expr) -> Condition:
-        """Return what a part of the expression says of a row."""
+    def compile_condition(node: ast.expr) -> Condition:
         if isinstance(node, ast.BoolOp):
-            parts = [read(part) for part in node.values]
-            decides = isinstance(node.op, ast.Or)  # True decides an `or`, False an `and`
+            conditions = [compile_condition(operand) for operand in node.values]
+            # Kleene logic: one True decides an `or` and one False an `and`, even if other operands are unknown.
+            decisive = isinstance(node.op, ast.Or)
 
-            def several(row: Row) -> bool | None:
-                found = [part(row) for part in parts]
-                return decides if decides in found else None if None in found else not decides
+            def combine(row: Row) -> bool | None:
+                values = [condition(row) for condition in conditions]
+                return decisive if decisive in values else None if None in values else not decisive
 
-            return several
+            return combine
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            part = read(node.operand)
-            return lambda row: None if (found := part(row)) is None else not found
+            condition = compile_condition(node.operand)
+            return lambda row: None if (value := condition(row)) is None else not value
         if not isinstance(node, ast.Compare):
-            raise _refused(text, f"{ast.unparse(node)} is no comparison")
-        values = [value(one) for one in (node.left, *node.comparators)]
-        operators = [COMPARED.get(type(one)) for one in node.ops]
-        if None in operators or not any(isinstance(one, str) for one in values):
-            raise _refused(text, f"{ast.unparse(node)} compares no score with a number")
+            raise _invalid_expression(text, f"{ast.unparse(node)} is not a comparison")
+        operands = [parse_operand(operand) for operand in (node.left, *node.comparators)]
+        operators = [COMPARED.get(type(operator)) for operator in node.ops]
+        if None in operators or not any(isinstance(operand, str) for operand in operands):
+            raise _invalid_expression(text, f"{ast.unparse(node)} does not compare a score with a number")
 
-        def compared(row: Row) -> bool | None:
-            known = [row[one] if isinstance(one, str) else one for one in values]
-            if None in known:
+        def compare(row: Row) -> bool | None:
+            values = [row[operand] if isinstance(operand, str) else operand for operand in operands]
+            if None in values:
                 return None
-            return all(one(a, b) for one, a, b in zip(operators, known, known[1:]) if one is not None)
+            return all(holds(a, b) for holds, a, b in zip(operators, values, values[1:]) if holds is not None)
 
-        return compared
+        return compare
 
-    def value(node: ast.expr) -> str | float:
+    def parse_operand(node: ast.expr) -> str | float:
         """Return a column's name, or a number."""
         if isinstance(node, ast.Name):
             if node.id not in NUMBERS:
-                raise UserError(f"--keep {text}: there is no column {node.id}; there are {', '.join(NUMBERS)}")
+                raise UserError(f"--keep {text}: unknown column {node.id}. Use one of {', '.join(NUMBERS)}")
             return node.id
         sign = 1
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             node, sign = node.operand, -1
         if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
             return sign * node.value
-        raise _refused(text, f"{ast.unparse(node)} is neither a column nor a number")
+        raise _invalid_expression(text, f"{ast.unparse(node)} is neither a column nor a number")
 
-    return read(tree)
+    return compile_condition(tree)
 
 
-def _refused(text: str, why: str) -> UserError:
+def _invalid_expression(text: str, reason: str) -> UserError:
     short = text if len(text) <= 80 else f"{text[:77]}..."
-    return UserError(f'--keep {short}: {why}; write comparisons with and, or, not, such as "ipsae > 0.6 and rmsd < 2"')
+    return UserError(f'--keep {short}: {reason}. Write comparisons with and, or, not: "ipsae > 0.6 and rmsd < 2"')
 
 
 class Shortlist:
-    """What one process has predicted so far, and which of it may be among what is kept at the end.
+    """The candidates for the final selection among the predictions of one process.
 
-    Whatever is not among the best of one process is not among the best of all: so the disk never holds many more.
+    A prediction that is not among the best of its process is not among the best of all. Deleting it at once keeps the
+    disk usage of a run near that of the final selection.
     """
 
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
-        self._held: list[tuple[tuple[Any, ...], Any]] = []
+        # Sort key and payload of each candidate, best first.
+        self._candidates: list[tuple[tuple[Any, ...], Any]] = []
 
     def wants(self, row: Row) -> bool:
-        """Return whether a prediction may be kept, before its structure is written."""
+        """Return whether a prediction is a candidate, before its structure is written."""
         if self.selection.best is None:
             return bool(self.selection.chosen([row]))
-        return len(self._held) < self.selection.best or self.selection.order(row) < self._held[-1][0]
+        return len(self._candidates) < self.selection.best or self.selection.order(row) < self._candidates[-1][0]
 
-    def add(self, row: Row, what: Any) -> list[Any]:
-        """Note a prediction whose structure is written; return what is no longer among the best."""
+    def add(self, row: Row, payload: Any) -> list[Any]:
+        """Add a prediction whose structure was written; returns the payloads of candidates that it displaced."""
         if self.selection.best is None:
             return []
-        insort(self._held, (self.selection.order(row), what), key=lambda one: one[0])
-        beaten, self._held = self._held[self.selection.best :], self._held[: self.selection.best]
-        return [one for _, one in beaten]
+        insort(self._candidates, (self.selection.order(row), payload), key=lambda candidate: candidate[0])
+        displaced = self._candidates[self.selection.best :]
+        self._candidates = self._candidates[: self.selection.best]
+        return [payload for _, payload in displaced]
