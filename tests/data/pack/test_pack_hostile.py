@@ -258,7 +258,7 @@ def dies(files: Path, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, w
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, killed)
-        patch.setattr(PartWriter, "close", lambda writer: writer._draft.release())
+        patch.setattr(PartWriter, "close", lambda writer: writer._tried_file.close() or writer._draft.release())
         with pytest.raises(Killed):
             packed(files)
 

@@ -2,7 +2,9 @@
 
 import fcntl
 import os
+import random
 import shutil
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -195,6 +197,49 @@ def _merge_and_insist(parts: list[Path], out: Path, start: float) -> int:
     except BaseException as error:
         print(repr(error), flush=True)
         return 3
+
+
+def test_processes_that_pack_at_once_and_are_killed_at_random_end_with_one_store(
+    files: Path, whole: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack_jobs, "IsolatedProcess", Here)  # a process for each is slow
+    draw, deadline, killed, refused = random.Random(0), time.monotonic() + 8, 0, 0
+    for trial in range(40):
+        children = []
+        for _ in range(2):
+            child = os.fork()
+            if child == 0:
+                os._exit(_pack_once(files))
+            children.append(child)
+        for child in children if trial % 4 else ():
+            time.sleep(draw.random() * 0.03)
+            os.kill(child, signal.SIGKILL)
+        ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert set(ends) <= {0, 5, -signal.SIGKILL}, ends
+        killed, refused = killed + ends.count(-signal.SIGKILL), refused + ends.count(5)
+        assert len(packed(files).kept) == 6
+        assert {name: data for name, data in contents(files / "store").items() if name != "lock"} == whole
+        assert sorted(path.name for path in files.glob("store*")) == ["store"]
+        shutil.rmtree(files / "store")
+        if time.monotonic() > deadline and trial > 6:
+            break
+    assert killed > 3
+    assert refused > 0
+
+
+def _pack_once(files: Path) -> int:
+    """Return 0 for a report, 5 for the refusal of a second writer."""
+    try:
+        return 0 if len(packed(files).kept) == 6 else 1
+    except UserError as error:
+        return 5 if str(error).endswith(": another process is writing this store; wait for it") else _failed(error)
+    except BaseException as error:
+        return _failed(error)
+
+
+def _failed(error: BaseException) -> int:
+    print(repr(error), flush=True)
+    return 3
 
 
 def test_a_second_run_at_any_event_of_the_first_is_refused_or_finds_the_store(

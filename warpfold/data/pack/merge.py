@@ -1,10 +1,8 @@
 """Finish packing: make clusters, the report and the store from the results of all parts."""
 
 import json
-from array import array
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,6 @@ from warpfold.files import read_file
 from warpfold.progress import Progress
 
 META = ("length", "depth", "templates", "resolution", "release_date", "method")  # columns of the index, of `PackEntry`
-
-
-@dataclass(frozen=True)
-class Together:
-    """What all parts have found, without duplicates."""
-
-    entries: list[PackEntry]  # by the names of their files
-    bad: dict[str, str]  # alignments and hits that could not be read, and why
-    # Of each entry that is kept: its part; of its record the begin, the bytes and the crc; of its header the last two.
-    records: "tuple[array[int], ...]"
 
 
 def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
@@ -53,12 +41,13 @@ def finished_report(out: Path, manifest: Manifest) -> PackReport | None:
 
 def report_part(part: PartFolder) -> PackReport:
     """Return the report of one part among several: what is kept and dropped; what is unused is not known yet."""
-    return PackReport(_drop_duplicates([part]).entries, {})
+    return PackReport([entry for _, _, entries in _outcomes([part], {}) for entry in entries], {})
 
 
 def merge_parts(
     parts: Sequence[PartFolder],
     out: Path,
+    manifest: Manifest,
     executor: Executor | None,
     progress: Progress,
     threads: int = 1,
@@ -67,29 +56,38 @@ def merge_parts(
 
     If two files have a chain with the same name, the first file (by name) counts.  The records are copied in the order
     of the files' names, so that the store is the same for any number of parts.
-    threads: of the program that makes clusters of many sequences.
+    manifest: of this run, which decides the clusters.  threads: of the program that makes clusters of many sequences.
     Errors: UserError if `out` exists or cannot be written, for the file of clusters, and as of `cluster_sequences`.
     """
-    together, manifest = _drop_duplicates(parts), parts[0].manifest
-    report = PackReport(list(together.entries), {})
-    _find_unused(report, parts, together.bad)
+    bad: dict[str, str] = {}
+    outcomes = _outcomes(parts, bad)
+    report = PackReport([entry for _, _, entries in outcomes for entry in entries], {})
+    _find_unused(report, parts, bad)
     if not report.kept:
         return report
-    kept = [entry for entry in together.entries if entry.kept]
-    chains = [entry for entry in kept if not entry.chains]
-    with_assemblies = "assemblies" in manifest["options"]
+    chains = [entry for _, _, entries in outcomes for entry in entries if entry.kept and not entry.chains]
     columns = (*META, *(("plddt",) if "predicted" in manifest["inputs"] else ()))
     with StoreWriter(out) as writer:
+        # Clusters come before the records are copied: where they cannot be made, the run ends at once.
         progress(0, 1, "clustering")
         clusters, program = _clusters(chains, manifest, executor, threads)
         for entry, cluster in zip(chains, clusters):
             entry.cluster, entry.sequence = cluster, ""  # which is no longer needed
-        for done, (entry, number, at, size, whole, header, crc) in enumerate(zip(kept, *together.records), 1):
-            meta = {name: getattr(entry, name) for name in columns}
-            meta |= {CHAINS: list(entry.chains) or None} if with_assemblies else {}
-            meta |= {"cluster": entry.cluster}
-            writer.add(entry.name, Packed(parts[number].record(at, size, whole), header, crc, entry.shares), meta)
-            progress(done, len(kept), "writing")
+        done, total = 0, len(report.kept)
+        for number, job, entries in outcomes:
+            if not any(entry.kept for entry in entries):
+                continue
+            result = parts[number].read(job)
+            for entry, stored in zip(entries, result.data["entries"]):
+                if not entry.kept:
+                    continue
+                index, header, crc = stored["record"]
+                meta = {name: getattr(entry, name) for name in columns}
+                meta |= {CHAINS: list(entry.chains) or None} if "assemblies" in manifest["options"] else {}
+                meta |= {"cluster": entry.cluster}
+                writer.add(entry.name, Packed(result.records[index], header, crc, entry.shares), meta)
+                done += 1
+                progress(done, total, "writing")
         origin: dict[str, Any] = {name: manifest[name] for name in ("warpfold", "options", "inputs")}
         origin |= {"clustered": program} if program else {}
         sources = json.dumps(origin, indent=1) + "\n"
@@ -97,41 +95,38 @@ def merge_parts(
     return report
 
 
-def _drop_duplicates(parts: Sequence[PartFolder]) -> Together:
-    """Take the results of structure files from all parts, in the order of the files' names.
+def _outcomes(parts: Sequence[PartFolder], bad: dict[str, str]) -> list[tuple[int, str, list[PackEntry]]]:
+    """Return the entries of each structure file, with its part and its job, in the order of the files' names.
 
     Of entries with the same name only the first is kept.  An assembly comes after its chains, and is kept if they are.
+    bad: gets the alignments and hits that could not be read, and why.
     """
     jobs = sorted((job, number) for number, part in enumerate(parts) for job in part.structures())
     holders: dict[str, str] = {}
-    found = Together([], {}, tuple(array("Q") for _ in range(6)))
+    outcomes = []
     for job, number in jobs:
-        result = parts[number].results.pop(job)  # a million of them and as many entries would be twice the memory
-        data = result.data
+        data = parts[number].read(job, with_records=False).data
         entries = [PackEntry.found(entry) for entry in data["entries"]]
-        gone = {one.name: holders[one.name] for one in entries if one.kept and one.name in holders}
+        gone = {entry.name: holders[entry.name] for entry in entries if entry.kept and entry.name in holders}
         lost: set[str] = set()  # chains that are not kept after all
-        for one in entries:
+        for entry in entries:
             reason = ""
-            if one.name in gone:
-                reason = f"the same name as in {gone[one.name]}"
-            elif one.shares in gone:
-                reason = f"a copy of {one.shares}, which is also in {gone[one.shares]}"
-            elif absent := [chain for chain in one.chains if chain in lost]:
+            if entry.name in gone:
+                reason = f"the same name as in {gone[entry.name]}"
+            elif entry.shares in gone:
+                reason = f"a copy of {entry.shares}, which is also in {gone[entry.shares]}"
+            elif absent := [chain for chain in entry.chains if chain in lost]:
                 reason = f"its chain {absent[0]} is also in another file"
-            if one.kept and reason:
-                one.kept, one.reason, one.chains = False, reason, ()
-            if one.kept:
-                holders[one.name] = one.file
-                place, header, crc = one.record
-                for column, value in zip(found.records, (number, *result.place(place), header, crc)):
-                    column.append(value)
+            if entry.kept and reason:
+                entry.kept, entry.reason, entry.chains = False, reason, ()
+            if entry.kept:
+                holders[entry.name] = entry.file
             else:
-                lost.add(one.name)
-            one.record = ()
-        found.entries.extend(entries)
-        found.bad.update(data["bad"])
-    return found
+                lost.add(entry.name)
+            entry.record = ()  # read again with the record itself: of a million entries they take 150 MB
+        outcomes.append((number, job, entries))
+        bad.update(data["bad"])
+    return outcomes
 
 
 def _clusters(
@@ -157,13 +152,12 @@ def _find_unused(report: PackReport, parts: Sequence[PartFolder], bad: dict[str,
     """Put into the report which alignments and hits no chain uses, and why.  bad: those that could not be read."""
     used = {name for chain in report.chains for name in chain.alignments}
     sequences = {chain.sequence for chain in report.chains}
-    queries = {name: found for part in parts for name, found in part.queries.items()}
-    for name, (query, error) in sorted(queries.items()):
+    for name, query, error in sorted(query for part in parts for query in part.queries()):
         if name not in used:
             alike = "its chains have alignments that bear their names"
             none = "no chain that is kept has this sequence"
             report.unused[name] = error or bad.get(name) or (alike if sequences & {*query.split(":")} else none)
     used = {name for chain in report.chains for name in chain.hits}
-    for name, why in parts[0].results[HIT_FILES].data:
+    for name, why in parts[0].read(HIT_FILES).data:
         if name not in used or name in bad:
             report.unused_hits[name] = why or bad.get(name, "no chain that is kept has this name")

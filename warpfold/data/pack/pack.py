@@ -179,48 +179,29 @@ def pack(
     template_library.cache_clear()  # of an earlier run of this process: files may have come and gone
     with pool(workers, cluster) as executor:
         ahead = max(AHEAD, 4 * workers) if cluster is None else CLUSTER_AHEAD
-        packed = _packed_part(out, manifest, inputs, options, executor, ahead, progress, merged_next=part is None)
+        try:
+            # Closed before the pool waits for its workers: a stop that cannot wait must not look like a crash.
+            with PartWriter(path, manifest) as writer:
+                _fill(JobRunner(writer, executor, ahead), inputs, options, out, progress)
+                writer.finish()
+        except UserError:
+            if not (path / "plan.json").exists():  # otherwise it is finished, by an earlier run or by another process
+                raise
         if part is not None:
-            return report_part(packed)
-        report = _merged([packed], out, executor, progress, workers)
+            return report_part(_finished_part(path, manifest))
+        report = _merged([path], out, manifest, executor, progress, workers)
     remove_part(path)
     return _with_content(report, out)
 
 
-def _packed_part(
-    out: Path,
-    manifest: Manifest,
-    inputs: PackInputs,
-    options: PackOptions,
-    executor: Executor | None,
-    ahead: int,
-    progress: Progress,
-    merged_next: bool,
-) -> PartFolder:
-    """Return a part of the store `out`, after the missing jobs are done.
-
-    ahead: how many jobs are handed out at a time.  merged_next: the part is merged at once, with this manifest.
-    """
-    path = part_path(out, JobPart.parse(manifest["part"]))
-    try:
-        writer = PartWriter(path, manifest)
-    except UserError:
-        if not (path / "plan.json").exists():
-            raise
-        finished = PartFolder(path)
-        # A task of a job array leaves its part to a merge, which has the clusters from its plan.
-        if found := differences(finished.manifest, manifest, OF_MERGE if merged_next else ()):
-            raise UserError(
-                f"{path}: packed from other inputs or options ({', '.join(found)}); remove it, or choose another name"
-            ) from None
-        finished.manifest |= manifest
-        return finished
-    try:
-        _fill(JobRunner(writer, executor, ahead), inputs, options, out, progress)
-        writer.finish()
-    finally:  # before the workers finish their jobs: a stop that cannot wait for them must not look like a crash
-        writer.close()
-    return writer
+def _finished_part(path: Path, manifest: Manifest, ignored: Sequence[str] = ()) -> PartFolder:
+    """Open a finished part of this run.  Errors: UserError for one of other inputs or options, but the `ignored`."""
+    part = PartFolder(path)
+    if found := differences(part.manifest, manifest, ignored):
+        raise UserError(
+            f"{path}: packed from other inputs or options ({', '.join(found)}); remove it, or choose another name"
+        )
+    return part
 
 
 def merge(
@@ -237,21 +218,24 @@ def merge(
     """
     opened = [PartFolder(path) for path in parts]
     check_parts(opened)
-    if (report := finished_report(out, opened[0].manifest)) is not None:
+    manifest = opened[0].manifest
+    if (report := finished_report(out, manifest)) is not None:
         return report
     with pool(workers, cluster) as executor:
-        report = _merged(opened, out, executor, progress, workers)
+        report = _merged(parts, out, manifest, executor, progress, workers)
     return _with_content(report, out)
 
 
 def _merged(
-    parts: Sequence[PartFolder], out: Path, executor: Executor | None, progress: Progress, threads: int
+    parts: Sequence[Path], out: Path, manifest: Manifest, executor: Executor | None, progress: Progress, threads: int
 ) -> PackReport:
     """Merge the parts, unless another process has finished the same store since this one has looked for it."""
     try:
-        return merge_parts(parts, out, executor, progress, threads)
+        # Other clusters need no other records: the merge takes them from this run's manifest.
+        opened = [_finished_part(path, manifest, OF_MERGE) for path in parts]
+        return merge_parts(opened, out, manifest, executor, progress, threads)
     except UserError:
-        if (report := finished_report(out, parts[0].manifest)) is None:
+        if (report := finished_report(out, manifest)) is None:
             raise
         return report
 

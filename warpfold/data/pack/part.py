@@ -1,55 +1,43 @@
-"""A part of a store that is being packed: a folder with the results of its jobs, which survives a kill.
+"""A part of a store that is being packed: a folder with a result file for each finished job (docs/decisions/0029).
 
 While jobs are done the folder is called `store.part-I-of-N.partial`; it is renamed to `store.part-I-of-N` when all are,
-and never changes then.  `plan.json` is the manifest: the inputs and options.  `records` holds the records of the
-entries, and `journal` a line for each job with its result and the sizes of its records.  A line is written after its
-records and has a checksum, so that the results of a killed run are known up to the first torn line.  `tried` has a line
-for each job that was begun, by which the next run knows a job that kills every process that tries it.
+and never changes then.  A result file appears under its name when it is complete, so the names in the folder are the
+state of the run, and the files that a kill has not let appear are made again.  `plan.json` is the manifest: the inputs,
+the options, and in a finished part the jobs.  `tried` has a line for each job that was begun, by which the next run
+knows a job that kills every process that tries it.
 """
 
 import json
-import os
 import re
 import zlib
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, NamedTuple
 
 from warpfold.bulk import JobPart
 from warpfold.errors import UserError
-from warpfold.files import DraftFolder, pread, remove_own, write_atomically, writing
+from warpfold.files import DraftFolder, digest_of, remove_own, sealed, sync_path, write_atomically, writing
 
-FORMAT, VERSION = "warpfold-part", 5
-RECORDS = "records"
+FORMAT, VERSION = "warpfold-part", 6
 STRUCTURE, QUERY = "structure ", "query "  # before the name of the file in the name of its job
+QUERIES, HIT_FILES = "queries ", "hits"  # the results that are of several files
 OF_MERGE = ("cluster_identity", "clusters")  # the option and the input that decide nothing in a part
-QUERIES, HIT_FILES = "queries", "hits"  # the results in the journal that are of several files
-_OWN = re.compile(rf"plan\.json|{RECORDS}|journal|tried|lock|\.(plan\.json|tried)\.[0-9a-f]{{8}}")
+_RESULT = re.compile(r"[0-9a-f]{32}")
+_DRAFT = re.compile(r"\.(plan\.json|tried|[0-9a-f]{32})\.[0-9a-f]{8}")
+_OWN = re.compile(rf"plan\.json|tried|lock|{_RESULT.pattern}|{_DRAFT.pattern}")
 
 QueryOrError = tuple[str, str]  # an alignment's query, and what is wrong with it: one of them is empty
 Manifest = dict[str, Any]  # "part", "warpfold" (version), "options", "inputs", "clusters", as JSON can hold them
 
 
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    """The result of a job, and the place of its records."""
+class JobResult(NamedTuple):
+    """The result of a job: its name, plain data as JSON can hold it, and the records of its entries."""
 
-    line: bytes  # of the journal, parsed when it is needed: a part may have a million of them
-    at: int  # in `records`
-    sizes: Sequence[int]
-    crcs: Sequence[int]
-
-    @property
-    def data(self) -> Any:
-        """Return the result, as JSON can hold it."""
-        return json.loads(self.line)[1]
-
-    def place(self, number: int) -> tuple[int, int, int]:
-        """Return the first byte, the size and the checksum of one of its records."""
-        return self.at + sum(self.sizes[:number]), self.sizes[number], self.crcs[number]
+    job: str
+    data: Any
+    records: list[bytes]
 
 
 def part_path(out: Path, part: JobPart) -> Path:
@@ -71,8 +59,29 @@ def differences(one: Manifest, other: Manifest, ignored: Container[str] = ()) ->
     return found
 
 
+def result_name(job: str) -> str:
+    """Return the name of a job's result file."""
+    return digest_of(job.encode("utf-8", "surrogateescape"))
+
+
+def read_result(path: Path, with_records: bool = True) -> JobResult:
+    """Read a result file.  Errors: ValueError for a damaged one, OSError for one that cannot be read."""
+    with open(path, "rb") as file:
+        checksum, _, line = file.readline().partition(b" ")
+        if checksum != b"%08x" % zlib.crc32(line):
+            raise ValueError("checksum")
+        job, data, sizes, crcs = json.loads(line)
+        records = [file.read(size) for size in sizes] if with_records else []
+        # `zlib.crc32` also tells a record that is cut short.
+        if with_records and (list(map(zlib.crc32, records)) != crcs or file.read(1)):
+            raise ValueError("checksum")
+    if path.name != result_name(job):
+        raise ValueError("the result of another job")
+    return JobResult(job, data, records)
+
+
 class PartFolder:
-    """A finished part, open for reading: its manifest, its results by the names of their jobs, and its queries.
+    """A finished part, open for reading.  No file stays open: a merge may have thousands of parts.
 
     Errors: UserError for a folder that is not a finished part, and for a damaged one.
     """
@@ -80,81 +89,39 @@ class PartFolder:
     def __init__(self, path: Path) -> None:
         if not path.exists() and path.with_name(f"{path.name}.partial").exists():
             raise UserError(f"{path}: is unfinished; repeat its command to finish it")
-        self.folder = path
-        self.manifest = _read_manifest(path)
+        self.path, self.manifest = path, _read_manifest(path)
         self.part = JobPart.parse(self.manifest["part"])
-        self.results: dict[str, JobResult] = {}
-        self.queries: dict[str, QueryOrError] = {}  # by the alignments' names
-        whole = self._read_results(check=False)
-        if self.manifest.get("bytes") != list(whole):
-            raise UserError(f"{path}: damaged or cut short; copy it again, or remove it and repeat its command")
-
-    def _read_results(self, check: bool) -> tuple[int, int]:
-        """Read the journal, and return the bytes of it and of the records that are whole.
-
-        check: compare the records with their checksums, as is needed where a run may have been killed.
-        """
-        ends = 0, 0
-        try:
-            with open(self.folder / "journal", "rb") as journal, open(self.folder / RECORDS, "rb") as records:
-                written = os.fstat(records.fileno()).st_size
-                for text, length in _whole_lines(journal):
-                    job, _, sizes, crcs = json.loads(text)
-                    line, at = ends
-                    result = JobResult(text, at, tuple(sizes), tuple(crcs))
-                    end = at + sum(sizes)
-                    if end > written or (check and not _are_whole(records.fileno(), result)):
-                        break
-                    self._take(job, result)
-                    ends = line + length, end
-        except OSError as error:
-            raise UserError(f"{self.folder}: cannot be read: {error.strerror}; copy it again") from error
-        return ends
-
-    def _take(self, job: str, result: JobResult) -> None:
-        if job == QUERIES:
-            self.queries |= {name: (query, error) for name, query, error in result.data}
-        else:
-            self.results[job] = result
+        self._jobs: list[str] = self.manifest.pop("jobs", [])  # sorted
+        if self.manifest.pop("checksum", None) != sealed({**self.manifest, "jobs": self._jobs})["checksum"]:
+            raise self._damaged("plan.json")
 
     def structures(self) -> list[str]:
         """Return the names of the jobs of structure files, sorted."""
-        return sorted(job for job in self.results if job.startswith(STRUCTURE))
+        return [job for job in self._jobs if job.startswith(STRUCTURE)]
 
-    def record(self, at: int, size: int, crc: int) -> bytes:
-        """Read one of the records.  No file stays open: a merge may have thousands of parts.
+    def queries(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the name, the query and the problem of each alignment."""
+        for job in self._jobs:
+            if job.startswith(QUERIES):
+                yield from self.read(job).data
 
-        Errors: UserError if it cannot be read or is damaged.
-        """
-        path = self.folder / RECORDS
+    def read(self, job: str, with_records: bool = True) -> JobResult:
+        """Read the result of a job.  Errors: UserError if it is missing or damaged, or cannot be read."""
         try:
-            with open(path, "rb", buffering=0) as file:
-                record = pread(file.fileno(), size, at)
+            return read_result(self.path / result_name(job), with_records)
+        except (FileNotFoundError, ValueError, TypeError):
+            raise self._damaged(result_name(job)) from None
         except OSError as error:
-            raise UserError(f"{path}: cannot be read: {error.strerror}; copy the part again") from error
-        if len(record) != size or zlib.crc32(record) != crc:
-            raise UserError(f"{path}: damaged (checksum at byte {at}); copy the part again, or pack it again")
-        return record
+            raise UserError(f"{self.path}: cannot be read: {error.strerror}; copy the part again") from error
+
+    def _damaged(self, name: str) -> UserError:
+        return UserError(f"{self.path}: {name} is damaged or missing; copy the part again, or remove and pack it again")
 
 
-def _are_whole(records: int, result: JobResult) -> bool:
-    """Compare the records of a job with their checksums, one at a time: all may be larger than the memory."""
-    places = (result.place(number) for number in range(len(result.sizes)))
-    return all(zlib.crc32(pread(records, size, at)) == crc for at, size, crc in places)
-
-
-def _whole_lines(lines: BinaryIO) -> Iterator[tuple[bytes, int]]:
-    """Yield the lines of a journal without their checksums, each with its length, up to a torn one."""
-    for line in lines:
-        checksum, _, text = line.partition(b" ")
-        if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):
-            return
-        yield text, len(line)
-
-
-class PartWriter(PartFolder):
+class PartWriter:
     """A part, open for writing by this process alone; continues one that was begun with the same inputs and options.
 
+    Use as a context manager: an exception leaves the results for the next run.
     Errors: UserError if the part is finished, another process is writing it, it was begun with other inputs or options
     or by another version, the folder holds files that are not a part's, or it cannot be written.
     """
@@ -162,55 +129,70 @@ class PartWriter(PartFolder):
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, {"format": FORMAT, "version": VERSION, **manifest}
         self.part = JobPart.parse(manifest["part"])
-        self._draft = DraftFolder(path, _OWN.fullmatch)
-        self.folder = self._draft.folder
-        self.results, self.queries = {}, {}
+        self.jobs: set[str] = set()  # with a result
+        self.queries: dict[str, QueryOrError] = {}  # by the alignments' names
         self.tried: Counter[str] = Counter()  # how often each job without a result was begun, in runs that died
         self._begun: Counter[str] = Counter()  # by this process
+        self._draft = DraftFolder(path, _OWN.fullmatch)
+        self.folder = self._draft.folder
         with ExitStack() as unless_open:
             unless_open.callback(self._draft.release)
             self._begin()
             unless_open.pop_all()
 
+    def __enter__(self) -> "PartWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _begin(self) -> None:
-        plan, journal, records, tried = (self.folder / name for name in ("plan.json", "journal", RECORDS, "tried"))
-        if plan.exists() and journal.exists() and journal.stat().st_size:
-            _check_same_run(self.path, _read_manifest(self.folder), self.manifest)
+        """Find the results of a run that was stopped, and remove what a kill or a power cut left incomplete."""
         with writing(self.path):
-            write_atomically(plan, json.dumps(self.manifest, indent=1) + "\n")
-            for file in (journal, records, tried):
-                file.touch()
-            whole = self._read_results(check=True)
-            for line in tried.read_bytes().splitlines():
+            results = [path for path in self.folder.iterdir() if _RESULT.fullmatch(path.name)]
+            if results:
+                _check_same_run(self.path, _read_manifest(self.folder), self.manifest)
+            write_atomically(self.folder / "plan.json", json.dumps(self.manifest, indent=1) + "\n")
+            for path in self.folder.iterdir():
+                if _DRAFT.fullmatch(path.name):
+                    path.unlink()
+            for path in results:
+                try:
+                    result = read_result(path)
+                except (ValueError, TypeError):
+                    path.unlink()
+                else:
+                    self._take(result.job, result.data)
+            self._tried_file = open(self.folder / "tried", "a+b")  # noqa: SIM115 (open until the end)
+            self._tried_file.seek(0)
+            lines = self._tried_file.read()
+            for line in lines.splitlines():
                 with suppress(ValueError):  # a torn line
                     self.tried.update(json.loads(line))
+            if lines and not lines.endswith(b"\n"):
+                self._tried_file.write(b"\n")
             self.tried = Counter({job: n for job, n in self.tried.items() if not self.has(job)})
-            self._tried_file = open(tried, "ab")  # noqa: SIM115 (open until the end)
-            self._journal_file = open(journal, "r+b")  # noqa: SIM115
-            self._records_file = open(records, "r+b")  # noqa: SIM115
-            for opened, size in zip((self._journal_file, self._records_file), whole):
-                opened.truncate(size)  # cut off what a kill left torn
-                opened.seek(size)
+
+    def _take(self, job: str, data: Any) -> None:
+        self.jobs.add(job)
+        if job.startswith(QUERIES):
+            self.queries |= {name: (query, error) for name, query, error in data}
 
     def has(self, job: str) -> bool:
         """Return whether a job has a result."""
-        return job[len(QUERY) :] in self.queries if job.startswith(QUERY) else job in self.results
+        return job[len(QUERY) :] in self.queries if job.startswith(QUERY) else job in self.jobs
 
     def add(self, job: str, data: Any, records: Sequence[bytes] = ()) -> None:
         """Keep the result of a job and its records."""
         sizes, crcs = [len(record) for record in records], [zlib.crc32(record) for record in records]
         line = json.dumps([job, data, sizes, crcs], separators=(",", ":")).encode() + b"\n"
-        result = JobResult(line, self._records_file.tell(), sizes, crcs)
-        with writing(self.path):
-            self._records_file.writelines(records)
-            self._records_file.flush()
-            self._journal_file.write(b"%08x %s" % (zlib.crc32(line), line))
-            self._journal_file.flush()
-        self._take(job, result)
+        # Not synced, as that would take longer than many jobs: a run that continues checks every file.
+        write_atomically(self.folder / result_name(job), [b"%08x " % zlib.crc32(line), line, *records], sync=False)
+        self._take(job, data)
 
     def add_queries(self, found: Mapping[str, QueryOrError]) -> None:
         """Keep the queries of some alignments, by their names."""
-        self.add(QUERIES, [[name, *query] for name, query in found.items()])
+        self.add(QUERIES + next(iter(found)), [[name, *query] for name, query in found.items()])
 
     def begin(self, jobs: Sequence[str]) -> None:
         """Note that these jobs are tried now, so that a job that kills this process is known afterwards."""
@@ -223,26 +205,23 @@ class PartWriter(PartFolder):
     def finish(self) -> None:
         """Give the part its name: all jobs are done."""
         with writing(self.path):
-            ends = [file.tell() for file in (self._journal_file, self._records_file)]
-            for file in (self._journal_file, self._records_file):
-                file.flush()
-                os.fsync(file.fileno())
-            self.manifest["bytes"] = ends
-            write_atomically(self.folder / "plan.json", json.dumps(self.manifest, indent=1) + "\n")
+            # The system has written most files by now, so that few of these calls wait for a disk.
+            for job in self.jobs:
+                sync_path(self.folder / result_name(job))
+            plan = sealed({**self.manifest, "jobs": sorted(self.jobs)})
+            write_atomically(self.folder / "plan.json", json.dumps(plan, indent=1) + "\n")
             (self.folder / "tried").unlink()
         self._draft.complete()
-        self.folder = self.path
 
     def close(self) -> None:
-        """Close the files and release the folder, which is removed if no job is done."""
-        for file in (self._journal_file, self._records_file, self._tried_file):
-            with suppress(OSError):  # on a full disk; `add` has said so
-                file.close()
+        """Release the folder, which is removed if no job is done."""
+        with suppress(OSError):  # on a full disk; `begin` has said so
+            self._tried_file.close()
         if not self._draft.is_open:
             return
         # A job that a stop has interrupted did not kill this process.
         earlier = Counter({job: n - self._begun[job] for job, n in self.tried.items() if not self.has(job)})
-        if not (self.results or self.queries or earlier):
+        if not (self.jobs or earlier):
             self._draft.remove()
             return
         with suppress(UserError):  # a full disk
@@ -286,21 +265,21 @@ def check_parts(parts: Sequence[PartFolder]) -> None:
     """Raise UserError unless these are all parts of one store, each given once."""
     first = parts[0]
     by_number: dict[int, PartFolder] = {}
-    for one in parts:
-        if found := differences(first.manifest, one.manifest):
+    for part in parts:
+        if found := differences(first.manifest, part.manifest):
             raise UserError(
-                f"{one.folder}: belongs to another store than {first.folder} (it differs in {', '.join(found)}); pack "
+                f"{part.path}: belongs to another store than {first.path} (it differs in {', '.join(found)}); pack "
                 "both with the same inputs and options"
             )
-        if one.part.count != first.part.count:
+        if part.part.count != first.part.count:
             raise UserError(
-                f"{one.folder}: is part {one.part}, {first.folder} is {first.part}; give the parts of one run"
+                f"{part.path}: is part {part.part}, {first.path} is {first.part}; give the parts of one run"
             )
-        if (other := by_number.setdefault(one.part.number, one)) is not one:
-            raise UserError(f"{one.folder}: is part {one.part}, and so is {other.folder}; give each part once")
+        if (other := by_number.setdefault(part.part.number, part)) is not part:
+            raise UserError(f"{part.path}: is part {part.part}, and so is {other.path}; give each part once")
     missing = [str(n) for n in range(1, first.part.count + 1) if n not in by_number]
     if missing:
         raise UserError(
-            f"{first.folder}: of {first.part.count} parts, {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} "
+            f"{first.path}: of {first.part.count} parts, {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} "
             "missing; give all, made with --shard"
         )
