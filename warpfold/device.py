@@ -473,13 +473,15 @@ class CUDARecorder:
         torch.cuda.empty_cache()
         with self._here(), cutting(cut), uncollected():
             begin()
+            is_complete = False
             try:
                 results = function()
-            except BaseException:
-                if graph is not None:
-                    with suppress(RuntimeError):  # it says that the capture failed; the error under way says why
+                is_complete = True
+            finally:
+                if not is_complete and graph is not None:
+                    # The error of `function` says why the capture failed; that of capture_end only says that it did.
+                    with suppress(RuntimeError):
                         graph.capture_end()
-                raise
             end()
         return results, replay
 

@@ -129,6 +129,7 @@ def _parse_expression(text: str) -> Condition:
         raise _invalid_expression(text, "not an expression") from None
 
     def compile_condition(node: ast.expr) -> Condition:
+        """Compile one node of the expression."""
         if isinstance(node, ast.BoolOp):
             conditions = [compile_condition(operand) for operand in node.values]
             # Kleene logic: one True decides an `or` and one False an `and`, even if other operands are unknown.
