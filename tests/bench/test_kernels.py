@@ -262,7 +262,7 @@ def test_tails_are_tuned_as_they_draw() -> None:
         if call.arguments.get("key") is not None
     ]
     assert {call.kernel.name for call in drawing} == {
-        f"{name}{precision}" for name in ("tail", "tail_backward", "tail_weight") for precision in ("", "_fp32")
+        f"{name}{precision}" for name in ("tail", "tail_backward") for precision in ("", "_fp32")
     }
 
 

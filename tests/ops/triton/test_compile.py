@@ -8,7 +8,8 @@ and every candidate.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import pytest
@@ -54,6 +55,8 @@ KNOWN: tuple[str, ...] = (
     " on sm_80: 8 bytes of a thread are spilled",
     # Of the headline step's 132 rows, whose axes are more.
     "norm_linear_backward (256, 1024) BLOCK_M 64, BLOCK_O 64, 8 warps, 2 stages on sm_90"
+    ": 8 bytes of a thread are spilled",
+    "norm_linear_backward (256, 1028) BLOCK_M 64, BLOCK_O 64, 8 warps, 2 stages on sm_100"
     ": 8 bytes of a thread are spilled",
     # Of lengths that 16 does not divide, to which training seldom crops.  Of other tiles some spill where 16 divides
     # it, and those of 32 positions, which fit, read the weights twice as often at every length.
@@ -229,7 +232,10 @@ def test_every_tile_of_the_default_table_is_within_the_budget() -> None:
     most = [launch for precision in ("bf16", "fp32") for launch in demanding(launches("default", precision))]
     compiled_above = {(launch.kernel.name, launch.config) for launch in most}
     entries = [e for e in largest_of_each_tile(table) if (e.kernel, e.config) not in compiled_above]
-    for entry, arch in zip(entries, itertools.cycle(BUDGETS)):
+    # Each kernel begins with the first architecture, so that a tile's does not depend on other kernels' entries.
+    of_kernel: dict[str, Iterator[str]] = defaultdict(lambda: itertools.cycle(BUDGETS))
+    for entry in entries:
+        arch = next(of_kernel[entry.kernel])
         if any(entry.kernel == own.kernel for own in read(SHIPPED / f"{FAMILY[arch]}.json").entries):
             arch = "sm_80"  # the other one has a tile of its own
         launched = by_kernel()[entry.kernel]

@@ -74,7 +74,7 @@ from warpfold.ops.triton.launch import (
 from warpfold.ops.triton.linear import (
     Planes,
     gated_linear_residual,
-    gated_linear_residual_sums,
+    gated_linear_residual_gradients,
     norm_linear_backward,
     project,
 )
@@ -1101,17 +1101,17 @@ def gated_attention_backward(t: Operands) -> tuple[Tensor, ...]:
     dy, do = empty_projected(x, t.weight.shape[0]), empty_projected(x, inner)
     g, *vectors, bias = parts(t.y, inner, heads, t.own if makes_bias else t.bias)
     dg, *gradients, _ = parts(dy, inner, heads, None)
-    of_end = gated_linear_residual_sums(t.but(o=t.attended, g=g, weight=t.out_weight, bias=t.out_bias), do, dg)
+    of_end = gated_linear_residual_gradients(t.but(o=t.attended, g=g, weight=t.out_weight, bias=t.out_bias), do, dg)
     do, o = (each.unflatten(-1, (heads, -1)) for each in (do, t.attended))
     do, q, k, v, o, dq, dk, dv = (batched(each, 5) for each in (do, *vectors, o, *gradients))
     bias, dbias = (None if each is None else batched(each, 4) for each in (bias, None if makes_bias else given))
     rows = Operands(q=q, k=k, v=v, mask=batched(t.mask, 3), bias=bias, out=o, lse=batched(t.lse, 4))
     wanted = makes_bias or t.bias_wanted
     slabs = _backward(rows.but(grad=do, dq=dq, dk=dk, dv=dv, dbias=dbias, bias_wanted=wanted))
-    sums, own = [of_end], None
+    sums, own = list[Sum](), None
     if slabs is not None and makes_bias:
         own = slabs.view(-1, *x.shape[:-3], heads, *x.shape[-3:-1]).movedim(-3, -1)
     elif slabs is not None:
         sums.append(Sum(slabs.flatten(1), (given,)))
     of_norm = norm_linear_backward(t.but(grad=dy, bias=t.gate_bias), t.grad if t.residual else None, sums, own)
-    return *of_norm, *of_end.results, given
+    return *of_norm, *of_end, given

@@ -18,20 +18,21 @@ Forward it reads x and g and writes y; backward it reads grad, x, g and writes d
 
 gated_linear_residual on a GPU: projection, bias, gate, dropout and residual without a tensor in between.
 
-Forward it reads x, o, g and writes y.  Backward it reads grad, o, g twice, for the gradients of o and g and for that of
-the weight, as in `norm_linear`.  One pass for both was tried, for weights of 128 x 128: compiled for sm_80, sm_90 and
-gfx942 its registers are spilled.  The kernels' names in launch tables begin with "tail", as the operation was called.
+Forward it reads x, o, g and writes y.  Backward the kernel reads grad, o, g and writes the gradients of o and g, the
+gated h = o * sigmoid(g) and, where there is dropout, dz = grad * factors.  The weight's gradient dz^T h is a product of
+the vendor's library.  The kernels' names in launch tables begin with "tail", as the operation was called.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from warpfold.ops.dispatch import Operands, empty_like, empty_parameters
-from warpfold.ops.linear import empty_linear, empty_statistics, padded
+from warpfold.ops.linear import empty_linear, empty_projected, empty_statistics, padded
 from warpfold.ops.triton.launch import Kernel, configs, register, register_by_precision
 from warpfold.ops.triton.noise import SCALARS, DropoutOperands, dropout_tile
 from warpfold.ops.triton.positions import (
@@ -81,6 +82,49 @@ def _masked(y: tl.tensor, mask: tl.tuple, m: tl.tensor, axes: tl.tuple) -> tl.te
         return y * tl.load(mask.data + offsets(mask, m, axes), mask=m < axes.positions, other=0).to(tl.float32)[:, None]
     else:  # as in `shifted`
         return y
+
+
+# Columns that are stored behind the operand of a weight's gradient, one of ones for the gradient of the bias: rows of
+# 8 numbers of 16 bits begin where a wide word does, as cuBLAS wants them.
+ONES = 8
+
+
+@triton.jit
+def store_ones(t: tl.tuple, m: tl.tensor, axes: tl.tuple, FIRST: tl.constexpr, ONES: tl.constexpr) -> None:
+    """Store a column of ones, and zeros up to ONES columns, in t [m, FIRST + ONES] from column FIRST on."""
+    k = tl.arange(0, ONES)
+    row = tl.where(k == 0, 1.0, 0.0).to(t.data.dtype.element_ty)
+    ones = tl.broadcast_to(row[None, :], [m.shape[0], ONES])
+    tl.store(pointers(t, m, FIRST + k, axes), ones, mask=(m < axes.positions)[:, None] & (k < ONES)[None, :])
+
+
+def matrix(t: Tensor) -> Tensor:
+    """View t [*, c] as a matrix [positions, c], its rows in the order of memory; copy it where no view exists."""
+    order = sorted(range(t.dim() - 1), key=t.stride, reverse=True)
+    return t.permute(*order, t.dim() - 1).reshape(-1, t.shape[-1])
+
+
+def weight_gradients(dy: Tensor, h: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Compute the gradient of a weight, dy^T h, in fp32, and that of a bias of the first outputs.
+
+    dy: [P, o]; h: [P, c], or with a bias [P, c + ONES], where column c is one.
+    Returns [o, c] and [b]; without a bias the latter has no elements.
+    """
+    dy = dy.t()
+    if dy.dtype == torch.float32:
+        product = torch.mm(dy, h)
+    elif dy.device.type == "cpu" or torch.version.hip is not None:
+        # torch multiplies 16 bits into fp32 on NVIDIA's GPUs alone.
+        product = torch.mm(dy.float(), h.float())
+    else:
+        product = torch.mm(dy, h, out_dtype=torch.float32)
+    if bias is None:
+        return product, product.new_empty(0)
+    c = h.shape[1] - ONES
+    dweight, dbias = product.new_empty(len(product), c), product.new_empty(len(bias))
+    dweight.copy_(product[:, :c])
+    dbias.copy_(product[: len(bias), c])
+    return dweight, dbias
 
 
 PROGRAMS = 1024  # at most, of the backward kernel: eight on each core of a large GPU
@@ -671,12 +715,21 @@ def _gated_linear_residual(
 @triton.jit(do_not_specialize=SCALARS)
 def _gated_linear_residual_backward(
     grad: tl.tuple, o: tl.tuple, g: tl.tuple, weight: tl.tensor, factors: tl.tuple, key: tl.tensor, do: tl.tuple,
-    dg: tl.tuple, axes: tl.tuple, number: tl.tensor, word: tl.tensor, rate: tl.tensor, scale: tl.tensor,
-    C: tl.constexpr, INPUTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_K: tl.constexpr,
+    dg: tl.tuple, h: tl.tuple, dz: tl.tuple, axes: tl.tuple, number: tl.tensor, word: tl.tensor, rate: tl.tensor,
+    scale: tl.tensor,
+    C: tl.constexpr, INPUTS: tl.constexpr, ONES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Store do and dg, from dh = (grad * factors) weight: BLOCK_I inputs of BLOCK_M positions."""
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    """Store do and dg, from dh = (grad * factors) weight, and the gated h: BLOCK_I inputs of BLOCK_M positions.
+
+    ONES: 0, or the number of columns behind h, of which the first is filled with ones and the others with zeros.
+    dz: where grad * factors is stored, or None without factors.
+    """
+    # Programs that read the same positions of grad follow each other, so the second one finds them in the L2 cache.
+    tiles: tl.constexpr = tl.cdiv(INPUTS, BLOCK_I)
+    tile = tl.program_id(0) % tiles
+    m = (tl.program_id(0) // tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = tile * BLOCK_I + tl.arange(0, BLOCK_I)
     real = (m < axes.positions)[:, None]
     grad_rows = grad.data + offsets(grad, m, axes)[:, None]
     if factors is not None:
@@ -685,12 +738,15 @@ def _gated_linear_residual_backward(
     for start in range(0, C, BLOCK_K):
         c = start + tl.arange(0, BLOCK_K)
         valid = real & (c < C)[None, :]
-        dz = tl.load(grad_rows + c[None, :], mask=valid, other=0)
+        of_grad = tl.load(grad_rows + c[None, :], mask=valid, other=0)
         if factors is not None:
             at = factor_rows + (c.to(tl.int64) * factors.strides[3])[None, :]
-            dz = (dz.to(tl.float32) * dropout_tile(factors, at, valid, key, number, word, rate, scale)).to(dz.dtype)
+            drop = dropout_tile(factors, at, valid, key, number, word, rate, scale)
+            of_grad = (of_grad.to(tl.float32) * drop).to(of_grad.dtype)
+            if tile == 0:
+                tl.store(pointers(dz, m, c, axes), of_grad, mask=valid)
         wt = tl.load(weight + c[:, None] * INPUTS + i[None, :], mask=(c < C)[:, None] & (i < INPUTS)[None, :], other=0)
-        dh = tl.dot(dz, wt.to(dz.dtype), dh)
+        dh = tl.dot(of_grad, wt.to(of_grad.dtype), dh)
     valid = real & (i < INPUTS)[None, :]
     at = offsets(o, m, axes)[:, None]
     v = tl.load(o.data + at + i[None, :], mask=valid, other=0).to(tl.float32)
@@ -699,46 +755,9 @@ def _gated_linear_residual_backward(
     dv = dh * gate_values
     tl.store(pointers(do, m, i, axes), dv.to(do.data.dtype.element_ty), mask=valid)
     tl.store(pointers(dg, m, i, axes), (dv * v * (1 - gate_values)).to(dg.data.dtype.element_ty), mask=valid)
-
-
-@triton.jit(do_not_specialize=SCALARS)
-def _gated_linear_residual_weight(
-    grad: tl.tuple, o: tl.tuple, g: tl.tuple, factors: tl.tuple, key: tl.tensor, partials: tl.tensor, axes: tl.tuple,
-    number: tl.tensor, word: tl.tensor, rate: tl.tensor, scale: tl.tensor,
-    C: tl.constexpr, INPUTS: tl.constexpr, BIASED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
-    BLOCK_I: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store in partials [programs, C INPUTS + BIASED] a tile of dz^T h, and of the sum of dz, of a span of positions.
-
-    BIASED: C, or 0 without a bias.
-    """
-    c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
-    each = tl.cdiv(tl.cdiv(axes.positions, BLOCK_M), tl.num_programs(2))
-    first = tl.program_id(2) * each * BLOCK_M
-    last = min(axes.positions, first + each * BLOCK_M)
-    dw = tl.zeros([BLOCK_C, BLOCK_I], tl.float32)
-    db = tl.zeros([BLOCK_C], tl.float32)
-    for start in range(first, last, BLOCK_M):
-        m = start + tl.arange(0, BLOCK_M)
-        valid = (m < axes.positions)[:, None] & (c < C)[None, :]
-        at = offsets(grad, m, axes)[:, None]
-        dz = tl.load(grad.data + at + c[None, :], mask=valid, other=0)
-        if factors is not None:
-            at = offsets(factors, m, axes)[:, None] + (c.to(tl.int64) * factors.strides[3])[None, :]
-            dz = (dz.to(tl.float32) * dropout_tile(factors, at, valid, key, number, word, rate, scale)).to(dz.dtype)
-        valid = (m < axes.positions)[:, None] & (i < INPUTS)[None, :]
-        at = offsets(o, m, axes)[:, None]
-        v = tl.load(o.data + at + i[None, :], mask=valid, other=0).to(tl.float32)
-        at = offsets(g, m, axes)[:, None]
-        h = v * tl.sigmoid(tl.load(g.data + at + i[None, :], mask=valid, other=0).to(tl.float32))
-        dw = tl.dot(tl.trans(dz), h.to(dz.dtype), dw)
-        if BIASED > 0:
-            db += tl.sum(dz.to(tl.float32), 0)
-    mine = partials + tl.program_id(2).to(tl.int64) * (C * INPUTS + BIASED)
-    tl.store(mine + c[:, None] * INPUTS + i[None, :], dw, mask=(c < C)[:, None] & (i < INPUTS)[None, :])
-    if BIASED > 0 and tl.program_id(1) == 0:
-        tl.store(mine + C * INPUTS + c, db, mask=c < C)
+    tl.store(pointers(h, m, i, axes), (v * gate_values).to(h.data.dtype.element_ty), mask=valid)
+    if ONES > 0 and tile == 0:
+        store_ones(h, m, axes, INPUTS, ONES)
 
 
 _TILES = (
@@ -758,19 +777,13 @@ RESIDUAL_FORWARD = register_by_precision(
 RESIDUAL_BACKWARD = register_by_precision(
     "tail_backward",
     _gated_linear_residual_backward,
-    configs("BLOCK_M BLOCK_I BLOCK_K", *_TILES),
-    configs("BLOCK_M BLOCK_I BLOCK_K", *_FP32),
-)
-RESIDUAL_WEIGHT = register_by_precision(
-    "tail_weight",
-    _gated_linear_residual_weight,
+    # Wider tiles spill: a program holds dh, the gates and o at once.
     configs(
-        "BLOCK_M BLOCK_C BLOCK_I",
-        *((m, 64, i, 4, s) for i in (128, 64) for m in (32, 64) for s in (2, 3)),
-        *((m, 128, 128, 8, s) for m in (32, 64) for s in (2, 3)),
-        (64, 64, 64, 8, 2),
+        "BLOCK_M BLOCK_I BLOCK_K",
+        *((64, 64, k, w, s) for k in (32, 64) for w in (4, 8) for s in (2, 3)),
+        *((64, 128, k, 8, s) for k in (32, 64) for s in (2, 3)),
     ),
-    configs("BLOCK_M BLOCK_C BLOCK_I", (16, 32, 64, 4, 1), (32, 32, 64, 4, 1), (16, 64, 64, 8, 1), (16, 64, 64, 4, 1)),
+    configs("BLOCK_M BLOCK_I BLOCK_K", *_FP32),
 )
 
 
@@ -796,32 +809,27 @@ def gated_linear_residual(t: Operands, residual: bool = True) -> Tensor:
 def gated_linear_residual_backward(t: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute warpfold::gated_linear_residual_backward."""
     do, dg = empty_like(channels_last(t.o)), empty_like(channels_last(t.g))
-    sums = gated_linear_residual_sums(t, do, dg)
-    sum_partials(sums)
-    dweight, dbias = sums.results
-    return do, dg, dweight, dbias
+    return do, dg, *gated_linear_residual_gradients(t, do, dg)
 
 
-def gated_linear_residual_sums(t: Operands, do: Tensor, dg: Tensor) -> Sum:
-    """Write the gradients of o and g into do and dg, and return what is to be summed for those of weight and bias."""
+def gated_linear_residual_gradients(t: Operands, do: Tensor, dg: Tensor) -> tuple[Tensor, Tensor]:
+    """Write the gradients of o and g into do and dg, and return those of weight and bias."""
     o, dropout = t.o, DropoutOperands(t.grad, t)
     reads: dict[str, Tensor | None] = {name: channels_last(getattr(t, name)) for name in ("grad", "o", "g")}
-    c, inputs = t.grad.shape[-1], o.shape[-1]
-    biased = 0 if t.bias is None else c
-    p, arguments = dropout.walked_with(reads, writes={"do": do, "dg": dg})
+    dz, c, inputs = reads["grad"], t.grad.shape[-1], o.shape[-1]
+    assert dz is not None
+    writes = {"do": do, "dg": dg, "h": empty_projected(dz, inputs + (0 if t.bias is None else ONES))}
+    if dropout.of is not None:
+        dz = writes["dz"] = empty_projected(dz, c)
+    p, arguments = dropout.walked_with(reads, writes)
     kernel = RESIDUAL_BACKWARD.tiled((inputs, c), o)
     kernel.run(
-        (cdiv(p.count, kernel["BLOCK_M"]), cdiv(inputs, kernel["BLOCK_I"])),
-        **arguments,
+        (cdiv(p.count, kernel["BLOCK_M"]) * cdiv(inputs, kernel["BLOCK_I"]),),
+        **{"dz": None} | arguments,
         weight=cast_weight(t.weight, o, p.count),
         C=c,
         INPUTS=inputs,
+        ONES=0 if t.bias is None else ONES,
     )
     p.copy_back()
-    p, arguments = dropout.walked_with(reads, writes={})
-    kernel = RESIDUAL_WEIGHT.tiled((c, inputs), o)
-    tiles = cdiv(c, kernel["BLOCK_C"]), cdiv(inputs, kernel["BLOCK_I"])
-    programs = programs_for(p.count, kernel["BLOCK_M"], max(1, TILES // (tiles[0] * tiles[1])))
-    partials = empty_partials(o, programs, c * inputs + biased)
-    kernel.run((*tiles, programs), **arguments, partials=partials, C=c, INPUTS=inputs, BIASED=biased)
-    return Sum(partials, empty_parameters(t.weight, t.bias))
+    return weight_gradients(matrix(dz), matrix(writes["h"]), t.bias)
