@@ -144,6 +144,8 @@ if triton.__version__.startswith("3.9."):
 BESIDE = (
     *(f"attention_{of} (8, 1, 8, 1024): products without wgmma" for of in ("forward", "dq", "dkdv")),
     "norm_linear_weight (128, 8): products without wgmma",
+    # Template pointwise attention has one query.
+    *(f"attention_{of} (16, 1, 1, 4): products without wgmma" for of in ("forward", "short")),
     *(f"norm_linear {key}: products whose operands nobody loads ahead" for key in ((128, 8), (64, 64), (256, 64))),
     *(f"norm_linear_backward {key}: products whose operands nobody loads ahead" for key in ((128, 8), (256, 64))),
     "tail_backward (64, 64): products whose operands nobody loads ahead",

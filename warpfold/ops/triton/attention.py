@@ -27,12 +27,8 @@ runs over all tiles of keys, and for each over all queries: a weight is computed
 seven.  dk and dv of a tile are done with when it is; dq is added up in fp32, in memory that no other program sees and
 that stays in the cache, from one tile of keys to the next: in order, and not at all where one tile has all keys.
 
-Attention of one query over a handful of keys, for very many rows: the templates' features of each pair.
-A program owns a tile of (batch, row, head), each with its one query, and runs over the keys one after another.  It has
-no matrix product for tensor cores; each vector is read once.
-
 One family of kernels serves every attention of the trunk, at any strides: rows and columns, with a bias or without,
-few queries or many.
+few queries or many, the templates' features of each pair (one query over a handful of keys) among them.
 
 gated_attention on a GPU: the kernels of its parts, one after another, over memory that they share.
 
@@ -63,7 +59,6 @@ from warpfold.ops.dispatch import Operands, Shape, empty_like
 from warpfold.ops.linear import empty_projected, empty_statistics
 from warpfold.ops.triton.launch import (
     ByPrecision,
-    Kernel,
     Key,
     TiledKernel,
     configs,
@@ -328,7 +323,7 @@ ROW_TILES = configs(
     *((64, 32, rows, 4, stages) for rows in (1, 2) for stages in (2, 3)),
     *((128, keys, 1, 8, stages) for keys in (32, 64) for stages in (2, 3)),
     *((128, 32, 2, 8, 2), (64, 128, 1, 4, 2)),
-    *((16, 64, 1, 1, 3), (16, 128, 1, 2, 3), (32, 64, 1, 2, 3)),
+    *((16, 64, 1, 1, 3), (16, 128, 1, 2, 3), (32, 64, 1, 2, 3), *((16, 32, 2, 1, s) for s in (2, 3))),
 )
 ROW_TILES_FP32 = configs(
     "BLOCK_Q BLOCK_K ROWS",
@@ -561,6 +556,7 @@ DKDV = register_by_precision(
         "BLOCK_Q BLOCK_K ROWS",
         *((64, 64, 1, 4, 2), (64, 64, 1, 4, 3), (64, 128, 1, 8, 2), (32, 64, 1, 4, 2), (32, 64, 2, 4, 2)),
         *((32, 128, 1, 8, 2), (32, 128, 1, 4, 2), (16, 64, 1, 2, 2), (16, 64, 1, 4, 2), (16, 128, 1, 8, 2)),
+        (16, 16, 2, 2, 2),
     ),
     configs("BLOCK_Q BLOCK_K ROWS", (32, 32, 1, 4, 2), (32, 64, 1, 8, 2), (16, 32, 1, 4, 2), (16, 64, 1, 8, 2)),
 )
@@ -714,7 +710,7 @@ SHORT = register(
     configs(
         "BLOCK_Q BLOCK_K",
         *((32, keys, warps, stages) for keys, warps in ((64, 4), (128, 8)) for stages in (1, 2)),
-        *((16, 64, 4, 1), (16, 128, 8, 1), (64, 64, 4, 1), (64, 128, 8, 1), (32, 256, 8, 1)),
+        *((16, 64, 4, 1), (16, 128, 8, 1), (64, 64, 4, 1), (64, 128, 8, 1), (32, 256, 8, 1), (16, 16, 1, 1)),
     ),
 )
 
@@ -724,140 +720,6 @@ def serves_short(vectors: Iterable[Tensor], bias: Tensor | None) -> bool:
     return all(
         t.element_size() == 2 and t.shape[2] <= LONGEST and t.shape[2] * t.stride(2) < NEAR for t in vectors
     ) and (bias is None or bias.shape[2] * bias.stride(2) < NEAR)
-
-
-POINTWISE_KEYS = 32  # at most; with more, a tile of keys at a time is faster
-
-
-@triton.jit
-def _each_pointers(x: tl.tuple, where: tl.tuple, j: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Return pointers to the j-th vectors of a tile of (batch, row, head)."""
-    batch, row, head = where
-    starts = (
-        offset(batch, x.strides[0], x.unit) + offset(row, x.strides[1], x.unit) + offset(head, x.strides[3], x.unit)
-    )
-    return x.data + (starts + offset(j, x.strides[2], x.unit))[:, None] + tl.arange(0, padded_width(WIDTH))[None, :]
-
-
-@triton.jit
-def _real(valid: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Return which numbers of a tile of vectors there are, of those (batch, row, head) that are valid."""
-    return valid[:, None] & (tl.arange(0, padded_width(WIDTH)) < WIDTH)[None, :]
-
-
-@triton.jit
-def _load_each(x: tl.tuple, where: tl.tuple, j: tl.tensor, valid: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Load the j-th vectors of a tile of (batch, row, head), in fp32, padded with 0."""
-    return tl.load(_each_pointers(x, where, j, WIDTH), mask=_real(valid, WIDTH), other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _store_each(
-    x: tl.tuple, where: tl.tuple, j: tl.tensor, vectors: tl.tensor, valid: tl.tensor, WIDTH: tl.constexpr
-) -> None:
-    """Store the j-th vectors of a tile of (batch, row, head)."""
-    tl.store(_each_pointers(x, where, j, WIDTH), vectors.to(x.data.dtype.element_ty), mask=_real(valid, WIDTH))
-
-
-@triton.jit
-def _pointwise_forward(
-    q: tl.tuple, k: tl.tuple, v: tl.tuple, mask: tl.tuple, out: tl.tuple, lse: tl.tensor, rows: tl.tensor,
-    keys: tl.tensor, heads: tl.tensor, count: tl.tensor,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store the output and lse; count: of (batch, row, head).  Strides are (batch, row, query or key, head)."""
-    item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    valid = item < count
-    line = item // heads
-    where = (line // rows, line % rows, item % heads)
-    zero = tl.zeros([BLOCK], tl.int64)
-    scale: tl.constexpr = WIDTH**-0.5
-    q_tile = _load_each(q, where, zero, valid, WIDTH) * scale
-    mask_start = mask_of(mask, where[0], where[1])
-    m_i = tl.full([BLOCK], float("-inf"), tl.float32)
-    l_i = tl.zeros([BLOCK], tl.float32)
-    acc = tl.zeros([BLOCK, padded_width(WIDTH)], tl.float32)
-    unweighted = tl.zeros([BLOCK, padded_width(WIDTH)], tl.float32)  # the sum of all values, for what is fully masked
-    for j in range(keys):
-        attended = tl.load(mask_start + j, mask=valid, other=0) != 0
-        k_tile = _load_each(k, where, zero + j, valid, WIDTH)
-        v_tile = _load_each(v, where, zero + j, valid, WIDTH)
-        s = tl.where(attended, tl.sum(q_tile * k_tile, 1), float("-inf"))
-        m_ij = tl.maximum(m_i, s)
-        base = tl.where(m_ij == float("-inf"), 0.0, m_ij)
-        p = tl.math.exp2((s - base) * LOG2E)
-        alpha = tl.math.exp2((m_i - base) * LOG2E)
-        l_i = l_i * alpha + p
-        acc = acc * alpha[:, None] + p[:, None] * v_tile
-        unweighted += v_tile
-        m_i = m_ij
-    dead = m_i == float("-inf")
-    result = tl.where(dead[:, None], unweighted, acc) / tl.where(dead, keys, l_i)[:, None]
-    _store_each(out, where, zero, result, valid, WIDTH)
-    tl.store(lse + item, tl.where(dead, float("inf"), m_i + tl.log(tl.where(dead, 1.0, l_i))), mask=valid)
-
-
-@triton.jit
-def _pointwise_backward(
-    grad: tl.tuple, q: tl.tuple, k: tl.tuple, v: tl.tuple, mask: tl.tuple, out: tl.tuple, lse: tl.tensor, dq: tl.tuple,
-    dk: tl.tuple, dv: tl.tuple, rows: tl.tensor, keys: tl.tensor, heads: tl.tensor, count: tl.tensor,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
-    """Store dq, dk and dv; each (batch, row, head) has its own keys, so every gradient is written once."""
-    item = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    valid = item < count
-    line = item // heads
-    where = (line // rows, line % rows, item % heads)
-    zero = tl.zeros([BLOCK], tl.int64)
-    scale: tl.constexpr = WIDTH**-0.5
-    q_tile = _load_each(q, where, zero, valid, WIDTH) * scale
-    do_tile = _load_each(grad, where, zero, valid, WIDTH)
-    o_tile = _load_each(out, where, zero, valid, WIDTH)
-    delta = tl.sum(do_tile * o_tile, 1)
-    lse_tile = tl.load(lse + item, mask=valid, other=0.0)
-    dead = lse_tile == float("inf")
-    mask_start = mask_of(mask, where[0], where[1])
-    acc = tl.zeros([BLOCK, padded_width(WIDTH)], tl.float32)
-    for j in range(keys):
-        attended = tl.load(mask_start + j, mask=valid, other=0) != 0
-        k_tile = _load_each(k, where, zero + j, valid, WIDTH)
-        v_tile = _load_each(v, where, zero + j, valid, WIDTH)
-        p = tl.math.exp2((tl.sum(q_tile * k_tile, 1) - tl.where(dead, 0.0, lse_tile)) * LOG2E)
-        ds = tl.where(attended, p * (tl.sum(do_tile * v_tile, 1) - delta), 0.0)
-        p = tl.where(attended, p, tl.where(dead, 1.0 / keys, 0.0))
-        acc += ds[:, None] * k_tile
-        _store_each(dk, where, zero + j, ds[:, None] * q_tile, valid, WIDTH)
-        _store_each(dv, where, zero + j, p[:, None] * do_tile, valid, WIDTH)
-    _store_each(dq, where, zero, acc * scale, valid, WIDTH)
-
-
-_POINTWISE = configs("BLOCK", *((block, warps, 1) for block in (32, 64, 128, 256) for warps in (2, 4, 8)))
-POINTWISE_FORWARD = register("pointwise_forward", _pointwise_forward, _POINTWISE)
-POINTWISE_BACKWARD = register("pointwise_backward", _pointwise_backward, _POINTWISE)
-
-
-def serves_pointwise(q: Tensor, k: Tensor, bias: Tensor | None) -> bool:
-    """Return whether these kernels are for such tensors, [B, R, Q or K, h, d]."""
-    return bias is None and q.shape[2] == 1 and k.shape[2] <= POINTWISE_KEYS
-
-
-def run_pointwise(of: Kernel, vectors: dict[str, Strided], mask: Strided, lse: Tensor) -> None:
-    """Run a kernel over vectors [B, R, Q or K, h, d], by the names of its arguments, and the mask."""
-    k = vectors["k"].data
-    assert k is not None
-    _, rows, keys, heads, width = k.shape
-    kernel = of.tiled((width, k.element_size()), k)
-    kernel.run(
-        (triton.cdiv(lse.numel(), kernel["BLOCK"]),),
-        **vectors,
-        mask=mask,
-        lse=lse,
-        rows=rows,
-        keys=keys,
-        heads=heads,
-        count=lse.numel(),
-        WIDTH=width,
-    )
 
 
 WARPS = 8  # of the gradient of the bias that a core runs at once: its tiles take most of the registers
@@ -875,9 +737,6 @@ def attention(t: Operands) -> tuple[Tensor, Tensor]:
 def _forward(t: Operands) -> None:
     """Write the output of attention, [B, R, Q, h, d], and its logarithms [B, R, h, Q]."""
     vectors = {"q": t.q, "k": t.k, "v": t.v, "out": t.out}
-    if serves_pointwise(t.q, t.k, t.bias):
-        run_pointwise(POINTWISE_FORWARD, strided(vectors), strided_mask(t.mask), t.lse)
-        return
     call = _Call(vectors, t.mask, t.bias)
     kernel = call.tiled(FORWARD)
     tail = least_tail(call.sizes.queries, kernel["BLOCK_Q"], t.q)
@@ -903,9 +762,6 @@ def _backward(t: Operands) -> Tensor | None:
     is wanted, or return the slabs [slabs, B, h, Q, K] of which it is the sum, where dbias is None or there are several.
     """
     vectors = {name: getattr(t, name) for name in ("grad", "q", "k", "v", "out", "dq", "dk", "dv")}
-    if serves_pointwise(t.q, t.k, t.bias):
-        run_pointwise(POINTWISE_BACKWARD, strided(vectors), strided_mask(t.mask), t.lse)
-        return None
     call = _Call(vectors, t.mask, t.bias)
     run = call.run_short if serves_short(vectors.values(), t.bias) else call.run_long
     between = run(t.lse, t.bias_wanted)

@@ -109,7 +109,7 @@ def large_tiles(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     chosen = {}
     for name, kernel in kernels().items():
-        few = SMALLER if name.startswith(("attention", "pointwise")) else {}
+        few = SMALLER if name.startswith("attention") else {}
         chosen[name] = KernelConfig({size: {**LARGE, **few}[size] for size in kernel.candidates[0].sizes}, 4, 1)
     with forced(chosen):
         yield
