@@ -12,7 +12,7 @@ from tests.scoring.test_score import part, protein, structure, unseen
 from warpfold.data.formats.predictions import read_pae
 from warpfold.data.structure.chain import Chain
 from warpfold.errors import UserError
-from warpfold.evaluation.confidence import MAX_PAE, PLDDT_BINS, Sums, pae_sums, plddt_of, plddt_sums
+from warpfold.evaluation.confidence import MAX_PAE, PLDDT_BINS, Sums, pae_sums, plddt_sums, read_plddt
 from warpfold.geometry.residue import ATOM_ORDER
 from warpfold.scoring import metrics
 from warpfold.scoring.score import pair
@@ -24,8 +24,8 @@ def test_sums_of_parts_are_those_of_the_whole() -> None:
     random = np.random.default_rng(0)
     expected = random.uniform(0, 100, 500)
     true = np.clip(expected + random.normal(5, 10, 500), 0, 100)
-    whole, parts = Sums.of(expected, true, PLDDT_BINS), Sums.of(expected[:99], true[:99], PLDDT_BINS)
-    parts = parts + Sums.of(expected[99:], true[99:], PLDDT_BINS)
+    whole, parts = Sums.from_values(expected, true, PLDDT_BINS), Sums.from_values(expected[:99], true[:99], PLDDT_BINS)
+    parts = parts + Sums.from_values(expected[99:], true[99:], PLDDT_BINS)
     found = whole.to_dict()
     assert parts.to_dict()["error"] == pytest.approx(found["error"])
     assert found["count"] == 500
@@ -36,7 +36,7 @@ def test_sums_of_parts_are_those_of_the_whole() -> None:
         within = (expected >= low) & (expected < high)
         gaps.append(within.sum() / 500 * abs(expected[within].mean() - true[within].mean()))
     assert found["error"] == pytest.approx(sum(gaps))
-    assert Sums.of(expected, np.full(500, 50.0), PLDDT_BINS).to_dict()["correlation"] is None
+    assert Sums.from_values(expected, np.full(500, 50.0), PLDDT_BINS).to_dict()["correlation"] is None
 
 
 def test_pae_is_compared_with_the_true_error_of_every_pair() -> None:
@@ -98,21 +98,21 @@ def with_b(values: np.ndarray | None) -> dict[str, Chain]:
     ("values", "said"),
     [
         (np.zeros(10), "its B column is 0 throughout"),
-        (np.linspace(-1, 50, 10), "its B column goes from -1 to 50, not from 0 to 100"),
-        (np.linspace(5, 150, 10), "its B column goes from 5 to 150, not from 0 to 100"),
+        (np.linspace(-1, 50, 10), "its B column ranges from -1 to 50, not from 0 to 100"),
+        (np.linspace(5, 150, 10), "its B column ranges from 5 to 150, not from 0 to 100"),
         (np.full(10, np.nan), "its file has no B column"),
         (None, "its file has no B column"),
     ],
 )
 def test_a_b_column_that_is_no_plddt(values: np.ndarray | None, said: str) -> None:
-    assert plddt_of(with_b(values), written=False) == (None, said)
+    assert read_plddt(with_b(values), written=False) == (None, said)
 
 
 def test_plddt_may_be_a_share() -> None:
-    found, _ = plddt_of(with_b(np.linspace(0.2, 0.9, 10)))
+    found, _ = read_plddt(with_b(np.linspace(0.2, 0.9, 10)))
     assert found is not None
     np.testing.assert_allclose(found["A"], np.linspace(20, 90, 10))
-    assert plddt_of(with_b(np.full(10, 50.0)))[0] is not None  # of a program that writes it
+    assert read_plddt(with_b(np.full(10, 50.0)))[0] is not None  # of a program that writes it
 
 
 PAE = np.random.default_rng(0).uniform(0, 31, (4, 4)).round(2)

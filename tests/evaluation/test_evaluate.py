@@ -92,12 +92,18 @@ def test_sets_are_compared_on_the_targets_that_both_have(
         assert (first["metrics"][key]["clusters"], first["metrics"][key]["interval"]) == (3, None)
         assert (first["metrics"][key]["wins"], first["metrics"][key]["losses"]) == (3, 0)
     assert "good against worse, 3 targets that both have:" in said
-    assert "other: 1 structures have no prediction, and are in no mean: Beta" in warned
+    assert "other: 1 structures have no prediction and are in no mean: Beta" in warned
     table = list(csv.DictReader((tmp_path / "out/targets.csv").open()))
     assert [(row["set"], row["target"]) for row in table].count(("other", "ALPHA")) == 1
     assert len(table) == 8
     page = (tmp_path / "out/report.html").read_text()
-    for text in ("How good the predictions are", "good against other", "By length", "Does the model know", "<svg"):
+    for text in (
+        "Accuracy of the predictions",
+        "good against other",
+        "By length",
+        "Calibration of the confidence",
+        "<svg",
+    ):
         assert text in page
     assert run(capsys, good, truth, "--out", tmp_path / "out")[0] == 0  # its own files are replaced
     assert len(json.loads((tmp_path / "out/evaluation.json").read_text())["sets"]) == 1
@@ -243,17 +249,17 @@ def test_a_suite_names_targets_chains_dates_and_hashes(
     (tmp_path / "some").mkdir()
     (tmp_path / "some/alpha.cif").write_bytes((good / "alpha.cif").read_bytes())
     code, _, warned = run(capsys, tmp_path / "some", truth, "--suite", tmp_path / "suite.toml")
-    assert (code, "1 structures have no prediction, and are in no mean: Beta" in warned) == (1, True)
+    assert (code, "1 structures have no prediction and are in no mean: Beta" in warned) == (1, True)
     (truth / "alpha.cif").write_text((truth / "alpha.cif").read_text() + "\n#\n")
     code, _, error = run(capsys, good, truth, "--suite", tmp_path / "suite.toml", "--out", tmp_path / "out")
     assert (code, error.count("\n")) == (2, 1)
     assert "1 of 2 targets cannot be used: alpha: " in error
-    assert "alpha.cif: has SHA-256 " in error
+    assert "alpha.cif: SHA-256 is " in error
     assert not (tmp_path / "out").exists()
 
 
 def test_the_list_that_comes_along_is_a_suite(tmp_path: Path, folders: tuple[Path, Path, Path]) -> None:
-    with pytest.raises(UserError, match=r"183 of 183 targets cannot be used: 7dz2_C: no file of it"):
+    with pytest.raises(UserError, match=r"183 of 183 targets cannot be used: 7dz2_C: no file in"):
         warpfold.evaluate(folders[0], folders[2], suite="cameo2022")
 
 
@@ -274,7 +280,7 @@ def test_what_cannot_be_scored_is_named_and_the_others_go_on(
         "p/gamma.cif against ",
         "no predicted chain resembles a reference chain",
         "2 targets failed and are in no mean: Beta, gamma",
-        "1 predictions have no structure to compare with: delta",
+        "1 predictions have no reference structure: delta",
     ):
         assert said in warned
     table = {row["target"]: row for row in csv.DictReader((tmp_path / "t.csv").open())}

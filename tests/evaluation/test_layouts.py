@@ -103,20 +103,20 @@ def test_our_summary_says_what_is_what(tmp_path: Path) -> None:
     assert len(find_predictions(tmp_path, all_models=True).files) == 2
     for change in ({"name": {}}, {"rank": {}}, {"msa_depth": "9"}):
         (tmp_path / "summary.json").write_text(json.dumps(top | {"predictions": [entries[0] | change]}))
-        with pytest.raises(UserError, match=rf"summary.json: is damaged.*\({next(iter(change))} of a prediction is"):
+        with pytest.raises(UserError, match=rf"summary.json: damaged.*\({next(iter(change))} of a prediction is"):
             find_predictions(tmp_path)
     (tmp_path / "summary.json").write_text('{"format": "warpfold-predictions-1"}')
-    with pytest.raises(UserError, match=r"summary.json: is damaged"):
+    with pytest.raises(UserError, match=r"summary.json: damaged"):
         find_predictions(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        (["metrics.jsonl", "settings.toml"], "is a training run; `warpfold validate` folds what it holds out"),
-        (["notes.txt"], "has no predicted structures; their names end in .cif"),
-        (["a/x.cif", "b/x.cif"], "a/x.cif and b/x.cif are both of x; keep one of them"),
-        (["T1024TS427_1", "T1024TS403_1"], "has models of 2 groups of CASP (TS403, TS427); keep one's only"),
+        (["metrics.jsonl", "settings.toml"], "is a training run. Fold its held-out proteins with `warpfold validate`"),
+        (["notes.txt"], "has no predicted structures (.cif"),
+        (["a/x.cif", "b/x.cif"], "a/x.cif and b/x.cif are both predictions of x. Keep one of them"),
+        (["T1024TS427_1", "T1024TS403_1"], "has models of 2 CASP groups (TS403, TS427). Keep those of one"),
     ],
 )
 def test_what_cannot_be_told_is_refused(files: list[str], said: str, tmp_path: Path) -> None:
@@ -126,11 +126,11 @@ def test_what_cannot_be_told_is_refused(files: list[str], said: str, tmp_path: P
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder; give a folder of predictions"):
+    with pytest.raises(UserError, match=r"no such folder\. Pass a folder of predictions"):
         find_predictions(tmp_path / "none")
-    with pytest.raises(UserError, match="is a file; `warpfold score` compares two of them"):
+    with pytest.raises(UserError, match=r"is a file\. Compare two files with `warpfold score`"):
         find_predictions(fill(tmp_path, "x.cif") / "x.cif")
-    with pytest.raises(UserError, match="no such folder; give a folder of structures"):
+    with pytest.raises(UserError, match=r"no such folder\. Pass a folder of structures"):
         Truths(tmp_path / "none")
 
 

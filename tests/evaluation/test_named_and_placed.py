@@ -72,5 +72,5 @@ def test_two_predictions_of_one_target_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "truth/design.pdb", pdb_chain(plain(SEQUENCE), "A"))
     for name in ("Design", "DESIGN"):
         write(tmp_path / f"predictions/{name}.pdb", pdb_chain(plain(SEQUENCE), "A"))
-    with pytest.raises(UserError, match=r"DESIGN.pdb and Design.pdb are both of design; keep one"):
+    with pytest.raises(UserError, match=r"DESIGN.pdb and Design.pdb are both predictions of design. Keep one"):
         warpfold.evaluate(tmp_path / "predictions", tmp_path / "truth")

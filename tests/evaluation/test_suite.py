@@ -28,7 +28,7 @@ BAD_SUITES = {
     'title = "t"\n': "has no targets",
     "[targets\n": "not valid TOML",
     "[targets]\nT1 = {}\nT1 = {}\n": "not valid TOML",
-    "[targets]\nT1 = {}\nt1 = {}\n": "t1 and T1 are one name; keep one",
+    "[targets]\nT1 = {}\nt1 = {}\n": "t1 and T1 differ only in case. Keep one",
     "[targets]\nT1 = {release = 2021-10-20}\n": "did you mean targets.T1.released?",
     '[targets]\nT1 = {released = "soon"}\n': "a date",
 }

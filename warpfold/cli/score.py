@@ -183,7 +183,7 @@ class EvaluateCommand(Checked):
             suite=suite,
             train_sequences=arguments.path_or_none("train_sequences", self.train_sequences),
             all_models=self.all_models,
-            how=Comparison(self.assembly, _named_chains(self.chains), self.allow_unplaced),
+            options=Comparison(self.assembly, _named_chains(self.chains), self.allow_unplaced),
             workers=self.workers,
             cluster=self.cluster,
             part=part,
@@ -193,7 +193,7 @@ class EvaluateCommand(Checked):
         if running:
             return running
         found = evaluating.report(sets, Path(self.truth), suite, self.seed)
-        rows = table_of(evaluating.rows_of(sets))
+        rows = table_of(evaluating.table_rows(sets))
         if out is not None:
             with writing(out):
                 out.mkdir(parents=True, exist_ok=True)

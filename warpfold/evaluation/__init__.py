@@ -1,6 +1,7 @@
 """Evaluate folders of predictions against their structures: `warpfold evaluate`.
 
-layouts.py finds predictions, whoever wrote them, and truths.py what they are compared with; measure.py scores one, with
-confidence.py for pLDDT and PAE; parts.py keeps what tasks of a job array score; tables.py has means, groups
-and comparisons; page.py draws, evaluate.py does all of it.
+evaluate.py is the entry point. layouts.py finds the predictions of supported programs, and truths.py their reference
+structures. measure.py scores one prediction, confidence.py compares pLDDT and PAE with the measured errors, and
+tables.py computes means, groups and comparisons. parts.py shares results between the tasks of a job array. page.py
+builds the report.
 """

@@ -1,4 +1,4 @@
-"""Fold examples of a store with the parameters before and after a training, and show how much better they are."""
+"""Fold examples of a store with the parameters before and after training, and compare the accuracy."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ CA = ATOM_ORDER["CA"]
 
 @dataclass(frozen=True)
 class Measured:
-    """One protein, as an assembly of one, or dimer, folded by the model before and after training."""
+    """A monomer or complex, folded by the model before and after training."""
 
     assembly: Assembly
     truth: Structure
@@ -43,22 +43,23 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measure:
-    """A number from 0 to 1 that training should raise: its name in summary.json, and that for people.
+    """A score between 0 and 1 that training should increase.
 
-    NaN where the score does not exist, such as DockQ of a single chain.
+    key: its name in summary.json. label: its heading. value: computes it; NaN if it does not exist, such as DockQ of a
+    single chain.
     """
 
     key: str
     label: str
     value: Callable[[Prediction, Score], float]
 
-    def of(self, one: Measured) -> list[float]:
-        """Return it before and after training."""
-        return [self.value(*folded) for folded in zip(one.predictions, one.scores)]
+    def of(self, measured: Measured) -> list[float]:
+        """Compute the score before and after training."""
+        return [self.value(*folded) for folded in zip(measured.predictions, measured.scores)]
 
     def means(self, measured: Sequence[Measured]) -> dict[str, float]:
-        """Return its means over the examples that have it, untrained and trained; NaN if none has it."""
-        scores = np.array([self.of(one) for one in measured])
+        """Compute the means, untrained and trained, over the examples that have the score; NaN if none has it."""
+        scores = np.array([self.of(example) for example in measured])
         scores = scores[~np.isnan(scores).any(axis=1)]
         before, after = scores.mean(axis=0) if len(scores) else (math.nan, math.nan)
         return {"untrained": round(float(before), 4), "trained": round(float(after), 4)}
@@ -79,15 +80,14 @@ IPTM = Measure("iptm", "ipTM", lambda prediction, _: _number(prediction.iptm))
 def fold_before_after(
     store: Store, keys: Sequence[str], before: Predictor, after: Predictor, seed: int
 ) -> Iterator[Measured]:
-    """Fold entries of a store with both models, and score them against their structures, one after another.
+    """Fold entries of a store with both models and score them against their structures; yields one entry at a time.
 
     If `before` and `after` are the same object, each entry is folded once.
     """
     for key in keys:
-        assembly = read_assembly(store, key)  # of a chain: of one
-        if (
-            len(assembly.ids) == 1 and len(name := key.rpartition("_")[2]) == 1
-        ):  # the PDB format has room for one letter
+        assembly = read_assembly(store, key)
+        # Single chains keep the chain id of their key if it fits into a PDB file, which has room for one letter.
+        if len(assembly.ids) == 1 and len(name := key.rpartition("_")[2]) == 1:
             assembly = replace(assembly, ids=(name,))
         example = replace(assembly, chains=tuple(chain.take(slice(None)) for chain in assembly.chains))
         second = after.fold_example(example, seed=seed, representations=False)
@@ -96,17 +96,17 @@ def fold_before_after(
 
 
 def measure(assembly: Assembly, before: Prediction, after: Prediction) -> Measured:
-    """Score two predictions of an example against its chains where they stand in it.
+    """Score two predictions of an example against its chains in their positions in the assembly.
 
-    Errors: ValueError if a chain has no atoms.
+    Raises ValueError if a chain has no atoms.
     """
     chains = {}
-    for place, (name, example) in enumerate(zip(assembly.ids, assembly.chains)):
+    for number, (name, example) in enumerate(zip(assembly.ids, assembly.chains)):
         index = np.arange(example.length)
         atoms = example.atoms(index)
         if atoms is None:
             raise ValueError(f"{assembly.name}: chain {name} has no atoms")
-        positions, mask = move(atoms[0], assembly.operators, place) * atoms[1][..., None], atoms[1].astype(np.float32)
+        positions, mask = move(atoms[0], assembly.operators, number) * atoms[1][..., None], atoms[1].astype(np.float32)
         numbers = tuple(str(i + 1) for i in index)
         chains[name] = Chain(name, example.sequence, positions.astype(np.float32), mask, index, numbers)
     truth = Structure(assembly.name, None, None, None, chains)
@@ -115,11 +115,12 @@ def measure(assembly: Assembly, before: Prediction, after: Prediction) -> Measur
 
 
 def means(measures: Sequence[Measure], measured: Sequence[Measured]) -> dict[str, Any]:
-    """Return the mean of every measure, untrained and trained, for JSON: None in place of NaN."""
-    found = {measure.key: measure.means(measured) for measure in measures}
-    return {
-        key: {when: None if math.isnan(value) else value for when, value in both.items()} for key, both in found.items()
-    }
+    """Compute the means of all measures, untrained and trained, for JSON: None instead of NaN."""
+    result = {}
+    for measure in measures:
+        both = measure.means(measured)
+        result[measure.key] = {when: None if math.isnan(value) else value for when, value in both.items()}
+    return result
 
 
 def compared(
@@ -129,45 +130,45 @@ def compared(
     measures: Sequence[Measure],
     called: tuple[str, str] = ("before", "after"),
 ) -> Section:
-    """Return a section on examples before and after training.
+    """Build a report section on examples before and after training.
 
-    measures: the first one is drawn.  called: what the models are.
+    noun: heading of the column with the examples' names. measures: the first one is drawn. called: names of the models.
     """
-    known, rows = [], []
+    confidence, rows = [], []
     for m in measured:
         lddt = 100 * lddt_per_residue(m)
-        known += [(m.trained.plddt[i], lddt[i]) for i in np.flatnonzero(~np.isnan(lddt))]
+        confidence += [(m.trained.plddt[i], lddt[i]) for i in np.flatnonzero(~np.isnan(lddt))]
         sizes = [str(m.assembly.length), str(max(chain.depth for chain in m.assembly.chains))]
         scores = ["–" if math.isnan(value) else f"{value:.2f}" for measure in measures for value in measure.of(m)]
         overlap = [f"{m.scores[1].tm:.2f}", f"{m.scores[1].rmsd:.1f}"]
         rows.append([m.assembly.name, *sizes, *scores, f"{m.trained.mean_plddt:.0f}", *overlap])
     names, first = [m.assembly.name for m in measured], measures[0]
     before, after = ([first.of(m)[when] for m in measured] for when in (0, 1))
-    said = [f"{measure.label} {when}" for measure in measures for when in ("before", "after")]
+    headings = [f"{measure.label} {when}" for measure in measures for when in ("before", "after")]
     return Section(
         heading,
         figures=[
             (
                 figures.draw_improvement(names, before, after, first.label, called),
-                "Each that was held out, before and after training.",
+                "The held-out examples before and after training.",
             ),
             (
-                figures.draw_calibration([p for p, _ in known], [v for _, v in known], "residue"),
-                "Does it know what it knows? Expected against measured, residue by residue.",
+                figures.draw_calibration([p for p, _ in confidence], [v for _, v in confidence], "residue"),
+                "Calibration: measured over expected lDDT of each residue.",
             ),
         ],
-        table=ReportTable([noun, "residues", "alignment rows", *said, "pLDDT", "TM-score", "RMSD, Å"], rows),
+        table=ReportTable([noun, "residues", "alignment rows", *headings, "pLDDT", "TM-score", "RMSD, Å"], rows),
     )
 
 
 def true_chains(measured: Measured) -> list[Chain]:
-    """Return the true chains in the order, and under the names, of the predicted chains that stand for them."""
-    found = measured.scores[1].chains
-    return [replace(measured.truth.chains[found[chain]], id=chain) for chain in measured.trained.chain_ids]
+    """Return the true chains in the order and with the ids of the predicted chains that are mapped to them."""
+    mapping = measured.scores[1].chains
+    return [replace(measured.truth.chains[mapping[chain]], id=chain) for chain in measured.trained.chain_ids]
 
 
 def lddt_per_residue(measured: Measured) -> np.ndarray:
-    """Return lDDT-Cα of each residue of the trained model [N], 0 to 1, NaN where nothing is known."""
+    """Compute lDDT-Cα of each residue of the trained model [N], 0 to 1; NaN for unresolved residues."""
     truth = true_chains(measured)
     positions, mask = (
         np.concatenate([getattr(chain, name)[:, [CA]] for chain in truth]) for name in ("positions", "mask")
@@ -178,12 +179,12 @@ def lddt_per_residue(measured: Measured) -> np.ndarray:
 def target_with_truth(
     predictions: Path, entry: Mapping[str, Any], measured: Measured, measures: Sequence[Measure], before: str
 ) -> Target:
-    """Return a prediction after training with its truth superposed on it; before: what the one before is called."""
+    """Prepare the prediction after training and its superposed truth for a report; before: name of the other model."""
     truth = true_chains(measured)
-    positions, there = (
+    positions, resolved = (
         np.concatenate(arrays) for arrays in zip(*((c.positions[:, CA], c.mask[:, CA] > 0) for c in truth))
     )
-    rotation, translation = metrics.superpose(positions[there], measured.trained.ca[there])
+    rotation, translation = metrics.superpose(positions[resolved], measured.trained.ca[resolved])
 
     def moved(points: np.ndarray) -> np.ndarray:
         return (points @ rotation.T + translation).astype(np.float32)
@@ -198,6 +199,6 @@ def target_with_truth(
         entry,
         numbers=numbers,
         truth_mmcif=write_mmcif(f"{measured.assembly.name} truth", chains),
-        truth_ca=moved(positions[there]),
+        truth_ca=moved(positions[resolved]),
         lddt=100 * lddt_per_residue(measured),
     )

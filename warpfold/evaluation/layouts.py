@@ -1,4 +1,4 @@
-"""Find the predictions in a folder, whoever wrote them: who did is told by the names of the files."""
+"""Find the predictions in a folder. The names of the files tell which program wrote them."""
 
 import json
 import os
@@ -16,16 +16,17 @@ from warpfold.evaluation.truths import target_key
 from warpfold.files import read_file
 
 _RANKED = re.compile(r"ranked_(\d+)")
-_SAMPLE = re.compile(r"seed-\d+_sample-\d+")  # AlphaFold 3's folders beside the best model
+# AlphaFold 3 writes every sample into such a folder and copies the best one to their parent.
+_SAMPLE = re.compile(r"seed-\d+_sample-\d+")
 
 
 @dataclass(frozen=True)
 class PredictedFile:
-    """A predicted structure, and what lies beside it.
+    """A predicted structure and its related files.
 
-    target: what it is a prediction of.  names: what its truth may be called, the likeliest first.  rank: by its own
-    program, 1 is the best.  order: of files that hold the same prediction, the smallest is read.
-    pae: the file that has the matrix.  depth: rows of its alignment, or else `alignments`, the files to count them in.
+    target: name of the predicted protein. names: possible names of its reference structure, the likeliest first. rank:
+    of its own program, 1 is the best. order: the smallest of several files with the same prediction is read. pae: file
+    with the PAE matrix. depth: rows of the alignment; None to count them in `alignments`.
     """
 
     target: str
@@ -41,13 +42,13 @@ class PredictedFile:
 
     @property
     def writes_plddt(self) -> bool:
-        """Whether its program is known to write pLDDT into the B column."""
+        """Whether the program is known to write pLDDT to the B column."""
         return self.layout not in ("CASP", "plain files")
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a folder holds.  failures: by target, what its program could not predict, where it says so."""
+    """The predictions in a folder. failures: target -> error, if the program reports failed targets."""
 
     folder: Path
     files: Sequence[PredictedFile]
@@ -55,56 +56,57 @@ class Predictions:
 
     @property
     def layouts(self) -> str:
-        """Return who wrote them, and how many each."""
-        counted = Counter(file.layout for file in self.files)
-        only = len(counted) == 1
-        return ", ".join(layout if only else f"{layout} ({count})" for layout, count in counted.most_common())
+        """The programs that wrote the predictions, with counts if there are several."""
+        counts = Counter(file.layout for file in self.files).most_common()
+        return ", ".join(layout if len(counts) == 1 else f"{layout} ({count})" for layout, count in counts)
 
 
 def find_predictions(folder: Path, all_models: bool = False) -> Predictions:
-    """Return the predictions in a folder and its subfolders: of each target the best by its program's own ranking.
+    """Find the best prediction of each target in a folder and its subfolders, by its program's own ranking.
 
-    all_models: all of them.
-    Errors: UserError for a folder that is not there or has none, and where two files are one target's best.
+    all_models: find the predictions of all ranks.
+    Raises UserError for a missing folder, a folder without predictions, and two files with equal rank.
     """
     if not folder.is_dir():
-        what = "is a file; `warpfold score` compares two of them" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {what}; give a folder of predictions")
-    if (folder / "summary.json").is_file() and (found := _ours(folder)) is not None:
-        files, failures = found
+        remedy = "Compare two files with `warpfold score`, or pass a folder" if folder.exists() else "Pass a folder"
+        raise UserError(f"{folder}: {'is a file' if folder.exists() else 'no such folder'}. {remedy} of predictions")
+    if (folder / "summary.json").is_file() and (ours := _read_summary(folder)) is not None:
+        files, failures = ours
     else:
-        files, failures = _others(folder), {}
+        files, failures = _find_by_name(folder), {}
     if not files and not failures:
         if (folder / "metrics.jsonl").is_file():
-            raise UserError(f"{folder}: is a training run; `warpfold validate` folds what it holds out")
-        raise UserError(f"{folder}: has no predicted structures; their names end in .cif, .pdb or .ent, or .gz")
+            raise UserError(f"{folder}: is a training run. Fold its held-out proteins with `warpfold validate`")
+        raise UserError(f"{folder}: has no predicted structures (.cif, .pdb or .ent, optionally .gz). Check the path")
     by_target: dict[str, list[PredictedFile]] = {}
     for file in files:
         by_target.setdefault(target_key(file.target), []).append(file)
-    kept = []
-    for several in by_target.values():
-        ranked: dict[int, list[PredictedFile]] = {}
-        for file in several:
-            ranked.setdefault(file.rank, []).append(file)
-        for rank in sorted(ranked)[: None if all_models else 1]:
-            best, *others = sorted(ranked[rank], key=lambda file: (file.order, str(file.path)))
+    selected = []
+    for files_of_target in by_target.values():
+        by_rank: dict[int, list[PredictedFile]] = {}
+        for file in files_of_target:
+            by_rank.setdefault(file.rank, []).append(file)
+        for rank in sorted(by_rank)[: None if all_models else 1]:
+            best, *others = sorted(by_rank[rank], key=lambda file: (file.order, str(file.path)))
             if others and others[0].order == best.order:
                 both = " and ".join(os.path.relpath(file.path, folder) for file in (best, others[0]))
-                raise UserError(f"{folder}: {both} are both of {best.target}; keep one of them")
-            kept.append(best)
-    return Predictions(folder, kept, failures)
+                raise UserError(f"{folder}: {both} are both predictions of {best.target}. Keep one of them")
+            selected.append(best)
+    return Predictions(folder, selected, failures)
 
 
-def _ours(folder: Path) -> tuple[list[PredictedFile], dict[str, str]] | None:
-    """Return the predictions and failures in a summary of `warpfold predict`; None if it is another program's."""
-    path, folder = folder / "summary.json", folder.absolute()  # a cluster's workers are in another one
+def _read_summary(folder: Path) -> tuple[list[PredictedFile], dict[str, str]] | None:
+    """Read predictions and failures from a summary of `warpfold predict`; None if another program wrote it."""
+    # Workers of a cluster have another working directory.
+    path, folder = folder / "summary.json", folder.absolute()
     try:
         summary = json.loads(path.read_bytes())
         if not str(summary["format"]).startswith("warpfold-predictions-"):
             return None
         files = []
         for entry in summary["predictions"]:
-            if not (own := entry["files"]):  # --keep did not keep it
+            # `--keep` may have removed the files.
+            if not (names := entry["files"]):
                 continue
             kinds = {"name": str, "msa_depth": int | None, "rank": int | None}
             if wrong := [name for name, kind in kinds.items() if not isinstance(entry.get(name), kind)]:
@@ -112,71 +114,74 @@ def _ours(folder: Path) -> tuple[list[PredictedFile], dict[str, str]] | None:
             files.append(
                 PredictedFile(
                     target=entry["name"],
-                    path=folder / entry["folder"] / own.get("mmcif", own.get("pdb")),
+                    path=folder / entry["folder"] / names.get("mmcif", names.get("pdb")),
                     layout="WarpFold",
                     names=(entry["name"],),
                     rank=entry.get("rank", 1),
                     model=f"{entry['model']}, seed {entry['seed']}",
-                    pae=next((folder / entry["folder"] / own[kind] for kind in ("arrays", "pae") if kind in own), None),
+                    pae=next((folder / entry["folder"] / names[k] for k in ("arrays", "pae") if k in names), None),
                     depth=entry["msa_depth"],
                 )
             )
         return files, {failure["name"]: failure["error"] for failure in summary["failures"]}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path}: is damaged, or no summary of `warpfold predict` ({error}); predict again") from None
+        raise UserError(f"{path}: damaged, or not a summary of `warpfold predict` ({error}). Predict again") from None
 
 
-def _others(folder: Path) -> list[PredictedFile]:
-    """Return what the names of files say."""
+def _find_by_name(folder: Path) -> list[PredictedFile]:
+    """Find the predictions of other programs by the names of their files."""
     folders: dict[Path, dict[str, Path]] = {}
     for path in walk(folder.absolute(), ("",)):
         folders.setdefault(path.parent, {})[path.name] = path
-    found: list[PredictedFile] = []
-    for here, names in folders.items():
-        if _SAMPLE.fullmatch(here.name):
+    files: list[PredictedFile] = []
+    for subfolder, names in folders.items():
+        if _SAMPLE.fullmatch(subfolder.name):
             continue
         structures = {match[1]: path for name, path in names.items() if (match := STRUCTURE.fullmatch(name))}
         if any(map(_RANKED.fullmatch, structures)):
-            found += _alphafold(here, names)
+            files += _find_alphafold(subfolder, names)
             continue
         for name, path in names.items():
             if STRUCTURE.fullmatch(name) or CASP.fullmatch(name):
-                found.append(_one(path, names))
-    groups = dict.fromkeys(one.model for one in found if one.layout == "CASP")
+                files.append(_from_name(path, names))
+    groups = dict.fromkeys(file.model for file in files if file.layout == "CASP")
     if len(groups) > 1:
-        raise UserError(f"{folder}: has models of {len(groups)} groups of CASP ({', '.join(groups)}); keep one's only")
-    return found
+        raise UserError(f"{folder}: has models of {len(groups)} CASP groups ({', '.join(groups)}). Keep those of one")
+    return files
 
 
-def _alphafold(folder: Path, names: Mapping[str, Path]) -> list[PredictedFile]:
-    """Return the ranked models of a folder that AlphaFold has written for one target."""
+def _find_alphafold(folder: Path, names: Mapping[str, Path]) -> list[PredictedFile]:
+    """Find the ranked models in a folder that AlphaFold wrote for one target."""
     order: Sequence[str] = ()
     if "ranking_debug.json" in names:
-        ranking = _json(names["ranking_debug.json"])
+        ranking = _read_json(names["ranking_debug.json"])
         order = ranking.get("order", ()) if isinstance(ranking, dict) else ()
         if not isinstance(order, list | tuple):
             raise UserError(
-                f"{names['ranking_debug.json']}: its order is no list of models. Fetch it again, or remove it."
+                f"{names['ranking_debug.json']}: 'order' is not a list of models. Fetch the file again, or remove it"
             )
-    there = (folder / "msas").is_dir() and any(walk(folder / "msas", ALIGNMENTS))
-    beside = find([folder / "msas"], ALIGNMENTS, "alignments") if there else []
-    alignments = tuple(file.path for file in beside if not (file.is_hits or file.serves_pairing))
-    found = []
+    has_alignments = (folder / "msas").is_dir() and any(walk(folder / "msas", ALIGNMENTS))
+    msas = find([folder / "msas"], ALIGNMENTS, "alignments") if has_alignments else []
+    alignments = tuple(file.path for file in msas if not (file.is_hits or file.serves_pairing))
+    files = []
     for name, path in names.items():
         match = STRUCTURE.fullmatch(name)
         if match is None or (ranked := _RANKED.fullmatch(match[1])) is None:
             continue
-        place = int(ranked[1])
-        model = str(order[place]) if place < len(order) else match[1]
+        index = int(ranked[1])
+        model = str(order[index]) if index < len(order) else match[1]
         target = folder.resolve().name
         pae = first_of(names, f"pae_{model}.json")
-        known = PredictedFile(target, path, "AlphaFold", (target,), place + 1, model, (is_pdb(path),), pae)
-        found.append(replace(known, alignments=alignments))
-    return found
+        file = PredictedFile(target, path, "AlphaFold", (target,), index + 1, model, (is_pdb(path),), pae)
+        files.append(replace(file, alignments=alignments))
+    return files
 
 
-def _one(path: Path, names: Mapping[str, Path]) -> PredictedFile:
-    """Return what the name of a file says of it; names: of the files beside it.  Relaxed structures go first."""
+def _from_name(path: Path, names: Mapping[str, Path]) -> PredictedFile:
+    """Build the description of a prediction from its file's name; names: the files of its folder.
+
+    Relaxed structures are preferred.
+    """
     named = read_name(path, names)
     order = -named.version, named.is_pass, not named.relaxed, is_pdb(path)
     rows = first_of(names, f"{named.target}.a3m") if named.layout == "ColabFold" else None
@@ -193,8 +198,8 @@ def _one(path: Path, names: Mapping[str, Path]) -> PredictedFile:
     )
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: is no JSON ({error}); fetch it again, or remove it") from None
+        raise UserError(f"{path}: not valid JSON ({error}). Fetch the file again, or remove it") from None

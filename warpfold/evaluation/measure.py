@@ -1,4 +1,4 @@
-"""Score one prediction against its truth, with all that a row of the table says of it."""
+"""Score one prediction against its reference structure and build its row of the results table."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -10,22 +10,23 @@ import numpy as np
 from warpfold.data.formats.predictions import read_pae
 from warpfold.data.structure.mmcif import parse_structure
 from warpfold.errors import UserError, listed
-from warpfold.evaluation.confidence import CA, Sums, alignment_rows, pae_sums, plddt_of, plddt_sums
+from warpfold.evaluation.confidence import CA, Sums, alignment_rows, pae_sums, plddt_sums, read_plddt
 from warpfold.evaluation.layouts import PredictedFile
 from warpfold.evaluation.truths import REMEDY, Truth
 from warpfold.files import read_file, within_memory
 from warpfold.prediction.sanity import check_geometry
 from warpfold.scoring.score import Paired, assembled, pair
 
-Row = dict[str, Any]  # what is known of one prediction
+# The columns of one prediction in the results table.
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How predictions are compared with their truths.
+    """Options of a comparison with reference structures.
 
-    assembly: with the first biological assembly of the truth. chains: pairs or groups, as in `scoring.score.pair`.
-    allow_unplaced: although residues of a file are in none of its chains.
+    assembly: compare with the first biological assembly of the reference. chains: pairs or groups of chains, as in
+    `scoring.score.pair`. allow_unplaced: score although residues of a file belong to none of its chains.
     """
 
     assembly: bool = False
@@ -35,16 +36,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Job:
-    """A prediction, its truth, and how they are compared."""
+    """A prediction, its reference structure, and the options of their comparison."""
 
     prediction: PredictedFile
     truth: Truth
-    how: Comparison = Comparison()
+    options: Comparison = Comparison()
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a job found; error: why it could not be scored, and then nothing else is there."""
+    """The result of a job. error: the reason why it could not be scored, in which case there is nothing else."""
 
     job: Job
     row: Row = field(default_factory=dict)
@@ -54,25 +55,25 @@ class Measured:
 
 
 def read_pair(job: Job) -> tuple[Paired, str, str]:
-    """Read and pair the two structures of a job; return them and the SHA-256 of each file, unpacked.
+    """Read and pair the two structures of a job; returns them and the SHA-256 of each uncompressed file.
 
-    Errors: UserError for files that cannot be read or have nothing in common.
+    Raises UserError for unreadable files and for structures without similar chains.
     """
-    data = read_file(job.prediction.path), read_file(job.truth.path)
-    predicted = parse_structure(data[0], str(job.prediction.path), ca_only=True)
-    how = job.how
-    if not how.allow_unplaced:
-        predicted.check_placed(str(job.prediction.path), REMEDY)
-    truth = job.truth.parse(data[1], how.allow_unplaced)
+    options, predicted_path, truth_path = job.options, job.prediction.path, job.truth.path
+    predicted_data, truth_data = read_file(predicted_path), read_file(truth_path)
+    predicted = parse_structure(predicted_data, str(predicted_path), ca_only=True)
+    if not options.allow_unplaced:
+        predicted.check_placed(str(predicted_path), REMEDY)
+    truth = job.truth.parse(truth_data, options.allow_unplaced)
     try:
-        paired = pair(predicted, assembled(truth) if how.assembly else truth, how.chains)
+        paired = pair(predicted, assembled(truth) if options.assembly else truth, options.chains)
     except UserError as error:
-        raise UserError(f"{job.prediction.path} against {job.truth.path}: {error}") from error
-    return paired, *(hashlib.sha256(one).hexdigest() for one in data)  # type: ignore[return-value]
+        raise UserError(f"{predicted_path} against {truth_path}: {error}") from error
+    return paired, hashlib.sha256(predicted_data).hexdigest(), hashlib.sha256(truth_data).hexdigest()
 
 
 def measure(job: Job) -> Measured:
-    """Score one prediction.  What is at fault with its files is the result's `error`, so that others go on."""
+    """Score one prediction. A problem with its files becomes the result's `error`, so the other jobs continue."""
     try:
         with within_memory(str(job.prediction.path)):
             return _measure(job)
@@ -85,10 +86,10 @@ def _measure(job: Job) -> Measured:
     paired, digest, truth_digest = read_pair(job)
     predicted, score = paired.predicted, paired.score()
     if np.isnan(score.lddt_ca):
-        raise UserError(f"{job.truth.path}: no two Ca of it are near enough to be scored")
-    notes, complex_score = [*score.notes, *notes_of(paired)], score.complex
-    plddt, why_not = plddt_of(predicted.chains, file.writes_plddt)
-    notes += [f"no pLDDT: {why_not}"] if why_not else []
+        raise UserError(f"{job.truth.path}: no two Ca atoms are near enough for lDDT. Use a larger structure")
+    notes, complex_score = [*score.notes, *pairing_notes(paired)], score.complex
+    plddt, reason = read_plddt(predicted.chains, file.writes_plddt)
+    notes += [f"no pLDDT: {reason}"] if reason else []
     chains, pae = predicted.chains.values(), None
     mask = np.concatenate([chain.mask for chain in chains])
     if file.pae is not None:
@@ -101,7 +102,7 @@ def _measure(job: Job) -> Measured:
         mask,
         np.repeat(np.arange(len(chains)), [len(chain.sequence) for chain in chains]),
     )
-    known = [] if plddt is None else [plddt[name][chain.mask[:, CA] > 0] for name, chain in predicted.chains.items()]
+    ca_plddt = [] if plddt is None else [plddt[name][chain.mask[:, CA] > 0] for name, chain in predicted.chains.items()]
     interfaces = complex_score.interfaces if complex_score else ()
     row: Row = {
         "target": file.target,
@@ -119,7 +120,7 @@ def _measure(job: Job) -> Measured:
         "rmsd": None if np.isnan(score.rmsd) else score.rmsd,
         **{name: getattr(complex_score, name, None) for name in ("dockq", "ilddt", "qs_global", "ics", "ips")},
         "interfaces": [asdict(interface) for interface in interfaces],
-        "plddt": float(np.mean(np.concatenate(known))) if known else None,
+        "plddt": float(np.mean(np.concatenate(ca_plddt))) if ca_plddt else None,
         "clashes": geometry.clashes,
         "chain_breaks": geometry.chain_breaks,
         "depth": file.depth if file.depth is not None else alignment_rows(file.alignments),
@@ -137,24 +138,24 @@ def _measure(job: Job) -> Measured:
     return Measured(job, row, None if plddt is None else plddt_sums(paired, plddt), pae)
 
 
-def notes_of(paired: Paired) -> list[str]:
-    """Say how the residues of two structures correspond, where that is not plain: numbers, gaps, other amino acids."""
+def pairing_notes(paired: Paired) -> list[str]:
+    """Describe unusual pairings of residues: different numbers, gaps, different amino acids, unpaired chains."""
     notes = []
-    for name, side in paired.atoms.items():
-        ours, theirs = paired.predicted.chains[name], paired.reference.chains[paired.chains[name]]
-        of = f"chain {name}: " if len(paired.atoms) > 1 else ""
-        both = side.predicted_residue >= 0
+    for name, atoms in paired.atoms.items():
+        model, truth = paired.predicted.chains[name], paired.reference.chains[paired.chains[name]]
+        prefix = f"chain {name}: " if len(paired.atoms) > 1 else ""
+        both = atoms.predicted_residue >= 0
         if missing := int((~both).sum()):
-            notes.append(f"{of}residues of the truth that the prediction lacks: {missing} of {len(both)}")
-        if unseen := int((ours.mask[:, CA] > 0).sum()) - int(both.sum()):
-            notes.append(f"{of}predicted residues that the truth lacks, not scored: {unseen}")
-        if others := int(both.sum()) - side.equal:
-            notes.append(f"{of}other amino acids than in the truth: {others}")
-        if said := _numbering(
-            [ours.author_numbers[i] for i in side.predicted_residue[both]],
-            [theirs.author_numbers[j] for j in side.reference_residue[both]],
+            notes.append(f"{prefix}residues of the truth that the prediction lacks: {missing} of {len(both)}")
+        if unscored := int((model.mask[:, CA] > 0).sum()) - int(both.sum()):
+            notes.append(f"{prefix}predicted residues that the truth lacks, not scored: {unscored}")
+        if different := int(both.sum()) - atoms.equal:
+            notes.append(f"{prefix}other amino acids than in the truth: {different}")
+        if numbering := _describe_numbering(
+            [model.author_numbers[i] for i in atoms.predicted_residue[both]],
+            [truth.author_numbers[j] for j in atoms.reference_residue[both]],
         ):
-            notes.append(of + said)
+            notes.append(prefix + numbering)
     left_out = [name for name in paired.reference.chains if name not in paired.chains.values()]
     extra = [name for name in paired.predicted.chains if name not in paired.chains]
     notes += [f"chains of the truth without a counterpart: {listed(left_out)}"] if left_out else []
@@ -162,13 +163,14 @@ def notes_of(paired: Paired) -> list[str]:
     return notes
 
 
-def _numbering(ours: Sequence[str], theirs: Sequence[str]) -> str:
-    """Say how the numbers of paired residues differ; nothing if they do not."""
-    if list(ours) == list(theirs) or not ours:
+def _describe_numbering(predicted: Sequence[str], truth: Sequence[str]) -> str:
+    """Describe how the numbers of paired residues differ; empty if they are equal."""
+    if list(predicted) == list(truth) or not predicted:
         return ""
-    plain = all(number.lstrip("-").isdecimal() for number in (*ours, *theirs))  # no insertion codes, none lacking
-    shifts = {int(b) - int(a) for a, b in zip(ours, theirs)} if plain else set()
+    # Insertion codes and missing numbers have no difference.
+    is_plain = all(number.lstrip("-").isdecimal() for number in (*predicted, *truth))
+    shifts = {int(b) - int(a) for a, b in zip(predicted, truth)} if is_plain else set()
     if len(shifts) == 1:
         shift = shifts.pop()
         return f"the truth's residues are numbered {abs(shift)} {'higher' if shift > 0 else 'lower'}"
-    return "residues are numbered otherwise in the truth, and paired by sequence"
+    return "residues are numbered differently in the truth and paired by sequence"

@@ -1,5 +1,6 @@
-"""The page of an evaluation: the numbers, how sure they are, where predictions are good, and the structures."""
+"""Build the report of an evaluation: scores with intervals, groups of targets, calibration, and structures."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from warpfold.data.structure.chain import Chain
 from warpfold.data.structure.write import PDB_CHAINS, write_mmcif
 from warpfold.errors import UserError, listed
 from warpfold.evaluation import tables
-from warpfold.evaluation.confidence import CA, plddt_of
+from warpfold.evaluation.confidence import CA, read_plddt
 from warpfold.evaluation.evaluate import PredictionSet
 from warpfold.evaluation.measure import Measured, read_pair
 from warpfold.evaluation.tables import GROUPS, METRICS, Metric, group_name
@@ -21,173 +22,177 @@ from warpfold.report.report import ReportPage, ReportTable, Section, Target, War
 from warpfold.scoring import metrics
 from warpfold.scoring.intervals import MIN_CLUSTERS
 
-WORST, BEST = 6, 3  # structures drawn of the first set
-LONGEST = 3000  # residues of a structure that is drawn
-DOWNLOADED_PAE = 1000  # residues up to which its PAE is in the page
-SHOWN = ("lddt", "lddt_ca", "gdt_ts", "tm", "dockq")  # in tables of groups
-UNLISTED = ("coverage", "qs_global", "ics", "ips", "chain_breaks")  # not in the table of all targets
+# Structures of the first set that are drawn: the worst and the best ones.
+WORST, BEST = 6, 3
+# Residues of the largest structure that is drawn, and of the largest whose PAE is embedded.
+MAX_DRAWN = 3000
+MAX_EMBEDDED_PAE = 1000
+# Metrics in the tables of groups.
+GROUP_METRICS = ("lddt", "lddt_ca", "gdt_ts", "tm", "dockq")
+# Metrics that the table of all targets omits.
+OMITTED_METRICS = ("coverage", "qs_global", "ics", "ips", "chain_breaks")
 
 
-def evaluation_page(sets: Sequence[PredictionSet], found: Mapping[str, Any]) -> ReportPage:
-    """Return the page of what `report` has found."""
-    of_sets = found["sets"]
-    first, means = of_sets[0], of_sets[0]["means"]
+def evaluation_page(sets: Sequence[PredictionSet], results: Mapping[str, Any]) -> ReportPage:
+    """Build the page from the results of `evaluate.report`."""
+    summaries = results["sets"]
+    first, means = summaries[0], summaries[0]["means"]
     facts = [("targets scored", f"{first['targets']}")]
     for metric in METRICS:
-        if metric.key in (*SHOWN, "rmsd") and metric.key in means:
-            own = means[metric.key]
-            of = f" of {first['name']}" if len(of_sets) > 1 else ""
-            over = "" if own["targets"] == first["targets"] else f", {own['targets']} targets"
-            facts.append((f"mean {metric.name}{of}{over}", metric.show(own["mean"])))
+        if metric.key in (*GROUP_METRICS, "rmsd") and metric.key in means:
+            summary = means[metric.key]
+            name = f" of {first['name']}" if len(summaries) > 1 else ""
+            count = "" if summary["targets"] == first["targets"] else f", {summary['targets']} targets"
+            facts.append((f"mean {metric.name}{name}{count}", metric.show(summary["mean"])))
     sections = [
-        _scores(sets, of_sets),
-        *_comparisons(sets, found),
-        *_where(sets, of_sets),
-        *_calibration(sets, of_sets),
+        _scores(sets, summaries),
+        *_comparisons(sets, results),
+        *_groups(sets, summaries),
+        *_calibration(sets, summaries),
     ]
-    drawn = _chosen(sets[0])
-    targets = [target for one in drawn if (target := _target(one)) is not None]
-    sections += [_all_targets(sets, len(targets)), *_failures(of_sets)]
-    names = " and ".join(f"{one['name']} ({one['layout']})" for one in of_sets)
-    suite = found["suite"]
-    against = f"the suite {suite['title'] or suite['file']}" if suite else found["truth"]
+    targets = [target for measured in _select_drawn(sets[0]) if (target := _target(measured)) is not None]
+    sections += [_all_targets(sets, len(targets)), *_failures(summaries)]
+    names = " and ".join(f"{summary['name']} ({summary['layout']})" for summary in summaries)
+    suite = results["suite"]
+    reference = f"the suite {suite['title'] or suite['file']}" if suite else results["truth"]
     return ReportPage(
-        title="How good the predictions are",
-        lead=f"{names} against {against}.",
+        title="Accuracy of the predictions",
+        lead=f"{names} against {reference}.",
         facts=facts,
         sections=sections,
         targets=targets,
-        warnings=[Warned(warning) for warning in warnings_of(of_sets)],
+        warnings=[Warned(warning) for warning in warnings_of(summaries)],
         footer=[
-            *(f"{metric.name}: {found['definitions'][metric.key]}." for metric in METRICS if metric.key in means),
-            f"Intervals of means: 95% bootstrap over targets, seed {found['seed']}. WarpFold {__version__}."
+            *(f"{metric.name}: {results['definitions'][metric.key]}." for metric in METRICS if metric.key in means),
+            f"Intervals of means: 95% bootstrap over targets, seed {results['seed']}. WarpFold {__version__}."
             + (f" Suite: {suite['file']}, SHA-256 {suite['sha256']}." if suite else ""),
         ],
         made_by="warpfold evaluate",
     )
 
 
-def warnings_of(of_sets: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what is left out of the means, a line for each kind and set."""
-    said = []
-    for one in of_sets:
-        of = f"{one['name']}: " if len(of_sets) > 1 else ""
-        if names := [failure["target"] for failure in one["failures"]]:
-            said.append(f"{of}{len(names)} targets failed and are in no mean: {listed(names)}")
-        if names := one["without_truth"]:
-            said.append(f"{of}{len(names)} predictions have no structure to compare with: {listed(names)}")
-        if names := one["without_prediction"]:
-            said.append(f"{of}{len(names)} structures have no prediction, and are in no mean: {listed(names)}")
-    return said
+def warnings_of(summaries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Describe the targets that are missing from the means, one line per set and reason."""
+    lines = []
+    for summary in summaries:
+        prefix = f"{summary['name']}: " if len(summaries) > 1 else ""
+        if names := [failure["target"] for failure in summary["failures"]]:
+            lines.append(f"{prefix}{len(names)} targets failed and are in no mean: {listed(names)}")
+        if names := summary["without_truth"]:
+            lines.append(f"{prefix}{len(names)} predictions have no reference structure: {listed(names)}")
+        if names := summary["without_prediction"]:
+            lines.append(f"{prefix}{len(names)} structures have no prediction and are in no mean: {listed(names)}")
+    return lines
 
 
-def _scores(sets: Sequence[PredictionSet], of_sets: Sequence[Mapping[str, Any]]) -> Section:
-    """Return a row for each metric, with columns for each set."""
+def _scores(sets: Sequence[PredictionSet], summaries: Sequence[Mapping[str, Any]]) -> Section:
+    """Build a table with a row per metric and columns for each set, and the distributions of two metrics."""
     header, rows = ["score"], []
-    for one in of_sets:
-        header += [f"{one['name']}: mean" if len(of_sets) > 1 else "mean", "95% interval", "median", "targets"]
+    for summary in summaries:
+        header += [f"{summary['name']}: mean" if len(summaries) > 1 else "mean", "95% interval", "median", "targets"]
     for metric in METRICS:
-        if not any(metric.key in one["means"] for one in of_sets):
+        if not any(metric.key in summary["means"] for summary in summaries):
             continue
         row = [metric.name]
-        for one in of_sets:
-            own = one["means"].get(metric.key)
-            if own is None:
+        for summary in summaries:
+            mean = summary["means"].get(metric.key)
+            if mean is None:
                 row += ["–"] * 4
                 continue
-            span = " to ".join(map(metric.show, own["interval"] or (None,)))
-            row += [metric.show(own["mean"]), span, metric.show(own["median"]), str(own["targets"])]
+            interval = " to ".join(map(metric.show, mean["interval"] or (None,)))
+            row += [metric.show(mean["mean"]), interval, metric.show(mean["median"]), str(mean["targets"])]
         rows.append(row)
     drawn = []
     for key, name in (("lddt_ca", "lDDT-Cα"), ("tm", "TM-score")):
-        values = {one.name: [row[key] for row in one.by_target().values()] for one in sets}
-        drawn.append((figures.draw_shares(values, name), f"How many targets reach each {name}."))
-    text = "Each mean is over the targets of its row; its interval says how much others of the kind would change it."
+        values = {each.name: [row[key] for row in each.by_target().values()] for each in sets}
+        drawn.append((figures.draw_shares(values, name), f"Fraction of targets that reach each {name}."))
+    text = "Each mean is over the targets of its row. The interval shows how much it would vary with other targets."
     return Section("Scores", text, drawn, ReportTable(header, rows))
 
 
-def _comparisons(sets: Sequence[PredictionSet], found: Mapping[str, Any]) -> list[Section]:
-    """Return a section for each set that the first is compared with."""
+def _comparisons(sets: Sequence[PredictionSet], results: Mapping[str, Any]) -> list[Section]:
+    """Build a section for each set that the first set is compared with."""
     sections = []
-    for other, one in zip(sets[1:], found["comparisons"]):
-        if not one["metrics"]:
-            sections.append(Section(f"{one['a']} and {one['b']}", "They have no target in common."))
+    for other, comparison in zip(sets[1:], results["comparisons"]):
+        a, b = comparison["a"], comparison["b"]
+        if not comparison["metrics"]:
+            sections.append(Section(f"{a} and {b}", "They have no target in common."))
             continue
         rows = [
             [metric.name, *_difference(metric, paired)]
             for metric in METRICS
-            if (paired := one["metrics"].get(metric.key)) is not None
+            if (paired := comparison["metrics"].get(metric.key)) is not None
         ]
-        ours, theirs = sets[0].by_target(), other.by_target()
-        common, drawn = [target for target in ours if target in theirs], []
+        a_rows, b_rows = sets[0].by_target(), other.by_target()
+        common, drawn = [target for target in a_rows if target in b_rows], []
         for key, name in (("lddt_ca", "lDDT-Cα"), ("tm", "TM-score")):
-            points = {name: ([theirs[target][key] for target in common], [ours[target][key] for target in common])}
-            figure = figures.draw_against(points, (f"{name}, {one['b']}", f"{name}, {one['a']}"), diagonal=True)
-            drawn.append((figure, f"Above the line {one['a']} is better."))
+            points = {name: ([b_rows[target][key] for target in common], [a_rows[target][key] for target in common])}
+            figure = figures.draw_against(points, (f"{name}, {b}", f"{name}, {a}"), diagonal=True)
+            drawn.append((figure, f"Above the line {a} is better."))
         text = (
-            f"On the {one['common']} targets that both have. All clusters of similar sequences count equally. The "
+            f"On the {comparison['common']} targets of both sets. All clusters of similar sequences count equally. The "
             "interval is a t interval of the mean difference over clusters, and a difference is clear if its interval "
             f"excludes 0. Below {MIN_CLUSTERS} clusters there is no interval and no verdict. Positive is better, also "
-            "of RMSD, clashes and chain breaks."
+            "for RMSD, clashes and chain breaks."
         )
         header = ["score", "better by", "98.5% interval", "verdict", "clusters", "targets", "better on", "worse on"]
-        sections.append(Section(f"{one['a']} against {one['b']}", text, drawn, ReportTable(header, rows)))
+        sections.append(Section(f"{a} against {b}", text, drawn, ReportTable(header, rows)))
     return sections
 
 
 def _difference(metric: Metric, paired: Mapping[str, Any]) -> list[str]:
     digits = metric.digits + 1
-    span = "–"
+    interval = "–"
     if paired["interval"] is not None:
-        span = " to ".join(f"{x:+.{digits}f}" for x in paired["interval"])
+        interval = " to ".join(f"{x:+.{digits}f}" for x in paired["interval"])
     counts = (paired["clusters"], paired["targets"], paired["wins"], paired["losses"])
-    return [f"{paired['difference']:+.{digits}f}", span, paired["verdict"] or "–", *map(str, counts)]
+    return [f"{paired['difference']:+.{digits}f}", interval, paired["verdict"] or "–", *map(str, counts)]
 
 
-def _where(sets: Sequence[PredictionSet], of_sets: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """Return the means of groups of targets, and lDDT-Ca over what they are grouped by."""
+def _groups(sets: Sequence[PredictionSet], summaries: Sequence[Mapping[str, Any]]) -> list[Section]:
+    """Build a section for each grouping of targets: means of the groups, and lDDT-Ca over the grouping's column."""
     sections = []
-    for by, (what, _) in GROUPS.items():
-        if not any(by in one["groups"] for one in of_sets):
+    for by, (heading, _) in GROUPS.items():
+        if not any(by in summary["groups"] for summary in summaries):
             continue
-        keys = [metric for metric in METRICS if metric.key in SHOWN]
-        keys = [m for m in keys if any(m.key in one["means"] for one in of_sets)]
+        columns = [metric for metric in METRICS if metric.key in GROUP_METRICS]
+        columns = [metric for metric in columns if any(metric.key in summary["means"] for summary in summaries)]
         rows = []
-        for one in of_sets:
-            for group in one["groups"].get(by, ()):
+        for summary in summaries:
+            for group in summary["groups"].get(by, ()):
                 name = group_name(group, by)
-                values = [metric.show(group["mean"].get(metric.key)) for metric in keys]
-                rows.append([f"{one['name']}, {name}" if len(of_sets) > 1 else name, str(group["targets"]), *values])
+                name = f"{summary['name']}, {name}" if len(summaries) > 1 else name
+                values = [metric.show(group["mean"].get(metric.key)) for metric in columns]
+                rows.append([name, str(group["targets"]), *values])
         points = {}
         for each in sets:
-            known = [row for row in each.by_target().values() if row[by] is not None]
-            points[each.name] = ([row[by] for row in known], [row["lddt_ca"] for row in known])
-        figure = figures.draw_against(points, (what, "lDDT-Cα"), log=by != "train_identity")
-        sections.append(
-            Section(f"By {what}", "", [(figure, "")], ReportTable([what, "targets", *(m.name for m in keys)], rows))
-        )
+            with_value = [row for row in each.by_target().values() if row[by] is not None]
+            points[each.name] = ([row[by] for row in with_value], [row["lddt_ca"] for row in with_value])
+        figure = figures.draw_against(points, (heading, "lDDT-Cα"), log=by != "train_identity")
+        table = ReportTable([heading, "targets", *(metric.name for metric in columns)], rows)
+        sections.append(Section(f"By {heading}", "", [(figure, "")], table))
     return sections
 
 
-def _calibration(sets: Sequence[PredictionSet], of_sets: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """Return how far pLDDT and PAE came true."""
+def _calibration(sets: Sequence[PredictionSet], summaries: Sequence[Mapping[str, Any]]) -> list[Section]:
+    """Build the section that compares pLDDT and PAE with the measured errors."""
     drawn, rows = [], []
     for kind, expected, true, top, unit in (
         ("plddt", "pLDDT", "measured lDDT-Cα", 100.0, ""),
         ("pae", "PAE, Å", "true aligned error, Å", 32.0, " Å"),
     ):
-        known = {one["name"]: one["calibration"][kind] for one in of_sets if kind in one["calibration"]}
-        if not known:
+        calibrations = {s["name"]: s["calibration"][kind] for s in summaries if kind in s["calibration"]}
+        if not calibrations:
             continue
-        bins = {name: [b for b in own["bins"] if b["count"] >= 5] for name, own in known.items()}
-        each = "residues" if kind == "plddt" else "pairs of residues"
+        short = expected.split(",")[0]
+        bins = {name: [b for b in c["bins"] if b["count"] >= 5] for name, c in calibrations.items()}
+        items = "residues" if kind == "plddt" else "pairs of residues"
         figure = figures.draw_reliability(bins, expected, true, top)
-        drawn.append((figure, f"{expected.split(',')[0]} of {each} against what came true; dotted: as expected."))
-        for name, own in known.items():
-            label = f"{expected.split(',')[0]}{f', {name}' if len(of_sets) > 1 else ''}"
-            correlation = "–" if own["correlation"] is None else f"{own['correlation']:.2f}"
-            values = (f"{own['error']:.1f}{unit}", f"{own['bias']:+.1f}{unit}", correlation, f"{own['count']:,}")
-            rows.append([label, *values])
+        drawn.append((figure, f"Measured over expected values of {items}. The dotted line is perfect calibration."))
+        for name, c in calibrations.items():
+            correlation = "–" if c["correlation"] is None else f"{c['correlation']:.2f}"
+            values = (f"{c['error']:.1f}{unit}", f"{c['bias']:+.1f}{unit}", correlation, f"{c['count']:,}")
+            rows.append([f"{short}, {name}" if len(summaries) > 1 else short, *values])
     if not rows:
         return []
     both = [(row["plddt"], 100 * row["lddt_ca"]) for row in sets[0].by_target().values() if row["plddt"] is not None]
@@ -195,76 +200,77 @@ def _calibration(sets: Sequence[PredictionSet], of_sets: Sequence[Mapping[str, A
         x, y = map(list, zip(*both))
         drawn.append((figures.draw_calibration(x, y, "target"), f"Each target of {sets[0].name}."))
     text = (
-        "Error: how far what came true is from what was expected, the mean over bins of the expected value. Bias: "
-        "expected minus true; above 0 pLDDT is too sure, and PAE too careful."
+        "Calibration error: the mean distance between measured and expected values over bins of the expected value. "
+        "Bias: expected minus measured. A positive bias means an overconfident pLDDT and an underconfident PAE."
     )
     header = ["confidence", "calibration error", "bias", "correlation", "values"]
-    return [Section("Does the model know how good it is?", text, drawn, ReportTable(header, rows))]
+    return [Section("Calibration of the confidence", text, drawn, ReportTable(header, rows))]
 
 
 def _all_targets(sets: Sequence[PredictionSet], drawn: int) -> Section:
-    """Return a row for each target, with its notes; drawn: how many structures of the first set the page has."""
-    rows = [row for one in sets for row in one.by_target().values()]
-    shown = [metric for metric in METRICS if metric.key not in UNLISTED and tables.values_of(rows, metric.key)]
+    """Build the table of all targets with their notes; drawn: number of structures of the first set on the page."""
+    rows = [row for each in sets for row in each.by_target().values()]
+    columns = [m for m in METRICS if m.key not in OMITTED_METRICS and tables.values_of(rows, m.key)]
     lines = []
-    for one in sets:
-        for row in sorted((m.row for m in one.measured), key=lambda row: (row["target"].lower(), row["rank"])):
+    for each in sets:
+        for row in sorted((m.row for m in each.measured), key=lambda row: (row["target"].lower(), row["rank"])):
             name = row["target"] if row["rank"] == 1 else f"{row['target']}, rank {row['rank']}"
-            name = name if one is sets[0] else f"{name}, {one.name}"
-            values = [metric.show(row[metric.key]) for metric in shown]
+            name = name if each is sets[0] else f"{name}, {each.name}"
+            values = [metric.show(row[metric.key]) for metric in columns]
             lines.append([name, f"{row['paired']} of {row['residues']}", *values, "; ".join(row["notes"])])
-    header = ["target", "residues", *(metric.name for metric in shown), "notes"]
-    some = f"the worst {WORST} and the best {BEST}" if drawn < len(sets[0].best) else "all"
-    text = f"Drawn below, with the truth in grey: {some} of {sets[0].name} by lDDT-Cα." if drawn else ""
+    header = ["target", "residues", *(metric.name for metric in columns), "notes"]
+    selection = f"the worst {WORST} and the best {BEST}" if drawn < len(sets[0].best) else "all"
+    text = f"Drawn below, with the truth in grey: {selection} of {sets[0].name} by lDDT-Cα." if drawn else ""
     return Section("All targets", text, table=ReportTable(header, lines))
 
 
-def _failures(of_sets: Sequence[Mapping[str, Any]]) -> list[Section]:
-    rows = [[f["target"], one["name"], f["error"]] for one in of_sets for f in one["failures"]]
-    return [Section("Failed", table=ReportTable(["target", "set", "what went wrong"], rows))] if rows else []
+def _failures(summaries: Sequence[Mapping[str, Any]]) -> list[Section]:
+    rows = [[failure["target"], s["name"], failure["error"]] for s in summaries for failure in s["failures"]]
+    return [Section("Failed", table=ReportTable(["target", "set", "error"], rows))] if rows else []
 
 
-def _chosen(one: PredictionSet) -> list[Measured]:
-    """Return which structures are drawn: the worst first, then the best."""
-    ordered = sorted(one.best, key=lambda measured: measured.row["lddt_ca"])
+def _select_drawn(prediction_set: PredictionSet) -> list[Measured]:
+    """Select the structures that are drawn: the worst ones first, then the best ones."""
+    ordered = sorted(prediction_set.best, key=lambda measured: measured.row["lddt_ca"])
     if len(ordered) <= WORST + BEST:
         return ordered
     return [*ordered[:WORST], *ordered[-BEST:]]
 
 
 def _target(measured: Measured) -> Target | None:
-    """Return a prediction as the page draws it, its truth superposed; None if it is too large, or gone meanwhile.
+    """Prepare a prediction and its superposed truth for the page; None if it is too large or its file is gone.
 
-    Residues without a Cα are left out, and the others counted from 1 in each chain, as the page's script counts them.
+    Residues without a Cα are removed, and the others are numbered from 1 in each chain, as the page's script expects.
     """
     try:
         paired, *_ = read_pair(measured.job)
     except UserError:
         return None
     chains = paired.predicted.chains
-    if sum(len(chain.sequence) for chain in chains.values()) > LONGEST:
+    if sum(len(chain.sequence) for chain in chains.values()) > MAX_DRAWN:
         return None
-    plddt, _ = plddt_of(chains, measured.job.prediction.writes_plddt)
+    plddt, _ = read_plddt(chains, measured.job.prediction.writes_plddt)
     lddt = {name: np.full(len(chain.sequence), np.nan) for name, chain in chains.items()}
     start, per_residue = 0, 100 * paired.lddt_ca_per_residue()
-    for name, side in paired.atoms.items():
-        own = per_residue[start : start + len(side.predicted_residue)]
-        lddt[name][side.predicted_residue[side.predicted_residue >= 0]] = own[side.predicted_residue >= 0]
-        start += len(side.predicted_residue)
-    kept = {name: chain.mask[:, CA] > 0 for name, chain in chains.items()}
-    shown = [_numbered(chain, kept[name]) for name, chain in chains.items()]
-    confidence = np.concatenate(
-        [lddt[name][seen] if plddt is None else plddt[name][seen] for name, seen in kept.items()]
-    )
-    confidence = np.nan_to_num(confidence)
+    for name, atoms in paired.atoms.items():
+        of_chain = per_residue[start : start + len(atoms.predicted_residue)]
+        is_paired = atoms.predicted_residue >= 0
+        lddt[name][atoms.predicted_residue[is_paired]] = of_chain[is_paired]
+        start += len(atoms.predicted_residue)
+    has_ca = {name: chain.mask[:, CA] > 0 for name, chain in chains.items()}
+    shown = [_select_residues(chain, has_ca[name]) for name, chain in chains.items()]
+    # Predictions without pLDDT are coloured by lDDT.
+    values = lddt if plddt is None else plddt
+    confidence = np.nan_to_num(np.concatenate([values[name][mask] for name, mask in has_ca.items()]))
     ends = np.cumsum([len(chain.sequence) for chain in shown]).tolist()
-    pae, whole = None, np.concatenate(list(kept.values()))
-    if measured.pae is not None and measured.job.prediction.pae is not None and len(whole) <= DOWNLOADED_PAE:
-        pae = read_pae(measured.job.prediction.pae, whole)[np.ix_(whole, whole)]
-    positions, known, truth, *_ = paired.arrays
-    rotation, translation = metrics.superpose(truth[known[:, CA], CA], positions[known[:, CA], CA])
+    pae, all_has_ca = None, np.concatenate(list(has_ca.values()))
+    if measured.pae is not None and measured.job.prediction.pae is not None and len(all_has_ca) <= MAX_EMBEDDED_PAE:
+        pae = read_pae(measured.job.prediction.pae, all_has_ca)[np.ix_(all_has_ca, all_has_ca)]
+    positions, predicted_mask, truth, *_ = paired.arrays
+    both = predicted_mask[:, CA]
+    rotation, translation = metrics.superpose(truth[both, CA], positions[both, CA])
     moved = [
-        replace(_numbered(chain, chain.mask[:, CA] > 0), id=PDB_CHAINS[i % len(PDB_CHAINS)])
+        replace(_select_residues(chain, chain.mask[:, CA] > 0), id=PDB_CHAINS[i % len(PDB_CHAINS)])
         for i, chain in enumerate(paired.reference.chains[name] for name in paired.chains.values())
     ]
     moved = [
@@ -286,19 +292,19 @@ def _target(measured: Measured) -> Target | None:
         warnings=row["notes"],
         truth_mmcif=write_mmcif(f"{row['target']} truth", moved),
         truth_ca=np.concatenate([chain.positions[:, CA] for chain in moved]).astype(np.float64),
-        lddt=np.concatenate([lddt[name][seen] for name, seen in kept.items()]),
+        lddt=np.concatenate([lddt[name][mask] for name, mask in has_ca.items()]),
         chains={c.id: slice(end - len(c.sequence), end) for c, end in zip(shown, ends)} if len(shown) > 1 else {},
     )
 
 
-def _numbered(chain: Chain, kept: np.ndarray) -> Chain:
-    """Return some residues of a chain [N], numbered from 1."""
-    count = int(kept.sum())
+def _select_residues(chain: Chain, selected: np.ndarray) -> Chain:
+    """Select residues of a chain by a mask [N], and number them from 1."""
+    count = int(selected.sum())
     return replace(
         chain,
-        sequence="".join(letter for letter, seen in zip(chain.sequence, kept) if seen),
-        positions=chain.positions[kept],
-        mask=chain.mask[kept],
+        sequence="".join(itertools.compress(chain.sequence, selected)),
+        positions=chain.positions[selected],
+        mask=chain.mask[selected],
         residue_index=np.arange(count),
         author_numbers=tuple(str(number) for number in range(1, count + 1)),
         b_factors=None,

@@ -1,4 +1,4 @@
-"""What tasks of a job array have scored: a file of each in the folder of the results, which all of them read."""
+"""Share results between the tasks of a job array: each task writes one file to a folder, and all tasks read them."""
 
 import hashlib
 import json
@@ -19,8 +19,8 @@ from warpfold.files import sealed, write_atomically, writing
 IS_PART = re.compile(r"part-\d+-of-\d+\.json").fullmatch
 
 
-def run_of(jobs: Sequence[Job]) -> str:
-    """Return a digest of what is scored, and by which version: of other jobs or changed files no part is used."""
+def jobs_fingerprint(jobs: Sequence[Job]) -> str:
+    """Compute a digest of the jobs, their files and WarpFold's version. Parts of another digest are ignored."""
     digest = hashlib.sha256(__version__.encode())
     for job in jobs:
         digest.update(repr(job).encode())
@@ -31,18 +31,18 @@ def run_of(jobs: Sequence[Job]) -> str:
     return digest.hexdigest()
 
 
-def write_part(out: Path, run: str, part: JobPart, found: Mapping[int, Measured]) -> None:
-    """Write what a task has scored, by the places of the jobs."""
+def write_part(out: Path, fingerprint: str, part: JobPart, results: Mapping[int, Measured]) -> None:
+    """Write the results of a task; results: index of the job -> result."""
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
-    measured = [[place, one.row, _numbers(one.plddt), _numbers(one.pae), one.error] for place, one in found.items()]
+    measured = [[index, r.row, _to_lists(r.plddt), _to_lists(r.pae), r.error] for index, r in results.items()]
     path = out / f"part-{part.number}-of-{part.count}.json"
-    write_atomically(path, json.dumps(sealed({"run": run, "measured": measured}), allow_nan=False) + "\n")
+    write_atomically(path, json.dumps(sealed({"run": fingerprint, "measured": measured}), allow_nan=False) + "\n")
 
 
-def read_parts(out: Path, run: str, jobs: Sequence[Job]) -> dict[int, Measured]:
-    """Return what all tasks of this run have scored so far; a file of another run, or a damaged one, has nothing."""
-    found: dict[int, Measured] = {}
+def read_parts(out: Path, fingerprint: str, jobs: Sequence[Job]) -> dict[int, Measured]:
+    """Read the results of all tasks so far, by index of the job. Damaged files and those of other runs are ignored."""
+    results: dict[int, Measured] = {}
     with writing(out):
         paths = sorted(path for path in out.iterdir() if IS_PART(path.name)) if out.is_dir() else []
         for path in paths:
@@ -50,20 +50,20 @@ def read_parts(out: Path, run: str, jobs: Sequence[Job]) -> dict[int, Measured]:
                 part = json.loads(path.read_bytes())
             except ValueError:
                 continue
-            if isinstance(part, dict) and part.get("run") == run and part == sealed(part):
-                for place, row, plddt, pae, error in part["measured"]:
-                    found[place] = Measured(jobs[place], row, _sums(plddt), _sums(pae), error)
-    return found
+            if isinstance(part, dict) and part.get("run") == fingerprint and part == sealed(part):
+                for index, row, plddt, pae, error in part["measured"]:
+                    results[index] = Measured(jobs[index], row, _from_lists(plddt), _from_lists(pae), error)
+    return results
 
 
-def parts_of(places: Iterable[int], count: int) -> list[str]:
-    """Return which parts, as "3/8", have the jobs of these places."""
-    return [f"{number + 1}/{count}" for number in sorted({place % count for place in places})]
+def parts_with(indices: Iterable[int], count: int) -> list[str]:
+    """Name the parts, as "3/8", that contain the jobs with these indices."""
+    return [f"{number + 1}/{count}" for number in sorted({index % count for index in indices})]
 
 
-def _numbers(sums: Sums | None) -> dict[str, list[float]] | None:
-    return None if sums is None else {one.name: getattr(sums, one.name).tolist() for one in fields(Sums)}
+def _to_lists(sums: Sums | None) -> dict[str, list[float]] | None:
+    return None if sums is None else {field.name: getattr(sums, field.name).tolist() for field in fields(Sums)}
 
 
-def _sums(numbers: Mapping[str, list[float]] | None) -> Sums | None:
-    return None if numbers is None else Sums(**{name: np.array(values) for name, values in numbers.items()})
+def _from_lists(lists: Mapping[str, list[float]] | None) -> Sums | None:
+    return None if lists is None else Sums(**{name: np.array(values) for name, values in lists.items()})

@@ -1,4 +1,4 @@
-"""Suites: lists of targets to evaluate, with what the files of their structures must contain.
+"""Read and write suites: lists of targets to evaluate, with the required properties of their files.
 
 title = "CAMEO, a week"
 source = "https://..."  # where the list comes from
@@ -46,7 +46,7 @@ class _SuiteFile:
 
 @dataclass(frozen=True)
 class Suite:
-    """Targets by name.  sha256: of the suite's own file."""
+    """Targets by name. sha256: the hash of the suite's own file."""
 
     path: Path
     sha256: str
@@ -58,7 +58,7 @@ class Suite:
 def read_suite(path: Path) -> Suite:
     """Read a suite from a TOML file, or a bundled suite by its name.
 
-    Errors: UserError for a file that is not a suite, an empty list, and two names that differ only in case.
+    Raises UserError for a file that is not a suite, an empty list, and two names that differ only in case.
     """
     if not path.exists() and str(path) in BUNDLED_SUITES:
         path = BUNDLED_SUITES[str(path)]
@@ -75,7 +75,7 @@ def read_suite(path: Path) -> Suite:
     for name in content.targets:
         # Predictions are in folders, and some file systems do not distinguish A from a.
         if (other := names.setdefault(name.lower(), name)) != name:
-            raise UserError(f"{path}: {name} and {other} are one name; keep one")
+            raise UserError(f"{path}: {name} and {other} differ only in case. Keep one of them")
     return Suite(path, hashlib.sha256(data).hexdigest(), content.title, content.source, content.targets)
 
 

@@ -1,4 +1,4 @@
-"""Sum up what was measured: means over targets with their intervals, groups of targets, and sets compared."""
+"""Summarise scores: means over targets with intervals, groups of targets, and comparisons of two sets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from warpfold.scoring.intervals import interval, paired_difference
 
 @dataclass(frozen=True)
 class Metric:
-    """A column that is averaged: its key, its name for people, digits behind the point; lower: smaller is better."""
+    """A column with a mean. name: its heading. digits: decimals that are shown. lower: smaller values are better."""
 
     key: str
     name: str
@@ -22,7 +22,7 @@ class Metric:
     lower: bool = False
 
     def show(self, value: float | None) -> str:
-        """Return a value, or a mean of such, for people."""
+        """Format a value or a mean."""
         return "–" if value is None else str(value) if isinstance(value, int) else f"{value:.{self.digits}f}"
 
 
@@ -43,14 +43,15 @@ METRICS = (
     Metric("clashes", "clashes", 1, lower=True),
     Metric("chain_breaks", "chain breaks", 1, lower=True),
 )
-NOT_QUALITY = {"coverage", "plddt"}  # not what one set can be better in
-# What groups are made by: the column, its name, and the largest value of each group but the last.
+# Columns that are no measure of quality, so that no set is better in them.
+NOT_QUALITY = {"coverage", "plddt"}
+# Columns by which targets are grouped: heading, and the largest value of each group but the last.
 GROUPS = {
     "residues": ("length", (100, 200, 400, 800)),
     "depth": ("alignment rows", (1, 30, 100, 1000)),
     "train_identity": ("identity with the nearest training sequence", (0.0, 0.3, 0.5, 0.7, 0.95)),
 }
-# From JSON to one table: what CSV cannot hold in a cell is joined.
+# The columns of the CSV table. Lists and mappings are joined to one cell.
 CSV = (
     *("set", "target", "model", "rank", "residues", "paired", "identity", *(metric.key for metric in METRICS)),
     *("interfaces", "depth", "train_identity", "released", "chains", "notes"),
@@ -59,28 +60,28 @@ CSV = (
 
 
 def means(rows: Sequence[Row], seed: int = 0) -> dict[str, dict[str, Any]]:
-    """Return for each metric the mean over the targets that have it, its 95% bootstrap interval, median and count."""
-    found = {}
+    """Compute mean, 95% bootstrap interval, median and number of targets of each metric."""
+    summaries = {}
     for metric in METRICS:
         if values := values_of(rows, metric.key):
-            found[metric.key] = {
+            summaries[metric.key] = {
                 "mean": float(np.mean(values)),
                 "interval": interval(values, seed),
                 "median": float(np.median(values)),
                 "targets": len(values),
             }
-    return found
+    return summaries
 
 
 def values_of(rows: Sequence[Row], key: str) -> list[float]:
-    """Return the values of a column, without those that are not known."""
+    """Return the values of a column without missing ones."""
     return [row[key] for row in rows if row[key] is not None]
 
 
 def groups(rows: Sequence[Row], by: str) -> list[dict[str, Any]]:
-    """Return the means of targets grouped by a column, those for which it is not known left out."""
+    """Compute the means of targets grouped by a column; targets without a value are left out."""
     _, limits = GROUPS[by]
-    found = []
+    result = []
     for low, high in zip((None, *limits), (*limits, None)):
         within = [
             row
@@ -89,12 +90,12 @@ def groups(rows: Sequence[Row], by: str) -> list[dict[str, Any]]:
         ]
         if within:
             average = {metric.key: float(np.mean(v)) for metric in METRICS if (v := values_of(within, metric.key))}
-            found.append({"above": low, "to": high, "targets": len(within), "mean": average})
-    return found
+            result.append({"above": low, "to": high, "targets": len(within), "mean": average})
+    return result
 
 
 def group_name(group: Mapping[str, Any], by: str) -> str:
-    """Return how a group is called: "101 to 200", "over 800"; of identities in percent."""
+    """Format the limits of a group: "101 to 200", "over 800"; identities in percent."""
     low, high = group["above"], group["to"]
     if by == "train_identity":
         if high == 0:
@@ -106,9 +107,9 @@ def group_name(group: Mapping[str, Any], by: str) -> str:
 
 
 def target_clusters(rows: Sequence[Row]) -> list[tuple[int, ...]]:
-    """Return the cluster of each target: the clusters of its chains' sequences, in ascending order.
+    """Compute the cluster of each target: the clusters of its chains' sequences, in ascending order.
 
-    More than `MOST_HERE` different sequences are not clustered; each then counts as a cluster of its own.
+    If there are more than `MOST_HERE` different sequences, each of them counts as a cluster of its own.
     """
     sequences = [sequence for row in rows for sequence in row["sequences"]]
     distinct = {sequence: number for number, sequence in enumerate(dict.fromkeys(sequences))}
@@ -118,24 +119,24 @@ def target_clusters(rows: Sequence[Row]) -> list[tuple[int, ...]]:
 
 
 def compare(a: Mapping[str, Row], b: Mapping[str, Row]) -> dict[str, Any]:
-    """Return how much better a is than b, by metric, over the targets that both have (`paired_difference`)."""
+    """Compare a with b over their common targets: the `paired_difference` of each metric, positive if a is better."""
     both = [(a[key], b[key]) for key in a if key in b]
     clusters = target_clusters([x for x, _ in both])
-    found = {}
+    differences = {}
     for metric in METRICS:
         if metric.key in NOT_QUALITY:
             continue
         values = [(x[metric.key], y[metric.key], cluster) for (x, y), cluster in zip(both, clusters)]
         if values := [three for three in values if None not in three]:
             sign = -1 if metric.lower else 1
-            of_a, of_b, names = zip(*values)
-            difference = paired_difference([sign * x for x in of_a], [sign * x for x in of_b], names).to_dict()
-            found[metric.key] = {key: value for key, value in difference.items() if key != "means"}
-    return {"common": len(both), "metrics": found}
+            a_values, b_values, names = zip(*values)
+            difference = paired_difference([sign * x for x in a_values], [sign * x for x in b_values], names).to_dict()
+            differences[metric.key] = {key: value for key, value in difference.items() if key != "means"}
+    return {"common": len(both), "metrics": differences}
 
 
 def table_of(rows: Iterable[Row]) -> str:
-    """Write rows as CSV, one for each prediction of each set, and for each that could not be scored."""
+    """Format rows as CSV: one per prediction of each set, and one per failure."""
     flat = []
     for row in rows:
         chains = " ".join(f"{p}:{r}" for p, r in row.get("chains", {}).items())
