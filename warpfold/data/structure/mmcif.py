@@ -21,7 +21,7 @@ from warpfold.data.formats.alignment import document_kind
 from warpfold.data.structure import pdb
 from warpfold.data.structure.assemblies import AssemblyTable
 from warpfold.data.structure.chain import Chain, Structure, normal_entry_id, parse_date
-from warpfold.data.structure.separate import FORCE_FIELD_NAMES, Reading, ResidueKey, count_models, is_placeholder
+from warpfold.data.structure.separate import FORCE_FIELD_NAMES, Reading, collect_alphas, count_models, is_placeholder
 from warpfold.errors import UserError, listed
 from warpfold.files import LARGEST, read_file
 from warpfold.geometry.residue import ATOM37_MASK, ATOM_ORDER, ATOM_TYPES, RESTYPE_3, RESTYPE_ORDER, RESTYPES, UNKNOWN
@@ -364,20 +364,19 @@ def _read_columns(block: cif.Block, source: str, notes: list[str]) -> tuple[Colu
         models = list(table.column(len(tags) - 1))
         count = models.count(models[0])
         if count < len(models):
-            alphas: dict[str, dict[tuple[str, ResidueKey], np.ndarray]] = {model: {} for model in models}
+            order = {model: i for i, model in enumerate(dict.fromkeys(models))}
             atoms, at = (list(table.column(tags.index(tag))) for tag in ("label_atom_id", "label_seq_id"))
             chains = list(table.column(tags.index("label_asym_id")))
             xyz = [table.column(tags.index(f"Cartn_{axis}")) for axis in "xyz"]
-            for row, (model, atom) in enumerate(zip(models, atoms)):
-                if atom == "CA" and at[row] not in ABSENT:
-                    position = np.array([cif.as_number(axis[row]) for axis in xyz])
-                    if not is_placeholder(position):
-                        alphas[model].setdefault((chains[row], (place_of(at[row]), "")), position)
+            alphas = (
+                (models[row], (chains[row], (place_of(at[row]), "")), [cif.as_number(axis[row]) for axis in xyz])
+                for row, atom in enumerate(atoms)
+                if atom == "CA" and at[row] not in ABSENT
+            )
             is_nmr = any("NMR" in method.upper() for method in _values(block, "_exptl.method"))
-            copies, said = count_models([*alphas.values()], is_nmr)
+            copies, said = count_models(collect_alphas(order, alphas), is_nmr)
             notes += said
             if copies:
-                order = {model: i for i, model in enumerate(alphas)}
                 suffixes = ["" if order[model] == 0 else f"-{order[model] + 1}" for model in models]
             elif models[count - 1] == models[0]:
                 rows = range(count)

@@ -14,21 +14,19 @@ import numpy as np
 from gemmi import cif
 
 from warpfold.data.structure.separate import (
-    ANCHORS,
     BOND,
     FORCE_FIELD_NAMES,
-    LINKS,
     Reading,
     Residue,
     ResidueKey,
     SeparatedChain,
+    collect_alphas,
     count_models,
     is_placeholder,
     separate_chains,
 )
 from warpfold.errors import UserError, listed
 
-LINKED_ATOMS = {*LINKS, *LINKS.values(), *ANCHORS}
 LONGEST_GAP = 200  # residues: a longer jump in the numbers is a change of numbering rather than a missing part
 
 
@@ -54,7 +52,8 @@ def read(data: bytes, source: str) -> Reading:
     method = " ".join(line[10:].strip() for line in lines if line.startswith("EXPDTA"))
     all_count, notes = False, list[str]()
     if len(sections) > 1:
-        all_count, notes = count_models([_alphas(lines, rows) for _, rows in sections], "NMR" in method.upper())
+        alphas = collect_alphas(range(len(sections)), _alphas(lines, [rows for _, rows in sections]))
+        all_count, notes = count_models(alphas, "NMR" in method.upper())
     counted = sections if all_count else sections[:1]
     copies = all_count and len({model for model, _ in sections}) > 1
     if all_count and not copies:
@@ -96,18 +95,16 @@ def _sections(lines: Sequence[str]) -> list[tuple[int, list[int]]]:
     return [*sections, (model, rows)] if has_atoms else sections
 
 
-def _alphas(lines: Sequence[str], rows: Sequence[int]) -> dict[tuple[str, ResidueKey], np.ndarray]:
-    """Return the positions of the CA of some rows by chain and residue."""
-    found: dict[tuple[str, ResidueKey], np.ndarray] = {}
-    for row in rows:
-        line = lines[row]
-        if line[12:16] == " CA ":
+def _alphas(
+    lines: Sequence[str], sections: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, tuple[str, ResidueKey], tuple[float, float, float]]]:
+    """Yield the number of the section, the residue and the position of each CA."""
+    for number, rows in enumerate(sections):
+        for line in (lines[row] for row in rows if lines[row][12:16] == " CA "):
             with suppress(ValueError):  # an unreadable number is reported with its atom where the model counts
-                xyz = np.array([float(line[30:38]), float(line[38:46]), float(line[46:54])])
-                if not is_placeholder(xyz):
-                    # Segments tell chains without names apart, and a repeated number does not replace the first.
-                    found.setdefault((line[20:22] + line[72:76], _residue_key(line)), xyz)
-    return found
+                # Segments tell chains without names apart.
+                residue = line[20:22] + line[72:76], _residue_key(line)
+                yield number, residue, (float(line[30:38]), float(line[38:46]), float(line[46:54]))
 
 
 def _residue_key(line: str) -> ResidueKey:
@@ -159,12 +156,8 @@ def _residues(lines: Sequence[str], sections: Iterable[tuple[int, Sequence[int]]
                 where = (model, chain, line[72:76].strip(), _residue_key(line), name)
                 residues.append(Residue(*where, breaks, hetero=True))
                 breaks, before = False, columns
-            last = residues[-1]
-            last.rows.append(row)
-            last.hetero &= line.startswith("HETATM")
-            last.altlocs[atom] = last.altlocs.get(atom, "") + altloc
-            if atom in LINKED_ATOMS and atom not in last.atoms:
-                last.atoms[atom] = np.array(xyz)
+            if residues[-1].add_atom(row, atom, altloc, line.startswith("HETATM")):
+                residues[-1].atoms[atom] = np.array(xyz)
     return residues
 
 
@@ -305,13 +298,10 @@ def _separate_mmcif(block: cif.Block) -> tuple[bool, list[str]]:
 
     keys = [(int(n) if n.lstrip("-").isdecimal() else 0, text(c)) for n, c in zip(number, code)]
     order = {value: i for i, value in enumerate(dict.fromkeys(model))}
-    alphas: list[dict[tuple[str, ResidueKey], np.ndarray]] = [{} for _ in order]
-    if len(order) > 1:
-        for row in range(count):
-            if atom[row] == "CA" and name[row] != "CA" and not is_placeholder(xyz[row]):
-                alphas[order[model[row]]].setdefault((chain[row] + segment[row], keys[row]), xyz[row])
     is_nmr = any("NMR" in value.upper() for value in block.find_values("_exptl.method"))
-    copies, notes = count_models(alphas, is_nmr)
+    alphas = [row for row in range(count) if len(order) > 1 and atom[row] == "CA" and name[row] != "CA"]
+    residues_of_alphas = ((model[row], (chain[row] + segment[row], keys[row]), xyz[row]) for row in alphas)
+    copies, notes = count_models(collect_alphas(order, residues_of_alphas), is_nmr)
     residues: list[Residue] = []
     for row in range(count):
         if not copies and order[model[row]] != 0:
@@ -326,11 +316,8 @@ def _separate_mmcif(block: cif.Block) -> tuple[bool, list[str]]:
         ):
             last = Residue(*where, breaks=False, hetero=True)
             residues.append(last)
-        last.rows.append(row)
-        last.hetero &= group[row] == "HETATM"
-        last.altlocs[atom[row]] = last.altlocs.get(atom[row], "") + location
-        if atom[row] in LINKED_ATOMS and not is_placeholder(xyz[row]):
-            last.atoms.setdefault(atom[row], xyz[row])
+        if last.add_atom(row, atom[row], location, group[row] == "HETATM") and not is_placeholder(xyz[row]):
+            last.atoms[atom[row]] = xyz[row]
     chains = separate_chains(residues, segments_are_chains=True)
     notes += _naming_notes(chains, copies)
     rows = [row for part in chains for residue in part.residues for row in residue.rows]

@@ -5,7 +5,7 @@ interrupt. `separate_chains` works on the atoms in the order of the file and giv
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from warpfold.geometry.residue import RESTYPE_3
 
 LINKS = {"C": "N", "O3'": "P"}  # the atoms that join a residue to the next one, of proteins and nucleic acids
 ANCHORS = ("CA", "C1'")  # one atom that every residue of a protein or nucleic acid has
+LINKED_ATOMS = {*LINKS, *LINKS.values(), *ANCHORS}
 BOND = 2.0  # angstrom; C to N of the next residue: nearer is bonded (1.33 in a peptide, more in poor models)
 RESIDUE_SPAN = 4.0  # angstrom; consecutive CA are 3.8 apart, so n residues cannot span more than n times this
 SAME_PLACE = 2.0  # angstrom; CA of different molecules are farther apart
@@ -82,6 +83,13 @@ class Residue:
     rows: list[int] = field(default_factory=list)
     altlocs: dict[str, str] = field(default_factory=dict)
     atoms: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def add_atom(self, row: int, atom: str, altloc: str, is_hetero: bool) -> bool:
+        """Add the atom in a row of the file; return whether its position is to be put into `atoms`."""
+        self.rows.append(row)
+        self.hetero &= is_hetero
+        self.altlocs[atom] = self.altlocs.get(atom, "") + altloc
+        return atom in LINKED_ATOMS and atom not in self.atoms
 
     @property
     def is_polymer(self) -> bool:
@@ -257,7 +265,25 @@ def _name(chains: Sequence[SeparatedChain]) -> None:
         used.add(name)
 
 
-def count_models(models: Sequence[Mapping[tuple[str, ResidueKey], np.ndarray]], is_nmr: bool) -> tuple[bool, list[str]]:
+Alphas = dict[tuple[str, ResidueKey], np.ndarray]  # positions of CA, float [3] in angstrom, by chain and residue
+
+
+def collect_alphas(
+    models: Iterable[Hashable], atoms: Iterable[tuple[Hashable, tuple[str, ResidueKey], Sequence[float] | np.ndarray]]
+) -> list[Alphas]:
+    """Collect the observed CA of each model, the first of each residue.
+
+    models: all models of the file, in its order.  atoms: model, residue and position of each CA.
+    """
+    found: dict[Hashable, Alphas] = {model: {} for model in models}
+    for model, residue, position in atoms:
+        xyz = np.array(position)
+        if not is_placeholder(xyz):
+            found[model].setdefault(residue, xyz)
+    return list(found.values())
+
+
+def count_models(models: Sequence[Alphas], is_nmr: bool) -> tuple[bool, list[str]]:
     """Decide whether all models of a file count or the first alone; return that and a note on them."""
     count = len(models)
     models = [model for model in models if model]
@@ -269,10 +295,9 @@ def count_models(models: Sequence[Mapping[tuple[str, ResidueKey], np.ndarray]], 
     return False, [f"only the first of {count} models counts ({what})"]
 
 
-def models_are_copies(models: Sequence[Mapping[tuple[str, ResidueKey], np.ndarray]]) -> bool:
+def models_are_copies(models: Sequence[Alphas]) -> bool:
     """Return whether the models of a file are copies in different places, as in a biological unit.
 
-    models: of each model the position of each CA, float [3] in angstrom, by chain name and residue key.
     Models of an ensemble or a trajectory lie on top of each other, or differ in conformation. Copies do neither: at
     most one CA in twenty is within 2 angstrom of one of another model, and models of the same residues superpose
     within 0.5 angstrom.
