@@ -12,6 +12,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from warpfold.files import DraftFolder, digest_of, remove_own, sealed, sync_path
 FORMAT, VERSION = "warpfold-part", 6
 STRUCTURE, QUERY = "structure ", "query "  # before the name of the file in the name of its job
 QUERIES, HIT_FILES = "queries ", "hits"  # the results that are of several files
+SYNCS = 32  # files that are synced at the same time
 OF_MERGE = ("cluster_identity", "clusters")  # the option and the input that decide nothing in a part
 _RESULT = re.compile(r"[0-9a-f]{32}")
 _DRAFT = re.compile(r"\.(plan\.json|tried|[0-9a-f]{32})\.[0-9a-f]{8}")
@@ -205,9 +207,9 @@ class PartWriter:
     def finish(self) -> None:
         """Give the part its name: all jobs are done."""
         with writing(self.path):
-            # The system has written most files by now, so that few of these calls wait for a disk.
-            for job in self.jobs:
-                sync_path(self.folder / result_name(job))
+            # Calls at the same time share the disk's writes: one after another they take some ms each.
+            with ThreadPoolExecutor(SYNCS) as threads:
+                list(threads.map(sync_path, [self.folder / result_name(job) for job in self.jobs]))
             plan = sealed({**self.manifest, "jobs": sorted(self.jobs)})
             write_atomically(self.folder / "plan.json", json.dumps(plan, indent=1) + "\n")
             (self.folder / "tried").unlink()
