@@ -13,6 +13,7 @@ from tests.training.runs import equal_tensors, helix, make_store, rows, steps, t
 from warpfold.batch import to_tensors
 from warpfold.data.example.raw_example import Assembly, from_sequence
 from warpfold.data.features.crop import ca_of, fixed_crop, near_other_chain
+from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import example_arrays, example_notes, pack_assembly, read_assembly
 from warpfold.data.structure.mmcif import parse_structure
@@ -120,6 +121,20 @@ def test_a_share_is_held_out_of_the_assemblies(store: Store) -> None:
     (source,), held_out = hold_out(store, multimer_run(validation=0.3))
     assert {*source.keys, *(key for _, key in held_out)} <= {f"pair{i}" for i in range(6)}
     assert held_out
+
+
+def test_a_share_is_held_out_of_the_keys_of_a_source(store: Store) -> None:
+    keys = [f"helix{i}" for i in range(4)]
+    (source,), held_out = hold_out([Source(store, keys)], tiny_run(validation=0.25))
+    held = [key for _, key in held_out]
+    assert len(held) >= 1
+    assert sorted([*source.keys, *held]) == keys
+    (source,), held_out = hold_out([Source(store, keys)], tiny_run(validation=("helix5",)))
+    assert sorted(source.keys) == keys
+    assert [key for _, key in held_out] == ["helix5"]
+    pairs = ["pair0", "pair2", "pair4"]
+    (source,), held_out = hold_out([Source(store, pairs)], multimer_run(validation=0.3))
+    assert sorted([*source.keys, *(key for _, key in held_out)]) == pairs
 
 
 def test_a_monomer_is_not_validated_on_an_assembly(store: Store) -> None:

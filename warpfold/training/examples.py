@@ -120,31 +120,28 @@ def split(store: Store, config: RunConfig, keys: Keys | None = None) -> tuple[Ke
 
     One example for each cluster, or for each set of clusters that meet in an assembly: of a family that is held out
     every chain would say the same.  What the settings name is all validated, at most `validation_examples`.
-    keys: of the entries that may be trained on; None: all.
+    keys: the entries that may be trained on, of which a share is held out; None: all.
     """
     wanted, assemblies, test = config.train.validation, config.model.multimer is not None, set(config.train.test)
-    entries = entry_keys(store, assemblies).without(test)
+    every = entry_keys(store, assemblies)
+    entries = (every if keys is None else keys).without(test)
     held: Sequence[str]
     if isinstance(wanted, str):
         training, other = entries, Store(wanted)
         held = entry_keys(other, assemblies)
     elif isinstance(wanted, float):
         other = store
-        parts = split_keys(store, math.ceil(wanted * len(entries)), config.train.seed, assemblies)
+        parts = split_keys(store, math.ceil(wanted * len(entries)), config.train.seed, assemblies, keys)
         training, held = (part.without(test) for part in parts)
     else:
         if unknown := [key for key in wanted if key not in store]:
             raise UserError(f"train.validation: {unknown[0]} is not in {store.path}")
         if both := sorted(test & set(wanted)):
             raise UserError(f"train.validation and train.test both name {both[0]}; leave it out of one of them")
-        if not assemblies and (wrong := [key for key in wanted if key not in entries]):
+        if not assemblies and (wrong := [key for key in wanted if key not in every]):
             raise UserError(f"train.validation: {wrong[0]} is an assembly; give chains, or train a multimer")
         other, held = store, list(wanted)
         training = entries.without(wanted)
-    if keys is not None:
-        training = training.take(np.flatnonzero(np.isin(training.rows, keys.rows)))
-        if isinstance(wanted, float):
-            held = [key for key in held if key in keys]
     drawn = keyed_rng(config.train.seed, "validation").permutation(len(held)).tolist()
     if isinstance(wanted, float | str):
         counts, chains = Source(other, held).members() if held else (np.empty(0, np.int64), np.empty(0, np.int64))

@@ -163,15 +163,18 @@ def paper_weights(source: Source) -> np.ndarray:
     return np.bincount(np.repeat(np.arange(len(counts)), counts), weights)
 
 
-def split_keys(store: Store, held_out: int, seed: int, assemblies: bool = False) -> tuple[Keys, Keys]:
+def split_keys(
+    store: Store, held_out: int, seed: int, assemblies: bool = False, keys: Keys | None = None
+) -> tuple[Keys, Keys]:
     """Return keys to train on and keys held out, in the store's order; no cluster is split between them.
 
     held_out: the least number of keys to hold out; whole clusters, drawn by the seed, are held out until it is reached.
     assemblies: of assemblies, not of chains; clusters that meet in an assembly are held out together.  Many proteins of
     the PDB are joined in this way, so of these groups, those that are larger than what is to be held out come last.
+    keys: the entries to split; None: all.
     Errors: UserError if nothing would remain to train on.
     """
-    source = Source(store, assemblies=assemblies)
+    source = Source(store, keys, assemblies=assemblies)
     _, groups = np.unique(_joined(source)[0], return_inverse=True)  # numbered in the order of their names
     sizes = np.bincount(groups)
     drawn = keyed_rng(seed, "held out").permutation(len(sizes))
