@@ -19,6 +19,7 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,11 +27,12 @@ from typing import Any
 
 from warpfold.bench.data import INITIAL
 from warpfold.bench.feeding import STEP, Emulation, SlowStore, feeding
-from warpfold.data.load.loader import Loader, Maker, Quarantine
+from warpfold.data.load.examples import ExampleDataset, Maker, Quarantine, RunOrder, Sample, only
 from warpfold.data.load.order import Order, Source
 from warpfold.data.load.schedule import Schedule, State
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import chain_keys, example_arrays, example_notes, read_example
+from warpfold.engine.ready import Ready
 
 CASES = {"local disk": (None, 1), "slow disk": ("5ms,60MB/s", 2), "object store": ("20ms,100MB/s", 8)}  # processes
 GPUS, CORES = 8, 16
@@ -62,31 +64,32 @@ def waiting(store: Store, ranks: int, workers: int, step: float, seconds: float)
     with ExitStack() as stack:
         loaders = [
             stack.enter_context(
-                Loader(
-                    Order([Source(store)], seed=rank),
-                    Maker((store,), INITIAL, rank),
-                    Schedule(State(), steps),
-                    Quarantine(0),
+                Ready(
+                    ExampleDataset(Maker((store,), INITIAL, rank)),
+                    order=RunOrder(Order([Source(store)], seed=rank), Schedule(State(), steps), Quarantine(0)),
+                    collate=only,
                     workers=workers,
+                    device="cpu",
                 )
             )
             for rank in range(ranks)
         ]
+        samples = [iter(loader) for loader in loaders]  # their processes begin
 
-        def rank_of(loader: Loader) -> tuple[float, float]:
+        def rank_of(samples: Iterator[Sample]) -> tuple[float, float]:
             """Take the steps of a rank, and return the seconds that it waited, and those that it took in all."""
             waited = began = 0.0
             for number in range(steps):
                 if number == begin:
                     waited, began = 0.0, time.perf_counter()
                 asked, busy = time.perf_counter(), time.thread_time()
-                next(loader)
+                next(samples)
                 waited += time.perf_counter() - asked - (time.thread_time() - busy)
                 time.sleep(step)
             return waited, time.perf_counter() - began
 
         with ThreadPoolExecutor(ranks) as pool:
-            waits, every = map(sum, zip(*pool.map(rank_of, loaders)))
+            waits, every = map(sum, zip(*pool.map(rank_of, samples)))
     return {"steps": steps - begin, "step_ms": round(1e3 * step, 2), "waiting": round(waits / every, 4)}
 
 

@@ -24,10 +24,11 @@ import numpy as np
 
 from warpfold.batch import Arrays
 from warpfold.bench.data import INITIAL, footprint
-from warpfold.data.load.loader import Loader, Quarantine
+from warpfold.data.load.examples import ExampleDataset, Quarantine, RunOrder, only
 from warpfold.data.load.order import Order, Source
 from warpfold.data.load.schedule import Schedule, State
 from warpfold.data.store.store import Store, StoreWriter, pack_record
+from warpfold.engine.ready import Ready
 from warpfold.keyed import keyed_rng
 
 
@@ -104,7 +105,7 @@ def simulate(case: Simulation, warm: int | None = None) -> list[float]:
     begin = threading.Barrier(case.ranks)
     ends: list[float] = []
 
-    def run(rank: int, loader: Loader) -> None:
+    def run(rank: int, loader: Ready) -> None:
         """Take all steps of a rank; if it fails, break the barrier so that the others do not wait for it."""
         with ExitStack() as unless_done:
             unless_done.callback(begin.abort)
@@ -129,16 +130,15 @@ def simulate(case: Simulation, warm: int | None = None) -> list[float]:
     return np.diff(ends)[warm:].tolist()
 
 
-def _loader(case: Simulation, order: Order, rank: int, steps: int) -> Loader:
+def _loader(case: Simulation, order: Order, rank: int, steps: int) -> Ready:
     def passes(step: int) -> int:
         return 1 + int(keyed_rng(case.seed, "recycles", step).integers(case.recycles + 1))
 
-    return Loader(
-        order,
-        Sleeper(case),
-        Schedule(State(), steps, case.ranks, rank, case.ranks),
-        Quarantine(0),
-        passes=passes,
+    return Ready(
+        ExampleDataset(Sleeper(case)),
+        order=RunOrder(order, Schedule(State(), steps, case.ranks, rank, case.ranks), Quarantine(0), passes),
+        collate=only,
+        device="cpu",
         workers=case.workers,
         ahead=case.ahead,
         window=case.window,

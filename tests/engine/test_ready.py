@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -31,8 +32,10 @@ from tests.engine.ready_data import (
     listed,
 )
 from tests.ranks import run_ranks
+from warpfold.data.load.workers import Failed
 from warpfold.device import Uploads
 from warpfold.engine import ready_maker
+from warpfold.engine.epochs import EpochBatch
 from warpfold.engine.ready import Ready
 from warpfold.engine.ready_maker import SHARE, BatchMaker, Costs, ReadyError, find_costs
 from warpfold.errors import UserError
@@ -269,7 +272,7 @@ def test_costs_are_balanced_in_every_step() -> None:
 def _costs(rank_count: int) -> tuple[list[list[int]], list[float] | None]:
     loader = Ready(Rows(), 2, workers=0, cost=len, collate=listed)
     batches = [[example[0] for example in batch] for batch in loader]
-    return batches, None if loader._costs is None else loader._costs.tolist()
+    return batches, None if loader.order.costs is None else loader.order.costs.tolist()
 
 
 def test_a_cost_of_examples_is_found_once_by_all_ranks_together() -> None:
@@ -361,6 +364,54 @@ def test_bad_input_is_one_line() -> None:
         for workers in (0, 1) if said.startswith("the") else (0,):
             with pytest.raises(UserError, match=said), Ready(Bad(value), workers=workers, collate=first) as loader:
                 next(iter(loader))
+
+
+class Pairs:
+    """An order of its own: the pairs (0, 1), (2, 3) ..., each once; 4 takes the place of what is refused."""
+
+    refusals = (UserError,)
+
+    def __init__(self) -> None:
+        self.left, self.noted = [EpochBatch(i, 0, i, [2 * i, 2 * i + 1], False) for i in range(4)], list[int]()
+        self.count = 0
+
+    ended = property(lambda self: self.count == len(self))
+    __len__ = lambda self: 4  # noqa: E731
+    begin = lambda self: False  # noqa: E731
+    end = lambda self: None  # noqa: E731
+    plan = lambda self: iter(self.left)  # noqa: E731
+
+    def substitute(self, planned: EpochBatch, failed: Failed) -> EpochBatch:
+        assert "6 is refused" in failed.reason
+        return replace(planned, indices=[4, 4])
+
+    def note(self, planned: EpochBatch) -> None:
+        self.noted.append(planned.step)
+
+    def hand_out(self, planned: EpochBatch) -> None:
+        self.count += 1
+
+
+class Refusing:
+    """A dataset without 6, and without a length."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 6:
+            raise UserError("6 is refused")
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_order_of_ones_own_decides_what_comes(workers: int) -> None:
+    order = Pairs()
+    with Ready(Refusing(), order=order, workers=workers) as loader:
+        assert len(loader) == 4
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [4, 4]]
+    assert order.noted == [0, 1, 2, 3]
+    with pytest.raises(UserError, match="those of the order"):
+        loader.state_dict()
+    with pytest.raises(UserError, match="order is given with batch_size"):
+        Ready(Refusing(), 2, order=order)
 
 
 def test_a_state_of_something_else_is_refused() -> None:

@@ -8,7 +8,7 @@ from tests.laws.test_plans import LIMIT, Work, example, model_for
 from warpfold.batch import Batch, stack
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import few_sizes, pad_features
-from warpfold.data.load.loader import Sample
+from warpfold.data.load.examples import Sample
 from warpfold.engine.learn import Learner, in_batches
 from warpfold.engine.optim import OptimConfig, Optimizer
 from warpfold.errors import UserError

@@ -122,7 +122,7 @@ LOADS = [
         "warpfold": {"torch", "numpy", "gemmi", "matplotlib"},
         "warpfold.model.alphafold": {"gemmi", "zstandard", "matplotlib", "typer"},
         "warpfold.training.config": {"gemmi", "matplotlib", "typer"},
-        "warpfold.data.load.loader": {"gemmi", "matplotlib", "typer"},
+        "warpfold.data.load.examples": {"gemmi", "matplotlib", "typer"},
     },
     {"warpfold.cli": {"torch"}},
 ]

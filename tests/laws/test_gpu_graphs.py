@@ -15,7 +15,7 @@ from tests.helpers import as_multimer, filled_model, tiny_config
 from tests.laws.test_graphs import CASES, LOSSES, WORK, sample
 from tests.laws.test_plans import Work
 from tests.training.runs import equal_tensors, make_store, rows, tiny_run
-from warpfold.data.load.loader import Sample
+from warpfold.data.load.examples import Sample
 from warpfold.device import Graphs, Named, Offload, between
 from warpfold.engine.learn import Learner, in_batches
 from warpfold.engine.optim import OptimConfig, Optimizer

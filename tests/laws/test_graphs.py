@@ -21,7 +21,7 @@ from tests.training.runs import equal_tensors, make_store, rows, tiny_run
 from warpfold import device
 from warpfold.batch import Batch, passes
 from warpfold.cli import app
-from warpfold.data.load.loader import Sample
+from warpfold.data.load.examples import Sample
 from warpfold.device import ALIGNED, CUDARecorder, Graphs, Named, between
 from warpfold.engine.learn import Learner
 from warpfold.engine.optim import OptimConfig, Optimizer

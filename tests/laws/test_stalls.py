@@ -14,7 +14,7 @@ from tests.ops.triton.model_launches import one_block
 from tests.stalls import Stalls
 from tests.training.runs import make_store, rows, tiny_run
 from warpfold.cost.fake import Memory, fake_batch, fake_mesh
-from warpfold.data.load.loader import Sample
+from warpfold.data.load.examples import Sample
 from warpfold.device import Snapshot
 from warpfold.engine.learn import Learner
 from warpfold.engine.optim import OptimConfig, Optimizer

@@ -26,7 +26,7 @@ from warpfold.cost.links import Cluster, Link
 from warpfold.cost.machine import Machine
 from warpfold.cost.planner import choose
 from warpfold.cost.rates import of_gpu
-from warpfold.data.load.loader import Sample
+from warpfold.data.load.examples import Sample
 from warpfold.data.store.store import Store
 from warpfold.engine import checkpoint
 from warpfold.engine import learn as learning

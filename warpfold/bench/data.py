@@ -28,12 +28,13 @@ from warpfold.data.example.raw_example import RawExample, from_chain
 from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.alignment import read_alignment
-from warpfold.data.load.loader import Loader, Maker, Quarantine
+from warpfold.data.load.examples import ExampleDataset, Maker, Quarantine, RunOrder, only
 from warpfold.data.load.order import Order, Source
 from warpfold.data.load.schedule import Schedule, State
 from warpfold.data.pack.report import PackEntry, PackReport
 from warpfold.data.store.store import Store
 from warpfold.data.store.stored_example import StoredExample, chain_keys
+from warpfold.engine.ready import Ready
 from warpfold.errors import UserError
 from warpfold.progress import Progress, no_progress
 
@@ -44,15 +45,15 @@ def footprint(store: Store, config: SampleConfig, workers: int = 4, examples: in
     private: memory that only this process has; proportional: with its share of what it shares with others.  Medians.
     """
     began = time.perf_counter()
-    order = Order([Source(store)], seed=0)
-    maker, schedule = Maker((store,), config, 0), Schedule(State(), examples)
-    with Loader(order, maker, schedule, Quarantine(0), workers=workers) as loader:
-        next(loader)
+    order = RunOrder(Order([Source(store)], seed=0), Schedule(State(), examples), Quarantine(0))
+    dataset = ExampleDataset(Maker((store,), config, 0))
+    with Ready(dataset, order=order, collate=only, workers=workers, device="cpu") as loader:
+        samples = iter(loader)
+        next(samples)
         first = time.perf_counter() - began
-        for _ in loader:
+        for _ in samples:
             pass
-        assert loader.workers is not None
-        used = [_mib(pid) for pid in loader.workers.processes()]
+        used = [_mib(pid) for pid in loader.processes()]
     return {
         "workers": workers,
         "first_example_seconds": round(first, 2),

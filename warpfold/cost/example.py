@@ -14,7 +14,7 @@ from torch import Tensor
 from warpfold import settings
 from warpfold.batch import FEATURES, Batch
 from warpfold.check.sizes import UNCROPPED, DataSizes
-from warpfold.data.load.loader import Sample
+from warpfold.data.load.examples import Sample
 from warpfold.engine.gradient import Through
 from warpfold.engine.learn import DeviceResult, Learner
 from warpfold.engine.optim import OptimConfig, Optimizer

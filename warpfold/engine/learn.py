@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from warpfold.batch import FEATURES, Batch, stack
-from warpfold.data.load.loader import Sample
+from warpfold.data.load.examples import Sample
 from warpfold.engine.optim import Optimizer
 from warpfold.engine.trunk import FrozenTrunk
 from warpfold.model.alphafold import AlphaFold, Output

@@ -30,56 +30,71 @@ class ReadyError(RuntimeError):
 
 
 class _About:
-    """A context in which any error becomes a ReadyError that says what was made."""
+    """A context in which any error but a refusal becomes a ReadyError that says what was made."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, refusals: tuple[type[Exception], ...] = ()) -> None:
         self._what = what
+        self._refusals: tuple[type[Exception], ...] = (ReadyError, *refusals)
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not isinstance(error, ReadyError):
+        if isinstance(error, Exception) and not isinstance(error, self._refusals):
             said = str(error).partition("\n")[0]
             raise ReadyError(f"{self._what}: {type(error).__name__}{': ' * bool(said)}{said}") from error
 
 
 class BatchMaker:
-    """Make batches of a dataset; an object that processes get, with the dataset."""
+    """Make batches of a dataset; an object that processes get, with the dataset.
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
-        self.dataset, self.collate, self.seed = dataset, collate, seed
+    refusals: exceptions of the dataset that say that an example cannot be used (`BatchOrder`).
+    """
 
-    def __call__(self, epoch: int, indices: list[int]) -> Mapping[str, np.ndarray]:
-        """Return a batch as arrays by number, and the JSON that says what they are, as bytes."""
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        refusals: tuple[type[Exception], ...] = (),
+    ) -> None:
+        self.dataset, self.collate, self.seed, self.refusals = dataset, collate, seed, refusals
+
+    def __call__(self, epoch: int, indices: list[Any]) -> Mapping[str, np.ndarray]:
+        """Return a batch as arrays by number, and the JSON that says what they are, as bytes.
+
+        Errors: those of `refusals`; any other becomes the batch, and is raised where the batch is used.
+        """
         torch.set_num_threads(1)
         flattening = Flattening("Ready: the batch", classes=True)
         try:
             tree = flattening.tree(self.batch(epoch, indices))
+        except self.refusals:
+            raise
         except (ReadyError, UserError) as error:
             trace = "" if isinstance(error, UserError) else "".join(traceback.format_exception(error))
             return {FAILED: _json([str(error), trace])}
         arrays = {str(number): array for number, array in enumerate(to_arrays(flattening.leaves))}
         return {TREE: _json(tree), **arrays}
 
-    def batch(self, epoch: int, indices: list[int]) -> Any:
+    def batch(self, epoch: int, indices: list[Any]) -> Any:
         """Make examples, and `collate` them."""
         many = getattr(self.dataset, "__getitems__", None)
         if many:
             self._seed(epoch, indices[0])
-            with _About(f"examples {indices} of the dataset"):
+            with _About(f"examples {indices} of the dataset", self.refusals):
                 examples = many(indices)
         else:
             examples = []
             for index in indices:
                 self._seed(epoch, index)
-                with _About(f"example {index} of the dataset"):
+                with _About(f"example {index} of the dataset", self.refusals):
                     examples.append(self.dataset[index])
         with _About(f"examples {indices} of the dataset, as a batch"):
             return self.collate(examples)
 
-    def _seed(self, epoch: int, index: int) -> None:
-        """Seed the generators of the host."""
-        number = keyed_hash(self.seed, epoch, index)
+    def _seed(self, epoch: int, index: Any) -> None:
+        """Seed the generators of the host.  index: a number, or a list of numbers and texts."""
+        number = keyed_hash(self.seed, epoch, *(index if isinstance(index, list) else [index]))
         random.seed(number)
         np.random.seed(number & 0xFFFFFFFF)
         torch.default_generator.manual_seed(number & (2**63 - 1))
@@ -157,7 +172,9 @@ def start_workers(make: BatchMaker, count: int, buffer: Callable[[int], Any] | N
             ) from error
 
     dataset = make.dataset.dataset if isinstance(make.dataset, Costs) else make.dataset
-    preload = [module for module in (type(dataset).__module__,) if module != "__main__"]
+    # A dataset of ours leaves the work to its `make`, whose module the processes are to share as well.
+    parts = (dataset, getattr(dataset, "make", dataset))
+    preload = [module for module in dict.fromkeys(type(part).__module__ for part in parts) if module != "__main__"]
     with ExitStack() as stack:
         stack.push(refused)
         return Workers(make, count, buffer, preload)

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from warpfold.batch import FEATURES, Arrays, Batch, on_device, passes, stack
-from warpfold.data.load.loader import Maker, Sample
+from warpfold.data.load.examples import Maker, Sample
 from warpfold.data.load.order import Source
 from warpfold.engine.trainable import FinetuneConfig
 from warpfold.errors import UserError

@@ -17,7 +17,7 @@ from warpfold.bulk import in_order
 from warpfold.data.example.raw_example import Assembly, RawExample
 from warpfold.data.features.crop import fixed_crop
 from warpfold.data.features.make import make_features
-from warpfold.data.load.loader import Loader, Maker, Quarantine
+from warpfold.data.load.examples import ExampleDataset, Maker, Quarantine, RunOrder, only
 from warpfold.data.load.order import Order, Source, costs, split_keys
 from warpfold.data.load.relatives import related_entries
 from warpfold.data.load.schedule import Schedule, State, share_of
@@ -27,6 +27,7 @@ from warpfold.data.store.stored_example import StoredExample, entry_keys, open_e
 from warpfold.device import cores, default_workers
 from warpfold.engine.checkpoint import Checkpoint, RunFolder
 from warpfold.engine.loop import Log
+from warpfold.engine.ready import Ready
 from warpfold.engine.trunk import DrawnMaker, TrunkStore
 from warpfold.errors import StorageError, UserError, listed
 from warpfold.files import opened
@@ -236,8 +237,10 @@ def load(
     device: torch.device | str,
     team: Team,
     store: TrunkStore | None = None,
-) -> Loader:
-    """Return this rank's examples of the steps that remain, on the device; ranks that share them make the same.
+) -> tuple[RunOrder, Ready]:
+    """Return the order of this rank's examples of the steps that remain, and their loader.
+
+    The loader yields `Sample`s on the device.  Ranks that share examples make the same.
 
     store: of what a trunk that is not trained has made of them.
     """
@@ -269,15 +272,17 @@ def load(
         assemblies=config.model.multimer is not None,
         sizes=config.plan.sizes,
     )
-    return Loader(
-        order,
-        DrawnMaker(make, config.finetune, config.optim.accumulate, store) if config.finetune.draws else make,
-        schedule,
-        Quarantine(math.ceil(config.train.quarantine * len(order)), ledger.quarantined, set_aside),
-        passes=passes,
+    quarantine = Quarantine(math.ceil(config.train.quarantine * len(order)), ledger.quarantined, set_aside)
+    examples = RunOrder(order, schedule, quarantine, passes, ledger.use)
+    return examples, Ready(
+        ExampleDataset(
+            DrawnMaker(make, config.finetune, config.optim.accumulate, store) if config.finetune.draws else make
+        ),
+        order=examples,
+        collate=only,
+        seed=config.train.seed,
         workers=default_workers(device) if config.train.workers is None else config.train.workers,
         ahead=config.train.ahead,
         window=config.train.window,
         device=device,
-        used=ledger.use,
     )

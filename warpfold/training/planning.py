@@ -32,7 +32,7 @@ from warpfold.cost.planner import (
 from warpfold.cost.rates import Rates
 from warpfold.cost.replay import step_time
 from warpfold.cost.report import choice_in_words
-from warpfold.data.load.loader import Sample
+from warpfold.data.load.examples import Sample
 from warpfold.engine.gradient import Through
 from warpfold.errors import UserError
 from warpfold.memory import is_out_of_memory

@@ -7,12 +7,13 @@ entry that was set aside, a long name, an example that is not finite), all ranks
 
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
 
-from warpfold.data.load.loader import Loader, Sample
+from warpfold.batch import to_tensors
+from warpfold.data.load.examples import RunOrder, Sample
 from warpfold.engine.loop import StepTimer, StopSignals
 from warpfold.errors import UserError
 from warpfold.parallel.messages import PendingGather
@@ -31,7 +32,7 @@ NUMBERS = (
 )  # of an example, float64 each: whole numbers below 2**53
 
 
-def next_examples(examples: Loader, number: int, timer: StepTimer, team: Team) -> Iterator[Sample]:
+def next_examples(loader: Iterator[Sample], number: int, timer: StepTimer, team: Team) -> Iterator[Sample]:
     """Begin a step and yield this process's examples of it.
 
     Errors: UserError on all ranks that share an example, if they do not have the same: one could not make it.
@@ -39,7 +40,9 @@ def next_examples(examples: Loader, number: int, timer: StepTimer, team: Team) -
     timer.begin()
     for _ in range(number):
         with timer.waiting():
-            example = next(examples)
+            example = next(loader)
+            # Codes and masks of one byte are widened here, on the device.
+            example = replace(example, features=to_tensors(example.features))
         # Compared before anything is computed: slices of different examples do not fit together.
         own = torch.tensor([example.index, zlib.crc32(example.name.encode())])
         every = team.all_gather_of_example(own, "the next example").wait()
@@ -98,7 +101,7 @@ def begin_end_step(
 
 
 def end_step(
-    end: StepEnd, timer: StepTimer, examples: Loader, ledger: Ledger, team: Team
+    end: StepEnd, timer: StepTimer, examples: RunOrder, ledger: Ledger, team: Team
 ) -> tuple[list[ExampleResult], int]:
     """End a step: return the results of all ranks, by number, and the signal that stops the run (0: none).
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from warpfold import settings
 from warpfold.cost.machine import name as device_name
-from warpfold.data.load.loader import Loader
+from warpfold.data.load.examples import RunOrder
 from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.device import Snapshot, unsupported_on_mps
@@ -129,7 +129,8 @@ def train(
         store = keep_trunk(run, config, sources, origin, team)
         if trunk is not None:
             trunk.store = store
-        examples = stack.enter_context(load(config, sources, state, ledger, log, device, team, store))
+        examples, loader = load(config, sources, state, ledger, log, device, team, store)
+        samples = iter(stack.enter_context(loader))  # its processes begin to make the first examples
         validation = Validation(model, optimizer, held_out, config, state, log, signals, team)
         step, timer = state.step, validation.timer
         stop = stop_requested(signals, team) or validation.catch_up(step)
@@ -142,7 +143,7 @@ def train(
         while step < config.train.steps and not stop and not ended:
             recycles = draw_recycles(config, step)  # the same on every rank
             on_device: list[DeviceResult] = []
-            for batch in in_batches(next_examples(examples, optimizer.share, timer, team), config.plan.batch):
+            for batch in in_batches(next_examples(samples, optimizer.share, timer, team), config.plan.batch):
                 with explain_out_of_memory(config, step, device, batch):
                     on_device += learner.learn(batch, recycles)  # forward, losses, backward; clipped, added
             with explain_out_of_memory(config, step, device):
@@ -359,7 +360,7 @@ def save(
     model: AlphaFold,
     optimizer: Optimizer,
     step: int,
-    examples: Loader,
+    examples: RunOrder,
     notes: dict[str, Any],
     config: RunConfig,
     log: Log,

@@ -6,17 +6,19 @@ from itertools import count, takewhile
 from random import Random
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data.load.test_loader import Loader
 from tests.data.load.test_schedule import make
-from warpfold.data.load.loader import Loader, Quarantine
+from warpfold.data.load.blocks import BlockReader, BlockWriter
+from warpfold.data.load.examples import ExampleDataset, Quarantine, RunOrder, only
 from warpfold.data.load.order import Order, Source
 from warpfold.data.load.schedule import Draw, Schedule, State, share_of
 from warpfold.data.load.workers import Failed, Made, Outcome
 from warpfold.data.store.store import Store
+from warpfold.engine.ready_maker import BatchMaker
 from warpfold.training.ledger import _follows
 
 EXAMPLES, STEPS = 6, 7  # of a step; of the run: six epochs of a store of seven
@@ -28,10 +30,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 class AnyOrder:
-    """Workers that make nothing, and end their jobs in any order; entries that are bad fail."""
+    """Workers that make examples without features, and end their jobs in any order; entries that are bad fail."""
 
     def __init__(self, random: Random, bad: set[str]) -> None:
         self._random, self._bad, self._jobs = random, bad, list[tuple[int, Sequence[Any]]]()
+        self._make, self._writer, self._reader = (
+            BatchMaker(ExampleDataset(lambda *_: {}), only, 0),
+            BlockWriter(),
+            BlockReader(),
+        )
         self.outcomes: dict[int, Outcome] = {}
 
     @property
@@ -49,8 +56,10 @@ class AnyOrder:
         yield
 
     def wait(self) -> None:
-        ticket, (_, key, *_) = self._jobs.pop(self._random.randrange(len(self._jobs)))
-        self.outcomes[ticket] = Failed(f"{key}: damaged") if key in self._bad else Made([], np.zeros(1, np.uint8))
+        ticket, (epoch, [index]) = self._jobs.pop(self._random.randrange(len(self._jobs)))
+        written = self._writer.write(self._make(epoch, [index]))
+        made = Made(written.layout, self._reader.read(written).copy())
+        self.outcomes[ticket] = Failed(f"{index[1]}: damaged") if index[1] in self._bad else made
 
     def close(self) -> None: ...
 
@@ -80,15 +89,15 @@ class Run:
         def loader(rank: int) -> Loader:
             """Return the examples of a rank; lines are written before their examples are used."""
             places, schedule = count(begin * shares[rank]), (state, STEPS - begin, EXAMPLES, rank, ranks, cost, replay)
-            return Loader(
-                self.order, lambda *_: {}, Schedule(*schedule),
+            order = RunOrder(
+                self.order, Schedule(*schedule),
                 Quarantine(len(self.bad), self.aside, lambda name, *_: self.aside.append(name)),
-                passes=lambda step: 1 + (begin + step) % 2, workers=2, ahead=2 + rank, window=window,
-                used=lambda draw: lines[rank].update({next(places): draw}),
+                lambda step: 1 + (begin + step) % 2, lambda draw: lines[rank].update({next(places): draw}),
             )  # fmt: skip
+            return Loader(order, None, workers=2, ahead=2 + rank, window=window)
 
         loaders = [loader(rank) for rank in range(ranks)]
-        repeated = loaders[0].schedule.repeated
+        repeated = loaders[0].order.schedule.repeated
         for step in range(begin, random.randint(begin + 1, STEPS)):
             used = [next(one) for one, share in zip(loaders, shares) for _ in range(share)]
             now = {(sample.index, sample.name) for sample in used}
@@ -97,10 +106,10 @@ class Run:
                 assert self.steps[step][1] == now  # whatever window it was first done with
             self.steps[step] = ranks, now
             if step + 1 == STEPS or random.random() < 0.4:
-                self.checkpoint = step + 1, loaders[0].state([one.exchanged() for one in loaders])
+                self.checkpoint = step + 1, loaders[0].order.state([one.order.exchanged() for one in loaders])
         else:
             for one in loaders if step + 1 < STEPS else ():
-                for _ in range(random.randrange(one.schedule.share)):
+                for _ in range(random.randrange(one.order.schedule.share)):
                     next(one)
 
 
@@ -114,7 +123,7 @@ def test_what_a_run_sees_follows_from_the_seed(store: Store, seed: int, bad: set
     """On any ranks, stopped or killed at any time, with any entries damaged, in a window or in order."""
     names, random = {f"e{i}" for i in bad}, Random(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("warpfold.data.load.loader.Workers", lambda *_: AnyOrder(random, names))
+        patch.setattr("warpfold.engine.ready_maker.Workers", lambda *_: AnyOrder(random, names))
         run = Run(store, random, names, (0, 2, 5) if windowed else (0,))
         while run.checkpoint[0] < STEPS:
             run.session()

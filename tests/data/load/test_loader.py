@@ -2,7 +2,8 @@
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ import pytest
 import torch
 
 from tests.data.puppets import Puppet, Stillborn
+from warpfold.batch import to_tensors
 from warpfold.data.example.raw_example import from_sequence
 from warpfold.data.features.choose import SampleConfig
-from warpfold.data.load.loader import Loader, Maker, Quarantine, Sample
+from warpfold.data.load.examples import ExampleDataset, Maker, Quarantine, RunOrder, Sample, only
 from warpfold.data.load.order import Order, Source
 from warpfold.data.load.schedule import Draw, Schedule, State
 from warpfold.data.store.store import Store, StoreWriter, pack_record
 from warpfold.data.store.stored_example import example_arrays, example_notes
+from warpfold.engine.ready import Ready
+from warpfold.engine.ready_maker import ReadyError
 from warpfold.errors import UserError
 from warpfold.geometry.residue import RESTYPES
 
@@ -38,15 +42,31 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 SCHEDULE = ("start", "examples", "rank", "ranks", "cost", "replay")
 
 
-def loader(store: Store, make: Any = None, steps: int = 10, quarantine: Quarantine | None = None, **more: Any) -> Any:
+class Loader(Ready):
+    """The loader of a run, as `warpfold.training.examples.load` makes it, as an iterator of samples."""
+
+    order: RunOrder
+
+    def __init__(self, order: RunOrder, make: Any, workers: int = 0, **more: Any) -> None:
+        super().__init__(ExampleDataset(make), order=order, collate=only, device="cpu", workers=workers, **more)
+        self._samples = super().__iter__()
+
+    def __iter__(self) -> Iterator[Sample]:
+        return self
+
+    def __next__(self) -> Sample:
+        sample = next(self._samples)
+        return replace(sample, features=to_tensors(sample.features))
+
+
+def loader(
+    store: Store, make: Any = None, steps: int = 10, quarantine: Quarantine | None = None, **more: Any
+) -> Loader:
     schedule = {name: more.pop(name) for name in SCHEDULE if name in more}
-    return Loader(
-        Order([Source(store)], seed=3),
-        make or Maker((store,), CONFIG, 3),
-        Schedule(schedule.pop("start", State()), steps, **schedule),
-        quarantine or Quarantine(0),
-        **more,
-    )
+    about = {name: more.pop(name) for name in ("passes", "used") if name in more}
+    planned = Schedule(schedule.pop("start", State()), steps, **schedule)
+    order = RunOrder(Order([Source(store)], seed=3), planned, quarantine or Quarantine(0), **about)
+    return Loader(order, make or Maker((store,), CONFIG, 3), **more)
 
 
 def take(store: Store, make: Any = None, **more: Any) -> list[Sample]:
@@ -81,10 +101,10 @@ def test_epochs_follow_each_other_without_a_gap(store: Store, tmp_path: Path) ->
         for _ in range(3):
             next(examples)
         wait_for(lambda: (tmp_path / "begun-8").exists())  # of the next epoch, made in the middle of this one
-        before = set(examples.workers.processes() if examples.workers else [])
+        before = set(examples.processes())
         puppet.go(8)
         assert indices(list(examples)) == list(range(3, 14))
-        assert set(examples.workers.processes() if examples.workers else []) == before
+        assert set(examples.processes()) == before
 
 
 def wait_for(condition: Any, seconds: float = 100) -> None:
@@ -109,12 +129,12 @@ def test_ready_examples_pass_a_slow_one_but_not_for_ever(store: Store, tmp_path:
         puppet.go(1)  # held back until now: two workers may finish 0 and 1 in either order
         first += [next(examples).index for _ in range(4)]
         assert first == [0, 1, 3, 4, 5]  # 6 is ready too, but four places behind
-        assert examples.exchanged() == ([2], [5])
-        assert examples.state() == State(2, (3, 4, 5))
+        assert examples.order.exchanged() == ([2], [5])
+        assert examples.order.state() == State(2, (3, 4, 5))
         wait_for(lambda: puppet.begun() == 10)
         puppet.go(2)
         assert indices(list(examples)) == [2, 6, 7, 8, 9]
-        assert examples.state() == State(10)
+        assert examples.order.state() == State(10)
     assert [draw.number for draw in log] == [0, 1, 3, 4, 5, 2, 6, 7, 8, 9]
 
 
@@ -159,12 +179,11 @@ def test_large_arrays_need_no_shared_memory(store: Store, tmp_path: Path) -> Non
 
     before = shared("self")  # by other tests, in this process
     with loader(store, Puppet(tmp_path, size=3_000_000), steps=3, workers=1) as examples:
-        assert examples.workers is not None
         for sample in examples:
             assert sample.features["msa_mask"].shape == (1, 3, 3_000_000)
             assert int(sample.features["aatype"][-1]) == sample.index
             assert float(sample.features["resolution"]) == sample.index / 2
-            assert not set().union(*map(shared, (*examples.workers.processes(), "self"))) - before
+            assert not set().union(*map(shared, (*examples.processes(), "self"))) - before
 
 
 def asides(limit: int = 2, known: Sequence[str] = ()) -> tuple[Quarantine, list[tuple[str, int, str]]]:
@@ -222,9 +241,9 @@ def test_too_many_end_the_run(store: Store, tmp_path: Path) -> None:
 
 
 def test_a_bug_is_not_a_damaged_entry(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)a loader process failed:.*puppets.*KeyError: 'e1'"):
+    with pytest.raises(ReadyError, match=r"(?s)'e1'.*dataset: KeyError: 'e1'.*worker:.*puppets.*KeyError: 'e1'"):
         take(store, Puppet(tmp_path, fails=("e1",)), workers=1)
-    with pytest.raises(KeyError):
+    with pytest.raises(ReadyError, match="KeyError: 'e1'"):
         take(store, Puppet(tmp_path, fails=("e1",)))
 
 
@@ -235,7 +254,7 @@ def test_ranks_share_a_step_and_give_their_state_together(store: Store, tmp_path
     try:
         got = [[next(rank).index for _ in range(2)] for rank in ranks]
         assert got == [[2, 4], [1, 3]]
-        state = ranks[0].state([rank.exchanged() for rank in ranks])
+        state = ranks[0].order.state([rank.order.exchanged() for rank in ranks])
         assert state == State(0, (1, 2, 3, 4))
         puppet.go(0)
     finally:

@@ -19,7 +19,7 @@ from warpfold.data.features.choose import SampleConfig
 from warpfold.data.features.crop import ca_of
 from warpfold.data.features.make import make_features
 from warpfold.data.formats.alignment import decode, parse_alignment
-from warpfold.data.load.loader import Maker
+from warpfold.data.load.examples import Maker
 from warpfold.data.load.order import Order, Source
 from warpfold.data.pack.options import PackOptions
 from warpfold.data.pack.pack import merge, pack

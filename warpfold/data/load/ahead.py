@@ -1,15 +1,15 @@
 """Jobs that are done ahead of time, and taken in their order; or as they are ready, within a window."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from warpfold.data.load.workers import Failed, Made, Outcome, Workers
 
 
-class WindowPlace(Protocol):
-    """A planned job: its place in the order, and a key that all jobs share with which it may exchange places."""
+class PlannedBatch(Protocol):
+    """A planned batch: its place in the order, and a key that all batches share with which it may exchange places."""
 
     @property
     def place(self) -> int: ...
@@ -17,23 +17,67 @@ class WindowPlace(Protocol):
     @property
     def kind(self) -> Hashable: ...
 
+    @property
+    def job(self) -> tuple[int, list[Any]]:
+        """Return the epoch and the indices of the examples, as JSON can hold them."""
+        ...
 
-P = TypeVar("P", bound=WindowPlace)
+
+P = TypeVar("P", bound=PlannedBatch)
+
+
+class BatchOrder(Protocol[P]):
+    """What a loader yields, and in which order.
+
+    refusals: exceptions by which a dataset says that an example cannot be used, so that another one takes its place.
+    """
+
+    refusals: tuple[type[Exception], ...]
+
+    def __len__(self) -> int:
+        """Count the batches of a whole iteration."""
+        ...
+
+    @property
+    def ended(self) -> bool:
+        """Return whether every batch of this iteration has been handed out."""
+        ...
+
+    def begin(self) -> bool:
+        """Begin an iteration.  Returns whether the last one was left early, so that planned batches are dropped."""
+        ...
+
+    def end(self) -> None:
+        """End an iteration of which every batch has been handed out."""
+        ...
+
+    def plan(self) -> Iterator[P]:
+        """Yield what comes from now on, also what follows the end of this iteration."""
+        ...
+
+    def substitute(self, planned: P, failed: Failed) -> P:
+        """Choose a batch that takes the place of one that failed, or raise."""
+        ...
+
+    def note(self, planned: P) -> None:
+        """Note that a batch is used next, before it is used."""
+        ...
+
+    def hand_out(self, planned: P) -> None:
+        """Count a batch as used."""
+        ...
 
 
 class Ahead(Generic[P]):
-    """Planned jobs, in the order of their places; workers do them ahead of time.
+    """Planned batches, in the order of their places; workers make them ahead of time.
 
-    workers: None: the caller takes the `first` and does it.  job: the arguments for the workers.  mended: returns what
-    to do instead of a job that failed, at its place, or raises; a job whose process was killed is tried once more
-    before.  window: how many places a job may be taken earlier or later than planned; only jobs of one kind exchange
-    places.
+    workers: None: the caller takes the `first` and makes it.  substitute: returns what to make instead of a batch that
+    failed, at its place, or raises; one whose process was killed is tried once more before.  window: how many places
+    a batch may be taken earlier or later than planned; only those of one kind exchange places.
     """
 
-    def __init__(
-        self, workers: Workers | None, job: Callable[[P], Sequence[Any]], mended: Callable[[P, Failed], P], window: int
-    ) -> None:
-        self._workers, self._job, self._mended, self._window = workers, job, mended, window
+    def __init__(self, workers: Workers | None, substitute: Callable[[P, Failed], P], window: int) -> None:
+        self._workers, self._substitute, self._window = workers, substitute, window
         self._planned: dict[int, P] = {}  # by place, ascending: planned, and not taken yet
         self._kinds: deque[Hashable] = deque()  # of the places for which none is taken yet
         self._killed: set[int] = set()  # places of jobs whose process was killed once
@@ -52,7 +96,7 @@ class Ahead(Generic[P]):
     def _submit(self, planned: P) -> None:
         self._planned[planned.place] = planned
         if self._workers is not None:
-            self._workers.submit(planned.place, self._job(planned))
+            self._workers.submit(planned.place, planned.job)
 
     def first(self) -> P:
         """Take the first job, for the caller to do."""
@@ -111,5 +155,5 @@ class Ahead(Generic[P]):
             else:
                 self._killed.discard(place)
                 reason = f"{outcome.reason}, twice" if outcome.killed else outcome.reason
-                planned = self._mended(planned, replace(outcome, reason=reason))
+                planned = self._substitute(planned, replace(outcome, reason=reason))
             self._submit(planned)
