@@ -205,7 +205,8 @@ def test_predict_and_score(capsys: Capture, tmp_path: Path, tiny_params: Path, m
     query.write_bytes(f">one\r\n{SEQUENCE}\r\n".encode())  # of another system
     files = ("predict", query, "--params", tiny_params, "--device", "cpu", "--out")
     code, text, err = run(capsys, *files, out)
-    assert (code, err.splitlines()[0]) == (0, "one: no alignment: folded by the sequence alone")
+    assert (code, err.splitlines()[0]) == (0, "precision: fp32 (auto, on cpu)")
+    assert err.splitlines()[1] == "one: no alignment: folded by the sequence alone"
     assert "one: mean pLDDT" in text
     assert json.loads(run(capsys, *files, out, "--json")[1]) == json.loads((out / "summary.json").read_text())
     scores = json.loads(run(capsys, "score", out / "one" / "one.cif", structure(tmp_path), "--json")[1])
@@ -222,7 +223,11 @@ def test_predict_and_score(capsys: Capture, tmp_path: Path, tiny_params: Path, m
     monkeypatch.setattr("warpfold.prediction.predictor.Predictor.compute", fail)
     code, _, err = run(capsys, *files, tmp_path / "failed")
     assert code == 1
-    assert err == "one: no alignment: folded by the sequence alone\nfailed one: MemoryError: too long\n"
+    assert err == (
+        "precision: fp32 (auto, on cpu)\n"
+        "one: no alignment: folded by the sequence alone\n"
+        "failed one: MemoryError: too long\n"
+    )
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from warpfold.device import (
     slow_precision,
 )
 from warpfold.errors import UserError
+from warpfold.ops.capabilities import Capabilities
 
 
 def test_processes_begin_with_one_thread_and_this_one_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +132,7 @@ def test_a_mac_is_asked_whether_it_has_bf16(has: str, is_slow: bool, monkeypatch
 
 
 def test_what_is_said_of_a_device_before_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("warpfold.device.capabilities", lambda device: Capabilities(has_bf16=True))
     assert caveats("fp32", "cpu") == caveats("bf16", "cuda") == []
     for version, count in (("2.13.0", 2), ("2.14.0", 1), ("2.15.1+cpu", 1)):
         monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))

@@ -122,7 +122,7 @@ WRONG: dict[str, tuple[Callable[[Predictor, Path], Any], str]] = {
     "device": (lambda p, path: load(path, device="gpu"), "gpu"),
     "no device": (lambda p, path: load(path, device=3), "device = 3: a name is needed"),
     "cuda": (lambda p, path: p.to("cuda:99"), "cuda:99"),
-    "precision": (lambda p, path: load(path, "cpu", precision="half"), "precision = 'half': not one of fp32, bf16"),
+    "precision": (lambda p, path: load(path, "cpu", precision="half"), "precision = 'half': not one of auto, fp32"),
     "memory": (lambda p, path: load(path, "cpu", memory="lots"), "lots"),
     "max_msa": (lambda p, path: load(path, "cpu", max_msa=0), "max_msa = 0: at least 1"),
     "max_recycles": (lambda p, path: load(path, "cpu", max_recycles="3"), "is not LENGTH:RECYCLES"),

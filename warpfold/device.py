@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from warpfold.errors import LostError, UserError
+from warpfold.ops.capabilities import capabilities, slow_notice
 from warpfold.ops.dispatch import backend
 
 log = logging.getLogger(__name__)
@@ -120,6 +122,9 @@ def caveats(precision: str, device: torch.device | str) -> list[str]:
     """Return what is to be said before a device computes in a precision: that it is slow, or was never tried."""
     slow = slow_precision(precision, device)
     said = [slow] if slow else []
+    is_gpu = torch.device(device).type == "cuda"
+    if is_gpu and precision.startswith("bf16") and not capabilities(torch.device(device)).has_bf16:
+        said.append(f"{precision} is slower than fp32 on this GPU, which does not multiply bf16; use fp32 or fp16")
     if torch.device(device).type == "mps":
         said.append("mps: WarpFold was never run on an Apple GPU; compare a result with that of --device cpu first")
         if torch.__version__ < MPS_FIXED:
@@ -677,7 +682,16 @@ def device_of(value: Any, local_rank: int | None = None) -> str:
         raise UserError(f"--device {name}: {missing}")
     if name == "cpu":
         keep_memory()
+    if not local_rank:
+        _warn_if_slow(name)
     return name
+
+
+@cache
+def _warn_if_slow(name: str) -> None:
+    """Log once that the kernels do not run on a device."""
+    if notice := slow_notice(torch.device(name)):
+        log.warning("--device %s: %s", name, notice)
 
 
 def device_meant(name: str) -> str | None:
@@ -693,11 +707,17 @@ def device_meant(name: str) -> str | None:
 
 
 def _why_missing(name: str) -> str | None:
-    """Return why there is no such device here, and what to give; None: it is here."""
+    """Return why there is no such device here or why it does not compute, and what to give; None: it computes."""
+    index = torch.device(name).index or 0
+    is_found = name.startswith("cuda") and index < torch.cuda.device_count()
+    if is_found and (unusable := capabilities(torch.device(name)).unusable):
+        return unusable
     try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError):
-        pass
+        # An allocation succeeds on a GPU for which torch has no code; a launch does not.
+        torch.zeros(1, device=name).add_(1).item()
+    except (RuntimeError, AssertionError) as error:
+        if is_found:
+            return f"torch cannot compute on it ({str(error).splitlines()[0]}); see what nvidia-smi says, or give cpu"
     else:
         return None
     other = "cpu, or mps (this Mac's GPU)" if torch.backends.mps.is_available() else "cpu"

@@ -168,7 +168,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(doctor, "free_memory", lambda device: has["free"])
     monkeypatch.setattr(doctor, "host_memory", lambda: has["host"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in has["packages"] else None)
-    monkeypatch.setattr(doctor, "TRITON", True)
+    monkeypatch.setattr(doctor, "slow_notice", lambda device: None)
     monkeypatch.setattr(doctor, "LITTLE_SHARED", 0)
     return has
 
@@ -180,13 +180,15 @@ def test_a_gpu_with_everything_is_fine_and_nothing_else_is_said(machine: dict[st
 
 def test_what_is_missing_is_said_with_its_cure(machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     machine.update(free=10**9, host=2 * 10**9, packages=set())
-    monkeypatch.setattr(doctor, "TRITON", False)
+    monkeypatch.setattr(doctor, "slow_notice", lambda device: "in plain torch, because triton is not installed")
     monkeypatch.setattr(doctor, "LITTLE_SHARED", 10**18)
     monkeypatch.setattr(Path, "is_dir", lambda self: True)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 64 * 10**6}))
-    said = "\n".join(of_machine(GPU)[1:])
+    first, *more = of_machine(GPU)
+    assert first.startswith("This machine is slow for training, fine-tuning and predictions")
+    said = "\n".join(more)
     for words in (
-        "pip install triton",
+        "Slow: in plain torch, because triton is not installed",
         "1.0 GB of memory is free",
         "host memory",
         "/dev/shm",

@@ -19,8 +19,12 @@ ASKS_A_SERVER = {
 }
 READS_ENVIRONMENT = {"cli", "device", "parallel"}
 # Besides these: credentials of object stores, and their cache, which all commands share; what a fork server's
-# children have.
-READS_ENVIRONMENT_TOO = {Path("warpfold/data/store/remote.py"), Path("warpfold/data/load/workers.py")}
+# children have; what Triton will read.
+READS_ENVIRONMENT_TOO = {
+    Path("warpfold/data/store/remote.py"),
+    Path("warpfold/data/load/workers.py"),
+    Path("warpfold/ops/capabilities.py"),
+}
 # Private attributes of torch's objects that stay where they are used.
 OF_TORCH = {
     *("_parameters", "_metadata", "_forward_hooks", "_forward_pre_hooks"),  # of modules, and of their state dicts,

@@ -7,11 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo import utils
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from warpfold.errors import UserError
-from warpfold.ops import dispatch
+from warpfold.ops import capabilities, dispatch
 from warpfold.ops.attention import attention, gated_attention, global_attention
 from warpfold.ops.linear import gate, gated_linear_residual, layer_norm, norm_linear
 from warpfold.ops.noise import DropoutFactors
@@ -21,10 +20,10 @@ from warpfold.ops.triangle import triangle_factor, triangle_multiplication
 
 
 class Properties:
-    """What torch says of a GPU, which a trace takes for a constant."""
+    """The properties of a GPU, as torch has them."""
 
     def __init__(self, major: int) -> None:
-        self.major = major
+        self.major, self.minor, self.name = major, 0, "GPU"
 
 
 @pytest.fixture(params=[9])
@@ -35,13 +34,12 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(torch.cuda, "_get_device_properties", lambda _: Properties(request.param), raising=False)
     monkeypatch.setattr(dispatch, "TRITON", True)
     monkeypatch.setattr(dispatch, "_refused", Counter())
-    dispatch._properties.cache_clear()
-    utils.common_constant_types.add(Properties)  # as torch.cuda's own type is one
+    monkeypatch.setattr(capabilities, "launch_problem", lambda: "")
+    capabilities.capabilities.cache_clear()
     with FakeTensorMode():
         yield
-    utils.common_constant_types.discard(Properties)
     torch._dynamo.reset()
-    dispatch._properties.cache_clear()
+    capabilities.capabilities.cache_clear()
 
 
 def cuda(*shape: int) -> Tensor:
@@ -159,6 +157,6 @@ def test_what_is_compiled_follows_the_choice_of_kernels() -> None:
 @pytest.mark.parametrize("gpu", [7], indirect=True)
 def test_a_gpu_without_kernels_is_refused_traced_or_not(gpu: None) -> None:
     x = cuda(3, 4, 16)
-    reason = "GPUs before Ampere (compute capability 8.0) have no kernels"
+    reason = "the GPU has compute capability 7.0, and the kernels need 8.0"
     assert gate.unsupported_reason(x, x) == reason
     assert traced(gate, x, x) == [Counter()]

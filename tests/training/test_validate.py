@@ -19,6 +19,7 @@ from warpfold.data.load.order import Source
 from warpfold.data.store.store import Store
 from warpfold.errors import UserError
 from warpfold.files import lock_file
+from warpfold.ops.capabilities import Capabilities
 from warpfold.parallel import heartbeat
 from warpfold.parallel.plan import Plan
 from warpfold.parallel.team import Team
@@ -50,11 +51,17 @@ def of_row(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key not in ("seconds", "time")}
 
 
-def test_it_finds_what_the_training_finds(run: Path, store: Store) -> None:
+def test_it_finds_what_the_training_finds(run: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the precision of the device, which here is that of the training."""
+    precision = module.settings_of(run).plan.precision
+    has_bf16 = precision == "bf16"
+    monkeypatch.setattr("warpfold.parallel.plan.capabilities", lambda device: Capabilities(has_bf16=has_bf16))
     told: list[Any] = []
     found = warpfold.validate(run, store, watch=told.append)
     expected = {row["step"]: of_row(row) for row in rows(run) if row["kind"] == "validation"}
-    assert {row["step"]: of_row(row) for row in found} == {step: expected[step] for step in (2, 4, 6)}
+    assert {row["step"]: of_row(row) for row in found} == {
+        step: {**expected[step], "precision": precision} for step in (2, 4, 6)
+    }
     assert told == found
     assert warpfold.validate(run, store) == []  # all have their rows
     best = max(found, key=lambda row: row["lddt_ca"])["step"]

@@ -31,6 +31,7 @@ from warpfold.cost.machine import in_gb, parse_memory
 from warpfold.device import keep_memory, slow_precision, spinning_threads
 from warpfold.errors import UserError
 from warpfold.memory import is_out_of_memory, memory_in_use
+from warpfold.ops.capabilities import slow_notice
 from warpfold.ops.dispatch import unsupported_device
 from warpfold.ops.torch_internals import is_compiled
 from warpfold.parallel.plan import DTYPES as PRECISIONS
@@ -329,6 +330,8 @@ def _notes(model: nn.Module, asked: _Asked, kinds: Sequence[LayerKind]) -> tuple
         notes.append(NOT_TIMED)
     if asked.memory is not None:
         notes.append(f"within {in_gb(asked.memory)}: in slices, and computed again in the backward pass")
+    gpus = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    notes += [notice for gpu in gpus if (notice := slow_notice(gpu))]
     if any(p.device.type == "cpu" for p in model.parameters()):
         dtypes = {p.dtype for p in model.parameters()}
         slow = [slow_precision(name, "cpu") for name in ("bf16", "fp16") if PRECISIONS[name] in dtypes]

@@ -30,7 +30,7 @@ from warpfold.device import caveats
 from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory
 from warpfold.model.alphafold import ModelConfig
-from warpfold.ops.dispatch import TRITON
+from warpfold.ops.capabilities import slow_notice
 from warpfold.progress import Progress, no_progress
 
 LOGITS = {"cpu": 2**21, "cuda": 2**27}  # the most logits, or numbers in keys, of a case: it gets fewer rows
@@ -182,12 +182,11 @@ def of_machine(device: torch.device) -> list[str]:
         ]
     free, cores = free_memory(device), os.cpu_count() or 1
     if device.type == "cuda":
-        said = [f"This machine is fine for training, fine-tuning and predictions: a GPU with {in_gb(free)} free."]
-        if not TRITON:
-            said.append(
-                "Slow: operations run by their definitions, several times slower, because triton is not installed; "
-                "pip install triton"
-            )
+        notice = slow_notice(device)
+        fit = "is slow" if notice else "is fine"
+        said = [f"This machine {fit} for training, fine-tuning and predictions: a GPU with {in_gb(free)} free."]
+        if notice:
+            said.append(f"Slow: {notice}")
     else:
         said = [
             f"This machine is fine for the demo, for data (sample, search, pack, score), for small models and short "

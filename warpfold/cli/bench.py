@@ -208,9 +208,10 @@ class BenchCommand:
         from warpfold.bench import ops as bench_ops
         from warpfold.bench import peers
         from warpfold.check import checks, sizes
+        from warpfold.parallel.plan import resolve_precision
 
         ops, where = chosen("--op", self.op, BENCHED), torch.device(timed_device(self.device))
-        dtypes = chosen("--dtype", self.dtype or ["bf16" if where.type == "cuda" else "fp32"], checks.DTYPES)
+        dtypes = chosen("--dtype", self.dtype or [resolve_precision("auto", where)], checks.DTYPES)
         names = chosen("--ways", self.ways, [way.name for one in ops for way in peers.WAYS[one]])
         wanted = parts(self.shapes)
         for one in ops:

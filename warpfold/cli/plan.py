@@ -127,6 +127,8 @@ class PlanCommand:
         if not trains:  # of settings, keys that the user gave; the rest is for trainings
             fixed = {key: value for key, value in fixed.items() if key in given.own}
         fixed |= {} if self.precision is None else {"precision": self.precision}
+        if not trains and fixed.get("precision", "auto") == "auto":
+            fixed["precision"] = machine.prediction_precision
         for caveat in caveats(fixed.get("precision", "fp32"), machine.kind) if machine.here else ():
             warn(caveat)
         with progress_bar(every=10) as tell:

@@ -252,4 +252,5 @@ def validate_in_shell(given: dict[str, Any]) -> Answer:
         warn(f"step {row['step']}: held-out lDDT-Cα {row['lddt_ca']:.3f}, loss {row['loss']:.3f}")
 
     where = device_of(given.pop("device"), this_process())
-    return Answer(validate(**given, device=where, watch=tell), [])
+    with plans_said():
+        return Answer(validate(**given, device=where, watch=tell), [])

@@ -23,6 +23,7 @@ from warpfold.device import device_meant, sysctl, unsupported_on_mps
 from warpfold.errors import UserError
 from warpfold.memory import free_memory, host_memory
 from warpfold.ops.triton.launch import table_for
+from warpfold.parallel.plan import Precision, resolve_precision
 
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 NODE, BETWEEN = 8, "ib400"  # devices of a node and its link to others, where nothing else is said: as of a DGX H100
@@ -56,6 +57,13 @@ class Machine:
         if self.here and self.name and self.kind != "mps":
             return measured(self.kind, dtype, tell=tell)
         return of_gpu(self.name) if sheet_of(self.name) else None
+
+    @property
+    def prediction_precision(self) -> Precision:
+        """The precision in which a device predicts unless the user names one; all GPUs of data sheets multiply bf16."""
+        if self.kind == "cuda" and not self.here:
+            return "bf16"
+        return resolve_precision("auto", self.kind)
 
     def __str__(self) -> str:
         """ "4 x H100, 80.0 GB each (data sheet)"."""

@@ -33,7 +33,6 @@ calls of `torch.ops.warpfold` reach too.
 
 import functools
 import importlib
-import importlib.util
 import inspect
 import logging
 import math
@@ -51,12 +50,12 @@ import torch
 from torch import Tensor
 
 from warpfold.errors import UserError
+from warpfold.ops.capabilities import NO_TRITON, TRITON, no_kernels_reason
 from warpfold.ops.torch_internals import is_observed
 
 # fast: the fast path where it can be; strict: likewise, but where it cannot is an error; definition: never.
 Kernels = Literal["fast", "strict", "definition"]
 
-TRITON = importlib.util.find_spec("triton") is not None  # looked for, and not loaded
 TURNS = 3  # of a loop, where nothing is computed: the first begins, the second meets what it left; one to spare
 Loops = list[tuple[int, int]]  # of each loop that runs, the outer first: turns done, and of how many
 P = ParamSpec("P")
@@ -446,22 +445,10 @@ def unsupported_device(operands: Sequence[Any]) -> str | None:
 
 
 def _unsupported_by_triton(device: torch.device) -> str | None:
-    """Return why Triton kernels cannot run on a device, or None.
-
-    torch.compile traces this whole: it takes the properties of a device for a constant, but not a cache of ours.
-    """
-    if not TRITON:
-        return "triton is not installed (pip install triton)"
-    if device.type == "cuda" and torch.version.hip is None:
-        properties = torch.cuda.get_device_properties if torch.compiler.is_compiling() else _properties
-        if properties(device).major < 8:
-            return "GPUs before Ampere (compute capability 8.0) have no kernels"
-    return None
-
-
-@functools.cache
-def _properties(device: torch.device) -> Any:
-    return torch.cuda.get_device_properties(device)
+    """Return why Triton kernels cannot run on a device, or None."""
+    if device.type == "cuda":
+        return no_kernels_reason(device)
+    return None if TRITON else NO_TRITON
 
 
 Shape = tuple[int, ...]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["DispatchMode", "tree_leaves"]
 
 T = TypeVar("T")
+Function = TypeVar("Function", bound=Callable[..., Any])
 Wrapper = TypeVar("Wrapper", bound=Tensor)
 
 # ---- tensors and devices
@@ -51,6 +52,15 @@ def is_compiled(module: nn.Module) -> bool:
 def device_sleep(cycles: int) -> None:
     """Let the current CUDA stream wait for this many cycles, so that the host can queue work ahead of a measurement."""
     torch.cuda._sleep(cycles)
+
+
+def constant_when_traced(function: Function) -> Function:
+    """Have torch.compile call a function while it traces, and take the result for a constant.
+
+    `torch.compiler.assume_constant_result` does the same, but loads all of torch._dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 # ---- autograd

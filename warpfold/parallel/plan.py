@@ -1,16 +1,19 @@
 """A plan: how a model runs, never what it computes.  Two plans of one model differ by rounding alone."""
 
+import logging
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 
 from warpfold.device import unsupported_on_mps
+from warpfold.ops.capabilities import capabilities
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.exchange import SyncConfig
 from warpfold.parallel.mesh import START_LIMIT, TIME_LIMIT
 
 Precision = Literal["fp32", "bf16", "bf16_all", "fp16", "fp64"]
+PredictionPrecision = Precision | Literal["auto"]
 Recompute = Literal["block", "layer"]
 Triangle = Literal["auto", "gather", "channels"]
 Graph = bool | Literal["auto"]
@@ -26,6 +29,29 @@ DTYPES = {
     "fp16": torch.float16,
     "fp64": torch.float64,
 }
+log = logging.getLogger("warpfold.plan")
+
+
+def resolve_precision(precision: PredictionPrecision, device: torch.device | str) -> Precision:
+    """Choose the precision of predictions on a device: for "auto" bf16 on GPUs that multiply bf16, else fp32.
+
+    Any other precision is the user's, and is returned.
+    """
+    if precision != "auto":
+        return precision
+    return "bf16" if capabilities(torch.device(device)).has_bf16 else "fp32"
+
+
+def log_precision(asked: PredictionPrecision, chosen: Precision, device: torch.device | str | None) -> None:
+    """Log the precision that was chosen for "auto". device: None for that of a cluster's workers.
+
+    Callers first check their input, since a refusal is one line.
+    """
+    if asked != "auto":
+        return
+    kind = "the cluster's workers" if device is None else torch.device(device).type
+    name = torch.cuda.get_device_name(device) if kind == "cuda" else kind
+    log.info("precision: %s (auto, on %s)", chosen, name)
 
 
 @dataclass(frozen=True, kw_only=True)

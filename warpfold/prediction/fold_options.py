@@ -141,9 +141,13 @@ ReplayGraphs = Annotated[
     bool, runs("Record passes as CUDA graphs where sizes repeat, as those of designs do; not yet run on a GPU.")
 ]
 TrunkPrecision = Annotated[
-    Literal["fp32", "bf16", "bf16_all", "fp16"],
-    runs("Precision of the trunk's activations; bf16_all: of what follows it too."),
+    Literal["auto", "fp32", "bf16", "bf16_all", "fp16"],
+    runs(
+        "Precision of the trunk's activations. auto: bf16 on GPUs from compute capability 8.0 on, fp32 elsewhere; "
+        "bf16_all: of what follows it too."
+    ),
 ]
+DEFAULT_PRECISION: Literal["auto"] = "auto"  # of all predictions; parallel/plan.py resolves it for a device
 Batch = Annotated[
     int | str,
     runs("Short proteins that share a pass of the model, at most; auto: where that was measured to help.", shell=str),
@@ -254,7 +258,7 @@ class PredictOptions(Checked):
     offload: Offload = None
     graphs: ReplayGraphs = False
     memory: Memory = None
-    precision: TrunkPrecision = "fp32"
+    precision: TrunkPrecision = DEFAULT_PRECISION
     batch: Batch = "auto"
     strict: Strict = False
     force: Force = False

@@ -26,6 +26,7 @@ from warpfold.device import cores
 from warpfold.errors import UserError
 from warpfold.files import file_name, is_given_pipe
 from warpfold.ops.dispatch import refusals
+from warpfold.parallel.plan import Precision, log_precision, resolve_precision
 from warpfold.parallel.team import Team
 from warpfold.prediction.fold_options import PredictOptions, batch_of
 from warpfold.prediction.folder import WHOLE, Journal, PredictionFolder, RepresentationStore, key_of, read_journals
@@ -133,6 +134,11 @@ def predict(
         if file == "-" or (isinstance(file, Path) and is_given_pipe(file)):
             raise UserError(f"{file}: is a pipe, which several processes cannot share; give a regular file")
     share.check(team, options.device)
+    device = _device_of(options)
+    # One choice for all processes, since the run's identity contains it.
+    asked_precision, precision = options.precision, _resolve_precision(options, share)
+    precision = team.broadcast(precision, "the precision")
+    options = replace(options, precision=precision)
     server = server if server is None or team.is_rank_zero else replace(server, say=lambda line: None)
     if options.pairs and guess is not None:
         raise UserError("--pairs makes complexes, of which no structure is known; leave --initial-guess out")
@@ -151,7 +157,6 @@ def predict(
     if team.mesh.data.size > 1:
         _share_out(models, queries, options, team)
     memory = ModelInMemory(options, team)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if share.is_here:
         shortest = min((query.residues for query in queries), default=0)
         if shortest >= LONG and team.is_rank_zero:
@@ -193,11 +198,29 @@ def predict(
             groups = in_groups(items, batch, device, options.recycling, options.recycles)
             todo = folder.begin(groups, options.force)
         todo = team.broadcast(todo, "the beginning of the run")
+        log_precision(asked_precision, precision, None if share.cluster else device)
         clock, refused = _fold(memory, folder.groups_of(todo), folder, share, tell)
         tell(total, total, "writing the report")
         process = {"device": device, "seconds": round(time.perf_counter() - start, 3), **clock.summary()}
         summary = folder.finish(process, refused) if team.is_rank_zero else None
     return team.broadcast(summary, "the end of the run")
+
+
+def _device_of(options: PredictOptions) -> str:
+    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _resolve_precision(options: PredictOptions, share: Share) -> Precision:
+    """Return the precision for the device that will fold; of a cluster, for the device of one of its workers."""
+    if share.cluster is None or options.precision != "auto":
+        return resolve_precision(options.precision, _device_of(options))
+    with pool(share.workers, share.cluster) as executor:
+        (precision,) = in_order(_precision_of_worker, [options], executor)
+    return precision
+
+
+def _precision_of_worker(options: PredictOptions) -> Precision:
+    return resolve_precision(options.precision, _device_of(options))
 
 
 def _read(
@@ -296,7 +319,7 @@ def _selection(options: PredictOptions, queries: Sequence[Query], models: Sequen
 
 def _share_out(models: Sequence[Params], queries: Sequence[Query], options: PredictOptions, team: Team) -> None:
     """Have the processes share each protein, or fold others, as is fastest; they have met without a plan."""
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device_of(options)
     config, sample, recycles = models[0].config, models[0].sample, options.recycles
     sizes = [sizes_of_query(query, config, sample, whole=False) for query in queries] * (len(models) * options.seeds)
     fixed: dict[str, Any] = {"precision": options.precision, "kernels": options.kernels}
@@ -456,7 +479,7 @@ def fold_job(job: FoldJob) -> tuple[Clock, dict[str, int]]:
     It writes the files and a journal.  Of several GPUs it takes the one with its number.
     """
     refused_before, number = refusals(), worker_number()
-    device = job.options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _device_of(job.options)
     if device == "cuda" and number is not None and torch.cuda.device_count() > 1:
         device = f"cuda:{number % torch.cuda.device_count()}"
     if device == "cpu" and job.workers:

@@ -32,7 +32,7 @@ from warpfold.model.soft import FREE, QueryPlace, soft_chains
 from warpfold.model.weights.files import assumed_settings, data_settings, load_model
 from warpfold.ops.dispatch import Kernels
 from warpfold.parallel.execution import Execution
-from warpfold.parallel.plan import DTYPES, Plan, Precision
+from warpfold.parallel.plan import DTYPES, Plan, PredictionPrecision, log_precision, resolve_precision
 from warpfold.parallel.team import Team, team_of
 from warpfold.prediction import fold_options
 from warpfold.prediction.folding import FoldItem, FoldOutcome, fold_groups, in_groups
@@ -105,8 +105,9 @@ class Predictor:
     How each protein is folded is chosen for what is free on the device at that moment (training/planning.py), unless it
     is given: chunk: rows computed at a time, 0 for all.  offload: whether z lies in host memory.  memory: bytes that
     may be used on the device at most.  graphs: record passes as graphs where one protein has the sizes of the last.
-    precision: of the trunk's activations.  sample: how the alignment is sampled, by default as AlphaFold2 does.  team:
-    processes that share each protein; all call everything here, and only rank 0 gets the large arrays of a prediction.
+    precision: of the trunk's activations, as of `resolve_precision`.  sample: how the alignment is sampled, by default
+    as AlphaFold2 does.  team: processes that share each protein; all call everything here, and only rank 0 gets the
+    large arrays of a prediction.
     kernels: as `Plan.kernels`.
     Errors: UserError for a model that such a team cannot share.
     """
@@ -117,7 +118,7 @@ class Predictor:
         model: AlphaFold,
         device: str | torch.device = "cpu",
         chunk: fold_options.Chunk = None,
-        precision: Precision = "fp32",
+        precision: PredictionPrecision = fold_options.DEFAULT_PRECISION,
         sample: SampleConfig | None = None,
         team: Team | None = None,
         kernels: Kernels = "fast",
@@ -132,14 +133,15 @@ class Predictor:
         axial, branch = self.team.mesh.axial.size, self.team.mesh.branch.size
         if reason := Plan(axial=axial, branch=branch).unsupported_reason(model.config.evoformer.outer):
             raise UserError(reason)
-        fixed: dict[str, Any] = {"precision": arguments.one_of("precision", precision, DTYPES)}
-        fixed["kernels"] = arguments.one_of("kernels", kernels, get_args(Kernels))
+        arguments.one_of("precision", precision, ("auto", *DTYPES))
+        self._asked_precision = precision
+        fixed: dict[str, Any] = {"kernels": arguments.one_of("kernels", kernels, get_args(Kernels))}
         if chunk is not None:
             fixed["chunk"] = chunk or None
         if offload is not None:
             fixed["offload"] = offload
         size = None if memory is None else parse_memory(memory)
-        self._fixed, self._memory, self._graphs, self.precision = fixed, size, graphs, precision
+        self._fixed, self._memory, self._graphs = fixed, size, graphs
         self.model = model
         self.sample = sample or SampleConfig()
         self.recycling = fold_options.Recycling()
@@ -147,14 +149,16 @@ class Predictor:
         self.chain_gap: int | None = None  # with which a model of single chains folds complexes
         self.msa_server: AlignmentServer | None = None
         self.to(device)
-        for caveat in caveats(precision, self.device) if self.team.is_rank_zero else ():
+        for caveat in caveats(self.precision, self.device) if self.team.is_rank_zero else ():
             log.warning("%s", caveat)
 
     @CHECKED
     def to(self, device: str | torch.device) -> "Predictor":
         """Move the model to another device; it folds there from now on.  Returns itself."""
         self.device = torch.device(device_of(device))
-        asked = Plan(precision=self._fixed["precision"], offload=self._fixed.get("offload", False))
+        self.precision = self._fixed["precision"] = resolve_precision(self._asked_precision, self.device)
+        log_precision(self._asked_precision, self.precision, self.device)
+        asked = Plan(precision=self.precision, offload=self._fixed.get("offload", False))
         if reason := asked.unsupported_on(self.device.type):
             raise UserError(reason)
         self.model.to(self.device).eval()
@@ -666,7 +670,7 @@ def load(
     params: PathLike,
     device: str | torch.device | None = None,
     chunk: fold_options.Chunk = None,
-    precision: Precision = "fp32",
+    precision: PredictionPrecision = fold_options.DEFAULT_PRECISION,
     sample: SampleConfig | None = None,
     team: Team | None = None,
     kernels: Kernels = "fast",

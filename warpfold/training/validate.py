@@ -12,6 +12,7 @@ import time
 import tomllib
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from warpfold.errors import UserError
 from warpfold.files import wait_for_lock
 from warpfold.model.alphafold import AlphaFold
 from warpfold.model.weights.files import save_params
-from warpfold.parallel.plan import DTYPES
+from warpfold.parallel.plan import DTYPES, log_precision, resolve_precision
 from warpfold.parallel.team import Team
 from warpfold.training.config import RunConfig
 from warpfold.training.examples import fingerprint_origin, held_out_features, hold_out
@@ -64,6 +65,10 @@ def validate(
     freeze(model, config.finetune)
     if config.finetune.freezes:
         model.load_state_dict(load_file(run / FROZEN), strict=False)  # the rest is in each checkpoint
+    # On a device of its own, the best precision is not that of the training.
+    precision = resolve_precision("auto", device)
+    config = replace(config, plan=replace(config.plan, precision=precision))
+    log_precision("auto", precision, device)
     packed = PackedWeights(model, DTYPES[config.plan.precision])
     judge = Judge(model, config, device, lambda _: None)
     taken = UserError(f"{run}: another `warpfold validate` is writing there; end it first")
@@ -92,6 +97,7 @@ def validate(
                     scores: dict[str, Scores] = {example.key: judge.scores(example) for example in examples}
                 row = scores_row(step, [key for _, key in held_out], scores)
                 row |= {"seconds": round(time.perf_counter() - began, 3), "time": round(time.time(), 3)}
+                row["precision"] = config.plan.precision
                 if _is_whole(row) and row["lddt_ca"] > best:
                     best = row["lddt_ca"]
                     save_params(run / BEST, model, settings.to_dict(config.data), merged_state(model))
