@@ -1,1 +1,1 @@
-"""Relax structures: in memory (relax.py), of files (files.py); amber.py is all that knows OpenMM."""
+"""Relax structures: relax.py in memory, files.py in files and folders; amber.py is the interface to OpenMM."""

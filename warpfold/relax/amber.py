@@ -1,7 +1,7 @@
-"""Minimise the energy of proteins in Amber's force field with OpenMM, their heavy atoms held by springs (Supp. 1.8.6).
+"""Minimise the energy of proteins in the Amber force field with OpenMM and restrained heavy atoms (Supp. 1.8.6).
 
-The only place that knows OpenMM, which is an optional extra.  It counts in nanometers and kJ/mol; what goes in and out
-of this file is in angstrom and kcal/mol.
+Only this module uses OpenMM, which is an optional extra. OpenMM's units are nanometers and kJ/mol; the arguments and
+results of the functions are in angstrom and kcal/mol.
 """
 
 import importlib
@@ -17,86 +17,101 @@ from warpfold.errors import UserError
 from warpfold.geometry.residue import ATOM_ORDER, ATOM_TYPES, RESTYPE_3, RESTYPES
 from warpfold.keyed import keyed_rng
 
-FORCE_FIELD = "amber99sb.xml"  # Amber ff99SB, without solvent
-STIFFNESS = 10.0  # kcal/mol/Å² of each spring (Supp. 1.8.6)
-TOLERANCE = 10.0  # kJ/mol/nm: AlphaFold's 2.39 kcal/mol, as OpenMM reads it: the root mean square of the forces
+# Amber ff99SB without solvent.
+FORCE_FIELD = "amber99sb.xml"
 PH = 7.0
-KCAL = 4.184  # kJ
-SPRING = STIFFNESS * KCAL * 100  # kJ/mol/nm²
-MAX_STEPS = 10_000  # of one minimisation, where rounding keeps it from the tolerance; some hundreds are usual
-STRAINED = 100.0  # kcal/mol for each residue, above which atoms are first pushed apart by soft contacts
-SHAKE = 0.02  # Å: atoms at one place have no direction in which to part
-SOFT = 50_000.0  # kJ/mol/nm²: a tenth of the spring of a bond, so that no atom is torn from its neighbour
-SOFT_RANGE = 0.4  # nm; contacts begin below it
+# kJ in a kcal.
+KCAL = 4.184
+# Stiffness of the restraints: 10 kcal/mol/Å² (Supp. 1.8.6), in kJ/mol/nm².
+RESTRAINT = 10.0 * KCAL * 100
+# Convergence: the root mean square force in kJ/mol/nm. AlphaFold passes 2.39 kcal/mol, which OpenMM reads as this.
+TOLERANCE = 10.0
+# Rounding may keep a minimisation from converging. A few hundred steps are usual.
+MAX_STEPS = 10_000
+# Energy in kcal/mol per residue above which soft contacts separate the atoms first.
+STRAINED_ENERGY = 100.0
+# Random displacement in Å: two atoms at the same position have no direction in which to separate.
+JITTER = 0.02
+# Soft contacts: stiffness in kJ/mol/nm², a tenth of a bond's so that no bond breaks, and their range in nm.
+SOFT_STIFFNESS = 50_000.0
+SOFT_RANGE = 0.4
 SOFT_STEPS = 300
-SPRINGS = 1  # OpenMM's number for this group of forces; the force field is group 0
+# OpenMM's group of the restraints. The force field is group 0.
+RESTRAINT_GROUP = 1
 OXT = ATOM_ORDER["OXT"]
 
 
 @dataclass(frozen=True)
 class ModelledResidues:
-    """Residues of all chains in a row: R of them, atoms in the 37 places of `ATOM_TYPES`, angstrom."""
+    """The R residues of all chains, concatenated.
+
+    positions: float [R, 37, 3], angstrom, in the order of `ATOM_TYPES`. mask: bool [R, 37]. segment: int [R];
+    consecutive residues of one segment are bonded, and residues of segment -1 are not modelled.
+    """
 
     sequence: str
-    positions: np.ndarray  # float [R, 37, 3]
-    mask: np.ndarray  # bool [R, 37]
-    segment: np.ndarray  # int [R]: residues of a number follow one another and are bonded; -1: takes no part
+    positions: np.ndarray
+    mask: np.ndarray
+    segment: np.ndarray
 
 
 class Amber:
-    """The residues in the force field, with hydrogens, on one of OpenMM's platforms.
+    """Residues with hydrogens in the force field, on one of OpenMM's platforms.
 
-    Every residue of a segment must have all heavy atoms of its type.  Cysteines whose SG are nearer than 3 Å are
-    bonded, as in AlphaFold; histidines get the hydrogen that makes a hydrogen bond, on ND1 where none does.
-    Errors: UserError without OpenMM, or if it has no platform that works.
+    Every residue of a segment must have all heavy atoms of its type. Cysteines whose SG are nearer than 3 Å are bonded,
+    as in AlphaFold. Histidines get the hydrogen that forms a hydrogen bond, by default that on ND1.
+    built: bool [R, 37], atoms without restraints because their positions were not observed.
+    Raises UserError if OpenMM is missing or none of its platforms works.
     """
 
     def __init__(self, residues: ModelledResidues, built: np.ndarray, device: str = "cpu") -> None:
-        """built: bool [R, 37], atoms that no spring holds, since nobody has seen where they are."""
         self._mm, self._app = require_openmm(), importlib.import_module("openmm.app")
         self._mm.Platform.getPlatformByName("CPU").setPropertyDefaultValue("DeterministicForces", "true")
-        topology, self._places = self._with_hydrogens(residues)  # [atoms, 3] in nanometers, hydrogens too
+        # [atoms, 3] in nanometers, including hydrogens.
+        topology, self._coordinates = self._with_hydrogens(residues)
         rows = np.flatnonzero(residues.segment >= 0)
         atoms = [(rows[atom.residue.index], ATOM_ORDER.get(atom.name, -1)) for atom in topology.atoms()]
-        self._row, self._atom = np.array(atoms).T  # [atoms]: of `residues`, and place in it, -1 for hydrogens
-        self._kept = (self._atom >= 0) & residues.mask[self._row, self._atom]  # without the OXT that we added
+        # [atoms]: the residue and the index in `ATOM_TYPES`, which is -1 for hydrogens.
+        self._row, self._atom = np.array(atoms).T
+        # The atoms of the input: no hydrogens and no added OXT.
+        self._is_input = (self._atom >= 0) & residues.mask[self._row, self._atom]
         self._shape = residues.positions.shape
         self.disulfides = sum({a.name, b.name} == {"SG"} for a, b in topology.bonds())
-        held = np.flatnonzero(self._kept & ~built[self._row, self._atom])
+        restrained = np.flatnonzero(self._is_input & ~built[self._row, self._atom])
         amber = self._app.ForceField(FORCE_FIELD).createSystem(
             topology, nonbondedMethod=self._app.NoCutoff, removeCMMotion=False
         )
         soft = self._with_soft_contacts(amber)
-        self._amber = Held(self._mm, amber, held, device)
-        self._soft = Held(self._mm, soft, held, device)
+        self._amber = RestrainedSystem(self._mm, amber, restrained, device)
+        self._soft = RestrainedSystem(self._mm, soft, restrained, device)
         self.platform = self._amber.platform
 
     def energy(self) -> float:
-        """Return the energy of the force field in kcal/mol, without the springs; infinite if it is not a number."""
-        return self._amber.energy(self._places)
+        """Compute the energy of the force field in kcal/mol, without restraints; infinite if it is not a number."""
+        return self._amber.energy(self._coordinates)
 
     def positions(self) -> np.ndarray:
-        """Return the heavy atoms [R, 37, 3] in angstrom, 0 where an atom is not in the force field."""
-        found = np.zeros(self._shape)
-        found[self._row[self._kept], self._atom[self._kept]] = 10 * self._places[self._kept]
-        return found
+        """Return the heavy atoms [R, 37, 3] in angstrom; 0 for atoms that are not in the force field."""
+        positions = np.zeros(self._shape)
+        positions[self._row[self._is_input], self._atom[self._is_input]] = 10 * self._coordinates[self._is_input]
+        return positions
 
     def minimise(self, free: np.ndarray) -> None:
-        """Move all atoms to a minimum of the energy; springs hold the heavy atoms where they are now.
+        """Move all atoms to a minimum of the energy, with restraints to the present positions of the heavy atoms.
 
-        free: bool [R], residues without springs.  Where atoms overlap so much that the energy of the force field is
-        huge, its contacts, whose forces have no limit, are first replaced by soft ones: a minimisation that begins at
-        such energies ends with atoms caught on the wrong side of each other.
+        free: bool [R], residues without restraints.
+        If atoms overlap so much that the energy is huge, soft contacts separate them first. Contacts of the force field
+        have unbounded forces, and a minimisation that starts with them leaves atoms on the wrong side of each other.
         """
-        anchors, loose = self._places, free[self._row]
-        if self.energy() > STRAINED * len(np.unique(self._row)):
-            shake = keyed_rng(0, "relax").normal(0, SHAKE / 10, anchors.shape)
-            self._places = self._soft.minimise(anchors + shake, anchors, loose, SOFT_STEPS)
-        self._places = self._amber.minimise(self._places, anchors, loose, MAX_STEPS)
+        anchors, is_free = self._coordinates, free[self._row]
+        if self.energy() > STRAINED_ENERGY * len(np.unique(self._row)):
+            jitter = keyed_rng(0, "relax").normal(0, JITTER / 10, anchors.shape)
+            self._coordinates = self._soft.minimise(anchors + jitter, anchors, is_free, SOFT_STEPS)
+        self._coordinates = self._amber.minimise(self._coordinates, anchors, is_free, MAX_STEPS)
 
     def _with_hydrogens(self, residues: ModelledResidues) -> tuple[Any, np.ndarray]:
-        """Return OpenMM's topology of all segments and the positions, with hydrogens and the oxygens of the ends."""
-        topology, places, last = self._app.Topology(), [], -1
+        """Build OpenMM's topology and the coordinates of all segments, with hydrogens and terminal oxygens."""
+        topology, coordinates, last = self._app.Topology(), [], -1
         chain = None
         for row in np.flatnonzero(residues.segment >= 0):
             if chain is None or residues.segment[row] != last:
@@ -107,28 +122,29 @@ class Amber:
                 if atom != OXT:
                     name = ATOM_TYPES[atom]
                     topology.addAtom(name, self._app.Element.getBySymbol(name[0]), residue)
-                    places.append(residues.positions[row, atom])
+                    coordinates.append(residues.positions[row, atom])
             if is_end:
                 topology.addAtom("OXT", self._app.Element.getBySymbol("O"), residue)
-                has_one = residues.mask[row, OXT]
-                places.append(residues.positions[row, OXT] if has_one else end_oxygen(residues.positions[row]))
+                has_oxt = residues.mask[row, OXT]
+                coordinates.append(residues.positions[row, OXT] if has_oxt else end_oxygen(residues.positions[row]))
         nanometer = importlib.import_module("openmm.unit").nanometer
-        positions = [self._mm.Vec3(*map(float, place)) for place in np.array(places) / 10] * nanometer
+        positions = [self._mm.Vec3(*map(float, xyz)) for xyz in np.array(coordinates) / 10] * nanometer
         topology.createStandardBonds()
         topology.createDisulfideBonds(positions)
         modeller = self._app.Modeller(topology, positions)
         with _same_random_numbers():
-            # Without the force field: its forces have no limit, and atoms may be at one place.
+            # No force field here: atoms may coincide, where its forces are unbounded.
             modeller.addHydrogens(pH=PH, platform=self._mm.Platform.getPlatformByName("CPU"))
         return modeller.topology, np.array(modeller.positions.value_in_unit(nanometer))
 
     def _with_soft_contacts(self, amber: Any) -> Any:
-        """Return a copy of a system in which atoms that overlap repel each other, and charges do not act."""
+        """Copy a system and replace contacts and charges by a soft repulsion of overlapping atoms."""
         system = self._mm.XmlSerializer.clone(amber)
-        places = range(system.getNumForces())
-        place = next(i for i in places if isinstance(system.getForce(i), self._mm.NonbondedForce))
-        contacts = system.getForce(place)
-        soft = self._mm.CustomNonbondedForce(f"0.5*{SOFT}*max(0, 0.45*(s1+s2)-r)^2")  # from 0.9 sigma on
+        numbers = range(system.getNumForces())
+        number = next(i for i in numbers if isinstance(system.getForce(i), self._mm.NonbondedForce))
+        contacts = system.getForce(number)
+        # The repulsion starts at 0.9 sigma, where sigma is (s1 + s2) / 2.
+        soft = self._mm.CustomNonbondedForce(f"0.5*{SOFT_STIFFNESS}*max(0, 0.45*(s1+s2)-r)^2")
         soft.addPerParticleParameter("s")
         soft.setNonbondedMethod(self._mm.CustomNonbondedForce.CutoffNonPeriodic)
         soft.setCutoffDistance(SOFT_RANGE)
@@ -138,45 +154,48 @@ class Amber:
         for i in range(contacts.getNumExceptions()):
             soft.addExclusion(*contacts.getExceptionParameters(i)[:2])
         system.addForce(soft)
-        system.removeForce(place)
+        system.removeForce(number)
         return system
 
 
-class Held:
-    """A system of OpenMM with springs at some atoms, open on a platform; lengths in nanometers."""
+class RestrainedSystem:
+    """An OpenMM system with harmonic restraints on some atoms, open on a platform; lengths in nanometers.
 
-    def __init__(self, openmm: Any, system: Any, held: np.ndarray, device: str) -> None:
-        """held: the atoms that have springs.  Errors: UserError if no platform works."""
-        self._mm, self._held = openmm, held.tolist()
-        self._springs = openmm.CustomExternalForce("0.5*k*((x-x0)^2+(y-y0)^2+(z-z0)^2)")
+    restrained: indices of the atoms. Raises UserError if no platform works.
+    """
+
+    def __init__(self, openmm: Any, system: Any, restrained: np.ndarray, device: str) -> None:
+        self._mm, self._restrained = openmm, restrained.tolist()
+        self._restraints = openmm.CustomExternalForce("0.5*k*((x-x0)^2+(y-y0)^2+(z-z0)^2)")
         for name in ("k", "x0", "y0", "z0"):
-            self._springs.addPerParticleParameter(name)
-        for atom in self._held:
-            self._springs.addParticle(atom, [0.0] * 4)
-        self._springs.setForceGroup(SPRINGS)
-        system.addForce(self._springs)
+            self._restraints.addPerParticleParameter(name)
+        for atom in self._restrained:
+            self._restraints.addParticle(atom, [0.0] * 4)
+        self._restraints.setForceGroup(RESTRAINT_GROUP)
+        system.addForce(self._restraints)
         self._context, self.platform = open_context(openmm, system, device)
 
-    def energy(self, places: np.ndarray) -> float:
-        """Return the energy without the springs, kcal/mol; infinite if it is not a number."""
-        self._context.setPositions(places)
+    def energy(self, coordinates: np.ndarray) -> float:
+        """Compute the energy without restraints in kcal/mol; infinite if it is not a number."""
+        self._context.setPositions(coordinates)
         energy = float(self._context.getState(getEnergy=True, groups={0}).getPotentialEnergy()._value) / KCAL
         return energy if np.isfinite(energy) else np.inf
 
-    def minimise(self, places: np.ndarray, anchors: np.ndarray, loose: np.ndarray, steps: int) -> np.ndarray:
-        """Return the atoms at a minimum, found from `places`, with springs to `anchors` but at `loose` atoms."""
-        for i, atom in enumerate(self._held):
-            self._springs.setParticleParameters(i, atom, [0.0 if loose[atom] else SPRING, *anchors[atom].tolist()])
-        self._springs.updateParametersInContext(self._context)
-        self._context.setPositions(places)
+    def minimise(self, start: np.ndarray, anchors: np.ndarray, is_free: np.ndarray, steps: int) -> np.ndarray:
+        """Minimise the energy from `start` with restraints to `anchors`, except for free atoms; returns coordinates."""
+        for i, atom in enumerate(self._restrained):
+            stiffness = 0.0 if is_free[atom] else RESTRAINT
+            self._restraints.setParticleParameters(i, atom, [stiffness, *anchors[atom].tolist()])
+        self._restraints.updateParametersInContext(self._context)
+        self._context.setPositions(start)
         self._mm.LocalEnergyMinimizer.minimize(self._context, TOLERANCE, steps)
         return np.array(self._context.getState(getPositions=True).getPositions(asNumpy=True)._value)
 
 
 def open_context(openmm: Any, system: Any, device: str) -> tuple[Any, str]:
-    """Return a context on the fastest platform that works for a device; its name, and why the faster ones do not.
+    """Open a context on the fastest platform that works; returns its name with the errors of faster platforms.
 
-    Errors: UserError if none works.
+    Raises UserError if none works.
     """
     kind, _, number = device.partition(":")
     reasons: list[str] = []
@@ -186,7 +205,8 @@ def open_context(openmm: Any, system: Any, device: str) -> tuple[Any, str]:
             properties |= {"Precision": "mixed"} | ({"DeviceIndex": number} if number else {})
         try:
             platform = openmm.Platform.getPlatformByName(name)
-            integrator = openmm.VerletIntegrator(0.001)  # never steps; a context must have one
+            # A context needs an integrator, which never steps here.
+            integrator = openmm.VerletIntegrator(0.001)
             context = openmm.Context(system, integrator, platform, properties)
         except openmm.OpenMMException as error:
             reasons.append(f"{name}: {' '.join(str(error).split())}")
@@ -196,7 +216,7 @@ def open_context(openmm: Any, system: Any, device: str) -> tuple[Any, str]:
 
 
 def require_openmm() -> Any:
-    """Return the module.  Errors: UserError, which says how to get it, where it is not installed."""
+    """Import OpenMM. Raises UserError with instructions if it is not installed."""
     try:
         return importlib.import_module("openmm")
     except ImportError:
@@ -207,9 +227,11 @@ def require_openmm() -> Any:
 
 
 def end_oxygen(atoms: np.ndarray) -> np.ndarray:
-    """Place the second oxygen of a chain's end: atoms [37, 3] of its last residue -> [3], angstrom."""
+    """Compute the position of the second oxygen of a terminal residue with atoms [37, 3]: [3], angstrom."""
     ca, c, o = (atoms[ATOM_ORDER[name]].astype(float) for name in ("CA", "C", "O"))
-    outwards = np.array([1e-3, 2e-3, 3e-3])  # three bonds in a plane, 120 degrees apart, add up to zero
+    # Three planar bonds 120 degrees apart add up to zero, so the third points away from the others. The small start
+    # gives a direction even if the two bonds cancel.
+    outwards = np.array([1e-3, 2e-3, 3e-3])
     for neighbour in (ca, o):
         outwards = outwards - (neighbour - c) / max(float(np.linalg.norm(neighbour - c)), 1e-3)
     return c + 1.25 * outwards / np.linalg.norm(outwards)
@@ -217,7 +239,7 @@ def end_oxygen(atoms: np.ndarray) -> np.ndarray:
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Make what draws from Python's generator, as OpenMM does where hydrogens begin, the same each time."""
+    """Seed Python's generator within the context: OpenMM draws the first positions of hydrogens from it."""
     state = random.getstate()
     random.seed(0)
     try:

@@ -1,6 +1,6 @@
-"""Relax what lies in files: the predictions of a folder of `warpfold predict`, or mmCIF and PDB files (docs/relax.md).
+"""Relax the predictions in a folder of `warpfold predict`, or mmCIF and PDB files (docs/relax.md).
 
-Beside NAME.cif come NAME_relaxed.cif, NAME_relaxed.pdb and NAME_relaxed.json, which says what was done, and of what.
+The results of NAME.cif are NAME_relaxed.cif, NAME_relaxed.pdb and the report NAME_relaxed.json, in the same folder.
 """
 
 import hashlib
@@ -30,21 +30,27 @@ from warpfold.relax.relax import relax_chains
 from warpfold.report.report import write_report
 
 FORMAT = "warpfold-relaxed-1"
-PREDICTIONS = "warpfold-predictions-"  # how the format of a folder's summary begins
+# Prefix of the format in a prediction folder's summary.
+PREDICTIONS = "warpfold-predictions-"
 
 Which = Literal["all", "best"]
 
 
 @dataclass(frozen=True)
 class RelaxTarget:
-    """A structure to relax: its file, the name of its result without endings, and the folder with its summary."""
+    """A structure to relax.
+
+    path: its file. stem: name of the file without endings. folder: the output folder of `predict`; None for a single
+    file.
+    """
 
     name: str
     path: Path
     stem: str
-    folder: Path | None = None  # of the run of `predict`; None for a file of its own
+    folder: Path | None = None
 
     def result(self, ending: str) -> Path:
+        """Return the path of a result."""
         return self.path.with_name(f"{self.stem}_relaxed{ending}")
 
 
@@ -55,48 +61,51 @@ def relax_paths(
     force: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Relax structures one after another; return what was done, {"relaxed": [...], "failures": [...]}.
+    """Relax structures; returns the reports, {"relaxed": [...], "failures": [...]}.
 
-    A structure that is relaxed already is kept, unless it has changed since or `force` is given.  Each prediction of a
-    folder gets an entry "relaxed" in its summary.json, and the folder's report.html shows it.
-    which: "best": of several predictions of one query, the one that is ranked first.
-    Errors: UserError without OpenMM, for a path that is neither, or where a file that is no earlier result would be
-    replaced; then nothing is relaxed.
+    Existing results are kept unless their input has changed or `force` is set. Each prediction of a folder gets an
+    entry "relaxed" in summary.json, and report.html shows it.
+    which: "best" relaxes the first-ranked prediction of each query only.
+    Raises UserError, before anything is relaxed, if OpenMM is missing, a path is neither a file nor an output folder,
+    or a result would replace another file.
     """
     require_openmm()
-    tell = progress or no_progress
+    report_progress = progress or no_progress
     targets = [target for path in paths for target in find_targets(path, which)]
-    kept: dict[Path, dict[str, Any] | None] = {}
+    existing: dict[Path, dict[str, Any] | None] = {}
     for target in targets:
-        if (result := target.result(".json")) in kept:
+        if (result := target.result(".json")) in existing:
             raise UserError(f"{result}: would be written for two of the files; relax one of them")
-        kept[result] = check_result(target, force)
+        existing[result] = check_result(target, force)
     relaxed, failures = [], []
     for number, target in enumerate(targets):
-        tell(number, len(targets), target.name)
-        earlier = kept[target.result(".json")]
+        report_progress(number, len(targets), target.name)
+        earlier = existing[target.result(".json")]
         try:
             report = earlier or relax_file(target, device)
         except FAILURES as error:
             failures.append({"name": target.name, "error": one_line(error)})
             continue
         if target.folder:
-            _note(target, report)
+            _add_to_summary(target, report)
         path = str(target.result(".cif"))
         relaxed.append({"name": target.name, "path": path, "kept": earlier is not None, **report})
-    tell(len(targets), len(targets), "writing the report")
+    report_progress(len(targets), len(targets), "writing the report")
     for folder in dict.fromkeys(target.folder for target in targets if target.folder):
-        summary = _summary(folder)
-        drawn = [folder / one["folder"] / file for one in summary["predictions"] for file in one["files"].values()]
-        if all(file.is_file() for file in drawn):  # with what was relaxed
+        summary = _read_summary(folder)
+        drawn = [
+            folder / entry["folder"] / file for entry in summary["predictions"] for file in entry["files"].values()
+        ]
+        # The report cannot be drawn again if the user removed some of the predictions.
+        if all(file.is_file() for file in drawn):
             write_report(folder / "report.html", prediction_report(folder, summary))
     return {"relaxed": relaxed, "failures": failures}
 
 
 def find_targets(path: Path, which: Which = "all") -> Iterator[RelaxTarget]:
-    """Yield the structures to relax at a path: a folder's predictions, or a file that is no result of relaxing.
+    """Find the structures to relax at a path: a folder's predictions, or a file that is not itself a relaxed result.
 
-    Errors: UserError for a folder that `predict` did not write.
+    Raises UserError for a folder that `predict` did not write.
     """
     if not path.is_dir():
         stem = path.name.removesuffix(".gz")
@@ -104,7 +113,7 @@ def find_targets(path: Path, which: Which = "all") -> Iterator[RelaxTarget]:
         if not (stem.endswith("_relaxed") and path.with_name(stem + ".json").is_file()):
             yield RelaxTarget(stem, path, stem)
         return
-    summary = _summary(path)
+    summary = _read_summary(path)
     for entry in summary["predictions"]:
         if (which == "best" and entry.get("rank", 1) > 1) or entry.get("dropped"):
             continue
@@ -113,9 +122,9 @@ def find_targets(path: Path, which: Which = "all") -> Iterator[RelaxTarget]:
 
 
 def check_result(target: RelaxTarget, force: bool) -> dict[str, Any] | None:
-    """Return the report of an earlier relaxation of this structure, None if it must be relaxed.
+    """Return the report of an earlier relaxation of this structure; None if it must be relaxed.
 
-    Errors: UserError if files of such names are no result of this structure, and not beside a prediction.
+    Raises UserError if the result of a single file would replace a file that is not an earlier result.
     """
     report: Any = None
     if target.result(".json").is_file():
@@ -123,25 +132,25 @@ def check_result(target: RelaxTarget, force: bool) -> dict[str, Any] | None:
             report = json.loads(target.result(".json").read_text(encoding="utf-8"))
         except (ValueError, RecursionError):
             report = None
-    known = isinstance(report, dict) and report.get("format") == FORMAT
-    taken = [target.result(ending) for ending in (".cif", ".pdb", ".json") if target.result(ending).exists()]
-    if taken and not known and target.folder is None:
-        raise UserError(f"{taken[0]}: exists already, and is no result of `warpfold relax`; move it away")
-    if force or not known:
+    is_result = isinstance(report, dict) and report.get("format") == FORMAT
+    present = [target.result(ending) for ending in (".cif", ".pdb", ".json") if target.result(ending).exists()]
+    if present and not is_result and target.folder is None:
+        raise UserError(f"{present[0]}: exists already, and is no result of `warpfold relax`; move it away")
+    if force or not is_result:
         return None
-    whole = all(target.result(Path(name).suffix).is_file() for name in report["files"].values())
-    if whole and report["input"] == hashlib.sha256(read_file(target.path)).hexdigest():
+    is_complete = all(target.result(Path(name).suffix).is_file() for name in report["files"].values())
+    if is_complete and report["input"] == hashlib.sha256(read_file(target.path)).hexdigest():
         return report
     if target.folder is None:
-        raise UserError(f"{taken[0]}: was made of another {target.path.name}; replace it with --force")
+        raise UserError(f"{present[0]}: was made of another {target.path.name}; replace it with --force")
     return None
 
 
 def relax_file(target: RelaxTarget, device: str = "cpu") -> dict[str, Any]:
-    """Relax one structure, write the result beside it, and return the report.
+    """Relax one structure, write the results next to its file, and return the report.
 
-    The PDB file is left out where its format cannot hold the structure.
-    Errors: UserError for a file that cannot be read or written, and as in `relax_chains`.
+    No PDB file is written for a structure that the PDB format cannot hold.
+    Raises UserError for unreadable and unwritable files, and as `relax_chains` does.
     """
     data = read_file(target.path)
     structure = parse_structure(data, str(target.path))
@@ -155,7 +164,8 @@ def relax_file(target: RelaxTarget, device: str = "cpu") -> dict[str, Any]:
     try:
         texts["pdb"] = write_pdb(target.name, chains, b_factors=b_factors)
     except UserError as error:
-        target.result(".pdb").unlink(missing_ok=True)  # an earlier result's
+        # An earlier relaxation may have left a PDB file.
+        target.result(".pdb").unlink(missing_ok=True)
         notes.append(str(error))
     files = {kind: target.result({"mmcif": ".cif", "pdb": ".pdb"}[kind]) for kind in texts}
     report = {
@@ -173,29 +183,29 @@ def relax_file(target: RelaxTarget, device: str = "cpu") -> dict[str, Any]:
 
 
 def read_b_factors(data: bytes, chains: Sequence[Chain]) -> list[np.ndarray]:
-    """Return the B factors of a structure file for each of its chains, [N, 37].
+    """Read the B factors of each chain from a structure file, [N, 37].
 
-    Atoms that the file does not have get the mean of their residue, or 0 without one.
+    Atoms that the file lacks get the mean of their residue, or 0 if the residue has no atoms.
     """
-    found: dict[tuple[str, str, str], float] = {}
+    b_factor_of: dict[tuple[str, str, str], float] = {}
     text = data.decode("latin-1")
     is_mmcif = "_atom_site." in text
     for part in (pdb.make_structure(cif.read_string(text)[0]) if is_mmcif else gemmi.read_pdb_string(text))[0]:
         for residue in part:
             for atom in residue:
-                found.setdefault((part.name, str(residue.seqid), atom.name), atom.b_iso)
+                b_factor_of.setdefault((part.name, str(residue.seqid), atom.name), atom.b_iso)
     b_factors = []
     for chain in chains:
-        rows = [[found.get((chain.id, number, name), np.nan) for name in ATOM_TYPES] for number in chain.author_numbers]
-        b = np.array(rows)
-        seen = np.isfinite(b)
-        mean = np.where(seen, b, 0).sum(1) / np.maximum(seen.sum(1), 1)
-        b_factors.append(np.where(seen, b, mean[:, None]))
+        numbers = chain.author_numbers
+        b = np.array([[b_factor_of.get((chain.id, number, name), np.nan) for name in ATOM_TYPES] for number in numbers])
+        has_value = np.isfinite(b)
+        mean = np.where(has_value, b, 0).sum(1) / np.maximum(has_value.sum(1), 1)
+        b_factors.append(np.where(has_value, b, mean[:, None]))
     return b_factors
 
 
-def _summary(folder: Path) -> dict[str, Any]:
-    """Return the summary of a folder of `predict`.  Errors: UserError if it is something else."""
+def _read_summary(folder: Path) -> dict[str, Any]:
+    """Read the summary of an output folder of `predict`. Raises UserError if it is something else."""
     try:
         summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -209,10 +219,10 @@ def _summary(folder: Path) -> dict[str, Any]:
     return summary
 
 
-def _note(target: RelaxTarget, report: dict[str, Any]) -> None:
-    """Put the report into the summary of the prediction's folder, if it is not there."""
+def _add_to_summary(target: RelaxTarget, report: dict[str, Any]) -> None:
+    """Add the report to the summary of the prediction's folder if it is missing there."""
     assert target.folder is not None
-    summary = _summary(target.folder)
+    summary = _read_summary(target.folder)
     for entry in summary["predictions"]:
         file = target.folder / entry["folder"] / entry["files"].get("mmcif", "")
         if file == target.path and entry.get("relaxed") != report:

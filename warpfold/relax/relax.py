@@ -1,6 +1,6 @@
-"""Relax structures: AlphaFold's restrained minimisation, until no bond is broken and no atoms clash (Supp. 1.8.6).
+"""Relax chains in memory: AlphaFold's restrained minimisation, repeated until no bond or contact is violated.
 
-`relax_chains` works in memory, `relax_paths` on the folders of `warpfold predict` and on structure files.
+Source: Supp. 1.8.6. `files.relax_paths` relaxes files and the folders of `warpfold predict`.
 """
 
 import dataclasses
@@ -19,19 +19,26 @@ from warpfold.model.violations import connection_violations, within_residue_viol
 from warpfold.prediction.sanity import check_geometry, find_clashes
 from warpfold.relax.amber import OXT, Amber, ModelledResidues
 
-MAX_ROUNDS = 3  # RELAX_MAX_OUTER_ITERATIONS of AlphaFold 2.3's run_alphafold.py; in 2.0 it was 20
+# RELAX_MAX_OUTER_ITERATIONS of AlphaFold 2.3 (20 in version 2.0).
+MAX_ROUNDS = 3
 N, CA, C = (ATOM_ORDER[name] for name in ("N", "CA", "C"))
-NEW_CHI = {"P": (-25.0, 36.0)}  # degrees: proline's ring; others begin as the most frequent rotamers do
-USUAL_CHI = (-65.0, 180.0, 180.0, 180.0)
+# Side-chain torsions of added atoms in degrees: proline's ring, and the most frequent rotamer of the others.
+CHI_OF = {"P": (-25.0, 36.0)}
+DEFAULT_CHI = (-65.0, 180.0, 180.0, 180.0)
 
 
 @dataclass(frozen=True)
 class Flaws:
-    """Which of R residues violate what chemistry allows, with DeepMind's tolerances (Supp. 1.9.11); bool [R] each."""
+    """Residues with structural violations, with DeepMind's tolerances (Supp. 1.9.11); masks [R].
 
-    bonds: np.ndarray  # the length or an angle of a peptide bond is more than 12 standard deviations off
-    clashes: np.ndarray  # an atom overlaps one of another residue by more than 1.5 Å
-    within: np.ndarray  # a distance within the residue is more than 12 standard deviations off
+    bonds: length or angle of a peptide bond is more than 12 standard deviations off. clashes: an atom overlaps an atom
+    of another residue by more than 1.5 Å. within: a distance within the residue is more than 12 standard deviations
+    off.
+    """
+
+    bonds: np.ndarray
+    clashes: np.ndarray
+    within: np.ndarray
 
     @property
     def any(self) -> np.ndarray:
@@ -45,40 +52,46 @@ class Flaws:
 
 @dataclass(frozen=True)
 class Relaxation:
-    """What a relaxation did; energies in kcal/mol of the force field alone, distances in angstrom."""
+    """Report of a relaxation: energies of the force field in kcal/mol, distances in angstrom.
 
-    energy_before: float | None  # None: too high to be a number
+    energy_before: None if it was not finite. violations_before, violations_after: see `Flaws.counts`. ca_rmsd, ca_max,
+    rmsd: displacements of Cα and of all heavy atoms, without superposition. mirrored: D residues, whose chirality a
+    minimisation cannot change. built_atoms: added heavy atoms. left_out: residues that were not modelled: X, residues
+    without N, CA or C, and single residues between two gaps.
+    """
+
+    energy_before: float | None
     energy_after: float
-    violations_before: dict[str, int]  # of Flaws.counts
+    violations_before: dict[str, int]
     violations_after: dict[str, int]
     rounds: int
-    ca_rmsd: float  # without superposition: springs hold the structure where it was
+    ca_rmsd: float
     ca_max: float
-    rmsd: float  # of all heavy atoms
-    mirrored: int  # residues with Cβ on the wrong side (D instead of L), which minimisation does not turn back
+    rmsd: float
+    mirrored: int
     disulfides: int
-    built_atoms: int  # heavy atoms that the structure lacked
-    left_out: int  # residues that took no part: X, without N, CA or C, or alone between two gaps
+    built_atoms: int
+    left_out: int
     platform: str
     seconds: float
 
 
 def relax_chains(chains: Sequence[Chain], device: str = "cpu") -> tuple[list[Chain], Relaxation]:
-    """Minimise the energy of a structure and return its chains, with all heavy atoms, and what was done.
+    """Minimise the energy of a structure; returns its chains with all heavy atoms, and a report.
 
-    In a round, springs hold the heavy atoms where the round began.  Residues that violate chemistry after it have no
-    springs in the next rounds.  It ends with the first round without violations, or after `MAX_ROUNDS`; the last round
-    is kept, as AlphaFold keeps it.
+    Each round restrains the heavy atoms to their positions at its start, except in residues that had violations after
+    an earlier round. The relaxation ends after the first round without violations or after `MAX_ROUNDS`, and returns
+    the result of the last round, as AlphaFold does.
 
-    Residues are bonded if they follow one another in the sequence, however far apart they are; X, and residues without
-    N, CA and C, keep their atoms and take no part, and there is a gap where they are.
-    Errors: UserError without OpenMM, or if there are no two bonded residues; FloatingPointError if no energy can be
-    found.
+    Consecutive residues of the sequence are bonded at any distance. X and residues without N, CA and C are not
+    modelled: they keep their atoms, and the chain has a gap there.
+    Raises UserError if OpenMM is missing or no two residues are bonded, and FloatingPointError if the energy stays
+    infinite.
     """
     start = time.perf_counter()
-    given = join_chains(chains)
-    residues = with_missing_atoms(given)
-    built, moving = residues.mask & ~given.mask, _moving(residues)
+    original = join_chains(chains)
+    residues = with_missing_atoms(original)
+    built, moving = residues.mask & ~original.mask, _modelled_atoms(residues)
     amber = Amber(residues, built, device)
     energy_before, flaws_before = amber.energy(), find_flaws(residues)
     free = np.zeros(len(residues.sequence), bool)
@@ -107,36 +120,37 @@ def relax_chains(chains: Sequence[Chain], device: str = "cpu") -> tuple[list[Cha
         mirrored=check_geometry(relaxed.positions, moving).mirrored,
         disulfides=amber.disulfides,
         built_atoms=int(built.sum()),
-        left_out=int((given.mask.any(1) & (given.segment < 0)).sum()),
+        left_out=int((original.mask.any(1) & (original.segment < 0)).sum()),
         platform=amber.platform,
         seconds=round(time.perf_counter() - start, 2),
     )
 
 
 def join_chains(chains: Sequence[Chain]) -> ModelledResidues:
-    """Put the residues of all chains in a row, in segments of those that are bonded.
+    """Concatenate the residues of all chains and divide them into segments of bonded residues.
 
-    Errors: UserError if no two residues are bonded.
+    Raises UserError if no two residues are bonded.
     """
     sequence = "".join(chain.sequence for chain in chains)
     mask = np.concatenate([chain.mask for chain in chains]) > 0
     usable = mask[:, [N, CA, C]].all(1) & np.array([letter in RESTYPE_ORDER for letter in sequence])
-    place = np.concatenate([chain.residue_index for chain in chains])
+    index = np.concatenate([chain.residue_index for chain in chains])
     starts = np.cumsum([0] + [len(chain.sequence) for chain in chains])[:-1]
-    follows = np.append(False, usable[:-1] & (np.diff(place) == 1))
+    follows = np.append(False, usable[:-1] & (np.diff(index) == 1))
     follows[starts] = False
     segment = np.where(usable, np.cumsum(~(follows & usable)), -1)
-    alone = [number for number, size in zip(*np.unique(segment, return_counts=True)) if size == 1]
-    segment[np.isin(segment, alone)] = -1
+    single = [number for number, size in zip(*np.unique(segment, return_counts=True)) if size == 1]
+    segment[np.isin(segment, single)] = -1
     if not (segment >= 0).any():
         raise UserError("no two residues that follow one another have N, CA and C; give a structure of whole residues")
-    mask[:, OXT] &= segment != np.append(segment[1:], -1)  # elsewhere than at an end it is a mistake
+    # OXT belongs to the last residue of a segment. Anywhere else it is a mistake of the file.
+    mask[:, OXT] &= segment != np.append(segment[1:], -1)
     positions = np.concatenate([chain.positions for chain in chains]).astype(np.float64)
     return ModelledResidues(sequence, positions, mask, segment)
 
 
 def split_chains(chains: Sequence[Chain], residues: ModelledResidues) -> list[Chain]:
-    """Return the chains with the positions and atoms of `residues`, of which `join_chains` made a row."""
+    """Write positions and masks of `residues` back to the chains that `join_chains` concatenated."""
     ends = np.cumsum([len(chain.sequence) for chain in chains])[:-1]
     positions = np.split(residues.positions.astype(np.float32), ends)
     masks = np.split(residues.mask.astype(np.float32), ends)
@@ -144,21 +158,21 @@ def split_chains(chains: Sequence[Chain], residues: ModelledResidues) -> list[Ch
 
 
 def with_missing_atoms(residues: ModelledResidues) -> ModelledResidues:
-    """Add the heavy atoms that residues of segments lack, in ideal geometry on their backbone (Supp. 1.8.4).
+    """Add missing heavy atoms of modelled residues in ideal geometry (Supp. 1.8.4).
 
-    Torsions that the atoms show are kept; others begin as the most frequent rotamer, and minimisation goes on from
-    there.  The oxygen lies opposite to the next residue's N.
+    Torsions of existing atoms are kept. Others start as the most frequent rotamer, which the minimisation refines. The
+    oxygen is placed opposite to the next residue's N.
     """
-    taking_part = residues.segment[:, None] >= 0
+    is_modelled = residues.segment[:, None] >= 0
     aatype = _aatype(residues)
-    missing = (ATOM37_MASK[aatype] > 0) & ~residues.mask & taking_part
+    missing = (ATOM37_MASK[aatype] > 0) & ~residues.mask & is_modelled
     if not missing.any():
         return residues
     types = torch.from_numpy(aatype)
     positions = torch.from_numpy(residues.positions)
     mask = torch.from_numpy(residues.mask.astype(np.float64))
     torsions = geometry.atom37_to_torsions(types, positions, mask)
-    chi = np.deg2rad([(*NEW_CHI.get(letter, ()), *USUAL_CHI)[:4] for letter in residues.sequence])
+    chi = np.deg2rad([(*CHI_OF.get(letter, ()), *DEFAULT_CHI)[:4] for letter in residues.sequence])
     angles = torsions.sin_cos.clone()
     angles[:, 3:] = torch.where(
         torsions.mask[:, 3:, None] > 0, angles[:, 3:], torch.from_numpy(np.stack([np.sin(chi), np.cos(chi)], -1))
@@ -175,13 +189,14 @@ def with_missing_atoms(residues: ModelledResidues) -> ModelledResidues:
 
 
 def find_flaws(residues: ModelledResidues) -> Flaws:
-    """Find the residues of segments that violate what chemistry allows; sulfurs may be as near as in a disulfide."""
+    """Find modelled residues with violations. Sulfurs may be as near as in a disulfide bond."""
     aatype = torch.from_numpy(_aatype(residues))
-    mask = _moving(residues)
+    mask = _modelled_atoms(residues)
     atoms = geometry.atom37_to_atom14(aatype, torch.from_numpy(residues.positions))
     exists = geometry.atom37_to_atom14(aatype, torch.from_numpy(mask.astype(np.float64)))
     bonded = np.diff(residues.segment) == 0
-    index = np.cumsum(np.append(0, np.where(bonded, 1, 2)))  # rises by 1 to a bonded residue, elsewhere by more
+    # Residue indices that differ by 1 mean a peptide bond.
+    index = np.cumsum(np.append(0, np.where(bonded, 1, 2)))
     bonds = connection_violations(atoms, exists, aatype, torch.from_numpy(index)).per_residue_mask
     within = within_residue_violations(atoms, exists, aatype).per_atom_mask.amax(-1)
     clashes = np.zeros(len(mask), bool)
@@ -193,6 +208,6 @@ def _aatype(residues: ModelledResidues) -> np.ndarray:
     return np.array([RESTYPE_ORDER.get(letter, UNKNOWN) for letter in residues.sequence])
 
 
-def _moving(residues: ModelledResidues) -> np.ndarray:
-    """Return which atoms are in the force field: bool [R, 37]."""
+def _modelled_atoms(residues: ModelledResidues) -> np.ndarray:
+    """Return a mask [R, 37] of the atoms in the force field."""
     return residues.mask & (residues.segment[:, None] >= 0)
