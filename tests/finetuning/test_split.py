@@ -10,7 +10,7 @@ from warpfold.data.pack.pack import pack
 from warpfold.data.store.store import Store
 from warpfold.data.synthetic.folder import generate
 from warpfold.errors import UserError
-from warpfold.finetuning.split import LEAST, make_split, read_split
+from warpfold.finetuning.split import MIN_ENTRIES, make_split, read_split
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_one_cluster_is_not_split_by_clusters(proteins: Path, tmp_path: Path) ->
 
 
 def test_few_structures_are_refused(proteins: Path, tmp_path: Path) -> None:
-    files = sorted((proteins / "mmcif").iterdir())[: LEAST - 1]
+    files = sorted((proteins / "mmcif").iterdir())[: MIN_ENTRIES - 1]
     pack(files, [], tmp_path / "store", PackOptions())
-    with pytest.raises(UserError, match=f"{LEAST - 1} structures are too few"):
+    with pytest.raises(UserError, match=f"{MIN_ENTRIES - 1} structures are too few"):
         make_split(Store(tmp_path / "store"), 0)

@@ -1,1 +1,1 @@
-"""Fine-tuning: from structures of one's own to a model that is better on them, and the proof that it is."""
+"""Fine-tune a model on the user's structures, and report whether it became better."""

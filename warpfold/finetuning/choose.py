@@ -15,21 +15,27 @@ from warpfold.model.weights.files import data_settings, load_config
 from warpfold.training.config import RunConfig, load_settings
 from warpfold.training.planning import plan_training
 
-EPOCHS = 20  # over the training set, if validation does not end the run before
-STEPS = 200, 3_000  # of a run, at least and at most
-CROPS = 384, 320, 256, 192, 128, 64  # of which the longest is taken that fits
-VALIDATED = 24  # entries that are folded in a validation, at most
-DRAWS = 4  # of each example, where what the trunk makes of it is kept
-ADAPTED = ("extra_stack.*", "evoformer.*")  # the projections that get adapters
+# Epochs over the training set, unless validation stops the run earlier.
+EPOCHS = 20
+MIN_STEPS, MAX_STEPS = 200, 3_000
+# Crop sizes in residues. The largest that fits into the memory is used.
+CROPS = 384, 320, 256, 192, 128, 64
+# Entries that a validation folds at most.
+MAX_VALIDATED = 24
+# Random draws of each example whose trunk outputs are cached.
+DRAWS = 4
+# Modules whose projections get adapters.
+ADAPTED = ("extra_stack.*", "evoformer.*")
 
 
 def first_settings(init: Path) -> settings.Mapped:
-    """Return the settings to begin with: those of the run that made the parameters, or a preset's.
+    """Load the initial settings: those of the run that produced the parameters, or those of a preset.
 
-    A run's parameters lie beside its settings.toml.  Its losses and data stay, its rate is halved, as AlphaFold2's
-    second stage has it (Supp. table 4); its plan is chosen anew.  Other parameters take the losses, data and rate of
-    the preset for their kind of model: `multimer_finetune`, `monomer_ptm` if they have the PAE head, or `finetune`.
-    Errors: UserError for parameters that cannot be read, and for a settings.toml that is damaged.
+    The parameters of a run are next to its settings.toml. Its losses and data settings are kept, and its learning rate
+    is halved as in AlphaFold2's second stage (Supp. table 4). Other parameters take losses, data settings and learning
+    rate of the preset for their kind of model: `multimer_finetune`, `monomer_ptm` if they have the PAE head, or
+    `finetune`. The plan is chosen later, for this machine.
+    Raises UserError for unreadable parameters and for a damaged settings.toml.
     """
     path = init.parent / "settings.toml"
     config = load_config(init)
@@ -39,36 +45,36 @@ def first_settings(init: Path) -> settings.Mapped:
             run = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: is damaged ({error}); restore it, or move the parameters elsewhere") from error
-        found: settings.Mapped = {name: run[name] for name in ("loss", "data", "optim") if name in run}
-        found["optim"] = {**found["optim"], "learning_rate": found["optim"]["learning_rate"] / 2}  # Supp. table 4
+        values: settings.Mapped = {name: run[name] for name in ("loss", "data", "optim") if name in run}
+        values["optim"] = {**values["optim"], "learning_rate": values["optim"]["learning_rate"] / 2}
     else:
         multimer = config.multimer is not None
         preset = settings.load("multimer_finetune" if multimer else "monomer_ptm" if config.heads.pae else "finetune")
-        found = {name: preset[name] for name in ("loss", "data", "optim")}
-        found["plan"] = {name: preset["plan"][name] for name in ("precision",)}
+        values = {name: preset[name] for name in ("loss", "data", "optim")}
+        values["plan"] = {name: preset["plan"][name] for name in ("precision",)}
         if multimer and not config.evoformer.pair.fused:
             # Versions 1 and 2 were trained on smaller crops (settings/multimer.toml).
-            found["data"] = {**found["data"], "crop": 384}
-    found["data"] = {**found["data"], **data_settings(init)}
+            values["data"] = {**values["data"], "crop": 384}
+    values["data"] = {**values["data"], **data_settings(init)}
     if not model["templates"]["enabled"]:
-        found["data"]["max_templates"] = 0
-    return {**found, "model": model}
+        values["data"]["max_templates"] = 0
+    return {**values, "model": model}
 
 
 def chosen_settings(
     first: settings.Mapped, split: Split, steps: int | None, trainable: Sequence[str], adapters: int
 ) -> settings.Mapped:
-    """Return `first` with what follows from the number of training examples.
+    """Complete the settings `first` for the number of training examples.
 
-    The rate falls with the square root of the examples of a step: so much less is known of the gradient.  trainable:
-    what is trained; none: all, or with adapters nothing else.  Where the trunk is not, what it makes of each example is
-    kept.  adapters: their rank, 0 for none.
+    The learning rate scales with the square root of the examples per step, as does the precision of the gradient.
+    trainable: names of trained parts; empty trains everything, or only the adapters if there are any. If the trunk is
+    frozen, its outputs are cached per example. adapters: their rank, 0 for none.
     """
     optim = first["optim"]
-    given = int(optim.get("accumulate", 1))
-    accumulate = min(given, 16, max(1, len(split.training) // 8))
-    count = steps or min(max(math.ceil(EPOCHS * len(split.training) / accumulate), STEPS[0]), STEPS[1])
-    rate = float(optim["learning_rate"]) * math.sqrt(accumulate / given)
+    initial = int(optim.get("accumulate", 1))
+    accumulate = min(initial, 16, max(1, len(split.training) // 8))
+    count = steps or min(max(math.ceil(EPOCHS * len(split.training) / accumulate), MIN_STEPS), MAX_STEPS)
+    rate = float(optim["learning_rate"]) * math.sqrt(accumulate / initial)
     chosen: settings.Mapped = {
         "optim": {
             "learning_rate": float(f"{rate:.2g}"),
@@ -85,10 +91,12 @@ def chosen_settings(
             "order": "uniform",
             "validation": list(split.validation),
             "test": list(split.test),
-            "validation_examples": VALIDATED,
+            "validation_examples": MAX_VALIDATED,
             "validate_every": max(1, count // 10),
-            "related_identity": 0.0,  # finetune has left related entries out of the sources
-            "validation_share": 1.0,  # all of them each time: they choose the parameters
+            # `finetune` has already removed related entries from the sources.
+            "related_identity": 0.0,
+            # Every validation uses all entries, because it selects the parameters.
+            "validation_share": 1.0,
             "save_every": max(1, count // 10),
             "patience": 4,
         },
@@ -105,31 +113,32 @@ def chosen_settings(
 def planned(
     values: settings.Mapped, changes: Sequence[str], out: Path, device: torch.device, memory: int | None
 ) -> tuple[RunConfig, str]:
-    """Return the settings of the run with a plan that fits, and what is to be said of both.
+    """Build the configuration of the run with a plan that fits; returns it with a summary for the log.
 
-    The crop is the settings', or the longest shorter one that fits, unless `changes` name it.
-    Errors: UserError where none fits, and for changes that are no settings.
+    The crop size is that of the settings, or the largest smaller one that fits unless `changes` set it.
+    Raises UserError if no crop size fits, and for invalid changes.
     """
-    named = any(change.startswith("data.crop=") for change in changes)
-    failed: UserError | None = None
-    for crop in _crops(values["data"].get("crop"), named):
-        tried = values if crop is None else settings.merge(values, {"data": {"crop": crop}})
-        given = load_settings(tried, changes)
+    is_fixed = any(change.startswith("data.crop=") for change in changes)
+    first_error: UserError | None = None
+    for crop in _candidate_crops(values["data"].get("crop"), is_fixed):
+        candidate = values if crop is None else settings.merge(values, {"data": {"crop": crop}})
+        loaded = load_settings(candidate, changes)
         try:
-            config, said = plan_training(given, out, device, memory)
+            config, summary = plan_training(loaded, out, device, memory)
         except UserError as error:
-            if named or crop is None:
+            if is_fixed or crop is None:
                 raise
-            given.config()  # what is wrong with the settings themselves is the user's to mend
-            failed = failed or error
+            # This raises if the settings themselves are invalid, which no smaller crop repairs.
+            loaded.config()
+            first_error = first_error or error
             continue
-        shorter = f"crops of {crop} residues, as {values['data'].get('crop')} do not fit; " if failed else ""
-        return config, shorter + said
-    assert failed is not None
-    raise failed
+        shorter = f"crops of {crop} residues, as {values['data'].get('crop')} do not fit; " if first_error else ""
+        return config, shorter + summary
+    assert first_error is not None
+    raise first_error
 
 
-def _crops(crop: Any, named: bool) -> Iterator[int | None]:
+def _candidate_crops(crop: Any, is_fixed: bool) -> Iterator[int | None]:
     yield crop
-    if isinstance(crop, int) and not named:
+    if isinstance(crop, int) and not is_fixed:
         yield from (shorter for shorter in CROPS if shorter < crop)

@@ -1,7 +1,7 @@
-"""Split a store into what is trained on, what validates the training, and what tests the result.
+"""Split a store into training, validation and test entries.
 
-A test protein with a relative in training tells how well the model remembers, not how well it folds.  So whole clusters
-go to one part.  The split is a file, so that another run, or another program, can be held to the same.
+A test protein with a relative in training measures memory rather than accuracy, so whole clusters belong to one part.
+The split is a file that other runs and other programs can use.
 """
 
 import logging
@@ -22,17 +22,20 @@ from warpfold.files import write_atomically
 from warpfold.keyed import keyed_rng
 from warpfold.settings import toml_value
 
-LEAST = 10  # entries below which nothing can be held out that would tell anything
-SHARE = 0.15  # of the entries that validate, and as many that test
-MOST = 60  # entries that validate or test, at most
-FEWEST = 8  # clusters below which differences say little
+# With fewer entries no test set is large enough to be informative.
+MIN_ENTRIES = 10
+# Fraction of the entries for validation and again for the test, and the largest size of each.
+SHARE = 0.15
+MAX_HELD_OUT = 60
+# With fewer clusters differences are rarely significant.
+MIN_CLUSTERS = 8
 
 log = logging.getLogger("warpfold")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The parts of a store, by key; by: "cluster", or "chain" where relatives of a test entry may be in training."""
+    """The keys of each part. by: "cluster", or "chain" if training may contain relatives of test entries."""
 
     by: str
     training: tuple[str, ...]
@@ -62,25 +65,25 @@ class Split:
 def make_split(
     store: Store, seed: int, assemblies: bool = False, by: str = "cluster", min_identity: float = MIN_IDENTITY
 ) -> Split:
-    """Draw a split of all entries of a store: of assemblies, or of chains.
+    """Draw a split of all entries of a store, which are assemblies or chains.
 
-    Clusters with related chains (data/similar/relatives.py, at `min_identity`) are joined.  Whole clusters are held out
-    until there are enough entries, but none that is larger than all that is to be held out.  A warning says if there
-    are fewer than `FEWEST` clusters.
-    Errors: UserError for too few entries, and where clusters leave one of the parts empty.
+    Clusters with related chains (data/similar/relatives.py, at `min_identity`) are joined. Whole clusters are held out
+    until validation and test have enough entries. Clusters larger than both together stay in training. Fewer than
+    `MIN_CLUSTERS` clusters cause a warning.
+    Raises UserError for too few entries, and if a part would be empty.
     """
     keys = entry_keys(store, assemblies)
-    if len(keys) < LEAST:
+    if len(keys) < MIN_ENTRIES:
         raise UserError(
-            f"{len(keys)} structures are too few: with fewer than {LEAST} a test of one or two proteins says nothing, "
-            "and training mostly remembers them; add structures, or train without a test (warpfold train)"
+            f"{len(keys)} structures are too few: with fewer than {MIN_ENTRIES} a test of one or two proteins says "
+            "nothing, and training mostly remembers them; add structures, or train without a test (warpfold train)"
         )
-    held = min(MOST, max(2, round(SHARE * len(keys))))
+    held_out_size = min(MAX_HELD_OUT, max(2, round(SHARE * len(keys))))
     if by == "chain":
         order = keyed_rng(seed, "split").permutation(len(keys)).tolist()
-        test, validation = set(order[:held]), set(order[held : 2 * held])
-        places = {"test": test, "validation": validation, "training": set(order) - test - validation}
-        return Split(by=by, **{name: tuple(keys[i] for i in sorted(part)) for name, part in places.items()})
+        test, validation = set(order[:held_out_size]), set(order[held_out_size : 2 * held_out_size])
+        indices = {"test": test, "validation": validation, "training": set(order) - test - validation}
+        return Split(by=by, **{name: tuple(keys[i] for i in sorted(part)) for name, part in indices.items()})
     clusters: dict[str, list[str]] = {}
     source = Source(store, assemblies=assemblies)
     for key, cluster in zip(keys, families(source, joined_clusters(source), min_identity, cores())):
@@ -90,7 +93,7 @@ def make_split(
     parts: dict[str, set[str]] = {"test": set(), "validation": set()}
     for cluster in keyed_rng(seed, "split").permutation(sorted(clusters)).tolist():
         part = min(parts.values(), key=len)
-        if len(part) < held and len(part) + len(clusters[cluster]) <= 2 * held:  # those that are larger train
+        if len(part) < held_out_size and len(part) + len(clusters[cluster]) <= 2 * held_out_size:
             part.update(clusters.pop(cluster))
     if not all(parts.values()) or not clusters:
         raise UserError(
@@ -98,7 +101,7 @@ def make_split(
             f"hold some out without relatives in training; {family}; add proteins of other families, raise "
             "--split-identity, or split by chain and say: --one-family"
         )
-    if count < FEWEST:
+    if count < MIN_CLUSTERS:
         log.warning(
             "%s",
             f"the structures are of {count} clusters of related proteins, too few for a verdict; {family}; add "
@@ -114,10 +117,10 @@ def make_split(
 
 
 def read_split(path: Path, store: Store, assemblies: bool = False) -> Split:
-    """Read a split, and check it against a store.
+    """Read a split and validate it against a store.
 
-    Errors: UserError for a file that is no split, for entries that the store lacks or that are in two parts, an empty
-    part, and a cluster in two parts of a split by cluster.
+    Raises UserError for an invalid file, unknown entries, entries in two parts, empty parts, and clusters in two parts
+    of a split by cluster.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -129,7 +132,7 @@ def read_split(path: Path, store: Store, assemblies: bool = False) -> Split:
         raise UserError(f'{path}: by = "{split.by}" is neither "cluster" nor "chain"')
     if extra := set(values) - {field.name for field in fields(Split)}:
         raise UserError(f"{path}: has no key {listed(sorted(extra))}")
-    keys, where = entry_keys(store, assemblies), dict[str, str]()
+    keys, part_of = entry_keys(store, assemblies), dict[str, str]()
     clusters = dict(zip(keys, joined_clusters(Source(store, assemblies=assemblies))))
     first: dict[str, tuple[str, str]] = {}
     for name, part in parts.items():
@@ -138,23 +141,23 @@ def read_split(path: Path, store: Store, assemblies: bool = False) -> Split:
         for key in part:
             if key not in clusters:
                 raise UserError(f"{path}: {key} ({name}) is not among the structures that could be used")
-            if key in where:
-                raise UserError(f"{path}: {key} is in {where[key]} and in {name}")
-            where[key] = name
-            other, there = first.setdefault(clusters[key], (key, name))
-            if split.by == "cluster" and there != name:
+            if key in part_of:
+                raise UserError(f"{path}: {key} is in {part_of[key]} and in {name}")
+            part_of[key] = name
+            other, other_part = first.setdefault(clusters[key], (key, name))
+            if split.by == "cluster" and other_part != name:
                 raise UserError(
-                    f"{path}: {other} ({there}) and {key} ({name}) are of one cluster; put them into one part, or say "
-                    'by = "chain"'
+                    f"{path}: {other} ({other_part}) and {key} ({name}) are of one cluster; put them into one part, "
+                    'or say by = "chain"'
                 )
     return split
 
 
 def without_relatives(split: Split, store: Store, min_identity: float) -> Split:
-    """Leave out of a split by cluster what is related to a part that judges it.
+    """Remove entries from a split by cluster that are related to entries of a later part.
 
-    Validation entries must not be related to the test, nor training entries to the test or the validation.
-    Errors: UserError if a part would be empty.
+    Validation entries must not be related to the test, and training entries to neither validation nor test.
+    Raises UserError if a part would be empty.
     """
     if split.by != "cluster":
         return split
